@@ -39,7 +39,7 @@ from services.engine.executors.cuda.cache_transfer import CudaCacheTransfer
 from services.engine.executors.cuda.compile_ahead import compiler_pool
 from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
 from services.engine.kv_cache.snapshot_policy import SnapshotPolicy
-from services.engine.kv_offload.entry_format.checksums import WORD, checksum, weights
+from services.engine.kv_offload.entry_format import WORD, checksum, weights
 from services.engine.kv_offload.messages import Bytes
 from services.engine.models.config import ModelConfig
 from services.engine.models.device_batch import DeviceCache

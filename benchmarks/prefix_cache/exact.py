@@ -47,8 +47,7 @@ from benchmarks.prefix_cache.workloads import ADAPTERS, VOCAB, Workload, make_wo
 from services.engine.executors.cpu.cache_transfer import CpuCacheTransfer
 from services.engine.executors.cpu.runner import ModelRunner
 from services.engine.kv_cache.keys import Tier
-from services.engine.kv_offload.config import TierLimits
-from services.engine.kv_offload.manager import TierManager
+from services.engine.kv_offload.manager import TierLimits, TierManager
 from services.engine.models.batch import CacheBuffers
 from services.engine.models.config import ModelConfig
 from services.engine.models.lora.slots import LoraSlots

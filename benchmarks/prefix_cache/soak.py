@@ -44,8 +44,7 @@ from services.engine.compute_sharing.host_lock import SliceGate
 from services.engine.executors.cpu.cache_transfer import CpuCacheTransfer
 from services.engine.executors.cpu.runner import ModelRunner
 from services.engine.executors.runner import OpenStep, Runner, StepHandle
-from services.engine.kv_offload.config import TierLimits
-from services.engine.kv_offload.manager import TierManager
+from services.engine.kv_offload.manager import TierLimits, TierManager
 from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
 from services.engine.models.lora.slots import LoraSlots

@@ -12,8 +12,7 @@ from services.common.errors import InvalidRequest
 from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.machine import machine_bytes
 from services.engine.kv_cache.keys import Tier
-from services.engine.kv_offload.config import TierLimits
-from services.engine.kv_offload.manager import TierManager
+from services.engine.kv_offload.manager import TierLimits, TierManager
 from services.engine.observability.events import EventStream
 from services.engine.settings import EngineSettings
 from services.pod.device import Device

@@ -15,7 +15,7 @@ from services.engine.executors.cache_payload import Pieces
 from services.engine.executors.cpu.cache_transfer import CpuCacheTransfer
 from services.engine.executors.cuda.cache_transfer import CudaCacheTransfer
 from services.engine.executors.cuda.stream import EngineStream
-from services.engine.kv_offload.entry_format.checksums import WORD, checksum, weights
+from services.engine.kv_offload.entry_format import WORD, checksum, weights
 from services.engine.kv_offload.messages import Bytes, CacheTransfer
 from services.engine.models.batch import CacheBuffers
 from services.engine.models.config import ModelConfig

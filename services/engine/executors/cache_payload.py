@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 
-from services.engine.kv_offload.entry_format.checksums import WORD
+from services.engine.kv_offload.entry_format import WORD
 from services.engine.kv_offload.messages import Bytes, Layout
 
 FORMAT = 1

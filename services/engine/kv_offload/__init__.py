@@ -1,1 +1,0 @@
-"""Cache entries below the device: host memory, disk, object store."""

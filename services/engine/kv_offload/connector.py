@@ -33,7 +33,7 @@ from services.engine.kv_offload.messages import (
     Tiers,
     Use,
 )
-from services.engine.kv_offload.stored_entries import OffloadedEntries, OffloadedEntry
+from services.engine.kv_offload.offloaded_entries import OffloadedEntries, OffloadedEntry
 
 _SPEED = tuple(Tier)
 _WORTHWHILE = 3.0

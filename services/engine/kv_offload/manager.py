@@ -1,4 +1,4 @@
-"""All tiers below the device, put together."""
+"""TierManager: all tiers below the device, put together, and how much each may hold."""
 
 from __future__ import annotations
 
@@ -6,26 +6,20 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 
 from services.common.storage.object_store import ObjectStore
 from services.engine.kv_cache.block_pool import IntegrityError
 from services.engine.kv_cache.keys import Key, Tier
-from services.engine.kv_offload.config import TierLimits
-from services.engine.kv_offload.copies.background import WRITE_RANK, LowerTier
-from services.engine.kv_offload.copies.bandwidth import Bandwidth
-from services.engine.kv_offload.copies.export import Items
-from services.engine.kv_offload.copies.fetcher import Fetcher, Source
-from services.engine.kv_offload.copies.index import Index
-from services.engine.kv_offload.copies.pending_writes import Persists
-from services.engine.kv_offload.copies.records import Buffer, Record
-from services.engine.kv_offload.disk.files import DiskFiles
-from services.engine.kv_offload.disk.tier import DiskTier
-from services.engine.kv_offload.failures import FailureLog
-from services.engine.kv_offload.host.loads import Loads
-from services.engine.kv_offload.host.saves import Saves
+from services.engine.kv_offload.background_copies import WRITE_RANK, Fetcher, LowerTier, Persists, Source
+from services.engine.kv_offload.disk import DiskFiles, DiskTier
+from services.engine.kv_offload.export import Items
+from services.engine.kv_offload.host_copies import Loads, Saves
 from services.engine.kv_offload.host_memory import HostArena
+from services.engine.kv_offload.index import Buffer, Index, Record
 from services.engine.kv_offload.messages import (
     CacheTransfer,
     Entry,
@@ -45,9 +39,8 @@ from services.engine.kv_offload.messages import (
     Save,
     Use,
 )
-from services.engine.kv_offload.object_store.objects import StoreObjects
-from services.engine.kv_offload.object_store.tier import StoreTier
-from services.engine.kv_offload.worker import Worker
+from services.engine.kv_offload.object_store import StoreObjects, StoreTier
+from services.engine.kv_offload.worker import Bandwidth, FailureLog, Worker
 from services.engine.observability.events import EventStream
 from services.engine.observability.status import TierStatus
 
@@ -376,3 +369,23 @@ class TierManager:
             elif isinstance(job, Persist):
                 targets = tuple(self._lower) or (Tier.HOST,)
                 self._tell(Persisted(job.ticket, tuple((key, tier) for key in job.keys for tier in targets)))
+
+
+@dataclass(frozen=True, slots=True)
+class TierLimits:
+    """The tiers of an engine."""
+
+    host: bool
+    """Whether the host keeps copies; without it, its memory is only the way to the others."""
+    host_bytes: int
+    host_rate: float
+    """Bytes a second between the host and the device, as a first guess."""
+    load_seconds: float
+    """After which a load that still waits for bytes has failed."""
+    disk_dir: Path | None = None
+    """None: no disk."""
+    disk_bytes: int = 0
+    store: bool = False
+    store_bytes: int = 0
+    store_poll_seconds: float = 30.0
+    store_after_uses: int = 1

@@ -11,7 +11,7 @@ from typing import TypeVar
 from services.common.errors import InvalidRequest, NotFound, TemperError, Unavailable
 from services.engine.kv_cache.keys import Key, Tier
 from services.engine.kv_offload.connector import OffloadConnector
-from services.engine.kv_offload.entry_format.header import item_bytes
+from services.engine.kv_offload.entry_format import item_bytes
 from services.engine.kv_offload.manager import TierManager
 from services.engine.kv_offload.messages import Entry
 from services.engine.kv_offload.sessions import Session

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from services.gateway.context import Gateway
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.generation import Generation, Job
 from services.gateway.inference.prompt_logprobs import check_size
 from services.gateway.inference.prompts import chat_prompt, opens_thinking, token_budget, turn_boundaries
@@ -12,12 +17,12 @@ from services.gateway.protocol.chat.request import ChatRequest
 
 
 async def chat_generation(
-    gateway: Gateway, body: ChatRequest, *, prefix: str = "chatcmpl", clip: bool = False, traceparent: str = ""
+    context: InferenceContext, body: ChatRequest, *, prefix: str = "chatcmpl", clip: bool = False, traceparent: str = ""
 ) -> Generation:
     """Renders and tokenizes a conversation; nothing is sent yet.
 
     Args:
-        gateway: settings, engines, metrics.
+        context: settings, engines, metrics.
         body: the request.
         prefix: of the response id.
         clip: a token limit that is over what the context leaves is lowered to it, not refused.
@@ -28,7 +33,7 @@ async def chat_generation(
         ModelNotFound: `model` cannot be served.
         Unavailable: no engine has been reached yet.
     """
-    served, settings = gateway.engines.served, gateway.settings
+    served, settings = context.engines.served, context.settings
     check_chat(body, settings)
     prompt = await chat_prompt(served, body, settings)
     if body.prompt_logprobs is not None:
@@ -53,7 +58,7 @@ async def chat_generation(
         calls=bool(body.usable_tools),
     )
     return Generation(
-        gateway,
+        context,
         served,
         body,
         [
@@ -77,11 +82,24 @@ async def chat_generation(
     )
 
 
-async def prompt_length(gateway: Gateway, body: ChatRequest) -> int:
+async def prompt_length(context: InferenceContext, body: ChatRequest) -> int:
     """Tokens of a conversation.
 
     Raises:
         InvalidRequest: the chat template refuses it.
         Unavailable: no engine has been reached yet.
     """
-    return len(await chat_prompt(gateway.engines.served, body, gateway.settings))
+    return len(await chat_prompt(context.engines.served, body, context.settings))
+
+
+def parse_chat(form: dict[str, Any]) -> ChatRequest:
+    """The chat of a JSON object.
+
+    Raises:
+        RequestValidationError: it is not one; answered as if a client had sent it.
+    """
+    try:
+        return ChatRequest.model_validate(form)
+    except ValidationError as error:
+        found = [{**entry, "loc": ("body", *entry["loc"])} for entry in error.errors()]
+        raise RequestValidationError(found, body=form) from error

@@ -14,13 +14,13 @@ from services.common.pb import engine_pb2
 from services.common.telemetry import tracing
 from services.gateway.auth.caller import seconds_left
 from services.gateway.auth.ownership import owner
-from services.gateway.context import Gateway
 from services.gateway.core.admission import Reservation
 from services.gateway.core.genai_metrics import GenAiRequest
 from services.gateway.engines.load_balancing import Affinity
 from services.gateway.engines.pool import ServedModel
 from services.gateway.inference.cache_isolation import cache_salt, session_of
 from services.gateway.inference.choice import Choice, Step
+from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.limits import check_messages, check_prompts
 from services.gateway.inference.model_ref import adapter_ref
 from services.gateway.inference.prompt_logprobs import PromptScores, check_complete
@@ -57,7 +57,7 @@ class Generation:
     """All choices of one HTTP request.
 
     Args:
-        gateway: settings, engines, metrics.
+        context: settings, engines, metrics.
         served: the model.
         body: the request.
         jobs: its prompts, ``body.choices`` choices each.
@@ -76,7 +76,7 @@ class Generation:
 
     def __init__(
         self,
-        gateway: Gateway,
+        context: InferenceContext,
         served: ServedModel,
         body: SamplingFields,
         jobs: Sequence[Job],
@@ -96,24 +96,24 @@ class Generation:
         self.jobs = jobs
         self.affinity = Affinity(body.session_id, body.prompt_cache_key or body.user or None, owner())
         """Set before ``steps`` is called, where a header says more than the body."""
-        self._gateway = gateway
+        self._context = context
         self._started = time.monotonic()
-        self._latencies = gateway.metrics.latencies(gateway.settings.served_model_name, stream=bool(body.stream))
+        self._latencies = context.metrics.latencies(context.settings.served_model_name, stream=bool(body.stream))
         self._choices_per_prompt = body.choices
         self._adapter_field = "model" if body.adapter is None else "adapter"
         _check_tokens(body, served.info.vocab_size)
-        check_prompts([len(job.prompt) for job in jobs], gateway.settings)
-        adapter = adapter_ref(body.model, body.adapter, served_model_name=gateway.settings.served_model_name)
+        check_prompts([len(job.prompt) for job in jobs], context.settings)
+        adapter = adapter_ref(body.model, body.adapter, served_model_name=context.settings.served_model_name)
         total = len(jobs) * body.choices
         operation = "chat" if chat else "text_completion"
-        self._genai = GenAiRequest(gateway.metrics.genai, operation, gateway.settings.served_model_name)
-        self._span = gateway.tracer.start(f"{operation} {body.model}", parent=traceparent, kind="client")
+        self._genai = GenAiRequest(context.metrics.genai, operation, context.settings.served_model_name)
+        self._span = context.tracer.start(f"{operation} {body.model}", parent=traceparent, kind="client")
         traceparent = self._span.traceparent or traceparent
         self._traceparent = traceparent
         if self._span.recorded:
             self._span.set(_attributes(body, operation, self.id, total))
-        salt = cache_salt(gateway.settings.cache_scope, body.cache_salt)
-        deadline = int((time.time() + seconds_left(gateway.settings.request_timeout_seconds)) * 1000)
+        salt = cache_salt(context.settings.cache_scope, body.cache_salt)
+        deadline = int((time.time() + seconds_left(context.settings.request_timeout_seconds)) * 1000)
         own_ends = frozenset((*served.info.eos_token_ids, *served.codec.eos_ids))
         # Of a chat's text the engine does not know what a client sees, so it ends at control tokens only.
         engine_ends = [token for token in body.stop_token_ids or () if not (chat and served.vocabulary.is_text(token))]
@@ -200,7 +200,7 @@ class Generation:
         """Last steps, which are told when the engine has their rollouts as they are."""
         try:
             prompts = [job.prompt for job in self.jobs]
-            async with self._gateway.engines.exchange(self._requests, self.affinity, prompts=prompts) as exchange:
+            async with self._context.engines.exchange(self._requests, self.affinity, prompts=prompts) as exchange:
                 async for index, update in exchange:
                     choice = self.choices[index]
                     if choice.finished:
@@ -236,17 +236,17 @@ class Generation:
         self._span.fail(code, message)
 
     def _finished(self, choice: Choice, reason: str) -> None:
-        metrics = self._gateway.metrics
+        metrics = self._context.metrics
         self._genai.finished(choice.index, choice.tokens)
         self._latencies.e2e.observe(time.monotonic() - self._started, tracing.exemplar(self._traceparent))
         metrics.finished.labels(reason).inc()
         self._reasons.append(reason)
         if len(self._reasons) == len(self.choices):
             self._ended(choice.adapter or self.model)
-        self._gateway.count_tokens("completion", choice.tokens)
+        self._context.count_tokens("completion", choice.tokens)
         if choice.index % self._choices_per_prompt == 0:
-            self._gateway.count_tokens("prompt", choice.prompt_tokens)
-            self._gateway.count_tokens("cached", choice.cached_tokens)
+            self._context.count_tokens("prompt", choice.prompt_tokens)
+            self._context.count_tokens("cached", choice.cached_tokens)
 
     def _ended(self, model: str) -> None:
         """All choices are finished."""
@@ -293,22 +293,22 @@ def traceparent_of(request: Request) -> str:
     return tracing.current() or tracing.checked(request.headers.get("traceparent", ""))
 
 
-def reserve(gateway: Gateway, body: SamplingFields, prompts: int) -> Reservation:
+def reserve(context: InferenceContext, body: SamplingFields, prompts: int) -> Reservation:
     """Takes a place for every choice, before anything is tokenized.
 
     Raises:
         InvalidRequest: more choices than one request may have.
         Overloaded: no room now.
     """
-    check_messages(body, gateway.settings)
-    limit = gateway.settings.max_choices
+    check_messages(body, context.settings)
+    limit = context.settings.max_choices
     if body.choices * prompts > limit:
         raise InvalidRequest(
             f"n={body.choices} for {prompts} prompt(s) is {body.choices * prompts} choices and a request may have "
             f"{limit}: send several requests",
             param="n",
         )
-    return gateway.admission.reserve(body.choices * prompts)
+    return context.admission.reserve(body.choices * prompts)
 
 
 def _check_tokens(body: SamplingFields, vocab_size: int) -> None:

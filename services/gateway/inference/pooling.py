@@ -12,9 +12,9 @@ from typing import TypeVar
 from services.common.errors import InvalidRequest, ModelNotFound, Unavailable
 from services.common.pb import engine_pb2
 from services.gateway.auth.caller import seconds_left
-from services.gateway.context import Gateway
 from services.gateway.core.admission import Reservation
 from services.gateway.inference.cache_isolation import cache_salt
+from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.limits import check_prompts
 from services.gateway.inference.model_ref import adapter_ref
 from services.gateway.inference.prompt_logprobs import PromptScores, check_complete
@@ -59,7 +59,7 @@ class Readings:
     """The prompts of one HTTP request.
 
     Args:
-        gateway: settings, engines, metrics.
+        context: settings, engines, metrics.
         body: which policy reads, and how urgently.
         prefix: of the response id.
         traceparent: W3C trace context, checked.
@@ -69,17 +69,17 @@ class Readings:
         InvalidRequest: `adapter` is malformed.
     """
 
-    def __init__(self, gateway: Gateway, body: ReadingFields, *, prefix: str, traceparent: str = "") -> None:
+    def __init__(self, context: InferenceContext, body: ReadingFields, *, prefix: str, traceparent: str = "") -> None:
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.prompt_tokens = 0
         self.cached_tokens = 0
-        self._gateway = gateway
+        self._context = context
         self._body = body
         self._traceparent = traceparent
-        self._adapter = adapter_ref(body.model, body.adapter, served_model_name=gateway.settings.served_model_name)
-        self._salt = cache_salt(gateway.settings.cache_scope, body.cache_salt)
-        self._deadline = int((time.time() + seconds_left(gateway.settings.request_timeout_seconds)) * 1000)
+        self._adapter = adapter_ref(body.model, body.adapter, served_model_name=context.settings.served_model_name)
+        self._salt = cache_salt(context.settings.cache_scope, body.cache_salt)
+        self._deadline = int((time.time() + seconds_left(context.settings.request_timeout_seconds)) * 1000)
 
     async def read(self, questions: Sequence[Question], take: Callable[[int, Reading], T]) -> list[T]:
         """What ``take`` makes of each reading, in the order of the questions; as many as the request has places for are
@@ -89,7 +89,7 @@ class Readings:
             ContextLengthExceeded: a prompt is longer than this gateway takes.
             TemperError: what an engine answered instead, or that it is gone. Then nothing more is read.
         """
-        check_prompts([len(question.prompt) for question in questions], self._gateway.settings)
+        check_prompts([len(question.prompt) for question in questions], self._context.settings)
         made: dict[int, T] = {}
 
         async def one(index: int) -> None:
@@ -99,13 +99,13 @@ class Readings:
             made[index] = take(index, reading)
 
         try:
-            await _each(len(questions), places(self._gateway, len(questions)), one)
+            await _each(len(questions), places(self._context, len(questions)), one)
         except ModelNotFound as error:
             # The engine does not know where the name stood.
             error.param = "model" if self._body.adapter is None else "adapter"
             raise
-        self._gateway.count_tokens("prompt", self.prompt_tokens)
-        self._gateway.count_tokens("cached", self.cached_tokens)
+        self._context.count_tokens("prompt", self.prompt_tokens)
+        self._context.count_tokens("cached", self.cached_tokens)
         return [made[index] for index in range(len(questions))]
 
     def usage(self) -> dict[str, object]:
@@ -133,7 +133,7 @@ class Readings:
             boundaries=question.boundaries,
         )
         reading = Reading()
-        async with self._gateway.engines.exchange([request]) as exchange:
+        async with self._context.engines.exchange([request]) as exchange:
             async for _, update in exchange:
                 reading.add(update)
         if question.alternatives is not None:
@@ -143,13 +143,13 @@ class Readings:
         return reading
 
 
-def places(gateway: Gateway, prompts: int) -> int:
+def places(context: InferenceContext, prompts: int) -> int:
     """How many prompts of a request are read at a time."""
-    return min(prompts, gateway.settings.max_choices)
+    return min(prompts, context.settings.max_choices)
 
 
-def reserve(gateway: Gateway, prompts: int, *, field: str) -> Reservation:
-    """Takes places in the gateway, before anything is tokenized.
+def reserve(context: InferenceContext, prompts: int, *, field: str) -> Reservation:
+    """Takes places in the context, before anything is tokenized.
 
     Args:
         field: of the request, that has the prompts.
@@ -158,12 +158,12 @@ def reserve(gateway: Gateway, prompts: int, *, field: str) -> Reservation:
         InvalidRequest: more prompts than one request may have.
         Overloaded: no room now.
     """
-    limit = gateway.settings.max_inputs
+    limit = context.settings.max_inputs
     if prompts > limit:
         raise InvalidRequest(
             f"{field} has {prompts} texts and a request may have {limit}: send several requests", param=field
         )
-    return gateway.admission.reserve(places(gateway, prompts))
+    return context.admission.reserve(places(context, prompts))
 
 
 async def _each(count: int, width: int, work: Callable[[int], Awaitable[None]]) -> None:

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.gateway.context import Gateway
 from services.gateway.inference.chat import prompt_length
+from services.gateway.inference.context import InferenceContext
 from services.gateway.protocol.chat.request import ChatRequest, Message
 
 _ANSWER_SHARE = 4
 """Of the context; so much is kept free for an answer whose length is not limited."""
 
 
-async def truncated(gateway: Gateway, chat: ChatRequest) -> ChatRequest:
+async def truncated(context: InferenceContext, chat: ChatRequest) -> ChatRequest:
     """The conversation without as many of its oldest messages as have to go for prompt and answer to fit.
 
     Instructions at the beginning stay, and so do the user's last message and what comes last. A call and its results
     go together.
 
     Args:
-        gateway: the model, and the answer's default length.
+        context: the model, and the answer's default length.
         chat: the whole conversation.
     """
-    context = gateway.engines.served.info.max_model_len
-    if await prompt_length(gateway, chat) + (chat.token_limit or 1) <= context:
+    window = context.engines.served.info.max_model_len
+    if await prompt_length(context, chat) + (chat.token_limit or 1) <= window:
         return chat
-    answer = chat.token_limit or max(1, min(gateway.settings.default_max_tokens, context // _ANSWER_SHARE))
+    answer = chat.token_limit or max(1, min(context.settings.default_max_tokens, window // _ANSWER_SHARE))
     older = _older(chat.messages)
     # The fewest that have to go: each of them less makes a longer prompt.
     fewest, most = 1, len(older)
     while fewest < most:
         tried = (fewest + most) // 2
-        if await prompt_length(gateway, _without(chat, older[:tried])) + answer <= context:
+        if await prompt_length(context, _without(chat, older[:tried])) + answer <= window:
             most = tried
         else:
             fewest = tried + 1

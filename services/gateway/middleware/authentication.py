@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,7 +17,7 @@ from services.gateway.auth.browsers import BrowserGuard
 from services.gateway.auth.caller import Caller, working_for
 from services.gateway.auth.principal import EVERYBODY, INTERNAL, NOBODY, Principal
 from services.gateway.auth.route_permissions import RULE, UNKNOWN, Rule, RuleBook
-from services.gateway.context import Gateway
+from services.gateway.core.admission import Admission
 from services.gateway.core.errors import response_of
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.rate_limits.limiter import Grant, Quotas
@@ -39,6 +38,7 @@ class Access:
         rules: what routes ask for.
         metrics: refusals.
         browsers: asked where there are no keys.
+        admission: places for completions in flight.
     """
 
     def __init__(
@@ -51,10 +51,12 @@ class Access:
         rules: RuleBook,
         metrics: GatewayMetrics,
         browsers: BrowserGuard,
+        admission: Admission,
     ) -> None:
         self._app = app
         self._keys = keys
         self._browsers = browsers
+        self._admission = admission
         self._quotas = quotas
         self._audit = audit
         self._rules = rules
@@ -92,7 +94,7 @@ class Access:
             _check_idempotency(rule, headers)
             exchange.caller = caller
             await caller.grant.acquire()
-            _check_room(rule, scope)
+            _check_room(rule, self._admission)
         except TemperError as error:
             await _refuse(scope, receive, exchange, headers, error)
             return
@@ -202,10 +204,9 @@ def _deadline(rule: Rule, headers: Mapping[str, str]) -> float | None:
     return time.monotonic() + seconds
 
 
-def _check_room(rule: Rule, scope: Scope) -> None:
-    gateway: Any = getattr(scope["app"].state, "gateway", None)
-    if rule.generates and isinstance(gateway, Gateway) and gateway.admission.full:
+def _check_room(rule: Rule, admission: Admission) -> None:
+    if rule.generates and admission.full:
         raise Overloaded(
-            f"{gateway.admission.taken} completions are in flight, which is the limit: try again shortly",
+            f"{admission.taken} completions are in flight, which is the limit: try again shortly",
             retry_after=1.0,
         )

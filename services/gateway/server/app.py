@@ -21,17 +21,22 @@ from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.tracing import open_tracer
 from services.gateway.api.adapters import routes as adapters
 from services.gateway.api.adapters import version_routes as adapter_tools
+from services.gateway.api.adapters.dependencies import AdapterServices
 from services.gateway.api.base import docs
+from services.gateway.api.base.dependencies import provide
+from services.gateway.api.base.idempotency import Idempotency, RedisRecords
 from services.gateway.api.base.openapi import describe_bounds
 from services.gateway.api.base.openapi_examples import describe_examples
 from services.gateway.api.batches import file_routes as files
 from services.gateway.api.batches import routes as batches
-from services.gateway.api.batches.dependencies import BatchStores, open_batching
+from services.gateway.api.batches.dependencies import BatchServices, BatchStores, open_batching
 from services.gateway.api.batches.worker import BatchWorker
 from services.gateway.api.chat_completions import routes as chat
 from services.gateway.api.chat_completions import stored_routes as stored_chats
 from services.gateway.api.completions import routes as completions
 from services.gateway.api.health import routes as health
+from services.gateway.api.health.gauges import HealthServices
+from services.gateway.api.health.queue_gauges import QueueWatch
 from services.gateway.api.messages import batch_routes as message_batches
 from services.gateway.api.messages import routes as messages
 from services.gateway.api.models import routes as models
@@ -40,21 +45,31 @@ from services.gateway.api.pooling import embeddings
 from services.gateway.api.pooling import score as scores
 from services.gateway.api.responses import conversation_routes as conversations
 from services.gateway.api.responses import routes as responses
+from services.gateway.api.responses.background import BackgroundResponses
+from services.gateway.api.responses.dependencies import ResponseServices
+from services.gateway.api.responses.store.best_effort import Shelf
 from services.gateway.api.responses.store.documents import DocumentStore
 from services.gateway.api.responses.store.store import ResponseStore
-from services.gateway.api.sessions import routes as histories
+from services.gateway.api.sessions import routes as conversation_sessions
 from services.gateway.api.training import routes as training
-from services.gateway.api.training_sessions import routes as sessions
+from services.gateway.api.training.dependencies import TrainingServices
+from services.gateway.api.training_sessions import routes as training_sessions
+from services.gateway.api.training_sessions.dependencies import TrainingSessionServices
 from services.gateway.auth.api_keys import KeyRing
 from services.gateway.auth.audit_log import AuditLog
 from services.gateway.auth.browsers import BrowserGuard
 from services.gateway.auth.openapi import describe_keys
 from services.gateway.auth.route_permissions import RULE, Rule, RuleBook
-from services.gateway.context import Gateway
+from services.gateway.core.admission import Admission
 from services.gateway.core.client_disconnect import cancel
 from services.gateway.core.errors import install_error_handlers
+from services.gateway.core.lifecycle import Lifecycle
 from services.gateway.core.metrics import GatewayMetrics
+from services.gateway.core.store_threads import StoreThreads
+from services.gateway.engines.conversation_sessions import HistoryRouter
 from services.gateway.engines.pool import EnginePool
+from services.gateway.engines.training_sessions import SessionRouter
+from services.gateway.inference.context import InferenceContext
 from services.gateway.middleware.authentication import TIMEOUT_HEADER, Access
 from services.gateway.middleware.content_encoding import BodyDecoding
 from services.gateway.middleware.request_body import BodyMemory
@@ -129,48 +144,57 @@ def create_app(
     audit = _audit_log(settings, metrics)
     quotas = Quotas(settings, metrics)
     tracer = open_tracer(settings, "gateway")
+    admission = Admission(settings.max_in_flight)
     certificates = _certificates(settings, metrics)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        engines = EnginePool(settings, metrics, certificates=certificates)
+        inference = InferenceContext(settings, engines, metrics, admission, tracer)
+        lifecycle, threads = Lifecycle(), StoreThreads()
         registry, queue = stores(settings)
         batch_stores = batching(settings)
         kept = keep_responses(settings)
-        gateway = Gateway(
-            settings,
-            EnginePool(settings, metrics, certificates=certificates),
-            registry,
-            queue,
-            metrics,
-            kept,
-            keep_documents(kept),
-            batch_stores,
-            tracer,
+        background = BackgroundResponses(kept, settings, lifecycle.closing)
+        idempotency = Idempotency(RedisRecords(settings))
+        sessions = SessionRouter(lambda: engines.clients, settings.engine_retry_seconds)
+        queues = QueueWatch({"training": queue, "batches": batch_stores.queue}, metrics)
+        provide(
+            app,
+            inference,
+            lifecycle,
+            idempotency,
+            AdapterServices(settings, engines, registry, queue, threads),
+            TrainingServices(settings, engines, queue, registry, threads, lifecycle),
+            TrainingSessionServices(engines, sessions, lifecycle),
+            HistoryRouter(engines, settings.request_timeout_seconds),
+            ResponseServices(kept, keep_documents(kept), Shelf(kept), background),
+            BatchServices.of(settings, batch_stores, threads),
+            HealthServices(inference, lifecycle, queue, queues, registry, threads, background),
         )
-        app.state.gateway = gateway
-        gateway.engines.start()
-        gateway.background.start()
+        engines.start()
+        background.start()
         await quotas.start()
         following = None if keys is None else asyncio.create_task(keys.follow(settings.api_keys_poll_seconds))
-        worker = app.state.batch_worker = BatchWorker(app, gateway, batch_stores)
+        worker = app.state.batch_worker = BatchWorker(app, inference, batch_stores, threads, lifecycle)
         worker.start()
         log.info("gateway started", engines=settings.engines, model=settings.served_model_name)
         try:
             yield
         finally:
-            gateway.stopping.set()
-            gateway.closing.set()
+            lifecycle.stopping.set()
+            lifecycle.closing.set()
             await worker.stop()
             if following is not None:
                 await cancel(following)
-            await gateway.background.stop()
-            await gateway.engines.stop()
-            await gateway.responses.aclose()
+            await background.stop()
+            await engines.stop()
+            await kept.aclose()
             await quotas.stop()
-            await gateway.idempotency.records.aclose()
+            await idempotency.records.aclose()
             await queue.aclose()
             await batch_stores.queue.aclose()
-            gateway.close()
+            threads.close()
             audit.close()
             await asyncio.to_thread(tracer.close)
             log.info("gateway stopped")
@@ -200,8 +224,8 @@ def create_app(
         adapter_tools,
         adapters,
         training,
-        sessions,
-        histories,
+        training_sessions,
+        conversation_sessions,
         files,
         batches,
         docs,
@@ -230,6 +254,7 @@ def create_app(
         rules=rules,
         metrics=metrics,
         browsers=BrowserGuard(settings.hosts, settings.cors_origins),
+        admission=admission,
     )
     if settings.cors_origins:
         app.add_middleware(

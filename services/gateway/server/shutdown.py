@@ -17,7 +17,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from services.common.shutdown import Wishes, end_now
-from services.gateway.context import Gateway
+from services.gateway.api.base.dependencies import resource
+from services.gateway.core.lifecycle import Lifecycle
+from services.gateway.engines.pool import EnginePool
+from services.gateway.inference.context import InferenceContext
 from services.gateway.server.garbage_collection import QuietCollector
 from services.gateway.settings import GatewaySettings
 
@@ -29,8 +32,8 @@ LAST_WORDS_SECONDS = 2
 
 def is_draining(app: FastAPI) -> bool:
     """Whether a signal has come."""
-    gateway = _gateway(app)
-    return gateway is not None and gateway.stopping.is_set()
+    lifecycle = resource(app, Lifecycle)
+    return lifecycle is not None and lifecycle.stopping.is_set()
 
 
 class Server(uvicorn.Server):
@@ -47,9 +50,9 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """From here on the process collects its garbage in quiet moments."""
         await super().startup(sockets)
-        gateway = _gateway(self._app)
-        if gateway is not None:
-            collector = QuietCollector(lambda: gateway.admission.taken > 0)
+        inference = resource(self._app, InferenceContext)
+        if inference is not None:
+            collector = QuietCollector(lambda: inference.admission.taken > 0)
             self._tasks.add(asyncio.create_task(collector.run()))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - as uvicorn has it
@@ -59,42 +62,36 @@ class Server(uvicorn.Server):
         """
         if self._wishes.again():
             end_now(sig)
-        gateway = _gateway(self._app)
-        if gateway is None:
+        lifecycle = resource(self._app, Lifecycle)
+        if lifecycle is None:  # not started yet
             self.should_exit = True
             return
-        gateway.stopping.set()
+        lifecycle.stopping.set()
 
     async def on_tick(self, counter: int) -> bool:
         """True when the listener shall close; uvicorn asks ten times a second."""
-        gateway = _gateway(self._app)
-        if gateway is not None and gateway.stopping.is_set() and not self.should_exit:
+        inference = resource(self._app, InferenceContext)
+        if inference is not None and is_draining(self._app) and not self.should_exit:
             now, delay = asyncio.get_running_loop().time(), self._settings.drain_delay_seconds
             if self._signalled_at is None:
                 self._signalled_at = now
-                log.info("draining", accepting_for=delay, running=gateway.admission.taken)
+                log.info("draining", accepting_for=delay, running=inference.admission.taken)
             self.should_exit = now - self._signalled_at >= delay
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Closes the listener and lets what runs finish, within the grace."""
-        gateway = _gateway(self._app)
-        if gateway is not None:
-            gateway.stopping.set()
-            gateway.closing.set()
-            self._tasks.add(asyncio.create_task(self._end_completions(gateway)))
+        lifecycle, inference = resource(self._app, Lifecycle), resource(self._app, InferenceContext)
+        if lifecycle is not None and inference is not None:
+            lifecycle.stopping.set()
+            lifecycle.closing.set()
+            self._tasks.add(asyncio.create_task(self._end_completions(inference.engines)))
         await super().shutdown(sockets)
 
-    async def _end_completions(self, gateway: Gateway) -> None:
+    async def _end_completions(self, engines: EnginePool) -> None:
         grace = self._settings.shutdown_grace_seconds
         await asyncio.sleep(grace)
-        gateway.engines.end_requests(
+        engines.end_requests(
             f"the gateway is shutting down and this answer took longer than the {grace} s that are left then "
             "(TEMPER_SHUTDOWN_GRACE_SECONDS): send the request again"
         )
-
-
-def _gateway(app: FastAPI) -> Gateway | None:
-    """None before the application has started."""
-    found = getattr(app.state, "gateway", None)
-    return found if isinstance(found, Gateway) else None

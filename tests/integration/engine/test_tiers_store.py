@@ -14,7 +14,7 @@ import pytest
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
 from services.engine.kv_cache.keys import Tier
-from services.engine.kv_offload.entry_format.header import item_bytes
+from services.engine.kv_offload.entry_format import item_bytes
 from services.engine.kv_offload.messages import (
     Dropped,
     Entry,

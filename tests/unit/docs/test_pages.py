@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,14 +24,15 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert broken_links(page) == []
 
 
-def commands() -> set[str]:
+@cache
+def commands() -> frozenset[str]:
     """Every command as it is typed, without "temper"."""
     group = typer.main.get_command(app)
     found = set()
     for name, command in getattr(group, "commands", {}).items():
         found.add(name)
         found.update(f"{name} {sub}" for sub in getattr(command, "commands", {}))
-    return found
+    return frozenset(found)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -59,3 +61,15 @@ def test_make_targets_of_the_readme_exist() -> None:
 def test_exit_codes_are_documented() -> None:
     page = (ROOT / "docs" / "guides" / "operations.md").read_text()
     assert all(f"| {int(code)} |" in page for code in ExitCode)
+
+
+RIDDLE = re.compile(r"^(?!#|.*\?)(?:[-*|] |\d+\. )?(?:.*[.:;] )?(?:What|Who|Whoever|Whatever) [a-z].*$", re.MULTILINE)
+WRITTEN = [page for page in PAGES if page.parent.name in ("decisions", "guides", "training", "tutorials", "docs")]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_sentences_name_their_subject(page: Path) -> None:
+    """ "A file that is gone …", not "What is gone …": a reader learns first of what a sentence speaks."""
+    text = page.read_text()
+    if "<!-- Written by" not in text:
+        assert RIDDLE.findall(text) == []

@@ -25,8 +25,8 @@ from services.gateway.text.grammar.tool_calls import CallForm, Form, tool_gramma
 from services.gateway.text.output_parser import ChatParser, Delta
 from services.gateway.text.vocabulary import MARKUP, Vocabulary
 from tests.unit.gateway.hostile_calls import Drawn, canonical, draw, writable
-from tests.unit.gateway.test_tool_corpus import joined, loads
-from tests.unit.gateway.test_tool_grammar import TOKENIZER, check_walk, finite
+from tests.unit.gateway.text.test_tool_corpus import joined, loads
+from tests.unit.gateway.text.test_tool_grammar import TOKENIZER, check_walk, finite
 
 CODEC = TextCodec.from_directory(Path("models/tiny"))
 VOCABULARY = Vocabulary(CODEC)

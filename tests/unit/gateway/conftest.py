@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import anthropic
 import httpx
@@ -16,8 +16,14 @@ import pytest
 import uvicorn
 
 from services.common.adapters.registry import AdapterRegistry
+from services.gateway.api.base.dependencies import resource
+from services.gateway.api.base.idempotency import Idempotency
 from services.gateway.api.batches.dependencies import BatchStores
+from services.gateway.api.health.gauges import HealthServices
+from services.gateway.api.responses.dependencies import ResponseServices
 from services.gateway.core.file_store import FileStore
+from services.gateway.core.lifecycle import Lifecycle
+from services.gateway.inference.context import InferenceContext
 from services.gateway.server.app import create_app
 from services.gateway.server.http_protocol import HttpProtocol
 from services.gateway.settings import GatewaySettings
@@ -27,6 +33,7 @@ from tests.unit.gateway.fake_responses import MemoryDocuments, MemoryResponses
 from tests.unit.gateway.fake_stores import MemoryQueue, MemoryRecords, MemoryStore
 
 MODEL = "tiny"
+T = TypeVar("T")
 
 
 class Running:
@@ -83,8 +90,29 @@ class Running:
             time.sleep(0.005)
 
     @property
-    def gateway(self) -> Any:
-        return self.app.state.gateway
+    def inference(self) -> InferenceContext:
+        return self._resource(InferenceContext)
+
+    @property
+    def lifecycle(self) -> Lifecycle:
+        return self._resource(Lifecycle)
+
+    @property
+    def idempotency(self) -> Idempotency:
+        return self._resource(Idempotency)
+
+    @property
+    def response_services(self) -> ResponseServices:
+        return self._resource(ResponseServices)
+
+    @property
+    def health(self) -> HealthServices:
+        return self._resource(HealthServices)
+
+    def _resource(self, kind: type[T]) -> T:
+        found = resource(self.app, kind)
+        assert found is not None, "the gateway was not started"
+        return found
 
     async def _serve(self) -> None:
         for engine in self.engines:
@@ -113,8 +141,8 @@ class Running:
         serving = asyncio.create_task(self.server.serve(sockets=[listener]))
         deadline = time.monotonic() + 50
         while time.monotonic() < deadline and not serving.done():
-            if self.server.started and self._enough(c.ready for c in self.app.state.gateway.engines.clients):
-                self.gateway.idempotency.records = self.records
+            if self.server.started and self._enough(c.ready for c in self.inference.engines.clients):
+                self.idempotency.records = self.records
                 self._ready.set()
                 break
             await asyncio.sleep(0.01)
@@ -162,9 +190,9 @@ def _in_first_state(shared: Running) -> Iterator[Running]:
     shared.responses.records.clear()
     shared.documents.kept.clear()
     shared.records.kept.clear()
-    shared.gateway.shelf._away_until = 0.0
+    shared.response_services.best_effort._away_until = 0.0
     yield shared
-    shared.wait_for(lambda: shared.gateway.admission.taken == 0)
+    shared.wait_for(lambda: shared.inference.admission.taken == 0)
     shared.wait_for(lambda: not engine.running)
 
 

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from tests.unit.gateway.test_text import TOOLS as PLAIN_TOOLS
+from tests.unit.gateway.text.test_detokenizer import TOOLS as PLAIN_TOOLS
 
 _PLAIN: dict[str, Any] = PLAIN_TOOLS[0]["function"]["parameters"]
 _F = {

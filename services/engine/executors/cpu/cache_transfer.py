@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from services.engine.executors.cache_payload import Pieces, layout
-from services.engine.kv_offload.entry_format.checksums import WORD, checksum, weights
+from services.engine.kv_offload.entry_format import WORD, checksum, weights
 from services.engine.kv_offload.messages import Bytes, Fence, Layout
 from services.engine.models.batch import CacheBuffers
 

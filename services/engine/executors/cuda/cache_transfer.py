@@ -22,7 +22,7 @@ from kernels.gpu.copies.staging import move_items
 from services.engine.executors.cache_payload import Pieces, layout
 from services.engine.executors.cuda.compile_ahead import compile_ahead
 from services.engine.executors.cuda.stream import Arrival, EngineStream
-from services.engine.kv_offload.entry_format.checksums import WORD
+from services.engine.kv_offload.entry_format import WORD
 from services.engine.kv_offload.messages import Bytes, Fence, Layout
 from services.engine.models.device_batch import DeviceCache
 

@@ -14,10 +14,11 @@ from services.common.adapters.names import NAME_SCHEMA, AdapterVersion, check_ad
 from services.common.adapters.registry import CONFIG, WEIGHTS, Manifest, Pointers
 from services.common.errors import Conflict, InvalidRequest, NotFound
 from services.gateway.api.adapters.archive import tar_gz
+from services.gateway.api.adapters.dependencies import Adapters, AdapterServices
 from services.gateway.api.adapters.upload import check_files, read_form
-from services.gateway.api.base.idempotency import IdempotencyKey, idempotent, json_answer
+from services.gateway.api.base.dependencies import resource_of
+from services.gateway.api.base.idempotency import Idempotency, IdempotencyKey, idempotent, json_answer
 from services.gateway.api.base.routing import multipart, router
-from services.gateway.context import Gateway, GatewayDep
 from services.gateway.protocol.adapters.attachment import AdapterPath, VersionRequest
 
 routes = router("adapters")
@@ -55,17 +56,17 @@ def _version(manifest: Manifest, *, current: int | None, attached: AdapterVersio
     }
 
 
-async def _pick(gateway: Gateway, name: str, version: int | None) -> AdapterVersion:
+async def _pick(adapters: AdapterServices, name: str, version: int | None) -> AdapterVersion:
     check_adapter_name(name)
     if version is None:
-        return await gateway.store(gateway.registry.current, name)
+        return await adapters.threads.run(adapters.registry.current, name)
     return AdapterVersion(name, version)
 
 
 @routes.get("/v1/adapters")
-async def list_adapters(gateway: GatewayDep) -> dict[str, Any]:
+async def list_adapters(adapters: Adapters) -> dict[str, Any]:
     """Every adapter with its current version."""
-    pointers = await gateway.store(gateway.registry.pointers)
+    pointers = await adapters.threads.run(adapters.registry.pointers)
     return {
         "object": "list",
         "data": [_summary(name, number, pointers) for name, number in sorted(pointers.current.items())],
@@ -74,7 +75,7 @@ async def list_adapters(gateway: GatewayDep) -> dict[str, Any]:
 
 
 @routes.post("/v1/adapters", status_code=201, openapi_extra=_UPLOAD)
-async def upload_adapter(request: Request, gateway: GatewayDep, idempotency_key: IdempotencyKey = None) -> Any:
+async def upload_adapter(request: Request, adapters: Adapters, idempotency_key: IdempotencyKey = None) -> Any:
     """Publishes a version from PEFT files, after an engine has bound them strictly to the base model."""
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise InvalidRequest(f"send multipart/form-data with the parts name, {WEIGHTS} and {CONFIG}")
@@ -82,29 +83,29 @@ async def upload_adapter(request: Request, gateway: GatewayDep, idempotency_key:
         form = await request.form(max_files=4, max_fields=8)
     except MultiPartException as error:
         raise InvalidRequest(f"the multipart body is malformed: {error.message}") from error
-    async with gateway.uploads:
+    async with adapters.uploads:
         try:
             name, files = await read_form(form)
         finally:
             await form.close()
         request.state.audit_targets = [name]
         if idempotency_key is None:
-            return await _publish(gateway, name, files)
+            return await _publish(adapters, name, files)
 
         async def work() -> Response:
-            return json_answer(await _publish(gateway, name, files), 201)
+            return json_answer(await _publish(adapters, name, files), 201)
 
         said = await asyncio.to_thread(_said, name, files)
-        return await gateway.idempotency.answer(request, idempotency_key, said, work)
+        return await resource_of(request, Idempotency).answer(request, idempotency_key, said, work)
 
 
-async def _publish(gateway: Gateway, name: str, files: dict[str, bytes]) -> dict[str, Any]:
-    gateway.registry.check_new_name(name)
-    digest = gateway.engines.served.info.digest
-    await gateway.store(check_files, files)
-    await gateway.engines.validate_adapter(files)
-    manifest = await gateway.store(gateway.registry.publish, name, files, base_digest=digest)
-    await gateway.engines.sync_adapters()
+async def _publish(adapters: AdapterServices, name: str, files: dict[str, bytes]) -> dict[str, Any]:
+    adapters.registry.check_new_name(name)
+    digest = adapters.engines.served.info.digest
+    await adapters.threads.run(check_files, files)
+    await adapters.engines.validate_adapter(files)
+    manifest = await adapters.threads.run(adapters.registry.publish, name, files, base_digest=digest)
+    await adapters.engines.sync_adapters()
     return _version(manifest, current=manifest.version, attached=None)
 
 
@@ -115,31 +116,31 @@ def _said(name: str, files: dict[str, bytes]) -> bytes:
 
 
 @routes.get("/v1/adapters/{name}")
-async def get_adapter(name: AdapterPath, gateway: GatewayDep) -> dict[str, Any]:
+async def get_adapter(name: AdapterPath, adapters: Adapters) -> dict[str, Any]:
     """One adapter, with the manifest of its current version."""
-    current = await _pick(gateway, name, None)
-    manifest = await gateway.store(gateway.registry.manifest, current)
-    pointers = await gateway.store(gateway.registry.pointers)
+    current = await _pick(adapters, name, None)
+    manifest = await adapters.threads.run(adapters.registry.manifest, current)
+    pointers = await adapters.threads.run(adapters.registry.pointers)
     summary = _summary(name, current.version, pointers)
     return {**summary, "manifest": _version(manifest, current=current.version, attached=pointers.attached)}
 
 
 @routes.delete("/v1/adapters/{name}")
 @idempotent
-async def delete_adapter(name: AdapterPath, gateway: GatewayDep) -> dict[str, Any]:
+async def delete_adapter(name: AdapterPath, adapters: Adapters) -> dict[str, Any]:
     """Removes an adapter with all its versions; 409 while one of them is attached."""
     check_adapter_name(name)
-    await gateway.store(gateway.registry.delete, name)
-    await gateway.engines.sync_adapters()
+    await adapters.threads.run(adapters.registry.delete, name)
+    await adapters.engines.sync_adapters()
     return {"object": "adapter", "name": name, "deleted": True}
 
 
 @routes.get("/v1/adapters/{name}/versions")
-async def list_versions(name: AdapterPath, gateway: GatewayDep) -> dict[str, Any]:
+async def list_versions(name: AdapterPath, adapters: Adapters) -> dict[str, Any]:
     """All versions, oldest first."""
-    current = await _pick(gateway, name, None)
-    manifests = await gateway.store(gateway.registry.versions, name)
-    attached = await gateway.store(gateway.registry.attached)
+    current = await _pick(adapters, name, None)
+    manifests = await adapters.threads.run(adapters.registry.versions, name)
+    attached = await adapters.threads.run(adapters.registry.attached)
     data = [_version(manifest, current=current.version, attached=attached) for manifest in manifests]
     return {"object": "list", "data": data}
 
@@ -147,16 +148,16 @@ async def list_versions(name: AdapterPath, gateway: GatewayDep) -> dict[str, Any
 @routes.get("/v1/adapters/{name}/download", response_class=Response)
 async def download_adapter(
     name: AdapterPath,
-    gateway: GatewayDep,
+    adapters: Adapters,
     version: VersionQuery = None,
     file: Annotated[str | None, Query(max_length=256)] = None,
 ) -> Response:
     """The files of a version (default: the current one) as a tar.gz, or one of them with `file`."""
-    picked = await _pick(gateway, name, version)
-    manifest = await gateway.store(gateway.registry.manifest, picked)
+    picked = await _pick(adapters, name, version)
+    manifest = await adapters.threads.run(adapters.registry.manifest, picked)
     if file is not None and file not in manifest.files:
         raise NotFound(f"{picked} has no file {file[:80]!r}, only {', '.join(sorted(manifest.files))}", param="file")
-    files = await gateway.store(gateway.registry.files, picked)
+    files = await adapters.threads.run(adapters.registry.files, picked)
     headers = {"x-temper-adapter": str(picked)}
     if file is not None:
         media_type = "application/json" if file.endswith(".json") else "application/octet-stream"
@@ -170,32 +171,32 @@ async def download_adapter(
 
 @routes.post("/v1/adapters/{name}/attach")
 @idempotent
-async def attach_adapter(name: AdapterPath, gateway: GatewayDep, body: VersionRequest | None = None) -> dict[str, Any]:
+async def attach_adapter(name: AdapterPath, adapters: Adapters, body: VersionRequest | None = None) -> dict[str, Any]:
     """Answers requests for the base model's name with this version from now on."""
-    picked = await _pick(gateway, name, body.version if body is not None else None)
-    await gateway.store(gateway.registry.attach, picked)
-    return await _synced(gateway, str(picked))
+    picked = await _pick(adapters, name, body.version if body is not None else None)
+    await adapters.threads.run(adapters.registry.attach, picked)
+    return await _synced(adapters, str(picked))
 
 
 @routes.post("/v1/adapters/{name}/detach")
 @idempotent
-async def detach_adapter(name: AdapterPath, gateway: GatewayDep, body: VersionRequest | None = None) -> dict[str, Any]:
+async def detach_adapter(name: AdapterPath, adapters: Adapters, body: VersionRequest | None = None) -> dict[str, Any]:
     """Answers requests for the base model's name with the base model again; 409 if something else is attached."""
     check_adapter_name(name)
-    attached = await gateway.store(gateway.registry.attached)
+    attached = await adapters.threads.run(adapters.registry.attached)
     wanted = body.version if body is not None else None
     if attached is None:
-        await gateway.store(gateway.registry.current, name)  # 404 for a name that nobody has
-        return await _synced(gateway, None)
+        await adapters.threads.run(adapters.registry.current, name)  # 404 for a name that nobody has
+        return await _synced(adapters, None)
     if attached.name != name or (wanted is not None and attached.version != wanted):
         asked = name if wanted is None else f"{name}@{wanted}"
         raise Conflict(f"{asked} is not attached: {attached} is", param="version" if wanted is not None else "adapter")
-    await gateway.store(gateway.registry.detach)
-    return await _synced(gateway, None)
+    await adapters.threads.run(adapters.registry.detach)
+    return await _synced(adapters, None)
 
 
-async def _synced(gateway: Gateway, attached: str | None) -> dict[str, Any]:
-    answers = await gateway.engines.sync_adapters()
+async def _synced(adapters: AdapterServices, attached: str | None) -> dict[str, Any]:
+    answers = await adapters.engines.sync_adapters()
     serving = sum((answer.attached or None) == attached for answer in answers)
     return {"object": "attachment", "attached": attached, "engines": len(answers), "engines_serving": serving}
 

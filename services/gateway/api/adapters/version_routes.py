@@ -17,10 +17,10 @@ from services.common.jobs.fields.lora import stated_shape
 from services.common.jobs.kinds.merge import exact_sum_over
 from services.common.queue.records import spec_sha
 from services.common.telemetry import tracing
+from services.gateway.api.adapters.dependencies import Adapters, AdapterServices
 from services.gateway.api.base.idempotency import IdempotencyKey, idempotent
 from services.gateway.api.base.routing import router
 from services.gateway.auth.ownership import owner
-from services.gateway.context import Gateway, GatewayDep
 from services.gateway.protocol.adapters.attachment import AdapterPath
 from services.gateway.protocol.adapters.versions import MergeRequest, PruneRequest, RollbackRequest
 
@@ -32,27 +32,27 @@ async def merge_adapters(
     name: AdapterPath,
     response: Response,
     body: MergeRequest,
-    gateway: GatewayDep,
+    adapters: Adapters,
     idempotency_key: IdempotencyKey = None,
 ) -> dict[str, Any]:
     """Queues a merge of versions into a new version of this adapter; follow it like a training job.
 
     With an Idempotency-Key, sending it again returns the same job.
     """
-    gateway.registry.check_new_name(name)
+    adapters.registry.check_new_name(name)
     sent = MergeJob(adapter=name, **body.model_dump())
     sha = await asyncio.to_thread(spec_sha, sent)
-    job = None if idempotency_key is None else await gateway.queue.submitted(idempotency_key, sha, key_id=owner())
+    job = None if idempotency_key is None else await adapters.queue.submitted(idempotency_key, sha, key_id=owner())
     if job is None:
-        spec = await _pinned(gateway, sent)
-        job = await gateway.queue.submit(
+        spec = await _pinned(adapters, sent)
+        job = await adapters.queue.submit(
             spec, idempotency_key=idempotency_key, request_sha=sha, traceparent=tracing.current(), key_id=owner()
         )
     response.headers["location"] = f"/v1/train/jobs/{job.id}"
     return job.model_dump(mode="json")
 
 
-async def _pinned(gateway: Gateway, sent: MergeJob) -> MergeJob:
+async def _pinned(adapters: AdapterServices, sent: MergeJob) -> MergeJob:
     """The job with the version of every source, which the engine could merge and serve as far as can be said here.
 
     Raises:
@@ -60,12 +60,12 @@ async def _pinned(gateway: Gateway, sent: MergeJob) -> MergeJob:
         AdapterRejected: it belongs to another base model.
         InvalidRequest: two sources are the same version, or the result's rank is over the engines' limit.
     """
-    manifests = [await _source(gateway, source.adapter, index) for index, source in enumerate(sent.sources)]
+    manifests = [await _source(adapters, source.adapter, index) for index, source in enumerate(sent.sources)]
     refs = [str(manifest.ref) for manifest in manifests]
     for ref in refs:
         if refs.count(ref) > 1:
             raise InvalidRequest(f"{ref} is among the sources more than once: add its weights up", param="sources")
-    info = gateway.engines.served.info
+    info = adapters.engines.served.info
     for index, manifest in enumerate(manifests):
         if manifest.base_digest and manifest.base_digest != info.digest:
             raise AdapterRejected(
@@ -74,7 +74,7 @@ async def _pinned(gateway: Gateway, sent: MergeJob) -> MergeJob:
                 param=f"sources[{index}].adapter",
             )
     if sent.rank is None and info.max_lora_rank:
-        configs = [await gateway.store(gateway.registry.config, manifest.ref) for manifest in manifests]
+        configs = [await adapters.threads.run(adapters.registry.config, manifest.ref) for manifest in manifests]
         _check_sum(configs, info.max_lora_rank)
     if info.max_lora_rank and sent.rank is not None and sent.rank > info.max_lora_rank:
         raise InvalidRequest(
@@ -100,13 +100,15 @@ def _check_sum(configs: Sequence[Mapping[str, Any]], highest: int) -> None:
         raise exact_sum_over(needed, highest)
 
 
-async def _source(gateway: Gateway, ref: str, index: int) -> Manifest:
+async def _source(adapters: AdapterServices, ref: str, index: int) -> Manifest:
     name, number = parse_adapter_ref(ref)
     try:
         version = (
-            await gateway.store(gateway.registry.current, name) if number is None else AdapterVersion(name, number)
+            await adapters.threads.run(adapters.registry.current, name)
+            if number is None
+            else AdapterVersion(name, number)
         )
-        return await gateway.store(gateway.registry.manifest, version)
+        return await adapters.threads.run(adapters.registry.manifest, version)
     except TemperError as error:
         error.param = f"sources[{index}].adapter"
         raise
@@ -114,36 +116,36 @@ async def _source(gateway: Gateway, ref: str, index: int) -> Manifest:
 
 @routes.post("/v1/adapters/{name}/rollback")
 @idempotent
-async def roll_back(name: AdapterPath, gateway: GatewayDep, body: RollbackRequest | None = None) -> dict[str, Any]:
+async def roll_back(name: AdapterPath, adapters: Adapters, body: RollbackRequest | None = None) -> dict[str, Any]:
     """Makes an earlier version current, and attached if a newer one of this adapter is.
 
     409 if there is no earlier one, or if another version became current meanwhile.
     """
     check_adapter_name(name)
-    done = await gateway.store(gateway.registry.rollback, name, body.version if body is not None else None)
-    answers = await gateway.engines.sync_adapters()
+    done = await adapters.threads.run(adapters.registry.rollback, name, body.version if body is not None else None)
+    answers = await adapters.engines.sync_adapters()
     return {
         "object": "rollback",
         "name": name,
         "before": str(done.before),
         "current": str(done.after),
         "attached": None if done.attached is None else str(done.attached),
-        "moves": await gateway.store(gateway.registry.moves, name),
+        "moves": await adapters.threads.run(adapters.registry.moves, name),
         "engines": len(answers),
     }
 
 
 @routes.post("/v1/adapters/{name}/prune")
 @idempotent
-async def prune_adapter(name: AdapterPath, gateway: GatewayDep, body: PruneRequest) -> dict[str, Any]:
+async def prune_adapter(name: AdapterPath, adapters: Adapters, body: PruneRequest) -> dict[str, Any]:
     """Removes old versions: never the current one, one that is attached, or one that an unfinished job needs.
 
     An engine that has a removed version loaded finishes what it answers with it.
     """
     check_adapter_name(name)
     policy = RetentionPolicy(body.keep, body.days)
-    needed = await gateway.queue.versions_needed()
-    pruned = await gateway.store(prune, gateway.registry, name, policy, in_use=needed, dry_run=body.dry_run)
+    needed = await adapters.queue.versions_needed()
+    pruned = await adapters.threads.run(prune, adapters.registry, name, policy, in_use=needed, dry_run=body.dry_run)
     return {
         "object": "prune",
         "name": name,

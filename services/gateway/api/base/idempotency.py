@@ -28,6 +28,7 @@ from pydantic_core import to_json
 from services.common.errors import Conflict, InProgress, Unavailable
 from services.common.settings import CommonSettings
 from services.common.storage.redis import call_async, connect_async
+from services.gateway.api.base.dependencies import resource_of
 from services.gateway.auth.principal import principal_of
 from services.gateway.core.client_disconnect import cancel
 
@@ -210,8 +211,8 @@ Handler = Callable[..., Awaitable[Any]]
 
 
 def idempotent(handler: Handler) -> Handler:
-    """Gives a handler of JSON the header Idempotency-Key. It must have a parameter ``gateway``; put this below the
-    route's decorator, and the route into services/gateway/auth/route_permissions.py with ``idempotent``."""
+    """Gives a handler of JSON the header Idempotency-Key. Put this below the route's decorator, and the route into
+    services/gateway/auth/route_permissions.py with ``idempotent``."""
 
     @functools.wraps(handler)
     async def answer(request: Request, idempotency_key: str | None = None, **arguments: Any) -> Any:
@@ -224,7 +225,7 @@ def idempotent(handler: Handler) -> Handler:
             result = await handler(**given)
             return result if isinstance(result, Response) else json_answer(result, status)
 
-        keeper: Idempotency = arguments["gateway"].idempotency
+        keeper = resource_of(request, Idempotency)
         return await keeper.answer(request, idempotency_key, _said(arguments), work)
 
     hints = typing.get_type_hints(handler, include_extras=True)

@@ -13,11 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.common.errors import InvalidRequest, TemperError
-from services.gateway.context import Gateway
 from services.gateway.core.admission import Reservation
 from services.gateway.core.client_disconnect import cancel, while_connected
 from services.gateway.core.errors import payload_of
 from services.gateway.core.sse import EventStream, event
+from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.generation import Generation
 from services.gateway.protocol.fields.sampling import SamplingFields
 
@@ -63,10 +63,10 @@ def error_event(error: Exception) -> bytes:
 async def answer(
     request: Request,
     body: Body,
-    gateway: Gateway,
+    context: InferenceContext,
     reservation: Reservation,
     *,
-    prepare: Callable[[Request, Body, Gateway], Coroutine[Any, Any, Generation]],
+    prepare: Callable[[Request, Body, InferenceContext], Coroutine[Any, Any, Generation]],
     chunks: Callable[[Generation, Body], AsyncGenerator[bytes, None]],
     complete: Callable[[Generation, Body], Coroutine[Any, Any, Response]],
     failed: Callable[[Exception], bytes] = error_event,
@@ -86,11 +86,11 @@ async def answer(
     streaming = False
     try:
         session = session_named(request, body)
-        generation = await while_connected(request, prepare(request, body, gateway))
+        generation = await while_connected(request, prepare(request, body, context))
         generation.affinity = replace(generation.affinity, session=session)
         if not body.stream:
             return noted(await while_connected(request, complete(generation, body)), body)
-        response = await _stream_response(request, gateway, generation, chunks(generation, body), reservation, failed)
+        response = await _stream_response(request, context, generation, chunks(generation, body), reservation, failed)
         streaming = True
         return noted(response, body)
     finally:
@@ -136,7 +136,7 @@ def json_response(body: dict[str, Any], adapter: str | None) -> Response:
 
 async def _stream_response(
     request: Request,
-    gateway: Gateway,
+    context: InferenceContext,
     generation: Generation,
     chunks: AsyncGenerator[bytes, None],
     reservation: Reservation,
@@ -149,7 +149,7 @@ async def _stream_response(
         TemperError: the engine refused.
         ClientDisconnected: the client left while it waited.
     """
-    settings = gateway.settings
+    settings = context.settings
     events = StartedEvents(chunks, failed)
     try:
         patience = min(settings.stream_start_seconds, settings.keep_alive_seconds)

@@ -1,4 +1,4 @@
-"""What the batches of one gateway share."""
+"""Resources of /v1/files, /v1/batches and /v1/messages/batches, and what running batches share."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import secrets
 import socket
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from dataclasses import dataclass, field
+from typing import Annotated, ParamSpec, TypeVar
 
 from services.common.storage.object_store import ObjectStore
+from services.gateway.api.base.dependencies import provided
 from services.gateway.api.batches.internal_client import Caller
 from services.gateway.core.batch_queue import BatchConsumer, BatchQueue
 from services.gateway.core.file_store import FileStore
+from services.gateway.core.metrics import GatewayMetrics
+from services.gateway.core.store_threads import StoreThreads
 from services.gateway.settings import GatewaySettings
-
-if TYPE_CHECKING:
-    from services.gateway.context import Gateway
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_FILE_UPLOADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,29 +51,64 @@ def open_batching(settings: GatewaySettings) -> BatchStores:
     return BatchStores(FileStore(ObjectStore(settings)), BatchQueue(settings), consumer)
 
 
+@dataclass(frozen=True, slots=True)
+class BatchServices:
+    """Files and batches."""
+
+    settings: GatewaySettings
+    files: FileStore
+    """Blocking, so only called in ``threads``."""
+    batches: BatchQueue
+    message_batches: BatchQueue
+    threads: StoreThreads
+    file_uploads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_FILE_UPLOADS))
+    """Held while an uploaded file is written to the object store, in one of the ``threads``."""
+
+    @classmethod
+    def of(cls, settings: GatewaySettings, stores: BatchStores, threads: StoreThreads) -> BatchServices:
+        """The services over these stores."""
+        return cls(settings, stores.files, stores.queue, stores.queue.of("msgbatch"), threads)
+
+
+Batches = Annotated[BatchServices, provided(BatchServices)]
+
+
 class BatchHost:
-    """A gateway as its batches see it.
+    """What the batches that one gateway runs share.
 
     Args:
-        threads: for what blocks on Redis.
+        settings: how many requests run at a time.
+        metrics: where batches are counted.
+        threads: for what blocks on the object store.
+        stores: where files and batches are.
+        caller: sends the requests.
+        redis_threads: for what blocks on Redis.
     """
 
-    def __init__(self, gateway: Gateway, stores: BatchStores, caller: Caller, threads: Executor) -> None:
-        self.settings: GatewaySettings = gateway.settings
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        metrics: GatewayMetrics,
+        threads: StoreThreads,
+        stores: BatchStores,
+        caller: Caller,
+        redis_threads: Executor,
+    ) -> None:
+        self.settings = settings
         self.files = stores.files
         self.consumer = stores.consumer
         self.queue = stores.queue
         self.caller = caller
-        self.slots = asyncio.Semaphore(gateway.settings.batch_concurrency)
+        self.slots = asyncio.Semaphore(settings.batch_concurrency)
         """Requests of all batches that run here at a time."""
-        self.metrics = gateway.metrics
-        self._gateway = gateway
+        self.metrics = metrics
         self._threads = threads
+        self._redis_threads = redis_threads
 
     async def store(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs a blocking call to the object store in a thread. Raises Unavailable."""
-        return await self._gateway.store(function, *args, **kwargs)
+        return await self._threads.run(function, *args, **kwargs)
 
     async def redis(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs a blocking call to Redis in a thread. Raises Unavailable."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*args, **kwargs))
+        return await asyncio.get_running_loop().run_in_executor(self._redis_threads, lambda: function(*args, **kwargs))

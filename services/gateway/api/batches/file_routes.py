@@ -12,9 +12,9 @@ from fastapi.responses import Response, StreamingResponse
 
 from services.common.errors import NotFound
 from services.gateway.api.base.routing import multipart, router
+from services.gateway.api.batches.dependencies import Batches, BatchServices
 from services.gateway.api.batches.file_upload import read_upload, receive_form
 from services.gateway.auth.principal import principal_of
-from services.gateway.context import Gateway, GatewayDep
 from services.gateway.core.file_store import FileInfo, NewFile, Purpose, new_file_id
 from services.gateway.protocol.batches import EXPIRY_SECONDS
 from services.gateway.protocol.files import DeletedFile, FileList, FileObject
@@ -34,9 +34,9 @@ _UPLOAD = multipart(
 
 
 @routes.post("/v1/files", openapi_extra=_UPLOAD)
-async def upload_file(request: Request, gateway: GatewayDep) -> FileObject:
+async def upload_file(request: Request, stores: Batches) -> FileObject:
     """Keeps a file of requests for a batch: JSONL with the purpose "batch"."""
-    limit = gateway.settings.max_file_bytes
+    limit = stores.settings.max_file_bytes
     form = await receive_form(request, limit)
     try:
         upload = read_upload(form, limit)
@@ -48,8 +48,8 @@ async def upload_file(request: Request, gateway: GatewayDep) -> FileObject:
             created_at=int(time.time()),
             seconds=upload.seconds,
         )
-        async with gateway.file_uploads:
-            info = await gateway.store(lambda: gateway.files.create(new, upload.content()))
+        async with stores.file_uploads:
+            info = await stores.threads.run(lambda: stores.files.create(new, upload.content()))
     finally:
         await form.close()
     return FileObject.of(info)
@@ -58,14 +58,16 @@ async def upload_file(request: Request, gateway: GatewayDep) -> FileObject:
 @routes.get("/v1/files")
 async def list_files(
     request: Request,
-    gateway: GatewayDep,
+    stores: Batches,
     purpose: Purpose | None = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     order: Literal["asc", "desc"] = "desc",
     after: Annotated[str | None, Query(max_length=64)] = None,
 ) -> FileList:
     """Files by time of creation, newest first unless `order` is "asc"; `after` is the last id of the page before."""
-    found = await gateway.store(_page, gateway, principal_of(request).id, purpose, limit + 1, order == "desc", after)
+    found = await stores.threads.run(
+        _page, stores, principal_of(request).id, purpose, limit + 1, order == "desc", after
+    )
     data = [FileObject.of(info) for info in found[:limit]]
     return FileList(
         data=data,
@@ -76,10 +78,10 @@ async def list_files(
 
 
 def _page(
-    gateway: Gateway, owner: str, purpose: Purpose | None, limit: int, newest_first: bool, after: str | None
+    stores: BatchServices, owner: str, purpose: Purpose | None, limit: int, newest_first: bool, after: str | None
 ) -> list[FileInfo]:
     """Blocking."""
-    ids = gateway.files.ids(owner)
+    ids = stores.files.ids(owner)
     if after is not None:
         if after not in ids:
             raise NotFound(f"no such file: {after!r}", param="after")
@@ -88,7 +90,7 @@ def _page(
     found: list[FileInfo] = []
     for file_id in reversed(ids) if newest_first else ids:
         try:
-            info = gateway.files.get(owner, file_id)
+            info = stores.files.get(owner, file_id)
         except NotFound:  # deleted or expired since
             continue
         if purpose is None or info.purpose == purpose:
@@ -99,9 +101,9 @@ def _page(
 
 
 @routes.get("/v1/files/{file_id}")
-async def get_file(request: Request, file_id: str, gateway: GatewayDep) -> FileObject:
+async def get_file(request: Request, file_id: str, stores: Batches) -> FileObject:
     """What is known of a file."""
-    return FileObject.of(await gateway.store(gateway.files.get, principal_of(request).id, file_id))
+    return FileObject.of(await stores.threads.run(stores.files.get, principal_of(request).id, file_id))
 
 
 @routes.get(
@@ -109,33 +111,33 @@ async def get_file(request: Request, file_id: str, gateway: GatewayDep) -> FileO
     response_class=Response,
     responses={200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
 )
-async def get_content(request: Request, file_id: str, gateway: GatewayDep) -> Response:
+async def get_content(request: Request, file_id: str, stores: Batches) -> Response:
     """A file's bytes."""
     owner = principal_of(request).id
-    info = await gateway.store(gateway.files.get, owner, file_id)
-    return await content_of(gateway, owner, info, media_type="application/octet-stream")
+    info = await stores.threads.run(stores.files.get, owner, file_id)
+    return await content_of(stores, owner, info, media_type="application/octet-stream")
 
 
-async def content_of(gateway: Gateway, owner: str, info: FileInfo, *, media_type: str) -> Response:
+async def content_of(stores: BatchServices, owner: str, info: FileInfo, *, media_type: str) -> Response:
     """Streams a file. Raises NotFound: it was deleted meanwhile."""
     # What is not there has its status before the answer begins.
-    first = await gateway.store(gateway.files.piece, owner, info, 0)
+    first = await stores.threads.run(stores.files.piece, owner, info, 0)
     headers = {
         "content-length": str(info.bytes),
         "content-disposition": f"attachment; filename*=UTF-8''{quote(info.filename, safe='')}",
         "x-content-type-options": "nosniff",
     }
-    return StreamingResponse(_content(gateway, owner, info, first), media_type=media_type, headers=headers)
+    return StreamingResponse(_content(stores, owner, info, first), media_type=media_type, headers=headers)
 
 
-async def _content(gateway: Gateway, owner: str, info: FileInfo, first: bytes) -> AsyncGenerator[bytes, None]:
+async def _content(stores: BatchServices, owner: str, info: FileInfo, first: bytes) -> AsyncGenerator[bytes, None]:
     yield first
     for number in range(1, info.pieces):
-        yield await gateway.store(gateway.files.piece, owner, info, number)
+        yield await stores.threads.run(stores.files.piece, owner, info, number)
 
 
 @routes.delete("/v1/files/{file_id}")
-async def delete_file(request: Request, file_id: str, gateway: GatewayDep) -> DeletedFile:
+async def delete_file(request: Request, file_id: str, stores: Batches) -> DeletedFile:
     """Removes a file. A batch that still reads it fails, and keeps what has run."""
-    await gateway.store(gateway.files.delete, principal_of(request).id, file_id)
+    await stores.threads.run(stores.files.delete, principal_of(request).id, file_id)
     return DeletedFile(id=file_id)

@@ -10,10 +10,10 @@ from fastapi import Query, Request
 from services.common.errors import InvalidRequest, NotFound
 from services.gateway.api.base.idempotency import IdempotencyKey
 from services.gateway.api.base.routing import router
+from services.gateway.api.batches.dependencies import Batches
 from services.gateway.api.batches.internal_client import served_endpoints
 from services.gateway.api.batches.limits import check_unfinished
 from services.gateway.auth.principal import principal_of
-from services.gateway.context import GatewayDep
 from services.gateway.core.batch_queue import ENDPOINTS
 from services.gateway.protocol.batches import BatchList, BatchObject, BatchRequest
 
@@ -22,7 +22,7 @@ routes = router("batches")
 
 @routes.post("/v1/batches")
 async def create_batch(
-    request: Request, body: BatchRequest, gateway: GatewayDep, idempotency_key: IdempotencyKey = None
+    request: Request, body: BatchRequest, stores: Batches, idempotency_key: IdempotencyKey = None
 ) -> BatchObject:
     """Queues the requests of a file. With an Idempotency-Key, sending it again returns the same batch."""
     served = await asyncio.to_thread(served_endpoints, request.app)
@@ -31,10 +31,10 @@ async def create_batch(
         raise InvalidRequest(f"endpoint must be one of {known}", param="endpoint")
     owner = principal_of(request).id
     spec = body.spec(owner)
-    batch = None if idempotency_key is None else await gateway.batches.submitted(spec, idempotency_key)
+    batch = None if idempotency_key is None else await stores.batches.submitted(spec, idempotency_key)
     if batch is None:
         try:
-            info = await gateway.store(gateway.files.get, owner, body.input_file_id)
+            info = await stores.threads.run(stores.files.get, owner, body.input_file_id)
         except NotFound as error:
             error.param = "input_file_id"
             raise
@@ -43,21 +43,21 @@ async def create_batch(
                 f"{info.id} has the purpose {info.purpose!r}: upload the requests with the purpose 'batch'",
                 param="input_file_id",
             )
-        await check_unfinished(gateway, owner)
-        batch = await gateway.batches.submit(spec, idempotency_key=idempotency_key)
+        await check_unfinished(stores, owner)
+        batch = await stores.batches.submit(spec, idempotency_key=idempotency_key)
     return BatchObject.of(batch)
 
 
 @routes.get("/v1/batches")
 async def list_batches(
     request: Request,
-    gateway: GatewayDep,
+    stores: Batches,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     after: Annotated[str | None, Query(max_length=64)] = None,
 ) -> BatchList:
     """Batches, newest first; `after` is the last id of the page before."""
     try:
-        found = await gateway.batches.list(principal_of(request).id, limit=limit + 1, after=after)
+        found = await stores.batches.list(principal_of(request).id, limit=limit + 1, after=after)
     except NotFound as error:
         error.param = "after"
         raise
@@ -71,12 +71,12 @@ async def list_batches(
 
 
 @routes.get("/v1/batches/{batch_id}")
-async def get_batch(request: Request, batch_id: str, gateway: GatewayDep) -> BatchObject:
+async def get_batch(request: Request, batch_id: str, stores: Batches) -> BatchObject:
     """One batch."""
-    return BatchObject.of(await gateway.batches.owned(principal_of(request).id, batch_id))
+    return BatchObject.of(await stores.batches.owned(principal_of(request).id, batch_id))
 
 
 @routes.post("/v1/batches/{batch_id}/cancel")
-async def cancel_batch(request: Request, batch_id: str, gateway: GatewayDep) -> BatchObject:
+async def cancel_batch(request: Request, batch_id: str, stores: Batches) -> BatchObject:
     """Stops a batch within seconds; what has run by then is in its files."""
-    return BatchObject.of(await gateway.batches.cancel(principal_of(request).id, batch_id))
+    return BatchObject.of(await stores.batches.cancel(principal_of(request).id, batch_id))

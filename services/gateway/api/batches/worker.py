@@ -17,9 +17,11 @@ from services.gateway.api.batches.dependencies import BatchHost, BatchStores
 from services.gateway.api.batches.internal_client import Caller
 from services.gateway.api.batches.parts import ROOT
 from services.gateway.api.batches.runner import BatchRun, End
-from services.gateway.context import Gateway
 from services.gateway.core.batch_queue import ClaimedBatch
 from services.gateway.core.client_disconnect import cancel
+from services.gateway.core.lifecycle import Lifecycle
+from services.gateway.core.store_threads import StoreThreads
+from services.gateway.inference.context import InferenceContext
 
 _CLAIM_SECONDS = 0.5
 """The longest that one look for a batch takes, and so the longest that a stop waits for it."""
@@ -36,22 +38,32 @@ class BatchWorker:
 
     Args:
         app: answers their requests.
-        gateway: started.
+        inference: settings, metrics, and how busy the gateway is.
+        stores: where files and batches are.
+        threads: for what blocks on the object store.
+        lifecycle: when the gateway stops.
     """
 
-    def __init__(self, app: FastAPI, gateway: Gateway, stores: BatchStores) -> None:
-        settings = gateway.settings
+    def __init__(
+        self,
+        app: FastAPI,
+        inference: InferenceContext,
+        stores: BatchStores,
+        threads: StoreThreads,
+        lifecycle: Lifecycle,
+    ) -> None:
+        settings = inference.settings
         self._settings = settings
-        self._stopping = gateway.stopping
+        self._stopping = lifecycle.stopping
         # One thread claims, the others say that those who claimed are alive: neither waits for the other.
         self._threads = ThreadPoolExecutor(2 + settings.batch_workers, "batches")
 
         def has_room() -> bool:
             """Half of the places are for users alone."""
-            return 2 * gateway.admission.taken < settings.max_in_flight
+            return 2 * inference.admission.taken < settings.max_in_flight
 
         caller = Caller(app, priority=settings.batch_priority, has_room=has_room)
-        self._host = BatchHost(gateway, stores, caller, self._threads)
+        self._host = BatchHost(settings, inference.metrics, threads, stores, caller, self._threads)
         self._consumer = stores.consumer
         self._running: set[asyncio.Task[None]] = set()
         self._away = False

@@ -12,15 +12,17 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
+from services.gateway.api.base.dependencies import resource_of
 from services.gateway.api.base.openapi import answers_with
 from services.gateway.api.base.routing import router
 from services.gateway.api.base.serving import SESSION_HEADER, answer, json_response
 from services.gateway.api.chat_completions.stored import ChatKeeper
+from services.gateway.api.responses.dependencies import ResponseServices
 from services.gateway.auth.principal import principal_of
-from services.gateway.context import Gateway, gateway_of
 from services.gateway.core.sse import DONE, EventTemplate, event
 from services.gateway.inference.chat import chat_generation
 from services.gateway.inference.choice import Step, TokenLogprob
+from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.generation import Generation, reserve, traceparent_of
 from services.gateway.inference.logprobs_and_usage import chat_logprobs, usage
 from services.gateway.inference.prompt_logprobs import by_token
@@ -38,13 +40,15 @@ routes = router("completions")
 )
 async def create_chat_completion(request: Request, body: ChatRequest) -> Response:
     """Answers a conversation."""
-    gateway = gateway_of(request)
-    reservation = reserve(gateway, body, prompts=1)
-    keeper = ChatKeeper(gateway, principal_of(request).id, body) if body.store else None
+    context = resource_of(request, InferenceContext)
+    reservation = reserve(context, body, prompts=1)
+    keeper = None
+    if body.store:
+        keeper = ChatKeeper(resource_of(request, ResponseServices), principal_of(request).id, body)
     return await answer(
         request,
         body,
-        gateway,
+        context,
         reservation,
         prepare=_prepare,
         chunks=partial(_chunks, keeper=keeper),
@@ -52,8 +56,8 @@ async def create_chat_completion(request: Request, body: ChatRequest) -> Respons
     )
 
 
-async def _prepare(request: Request, body: ChatRequest, gateway: Gateway) -> Generation:
-    return await chat_generation(gateway, body, traceparent=traceparent_of(request))
+async def _prepare(request: Request, body: ChatRequest, context: InferenceContext) -> Generation:
+    return await chat_generation(context, body, traceparent=traceparent_of(request))
 
 
 def _echoes(body: ChatRequest) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.common.errors import NotFound
+from services.gateway.api.responses.dependencies import ResponseServices
 from services.gateway.api.responses.store.documents import Document, DocumentStore
 from services.gateway.api.responses.store.store import Place
 from services.gateway.api.responses.streaming.items import Data
-from services.gateway.context import Gateway
 from services.gateway.protocol.chat.request import AssistantMessage, ChatRequest, Message, ToolMessage
 
 _ID = re.compile(r"chatcmpl-[0-9a-f]{32}")
@@ -24,8 +24,8 @@ class ChatKeeper:
         body: the request.
     """
 
-    def __init__(self, gateway: Gateway, owner: str, body: ChatRequest) -> None:
-        self._gateway = gateway
+    def __init__(self, stores: ResponseServices, owner: str, body: ChatRequest) -> None:
+        self._stores = stores
         self._owner = owner
         self._body = body
 
@@ -39,8 +39,8 @@ class ChatKeeper:
             {"model": whole["model"], "metadata": metadata},
         )
         place = Place(self._owner, document.id)
-        documents = self._gateway.documents
-        whole["store"] = await self._gateway.shelf.tried(place, lambda: documents.save(place, document))
+        documents = self._stores.documents
+        whole["store"] = await self._stores.best_effort.tried(place, lambda: documents.save(place, document))
 
 
 async def find_chat(documents: DocumentStore, place: Place) -> Document:

@@ -12,10 +12,10 @@ from services.common.errors import InvalidRequest, NotFound
 from services.gateway.api.base.routing import router
 from services.gateway.api.base.serving import json_response
 from services.gateway.api.chat_completions.stored import change_metadata, delete_chat, find_chat
+from services.gateway.api.responses.dependencies import Responses
 from services.gateway.api.responses.store.store import Place
 from services.gateway.api.responses.streaming.items import Data
 from services.gateway.auth.principal import principal_of
-from services.gateway.context import GatewayDep
 from services.gateway.protocol.chat.response import ChatCompletion
 from services.gateway.protocol.chat.stored import (
     ChatList,
@@ -52,7 +52,7 @@ _METADATA = {
 @routes.get(_ROUTE, responses={200: {"model": ChatList}}, response_class=Response, openapi_extra=_METADATA)
 async def list_chat_completions(
     request: Request,
-    gateway: GatewayDep,
+    stores: Responses,
     after: Annotated[str | None, Query(max_length=64, description="Continue behind the completion of this id.")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "asc",
@@ -64,7 +64,7 @@ async def list_chat_completions(
     def wanted(tags: Data) -> bool:
         return model in (None, tags["model"]) and pairs.items() <= tags["metadata"].items()
 
-    page, more = await gateway.documents.chats(
+    page, more = await stores.documents.chats(
         principal_of(request).id, wanted, limit=limit, after=after, newest_first=order == "desc"
     )
     return json_response(
@@ -96,24 +96,24 @@ def _pairs(request: Request) -> dict[str, str]:
 
 
 @routes.get(f"{_ROUTE}/{{completion_id}}", responses={200: {"model": ChatCompletion}}, response_class=Response)
-async def get_chat_completion(request: Request, completion_id: str, gateway: GatewayDep) -> Response:
+async def get_chat_completion(request: Request, completion_id: str, stores: Responses) -> Response:
     """A stored completion, as it was answered."""
-    return _shown((await find_chat(gateway.documents, _place(request, completion_id))).body)
+    return _shown((await find_chat(stores.documents, _place(request, completion_id))).body)
 
 
 @routes.post(f"{_ROUTE}/{{completion_id}}", responses={200: {"model": ChatCompletion}}, response_class=Response)
 async def update_chat_completion(
-    request: Request, completion_id: str, body: MetadataRequest, gateway: GatewayDep
+    request: Request, completion_id: str, body: MetadataRequest, stores: Responses
 ) -> Response:
     """Gives a stored completion other metadata."""
     place = _place(request, completion_id)
-    return _shown((await change_metadata(gateway.documents, place, body.metadata or {})).body)
+    return _shown((await change_metadata(stores.documents, place, body.metadata or {})).body)
 
 
 @routes.delete(f"{_ROUTE}/{{completion_id}}")
-async def delete_chat_completion(request: Request, completion_id: str, gateway: GatewayDep) -> DeletedChat:
+async def delete_chat_completion(request: Request, completion_id: str, stores: Responses) -> DeletedChat:
     """Forgets a stored completion."""
-    await delete_chat(gateway.documents, _place(request, completion_id))
+    await delete_chat(stores.documents, _place(request, completion_id))
     return DeletedChat(id=completion_id)
 
 
@@ -121,13 +121,13 @@ async def delete_chat_completion(request: Request, completion_id: str, gateway: 
 async def list_chat_messages(
     request: Request,
     completion_id: str,
-    gateway: GatewayDep,
+    stores: Responses,
     after: Annotated[str | None, Query(max_length=64, description="Continue behind the message of this id.")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "asc",
 ) -> StoredMessageList:
     """The messages that a stored completion was given, oldest first unless order says otherwise."""
-    items = (await find_chat(gateway.documents, _place(request, completion_id))).items
+    items = (await find_chat(stores.documents, _place(request, completion_id))).items
     items = items[::-1] if order == "desc" else items
     start = 0
     if after is not None:

@@ -11,12 +11,13 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
+from services.gateway.api.base.dependencies import resource_of
 from services.gateway.api.base.openapi import answers_with
 from services.gateway.api.base.routing import router
 from services.gateway.api.base.serving import SESSION_HEADER, answer, json_response
-from services.gateway.context import Gateway, gateway_of
 from services.gateway.core.sse import DONE, EventTemplate, event
 from services.gateway.inference.choice import Choice, Step
+from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.generation import Generation, Job, reserve, traceparent_of
 from services.gateway.inference.logprobs_and_usage import text_logprobs, usage
 from services.gateway.inference.prompt_logprobs import NO_ECHO, Echo, by_token, check_size, echo, joined
@@ -36,15 +37,15 @@ routes = router("completions")
 )
 async def create_completion(request: Request, body: CompletionRequest) -> Response:
     """Continues text or tokens."""
-    gateway = gateway_of(request)
-    reservation = reserve(gateway, body, prompts=len(body.prompts))
-    return await answer(request, body, gateway, reservation, prepare=_prepare, chunks=_chunks, complete=_complete)
+    context = resource_of(request, InferenceContext)
+    reservation = reserve(context, body, prompts=len(body.prompts))
+    return await answer(request, body, context, reservation, prepare=_prepare, chunks=_chunks, complete=_complete)
 
 
-async def _prepare(request: Request, body: CompletionRequest, gateway: Gateway) -> Generation:
-    served = gateway.engines.served
-    check_constraint(body, gateway.settings)
-    prompts = await text_prompts(served, body, gateway.settings)
+async def _prepare(request: Request, body: CompletionRequest, context: InferenceContext) -> Generation:
+    served = context.engines.served
+    check_constraint(body, context.settings)
+    prompts = await text_prompts(served, body, context.settings)
     constraint = None if body.wanted is None else constraint_of(body.wanted)
     default = 16  # OpenAI's, for this route
     jobs = [
@@ -64,11 +65,11 @@ async def _prepare(request: Request, body: CompletionRequest, gateway: Gateway) 
         check_size(
             body.choices * sum(map(len, prompts)),
             wanted,
-            limit=gateway.settings.max_prompt_logprobs,
+            limit=context.settings.max_prompt_logprobs,
             field="logprobs" if body.prompt_logprobs is None else "prompt_logprobs",
         )
     return Generation(
-        gateway,
+        context,
         served,
         body,
         jobs,

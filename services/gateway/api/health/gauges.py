@@ -3,9 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
-from services.gateway.context import Gateway
+from services.common.adapters.registry import AdapterRegistry
+from services.common.queue.job_queue import JobQueue
+from services.gateway.api.base.dependencies import provided
+from services.gateway.api.health.queue_gauges import QueueWatch
+from services.gateway.api.responses.background import BackgroundResponses
+from services.gateway.core.lifecycle import Lifecycle
+from services.gateway.core.store_threads import StoreThreads
 from services.gateway.engines.client import EngineClient
+from services.gateway.inference.context import InferenceContext
+
+
+@dataclass(frozen=True, slots=True)
+class HealthServices:
+    """Everything whose state probes and scrapes ask for."""
+
+    inference: InferenceContext
+    lifecycle: Lifecycle
+    queue: JobQueue
+    queues: QueueWatch
+    registry: AdapterRegistry
+    """Blocking, so only called in ``threads``."""
+    threads: StoreThreads
+    background: BackgroundResponses
+
+
+Health = Annotated[HealthServices, provided(HealthServices)]
 
 
 def _named(clients: Sequence[EngineClient]) -> dict[str, EngineClient]:
@@ -18,20 +44,20 @@ def _named(clients: Sequence[EngineClient]) -> dict[str, EngineClient]:
     }
 
 
-async def refresh(gateway: Gateway) -> None:
+async def refresh(health: HealthServices) -> None:
     """Sets every gauge of the gateway's state. Waits at most a second, for Redis."""
-    series = gateway.metrics
-    clients = gateway.engines.clients
+    series = health.inference.metrics
+    clients = health.inference.engines.clients
     ready = sum(client.ready for client in clients)
     series.engines.labels("ready").set(ready)
     series.engines.labels("away").set(len(clients) - ready)
-    series.ready.set(bool(ready) and not gateway.stopping.is_set())
-    series.draining.set(gateway.stopping.is_set())
+    series.ready.set(bool(ready) and not health.lifecycle.stopping.is_set())
+    series.draining.set(health.lifecycle.stopping.is_set())
     series.breaker.clear()
     series.load.clear()
     for name, client in _named(clients).items():
         series.breaker.labels(name).set(client.breaker.state)
         series.load.labels(name).set(client.load)
-    series.in_flight.set(gateway.admission.taken)
-    series.background.set(gateway.background.running)
-    await gateway.queues.refresh()
+    series.in_flight.set(health.inference.admission.taken)
+    series.background.set(health.background.running)
+    await health.queues.refresh()

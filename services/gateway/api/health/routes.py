@@ -13,8 +13,7 @@ from pydantic import BaseModel
 from services.common.telemetry.prometheus import expose
 from services.common.telemetry.version import installed_version
 from services.gateway.api.base.routing import router
-from services.gateway.api.health.gauges import refresh
-from services.gateway.context import Gateway, GatewayDep
+from services.gateway.api.health.gauges import Health, HealthServices, refresh
 
 routes = router("health")
 
@@ -44,11 +43,11 @@ async def livez() -> str:
 @routes.get("/ping", response_class=PlainTextResponse)
 @routes.get("/health", response_class=PlainTextResponse)
 @routes.get("/readyz", response_class=PlainTextResponse)
-async def readyz(gateway: GatewayDep) -> Response:
+async def readyz(health: Health) -> Response:
     """200 when completions can be served: an engine is ready and the gateway is not stopping."""
-    if gateway.stopping.is_set():
+    if health.lifecycle.stopping.is_set():
         return PlainTextResponse("stopping", 503)
-    if not gateway.engines.ready:
+    if not health.inference.engines.ready:
         return PlainTextResponse("no engine is ready", 503)
     return PlainTextResponse("ok")
 
@@ -60,9 +59,9 @@ async def version() -> Version:
 
 
 @routes.get("/load")
-async def load(gateway: GatewayDep) -> Load:
+async def load(health: Health) -> Load:
     """How busy this gateway is, as vLLM says it."""
-    return Load(server_load=gateway.admission.taken)
+    return Load(server_load=health.inference.admission.taken)
 
 
 async def _works(call: Awaitable[Any]) -> str:
@@ -74,9 +73,9 @@ async def _works(call: Awaitable[Any]) -> str:
     return "ok"
 
 
-def _engines(gateway: Gateway) -> list[dict[str, Any]]:
+def _engines(health: HealthServices) -> list[dict[str, Any]]:
     found = []
-    for client in gateway.engines.clients:
+    for client in health.inference.engines.clients:
         status = client.status
         entry: dict[str, Any] = {
             "id": client.id,
@@ -101,15 +100,17 @@ def _engines(gateway: Gateway) -> list[dict[str, Any]]:
 
 
 @routes.get("/healthz")
-async def healthz(gateway: GatewayDep) -> JSONResponse:
+async def healthz(health: Health) -> JSONResponse:
     """What works and what does not. 200 while the gateway is alive; see `status`."""
-    redis, store = await asyncio.gather(_works(gateway.queue.ping()), _works(gateway.store(gateway.registry.attached)))
-    healthy = gateway.engines.ready and redis == "ok" and store == "ok"
+    redis, store = await asyncio.gather(
+        _works(health.queue.ping()), _works(health.threads.run(health.registry.attached))
+    )
+    healthy = health.inference.engines.ready and redis == "ok" and store == "ok"
     return JSONResponse(
         {
             "status": "ok" if healthy else "degraded",
-            "model": gateway.settings.served_model_name,
-            "engines": _engines(gateway),
+            "model": health.inference.settings.served_model_name,
+            "engines": _engines(health),
             "redis": redis,
             "object_store": store,
         }
@@ -117,8 +118,8 @@ async def healthz(gateway: GatewayDep) -> JSONResponse:
 
 
 @routes.get("/metrics", response_class=PlainTextResponse)
-async def metrics(gateway: GatewayDep, request: Request) -> Response:
+async def metrics(health: Health, request: Request) -> Response:
     """Prometheus text format, or OpenMetrics for who accepts it."""
-    await refresh(gateway)
-    body, content_type = expose(gateway.metrics.registry, request.headers.get("accept", ""))
+    await refresh(health)
+    body, content_type = expose(health.inference.metrics.registry, request.headers.get("accept", ""))
     return Response(body, headers={"content-type": content_type})

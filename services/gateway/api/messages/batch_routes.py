@@ -11,6 +11,7 @@ from fastapi.responses import Response, StreamingResponse
 from services.common.errors import InvalidRequest, NotFound
 from services.gateway.api.base.idempotency import IdempotencyKey
 from services.gateway.api.base.routing import router
+from services.gateway.api.batches.dependencies import Batches
 from services.gateway.api.batches.file_routes import content_of
 from services.gateway.api.batches.limits import check_unfinished
 from services.gateway.api.batches.message_files import (
@@ -21,7 +22,6 @@ from services.gateway.api.batches.message_files import (
     write_input,
 )
 from services.gateway.auth.principal import principal_of
-from services.gateway.context import GatewayDep
 from services.gateway.core.batch_queue import MESSAGES, Batch, BatchSpec
 from services.gateway.core.file_store import new_file_id
 from services.gateway.protocol.messages.batches import (
@@ -40,10 +40,10 @@ _CURSOR = Query(max_length=64)
 
 @routes.post(_ROUTE)
 async def create_message_batch(
-    request: Request, body: MessageBatchRequest, gateway: GatewayDep, idempotency_key: IdempotencyKey = None
+    request: Request, body: MessageBatchRequest, stores: Batches, idempotency_key: IdempotencyKey = None
 ) -> MessageBatch:
     """Queues messages. With an Idempotency-Key, sending them again returns the same batch."""
-    limit = gateway.settings.batch_max_requests
+    limit = stores.settings.batch_max_requests
     if len(body.requests) > limit:
         raise InvalidRequest(
             f"requests has {len(body.requests)} entries, and a batch may have {limit}: split it", param="requests"
@@ -59,11 +59,11 @@ async def create_message_batch(
         requests=len(lines),
         digest=await asyncio.to_thread(digest_of, lines),
     )
-    batches = gateway.message_batches
+    batches = stores.message_batches
     batch = None if idempotency_key is None else await batches.submitted(spec, idempotency_key)
     if batch is None:
-        await check_unfinished(gateway, owner)
-        await write_input(gateway, spec.file_owner, spec.input_file_id, lines)
+        await check_unfinished(stores, owner)
+        await write_input(stores, spec.file_owner, spec.input_file_id, lines)
         batch = await batches.submit(spec, idempotency_key=idempotency_key)
     return _shown(request, batch)
 
@@ -71,7 +71,7 @@ async def create_message_batch(
 @routes.get(_ROUTE)
 async def list_message_batches(
     request: Request,
-    gateway: GatewayDep,
+    stores: Batches,
     limit: Annotated[int, Query(ge=1, le=1000)] = 20,
     after_id: Annotated[str | None, _CURSOR] = None,
     before_id: Annotated[str | None, _CURSOR] = None,
@@ -81,7 +81,7 @@ async def list_message_batches(
         raise InvalidRequest("after_id and before_id ask for two pages: send one of them", param="before_id")
     owner = principal_of(request).id
     try:
-        found = await gateway.message_batches.list(owner, limit=limit + 1, after=after_id, before=before_id)
+        found = await stores.message_batches.list(owner, limit=limit + 1, after=after_id, before=before_id)
     except NotFound as error:
         error.param = "after_id" if before_id is None else "before_id"
         raise
@@ -97,26 +97,26 @@ async def list_message_batches(
 
 
 @routes.get(f"{_ROUTE}/{{batch_id}}")
-async def get_message_batch(request: Request, batch_id: str, gateway: GatewayDep) -> MessageBatch:
+async def get_message_batch(request: Request, batch_id: str, stores: Batches) -> MessageBatch:
     """One batch."""
-    return _shown(request, await gateway.message_batches.owned(principal_of(request).id, batch_id))
+    return _shown(request, await stores.message_batches.owned(principal_of(request).id, batch_id))
 
 
 @routes.delete(f"{_ROUTE}/{{batch_id}}")
-async def delete_message_batch(request: Request, batch_id: str, gateway: GatewayDep) -> DeletedMessageBatch:
+async def delete_message_batch(request: Request, batch_id: str, stores: Batches) -> DeletedMessageBatch:
     """Forgets a batch that has ended, with its results."""
     owner = principal_of(request).id
-    batch = await gateway.message_batches.owned(owner, batch_id)
+    batch = await stores.message_batches.owned(owner, batch_id)
     if batch.ended:
-        await delete_files(gateway, batch)
-    await gateway.message_batches.remove(owner, batch_id)
+        await delete_files(stores, batch)
+    await stores.message_batches.remove(owner, batch_id)
     return DeletedMessageBatch(id=batch_id)
 
 
 @routes.post(f"{_ROUTE}/{{batch_id}}/cancel")
-async def cancel_message_batch(request: Request, batch_id: str, gateway: GatewayDep) -> MessageBatch:
+async def cancel_message_batch(request: Request, batch_id: str, stores: Batches) -> MessageBatch:
     """Stops a batch within seconds; what has run by then is among its results."""
-    return _shown(request, await gateway.message_batches.cancel(principal_of(request).id, batch_id))
+    return _shown(request, await stores.message_batches.cancel(principal_of(request).id, batch_id))
 
 
 @routes.get(
@@ -124,19 +124,19 @@ async def cancel_message_batch(request: Request, batch_id: str, gateway: Gateway
     response_class=Response,
     responses={200: {"content": {_JSONL: {"schema": {"type": "string"}}}}},
 )
-async def get_message_batch_results(request: Request, batch_id: str, gateway: GatewayDep) -> Response:
+async def get_message_batch_results(request: Request, batch_id: str, stores: Batches) -> Response:
     """A line of JSON for each request, in the order in which they ended: `{"custom_id", "result"}`, where the result
     has the type succeeded (with the `message`), errored (with the `error`), canceled or expired."""
-    batch = await gateway.message_batches.owned(principal_of(request).id, batch_id)
+    batch = await stores.message_batches.owned(principal_of(request).id, batch_id)
     if not batch.ended:
         raise NotFound(
             f"batch {batch_id} has no results yet: they are there when its processing_status is 'ended'", param="id"
         )
     if batch.output_file_id is None:
-        return StreamingResponse(await results_without_file(gateway, batch), media_type=_JSONL)
+        return StreamingResponse(await results_without_file(stores, batch), media_type=_JSONL)
     owner = batch.spec.file_owner
-    info = await gateway.store(gateway.files.get, owner, batch.output_file_id)
-    return await content_of(gateway, owner, info, media_type=_JSONL)
+    info = await stores.threads.run(stores.files.get, owner, batch.output_file_id)
+    return await content_of(stores, owner, info, media_type=_JSONL)
 
 
 def _shown(request: Request, batch: Batch) -> MessageBatch:

@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
+from services.gateway.api.base.dependencies import Inference, resource_of
 from services.gateway.api.base.openapi import answers_with
 from services.gateway.api.base.routing import router
 from services.gateway.api.base.serving import SESSION_HEADER, answer, json_response, within
@@ -18,11 +19,11 @@ from services.gateway.api.messages.content_blocks import MessageBlocks, joined, 
 from services.gateway.api.messages.context_edits import edited
 from services.gateway.api.messages.to_chat import as_chat, named_as_sent, rename
 from services.gateway.auth.principal import internal_priority
-from services.gateway.context import Gateway, GatewayDep, gateway_of
 from services.gateway.core.errors import payload_of
 from services.gateway.core.sse import EventTemplate, event
 from services.gateway.inference.chat import chat_generation, prompt_length
 from services.gateway.inference.choice import Choice, Step
+from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.generation import Generation, reserve, traceparent_of
 from services.gateway.inference.model_ref import adapter_ref
 from services.gateway.protocol.chat.request import ChatRequest
@@ -45,17 +46,17 @@ _PING = event({"type": "ping"}, name="ping")
 @routes.post(_ROUTE, responses=answers_with(MessageAnswer, stream=MessageEvent), openapi_extra=SESSION_HEADER)
 async def create_message(request: Request, body: MessagesRequest) -> Response:
     """Answers a conversation in Anthropic's form."""
-    gateway = gateway_of(request)
+    context = resource_of(request, InferenceContext)
     chat = as_chat(body)
     if (priority := internal_priority(request)) is not None:
         chat = chat.model_copy(update={"priority": priority})
-    reservation = reserve(gateway, chat, prompts=1)
+    reservation = reserve(context, chat, prompts=1)
     told = _Told(body, chat)
     with named_as_sent():
         return await answer(
             request,
             chat,
-            gateway,
+            context,
             reservation,
             prepare=told.prepare,
             chunks=partial(_events, told=told),
@@ -65,21 +66,21 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
 
 
 @routes.post(f"{_ROUTE}/count_tokens", response_model_exclude_none=True)
-async def count_message_tokens(request: Request, body: CountTokensRequest, gateway: GatewayDep) -> TokenCount:
+async def count_message_tokens(request: Request, body: CountTokensRequest, context: Inference) -> TokenCount:
     """How many tokens the prompt of such a message has: usage.input_tokens + usage.cache_read_input_tokens of it."""
     chat = as_chat(body)
-    adapter_ref(chat.model, None, served_model_name=gateway.settings.served_model_name)
-    reservation = reserve(gateway, chat, prompts=1)
+    adapter_ref(chat.model, None, served_model_name=context.settings.served_model_name)
+    reservation = reserve(context, chat, prompts=1)
     with named_as_sent():
-        return await within(reservation, request, _count(gateway, chat, body.context_management))
+        return await within(reservation, request, _count(context, chat, body.context_management))
 
 
-async def _count(gateway: Gateway, chat: ChatRequest, wanted: ContextManagement | None) -> TokenCount:
-    tokens = await prompt_length(gateway, chat)
+async def _count(context: InferenceContext, chat: ChatRequest, wanted: ContextManagement | None) -> TokenCount:
+    tokens = await prompt_length(context, chat)
     if wanted is None:
         return TokenCount(input_tokens=tokens)
-    shown, applied = await edited(chat, wanted, partial(prompt_length, gateway))
-    left = await prompt_length(gateway, shown) if applied else tokens
+    shown, applied = await edited(chat, wanted, partial(prompt_length, context))
+    left = await prompt_length(context, shown) if applied else tokens
     return TokenCount(input_tokens=left, context_management=Unmanaged(original_input_tokens=tokens))
 
 
@@ -92,13 +93,13 @@ class _Told:
         self.managed: dict[str, Any] = {}
         """`context_management` of the answer, if there is one."""
 
-    async def prepare(self, request: Request, chat: ChatRequest, gateway: Gateway) -> Generation:
+    async def prepare(self, request: Request, chat: ChatRequest, context: InferenceContext) -> Generation:
         """What the conversation sends to the engines, without what the model shall not see of it."""
         wanted = self.source.context_management
         if wanted is not None:
-            chat, applied = await edited(chat, wanted, partial(prompt_length, gateway))
+            chat, applied = await edited(chat, wanted, partial(prompt_length, context))
             self.managed = {"context_management": {"applied_edits": applied}}
-        return await chat_generation(gateway, chat, prefix="msg", clip=True, traceparent=traceparent_of(request))
+        return await chat_generation(context, chat, prefix="msg", clip=True, traceparent=traceparent_of(request))
 
     def message(self, generation: Generation, choice: Choice) -> dict[str, Any]:
         """The message before anything is said."""

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from services.common.errors import InvalidRequest, TemperError
-from services.gateway.inference.chat_form import parse_chat
+from services.gateway.inference.chat import parse_chat
 from services.gateway.protocol.chat.request import ChatRequest
 from services.gateway.protocol.fields.hosted_tools import HostedTool
 from services.gateway.protocol.messages.request import (

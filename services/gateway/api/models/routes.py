@@ -10,8 +10,8 @@ import structlog
 
 from services.common.adapters.names import AdapterVersion, parse_adapter_ref
 from services.common.errors import InvalidRequest, ModelNotFound, Unavailable
+from services.gateway.api.adapters.dependencies import Adapters, AdapterServices
 from services.gateway.api.base.routing import router
-from services.gateway.context import Gateway, GatewayDep
 from services.gateway.protocol.models import ModelList, ModelObject
 
 routes = router("models")
@@ -20,26 +20,26 @@ _PATIENCE = 1.5
 log = structlog.get_logger(__name__)
 
 
-async def _adapters(gateway: Gateway) -> tuple[str | None, dict[str, int]]:
+async def _adapters(adapters: AdapterServices) -> tuple[str | None, dict[str, int]]:
     """What is attached, and the current version of every adapter; without the object store, what engines report."""
     try:
         async with asyncio.timeout(_PATIENCE):
-            pointers = await gateway.store(gateway.registry.pointers)
+            pointers = await adapters.threads.run(adapters.registry.pointers)
     except (Unavailable, TimeoutError) as error:
         log.warning("adapters are listed from the engines", error=str(error) or "the object store hangs")
         current: dict[str, int] = {}
-        for client in gateway.engines.clients:
+        for client in adapters.engines.clients:
             for text in client.status.loaded_adapters if client.status is not None else ():
                 name, version = parse_adapter_ref(text)
                 current[name] = max(current.get(name, 0), version or 0)
-        return gateway.engines.attached, current
+        return adapters.engines.attached, current
     return (None if pointers.attached is None else str(pointers.attached)), dict(pointers.current)
 
 
 def _model(
-    gateway: Gateway, model: str, *, root: str | None, parent: str | None, adapter: str | None, attached: bool
+    adapters: AdapterServices, model: str, *, root: str | None, parent: str | None, adapter: str | None, attached: bool
 ) -> ModelObject:
-    info, created = gateway.engines.info, gateway.engines.created
+    info, created = adapters.engines.info, adapters.engines.created
     context = info.max_model_len if info is not None else None
     return ModelObject(
         id=model,
@@ -55,50 +55,50 @@ def _model(
     )
 
 
-def _base(gateway: Gateway, attached: str | None) -> ModelObject:
-    name = gateway.settings.served_model_name
-    return _model(gateway, name, root=None, parent=None, adapter=attached, attached=False)
+def _base(adapters: AdapterServices, attached: str | None) -> ModelObject:
+    name = adapters.settings.served_model_name
+    return _model(adapters, name, root=None, parent=None, adapter=attached, attached=False)
 
 
-def _adapter(gateway: Gateway, model: str, version: AdapterVersion, attached: str | None) -> ModelObject:
+def _adapter(adapters: AdapterServices, model: str, version: AdapterVersion, attached: str | None) -> ModelObject:
     """``model`` is what a request calls it: with or without its version."""
-    name, parent = str(version), gateway.settings.served_model_name
-    return _model(gateway, model, root=name, parent=parent, adapter=name, attached=attached == name)
+    name, parent = str(version), adapters.settings.served_model_name
+    return _model(adapters, model, root=name, parent=parent, adapter=name, attached=attached == name)
 
 
-async def _exists(gateway: Gateway, version: AdapterVersion) -> bool:
+async def _exists(adapters: AdapterServices, version: AdapterVersion) -> bool:
     """Whether there is such a version; without the object store, whether an engine has it."""
     try:
         async with asyncio.timeout(_PATIENCE):
-            await gateway.store(gateway.registry.manifest, version)
+            await adapters.threads.run(adapters.registry.manifest, version)
     except ModelNotFound:
         return False
     except (Unavailable, TimeoutError) as error:
         log.warning("a version is looked for in the engines", error=str(error) or "the object store hangs")
-        statuses = [client.status for client in gateway.engines.clients if client.status is not None]
+        statuses = [client.status for client in adapters.engines.clients if client.status is not None]
         return any(str(version) in status.loaded_adapters for status in statuses)
     return True
 
 
 @routes.get("/v1/models")
-async def list_models(gateway: GatewayDep) -> ModelList:
+async def list_models(adapters: Adapters) -> ModelList:
     """The base model, with the adapter that answers under its name, and the adapters."""
-    attached, current = await _adapters(gateway)
+    attached, current = await _adapters(adapters)
     versions = [AdapterVersion(name, number) for name, number in sorted(current.items())]
-    models = [_base(gateway, attached), *(_adapter(gateway, v.name, v, attached) for v in versions)]
+    models = [_base(adapters, attached), *(_adapter(adapters, v.name, v, attached) for v in versions)]
     return ModelList(data=models, first_id=models[0].id, last_id=models[-1].id)
 
 
 @routes.get("/v1/models/{model:path}")
-async def get_model(model: str, gateway: GatewayDep) -> ModelObject:
+async def get_model(model: str, adapters: Adapters) -> ModelObject:
     """One of them, or a version of an adapter, "name@3"."""
-    attached, current = await _adapters(gateway)
-    if model == gateway.settings.served_model_name:
-        return _base(gateway, attached)
+    attached, current = await _adapters(adapters)
+    if model == adapters.settings.served_model_name:
+        return _base(adapters, attached)
     if model in current:
-        return _adapter(gateway, model, AdapterVersion(model, current[model]), attached)
+        return _adapter(adapters, model, AdapterVersion(model, current[model]), attached)
     with suppress(InvalidRequest):
         name, number = parse_adapter_ref(model)
-        if number is not None and await _exists(gateway, version := AdapterVersion(name, number)):
-            return _adapter(gateway, model, version, attached)
+        if number is not None and await _exists(adapters, version := AdapterVersion(name, number)):
+            return _adapter(adapters, model, version, attached)
     raise ModelNotFound(f"model {model[:80]!r} does not exist", param="model")

@@ -9,11 +9,12 @@ from fastapi.responses import Response
 from pydantic_core import to_json
 
 from services.common.errors import InvalidRequest
+from services.gateway.api.base.dependencies import Inference
 from services.gateway.api.base.routing import router
 from services.gateway.api.base.serving import within
-from services.gateway.context import Gateway, GatewayDep
 from services.gateway.engines.pool import ServedModel
-from services.gateway.inference.chat_form import parse_chat
+from services.gateway.inference.chat import parse_chat
+from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.model_ref import adapter_ref
 from services.gateway.inference.prompts import chat_prompt
 from services.gateway.protocol.chat.request import ChatRequest
@@ -31,56 +32,56 @@ _CHARS_A_TOKEN = 4
 
 
 @routes.post("/tokenize", responses={200: {"model": TokenizeAnswer}})
-async def tokenize(request: Request, body: TokenizeRequest, gateway: GatewayDep) -> Response:
+async def tokenize(request: Request, body: TokenizeRequest, context: Inference) -> Response:
     """The tokens of a text, or of a conversation as a chat completion's prompt has it."""
-    chat = None if body.prompt is not None else parse_chat(body.chat_form(gateway.settings.served_model_name))
-    _check_model(gateway, body.model)
-    reservation = gateway.admission.reserve(1)
-    return await within(reservation, request, _tokenized(gateway, body, chat))
+    chat = None if body.prompt is not None else parse_chat(body.chat_form(context.settings.served_model_name))
+    _check_model(context, body.model)
+    reservation = context.admission.reserve(1)
+    return await within(reservation, request, _tokenized(context, body, chat))
 
 
 @routes.post("/detokenize", responses={200: {"model": DetokenizeAnswer}})
-async def detokenize(request: Request, body: DetokenizeRequest, gateway: GatewayDep) -> Response:
+async def detokenize(request: Request, body: DetokenizeRequest, context: Inference) -> Response:
     """The text of tokens, control tokens included."""
-    _check_model(gateway, body.model)
-    reservation = gateway.admission.reserve(1)
-    return await within(reservation, request, _detokenized(gateway, body.tokens))
+    _check_model(context, body.model)
+    reservation = context.admission.reserve(1)
+    return await within(reservation, request, _detokenized(context, body.tokens))
 
 
 @routes.get("/tokenizer_info")
-async def tokenizer_info(gateway: GatewayDep) -> TokenizerInfo:
+async def tokenizer_info(context: Inference) -> TokenizerInfo:
     """The checkpoint's tokenizer_config.json, with its chat template."""
-    return TokenizerInfo.model_validate(gateway.engines.served.codec.config)
+    return TokenizerInfo.model_validate(context.engines.served.codec.config)
 
 
-def _check_model(gateway: Gateway, model: str | None) -> None:
+def _check_model(context: InferenceContext, model: str | None) -> None:
     if model is not None:
-        adapter_ref(model, None, served_model_name=gateway.settings.served_model_name)
+        adapter_ref(model, None, served_model_name=context.settings.served_model_name)
 
 
-async def _tokenized(gateway: Gateway, body: TokenizeRequest, chat: ChatRequest | None) -> Response:
-    served = gateway.engines.served
-    tokens = await (_text(gateway, served, body) if chat is None else chat_prompt(served, chat, gateway.settings))
+async def _tokenized(context: InferenceContext, body: TokenizeRequest, chat: ChatRequest | None) -> Response:
+    served = context.engines.served
+    tokens = await (_text(context, served, body) if chat is None else chat_prompt(served, chat, context.settings))
 
     def answer() -> bytes:
         names = [served.codec.token_name(token) for token in tokens] if body.return_token_strs else None
         context = served.info.max_model_len
         return to_json({"count": len(tokens), "max_model_len": context, "tokens": tokens, "token_strs": names})
 
-    return _json(await asyncio.to_thread(answer) if _many(gateway, tokens) else answer())
+    return _json(await asyncio.to_thread(answer) if _many(context, tokens) else answer())
 
 
-async def _text(gateway: Gateway, served: ServedModel, body: TokenizeRequest) -> list[int]:
+async def _text(context: InferenceContext, served: ServedModel, body: TokenizeRequest) -> list[int]:
     text = body.prompt or ""
 
     def encode() -> list[int]:
         return served.codec.encode(text, add_special_tokens=bool(body.add_special_tokens))
 
-    return await asyncio.to_thread(encode) if len(text) > gateway.settings.offload_chars else encode()
+    return await asyncio.to_thread(encode) if len(text) > context.settings.offload_chars else encode()
 
 
-async def _detokenized(gateway: Gateway, tokens: list[int]) -> Response:
-    served = gateway.engines.served
+async def _detokenized(context: InferenceContext, tokens: list[int]) -> Response:
+    served = context.engines.served
     largest = max(tokens, default=0)
     if largest >= served.info.vocab_size:
         raise InvalidRequest(
@@ -90,12 +91,12 @@ async def _detokenized(gateway: Gateway, tokens: list[int]) -> Response:
     def decode() -> bytes:
         return to_json({"prompt": served.codec.decode(tokens, skip_special=False)})
 
-    return _json(await asyncio.to_thread(decode) if _many(gateway, tokens) else decode())
+    return _json(await asyncio.to_thread(decode) if _many(context, tokens) else decode())
 
 
 def _json(body: bytes) -> Response:
     return Response(body, media_type="application/json")
 
 
-def _many(gateway: Gateway, tokens: list[int]) -> bool:
-    return len(tokens) * _CHARS_A_TOKEN > gateway.settings.offload_chars
+def _many(context: InferenceContext, tokens: list[int]) -> bool:
+    return len(tokens) * _CHARS_A_TOKEN > context.settings.offload_chars

@@ -13,9 +13,10 @@ from pydantic_core import to_json
 
 from services.common.errors import InvalidRequest
 from services.common.pb import engine_pb2
+from services.gateway.api.base.dependencies import Inference
 from services.gateway.api.base.routing import router
 from services.gateway.api.base.serving import adapter_header, within
-from services.gateway.context import Gateway, GatewayDep
+from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.generation import traceparent_of
 from services.gateway.inference.pooling import Question, Reading, Readings, reserve
 from services.gateway.inference.prompts import encode_texts, token_budget
@@ -27,16 +28,16 @@ _POOLINGS = {"last": engine_pb2.POOLING_LAST, "mean": engine_pb2.POOLING_MEAN}
 
 
 @routes.post("/v1/embeddings", responses={200: {"model": EmbeddingsResponse}})
-async def create_embeddings(request: Request, body: EmbeddingsRequest, gateway: GatewayDep) -> Response:
+async def create_embeddings(request: Request, body: EmbeddingsRequest, context: Inference) -> Response:
     """Turns texts into vectors."""
-    reservation = reserve(gateway, len(body.inputs), field="input")
-    return await within(reservation, request, _embed(request, body, gateway))
+    reservation = reserve(context, len(body.inputs), field="input")
+    return await within(reservation, request, _embed(request, body, context))
 
 
-async def _embed(request: Request, body: EmbeddingsRequest, gateway: Gateway) -> Response:
-    served = gateway.engines.served
-    readings = Readings(gateway, body, prefix="embd", traceparent=traceparent_of(request))
-    prompts = await encode_texts(served, body.inputs, gateway.settings, field="input", encode=served.codec.encode)
+async def _embed(request: Request, body: EmbeddingsRequest, context: InferenceContext) -> Response:
+    served = context.engines.served
+    readings = Readings(context, body, prefix="embd", traceparent=traceparent_of(request))
+    prompts = await encode_texts(served, body.inputs, context.settings, field="input", encode=served.codec.encode)
     for position, prompt in enumerate(prompts):
         where = "input" if len(prompts) == 1 else f"input.{position}"
         token_budget(len(prompt), 1, default=1, context=served.info.max_model_len, field=where)

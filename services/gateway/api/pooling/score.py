@@ -9,10 +9,11 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from services.common.errors import InvalidRequest
+from services.gateway.api.base.dependencies import Inference
 from services.gateway.api.base.routing import router
 from services.gateway.api.base.serving import json_response, within
-from services.gateway.context import Gateway, GatewayDep
 from services.gateway.engines.pool import ServedModel
+from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.generation import traceparent_of
 from services.gateway.inference.limits import check_messages
 from services.gateway.inference.pooling import Question, Reading, Readings, reserve
@@ -25,15 +26,15 @@ routes = router("score")
 
 
 @routes.post("/v1/score", responses={200: {"model": ScoreResponse}})
-async def create_scores(request: Request, body: ScoreRequest, gateway: GatewayDep) -> Response:
+async def create_scores(request: Request, body: ScoreRequest, context: Inference) -> Response:
     """Says how likely given texts are."""
-    reservation = reserve(gateway, len(body.completions), field="completion")
-    return await within(reservation, request, _score(request, body, gateway))
+    reservation = reserve(context, len(body.completions), field="completion")
+    return await within(reservation, request, _score(request, body, context))
 
 
-async def _score(request: Request, body: ScoreRequest, gateway: Gateway) -> Response:
-    served, settings = gateway.engines.served, gateway.settings
-    readings = Readings(gateway, body, prefix="score", traceparent=traceparent_of(request))
+async def _score(request: Request, body: ScoreRequest, context: InferenceContext) -> Response:
+    served, settings = context.engines.served, context.settings
+    readings = Readings(context, body, prefix="score", traceparent=traceparent_of(request))
     prompt = await _prompt(served, body, settings)
     encode = served.codec.encode if body.messages is None else served.codec.encode_completion
     completions = await encode_texts(served, body.completions, settings, field="completion", encode=encode)

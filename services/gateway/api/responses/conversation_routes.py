@@ -12,6 +12,7 @@ from pydantic import RootModel
 from services.common.errors import NotFound, PayloadTooLarge
 from services.gateway.api.base.routing import router
 from services.gateway.api.base.serving import json_response
+from services.gateway.api.responses.dependencies import Responses, ResponseServices
 from services.gateway.api.responses.store.conversations import (
     check_new,
     find_conversation,
@@ -25,7 +26,6 @@ from services.gateway.api.responses.store.references import resolved
 from services.gateway.api.responses.store.store import Place
 from services.gateway.api.responses.streaming.items import Data
 from services.gateway.auth.principal import principal_of
-from services.gateway.context import Gateway, GatewayDep
 from services.gateway.protocol.chat.stored import MetadataRequest
 from services.gateway.protocol.responses.conversations import (
     ConversationDeleted,
@@ -54,62 +54,62 @@ class ConversationItem(RootModel[InputItemOut]):
 
 @routes.post(_ROUTE)
 async def create_conversation(
-    request: Request, gateway: GatewayDep, body: ConversationRequest | None = None
+    request: Request, stores: Responses, body: ConversationRequest | None = None
 ) -> ConversationOut:
     """Begins a conversation."""
     document = new_conversation(None if body is None else body.metadata)
     place = _place(request, document.id)
-    document.items = await _new_items(gateway, place, () if body is None else body.items or ())
+    document.items = await _new_items(stores, place, () if body is None else body.items or ())
     check_new(document.items, (), field="items")
     try:
-        await gateway.documents.save(place, document)
+        await stores.documents.save(place, document)
     except PayloadTooLarge as error:
         raise _too_large(error) from error
     return ConversationOut.model_validate(document.body)
 
 
 @routes.get(_ONE)
-async def get_conversation(request: Request, conversation_id: str, gateway: GatewayDep) -> ConversationOut:
+async def get_conversation(request: Request, conversation_id: str, stores: Responses) -> ConversationOut:
     """A conversation, without its items."""
-    found = await find_conversation(gateway.documents, _place(request, conversation_id))
+    found = await find_conversation(stores.documents, _place(request, conversation_id))
     return ConversationOut.model_validate(found.body)
 
 
 @routes.post(_ONE)
 async def update_conversation(
-    request: Request, conversation_id: str, body: MetadataRequest, gateway: GatewayDep
+    request: Request, conversation_id: str, body: MetadataRequest, stores: Responses
 ) -> ConversationOut:
     """Gives a conversation other metadata."""
 
     def edit(document: Document) -> None:
         document.body["metadata"] = dict(body.metadata or {})
 
-    changed = await _change(gateway, _place(request, conversation_id), edit)
+    changed = await _change(stores, _place(request, conversation_id), edit)
     return ConversationOut.model_validate(changed.body)
 
 
 @routes.delete(_ONE)
-async def delete_conversation(request: Request, conversation_id: str, gateway: GatewayDep) -> ConversationDeleted:
+async def delete_conversation(request: Request, conversation_id: str, stores: Responses) -> ConversationDeleted:
     """Forgets a conversation with its items. Responses that belonged to it stay."""
     place = _place(request, conversation_id)
-    if not is_conversation(place) or not await gateway.documents.delete(place):
+    if not is_conversation(place) or not await stores.documents.delete(place):
         raise missing(place)
     return ConversationDeleted(id=place.id)
 
 
 @routes.post(_ITEMS, responses={200: {"model": ConversationItemsOut}}, response_class=Response)
 async def add_items(
-    request: Request, conversation_id: str, body: ItemsRequest, gateway: GatewayDep, _include: Included = None
+    request: Request, conversation_id: str, body: ItemsRequest, stores: Responses, _include: Included = None
 ) -> Response:
     """Adds items to a conversation; the answer has them with their ids."""
     place = _place(request, conversation_id)
-    added = await _new_items(gateway, place, body.items)
+    added = await _new_items(stores, place, body.items)
 
     def edit(document: Document) -> None:
         check_new(added, document.items, field="items")
         document.items += added
 
-    await _change(gateway, place, edit)
+    await _change(stores, place, edit)
     return _page(added, more=False)
 
 
@@ -117,14 +117,14 @@ async def add_items(
 async def list_items(
     request: Request,
     conversation_id: str,
-    gateway: GatewayDep,
+    stores: Responses,
     after: Annotated[str | None, Query(max_length=256, description="Continue behind the item of this id.")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
     _include: Included = None,
 ) -> Response:
     """The items of a conversation, newest first unless order says otherwise."""
-    items = (await find_conversation(gateway.documents, _place(request, conversation_id))).items
+    items = (await find_conversation(stores.documents, _place(request, conversation_id))).items
     items = items[::-1] if order == "desc" else items
     start = 0 if after is None else _position(items, conversation_id, after, param="after") + 1
     return _page(items[start : start + limit], more=start + limit < len(items))
@@ -132,32 +132,32 @@ async def list_items(
 
 @routes.get(f"{_ITEMS}/{{item_id}}", responses={200: {"model": ConversationItem}}, response_class=Response)
 async def get_item(
-    request: Request, conversation_id: str, item_id: str, gateway: GatewayDep, _include: Included = None
+    request: Request, conversation_id: str, item_id: str, stores: Responses, _include: Included = None
 ) -> Response:
     """One item."""
-    items = (await find_conversation(gateway.documents, _place(request, conversation_id))).items
+    items = (await find_conversation(stores.documents, _place(request, conversation_id))).items
     return json_response(items[_position(items, conversation_id, item_id)], None)
 
 
 @routes.delete(f"{_ITEMS}/{{item_id}}")
-async def delete_item(request: Request, conversation_id: str, item_id: str, gateway: GatewayDep) -> ConversationOut:
+async def delete_item(request: Request, conversation_id: str, item_id: str, stores: Responses) -> ConversationOut:
     """Takes an item out of a conversation. The call that an answer belongs to must stay as long as the answer does."""
 
     def edit(document: Document) -> None:
         del document.items[_position(document.items, conversation_id, item_id)]
 
-    return ConversationOut.model_validate((await _change(gateway, _place(request, conversation_id), edit)).body)
+    return ConversationOut.model_validate((await _change(stores, _place(request, conversation_id), edit)).body)
 
 
-async def _new_items(gateway: Gateway, place: Place, items: Sequence[InputItem]) -> list[Data]:
-    given = await resolved(gateway.responses, place.owner, items, field="items")
+async def _new_items(stores: ResponseServices, place: Place, items: Sequence[InputItem]) -> list[Data]:
+    given = await resolved(stores.responses, place.owner, items, field="items")
     return given_items(given, place.id.removeprefix("conv_"))
 
 
-async def _change(gateway: Gateway, place: Place, edit: Any) -> Document:
+async def _change(stores: ResponseServices, place: Place, edit: Any) -> Document:
     """Raises NotFound, PayloadTooLarge, Conflict, and what ``edit`` raises."""
     try:
-        changed = await gateway.documents.change(place, edit) if is_conversation(place) else None
+        changed = await stores.documents.change(place, edit) if is_conversation(place) else None
     except PayloadTooLarge as error:
         raise _too_large(error) from error
     if changed is None:

@@ -11,9 +11,11 @@ from fastapi.responses import Response
 
 from services.common.errors import Conflict, InvalidRequest, NotFound, TemperError
 from services.common.validation.json_rules import NULL
+from services.gateway.api.base.dependencies import Inference, resource_of
 from services.gateway.api.base.openapi import answers_with
 from services.gateway.api.base.routing import router
 from services.gateway.api.base.serving import SESSION_HEADER, answer, json_response, noted, session_named
+from services.gateway.api.responses.dependencies import Responses, ResponseServices
 from services.gateway.api.responses.serving import Answering
 from services.gateway.api.responses.store.conversations import Turn, check_new, find_conversation
 from services.gateway.api.responses.store.record import CONTINUABLE, Record, checked_id, given_items, parsed
@@ -23,10 +25,10 @@ from services.gateway.api.responses.streaming.items import Data
 from services.gateway.api.responses.streaming.response_object import new_response
 from services.gateway.api.responses.to_chat.translation import chat_fields
 from services.gateway.auth.principal import principal_of
-from services.gateway.context import Gateway, GatewayDep, gateway_of
 from services.gateway.core.admission import Reservation
 from services.gateway.core.client_disconnect import while_connected
 from services.gateway.inference.chat import chat_generation, prompt_length
+from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.generation import Generation, reserve, traceparent_of
 from services.gateway.inference.truncation import truncated
 from services.gateway.protocol.chat.request import ChatRequest
@@ -47,10 +49,10 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
     """Answers a conversation of items. The response is kept for a while, so that another can continue it, unless
     store=false. With background=true the answer comes at once, and the model goes on without a connection. With
     stream=true the events are named by their type."""
-    gateway = gateway_of(request)
+    context, stores = resource_of(request, InferenceContext), resource_of(request, ResponseServices)
     owner = principal_of(request).id
-    prior = await _prior(gateway, owner, body)
-    given = await resolved(gateway.responses, owner, body.input)
+    prior = await _prior(stores, owner, body)
+    given = await resolved(stores.responses, owner, body.input)
     fields = chat_fields(body, parsed(prior), given)
     chat = fields.request()
     response = new_response(body)
@@ -58,17 +60,17 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
     turn = None
     if body.conversation_id is not None:
         check_new(items, prior, field="input")
-        turn = Turn(gateway.documents, Place(owner, body.conversation_id), items)
+        turn = Turn(stores.documents, Place(owner, body.conversation_id), items)
     record = Record(response, [*prior, *items] if body.stored else [])
-    answering = Answering(gateway, body, fields, Place(owner, record.id), record, turn)
+    answering = Answering(stores, body, fields, Place(owner, record.id), record, turn)
     try:
-        reservation = reserve(gateway, chat, prompts=1)
+        reservation = reserve(context, chat, prompts=1)
         if body.background:
-            return await _begin(request, body, chat, gateway, reservation, answering, record, owner)
+            return await _begin(request, body, chat, context, stores, reservation, answering, record, owner)
         return await answer(
             request,
             chat,
-            gateway,
+            context,
             reservation,
             prepare=partial(_prepare, body=body),
             chunks=answering.chunks,
@@ -80,25 +82,27 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
         raise
 
 
-async def _prepare(request: Request, chat: ChatRequest, gateway: Gateway, *, body: ResponseRequest) -> Generation:
-    fitting = await _fitting(gateway, chat, body)
-    return await chat_generation(gateway, fitting, traceparent=traceparent_of(request))
+async def _prepare(
+    request: Request, chat: ChatRequest, context: InferenceContext, *, body: ResponseRequest
+) -> Generation:
+    fitting = await _fitting(context, chat, body)
+    return await chat_generation(context, fitting, traceparent=traceparent_of(request))
 
 
-async def _fitting(gateway: Gateway, chat: ChatRequest, body: ResponseRequest) -> ChatRequest:
-    return await truncated(gateway, chat) if body.truncation == "auto" else chat
+async def _fitting(context: InferenceContext, chat: ChatRequest, body: ResponseRequest) -> ChatRequest:
+    return await truncated(context, chat) if body.truncation == "auto" else chat
 
 
-async def _prior(gateway: Gateway, owner: str, body: ResponseRequest) -> list[Data]:
+async def _prior(stores: ResponseServices, owner: str, body: ResponseRequest) -> list[Data]:
     """What a response continues: all that the one before was given and answered, or the items of a conversation."""
     if body.conversation_id is not None:
         place = Place(owner, body.conversation_id)
-        return (await find_conversation(gateway.documents, place, param="conversation")).items
+        return (await find_conversation(stores.documents, place, param="conversation")).items
     previous = body.previous_response_id
     if previous is None:
         return []
     param = "previous_response_id"
-    record = await gateway.responses.load(Place(owner, checked_id(previous, param=param)), param=param)
+    record = await stores.responses.load(Place(owner, checked_id(previous, param=param)), param=param)
     if record.status not in CONTINUABLE:
         raise Conflict(f"response {previous} is {record.status}: only one that has an answer continues", param=param)
     return record.whole
@@ -108,7 +112,8 @@ async def _begin(
     request: Request,
     body: ResponseRequest,
     chat: ChatRequest,
-    gateway: Gateway,
+    context: InferenceContext,
+    stores: ResponseServices,
     reservation: Reservation,
     answering: Answering,
     record: Record,
@@ -117,13 +122,13 @@ async def _begin(
     """Starts a background response; it is stored before the client hears of it."""
     held = [reservation]
     try:
-        held.append(gateway.background.reserve())
+        held.append(stores.background.reserve())
         session = session_named(request, chat)
-        generation = await while_connected(request, _prepare(request, chat, gateway, body=body))
+        generation = await while_connected(request, _prepare(request, chat, context, body=body))
         generation.affinity = replace(generation.affinity, session=session)
-        await gateway.responses.save(Place(owner, record.id), record)
+        await stores.responses.save(Place(owner, record.id), record)
         told = json_response(record.response, None)  # before the model begins to change it
-        gateway.background.begin(answering.work(generation, tuple(held)))
+        stores.background.begin(answering.work(generation, tuple(held)))
         held.clear()
         return noted(told, chat)
     finally:
@@ -132,16 +137,18 @@ async def _begin(
 
 
 @routes.post("/v1/responses/input_tokens")
-async def count_input_tokens(request: Request, body: ResponseRequest, gateway: GatewayDep) -> InputTokensOut:
+async def count_input_tokens(
+    request: Request, body: ResponseRequest, context: Inference, stores: Responses
+) -> InputTokensOut:
     """How many tokens the prompt of such a request has. Nothing is generated or kept."""
     owner = principal_of(request).id
-    prior = await _prior(gateway, owner, body)
-    given = await resolved(gateway.responses, owner, body.input)
+    prior = await _prior(stores, owner, body)
+    given = await resolved(stores.responses, owner, body.input)
     fields = chat_fields(body, parsed(prior), given)
     chat = fields.request()
-    reservation = reserve(gateway, chat, prompts=1)
+    reservation = reserve(context, chat, prompts=1)
     try:
-        tokens = await while_connected(request, _length(gateway, chat, body))
+        tokens = await while_connected(request, _length(context, chat, body))
     except TemperError as error:
         fields.rename(error)
         raise
@@ -150,15 +157,15 @@ async def count_input_tokens(request: Request, body: ResponseRequest, gateway: G
     return InputTokensOut(object="response.input_tokens", input_tokens=tokens)
 
 
-async def _length(gateway: Gateway, chat: ChatRequest, body: ResponseRequest) -> int:
-    return await prompt_length(gateway, await _fitting(gateway, chat, body))
+async def _length(context: InferenceContext, chat: ChatRequest, body: ResponseRequest) -> int:
+    return await prompt_length(context, await _fitting(context, chat, body))
 
 
 @routes.get("/v1/responses/{response_id}", responses={200: {"model": ResponseOut}}, response_class=Response)
 async def get_response(
     request: Request,
     response_id: str,
-    gateway: GatewayDep,
+    stores: Responses,
     stream: Annotated[
         bool | None, Query(description="Only false: poll instead.", json_schema_extra={"enum": [False, None]})
     ] = None,
@@ -179,26 +186,26 @@ async def get_response(
         if given:
             instead = "give it when you create the response" if name == "include" else "poll this route until it ended"
             raise InvalidRequest(f"{name} is not supported for a stored response: {instead}", param=name)
-    record = await gateway.responses.load(_place(request, response_id))
+    record = await stores.responses.load(_place(request, response_id))
     return json_response(record.response, record.response["adapter"])
 
 
 @routes.delete("/v1/responses/{response_id}")
-async def delete_response(request: Request, response_id: str, gateway: GatewayDep) -> DeletedOut:
+async def delete_response(request: Request, response_id: str, stores: Responses) -> DeletedOut:
     """Forgets a response; one that runs in the background ends. Responses that continue it are kept, and have what it
     was given and answered."""
     place = _place(request, response_id)
-    await gateway.responses.delete(place)
-    gateway.background.cancel(place.id)
+    await stores.responses.delete(place)
+    stores.background.cancel(place.id)
     return DeletedOut(id=place.id, object="response", deleted=True)
 
 
 @routes.post("/v1/responses/{response_id}/cancel", responses={200: {"model": ResponseOut}}, response_class=Response)
-async def cancel_response(request: Request, response_id: str, gateway: GatewayDep) -> Response:
+async def cancel_response(request: Request, response_id: str, stores: Responses) -> Response:
     """Ends a background response, whichever gateway runs it. One that has ended stays as it is."""
     place = _place(request, response_id)
-    record = await gateway.responses.cancel(place)
-    gateway.background.cancel(place.id)
+    record = await stores.responses.cancel(place)
+    stores.background.cancel(place.id)
     return json_response(record.response, record.response["adapter"])
 
 
@@ -206,14 +213,14 @@ async def cancel_response(request: Request, response_id: str, gateway: GatewayDe
 async def list_input_items(
     request: Request,
     response_id: str,
-    gateway: GatewayDep,
+    stores: Responses,
     after: Annotated[str | None, Query(max_length=256, description="Continue behind the item of this id.")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
 ) -> InputItemsOut:
     """What a response was given: the items of the responses that it continues, and its own input. Newest first, unless
     order says otherwise."""
-    items = (await gateway.responses.load(_place(request, response_id))).items
+    items = (await stores.responses.load(_place(request, response_id))).items
     if order == "desc":
         items = items[::-1]
     start = 0

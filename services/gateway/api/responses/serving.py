@@ -11,12 +11,12 @@ from starlette.responses import Response
 from services.common.errors import TemperError
 from services.gateway.api.base.serving import json_response
 from services.gateway.api.responses.background import Work
+from services.gateway.api.responses.dependencies import ResponseServices
 from services.gateway.api.responses.store.conversations import Turn
 from services.gateway.api.responses.store.record import Record
 from services.gateway.api.responses.store.store import Place
 from services.gateway.api.responses.streaming.writer import EventEncoder, ResponseWriter
 from services.gateway.api.responses.to_chat.translation import ChatFields
-from services.gateway.context import Gateway
 from services.gateway.core.admission import Reservation
 from services.gateway.inference.generation import Generation
 from services.gateway.protocol.chat.request import ChatRequest
@@ -39,14 +39,14 @@ class Answering:
 
     def __init__(
         self,
-        gateway: Gateway,
+        stores: ResponseServices,
         body: ResponseRequest,
         chat: ChatFields,
         place: Place,
         record: Record,
         turn: Turn | None = None,
     ) -> None:
-        self._gateway = gateway
+        self._stores = stores
         self._body = body
         self._chat = chat
         self._place = place
@@ -81,7 +81,7 @@ class Answering:
             events = []
             writer.fail(error)
         await self._join()
-        await self._gateway.shelf.keep(self._place, self._record)
+        await self._stores.best_effort.keep(self._place, self._record)
         yield encoder.encode([*events, writer.last()])
 
     def failed(self, error: Exception) -> bytes:
@@ -98,7 +98,7 @@ class Answering:
         writer = self._writer(generation)
         await self._generate(writer, generation)
         await self._join()
-        await self._gateway.shelf.keep(self._place, self._record)
+        await self._stores.best_effort.keep(self._place, self._record)
         response = self._record.response
         return json_response(response, response["adapter"])
 

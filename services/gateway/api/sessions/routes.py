@@ -12,14 +12,17 @@ from starlette.exceptions import HTTPException
 from services.common.errors import InvalidRequest, NotFound, TemperError
 from services.common.pb import engine_pb2
 from services.common.security.api_keys import KEY_ID_PATTERN
+from services.gateway.api.base.dependencies import Inference, provided
 from services.gateway.api.base.routing import router
 from services.gateway.auth.ownership import owner
-from services.gateway.context import GatewayDep
 from services.gateway.core.errors import response_of
+from services.gateway.engines.conversation_sessions import HistoryRouter
 from services.gateway.inference.cache_isolation import session_of
 from services.gateway.protocol.sessions import DeletedSession, SessionList, SessionObject, SessionPath
 
 routes = router("sessions")
+Sessions = Annotated[HistoryRouter, provided(HistoryRouter)]
+"""Clients' sessions, as engines keep them."""
 
 _ROUTE = "/v1/sessions/{session_id:path}"
 _CLOSE = {"connection": "close"}
@@ -29,12 +32,12 @@ _FILE = {"schema": {"type": "string", "format": "binary"}}
 
 @routes.get("/v1/sessions")
 async def list_sessions(
-    gateway: GatewayDep,
+    sessions: Sessions,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: Annotated[str | None, Query(max_length=256, description="The last id of the page before.")] = None,
 ) -> SessionList:
     """The caller's sessions of all engines, last used first."""
-    found = await gateway.histories.all_of(owner())
+    found = await sessions.all_of(owner())
     if after is not None:
         names = [kept.history.session.name for kept in found]
         if after not in names:
@@ -55,10 +58,10 @@ async def list_sessions(
 @routes.get(
     f"{_ROUTE}/export", response_class=Response, responses={200: {"content": {"application/octet-stream": _FILE}}}
 )
-async def export_session(session_id: SessionPath, gateway: GatewayDep) -> Response:
+async def export_session(session_id: SessionPath, sessions: Sessions) -> Response:
     """A session as one file: its tokens, and what the model has computed of them. Another Temper of the same model
     reads it with `import`."""
-    pieces = await gateway.histories.export(session_of(session_id))
+    pieces = await sessions.export(session_of(session_id))
     headers = {
         "content-disposition": f"attachment; filename*=UTF-8''{quote(session_id, safe='')}.session",
         "x-content-type-options": "nosniff",
@@ -75,7 +78,8 @@ async def export_session(session_id: SessionPath, gateway: GatewayDep) -> Respon
 async def import_session(
     request: Request,
     session_id: SessionPath,
-    gateway: GatewayDep,
+    sessions: Sessions,
+    inference: Inference,
     key_id: Annotated[
         str | None,
         Query(pattern=KEY_ID_PATTERN, description="Id of the API key whose session it becomes; default: the caller's."),
@@ -85,11 +89,11 @@ async def import_session(
     from there. What is in the file is believed: take files only from where you would take a model from."""
     session = session_of(session_id)
     if key_id is not None:
-        if not gateway.settings.api_keys_file:
+        if not inference.settings.api_keys_file:
             raise InvalidRequest("this gateway has no API keys: leave key_id out", param="key_id")
         session = engine_pb2.SessionRef(owner=key_id, name=session.name)
     try:
-        kept = await gateway.histories.take_in(session, request.stream())
+        kept = await sessions.take_in(session, request.stream())
     except TemperError as error:
         refusal = response_of(error, request.url.path)
         refusal.headers.update(_CLOSE)
@@ -100,22 +104,22 @@ async def import_session(
 
 
 @routes.post(f"{_ROUTE}/save")
-async def save_session(session_id: SessionPath, gateway: GatewayDep) -> SessionObject:
+async def save_session(session_id: SessionPath, sessions: Sessions) -> SessionObject:
     """Writes what is kept of a session to disk and object store, whichever its engine has, and answers when that is
     done. It is then found again after a restart, and by other engines that share the store."""
-    kept = await gateway.histories.save(session_of(session_id))
+    kept = await sessions.save(session_of(session_id))
     return SessionObject.of(kept.history, kept.client.id)
 
 
 @routes.get(_ROUTE)
-async def get_session(session_id: SessionPath, gateway: GatewayDep) -> SessionObject:
+async def get_session(session_id: SessionPath, sessions: Sessions) -> SessionObject:
     """What is kept of a session."""
-    kept = await gateway.histories.get(session_of(session_id))
+    kept = await sessions.get(session_of(session_id))
     return SessionObject.of(kept.history, kept.client.id)
 
 
 @routes.delete(_ROUTE)
-async def delete_session(session_id: SessionPath, gateway: GatewayDep) -> DeletedSession:
+async def delete_session(session_id: SessionPath, sessions: Sessions) -> DeletedSession:
     """Forgets a session on all engines, and everything that only it has use for."""
-    await gateway.histories.delete(session_of(session_id))
+    await sessions.delete(session_of(session_id))
     return DeletedSession(id=session_id)

@@ -17,10 +17,10 @@ from services.common.jobs.fields.lora import TARGET_MODULES, check_agrees, state
 from services.common.jobs.scorers.allowed_webhooks import check_webhook
 from services.common.jobs.scorers.webhook import WebhookReward
 from services.common.pb import engine_pb2
-from services.gateway.context import Gateway
+from services.gateway.api.training.dependencies import TrainingServices
 
 
-async def check_references(gateway: Gateway, spec: TrainingSpec) -> None:
+async def check_references(training: TrainingServices, spec: TrainingSpec) -> None:
     """Looks up everything that a job names.
 
     Raises:
@@ -29,47 +29,47 @@ async def check_references(gateway: Gateway, spec: TrainingSpec) -> None:
         InvalidRequest: the job contradicts what it continues, has nothing to learn of its teacher, or has samples
             scored where an engine may not send them.
     """
-    gateway.registry.check_new_name(spec.adapter)
-    start = await _start(gateway, spec)
+    training.registry.check_new_name(spec.adapter)
+    start = await _start(training, spec)
     try:
-        await _check_start(gateway, spec, start)
+        await _check_start(training, spec, start)
     except TemperError:
-        if await _starts_there(gateway, spec):
+        if await _starts_there(training, spec):
             raise
     if isinstance(spec, GrpoJob):
-        _check_webhooks([client.model for client in gateway.engines.clients if client.model is not None], spec)
-        await _check_samplers(gateway, spec)
+        _check_webhooks([client.model for client in training.engines.clients if client.model is not None], spec)
+        await _check_samplers(training, spec)
     if isinstance(spec, OpdJob):
-        await _check_teacher(gateway, spec, start)
+        await _check_teacher(training, spec, start)
 
 
-async def _start(gateway: Gateway, spec: TrainingSpec) -> Manifest | None:
+async def _start(training: TrainingServices, spec: TrainingSpec) -> Manifest | None:
     """What the job continues, as it stands now; None: a new adapter."""
     if spec.start_from == BASE:
         return None
     if spec.start_from is None:
         try:
-            version = await gateway.store(gateway.registry.current, spec.adapter)
+            version = await training.threads.run(training.registry.current, spec.adapter)
         except ModelNotFound:
             return None
-        return await _manifest(gateway, version, "adapter")
+        return await _manifest(training, version, "adapter")
     try:
         name, number = parse_adapter_ref(spec.start_from)
     except InvalidRequest as error:
         raise InvalidRequest(f"start_from: {error.message}", param="start_from") from error
     if number is not None:
-        return await _manifest(gateway, AdapterVersion(name, number), "start_from")
+        return await _manifest(training, AdapterVersion(name, number), "start_from")
     try:
-        version = await gateway.store(gateway.registry.current, name)
+        version = await training.threads.run(training.registry.current, name)
     except TemperError as error:
         error.param = "start_from"
         raise
-    return await _manifest(gateway, version, "start_from")
+    return await _manifest(training, version, "start_from")
 
 
-async def _check_start(gateway: Gateway, spec: TrainingSpec, start: Manifest | None) -> None:
+async def _check_start(training: TrainingServices, spec: TrainingSpec, start: Manifest | None) -> None:
     """The adapter that is trained has a shape that the engines serve, and is of their base model."""
-    info = gateway.engines.served.info
+    info = training.engines.served.info
     if start is None:
         if info.max_lora_rank and spec.lora.rank > info.max_lora_rank:
             default = "" if "rank" in spec.lora.model_fields_set else " by default"
@@ -86,17 +86,17 @@ async def _check_start(gateway: Gateway, spec: TrainingSpec, start: Manifest | N
             param="start_from",
         )
     if spec.lora.model_fields_set - {"seed"}:
-        config = await gateway.store(gateway.registry.config, start.ref)
+        config = await training.threads.run(training.registry.config, start.ref)
         names = {path.rsplit(".", 1)[1] for path in info.linear_layers} or TARGET_MODULES
         check_agrees(spec.lora, stated_shape(config), sorted(names))
 
 
-async def _check_teacher(gateway: Gateway, spec: OpdJob, start: Manifest | None) -> None:
+async def _check_teacher(training: TrainingServices, spec: OpdJob, start: Manifest | None) -> None:
     """The teacher exists, and is another policy than the one that is to learn from it."""
     teacher = None
     if spec.teacher_version is not None:
-        teacher = await _manifest(gateway, spec.teacher_version, "teacher")
-        digest = gateway.engines.served.info.digest
+        teacher = await _manifest(training, spec.teacher_version, "teacher")
+        digest = training.engines.served.info.digest
         if teacher.base_digest and teacher.base_digest != digest:
             raise AdapterRejected(
                 f"teacher: {teacher.ref} belongs to base model {teacher.base_digest[:12]}, the engines serve "
@@ -104,7 +104,7 @@ async def _check_teacher(gateway: Gateway, spec: OpdJob, start: Manifest | None)
                 param="teacher",
             )
     same = spec.teacher == BASE if start is None else teacher is not None and start.digest == teacher.digest
-    if same and await _starts_there(gateway, spec):
+    if same and await _starts_there(training, spec):
         raise InvalidRequest(
             f'nothing to learn: the policy that the job starts from is its teacher, "{spec.teacher}"; name another '
             "teacher, or start_from an adapter that is not the teacher",
@@ -112,23 +112,24 @@ async def _check_teacher(gateway: Gateway, spec: OpdJob, start: Manifest | None)
         )
 
 
-async def _starts_there(gateway: Gateway, spec: TrainingSpec) -> bool:
+async def _starts_there(training: TrainingServices, spec: TrainingSpec) -> bool:
     """Whether what the job continues is decided: it is named, or no job in front of it publishes another version."""
     if spec.start_from is not None and (spec.start_from == BASE or "@" in spec.start_from):
         return True
     adapter = spec.start_from or spec.adapter
     waiting = [
-        await gateway.queue.list(limit=1, state=state, adapter=adapter) for state in (JobState.QUEUED, JobState.RUNNING)
+        await training.queue.list(limit=1, state=state, adapter=adapter)
+        for state in (JobState.QUEUED, JobState.RUNNING)
     ]
     return not any(waiting)
 
 
-async def _check_samplers(gateway: Gateway, spec: GrpoJob) -> None:
+async def _check_samplers(training: TrainingServices, spec: GrpoJob) -> None:
     """The versions that sampled the rollouts exist."""
     samplers = await asyncio.to_thread(lambda: spec.sampled_by)  # of a large job
     for version, field in samplers.items():
         try:
-            await gateway.store(gateway.registry.manifest, version)
+            await training.threads.run(training.registry.manifest, version)
         except ModelNotFound as error:
             raise ModelNotFound(
                 f"{field}: the rollout was sampled by {version}, which was never published or is deleted: sample "
@@ -149,9 +150,9 @@ def _check_webhooks(engines: Sequence[engine_pb2.Model], spec: GrpoJob) -> None:
                     check_webhook(reward.url, f"generate.reward[{index}]", known.allowed, signed=known.signed)
 
 
-async def _manifest(gateway: Gateway, version: AdapterVersion, param: str) -> Manifest:
+async def _manifest(training: TrainingServices, version: AdapterVersion, param: str) -> Manifest:
     try:
-        return await gateway.store(gateway.registry.manifest, version)
+        return await training.threads.run(training.registry.manifest, version)
     except TemperError as error:
         error.param = param
         raise

@@ -14,11 +14,11 @@ from services.common.queue.records import spec_sha
 from services.common.telemetry import tracing
 from services.gateway.api.base.idempotency import IdempotencyKey
 from services.gateway.api.base.routing import router
+from services.gateway.api.training.dependencies import Training, TrainingServices
 from services.gateway.api.training.job_references import check_references
 from services.gateway.api.training.rollouts import resolve_rollouts
 from services.gateway.api.training.validation import check_training_job
 from services.gateway.auth.ownership import check_attach, may_attach, owner, sees
-from services.gateway.context import Gateway, GatewayDep
 from services.gateway.core.client_disconnect import cancel
 from services.gateway.core.errors import payload_of
 from services.gateway.core.sse import EventStream, event
@@ -28,28 +28,30 @@ routes = router("training")
 
 def _submission(model: type[TrainingSpec]) -> Callable[..., Awaitable[dict[str, Any]]]:
     async def submit(
-        response: Response, body: Any, gateway: GatewayDep, idempotency_key: IdempotencyKey = None
+        response: Response, body: Any, training: Training, idempotency_key: IdempotencyKey = None
     ) -> dict[str, Any]:
-        return await _submit(gateway, body, idempotency_key, response)
+        return await _submit(training, body, idempotency_key, response)
 
     # What the framework reads the schema of the body from.
     submit.__annotations__["body"] = model
     return submit
 
 
-async def _submit(gateway: Gateway, sent: TrainingSpec, key: str | None, response: Response) -> dict[str, Any]:
+async def _submit(
+    training: TrainingServices, sent: TrainingSpec, key: str | None, response: Response
+) -> dict[str, Any]:
     # The key stands for what was sent. It is looked up before anything that can change in the meantime: the engines
     # forget completions, adapters are deleted, and the answer to a repeated request stays the same.
     sha = await asyncio.to_thread(spec_sha, sent)  # of megabytes, if it is a large job
-    job = None if key is None else await gateway.queue.submitted(key, sha, key_id=owner())
+    job = None if key is None else await training.queue.submitted(key, sha, key_id=owner())
     if job is None:
         spec = _attaching(sent)
         if isinstance(spec, GrpoJob):
-            spec = await resolve_rollouts(spec, gateway.engines)
-        await check_references(gateway, spec)
-        async with gateway.checks:
-            await asyncio.to_thread(check_training_job, gateway.engines.served, spec)
-        job = await gateway.queue.submit(
+            spec = await resolve_rollouts(spec, training.engines)
+        await check_references(training, spec)
+        async with training.checks:
+            await asyncio.to_thread(check_training_job, training.engines.served, spec)
+        job = await training.queue.submit(
             spec, idempotency_key=key, request_sha=sha, traceparent=tracing.current(), key_id=owner()
         )
     response.headers["location"] = f"/v1/train/jobs/{job.id}"
@@ -69,11 +71,11 @@ def _attaching(spec: TrainingSpec) -> TrainingSpec:
     return spec.model_copy(update={"attach": False})
 
 
-async def _found(gateway: Gateway, job_id: str) -> Job:
+async def _found(training: TrainingServices, job_id: str) -> Job:
     """A job that the caller may see. Raises NotFound, also for another key's."""
-    job = await gateway.queue.get(job_id)
+    job = await training.queue.get(job_id)
     if not sees(job.key_id):
-        raise gateway.queue.missing(job_id)
+        raise training.queue.missing(job_id)
     return job
 
 
@@ -94,7 +96,7 @@ _add_submissions()
 
 @routes.get("/v1/train/jobs")
 async def list_jobs(
-    gateway: GatewayDep,
+    training: Training,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: Annotated[str | None, Query(max_length=64)] = None,
     state: JobState | None = None,
@@ -103,9 +105,9 @@ async def list_jobs(
     """The caller's jobs, newest first; everybody's for an admin. `after` is the last id of the page before."""
     try:
         if after is not None:
-            await _found(gateway, after)
+            await _found(training, after)
         whose = None if sees(None) else owner()
-        jobs = await gateway.queue.list(limit=limit, after=after, state=state, adapter=adapter, key_id=whose)
+        jobs = await training.queue.list(limit=limit, after=after, state=state, adapter=adapter, key_id=whose)
     except NotFound as error:
         error.param = "after"
         raise
@@ -113,32 +115,32 @@ async def list_jobs(
 
 
 @routes.get("/v1/train/jobs/{job_id}")
-async def get_job(job_id: str, gateway: GatewayDep) -> Job:
+async def get_job(job_id: str, training: Training) -> Job:
     """One job with its state, progress and newest metrics."""
-    return await _found(gateway, job_id)
+    return await _found(training, job_id)
 
 
 @routes.post("/v1/train/jobs/{job_id}/cancel")
-async def cancel_job(job_id: str, gateway: GatewayDep) -> Job:
+async def cancel_job(job_id: str, training: Training) -> Job:
     """Cancels a queued job at once, a running one at its next step."""
-    await _found(gateway, job_id)
-    return await gateway.queue.cancel(job_id)
+    await _found(training, job_id)
+    return await training.queue.cancel(job_id)
 
 
 @routes.get("/v1/train/jobs/{job_id}/events", response_class=Response)
 async def follow_job(
     job_id: str,
-    gateway: GatewayDep,
+    training: Training,
     last_event_id: Annotated[str | None, Header(max_length=64, pattern=r"^(0|[0-9]+-[0-9]+)?$")] = None,
 ) -> Response:
     """The job's events as SSE: those after Last-Event-ID (all without it), then new ones until the job has ended."""
-    await _found(gateway, job_id)  # 404 while there still is a status to send
-    events = gateway.queue.events(job_id, last_event_id or None)
-    return EventStream(_follow(gateway, events), keep_alive=gateway.settings.keep_alive_seconds)
+    await _found(training, job_id)  # 404 while there still is a status to send
+    events = training.queue.events(job_id, last_event_id or None)
+    return EventStream(_follow(training, events), keep_alive=training.settings.keep_alive_seconds)
 
 
-async def _follow(gateway: Gateway, events: AsyncIterator[JobEvent]) -> AsyncGenerator[bytes, None]:
-    stopping = asyncio.ensure_future(gateway.closing.wait())
+async def _follow(training: TrainingServices, events: AsyncIterator[JobEvent]) -> AsyncGenerator[bytes, None]:
+    stopping = asyncio.ensure_future(training.lifecycle.closing.wait())
     upcoming: asyncio.Future[JobEvent | None] | None = None
     try:
         while True:

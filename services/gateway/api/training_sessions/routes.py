@@ -21,8 +21,8 @@ from services.common.jobs.training_sessions import (
 from services.common.pb import sessions_pb2 as pb
 from services.gateway.api.base.idempotency import idempotent
 from services.gateway.api.base.routing import router
+from services.gateway.api.training_sessions.dependencies import TrainingSessions, TrainingSessionServices
 from services.gateway.auth.ownership import check_attach
-from services.gateway.context import Gateway, GatewayDep
 from services.gateway.core.errors import engine_error, payload_of
 
 routes = router("training sessions")
@@ -47,82 +47,84 @@ _USER_CODES = frozenset(
 
 @routes.post("/v1/train/sessions", status_code=201, response_class=Response)
 @idempotent
-async def open_session(body: OpenSession, gateway: GatewayDep) -> Response:
+async def open_session(body: OpenSession, training: TrainingSessions) -> Response:
     """Opens a session with a new adapter, an adapter version or a checkpoint; answers when it can be called."""
-    session = await gateway.sessions.open(body)
+    session = await training.sessions.open(body)
     headers = {"location": f"/v1/train/sessions/{from_json(session)['id']}"}
     return Response(session, 201, headers=headers, media_type="application/json")
 
 
 @routes.get("/v1/train/sessions", response_class=Response)
-async def list_sessions(gateway: GatewayDep) -> Response:
+async def list_sessions(training: TrainingSessions) -> Response:
     """Open sessions of all engines."""
-    sessions = await gateway.sessions.open_sessions()
+    sessions = await training.sessions.open_sessions()
     return Response(b'{"object":"list","data":[' + b",".join(sessions) + b"]}", media_type="application/json")
 
 
 @routes.get("/v1/train/sessions/{session_id}", response_class=Response)
-async def get_session(session_id: str, gateway: GatewayDep) -> Response:
+async def get_session(session_id: str, training: TrainingSessions) -> Response:
     """One session; 410 with what happened to it when it has ended. Keeps it from expiring."""
-    return Response(await gateway.sessions.get(session_id), media_type="application/json")
+    return Response(await training.sessions.get(session_id), media_type="application/json")
 
 
 @routes.delete("/v1/train/sessions/{session_id}")
-async def close_session(session_id: str, gateway: GatewayDep) -> dict[str, Any]:
+async def close_session(session_id: str, training: TrainingSessions) -> dict[str, Any]:
     """Ends a session and frees its memory. Calls that have not ended fail."""
-    await gateway.sessions.close(session_id)
+    await training.sessions.close(session_id)
     return {"id": session_id, "object": "train.session", "deleted": True}
 
 
 @routes.post("/v1/train/sessions/{session_id}/forward_backward", status_code=202, response_class=Response)
-async def forward_backward(session_id: str, body: ForwardBackward, gateway: GatewayDep) -> Response:
+async def forward_backward(session_id: str, body: ForwardBackward, training: TrainingSessions) -> Response:
     """Adds the gradient of a loss to what has been accumulated."""
-    return await _submit(gateway, session_id, body)
+    return await _submit(training, session_id, body)
 
 
 @routes.post("/v1/train/sessions/{session_id}/forward", status_code=202, response_class=Response)
-async def forward(session_id: str, body: Forward, gateway: GatewayDep) -> Response:
+async def forward(session_id: str, body: Forward, training: TrainingSessions) -> Response:
     """Log-probabilities and the loss, without gradient."""
-    return await _submit(gateway, session_id, body)
+    return await _submit(training, session_id, body)
 
 
 @routes.post("/v1/train/sessions/{session_id}/optim_step", status_code=202, response_class=Response)
-async def optim_step(session_id: str, body: OptimStep, gateway: GatewayDep) -> Response:
+async def optim_step(session_id: str, body: OptimStep, training: TrainingSessions) -> Response:
     """An AdamW step over the accumulated gradients."""
-    return await _submit(gateway, session_id, body)
+    return await _submit(training, session_id, body)
 
 
 @routes.post("/v1/train/sessions/{session_id}/sample", status_code=202, response_class=Response)
-async def sample(session_id: str, body: Sample, gateway: GatewayDep) -> Response:
+async def sample(session_id: str, body: Sample, training: TrainingSessions) -> Response:
     """Completions of the session's weights as they are when the call's turn comes."""
-    return await _submit(gateway, session_id, body)
+    return await _submit(training, session_id, body)
 
 
 @routes.post("/v1/train/sessions/{session_id}/save", status_code=202, response_class=Response)
-async def save(session_id: str, body: Save, gateway: GatewayDep) -> Response:
+async def save(session_id: str, body: Save, training: TrainingSessions) -> Response:
     """Publishes a version of an adapter, or keeps a checkpoint with the optimizer."""
     if body.attach:
         check_attach("attach")
-    return await _submit(gateway, session_id, body)
+    return await _submit(training, session_id, body)
 
 
 @routes.post("/v1/train/sessions/{session_id}/load", status_code=202, response_class=Response)
-async def load(session_id: str, body: Load, gateway: GatewayDep) -> Response:
+async def load(session_id: str, body: Load, training: TrainingSessions) -> Response:
     """Replaces the weights by a version's or a checkpoint's."""
-    return await _submit(gateway, session_id, body)
+    return await _submit(training, session_id, body)
 
 
 @routes.get("/v1/train/futures/{future_id}", response_class=Response)
-async def get_future(future_id: str, gateway: GatewayDep, wait: Annotated[float, Query(ge=0, le=60)] = 0.0) -> Response:
+async def get_future(
+    future_id: str, training: TrainingSessions, wait: Annotated[float, Query(ge=0, le=60)] = 0.0
+) -> Response:
     """A call: at once, or as soon as it has ended but after `wait` seconds at most."""
-    found = await gateway.sessions.wait(future_id, wait, gateway.closing)
+    found = await training.sessions.wait(future_id, wait, training.lifecycle.closing)
     return Response(_future_body(found), media_type="application/json")
 
 
-async def _submit(gateway: Gateway, session_id: str, call: Call) -> Response:
-    info = gateway.engines.served.info
+async def _submit(training: TrainingSessionServices, session_id: str, call: Call) -> Response:
+    info = training.engines.served.info
     check_tokens(call, vocab_size=info.vocab_size, max_train_tokens=info.max_train_tokens, max_call_tokens=0)
-    found = await gateway.sessions.submit(session_id, call)
+    found = await training.sessions.submit(session_id, call)
     headers = {"location": f"/v1/train/futures/{found.id}"}
     return Response(_future_body(found), 202, headers=headers, media_type="application/json")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels.gpu.copies.staging import move_items
-from services.engine.kv_offload.entry_format.checksums import checksum, weights
+from services.engine.kv_offload.entry_format import checksum, weights
 
 
 def random_words(*shape: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from services.engine.kv_cache.keys import Tier
-from services.engine.kv_offload.copies.bandwidth import Bandwidth
+from services.engine.kv_offload.worker import Bandwidth
 
 _GB = 10**9
 

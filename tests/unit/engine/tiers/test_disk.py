@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from services.engine.kv_cache.keys import Tier
-from services.engine.kv_offload.disk import files as disk
-from services.engine.kv_offload.disk.files import DirectoryInUse, DiskFiles
-from services.engine.kv_offload.entry_format.header import Header, header_bytes, item_bytes
+from services.engine.kv_offload import disk
+from services.engine.kv_offload.disk import DirectoryInUse, DiskFiles
+from services.engine.kv_offload.entry_format import Header, header_bytes, item_bytes
 from services.engine.kv_offload.messages import Kept, Loaded
 from tests.unit.engine.tiers.toy_device import LARGE, LAYOUT, Bench, chain, content, files, keys, limits
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.kv_offload.entry_format import header as headers
-from services.engine.kv_offload.entry_format.header import (
+from services.engine.kv_offload import entry_format as headers
+from services.engine.kv_offload.entry_format import (
     Header,
     HeaderRejected,
     decode,

@@ -12,7 +12,7 @@ import pytest
 from services.common.errors import InvalidRequest, NotFound
 from services.engine.kv_cache.block_pool import IntegrityError
 from services.engine.kv_cache.keys import Tier
-from services.engine.kv_offload.entry_format.header import Header, item_bytes
+from services.engine.kv_offload.entry_format import Header, item_bytes
 from services.engine.kv_offload.messages import (
     Bytes,
     Dropped,

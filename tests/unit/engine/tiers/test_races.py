@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from services.engine.kv_cache.keys import Tier
-from services.engine.kv_offload.disk.files import DiskFiles
-from services.engine.kv_offload.entry_format.header import Header
+from services.engine.kv_offload.disk import DiskFiles
+from services.engine.kv_offload.entry_format import Header
 from services.engine.kv_offload.messages import (
     Bytes,
     Dropped,

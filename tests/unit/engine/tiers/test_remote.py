@@ -7,8 +7,8 @@ import math
 import pytest
 
 from services.engine.kv_cache.keys import Tier
-from services.engine.kv_offload.failures import CopyFailed
-from services.engine.kv_offload.object_store.objects import StoreObjects
+from services.engine.kv_offload.object_store import StoreObjects
+from services.engine.kv_offload.worker import CopyFailed
 from tests.unit.engine.tiers.toy_device import LAYOUT, Bench, chain, limits
 from tests.unit.engine.tiers.toy_store import ToyStore
 

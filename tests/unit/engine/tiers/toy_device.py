@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from services.engine.kv_cache.keys import Key, Space, Tier
-from services.engine.kv_offload.config import TierLimits
-from services.engine.kv_offload.entry_format.checksums import WORD, checksum, weights
-from services.engine.kv_offload.manager import TierManager
+from services.engine.kv_offload.entry_format import WORD, checksum, weights
+from services.engine.kv_offload.manager import TierLimits, TierManager
 from services.engine.kv_offload.messages import Bytes, Entry, Event, Fence, Job, Layout, Load, Loaded, Part, Save
 from services.engine.observability.events import (
     CopyEvicted,

@@ -11,8 +11,7 @@ import numpy as np
 
 from services.common.errors import Unavailable
 from services.common.storage.object_store import ListedObject, ObjectNotFound, PreconditionFailed
-from services.engine.kv_offload.entry_format.checksums import WORD, checksum, weights
-from services.engine.kv_offload.entry_format.header import Header, encode
+from services.engine.kv_offload.entry_format import WORD, Header, checksum, encode, weights
 from services.engine.kv_offload.messages import Entry
 from tests.unit.engine.tiers.toy_device import LAYOUT, content
 

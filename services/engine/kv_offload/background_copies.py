@@ -1,0 +1,387 @@
+"""Copies in the background: entries are fetched from disk or store to the host, and written to and removed from them in
+order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
+
+from services.engine.kv_cache.keys import Key, Tier
+from services.engine.kv_offload.entry_format import Header
+from services.engine.kv_offload.host_memory import Run
+from services.engine.kv_offload.index import Buffer, Index, Record
+from services.engine.kv_offload.messages import Bytes, Entry, Event, Persisted
+from services.engine.kv_offload.worker import Bandwidth, CopyFailed, FailureLog, Worker
+from services.engine.observability.events import CopySaved, EventStream
+
+FIRST_RANK, ERASE_RANK, FORCED_RANK, WRITE_RANK, TOUCH_RANK = range(5)
+_MOST_WAITING = 1024
+"""Copies that wait to be made although nobody asked for them; further ones are not."""
+_FETCH_SECONDS = 60.0
+"""How long bytes may take that a Persist needs from another tier."""
+
+
+class Target(Protocol):
+    """Where copies are made. Every method may raise CopyFailed."""
+
+    def write(self, header: Header, payload: Sequence[Bytes]) -> None: ...
+
+    def remove(self, key: Key) -> None: ...
+
+
+class LowerTier:
+    """Copies of one tier. An entry comes after the one that it stands on, and leaves before. Thread-safe.
+
+    Args:
+        failed: told, under the index's lock, that a copy which was asked for is not going to be there.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        index: Index,
+        target: Target,
+        fetcher: Fetcher,
+        events: EventStream,
+        failures: FailureLog,
+        failed: Callable[[Key, Tier], None],
+    ) -> None:
+        self.tier = tier
+        self._index = index
+        self._target = target
+        self._fetcher = fetcher
+        self._events = events
+        self._failures = failures
+        self._failed = failed
+        self._doomed: dict[Key, None] = {}
+        """Copies that no record has any more and that are still to be removed."""
+        self._wanted: set[Key] = set()
+        """Copies that wait to be made although nobody asked for them."""
+        self.worker = Worker(f"tiers-{tier.value}")
+
+    def want(self, record: Record, *, forced: bool = False, buffer: Buffer | None = None) -> None:
+        """Makes a copy of an entry soon; the caller holds the index's lock.
+
+        Args:
+            forced: it was asked for, so it may be fetched from another tier for this.
+            buffer: its bytes, if no tier keeps them.
+        """
+        key = record.entry.key
+        if self.tier in record.tiers:
+            return
+        if not forced:
+            if key in self._wanted or len(self._wanted) >= _MOST_WAITING:
+                return
+            self._wanted.add(key)
+        record.claims += 1
+        if buffer is not None:
+            buffer.readers += 1
+        self.worker.put(
+            lambda: self._bring(record, buffer, forced),
+            rank=FORCED_RANK if forced else WRITE_RANK,
+            failed=lambda: self._done(record, buffer, forced, False),
+        )
+
+    def erase(self, key: Key) -> None:
+        """Removes a copy soon that no record has any more; the caller holds the index's lock."""
+        self._doomed[key] = None
+        self.worker.put(self._erase, rank=ERASE_RANK)
+
+    def _bring(self, record: Record, buffer: Buffer | None, forced: bool) -> None:
+        with self._index.lock:
+            chain = [record]
+            while (parent := chain[-1].parent) is not None and self.tier not in parent.tiers:
+                chain.append(parent)
+        well = True
+        for link in reversed(chain):
+            well = well and self._bring_one(link, buffer if link is record else None, forced)
+        self._done(record, buffer, forced, well)
+
+    def _done(self, record: Record, buffer: Buffer | None, forced: bool, well: bool) -> None:
+        with self._index.lock:
+            if not forced:
+                self._wanted.discard(record.entry.key)
+            elif not well:
+                self._failed(record.entry.key, self.tier)
+            if buffer is not None:
+                self._index.release(record, buffer)
+            self._index.unclaim(record)
+
+    def _bring_one(self, record: Record, buffer: Buffer | None, forced: bool) -> bool:
+        """Makes one copy, whose predecessor is there; False: it could not be."""
+        index, parent = self._index, record.parent
+        with index.lock:
+            if self.tier in record.tiers:
+                return True
+            if not index.is_live(record) or (parent is not None and self.tier not in parent.tiers):
+                return False
+            source = buffer or record.buffer
+            if source is not None and source.state == "ready":
+                source.readers += 1
+            else:
+                source = None
+        if source is None and forced:
+            source = self._fetcher.fetch(record, time.monotonic() + _FETCH_SECONDS)
+        if source is None:
+            return False
+        try:
+            return self._write(record, source)
+        finally:
+            with index.lock:
+                index.release(record, source)
+
+    def _write(self, record: Record, source: Buffer) -> bool:
+        index, size = self._index, self._index.file_bytes(record)
+        if source.run is None:
+            raise RuntimeError("a buffer without memory is read")
+        began = time.monotonic()
+        header, payload = Header(record.entry, source.checksums), index.arena.pieces(source.run)
+        try:
+            self._make_room(record, size)
+            try:
+                self._target.write(header, payload)
+            except CopyFailed as error:
+                if error.reason != "full":
+                    raise
+                # Others need the room as well: then this tier has to do with what it has.
+                self._give_up(record, size)
+                self._target.write(header, payload)
+        except CopyFailed as error:
+            self._failures.tell(self.tier, error.reason, str(error))
+            return False
+        with index.lock:
+            if index.is_live(record):
+                index.keep(record, self.tier, size)
+            else:
+                self.erase(record.entry.key)
+        self._events.emit(CopySaved(self.tier, size, time.monotonic() - began))
+        return True
+
+    def _make_room(self, record: Record, size: int) -> None:
+        """Raises CopyFailed: there cannot be so much."""
+        limit = self._index.books[self.tier].limit
+        if size > limit:
+            raise CopyFailed("full", f"an entry of {size:,} bytes, where the limit is {limit:,}")
+        with self._index.lock:
+            while self.size + size > limit:
+                if not self._evict(record):
+                    raise CopyFailed("full", f"no room for {size:,} bytes beside what is needed")
+        self._erase()
+        if record.entry.key in self._doomed:
+            raise CopyFailed("unreadable", "an earlier copy cannot be removed")
+
+    def _give_up(self, record: Record, size: int) -> None:
+        with self._index.lock:
+            goal = self.size - size
+            while self.size > goal and self._evict(record):
+                pass
+        self._erase()
+
+    @property
+    def size(self) -> int:
+        """Bytes of this tier that count towards its limit."""
+        return self._index.books[self.tier].size
+
+    def _evict(self, record: Record) -> bool:
+        """Gives up the copy that is worth least, but not the one that this record stands on."""
+        return self._index.evict(self.tier, record.entry.parent)
+
+    def _erase(self) -> None:
+        """Removes what is doomed; what cannot be removed is tried again before the next write."""
+        for key in list(self._doomed):
+            try:
+                self._target.remove(key)
+            except CopyFailed as error:
+                self._failures.tell(self.tier, error.reason, str(error))
+                return
+            self._doomed.pop(key, None)
+
+
+class _Persist:
+    def __init__(self, ticket: int, wanted: set[tuple[Key, Tier]]) -> None:
+        self.ticket = ticket
+        self.wanted = wanted
+        self.missing: list[tuple[Key, Tier]] = []
+
+
+class Persists:
+    """Tells Persisted of each. Not thread-safe.
+
+    Args:
+        tiers: those that entries are brought to.
+    """
+
+    def __init__(self, tiers: Collection[Tier], tell: Callable[[Event], None]) -> None:
+        self._tiers = tiers
+        self._tell = tell
+        self._open: list[_Persist] = []
+
+    def begin(self, ticket: int, wanted: Collection[tuple[Key, Tier]], missing: Collection[tuple[Key, Tier]]) -> None:
+        """One that waits for these copies; others are known to be missing."""
+        persist = _Persist(ticket, set(wanted))
+        persist.missing.extend(missing)
+        self._open.append(persist)
+        self._end_those_done()
+
+    def kept(self, key: Key, tier: Tier) -> None:
+        """The copy is there."""
+        self._settle(key, tier, missing=False)
+
+    def failed(self, key: Key, tier: Tier) -> None:
+        """It could not be made."""
+        self._settle(key, tier, missing=True)
+
+    def gone(self, key: Key) -> None:
+        """The entry is no more."""
+        for tier in self._tiers:
+            self._settle(key, tier, missing=True)
+
+    def _settle(self, key: Key, tier: Tier, *, missing: bool) -> None:
+        for persist in self._open:
+            if (key, tier) in persist.wanted:
+                persist.wanted.discard((key, tier))
+                if missing:
+                    persist.missing.append((key, tier))
+        self._end_those_done()
+
+    def _end_those_done(self) -> None:
+        for persist in [persist for persist in self._open if not persist.wanted]:
+            self._open.remove(persist)
+            self._tell(Persisted(persist.ticket, tuple(persist.missing)))
+
+
+_THREADS = 4
+"""Entries that are read at once; each by several threads more."""
+
+
+class Source(Protocol):
+    """A tier that entries can be read from."""
+
+    def read(self, entry: Entry, target: Sequence[Bytes]) -> Header:
+        """Raises CopyFailed."""
+        ...
+
+
+class Fetcher:
+    """Reads entries into the arena. Thread-safe.
+
+    Args:
+        sources: fastest first.
+    """
+
+    def __init__(
+        self, index: Index, sources: Mapping[Tier, Source], bandwidth: Bandwidth, failures: FailureLog
+    ) -> None:
+        self._index = index
+        self._sources = sources
+        self._bandwidth = bandwidth
+        self._failures = failures
+        self._ended: dict[Tier, float] = {}
+        """When the last read of each tier ended."""
+        self.worker = Worker("tiers-fetch", _THREADS)
+
+    def begin(self, record: Record, until: float, run: Run | None = None) -> Buffer:
+        """A new buffer of this entry, which is going to be filled; the caller holds the index's lock.
+
+        Args:
+            until: a time of time.monotonic() after which nobody wants it any more.
+            run: memory for it; without one others may have to go.
+        """
+        buffer = self._index.new_buffer(record)
+        buffer.run = run
+        buffer.origin = next((tier for tier in self._sources if tier in record.tiers), None)
+        self.worker.put(
+            lambda: self._fill(record, buffer, until),
+            rank=0 if run is None else 1,
+            failed=lambda: self._give_up(record, buffer),
+        )
+        return buffer
+
+    def fetch(self, record: Record, until: float) -> Buffer | None:
+        """Waits until the bytes are in the arena; None: they do not get there. The caller releases the buffer."""
+        with self._index.lock:
+            buffer = record.buffer
+            if buffer is None:
+                if not any(tier in record.tiers for tier in self._sources):
+                    return None
+                buffer = self.begin(record, until)
+            buffer.readers += 1
+            return self._wait(record, buffer, until)
+
+    def warm(self, record: Record, until: float) -> bool:
+        """Waits until the bytes are in the arena, if there is room for them; False: there is none."""
+        with self._index.lock:
+            if record.buffer is not None or Tier.DISK not in record.tiers:
+                return True
+            run = self._index.take_room(self._index.layout.payload_bytes(record.entry), evict=False)
+            if run is None:
+                return False
+            buffer = self.begin(record, until, run)
+            buffer.readers += 1
+            if self._wait(record, buffer, until) is not None:
+                self._index.release(record, buffer)
+            return True
+
+    def _wait(self, record: Record, buffer: Buffer, until: float) -> Buffer | None:
+        """Until the buffer is ready; otherwise it is released."""
+        while buffer.state == "filling" and (left := until - time.monotonic()) > 0:
+            self._index.lock.wait(left)
+        if buffer.state == "ready":
+            return buffer
+        self._index.release(record, buffer)
+        return None
+
+    def _fill(self, record: Record, buffer: Buffer, until: float) -> None:
+        entry, index = record.entry, self._index
+        size = index.layout.payload_bytes(entry)
+        run = buffer.run or self._take_room(size, until)
+        if run is None:
+            self._failures.tell(Tier.HOST, "full", f"no room for {size:,} bytes of an entry that is to be loaded")
+            self._give_up(record, buffer)
+            return
+        buffer.run = run
+        for tier, source in self._sources.items():
+            with index.lock:
+                if tier not in record.tiers:
+                    continue
+                buffer.origin = tier
+            began = time.monotonic()
+            try:
+                header = source.read(entry, index.arena.pieces(run))
+            except CopyFailed as error:
+                self._failed(record, tier, error)
+                continue
+            with index.lock:
+                # Reads at the same time are served one after the other: this one's time began with the last one's end.
+                began, ended = max(began, self._ended.get(tier, 0.0)), time.monotonic()
+                self._ended[tier] = ended
+                self._bandwidth.measured(tier, size, ended - began)
+                index.ready(record, buffer, header.checksums, tier)
+                index.release(record, buffer)
+            return
+        self._give_up(record, buffer)
+
+    def _take_room(self, size: int, until: float) -> Run | None:
+        """Waits for readers of others, if it has to."""
+        index = self._index
+        with index.lock:
+            while (run := index.take_room(size)) is None:
+                left = until - time.monotonic()
+                if left <= 0 or index.arena.room(size) > index.arena.limit:
+                    return None
+                index.lock.wait(left)
+            return run
+
+    def _failed(self, record: Record, tier: Tier, error: CopyFailed) -> None:
+        with self._index.lock:
+            if tier not in record.tiers or not self._index.is_live(record):
+                return  # it was dropped while it was read: no wonder
+            if error.reason not in ("slow", "away"):
+                self._index.drop(record, tier, erase=error.reason != "missing")
+        self._failures.tell(tier, error.reason, str(error))
+
+    def _give_up(self, record: Record, buffer: Buffer) -> None:
+        with self._index.lock:
+            if buffer.state == "filling":
+                self._index.failed(record, buffer)

@@ -1,1 +1,0 @@
-"""Copies between tiers in the background."""

@@ -1,1 +1,0 @@
-"""Bytes of an entry: header, spans, checksums."""

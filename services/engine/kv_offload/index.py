@@ -1,0 +1,403 @@
+"""Index of the tiers: entries, their copies and bytes, and what is evicted when there is no room.
+
+Entries are a forest. One is known only while the entry before it is: when the last copy of an entry goes,
+everything behind it goes as well, deepest first. On disk and in the store an entry stands on its parent's copy there,
+so only leaves are evicted; from the host any entry goes that a lower tier has, and of the others only those that
+nothing stands on. Whatever is being read or written stays.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from services.engine.kv_cache.block_pool import IntegrityError
+from services.engine.kv_cache.eviction import Worth
+from services.engine.kv_cache.keys import Key, Tier
+from services.engine.kv_offload.entry_format import item_bytes
+from services.engine.kv_offload.host_memory import HostArena, Run
+from services.engine.kv_offload.messages import Dropped, Entry, Event, Kept, Layout
+from services.engine.observability.events import CopyEvicted, EventStream
+from services.engine.observability.status import TierStatus
+
+
+class Buffer:
+    """Bytes of an entry in the arena: its host copy, or on their way from one place to another."""
+
+    __slots__ = ("checksums", "kept", "origin", "readers", "run", "state", "waiters")
+
+    def __init__(self) -> None:
+        self.run: Run | None = None
+        self.checksums: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self.state: Literal["filling", "ready", "failed"] = "filling"
+        self.readers = 1
+        """Who reads or writes the bytes; the first one is who fills it."""
+        self.kept = False
+        """It is the host tier's copy."""
+        self.origin: Tier | None = None
+        """Where the bytes come from; None: from the device, or from outside."""
+        self.waiters: list[Callable[[bool], None]] = []
+        """Called, under the lock, when the bytes are there, or are not going to be."""
+
+
+class Record:
+    """An entry that some tier has or is about to have."""
+
+    __slots__ = ("buffer", "children", "claims", "entry", "parent", "persisted", "pinned_until", "tiers", "uses")
+
+    def __init__(self, entry: Entry, parent: Record | None) -> None:
+        self.entry = entry
+        self.parent = parent
+        self.children: set[Record] = set()
+        self.tiers: set[Tier] = set()
+        """Those that have a copy."""
+        self.buffer: Buffer | None = None
+        self.claims = 0
+        """Jobs that may still make a first copy."""
+        self.uses = 0
+        """How often it was told that it was made or served a hit."""
+        self.pinned_until = 0.0
+        self.persisted = False
+        """It is to be in every tier."""
+
+
+class Books:
+    """One tier's copies."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.size = 0
+        """Bytes of all copies."""
+        self.sizes: dict[Key, int] = {}
+        self.kids: dict[Key, int] = {}
+        """How many copies of the tier stand on this entry."""
+        self.worth: Worth[Key] = Worth()
+
+
+class Index:
+    """Not thread-safe: whoever calls holds ``lock``.
+
+    Args:
+        limits: bytes of each tier that there is.
+        tell: gets the events, in their order.
+        erase: gets a copy of a lower tier whose bytes are to go.
+        price: seconds that loading so many bytes from a tier takes.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        arena: HostArena,
+        limits: Mapping[Tier, int],
+        events: EventStream,
+        *,
+        tell: Callable[[Event], None],
+        erase: Callable[[Tier, Key], None],
+        price: Callable[[Tier, int], float],
+    ) -> None:
+        self.layout = layout
+        self.arena = arena
+        self.lock = threading.Condition(threading.RLock())
+        """Notified when a buffer is filled and when one has fewer readers."""
+        self.books = {tier: Books(limit) for tier, limit in limits.items()}
+        self._events = events
+        self._tell = tell
+        self._erase = erase
+        self._price = price
+        self._records: dict[Key, Record] = {}
+        self._detached: set[Buffer] = set()
+        """Buffers that no record has any more, but somebody still reads."""
+        self.known: list[Callable[[Record], None]] = []
+        """Called when an entry gets its first copy."""
+        self.gone: list[Callable[[Key], None]] = []
+        """Called when a record is removed."""
+
+    # Records.
+
+    def find(self, key: Key) -> Record | None:
+        return self._records.get(key)
+
+    def is_live(self, record: Record) -> bool:
+        """Whether it has not been forgotten or lost meanwhile."""
+        return self._records.get(record.entry.key) is record
+
+    def records(self) -> Iterator[Record]:
+        return iter(list(self._records.values()))
+
+    def stands(self, record: Record) -> bool:
+        """Whether the host may keep it now: it is live, and what it stands on has a copy."""
+        parent = record.parent
+        return self.is_live(record) and (parent is None or bool(parent.tiers) or Tier.HOST not in self.books)
+
+    def expect(self, entry: Entry) -> Record | None:
+        """The record of an entry that is to come, with a claim on it; None: the entry before it is not known."""
+        record = self._records.get(entry.key)
+        if record is None:
+            parent = None if entry.parent is None else self._records.get(entry.parent)
+            if entry.parent is not None and (parent is None or parent.entry.end != entry.start):
+                return None
+            record = self._records[entry.key] = Record(entry, parent)
+            if parent is not None:
+                parent.children.add(record)
+        record.claims += 1
+        return record
+
+    def unclaim(self, record: Record) -> None:
+        """A job that expected a copy has ended."""
+        record.claims -= 1
+        if not record.claims and not record.tiers and self.is_live(record):
+            self._die(record)
+
+    # Copies.
+
+    def keep(self, record: Record, tier: Tier, size: int) -> None:
+        """A tier has a copy of a live record from now on."""
+        if tier in record.tiers:
+            return
+        key, parent = record.entry.key, record.entry.parent
+        first = not record.tiers
+        record.tiers.add(tier)
+        books = self.books[tier]
+        books.size += size
+        books.sizes[key] = size
+        books.worth.add(key, record.entry.seconds, size, uses=max(1, record.uses))
+        if record.pinned_until:
+            books.worth.pin(key, record.pinned_until)
+        if tier is not Tier.HOST:
+            if books.kids.get(key):
+                books.worth.hold(key, True)
+            if parent is not None:
+                books.kids[parent] = books.kids.get(parent, 0) + 1
+                if parent in books.worth:
+                    books.worth.hold(parent, True)
+        self._reprice(record)
+        self._tell(Kept(record.entry, tier))
+        if first:
+            for call in self.known:
+                call(record)
+
+    def drop(self, record: Record, tier: Tier, *, erase: bool = True) -> None:
+        """A tier has no copy any more, so nobody may have those behind it.
+
+        Args:
+            erase: its bytes are there and are to go.
+        """
+        if tier not in record.tiers or not self.is_live(record):
+            return
+        if record.tiers == {tier}:
+            for child in list(record.children):
+                self._die(child)
+            if not record.claims:
+                self._die(record, keep_bytes=None if erase else tier)
+                return
+        self._take_away(record, tier, erase)
+        self._reprice(record)
+
+    def forget(self, record: Record) -> None:
+        """Drops it and all behind it everywhere."""
+        if self.is_live(record):
+            self._die(record)
+
+    def _die(self, record: Record, keep_bytes: Tier | None = None) -> None:
+        stack = [record]
+        order: list[Record] = []
+        while stack:
+            order.append(stack.pop())
+            stack.extend(order[-1].children)
+        for dying in reversed(order):  # no recursion: a chain may be long
+            for tier in sorted(dying.tiers, key=lambda tier: tier.value):
+                self._take_away(dying, tier, erase=dying is not record or tier is not keep_bytes)
+            if dying.parent is not None:
+                dying.parent.children.discard(dying)
+            self._detach(dying)
+            del self._records[dying.entry.key]
+            for call in self.gone:
+                call(dying.entry.key)
+
+    def _take_away(self, record: Record, tier: Tier, erase: bool) -> None:
+        key, parent = record.entry.key, record.entry.parent
+        books = self.books[tier]
+        record.tiers.discard(tier)
+        books.size -= books.sizes.pop(key)
+        books.worth.remove(key)
+        if tier is not Tier.HOST and parent is not None:
+            left = books.kids[parent] - 1
+            if left:
+                books.kids[parent] = left
+            else:
+                del books.kids[parent]
+                if parent in books.worth:
+                    books.worth.hold(parent, False)
+        self._tell(Dropped(key, tier))
+        if tier is Tier.HOST:
+            self._detach(record)
+        elif erase:
+            self._erase(tier, key)
+
+    def _reprice(self, record: Record) -> None:
+        """What losing a copy costs: making it again, or loading it from where it is then."""
+        key, seconds = record.entry.key, record.entry.seconds
+        for tier in reversed(Tier):
+            if tier in record.tiers:
+                size = self.books[tier].sizes[key]
+                self.books[tier].worth.update(key, seconds, size)
+                seconds = min(seconds, self._price(tier, size))
+
+    # Use.
+
+    def use(self, record: Record) -> None:
+        record.uses += 1
+        for tier in record.tiers:
+            self.books[tier].worth.touch(record.entry.key)
+
+    def pin(self, record: Record, until: float) -> None:
+        record.pinned_until = until
+        for tier in record.tiers:
+            self.books[tier].worth.pin(record.entry.key, until)
+
+    # Buffers.
+
+    def new_buffer(self, record: Record) -> Buffer:
+        """A buffer that is going to be filled by the caller, who ends with ``ready`` or ``failed``."""
+        if record.buffer is not None:
+            raise IntegrityError("a second buffer of one entry")
+        record.buffer = Buffer()
+        return record.buffer
+
+    def ready(self, record: Record, buffer: Buffer, checksums: npt.NDArray[np.int64], origin: Tier | None) -> None:
+        """The bytes are there. The caller still reads them, until ``release``."""
+        buffer.checksums, buffer.origin, buffer.state = checksums, origin, "ready"
+        if Tier.HOST in self.books and buffer.run is not None and self.is_live(record) and record.buffer is buffer:
+            buffer.kept = True
+            self.keep(record, Tier.HOST, self.arena.room(buffer.run.size))
+        self._answer(buffer, True)
+
+    def failed(self, record: Record, buffer: Buffer) -> None:
+        """They are not going to be; the caller no longer writes."""
+        buffer.state = "failed"
+        if record.buffer is buffer:
+            self._detach(record)
+        self._answer(buffer, False)
+        self.release(record, buffer)
+
+    def spoil(self, record: Record, buffer: Buffer) -> bool:
+        """The bytes are damaged: nobody gets them any more. False: somebody has found that out before."""
+        if record.buffer is not buffer:
+            return False
+        if buffer.kept:
+            self.drop(record, Tier.HOST)
+        else:
+            self._detach(record)
+        return True
+
+    def release(self, record: Record, buffer: Buffer) -> None:
+        """One reader less."""
+        buffer.readers -= 1
+        if buffer.readers < 0:
+            raise IntegrityError("a buffer is released that nobody reads")
+        self.lock.notify_all()
+        if buffer.readers or buffer.kept:
+            return
+        if record.buffer is buffer:
+            record.buffer = None
+        self._free(buffer)
+
+    def _answer(self, buffer: Buffer, there: bool) -> None:
+        waiters, buffer.waiters = buffer.waiters, []
+        for call in waiters:
+            call(there)
+        self.lock.notify_all()
+
+    def _detach(self, record: Record) -> None:
+        buffer, record.buffer = record.buffer, None
+        if buffer is None:
+            return
+        buffer.kept = False
+        if buffer.readers:
+            self._detached.add(buffer)
+        else:
+            self._free(buffer)
+
+    def _free(self, buffer: Buffer) -> None:
+        self._detached.discard(buffer)
+        if buffer.run is not None:
+            self.arena.give_back(buffer.run)
+            buffer.run = None
+        self.lock.notify_all()
+
+    # Room.
+
+    def take_room(self, size: int, *, evict: bool = True) -> Run | None:
+        """Memory of the arena, for which others may have to go; None: too much of it is in use."""
+        run = self.arena.take(size)
+        if run is not None or not evict or Tier.HOST not in self.books:
+            return run
+
+        def may_go(key: Key) -> bool:
+            record = self._records[key]
+            # One that is to come counts as a child: what it stands on stays.
+            return not self._is_read(key) and (len(record.tiers) > 1 or not record.children)
+
+        books = self.books[Tier.HOST]
+        can = sum(size for key, size in books.sizes.items() if not self._is_read(key))
+        if self.arena.free + can < self.arena.room(size):
+            return None
+        while run is None:
+            if not self._evict(Tier.HOST, may_go):
+                return None
+            run = self.arena.take(size)
+        return run
+
+    def evict(self, tier: Tier, keep: Key | None) -> bool:
+        """Gives up the leaf of a lower tier that is worth least; False: there is none.
+
+        Args:
+            keep: this entry stays.
+        """
+        return self._evict(tier, lambda key: key != keep)
+
+    def _evict(self, tier: Tier, may_go: Callable[[Key], bool]) -> bool:
+        books = self.books[tier]
+        key = books.worth.pop_least(time.monotonic(), may_go)
+        if key is None:
+            return False
+        self._events.emit(CopyEvicted(tier, books.sizes[key]))
+        self.drop(self._records[key], tier)
+        return True
+
+    def _is_read(self, key: Key) -> bool:
+        buffer = self._records[key].buffer
+        return buffer is None or buffer.readers > 0
+
+    def file_bytes(self, record: Record) -> int:
+        """Of a copy on disk or in the store."""
+        return item_bytes(record.entry, self.layout)
+
+    # For people and tests.
+
+    def status(self) -> dict[Tier, TierStatus]:
+        return {tier: TierStatus(len(books.sizes), books.size, books.limit) for tier, books in self.books.items()}
+
+    def check(self) -> None:
+        """Raises IntegrityError: the books contradict each other."""
+        buffers = {record.buffer for record in self._records.values() if record.buffer is not None} | self._detached
+        self.arena.check(buffer.run for buffer in buffers if buffer.run is not None)
+        for tier, books in self.books.items():
+            keys = {key for key, record in self._records.items() if tier in record.tiers}
+            if not keys == set(books.sizes) or books.size != sum(books.sizes.values()) or len(books.worth) != len(keys):
+                raise IntegrityError(f"the books of the {tier.value} tier differ from what its records say")
+        for key, record in self._records.items():
+            parent = record.entry.parent
+            if parent is not None and (parent not in self._records or record not in self._records[parent].children):
+                raise IntegrityError("an entry is known whose parent is not")
+            if not record.tiers and not record.claims:
+                raise IntegrityError("an entry is known that nobody has")
+            if record.entry.key != key or (Tier.HOST in record.tiers) != (
+                record.buffer is not None and record.buffer.kept
+            ):
+                raise IntegrityError("a host copy without its memory")

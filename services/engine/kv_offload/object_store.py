@@ -1,0 +1,366 @@
+"""Store tier: entries as objects of a bucket that all engines of a fleet share.
+
+Objects: prefix-cache/{fingerprint of the layout}-{version of the format}/{key}. An object never changes, and whoever
+makes it first makes it as good as any other.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import urllib3
+
+from services.common.errors import TemperError
+from services.common.storage.object_store import ListedObject, ObjectNotFound, ObjectStore, PreconditionFailed
+from services.engine.kv_cache.keys import Key, Tier
+from services.engine.kv_offload.background_copies import ERASE_RANK, Fetcher, LowerTier
+from services.engine.kv_offload.entry_format import (
+    VERSION,
+    Header,
+    HeaderRejected,
+    decode,
+    encode,
+    header_bytes,
+    header_length,
+    item_bytes,
+    spans,
+)
+from services.engine.kv_offload.index import Buffer, Index, Record
+from services.engine.kv_offload.messages import Bytes, Entry, Layout
+from services.engine.kv_offload.worker import CopyFailed, FailureLog, Worker
+from services.engine.observability.events import CopyEvicted, EventStream
+
+MOST_BYTES = 4 * 2**30
+"""Of an object: S3 takes 5 GiB in one PUT."""
+_CONNECTIONS = 8
+_READ_BYTES = 8 * 2**20
+_HEADER_BYTES = 64 * 2**10
+"""What is read of an object to see its header: enough for one of 15000 tokens."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+"""Seconds that the store is left alone after a failure, doubled with each in a row."""
+_NAME = re.compile(r"[0-9a-f]{40}")
+
+
+class StoreObjects:
+    """Blocking and thread-safe. Every method may raise CopyFailed, at once while the store is left alone."""
+
+    def __init__(self, store: ObjectStore, layout: Layout, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._layout = layout
+        self._clock = clock
+        self._prefix = f"prefix-cache/{layout.fingerprint}-{VERSION}/"
+        self._pool = ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="tiers-store-read")
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._alone_until = 0.0
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def pause(self) -> float:
+        """Seconds for which the store is still left alone."""
+        return max(0.0, self._alone_until - self._clock())
+
+    def failed(self) -> None:
+        """It was too slow for somebody, or does not answer: it is left alone for a while."""
+        with self._lock:
+            if self._clock() >= self._alone_until:
+                pause = min(_FIRST_PAUSE * 2**self._failures, _LONGEST_PAUSE)
+                self._failures = min(self._failures + 1, 16)
+                self._alone_until = self._clock() + pause
+
+    def listing(self) -> Mapping[Key, ListedObject]:
+        """All objects of this layout."""
+        with self._asking():
+            found = self._store.list_objects(self._prefix)
+        names = ((listed.key[len(self._prefix) :], listed) for listed in found)
+        return {Key(bytes.fromhex(name)): listed for name, listed in names if _NAME.fullmatch(name)}
+
+    def headers(self, wanted: Mapping[Key, ListedObject]) -> Iterator[tuple[Key, Header | CopyFailed]]:
+        """Those of listed objects, and what is wrong with the others."""
+        return zip(
+            wanted, self._pool.map(self._header, wanted, (listed.size for listed in wanted.values())), strict=True
+        )
+
+    def _header(self, key: Key, size: int) -> Header | CopyFailed:
+        try:
+            return self.header(key, size)
+        except CopyFailed as error:
+            return error
+
+    def header(self, key: Key, size: int) -> Header:
+        """That of an object of so many bytes."""
+        with self._asking():
+            data = self._range(key, 0, min(size, _HEADER_BYTES))
+            try:
+                length = header_length(data)
+                if len(data) < length <= size:
+                    data += self._range(key, len(data), length - len(data))
+                return self._checked(data, key, size)
+            except HeaderRejected as error:
+                raise CopyFailed("damaged", f"object {key.hex()}: {error}") from error
+
+    def read(self, entry: Entry, target: Sequence[Bytes]) -> Header:
+        """Reads the payload of an entry into these pieces, which are as long as it is."""
+        begin = header_bytes(entry, self._layout)
+        tasks: list[Future[None]] = []
+        with self._asking():
+            try:
+                for offset, pieces in spans(target, _READ_BYTES):
+                    tasks.append(self._pool.submit(self._read_into, entry.key, begin + offset, pieces))
+                data = self._range(entry.key, 0, begin)
+            finally:
+                wait(tasks)  # the memory is theirs until then
+            for task in tasks:
+                task.result()
+        try:
+            return self._checked(data, entry.key, item_bytes(entry, self._layout))
+        except HeaderRejected as error:
+            raise CopyFailed("damaged", f"object {entry.key.hex()}: {error}") from error
+
+    def write(self, header: Header, payload: Sequence[Bytes]) -> None:
+        """Makes the object; that somebody else has made it is as good."""
+        with self._asking():
+            # numpy copies without the interpreter's lock: bytes.join would stop all threads for a tenth of a second.
+            item = np.concatenate([np.frombuffer(encode(header, self._layout), np.uint8), *payload])
+            try:
+                self._store.put(self._name(header.entry.key), item.data, if_absent=True)
+            except PreconditionFailed:
+                return
+
+    def remove(self, key: Key) -> None:
+        """None there is fine."""
+        with self._asking():
+            self._store.delete(self._name(key))
+
+    def _name(self, key: Key) -> str:
+        return f"{self._prefix}{key.hex()}"
+
+    def _range(self, key: Key, offset: int, length: int) -> bytes:
+        data = bytearray(length)
+        self._read_into(key, offset, [memoryview(data)])
+        return bytes(data)
+
+    def _read_into(self, key: Key, offset: int, pieces: Sequence[memoryview]) -> None:
+        length = sum(map(len, pieces))
+        whole = (
+            pieces[0] if len(pieces) == 1 else memoryview(bytearray(length))
+        )  # a question for each would take longer
+        if self._store.read_into(self._name(key), offset, whole) != length:
+            raise CopyFailed("damaged", f"object {key.hex()} ends before {offset + length:,}")
+        if len(pieces) > 1:
+            for piece in pieces:
+                piece[:] = whole[: len(piece)]
+                whole = whole[len(piece) :]
+
+    def _checked(self, data: bytes, key: Key, size: int) -> Header:
+        header = decode(data, self._layout)
+        if header.entry.key != key or item_bytes(header.entry, self._layout) != size:
+            raise HeaderRejected("the object of another entry, or of another length")
+        return header
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        if pause := self.pause:
+            raise CopyFailed("away", f"left alone for another {pause:.0f} s after failures")
+        try:
+            yield
+        except ObjectNotFound as error:
+            raise CopyFailed("missing", error.message) from error
+        except TemperError as error:
+            self.failed()
+            slow = isinstance(error.__cause__, urllib3.exceptions.TimeoutError)
+            raise CopyFailed("slow" if slow else "away", error.message) from error
+        with self._lock:
+            self._failures = 0
+
+
+_REMEMBERED = 10_000
+"""Forgotten keys, so that what others have put behind them is removed as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stranger:
+    """An object whose predecessor is not known here."""
+
+    entry: Entry
+    size: int
+    modified: float
+
+
+class StoreTier(LowerTier):
+    """What others put there is found by listing it now and then.
+
+    The limit is for the fleet: whoever finds more removes the leaves that are worth least to itself.
+
+    Args:
+        poll_seconds: between two listings.
+        after_uses: hits after which an entry is put there; 0: all are.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        objects: StoreObjects,
+        fetcher: Fetcher,
+        events: EventStream,
+        failures: FailureLog,
+        failed: Callable[[Key, Tier], None],
+        *,
+        poll_seconds: float,
+        after_uses: int,
+    ) -> None:
+        super().__init__(Tier.STORE, index, objects, fetcher, events, failures, failed)
+        self._objects = objects
+        self._poll_seconds = poll_seconds
+        self._after_uses = after_uses
+        self._strangers: dict[Key, _Stranger] = {}
+        self._behind: dict[Key, set[Key]] = {}
+        """The strangers that wait for an entry."""
+        self._forgotten: OrderedDict[Key, None] = OrderedDict()
+        self._coming: deque[Entry] = deque()
+        """Entries that have got their first copy, while those behind one of them are looked for."""
+        self._greeting = False
+        self.poller = Worker("tiers-store-poll")
+        self.poller.put(self._poll)
+        index.known.append(self._greet)
+
+    @property
+    def size(self) -> int:
+        return super().size + sum(stranger.size for stranger in self._strangers.values())
+
+    def consider(self, record: Record, buffer: Buffer | None = None) -> None:
+        """Puts an entry there if it was used enough; the caller holds the index's lock."""
+        # To have been made counts as a use.
+        if not self._after_uses or record.uses > self._after_uses:
+            self.want(record, buffer=buffer)
+
+    def forget(self, keys: Collection[Key]) -> None:
+        """Removes entries whether or not they are known here; the caller holds the index's lock."""
+        for key in keys:
+            self._forgotten[key] = None
+            self._forgotten.move_to_end(key)
+            self.erase(key)
+        while len(self._forgotten) > _REMEMBERED:
+            self._forgotten.popitem(last=False)
+
+    def _make_room(self, record: Record, size: int) -> None:
+        if size > MOST_BYTES:
+            raise CopyFailed("full", f"an entry of {size:,} bytes, where an object has {MOST_BYTES:,} at most")
+        with self._index.lock:
+            self._forgotten.pop(record.entry.key, None)
+        super()._make_room(record, size)
+
+    def _evict(self, record: Record | None) -> bool:
+        if self._strangers:
+            key = min(self._strangers, key=lambda key: self._strangers[key].modified)
+            self._events.emit(CopyEvicted(Tier.STORE, self._strangers[key].size))
+            self._leave(key)
+            self.erase(key)
+            return True
+        return self._index.evict(Tier.STORE, None if record is None else record.entry.parent)
+
+    def _erase(self) -> None:
+        if self._doomed:
+            super()._erase()
+            if self._doomed:
+                self.worker.put(self._erase, rank=ERASE_RANK, at=time.monotonic() + self._objects.pause + 1.0)
+
+    def _poll(self) -> None:
+        try:
+            with self._index.lock:
+                before = set(self._index.books[Tier.STORE].sizes) | set(self._strangers)
+            listed = self._objects.listing()
+            self._compare(listed, before)
+        except CopyFailed as error:
+            self._failures.tell(Tier.STORE, error.reason, str(error))
+        finally:
+            pause = max(self._poll_seconds, self._objects.pause)
+            self.poller.put(self._poll, at=time.monotonic() + pause)
+
+    def _compare(self, listed: Mapping[Key, ListedObject], before: Collection[Key]) -> None:
+        """Tells what has come and what has gone.
+
+        Args:
+            before: the objects that were known when the listing began.
+        """
+        with self._index.lock:
+            for key in before - listed.keys():
+                record = self._index.find(key)
+                if record is not None:
+                    self._index.drop(record, Tier.STORE, erase=False)
+                self._leave(key)
+            known = self._index.books[Tier.STORE].sizes.keys() | self._strangers.keys() | self._doomed.keys()
+            new = {key: found for key, found in listed.items() if key not in known}
+        entries = []
+        for key, header in self._objects.headers(new):
+            if isinstance(header, CopyFailed):
+                if header.reason != "missing":  # which it may be by now
+                    self._failures.tell(Tier.STORE, header.reason, str(header))
+                if header.reason == "damaged":
+                    with self._index.lock:
+                        self.erase(key)
+            else:
+                entries.append(header.entry)
+        for entry in sorted(entries, key=lambda entry: entry.start):
+            with self._index.lock:
+                self._meet(entry, new[entry.key])
+        with self._index.lock:
+            limit = self._index.books[Tier.STORE].limit
+            while self.size > limit and self._evict(None):
+                pass
+
+    def _meet(self, entry: Entry, listed: ListedObject) -> None:
+        """An object that was not known."""
+        if entry.key in self._forgotten or entry.parent in self._forgotten:
+            self.forget([entry.key])
+        elif not self._know(entry, listed.size) and entry.parent is not None:
+            self._strangers[entry.key] = _Stranger(entry, listed.size, listed.modified.timestamp())
+            self._behind.setdefault(entry.parent, set()).add(entry.key)
+
+    def _know(self, entry: Entry, size: int) -> bool:
+        """False: its predecessor is not known."""
+        parent = None if entry.parent is None else self._index.find(entry.parent)
+        if entry.parent is not None and (parent is None or not parent.tiers):
+            return False
+        record = self._index.expect(entry)
+        if record is None:
+            return False
+        record.uses = max(1, record.uses)
+        self._index.keep(record, Tier.STORE, size)
+        self._index.unclaim(record)
+        return True
+
+    def _greet(self, record: Record) -> None:
+        """An entry has got its first copy: those behind it are strangers no longer."""
+        self._coming.append(record.entry)
+        if self._greeting:  # no recursion: a chain may be long
+            return
+        self._greeting = True
+        try:
+            while self._coming:
+                for key in list(self._behind.get(self._coming.popleft().key, ())):
+                    stranger = self._strangers[key]
+                    self._leave(key)
+                    self._know(stranger.entry, stranger.size)
+        finally:
+            self._greeting = False
+
+    def _leave(self, key: Key) -> None:
+        """No stranger any more."""
+        stranger = self._strangers.pop(key, None)
+        if stranger is None or stranger.entry.parent is None:
+            return
+        waiting = self._behind[stranger.entry.parent]
+        waiting.discard(key)
+        if not waiting:
+            del self._behind[stranger.entry.parent]

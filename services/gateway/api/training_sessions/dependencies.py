@@ -1,0 +1,23 @@
+"""Resources of /v1/train/sessions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from services.gateway.api.base.dependencies import provided
+from services.gateway.core.lifecycle import Lifecycle
+from services.gateway.engines.pool import EnginePool
+from services.gateway.engines.training_sessions import SessionRouter
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSessionServices:
+    """Training sessions, each in one of the engines."""
+
+    engines: EnginePool
+    sessions: SessionRouter
+    lifecycle: Lifecycle
+
+
+TrainingSessions = Annotated[TrainingSessionServices, provided(TrainingSessionServices)]

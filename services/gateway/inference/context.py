@@ -1,0 +1,42 @@
+"""Inference context: what turning a request into tokens needs of the gateway."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.common.security.api_keys import ANONYMOUS
+from services.common.telemetry.tracing import NO_TRACER, Tracer
+from services.gateway.auth.ownership import owner
+from services.gateway.core.admission import Admission
+from services.gateway.core.metrics import GatewayMetrics
+from services.gateway.engines.pool import EnginePool
+from services.gateway.settings import GatewaySettings
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceContext:
+    """Resources of inference, built once by the application's lifespan.
+
+    Args:
+        settings: everything that can be set.
+        engines: the engines that answer.
+        metrics: all series.
+        admission: places for choices in flight.
+        tracer: gets spans of completions.
+    """
+
+    settings: GatewaySettings
+    engines: EnginePool
+    metrics: GatewayMetrics
+    admission: Admission
+    tracer: Tracer = NO_TRACER
+
+    def count_tokens(self, kind: str, tokens: int) -> None:
+        """Counts tokens of the caller that this task works for.
+
+        Args:
+            kind: "prompt", "cached" or "completion".
+        """
+        self.metrics.tokens.labels(kind).inc(tokens)
+        if self.settings.metrics_by_key:
+            self.metrics.key_tokens.labels(owner() or ANONYMOUS, kind).inc(tokens)
