@@ -15,7 +15,7 @@ import structlog
 
 from benchmarks.lib.adapters import GeneratedAdapters, adapter_name
 from services.engine.loop.step_pipeline import StepPipeline
-from services.engine.models.config import ModelConfig
+from services.engine.models.registry import read_config
 from services.engine.observability.events import EventStream
 from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import SequenceUpdate
@@ -77,7 +77,7 @@ class InProcessEngine:
         events: EventStream | None = None,
         prefix_cache: bool = False,
     ) -> None:
-        config = ModelConfig.from_directory(settings.model)
+        config = read_config(settings.model)
         self.adapters = adapters
         self.registry = GeneratedAdapters(config, count=adapters, rank=rank)
         slots = max(settings.adapter_slots, adapters + 2) if adapters else settings.adapter_slots

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from services.engine.models.config import ModelConfig
+from services.engine.models.qwen3_5.config import Qwen3_5Config
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -69,7 +69,7 @@ def config_of(shape: str, layers: int | None = None, vocab_size: int | None = No
 
 
 def random_tensors(
-    config: ModelConfig, seed: int, device: torch.device, *, gentle: bool = False
+    config: Qwen3_5Config, seed: int, device: torch.device, *, gentle: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Name → bfloat16 tensor on the CPU, layer by layer; logits are of order one, decays from fast to slow.
 
@@ -117,7 +117,7 @@ def write(directory: Path, data: dict[str, Any], seed: int = 0, *, gentle: bool 
     for name in _COPIED:
         shutil.copy(TINY / name, directory / name)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tensors = random_tensors(ModelConfig.from_dict(data), seed, device, gentle=gentle)
+    tensors = random_tensors(Qwen3_5Config.from_dict(data), seed, device, gentle=gentle)
     weight_map: dict[str, str] = {}
     for part, group in groupby(tensors, key=lambda item: ".".join(item[0].split(".")[:3])):
         file = f"{part.replace('.', '-')}.safetensors"

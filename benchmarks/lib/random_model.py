@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from kernels.quantize import GROUP, Fp8Weight, Int4Weight
-from services.engine.models.config import LayerType, ModelConfig
 from services.engine.models.footprint import Quantization
 from services.engine.models.lora.binding import BoundAdapter, BoundTarget
 from services.engine.models.lora.targets import TARGET_MODULES, target_shapes
-from services.engine.models.weights.layers import AttentionWeights, DeltaNetWeights, LayerWeights, ModelWeights
+from services.engine.models.qwen3_5.config import LayerType, Qwen3_5Config
+from services.engine.models.qwen3_5.weights import AttentionWeights, DeltaNetWeights, LayerWeights, ModelWeights
 from services.engine.models.weights.matrix import DenseMatrix, Fp8Matrix, Int4Matrix, Matrix, quantize
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
-    """Makes weights of the sizes, dtypes and layout that services.engine.models.weights.loader gives them."""
+    """Makes weights of the sizes, dtypes and layout that services.engine.models.qwen3_5.loader gives them."""
 
-    config: ModelConfig
+    config: Qwen3_5Config
     device: torch.device
     quantization: Quantization
     workspace: SplitWorkspace | None
@@ -101,7 +101,7 @@ class RandomWeights:
         return torch.ones(shape, device=self.device)
 
 
-def random_adapter(config: ModelConfig, rank: int) -> BoundAdapter:
+def random_adapter(config: Qwen3_5Config, rank: int) -> BoundAdapter:
     """One on all linear layers, its tensors on the CPU."""
     targets = {
         path: BoundTarget(

@@ -41,9 +41,9 @@ from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, Runn
 from services.engine.kv_cache.snapshot_policy import SnapshotPolicy
 from services.engine.kv_offload.entry_format import WORD, checksum, weights
 from services.engine.kv_offload.messages import Bytes
-from services.engine.models.config import ModelConfig
 from services.engine.models.device_batch import DeviceCache
 from services.engine.models.lora.slots import LoraSlots
+from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.requests.request import Request
 from services.engine.requests.sampling_params import SamplingParams
@@ -78,7 +78,7 @@ class Bench:
     @classmethod
     def build(
         cls,
-        config: ModelConfig,
+        config: Qwen3_5Config,
         device: torch.device,
         *,
         most: int,
@@ -154,7 +154,7 @@ def snapshots_of(tokens: int, count: int) -> list[int]:
     return [tokens * (place + 1) // (count + 1) + 7 * (place + 1) for place in range(count)]
 
 
-def check_kernels(config: ModelConfig, device: torch.device) -> dict[str, float]:
+def check_kernels(config: Qwen3_5Config, device: torch.device) -> dict[str, float]:
     """Largest relative errors of a chain's rows and states against float64, of one layer."""
     chain = Chain(5, 2, (64, 9, 70), (6, 7, 2))
     cuda = device.type == "cuda"
@@ -365,7 +365,7 @@ def _settle(device: torch.device) -> None:
 
 
 def results(
-    bench: Bench, config: ModelConfig, *, lengths: Sequence[int], moved: Sequence[int], repeats: int
+    bench: Bench, config: Qwen3_5Config, *, lengths: Sequence[int], moved: Sequence[int], repeats: int
 ) -> Iterator[dict[str, Any]]:
     """All lines; what is checked comes first."""
     with torch.inference_mode():
@@ -396,7 +396,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="append JSON lines here")
     options = parser.parse_args()
     device = torch.device("cuda")
-    config = ModelConfig.from_dict(config_of(options.shape))
+    config = Qwen3_5Config.from_dict(config_of(options.shape))
     lengths, moved = ([int(part) for part in text.split(",")] for text in (options.lengths, options.moved))
     began = time.perf_counter()
     with compiler_pool() as pool:

@@ -49,8 +49,8 @@ from services.engine.executors.cpu.runner import ModelRunner
 from services.engine.kv_cache.keys import Tier
 from services.engine.kv_offload.manager import TierLimits, TierManager
 from services.engine.models.batch import CacheBuffers
-from services.engine.models.config import ModelConfig
 from services.engine.models.lora.slots import LoraSlots
+from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.observability.events import CopyEvicted, EngineEvent, EventStream
 from services.engine.requests.outputs import Finished, SampledToken
@@ -60,7 +60,7 @@ from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
 from services.engine.scheduler.step_plan import StepPlan, StepResult
 
-CONFIG = ModelConfig(
+CONFIG = Qwen3_5Config(
     vocab_size=VOCAB,
     hidden_size=32,
     intermediate_size=48,

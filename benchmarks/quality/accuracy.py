@@ -57,10 +57,10 @@ class Fused:
     def __init__(self, directory: Path, quantization: Quantization, device: torch.device) -> None:
         from kernels.gpu.attention.decode import DecodeWorkspace, decode_splits
         from kernels.rope import inverse_frequencies
-        from services.engine.models.device_batch import DeviceCache
+        from services.engine.models.device_batch import DecodeAttention, DeviceCache
         from services.engine.models.footprint import Storage
         from services.engine.models.lora.slots import LoraSlots
-        from services.engine.models.qwen3_5.fused import DecodeAttention, FusedForward
+        from services.engine.models.qwen3_5.fused import FusedForward
         from services.engine.models.qwen3_5.model import Qwen3_5
 
         storage = Storage() if quantization == "none" else Storage(quantization, float8_head=True)

@@ -31,6 +31,7 @@ from benchmarks.lib.recorder import put_line
 from benchmarks.training.pod import training_pod
 from services.common.jobs import LoraSettings
 from services.common.jobs.documents import completion_document
+from services.engine.models.interface import CausalLM
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.pod.host import PodHost
@@ -101,7 +102,7 @@ def measure(host: PodHost, exact: Qwen3_5, rollouts: int, prompt: int, new_token
     }
 
 
-def _read(host: PodHost, model: Qwen3_5, lora: LoraParams, microbatch: Microbatch) -> torch.Tensor:
+def _read(host: PodHost, model: CausalLM, lora: LoraParams, microbatch: Microbatch) -> torch.Tensor:
     with host.gate.training(), torch.no_grad():
         hidden = model.forward_train(
             microbatch.token_ids, microbatch.lengths, lora, recompute="none", give_way=host.gate.give_way
@@ -135,7 +136,8 @@ def main() -> None:
                 exact = Qwen3_5.from_directory(path, dtype=torch.float32, device=options.device)
                 if weights == "sharp":
                     for model in (host.model, exact):
-                        model.weights.final_norm.mul_(SHARP)
+                        if isinstance(model, Qwen3_5):
+                            model.weights.final_norm.mul_(SHARP)
                 found = measure(host, exact, options.rollouts, options.prompt, options.new_tokens)
                 del exact
         facts = {"model": str(options.model or options.shape), "weights": weights}

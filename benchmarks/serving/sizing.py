@@ -20,6 +20,7 @@ from services.engine.kv_cache.memory_plan import MemoryPlan
 from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import Quantization
 from services.engine.models.lora.targets import target_shapes
+from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.settings import EngineSettings
 from services.pod.device import Device
 from services.pod.memory import plan
@@ -67,7 +68,7 @@ _COLUMNS = (
 
 def rows() -> Iterator[str]:
     """A line of the table for each card and each way to store the weights that it can."""
-    config = ModelConfig.from_dict(config_of(SHAPE))
+    config = Qwen3_5Config.from_dict(config_of(SHAPE))
     for card in CARDS:
         device = Device("cuda", card.names, card.capability, "3.6.0")
         kinds: tuple[Quantization, ...] = ("none", "fp8", "int4") if device.has_float8 else ("none", "int4")

@@ -45,6 +45,7 @@ from services.common.adapters.names import AdapterVersion
 from services.common.jobs.documents import completion_document, completion_tokens
 from services.common.queue.records import SPEC
 from services.engine.models.config import ModelConfig
+from services.engine.models.registry import read_config
 from services.pod.host import PodHost
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.host.rollouts import RolloutRequest, RolloutSampling
@@ -215,7 +216,7 @@ def learn(host: PodHost, method: str, seed: int, every: int) -> tuple[Curve, dic
 @contextmanager
 def pod() -> Iterator[tuple[PodHost, Shelf]]:
     """A running engine of the tiny model."""
-    shelf = Shelf(ModelConfig.from_directory(TINY))
+    shelf = Shelf(read_config(TINY))
     with training_pod(
         TINY, "cpu", shelf, max_num_seqs=64, token_budget=1024, num_blocks=2049, max_train_tokens=512
     ) as made:

@@ -23,7 +23,7 @@ from benchmarks.lib.in_process import settings_for
 from benchmarks.lib.random_checkpoint import SHAPES, TINY, config_of, write
 from benchmarks.lib.recorder import put_line
 from services.common.adapters.registry import AdapterRegistry
-from services.engine.models.config import ModelConfig
+from services.engine.models.registry import read_config
 from services.pod.engine import Engine, build_engine, settle, use_threads
 from services.pod.host import PodHost
 from services.pod.training import pod_host
@@ -98,7 +98,7 @@ def training_pod(
     """
     chosen = settings_for(model, device, **settings)
     use_threads(chosen)
-    registry = registry or GeneratedAdapters(ModelConfig.from_directory(model), count=0, rank=1)
+    registry = registry or GeneratedAdapters(read_config(model), count=0, rank=1)
     engine = build_engine(chosen, registry, None)
     settle()
     engine.start()

@@ -37,9 +37,11 @@ from benchmarks.lib.recorder import put_line
 from services.common.jobs import LoraSettings, OptimizerSettings
 from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import Quantization
+from services.engine.models.interface import CausalLM
 from services.engine.models.lora.trainable import LoraParams
+from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.model import Qwen3_5
-from services.engine.models.qwen3_5.training.forward import TrainableForward
+from services.engine.models.training_forward import TrainableForward
 from services.engine.models.training_memory.arena import GraphMemory
 from services.engine.models.training_memory.recompute import Recompute
 from services.trainer.host.policy_host import ComputeGate
@@ -80,7 +82,7 @@ def model_flops(config: ModelConfig, case: Case) -> float:
     weights = 4.0 * (linear + config.vocab_size * config.hidden_size) * case.total
     # Causal: half of all pairs. Two products forward, five backward (FlashAttention-2, arXiv 2307.08691, §3.1).
     pairs = case.documents * case.tokens**2 / 2
-    return weights + 7 * 2 * pairs * config.query_size * config.num_full_layers
+    return weights + 7 * 2 * pairs * config.query_size * config.cache_layout.kv_layers
 
 
 @dataclass(slots=True)
@@ -119,7 +121,7 @@ class Alone:
 
 def random_model(shape: str, quantization: Quantization) -> Qwen3_5:
     """A model with random weights on the GPU."""
-    config = ModelConfig.from_dict(config_of(shape))
+    config = Qwen3_5Config.from_dict(config_of(shape))
     return Qwen3_5(config, RandomWeights(config, torch.device("cuda"), quantization, None).build())
 
 
@@ -132,7 +134,7 @@ class Trainer:
     """
 
     def __init__(
-        self, model: Qwen3_5, rank: int, gate: ComputeGate | None = None, *, modules: list[str] | None = None
+        self, model: CausalLM, rank: int, gate: ComputeGate | None = None, *, modules: list[str] | None = None
     ) -> None:
         self.model, self.config = model, model.config
         self._gate: ComputeGate = gate or Alone()

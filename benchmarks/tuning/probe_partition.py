@@ -34,9 +34,9 @@ from benchmarks.lib.random_checkpoint import config_of
 from benchmarks.lib.recorder import put_line
 from benchmarks.training.steps import Case, Parts, Trainer, random_model
 from benchmarks.tuning.step.decode_step import DecodeStep
-from services.engine.models.config import ModelConfig
 from services.engine.models.cuda_graphs import capturing, no_collection
-from services.engine.models.qwen3_5.training.forward import TrainableForward
+from services.engine.models.qwen3_5.config import Qwen3_5Config
+from services.engine.models.training_forward import TrainableForward
 from services.engine.models.training_memory.arena import GraphMemory
 
 _SHAPE = "qwen3.5-4b"
@@ -191,7 +191,7 @@ def main() -> None:
         parser.error("--sms begins with 0: shares are of the undivided device")
     device = torch.device("cuda")
     trainer = Trainer(random_model(_SHAPE, "none"), 16)
-    config = ModelConfig.from_dict(config_of(_SHAPE))
+    config = Qwen3_5Config.from_dict(config_of(_SHAPE))
     step = DecodeStep(config, device, rows=options.rows, context=_CONTEXT)
     step.refresh()
     tokens = torch.randint(config.vocab_size, (_CASE.total,), device=device)

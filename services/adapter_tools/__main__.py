@@ -93,10 +93,10 @@ def _convert(arguments: argparse.Namespace) -> dict[str, Any]:
     from services.adapter_tools.files import AdapterDirectory
     from services.adapter_tools.output import whole_directory
     from services.common.adapters.manifest import WEIGHTS
-    from services.engine.models.config import ModelConfig
+    from services.engine.models.registry import read_config
 
     adapter = AdapterDirectory.read(arguments.adapter)
-    config = ModelConfig.from_directory(arguments.base) if arguments.base is not None else None
+    config = read_config(arguments.base) if arguments.base is not None else None
     before = form_of(adapter.files[WEIGHTS])
     converted = adapter.with_files(convert(adapter.files, arguments.to, config))
     with whole_directory(arguments.out, converted.size_bytes) as scratch:

@@ -24,6 +24,7 @@ from services.common.errors import AdapterRejected, CheckpointRejected, InvalidR
 from services.engine.models.checkpoint import canonical_name, checkpoint_digest, raw_tensors, shard_files
 from services.engine.models.config import ModelConfig
 from services.engine.models.lora.binding import BoundAdapter, BoundTarget, bind_adapter
+from services.engine.models.registry import read_config
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with what is being done, bytes done and bytes in all."""
@@ -114,7 +115,7 @@ def extract(
     """
     if max_shard_bytes < 2**20:
         raise InvalidRequest(f"a shard of {max_shard_bytes} bytes is too small: 1 MiB at least", param="max_shard_size")
-    config = ModelConfig.from_directory(base)
+    config = read_config(base)
     bound = bind_adapter(files, config, max_rank=_HIGHEST_RANK)
     report = progress or _silent
     report("checking the base", 0, 0)

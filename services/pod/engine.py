@@ -33,17 +33,18 @@ from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
 from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.config import ModelConfig
+from services.engine.models.interface import CausalLM, resolve_dtype
 from services.engine.models.lora.binding import AdapterBinder, BoundAdapter, bind_adapter
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.targets import target_shapes
-from services.engine.models.qwen3_5.model import Qwen3_5, resolve_dtype
+from services.engine.models.registry import load_model, read_config
 from services.engine.observability.events import EventStream
 from services.engine.observability.status import TierStatus
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.server.session_manager import SessionManager
 from services.engine.settings import EngineSettings
 from services.pod.device import Device, check_device
-from services.pod.memory import count_parameters, device_bytes, plan, state_slots, storage, teacher_storage
+from services.pod.memory import device_bytes, plan, state_slots, storage, teacher_storage
 from services.pod.runner import Gate, build_gate, build_runner, prefill_alignment
 from services.pod.teacher import load_teacher, second_config
 from services.pod.tiers import build_tiers
@@ -61,8 +62,8 @@ log = structlog.get_logger(__name__)
 class Engine:
     """The parts of a serving engine."""
 
-    model: Qwen3_5
-    teacher: Qwen3_5 | None
+    model: CausalLM
+    teacher: CausalLM | None
     """The second model that jobs may distil from."""
     codec: TextCodec
     base_digest: str
@@ -141,7 +142,7 @@ def build_engine(
     check_device(settings, hardware)
     device = hardware.torch
     codec = TextCodec.from_directory(settings.model)
-    config = ModelConfig.from_directory(settings.model)
+    config = read_config(settings.model)
     if codec.vocab_size > config.vocab_size:
         raise CheckpointRejected(
             f"{settings.model}: the tokenizer has {codec.vocab_size} tokens, the model {config.vocab_size}"
@@ -159,14 +160,14 @@ def build_engine(
     with ThreadPoolExecutor(2) as pool:  # the digest reads the same pages as the loader
         digest = pool.submit(checkpoint_digest, settings.model)
         vocabulary = pool.submit(Vocabulary, codec, config.vocab_size, settings.mask_threads)
-        model = Qwen3_5.from_directory(
+        model = load_model(
             settings.model,
             dtype=dtype,
             device=device,
             storage=storage(settings, hardware),
             mtp=settings.speculative == "mtp",
         )
-        log.info("weights loaded", bytes=model.weights.nbytes())
+        log.info("weights loaded", bytes=model.nbytes())
         teacher = load_teacher(settings, model, teacher_storage(settings, hardware))
         lora = LoraSlots(
             model.config,
@@ -226,7 +227,7 @@ def build_engine(
         eos_token_ids=codec.eos_ids,
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(device),
-        parameters=count_parameters(model.config),
+        parameters=model.config.parameters(),
         max_train_tokens=settings.max_train_tokens,
         max_lora_rank=settings.max_lora_rank,
         tokenizer_digest=codec.digest,
@@ -298,8 +299,8 @@ def _limits(
             speculative=settings.speculative == "mtp",
             block_bytes=memory.kv // memory.num_blocks,
             slot_bytes=memory.states // state_slots(settings),
-            token_seconds=2 * count_parameters(config) / _RATE[device.type],
-            attention_cost=2 * config.num_full_layers * config.query_size / count_parameters(config),
+            token_seconds=2 * config.parameters() / _RATE[device.type],
+            attention_cost=2 * config.cache_layout.kv_layers * config.query_size / config.parameters(),
             snapshot_interval=settings.snapshot_interval,
             session_seconds=settings.session_seconds,
             most_sessions=settings.max_sessions,

@@ -9,7 +9,7 @@ from services.common.adapters.names import AdapterVersion
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.text.tokenizer import TextCodec
 from services.engine.adapters.manager import AdapterManager
-from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.models.interface import CausalLM
 from services.engine.models.training_memory.arena import Arena
 from services.pod.rollouts import EngineRollouts
 from services.pod.runner import Gate
@@ -25,7 +25,7 @@ _MOST_FOR_GRAPHS = 0.75
 class PodHost:
     """Implements services.trainer.host.policy_host.PolicyHost."""
 
-    model: Qwen3_5
+    model: CausalLM
     codec: TextCodec
     base_digest: str
     gate: Gate
@@ -35,7 +35,7 @@ class PodHost:
     adapters: AdapterManager
     rollouts: EngineRollouts
     webhooks: Webhooks
-    teacher: Qwen3_5 | None = None
+    teacher: CausalLM | None = None
     ledger: TrainingLedger = field(init=False)
     """Who holds how much of train_memory_bytes."""
 

@@ -10,10 +10,17 @@ from services.common.errors import DoesNotFit, InvalidRequest
 from services.common.telemetry.machine import machine_bytes
 from services.engine.kv_cache.memory_plan import Footprint, MemoryPlan, plan_memory
 from services.engine.models.config import ModelConfig
-from services.engine.models.footprint import Formats, Storage, block_bytes, slot_bytes, weight_bytes, widest_output
+from services.engine.models.footprint import (
+    Formats,
+    Storage,
+    block_bytes,
+    copies_head,
+    slot_bytes,
+    weight_bytes,
+    widest_output,
+)
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.targets import target_shapes
-from services.engine.models.weights.loader import copies_head
 from services.engine.scheduler.step_plan import MOST_VERIFIED
 from services.engine.settings import EngineSettings
 from services.pod.device import Device
@@ -319,12 +326,3 @@ def _usual_job(config: ModelConfig, dtype: torch.dtype) -> int:
     numbers = sum(_USUAL_RANK * (out + into) for out, into in target_shapes(config).values())
     work = Workload(numbers, _USUAL_RANK, _USUAL_TOKENS, dtype.itemsize, "full", fused=True)
     return estimate(config, work).total
-
-
-def count_parameters(config: ModelConfig) -> int:
-    """Parameters of the text model, a tied head counted once."""
-    linear = sum(out * into for layer in range(config.num_layers) for out, into in config.linear_shapes(layer).values())
-    embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    delta_net = config.conv_dim * config.conv_kernel + 2 * config.linear_value_heads + config.linear_value_dim
-    norms = config.hidden_size * (2 * config.num_layers + 1) + 2 * config.head_dim * config.num_full_layers
-    return linear + embeddings + norms + delta_net * config.num_linear_layers

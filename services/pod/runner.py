@@ -15,8 +15,8 @@ from services.engine.executors.cpu.cache_transfer import CpuCacheTransfer
 from services.engine.executors.cpu.runner import ModelRunner
 from services.engine.executors.runner import Runner
 from services.engine.kv_offload.messages import CacheTransfer
+from services.engine.models.interface import CausalLM
 from services.engine.models.lora.slots import LoraSlots
-from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.settings import EngineSettings
 from services.pod.memory import state_slots, waiting_writes
 
@@ -36,7 +36,7 @@ class Computer:
 
 
 def build_runner(
-    model: Qwen3_5,
+    model: CausalLM,
     lora: LoraSlots,
     settings: EngineSettings,
     *,

@@ -11,7 +11,8 @@ from services.common.text.tokenizer import TextCodec
 from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import Storage
-from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.models.interface import CausalLM
+from services.engine.models.registry import load_model, read_config
 from services.engine.settings import EngineSettings
 
 log = structlog.get_logger(__name__)
@@ -21,7 +22,7 @@ log = structlog.get_logger(__name__)
 class TeacherModel:
     """Loaded beside the model that serves."""
 
-    model: Qwen3_5
+    model: CausalLM
     digest: str
 
 
@@ -46,7 +47,7 @@ def second_config(settings: EngineSettings, codec: TextCodec) -> ModelConfig | N
             "TEMPER_TEACHER_MODEL is for training jobs, and TEMPER_TRAINER is off: leave one of them out",
             param="teacher_model",
         )
-    config = ModelConfig.from_directory(settings.teacher_model)
+    config = read_config(settings.teacher_model)
     own = TextCodec.from_directory(settings.teacher_model)
     check_same_vocabulary(codec, own, f"TEMPER_TEACHER_MODEL={settings.teacher_model}")
     if own.vocab_size > config.vocab_size:
@@ -76,7 +77,7 @@ def check_same_vocabulary(student: TextCodec, teacher: TextCodec, what: str) -> 
     )
 
 
-def load_teacher(settings: EngineSettings, student: Qwen3_5, storage: Storage) -> TeacherModel | None:
+def load_teacher(settings: EngineSettings, student: CausalLM, storage: Storage) -> TeacherModel | None:
     """Loads the checkpoint that the settings name, in the dtype and on the device of the model that serves.
 
     Raises:
@@ -84,7 +85,7 @@ def load_teacher(settings: EngineSettings, student: Qwen3_5, storage: Storage) -
     """
     if settings.teacher_model is None:
         return None
-    model = Qwen3_5.from_directory(settings.teacher_model, dtype=student.dtype, device=student.device, storage=storage)
+    model = load_model(settings.teacher_model, dtype=student.dtype, device=student.device, storage=storage)
     digest = checkpoint_digest(settings.teacher_model)
-    log.info("teacher loaded", bytes=model.weights.nbytes(), digest=digest)
+    log.info("teacher loaded", bytes=model.nbytes(), digest=digest)
     return TeacherModel(model, digest)

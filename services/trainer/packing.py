@@ -1,7 +1,7 @@
 """From documents to packed token batches.
 
 Documents (services/common/jobs/documents.py) of a microbatch lie one behind another without padding;
-`Qwen3_5.forward_train` keeps them apart.
+`CausalLM.forward_train` keeps them apart.
 """
 
 from __future__ import annotations

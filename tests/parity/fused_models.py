@@ -25,8 +25,9 @@ from services.engine.models.device_batch import DeviceCache
 from services.engine.models.lora.binding import BoundAdapter, bind_adapter
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.trainable import LoraParams
+from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.model import Qwen3_5
-from services.engine.models.weights.layers import (
+from services.engine.models.qwen3_5.weights import (
     AttentionWeights,
     DeltaNetWeights,
     LayerWeights,
@@ -41,7 +42,7 @@ from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
 from services.engine.scheduler.step_plan import PENDING, Chunk, StepPlan
 
-TINY = ModelConfig(
+TINY = Qwen3_5Config(
     vocab_size=61,
     hidden_size=32,
     intermediate_size=48,

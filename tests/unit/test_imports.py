@@ -45,7 +45,7 @@ NO_TORCH = (
     "services.engine.settings",
     "observability",
     "services.engine.models.checkpoint",
-    "services.engine.models.config",
+    "services.engine.models.qwen3_5.config",
     "services.model_source",
     "docs_tools",
 )

@@ -18,13 +18,13 @@ from kernels.gpu.linear import skinny_configs
 from kernels.gpu.linear.skinny import Norm, Scaled, SplitWorkspace, weight_kind
 from kernels.gpu.linear.skinny_configs import Kind, SkinnyConfig
 from kernels.rope import inverse_frequencies
-from services.engine.models.config import ModelConfig
-from services.engine.models.device_batch import DeviceCache, StepRows
+from services.engine.models.device_batch import DecodeAttention, DeviceCache, StepRows
 from services.engine.models.footprint import Quantization
 from services.engine.models.lora.slots import LoraSlots
-from services.engine.models.qwen3_5.fused import DecodeAttention, FusedForward
+from services.engine.models.qwen3_5.config import Qwen3_5Config
+from services.engine.models.qwen3_5.fused import FusedForward
+from services.engine.models.qwen3_5.weights import LayerWeights, ModelWeights
 from services.engine.models.residual import Residual
-from services.engine.models.weights.layers import LayerWeights, ModelWeights
 from services.engine.models.weights.matrix import Matrix
 from services.pod.memory import WAITING_WRITES
 
@@ -77,7 +77,7 @@ class DecodeStep:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: Qwen3_5Config,
         device: torch.device,
         *,
         rows: int,
@@ -259,7 +259,7 @@ class DecodeStep:
         return skinny_configs.choose(rows, outputs, inputs, kind, name == "gate_up")
 
 
-def one_of_each(config: ModelConfig) -> ModelConfig:
+def one_of_each(config: Qwen3_5Config) -> Qwen3_5Config:
     """As few layers as launch every kernel: one of each kind behind another."""
     return replace(config, layer_types=("linear_attention", "linear_attention", "full_attention"))
 

@@ -31,7 +31,7 @@ from benchmarks.tuning import probe_launch
 from benchmarks.tuning.step.decode_step import DecodeStep, one_of_each
 from benchmarks.tuning.step.variants import Variant, plan
 from services.engine.executors.cuda.compile_ahead import compiled_here
-from services.engine.models.config import ModelConfig
+from services.engine.models.qwen3_5.config import Qwen3_5Config
 
 _BANDWIDTH = 4.4e12
 """Bytes a second that kernels reach at most on an H200."""
@@ -40,7 +40,7 @@ _SAMPLE_SECONDS = 8e-3
 _PROCESSES = 16
 
 
-def build(options: argparse.Namespace, config: ModelConfig, device: torch.device, *, empty: bool) -> DecodeStep:
+def build(options: argparse.Namespace, config: Qwen3_5Config, device: torch.device, *, empty: bool) -> DecodeStep:
     return DecodeStep(
         config,
         device,
@@ -54,7 +54,7 @@ def build(options: argparse.Namespace, config: ModelConfig, device: torch.device
     )
 
 
-def compile_share(options: argparse.Namespace, config: ModelConfig, index: int, device: torch.device) -> None:
+def compile_share(options: argparse.Namespace, config: Qwen3_5Config, index: int, device: torch.device) -> None:
     """One of _PROCESSES parts of all kernels (benchmarks/lib/precompile.py runs nothing)."""
     step = build(options, one_of_each(config), device, empty=True)
     with one_share(index, _PROCESSES), NoProducts():
@@ -228,7 +228,7 @@ def main() -> None:
         result = json.loads(options.table.read_text())
         print(probe_launch.report(result.get("probe", [])), table(result["rows"], result["floor_us"]), sep="\n")
         return
-    config = ModelConfig.from_dict(config_of(options.shape))
+    config = Qwen3_5Config.from_dict(config_of(options.shape))
     shares: list[Launch] = [partial(compile_share, options, config, index) for index in range(_PROCESSES)]
     print(f"compiled in {precompile(shares):.0f} s", flush=True)
     # A step that hangs would take all of the time of whoever waits for it.

@@ -29,7 +29,7 @@ from benchmarks.tuning.step.decode_step import MATRICES, DecodeStep, one_of_each
 from benchmarks.tuning.step.sweep import Timer, build
 from benchmarks.tuning.step.variants import Variant
 from kernels.gpu.linear.skinny_configs import SkinnyConfig
-from services.engine.models.config import ModelConfig
+from services.engine.models.qwen3_5.config import Qwen3_5Config
 
 _PROCESSES = 16
 _WORTH = 0.0015
@@ -135,7 +135,7 @@ def parts_of(step: DecodeStep, variant: Variant) -> list[str]:
     return list(found)
 
 
-def compile_share(options: argparse.Namespace, config: ModelConfig, index: int, device: torch.device) -> None:
+def compile_share(options: argparse.Namespace, config: Qwen3_5Config, index: int, device: torch.device) -> None:
     step = build(options, one_of_each(config), device, empty=True)
     with one_share(index, _PROCESSES), NoProducts():
         for rows in options.rows:
@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3.5-4b")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    config = ModelConfig.from_dict(config_of(options.shape))
+    config = Qwen3_5Config.from_dict(config_of(options.shape))
     shares: list[Launch] = [partial(compile_share, options, config, index) for index in range(_PROCESSES)]
     print(f"compiled in {precompile(shares):.0f} s", flush=True)
     # A step that hangs would take all of the time of whoever waits for it.

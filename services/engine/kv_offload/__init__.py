@@ -1,0 +1,1 @@
+"""Cache entries below the device: host memory, disk, object store."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import CheckpointRejected
-from services.engine.models.config import ModelConfig
+from services.engine.models.registry import read_config
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 """Multimodal class, its older spelling, text class."""
@@ -69,7 +69,7 @@ def checkpoint_digest(path: str | Path) -> str:
         CheckpointRejected: a file that cannot be read.
     """
     directory = Path(path)
-    config = ModelConfig.from_directory(directory)
+    config = read_config(directory)
     numbers = asdict(config)
     del numbers["module_prefix"]
     original = numbers.pop("original_max_position_embeddings")

@@ -1,43 +1,64 @@
-"""The architecture of one checkpoint, every number read from its config.json."""
+"""What the engine, the pod and the trainer know of a checkpoint's architecture before anything is loaded: its config.
+
+An architecture implements ModelConfig and services.engine.models.interface.CausalLM, and has its line in
+services.engine.models.registry. Without torch: what fetches a model reads configs too.
+"""
 
 from __future__ import annotations
 
-import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from services.common.errors import CheckpointRejected
 
-LayerType = Literal["linear_attention", "full_attention"]
-_LAYER_TYPES: tuple[LayerType, ...] = ("linear_attention", "full_attention")
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """Shape of what a sequence leaves in the caches: paged keys and values, and a state of a fixed size."""
+
+    kv_layers: int
+    """Layers with keys and values."""
+    kv_heads: int
+    head_dim: int
+    state_layers: int = 0
+    """Layers with a convolution and a recurrent state; 0: the model is all attention."""
+    conv_channels: int = 0
+    conv_kernel: int = 1
+    state_heads: int = 0
+    state_key_dim: int = 0
+    state_value_dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """Shape of a Qwen3.5 text model.
+class TrainingNumbers:
+    """Numbers a token that one layer's mixer takes in a training step, (of the model's dtype, float32)."""
 
-    Raises:
-        CheckpointRejected: the numbers contradict each other; the message names the key of config.json.
+    plain: tuple[int, int]
+    """What torch's autograd keeps of it."""
+    inside: tuple[int, int]
+    """What the forward on a GPU keeps between the mixer's projections."""
+    backward: int
+    """What the backward on a GPU works in besides the projections' outputs, of the model's dtype."""
+    selective_keeps_inside: bool
+    """Whether recompute="selective" keeps ``inside``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(ABC):
+    """Numbers of one checkpoint, of whichever architecture. Every number is read from config.json.
+
+    The defaults are those of a dense transformer whose modules have the usual names.
     """
 
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    layer_types: tuple[LayerType, ...]
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rotary_dim: int
-    rope_theta: float
-    rms_norm_eps: float
-    linear_key_heads: int
-    linear_value_heads: int
-    linear_key_dim: int
-    linear_value_dim: int
-    conv_kernel: int
     max_position_embeddings: int
     tie_word_embeddings: bool
     module_prefix: Literal["model.", "model.language_model."] = "model."
@@ -47,246 +68,112 @@ class ModelConfig:
     """The context that the checkpoint had before it was lengthened, where config.json says so: in its digest it stands
     in the place of max_position_embeddings, because the same weights take the adapters that they took before."""
 
-    def __post_init__(self) -> None:
-        def check(ok: bool, message: str) -> None:
-            if not ok:
-                raise CheckpointRejected(f"config.json: {message}")
+    @classmethod
+    @abstractmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ModelConfig:
+        """Reads a parsed config.json.
 
-        check(self.num_heads % self.num_kv_heads == 0, "num_attention_heads must be a multiple of num_key_value_heads")
-        check(
-            self.linear_value_heads % self.linear_key_heads == 0,
-            "linear_num_value_heads must be a multiple of linear_num_key_heads",
-        )
-        check(self.conv_kernel >= 2, f"linear_conv_kernel_dim must be at least 2, got {self.conv_kernel}")
-        check(
-            0 < self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0,
-            f"partial_rotary_factor gives {self.rotary_dim} of {self.head_dim} rotary dimensions: not an even number",
-        )
+        Raises:
+            CheckpointRejected: a missing or malformed key, or something that the architecture does not support.
+        """
 
     @property
-    def num_layers(self) -> int:
-        return len(self.layer_types)
-
-    @property
-    def num_full_layers(self) -> int:
-        return sum(kind == "full_attention" for kind in self.layer_types)
-
-    @property
-    def num_linear_layers(self) -> int:
-        return self.num_layers - self.num_full_layers
+    @abstractmethod
+    def num_layers(self) -> int: ...
 
     @property
     def query_size(self) -> int:
-        """Width of all query heads of a full-attention layer."""
+        """Width of all query heads of an attention layer."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Width of all key (or value) heads of a full-attention layer."""
+        """Width of all key (or value) heads of an attention layer."""
         return self.num_kv_heads * self.head_dim
 
     @property
-    def key_size(self) -> int:
-        """Width of all key (or query) heads of a DeltaNet layer."""
-        return self.linear_key_heads * self.linear_key_dim
+    def cache_layout(self) -> CacheLayout:
+        """What a sequence leaves in the caches."""
+        return CacheLayout(self.num_layers, self.num_kv_heads, self.head_dim)
 
-    @property
-    def value_size(self) -> int:
-        """Width of all value heads of a DeltaNet layer."""
-        return self.linear_value_heads * self.linear_value_dim
-
-    @property
-    def conv_dim(self) -> int:
-        """Channels of a DeltaNet layer's convolution: q | k | v."""
-        return 2 * self.key_size + self.value_size
-
+    @abstractmethod
     def linear_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
-        """Shapes [out, in] of a layer's linear maps by module path inside the layer, as transformers names them."""
-        return self._linears(self.layer_types[layer])
+        """Shapes [out, in] of a layer's linear maps by module path inside the layer, as transformers names them: what
+        an adapter may change."""
 
-    def _linears(self, kind: LayerType) -> dict[str, tuple[int, int]]:
-        hidden = self.hidden_size
-        shapes: dict[str, tuple[int, int]]
-        if kind == "full_attention":
-            shapes = {
-                "self_attn.q_proj": (2 * self.query_size, hidden),
-                "self_attn.k_proj": (self.kv_size, hidden),
-                "self_attn.v_proj": (self.kv_size, hidden),
-                "self_attn.o_proj": (hidden, self.query_size),
-            }
-        else:
-            shapes = {
-                "linear_attn.in_proj_qkv": (self.conv_dim, hidden),
-                "linear_attn.in_proj_z": (self.value_size, hidden),
-                "linear_attn.in_proj_b": (self.linear_value_heads, hidden),
-                "linear_attn.in_proj_a": (self.linear_value_heads, hidden),
-                "linear_attn.out_proj": (hidden, self.value_size),
-            }
-        return shapes | {
-            "mlp.gate_proj": (self.intermediate_size, hidden),
-            "mlp.up_proj": (self.intermediate_size, hidden),
-            "mlp.down_proj": (hidden, self.intermediate_size),
+    def linear_groups(self, layer: int) -> dict[str, tuple[str, ...]]:  # noqa: ARG002
+        """Linear maps of a layer that read the same input and are fused, in the order of the fused outputs.
+
+        Returns:
+            For "in" (the mixer's inputs), "out", "gate_up" and "down" each the module paths.
+        """
+        return {
+            "in": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "out": ("self_attn.o_proj",),
+            "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+            "down": ("mlp.down_proj",),
         }
 
+    def output_order(self, module: str) -> tuple[int, ...] | None:  # noqa: ARG002
+        """Which row of a module each of its rows in the fused projection is; None: they lie as in the checkpoint. Only
+        one module of a model may have such an order."""
+        return None
+
+    @abstractmethod
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of a checkpoint without its prefix ("embed_tokens.weight", "layers.0.…", "lm_head.weight")."""
-        shapes: dict[str, tuple[int, ...]] = {
-            "embed_tokens.weight": (self.vocab_size, self.hidden_size),
-            "norm.weight": (self.hidden_size,),
-        }
-        if not self.tie_word_embeddings:
-            shapes["lm_head.weight"] = (self.vocab_size, self.hidden_size)
-        for index, kind in enumerate(self.layer_types):
-            shapes |= {f"layers.{index}.{name}": shape for name, shape in self._layer_shapes(kind).items()}
-        return shapes
+
+    def parameters(self) -> int:
+        """Parameters of the text model, a tied head counted once."""
+        return sum(math.prod(shape) for shape in self.tensor_shapes().values())
+
+    def vector_bytes(self, itemsize: int) -> int:  # noqa: ARG002
+        """Bytes of all weights but the linear maps, the embedding and the head. Norms are kept in float32."""
+        matrices = {f"layers.{n}.{path}.weight" for n in range(self.num_layers) for path in self.linear_shapes(n)}
+        matrices |= {"embed_tokens.weight", "lm_head.weight"}
+        return 4 * sum(math.prod(shape) for name, shape in self.tensor_shapes().items() if name not in matrices)
 
     def mtp_linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """Shapes [out, in] of the linear maps of the layer that predicts the token after next."""
-        linears = {f"layers.0.{path}": shape for path, shape in self._linears("full_attention").items()}
-        return {"fc": (self.hidden_size, 2 * self.hidden_size)} | linears
+        """Shapes [out, in] of the linear maps of the layer that predicts the token after next; {}: there is none."""
+        return {}
 
-    def mtp_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of the layer that predicts the token after next, with its "mtp." prefix."""
-        shapes: dict[str, tuple[int, ...]] = {
-            "mtp.fc.weight": (self.hidden_size, 2 * self.hidden_size),
-            "mtp.norm.weight": (self.hidden_size,),
-            "mtp.pre_fc_norm_embedding.weight": (self.hidden_size,),
-            "mtp.pre_fc_norm_hidden.weight": (self.hidden_size,),
-        }
-        return shapes | {f"mtp.layers.0.{name}": size for name, size in self._layer_shapes("full_attention").items()}
+    def mtp_vector_bytes(self) -> int:
+        """Bytes of that layer's other weights."""
+        return 0
 
-    def _layer_shapes(self, kind: LayerType) -> dict[str, tuple[int, ...]]:
-        layer: dict[str, tuple[int, ...]] = {
-            "input_layernorm.weight": (self.hidden_size,),
-            "post_attention_layernorm.weight": (self.hidden_size,),
-        }
-        layer |= {f"{path}.weight": shape for path, shape in self._linears(kind).items()}
-        if kind == "full_attention":
-            return layer | {"self_attn.q_norm.weight": (self.head_dim,), "self_attn.k_norm.weight": (self.head_dim,)}
-        return layer | {
-            "linear_attn.conv1d.weight": (self.conv_dim, 1, self.conv_kernel),
-            "linear_attn.A_log": (self.linear_value_heads,),
-            "linear_attn.dt_bias": (self.linear_value_heads,),
-            "linear_attn.norm.weight": (self.linear_value_dim,),
-        }
+    def training_numbers(self, layer: int, *, chunk: int, tile: int) -> TrainingNumbers:  # noqa: ARG002
+        """Memory of a layer's mixer in training.
 
-    @classmethod
-    def from_directory(cls, path: str | Path) -> ModelConfig:
-        """Reads ``path/config.json``, flat (text model) or with a nested text_config (multimodal model).
-
-        Raises:
-            CheckpointRejected: no or malformed file, a missing key, or an architecture that this model is not.
+        Args:
+            chunk, tile: tokens that a recurrent layer takes at a time, in plain torch and on a GPU.
         """
-        file = Path(path) / "config.json"
-        try:
-            data = json.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise CheckpointRejected(f"{file} does not exist: the model directory needs a config.json") from error
-        except (OSError, ValueError) as error:
-            raise CheckpointRejected(f"{file} is not readable JSON: {error}") from error
-        if not isinstance(data, dict):
-            raise CheckpointRejected(f"{file} is not a JSON object")
-        return cls.from_dict(data)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> ModelConfig:
-        """Same, from the parsed JSON."""
-        text = data.get("text_config", data)
-        if not isinstance(text, Mapping):
-            raise CheckpointRejected("config.json: text_config is not an object")
-        _refuse_foreign(data, text)
-        layer_types = _layer_types(text)
-        hidden, heads = _integer(text, "hidden_size"), _integer(text, "num_attention_heads")
-        head_dim = _integer(text, "head_dim") if text.get("head_dim") is not None else hidden // heads
-        theta, partial = _rope(text)
-        tied = text.get("tie_word_embeddings", data.get("tie_word_embeddings", False))
-        if "text_config" in data and "tie_word_embeddings" in data:
-            tied = data["tie_word_embeddings"]
-        if not isinstance(tied, bool):
-            raise CheckpointRejected(f"config.json: tie_word_embeddings must be true or false, got {tied!r}")
-        return cls(
-            module_prefix="model.language_model." if "text_config" in data else "model.",
-            vocab_size=_integer(text, "vocab_size"),
-            hidden_size=hidden,
-            intermediate_size=_integer(text, "intermediate_size"),
-            layer_types=layer_types,
-            num_heads=heads,
-            num_kv_heads=_integer(text, "num_key_value_heads"),
-            head_dim=head_dim,
-            rotary_dim=int(head_dim * partial),
-            rope_theta=theta,
-            rms_norm_eps=_number(text, "rms_norm_eps"),
-            linear_key_heads=_integer(text, "linear_num_key_heads"),
-            linear_value_heads=_integer(text, "linear_num_value_heads"),
-            linear_key_dim=_integer(text, "linear_key_head_dim"),
-            linear_value_dim=_integer(text, "linear_value_head_dim"),
-            conv_kernel=_integer(text, "linear_conv_kernel_dim"),
-            max_position_embeddings=_integer(text, "max_position_embeddings"),
-            tie_word_embeddings=tied,
-            original_max_position_embeddings=(
-                _integer(text, "original_max_position_embeddings")
-                if text.get("original_max_position_embeddings") is not None
-                else None
-            ),
+        queries, keys = self.query_size, self.kv_size
+        return TrainingNumbers(
+            plain=(6 * queries + 4 * keys, (5 * (queries + keys)) // 4),
+            inside=(queries, self.num_heads),
+            backward=4 * queries + 2 * (queries + keys),
+            selective_keeps_inside=True,
         )
 
 
-def _require(text: Mapping[str, Any], key: str) -> Any:
+def require(text: Mapping[str, Any], key: str) -> Any:
+    """A key of config.json that must be there. Raises CheckpointRejected."""
     if text.get(key) is None:
         raise CheckpointRejected(f"config.json: {key} is missing")
     return text[key]
 
 
-def _integer(text: Mapping[str, Any], key: str) -> int:
-    value = _require(text, key)
+def integer(text: Mapping[str, Any], key: str) -> int:
+    """A positive integer of config.json. Raises CheckpointRejected."""
+    value = require(text, key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CheckpointRejected(f"config.json: {key} must be a positive integer, got {value!r}")
     return value
 
 
-def _number(text: Mapping[str, Any], key: str) -> float:
-    value = _require(text, key)
+def number(text: Mapping[str, Any], key: str) -> float:
+    """A positive number of config.json. Raises CheckpointRejected."""
+    value = require(text, key)
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
         raise CheckpointRejected(f"config.json: {key} must be a positive number, got {value!r}")
     return float(value)
-
-
-def _layer_types(text: Mapping[str, Any]) -> tuple[LayerType, ...]:
-    count = _integer(text, "num_hidden_layers")
-    given = text.get("layer_types")
-    if given is None:
-        interval = _integer(text, "full_attention_interval") if "full_attention_interval" in text else 4
-        return tuple("linear_attention" if (i + 1) % interval else "full_attention" for i in range(count))
-    if not isinstance(given, list) or len(given) != count or any(kind not in _LAYER_TYPES for kind in given):
-        raise CheckpointRejected(
-            f"config.json: layer_types must list num_hidden_layers={count} entries, each one of {list(_LAYER_TYPES)}"
-        )
-    return tuple(given)
-
-
-def _rope(text: Mapping[str, Any]) -> tuple[float, float]:
-    """Theta and the rotary share of a head, from rope_parameters or the older flat keys."""
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise CheckpointRejected("config.json: rope_parameters is not an object")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "mrope"):
-        raise CheckpointRejected(f"config.json: rope_parameters.rope_type {kind!r} is not supported, only 'default' is")
-    merged = {**text, **rope}
-    partial = _number(merged, "partial_rotary_factor") if "partial_rotary_factor" in merged else 0.25
-    return _number(merged, "rope_theta"), partial
-
-
-def _refuse_foreign(data: Mapping[str, Any], text: Mapping[str, Any]) -> None:
-    kind = text.get("model_type", data.get("model_type"))
-    if kind not in ("qwen3_5_text", "qwen3_5"):
-        raise CheckpointRejected(f"config.json: model_type {kind!r} is neither qwen3_5 nor qwen3_5_text")
-    if text.get("attention_bias"):
-        raise CheckpointRejected("config.json: attention_bias=true is not supported")
-    if text.get("attn_output_gate", True) is not True:
-        raise CheckpointRejected("config.json: attn_output_gate=false is not supported")
-    if text.get("hidden_act", "silu") != "silu":
-        raise CheckpointRejected(f"config.json: hidden_act {text['hidden_act']!r} is not supported, only 'silu' is")
-    for source in (data, text):
-        if source.get("quantization_config") is not None:
-            raise CheckpointRejected("config.json: quantization_config is set: quantized weights are not supported")

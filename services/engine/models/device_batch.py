@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.gpu.attention.decode import DecodeConfig, DecodeWorkspace
 from kernels.gpu.attention.pages import KvPages, StackedPages
 from kernels.gpu.copies.state_copy import copy_states
 from kernels.gpu.delta.waiting_writes import WaitingWrites
@@ -45,6 +46,18 @@ class StepRows:
     def mixed(self) -> bool:
         """Whether some rows are computed as decodes are and others as prefills are."""
         return self.decodes > 0 and self.segments is not None and not self.short
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeAttention:
+    """How decode attention runs for one batch size."""
+
+    splits: int
+    """Parts into which each context is cut, at most."""
+    workspace: DecodeWorkspace
+    """Shared by all layers: launches on a stream follow each other."""
+    config: DecodeConfig | None = None
+    """None: the kernel's own choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +105,18 @@ class DeviceCache:
             mtp: with pages for the mtp layer.
             waiting_writes: of a state, until it is written back; 0: it always is.
         """
-        linear = config.num_linear_layers
-        heads, key_dim, value_dim = config.linear_value_heads, config.linear_key_dim, config.linear_value_dim
-        layers = config.num_full_layers + mtp
+        layout = config.cache_layout
+        linear = layout.state_layers
+        heads, key_dim, value_dim = layout.state_heads, layout.state_key_dim, layout.state_value_dim
         stacked = StackedPages.allocate(
-            layers, num_blocks, block_size, config.num_kv_heads, config.head_dim, kv_dtype or dtype, device
+            layout.kv_layers + mtp, num_blocks, block_size, layout.kv_heads, layout.head_dim, kv_dtype or dtype, device
         )
         return cls(
             stacked=stacked,
             pages=stacked.layers(),
-            conv=torch.zeros(linear, num_slots, config.conv_kernel - 1, config.conv_dim, dtype=dtype, device=device),
+            conv=torch.zeros(
+                linear, num_slots, layout.conv_kernel - 1, layout.conv_channels, dtype=dtype, device=device
+            ),
             recurrent=torch.zeros(linear, num_slots, heads, key_dim, value_dim, dtype=state_dtype, device=device),
             block_size=block_size,
             waiting=WaitingWrites.allocate(

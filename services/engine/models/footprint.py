@@ -8,11 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from kernels.quantize import GROUP
 from services.common.errors import InvalidRequest
 from services.engine.models.config import ModelConfig
 
 Quantization = Literal["none", "fp8", "int4"]
+_HEAD_COPY_BYTES = 64 * 2**20
+"""A tied head up to this size gets a copy in the faster memory order; a larger one is not worth the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +84,8 @@ def weight_bytes(config: ModelConfig, formats: Formats) -> int:
     if formats.mtp:
         shapes = config.mtp_linear_shapes().values()
         total += sum(matrix_bytes(out, into, formats.itemsize, formats.storage.quantization) for out, into in shapes)
-        total += 4 * (5 * config.hidden_size + (config.num_heads + config.num_kv_heads) * config.head_dim)
-    delta_net = config.conv_dim * config.conv_kernel * formats.itemsize
-    delta_net += 4 * (2 * config.linear_value_heads + config.linear_value_dim)
-    attention = 4 * (config.num_heads + config.num_kv_heads) * config.head_dim
-    norms = 4 * config.hidden_size * (2 * config.num_layers + 1)
-    total += delta_net * config.num_linear_layers + attention * config.num_full_layers + norms
+        total += config.mtp_vector_bytes()
+    total += config.vector_bytes(formats.itemsize)
     embedding = config.vocab_size * config.hidden_size * formats.itemsize
     if formats.storage.float8_head:
         return total + embedding + matrix_bytes(config.vocab_size, config.hidden_size, formats.itemsize, "fp8")
@@ -95,21 +95,31 @@ def weight_bytes(config: ModelConfig, formats: Formats) -> int:
 
 def block_bytes(config: ModelConfig, block_size: int, formats: Formats) -> int:
     """Bytes of K and V of one block over all full-attention layers and the mtp layer, scales included."""
-    head = config.head_dim + 4 if formats.kv_float8 else config.head_dim * formats.itemsize
-    return 2 * (config.num_full_layers + formats.mtp) * block_size * config.num_kv_heads * head
+    layout = config.cache_layout
+    head = layout.head_dim + 4 if formats.kv_float8 else layout.head_dim * formats.itemsize
+    return 2 * (layout.kv_layers + formats.mtp) * block_size * layout.kv_heads * head
 
 
 def slot_bytes(config: ModelConfig, formats: Formats) -> int:
-    """Bytes of convolution and recurrent state of one sequence over all DeltaNet layers."""
-    conv = config.conv_dim * (config.conv_kernel - 1) * formats.itemsize
-    recurrent = config.value_size * config.linear_key_dim * formats.state_itemsize
-    write = config.linear_key_dim * formats.itemsize + 4 * config.linear_value_dim + 4
-    waiting = formats.waiting_writes * write + (config.linear_value_dim if formats.waiting_writes else 0)
-    return config.num_linear_layers * (conv + recurrent + config.linear_value_heads * waiting)
+    """Bytes of convolution and recurrent state of one sequence over all layers that have one."""
+    layout = config.cache_layout
+    conv = layout.conv_channels * (layout.conv_kernel - 1) * formats.itemsize
+    recurrent = layout.state_heads * layout.state_value_dim * layout.state_key_dim * formats.state_itemsize
+    write = layout.state_key_dim * formats.itemsize + 4 * layout.state_value_dim + 4
+    waiting = formats.waiting_writes * write + (layout.state_value_dim if formats.waiting_writes else 0)
+    return layout.state_layers * (conv + recurrent + layout.state_heads * waiting)
 
 
 def widest_output(config: ModelConfig) -> int:
     """Numbers a token of the widest fused projection."""
-    attention = 2 * config.query_size + 2 * config.kv_size
-    delta_net = config.conv_dim + config.value_size + 2 * config.linear_value_heads
-    return max(2 * config.intermediate_size, attention, delta_net)
+    return max(
+        sum(config.linear_shapes(layer)[module][0] for module in modules)
+        for layer in range(config.num_layers)
+        for modules in config.linear_groups(layer).values()
+    )
+
+
+def copies_head(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a tied head is a second copy of the embedding in the faster memory order; only the CPU cares."""
+    small = config.vocab_size * config.hidden_size * dtype.itemsize <= _HEAD_COPY_BYTES
+    return config.tie_word_embeddings and device.type == "cpu" and small

@@ -17,7 +17,13 @@ from services.gateway.protocol.chat.request import ChatRequest
 
 
 async def chat_generation(
-    context: InferenceContext, body: ChatRequest, *, prefix: str = "chatcmpl", clip: bool = False, traceparent: str = ""
+    context: InferenceContext,
+    body: ChatRequest,
+    *,
+    prefix: str = "chatcmpl",
+    clip: bool = False,
+    session: str | None = None,
+    traceparent: str = "",
 ) -> Generation:
     """Renders and tokenizes a conversation; nothing is sent yet.
 
@@ -26,6 +32,7 @@ async def chat_generation(
         body: the request.
         prefix: of the response id.
         clip: a token limit that is over what the context leaves is lowered to it, not refused.
+        session: the client's session that body or header name.
         traceparent: W3C trace context of the HTTP request.
 
     Raises:
@@ -78,6 +85,7 @@ async def chat_generation(
         chat=True,
         parallel_tool_calls=body.may_repeat_calls,
         prompt_logprobs=body.prompt_logprobs,
+        session=session,
         traceparent=traceparent,
     )
 

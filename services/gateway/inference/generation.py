@@ -67,6 +67,7 @@ class Generation:
         prompt_logprobs: alternatives to each token of the prompts; None: no log-probabilities of them.
         parallel_tool_calls: a chat answer may have more than one call.
         shows_end: the token that ended a completion has log-probabilities like the others.
+        session: the client's session that body or header name.
         traceparent: W3C trace context, checked.
 
     Raises:
@@ -87,6 +88,7 @@ class Generation:
         parallel_tool_calls: bool = True,
         prompt_logprobs: int | None = None,
         shows_end: bool = False,
+        session: str | None = None,
         traceparent: str = "",
     ) -> None:
         self.id = f"{prefix}-{uuid.uuid4().hex}"
@@ -94,8 +96,7 @@ class Generation:
         self.model = body.model
         self.served = served
         self.jobs = jobs
-        self.affinity = Affinity(body.session_id, body.prompt_cache_key or body.user or None, owner())
-        """Set before ``steps`` is called, where a header says more than the body."""
+        self._affinity = Affinity(session, body.prompt_cache_key or body.user or None, owner())
         self._context = context
         self._started = time.monotonic()
         self._latencies = context.metrics.latencies(context.settings.served_model_name, stream=bool(body.stream))
@@ -120,6 +121,7 @@ class Generation:
         text_ends = frozenset(body.stop_token_ids or ()) - frozenset(engine_ends)
         cut_ids = frozenset(engine_ends) - own_ends
         end_think, call = (served.vocabulary.markup.get(tag) for tag in (END_THINK, OPEN))
+        kept_as = None if self._affinity.history is None else session_of(self._affinity.history)
         self._reasons: list[str] = []
         """Of the choices that have ended."""
         self.choices: list[Choice] = []
@@ -173,6 +175,7 @@ class Generation:
                     # Once a prompt: what its first choice is told counts for the others. A stream cannot wait for it.
                     prompt_logprobs=prompt_logprobs if body.stream or index % body.choices == 0 else None,
                     boundaries=job.boundaries,
+                    session=kept_as,
                 )
             )
 
@@ -192,15 +195,11 @@ class Generation:
         Raises:
             TemperError: what an engine answered instead of tokens, or that it is gone.
         """
-        if (session := self.affinity.history) is not None:
-            named = session_of(session)
-            for request in self._requests:
-                request.session.CopyFrom(named)
         ended: dict[int, Step] = {}
         """Last steps, which are told when the engine has their rollouts as they are."""
         try:
             prompts = [job.prompt for job in self.jobs]
-            async with self._context.engines.exchange(self._requests, self.affinity, prompts=prompts) as exchange:
+            async with self._context.engines.exchange(self._requests, self._affinity, prompts=prompts) as exchange:
                 async for index, update in exchange:
                     choice = self.choices[index]
                     if choice.finished:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from services.common.errors import InvalidRequest
 from services.common.jobs.training_sessions import Forward, ForwardBackward
-from services.engine.models.qwen3_5.training.forward import TrainableForward
+from services.engine.models.training_forward import TrainableForward
 from services.trainer.api_sessions.losses import token_loss
 from services.trainer.api_sessions.scoring import ScoredBatch, scored_batches, spread
 from services.trainer.host.policy_host import PolicyHost

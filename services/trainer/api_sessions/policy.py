@@ -10,7 +10,7 @@ import torch
 from services.common.errors import InvalidRequest, Overloaded
 from services.common.jobs.training_sessions import Forward, ForwardBackward, OptimStep
 from services.engine.models.lora.trainable import LoraParams
-from services.engine.models.qwen3_5.training.forward import TrainableForward
+from services.engine.models.training_forward import TrainableForward
 from services.engine.models.training_memory.arena import GraphMemory
 from services.engine.models.training_memory.recompute import Recompute
 from services.trainer.api_sessions.forward import Scoring

@@ -9,7 +9,7 @@ from typing import Protocol
 from services.common.adapters.names import AdapterVersion
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.text.tokenizer import TextCodec
-from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.models.interface import CausalLM
 from services.trainer.host.rollouts import RolloutSource
 from services.trainer.memory.budget import TrainingLedger
 
@@ -30,12 +30,12 @@ class PolicyHost(Protocol):
     """The serving side of a pod, as the trainer sees it."""
 
     @property
-    def model(self) -> Qwen3_5:
+    def model(self) -> CausalLM:
         """The one copy of the frozen weights."""
         ...
 
     @property
-    def teacher(self) -> Qwen3_5 | None:
+    def teacher(self) -> CausalLM | None:
         """A second model with the same tokens on the same device, for distillation; None: the pod has none."""
         ...
 

@@ -20,7 +20,7 @@ from services.common.jobs.fields.lora import check_agrees
 from services.engine.models.lora.binding import bind_adapter, name_targets
 from services.engine.models.lora.targets import target_shapes
 from services.engine.models.lora.trainable import LoraParams
-from services.engine.models.qwen3_5.training.forward import FrozenForward, TrainableForward
+from services.engine.models.training_forward import FrozenForward, TrainableForward
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import RunState
 from services.trainer.jobs.defaults import Method, learning_rate

@@ -155,35 +155,13 @@ def _plain_bytes(config: ModelConfig, layer: int, work: Workload) -> int:
     """Bytes a token that one layer keeps, counted from its inputs to autograd: the numbers of ``narrow`` are of the
     model's dtype, those of ``wide`` float32."""
     narrow = _plain_mlp(config) + len(config.linear_shapes(layer)) * work.rank
-    wide = 4 * config.hidden_size
-    if config.layer_types[layer] == "full_attention":
-        narrow += 6 * config.query_size + 4 * config.kv_size
-        wide += (5 * (config.query_size + config.kv_size)) // 4
-    else:
-        narrow += config.conv_dim + 3 * config.value_size
-        heads, key, value = config.linear_value_heads, config.linear_key_dim, config.linear_value_dim
-        # Queries, keys and values of each value head, the [chunk, chunk] matrices, the states between chunks.
-        wide += heads * (5 * key + 5 * value + 15 * CHUNK // 2 + 2 * key * value // CHUNK)
-        wide += 6 * config.linear_key_heads * key
-    return narrow * work.itemsize + wide * 4
-
-
-def _mixer_inside(config: ModelConfig, layer: int) -> tuple[int, int]:
-    """Numbers a token between a mixer's projections on a GPU: of the model's dtype, and float32."""
-    if config.layer_types[layer] == "full_attention":
-        return config.query_size, config.num_heads
-    heads = config.linear_value_heads
-    states = heads * config.linear_key_dim * config.linear_value_dim // _TILE
-    # The convolution's output, the recurrence's, what each token wrote, the tiles' matrices and their factors.
-    return config.conv_dim + 2 * config.value_size + 2 * heads * _TILE + states, 5 * heads
+    mixer = config.training_numbers(layer, chunk=CHUNK, tile=_TILE).plain
+    return (narrow + mixer[0]) * work.itemsize + (4 * config.hidden_size + mixer[1]) * 4
 
 
 def _projection(config: ModelConfig, layer: int) -> int:
     """Width of a mixer's first projection."""
-    shapes = config.linear_shapes(layer)
-    return sum(
-        out for name, (out, _) in shapes.items() if "mlp" not in name and "o_proj" not in name and "out_" not in name
-    )
+    return sum(config.linear_shapes(layer)[module][0] for module in config.linear_groups(layer)["in"])
 
 
 def _fused_bytes(config: ModelConfig, layer: int, work: Workload, recompute: Recompute) -> int:
@@ -191,10 +169,9 @@ def _fused_bytes(config: ModelConfig, layer: int, work: Workload, recompute: Rec
     narrow, wide = config.hidden_size, 0
     if recompute != "full":
         narrow += config.hidden_size + _projection(config, layer)
-    attention = config.layer_types[layer] == "full_attention"
-    if recompute == "none" or (recompute == "selective" and attention):
-        inside = _mixer_inside(config, layer)
-        narrow, wide = narrow + inside[0], wide + inside[1]
+    mixer = config.training_numbers(layer, chunk=CHUNK, tile=_TILE)
+    if recompute == "none" or (recompute == "selective" and mixer.selective_keeps_inside):
+        narrow, wide = narrow + mixer.inside[0], wide + mixer.inside[1]
     if recompute == "none":
         narrow += 2 * config.intermediate_size
     return narrow * work.itemsize + wide * 4
@@ -204,12 +181,9 @@ def _fused_working(config: ModelConfig, layer: int, work: Workload) -> int:
     """Bytes a token that one layer's backward works in on a GPU, what it computes again included."""
     again = _fused_bytes(config, layer, work, "none") - _fused_bytes(config, layer, work, work.recompute)
     mlp = 2 * config.intermediate_size + 4 * config.hidden_size
-    narrow, wide = _mixer_inside(config, layer)
-    mixer = 2 * _projection(config, layer) + narrow + 4 * max(config.query_size, config.value_size)
-    if config.layer_types[layer] != "full_attention":
-        mixer += 2 * config.linear_value_heads * config.linear_key_dim + config.conv_dim
-    else:
-        mixer += 2 * (config.query_size + config.kv_size)
+    numbers = config.training_numbers(layer, chunk=CHUNK, tile=_TILE)
+    narrow, wide = numbers.inside
+    mixer = 2 * _projection(config, layer) + narrow + numbers.backward
     return again + max(mlp, mixer) * work.itemsize + 4 * wide + 2 * config.hidden_size * work.itemsize
 
 

@@ -12,10 +12,10 @@ from kernels.divergence import Divergence
 from services.common.errors import AdapterRejected, InvalidRequest, ModelNotFound
 from services.common.jobs import CHECKPOINT, OpdJob
 from services.common.jobs.kinds.opd import check_read
+from services.engine.models.interface import CausalLM
 from services.engine.models.lora.binding import bind_adapter
 from services.engine.models.lora.trainable import LoraParams
-from services.engine.models.qwen3_5.model import Qwen3_5
-from services.engine.models.qwen3_5.training.forward import FrozenForward
+from services.engine.models.training_forward import FrozenForward
 from services.engine.models.training_memory.arena import GraphMemory
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.memory.estimate import TeacherWork
@@ -26,7 +26,7 @@ from services.trainer.packing import Microbatch
 class Teacher:
     """A model that reads what the student said. Nothing of it is trained."""
 
-    model: Qwen3_5
+    model: CausalLM
     lora: LoraParams | None
     memory: GraphMemory | None = None
     """Where its forwards are captured."""
@@ -73,7 +73,7 @@ class Teacher:
     def work(self) -> TeacherWork:
         return TeacherWork(self.model.config, 0 if self.lora is None else self.lora.num_parameters())
 
-    def says_the_same(self, student: Qwen3_5, lora: LoraParams) -> bool:
+    def says_the_same(self, student: CausalLM, lora: LoraParams) -> bool:
         """Whether the student with this adapter is the teacher already: what a step would learn from is rounding."""
         if self.model is not student:
             return False
@@ -102,7 +102,7 @@ class Teacher:
 
     def compare(
         self,
-        student: Qwen3_5,
+        student: CausalLM,
         hidden: Tensor,
         own: Tensor,
         *,

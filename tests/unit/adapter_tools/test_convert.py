@@ -14,10 +14,10 @@ from transformers import Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5ForConditiona
 
 from services.adapter_tools.convert import Form, convert, form_of
 from services.common.errors import AdapterRejected, InvalidRequest
-from services.engine.models.config import ModelConfig
 from services.engine.models.lora.binding import bind_adapter
 from services.engine.models.lora.peft_config import CONFIG_FILE, WEIGHTS_FILE
 from services.engine.models.lora.targets import TARGET_MODULES
+from services.engine.models.registry import read_config
 from tests.unit.adapter_tools.adapters import adapter
 
 TOKENS = torch.tensor([[3, 17, 250, 99, 5, 5, 301, 7]])
@@ -97,7 +97,7 @@ def test_each_form_gives_its_class_the_same_logits(both: tuple[Any, Any], tmp_pa
 def test_what_temper_publishes_loads_in_either_class(
     both: tuple[Any, Any], checkpoint: Path, tmp_path: Path, form: Form
 ) -> None:
-    config = ModelConfig.from_directory(checkpoint)
+    config = read_config(checkpoint)
     ours = adapter(config, rank=3)
     wanted = with_adapter(both[0], ours, tmp_path / "a")
     converted = convert(ours, form, config)
@@ -135,13 +135,13 @@ A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
     ],
 )
 def test_nothing_unknown_missing_or_twice(checkpoint: Path, change: Any, named: str) -> None:
-    files = adapter(ModelConfig.from_directory(checkpoint))
+    files = adapter(read_config(checkpoint))
     with pytest.raises(AdapterRejected, match=named):
         convert(changed(files, change), "multimodal")
 
 
 def test_with_the_base_every_tensor_is_bound(checkpoint: Path) -> None:
-    config = ModelConfig.from_directory(checkpoint)
+    config = read_config(checkpoint)
     files = adapter(config, modules=["up_proj"])
     fewer = changed(files, lambda t: [t.pop(key) for key in list(t) if "layers.3" in key])
     assert convert(fewer, "multimodal"), "nothing says how many layers there are"
@@ -150,7 +150,7 @@ def test_with_the_base_every_tensor_is_bound(checkpoint: Path) -> None:
 
 
 def test_what_is_no_adapter(checkpoint: Path) -> None:
-    files = adapter(ModelConfig.from_directory(checkpoint))
+    files = adapter(read_config(checkpoint))
     with pytest.raises(InvalidRequest, match="text, multimodal"):
         convert(files, "onnx")  # type: ignore[arg-type]
     with pytest.raises(AdapterRejected, match="corrupt"):

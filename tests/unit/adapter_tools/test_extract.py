@@ -26,7 +26,7 @@ from services.adapter_tools.files import AdapterDirectory
 from services.common.adapters.manifest import Manifest
 from services.common.errors import AdapterRejected, CheckpointRejected, InvalidRequest
 from services.engine.models.checkpoint import checkpoint_digest
-from services.engine.models.config import ModelConfig
+from services.engine.models.registry import read_config
 from tests.unit.adapter_tools.adapters import adapter
 
 TINY = Path(__file__).resolve().parents[3] / "models" / "tiny"
@@ -57,7 +57,7 @@ def peft_logits(base: Path, files: dict[str, bytes], directory: Path) -> tuple[t
 
 @pytest.mark.parametrize("max_shard_bytes", [5 * 10**9, 2 * 2**20])
 def test_the_tiny_model_with_an_adapter(tmp_path: Path, max_shard_bytes: int) -> None:
-    files = adapter(ModelConfig.from_directory(TINY), rank=8, alpha=12, rslora=True, size=0.02)
+    files = adapter(read_config(TINY), rank=8, alpha=12, rslora=True, size=0.02)
     plain, wanted = peft_logits(TINY, files, tmp_path / "adapter")
     steps: list[tuple[str, int, int]] = []
     result = extract(
@@ -91,7 +91,7 @@ def test_the_tiny_model_with_an_adapter(tmp_path: Path, max_shard_bytes: int) ->
 
 
 def test_in_the_bases_own_dtype_each_weight_is_rounded_once(tmp_path: Path) -> None:
-    config = ModelConfig.from_directory(TINY)
+    config = read_config(TINY)
     files = adapter(config, rank=4, modules=["q_proj", "in_proj_qkv"], size=0.05)
     result = extract(TINY, files, tmp_path / "out", base_digest=None, source="bot")
     before, after = load_file(TINY / "model.safetensors"), load_file(next((tmp_path / "out").glob("*.safetensors")))
@@ -110,7 +110,7 @@ def test_in_the_bases_own_dtype_each_weight_is_rounded_once(tmp_path: Path) -> N
 
 
 def test_another_base_is_refused_and_leaves_nothing(tmp_path: Path, checkpoint: Path) -> None:
-    files = adapter(ModelConfig.from_directory(checkpoint))
+    files = adapter(read_config(checkpoint))
     with pytest.raises(AdapterRejected, match="another base model"):
         extract(checkpoint, files, tmp_path / "out", base_digest="0" * 64, source="bot@3")
     with pytest.raises(AdapterRejected, match="binds to no linear layer"):
@@ -122,7 +122,7 @@ def test_the_disk_is_looked_at_before_anything_is_written(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "total used free")(10**9, 0, 70 * 2**20)
-    files = adapter(ModelConfig.from_directory(TINY))
+    files = adapter(read_config(TINY))
     monkeypatch.setattr(output.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(InvalidRequest, match=r"needs \d+\.\d MiB.*has 70\.0 MiB free"):
         extract(TINY, files, tmp_path / "out", base_digest=None, source="bot")
@@ -130,7 +130,7 @@ def test_the_disk_is_looked_at_before_anything_is_written(
 
 
 def test_an_output_that_is_there_is_never_touched(tmp_path: Path, checkpoint: Path) -> None:
-    files = adapter(ModelConfig.from_directory(checkpoint))
+    files = adapter(read_config(checkpoint))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("mine")
     with pytest.raises(InvalidRequest, match="is there already"):
@@ -145,7 +145,7 @@ def test_a_failure_in_the_middle_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("services.adapter_tools.extract.shutil.copyfile", full)
-    files = adapter(ModelConfig.from_directory(checkpoint))
+    files = adapter(read_config(checkpoint))
     with pytest.raises(InvalidRequest, match="No space left"):
         extract(checkpoint, files, tmp_path / "out", base_digest=None, source="bot")
     assert list(tmp_path.iterdir()) == []
@@ -157,7 +157,7 @@ def test_an_incomplete_base_is_refused(tmp_path: Path, checkpoint: Path) -> None
     tensors = load_file(broken / "model.safetensors")
     del tensors["model.layers.1.self_attn.q_proj.weight"]
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    files = adapter(ModelConfig.from_directory(checkpoint))
+    files = adapter(read_config(checkpoint))
     with pytest.raises(CheckpointRejected, match=r"layers\.1\.self_attn\.q_proj"):
         extract(broken, files, tmp_path / "out", base_digest=None, source="bot")
 
@@ -171,13 +171,13 @@ def test_memory_stays_that_of_a_few_rows(tmp_path: Path) -> None:
     base = tmp_path / "base"
     base.mkdir()
     (base / "config.json").write_text(json.dumps(config))
-    shapes = ModelConfig.from_directory(base).tensor_shapes()
+    shapes = read_config(base).tensor_shapes()
     tensors = {f"model.{name}": torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     del tensors
     size = (base / "model.safetensors").stat().st_size
     assert size > 350 * 2**20
-    files = adapter(ModelConfig.from_directory(base), rank=2)
+    files = adapter(read_config(base), rank=2)
     directory = write(tmp_path / "adapter", files)
     code = (
         "import sys, torch, services.adapter_tools.extract\n"
@@ -219,7 +219,7 @@ def run_main(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tupl
 
 
 def test_the_process_says_what_it_does(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = adapter(ModelConfig.from_directory(checkpoint))
+    files = adapter(read_config(checkpoint))
     known = write(tmp_path / "known", files, manifest_for(checkpoint_digest(checkpoint)))
     other = write(tmp_path / "other", files, manifest_for("1" * 64))
     unknown = write(tmp_path / "unknown", files)
@@ -239,7 +239,7 @@ def test_the_process_says_what_it_does(tmp_path: Path, checkpoint: Path, capsys:
 
 
 def test_a_stopped_process_leaves_nothing(tmp_path: Path) -> None:
-    files = adapter(ModelConfig.from_directory(TINY))
+    files = adapter(read_config(TINY))
     directory = write(tmp_path / "adapter", files)
     code = (
         "import sys, time\n"

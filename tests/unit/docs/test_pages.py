@@ -73,3 +73,23 @@ def test_sentences_name_their_subject(page: Path) -> None:
     text = page.read_text()
     if "<!-- Written by" not in text:
         assert RIDDLE.findall(text) == []
+
+
+CODE = re.compile(
+    r"\b(?:services|kernels|cli|benchmarks|tests|observability|docs_tools|images|proto)/[\w./-]+\.(?:py|proto)\b"
+)
+MODULE = re.compile(r"python -m ((?:services|cli|benchmarks|tests|observability|docs_tools|images)(?:\.\w+)*)")
+CURRENT = [page for page in PAGES if page.name not in ("CHANGELOG.md", "NOTES.md")]
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_and_modules_in_the_text_exist(page: Path) -> None:
+    text = page.read_text()
+    modules = [Path(*name.split(".")) for name in MODULE.findall(text)]
+    gone = [path for path in CODE.findall(text) if not (ROOT / path).exists()]
+    gone += [str(path) for path in modules if not (ROOT / path / "__main__.py").exists() and not _is_module(path)]
+    assert gone == []
+
+
+def _is_module(path: Path) -> bool:
+    return (ROOT / path).with_suffix(".py").exists()

@@ -13,14 +13,15 @@ import torch
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import CheckpointRejected, DoesNotFit, InvalidRequest
 from services.common.storage.object_store import ObjectStore
-from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import Formats, Quantization, Storage, block_bytes, slot_bytes, weight_bytes
+from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.models.registry import read_config
 from services.engine.models.weights.matrix import Fp8Matrix, Int4Matrix
 from services.engine.settings import EngineSettings
 from services.pod.device import Device
 from services.pod.engine import build_engine
-from services.pod.memory import WAITING_WRITES, count_parameters, footprint, formats, plan, state_slots
+from services.pod.memory import WAITING_WRITES, footprint, formats, plan, state_slots
 from tests.parity.reference import BASE, CONFIGS, make_checkpoint
 
 GIB = 1024**3
@@ -28,7 +29,7 @@ TINY = Path(__file__).resolve().parents[3] / "models" / "tiny"
 H200 = Device("cuda", "NVIDIA H200", (9, 0))
 A100 = Device("cuda", "NVIDIA A100", (8, 0))
 BF16 = torch.bfloat16
-QWEN_4B = ModelConfig.from_dict(
+QWEN_4B = Qwen3_5Config.from_dict(
     {
         "model_type": "qwen3_5_text",
         "vocab_size": 248320,
@@ -75,7 +76,7 @@ def test_counts_what_the_loader_allocates(name: str, dtype: str, tmp_path: Path)
 def test_counts_what_the_gpu_caches_take(kv_float8: bool, state_dtype: torch.dtype, waiting_writes: int) -> None:
     from services.engine.models.device_batch import DeviceCache
 
-    config = ModelConfig.from_directory(TINY)
+    config = read_config(TINY)
     cache = DeviceCache.allocate(
         config,
         BF16,
@@ -114,7 +115,7 @@ def test_counts_the_mtp_layer(quantization: Quantization) -> None:
     assert weight_bytes(config, stored) == model.weights.nbytes()
     cache = model.allocate_cache(3, 8, 5)
     kv = sum(pool.nbytes for pool in (*cache.keys, *cache.values))
-    assert kv == 3 * block_bytes(config, 8, stored) == 3 * model.cache_bytes_per_block(8)
+    assert kv == 3 * block_bytes(config, 8, stored)
     device_cache = DeviceCache.allocate(
         config, torch.float32, model.device, num_blocks=3, block_size=8, num_slots=5, mtp=True
     )
@@ -132,13 +133,13 @@ def test_speculation_takes_two_states_a_sequence() -> None:
 
 @pytest.mark.parametrize("quantization", ["fp8", "int4"])
 def test_groups_must_divide_the_shapes(quantization: Quantization) -> None:
-    config = ModelConfig.from_dict({"model_type": "qwen3_5_text", "rms_norm_eps": 1e-6} | BASE)
+    config = Qwen3_5Config.from_dict({"model_type": "qwen3_5_text", "rms_norm_eps": 1e-6} | BASE)
     with pytest.raises(InvalidRequest, match=rf"{quantization} needs inputs in multiples of 128, layers\.0\..* has 48"):
         Storage(quantization).check(config)
 
 
 def test_the_published_shape() -> None:
-    assert count_parameters(QWEN_4B) == 4_205_751_296
+    assert QWEN_4B.parameters() == 4_205_751_296
     plain = footprint(QWEN_4B, settings().for_device("cuda"), BF16, H200)
     assert plain.weights == pytest.approx(8.41e9, rel=1e-3)
     assert plain.block == 16 * 32 * 1024

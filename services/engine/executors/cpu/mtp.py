@@ -9,7 +9,7 @@ may have gone on with another token: a guess may be worse for it, an output is n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ from services.engine.requests.outputs import SampledToken
 from services.engine.scheduler.step_plan import Chunk
 
 if TYPE_CHECKING:
-    from services.engine.models.qwen3_5.model import Qwen3_5
-    from services.engine.models.qwen3_5.step import Step
+    from services.engine.models.interface import CausalLM
 
 
 class Guesser:
@@ -31,10 +30,10 @@ class Guesser:
         sampler: one that draws as the runner's, for tokens that are not drawn yet.
     """
 
-    def __init__(self, model: Qwen3_5, cache: CacheBuffers, sampler: Sampler) -> None:
+    def __init__(self, model: CausalLM, cache: CacheBuffers, sampler: Sampler) -> None:
         self._model, self._cache, self._sampler = model, cache, sampler
 
-    def guess(self, hidden: Tensor, step: Step, chunks: Sequence[Chunk], tokens: Sequence[SampledToken]) -> list[int]:
+    def guess(self, hidden: Tensor, step: Any, chunks: Sequence[Chunk], tokens: Sequence[SampledToken]) -> list[int]:
         """One guess for each chunk that samples, -1 for requests that none are made for.
 
         Args:

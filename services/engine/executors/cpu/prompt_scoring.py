@@ -17,13 +17,13 @@ from services.engine.requests.prompt_scoring import PromptReport, PromptScores
 from services.engine.scheduler.step_plan import StepPlan
 
 if TYPE_CHECKING:
-    from services.engine.models.qwen3_5.model import Qwen3_5
+    from services.engine.models.interface import CausalLM
 
 _TILE = 64
 """Rows whose logits exist at once: 64 MB at 248,320 tokens."""
 
 
-def read_prompts(model: Qwen3_5, hidden: Tensor, plan: StepPlan) -> Sequence[PromptReport]:
+def read_prompts(model: CausalLM, hidden: Tensor, plan: StepPlan) -> Sequence[PromptReport]:
     """One report for each read of the plan.
 
     Args:

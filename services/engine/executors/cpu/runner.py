@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,14 +21,13 @@ from services.engine.executors.cpu.prompt_scoring import read_prompts
 from services.engine.executors.cpu.sampler import Sampler
 from services.engine.executors.runner import CompletedStep
 from services.engine.models.batch import CacheBuffers, ForwardBatch
-from services.engine.models.qwen3_5.step import Step
 from services.engine.requests.outputs import SampledToken
 from services.engine.scheduler.chunk_segments import links
 from services.engine.scheduler.step_plan import Chunk, StateCopy, StepPlan, StepResult
 
 if TYPE_CHECKING:
+    from services.engine.models.interface import CausalLM
     from services.engine.models.lora.slots import LoraSlots
-    from services.engine.models.qwen3_5.model import Qwen3_5
 
 
 class BlockTables:
@@ -95,7 +94,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Qwen3_5,
+        model: CausalLM,
         cache: CacheBuffers,
         lora: LoraSlots,
         *,
@@ -160,12 +159,12 @@ class ModelRunner:
 
         return sample
 
-    def _forward_links(self, batch: ForwardBatch, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, Step]:
+    def _forward_links(self, batch: ForwardBatch, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, Any]:
         """The model's forward_all() of a batch whose chunks have snapshots: all of them up to their first one, then up
         to their second one, and so on, and the rows put together again."""
         model, cache = self._model, self._cache
         # First, as it clears the states of sequences that start now.
-        step = Step.build(batch, cache, model.config, model.inverse_frequencies)
+        step = model.begin_step(batch, cache)
         every = torch.empty(len(batch.token_ids), model.config.hidden_size, dtype=model.dtype, device=model.device)
         begins = np.cumsum([0, *batch.lengths])
         chains = [links(chunk) for chunk in chunks]

@@ -13,7 +13,7 @@ from services.engine.executors.cuda.mtp import GuessRows
 from services.engine.executors.cuda.prompt_scoring import Reports
 from services.engine.executors.cuda.sampling.sampler import SampleRows
 from services.engine.executors.cuda.stream import Arrival
-from services.engine.models.qwen3_5.fused import FusedForward
+from services.engine.models.interface import DeviceForward
 from services.engine.scheduler.step_plan import StepResult
 
 
@@ -21,7 +21,7 @@ from services.engine.scheduler.step_plan import StepResult
 class QueuedStep:
     """A step whose layers and logits are queued, and whose sampling is not. Nothing else may be queued before that."""
 
-    forward: FusedForward
+    forward: DeviceForward
     step: LoadedStep
     captured: StepShape | None
     x: Tensor

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from services.engine.executors.cuda.sampling.sampler import CudaSampler, DeviceResults, SampleRows
-from services.engine.models.qwen3_5.fused import FusedForward
+from services.engine.models.interface import DeviceForward
 from services.engine.requests.outputs import SampledToken
 from services.engine.scheduler.step_plan import Chunk
 
@@ -74,7 +74,7 @@ def fill_next_ids(next_ids: Tensor, logit_rows: Tensor | None, tokens: Tensor) -
 
 
 def sample_guesses(
-    forward: FusedForward,
+    forward: DeviceForward,
     sampler: CudaSampler,
     out: Tensor,
     words: Tensor,

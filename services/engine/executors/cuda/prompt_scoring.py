@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.gpu.row_scores import row_scores
 from services.engine.executors.cuda.stream import EngineStream
 from services.engine.executors.prompt_rows import ReadRows
-from services.engine.models.qwen3_5.fused import FusedForward
+from services.engine.models.interface import DeviceForward
 from services.engine.requests.prompt_scoring import PromptReport, PromptScores
 from services.engine.scheduler.step_plan import Chunk, StepPlan
 
@@ -39,7 +39,7 @@ class CudaPromptReader:
         self._vocab = vocab
         self._tile = min(_MOST_ROWS, max(_LEAST_ROWS, max_num_seqs))
 
-    def launch(self, forward: FusedForward, x: Tensor, plan: StepPlan, decodes: int, first_row: int) -> Reports:
+    def launch(self, forward: DeviceForward, x: Tensor, plan: StepPlan, decodes: int, first_row: int) -> Reports:
         """Queues the reads of a plan and the copy of their results.
 
         Args:
@@ -84,7 +84,7 @@ class CudaPromptReader:
 
         return read
 
-    def warm_up(self, forward: FusedForward, x: Tensor) -> None:
+    def warm_up(self, forward: DeviceForward, x: Tensor) -> None:
         """Launches everything once. ``x``: [T, hidden]."""
         rows = torch.zeros(self._tile, dtype=torch.int64, device=x.device)
         row_scores(forward.logits(x.index_select(0, rows)), rows, min(1, self._vocab))

@@ -20,7 +20,6 @@ from kernels.gpu.attention.decode import DecodeWorkspace, decode_config, decode_
 from kernels.gpu.copies.block_tables import write_tables
 from kernels.gpu.sampling.sample import ROW_WORDS
 from kernels.gpu.segments import TILE
-from kernels.rope import inverse_frequencies
 from services.engine.constraints.masks import NO_MASKS, RowMasks
 from services.engine.executors.cuda.block_tables import TableShadow
 from services.engine.executors.cuda.buffers import StepBuffers, StepShape, sampled_rows
@@ -35,10 +34,9 @@ from services.engine.executors.cuda.shapes import attention_buckets, captured_sh
 from services.engine.executors.cuda.stream import EngineStream
 from services.engine.executors.cuda.warm_up import masks_to_try, sampling_plans, warm_up_shapes
 from services.engine.executors.runner import OpenStep, StepHandle
-from services.engine.models.device_batch import DeviceCache, StepRows
+from services.engine.models.device_batch import DecodeAttention, DeviceCache, StepRows
+from services.engine.models.interface import CausalLM, DeviceForward
 from services.engine.models.lora.slots import LoraSlots
-from services.engine.models.qwen3_5.fused import DecodeAttention, FusedForward
-from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.scheduler.chunk_segments import cut
 from services.engine.scheduler.step_plan import StepPlan, StepResult
 
@@ -89,7 +87,7 @@ class CudaRunner:
 
     def __init__(
         self,
-        model: Qwen3_5,
+        model: CausalLM,
         cache: DeviceCache,
         lora: LoraSlots,
         limits: RunnerLimits,
@@ -125,10 +123,7 @@ class CudaRunner:
             speculative=limits.speculative,
         )
         self._attention = _attention(model, cache, limits, options)
-        self.forward = FusedForward(
-            config,
-            model.weights,
-            inverse_frequencies(config.rotary_dim, config.rope_theta, device),
+        self.forward = model.device_forward(
             cache,
             lora,
             tables=self._tables,
@@ -200,7 +195,7 @@ class CudaRunner:
                 self._guess_graphs.capture(self._shapes, adapters=self._has_adapters)
         self._stream.synchronize()
 
-    def _launch_all(self, shapes: Sequence[StepShape], forward: FusedForward) -> None:
+    def _launch_all(self, shapes: Sequence[StepShape], forward: DeviceForward) -> None:
         if self._has_adapters:
             self._lora.warm_up()
         scratch = torch.zeros(1, 2, dtype=torch.int32, device=self._stream.device)
@@ -212,7 +207,7 @@ class CudaRunner:
             for masks in masks_to_try(plan, self._vocab):
                 self._sample(self._queue(plan, forward), masks).result()
 
-    def _run_padding(self, shape: StepShape, forward: FusedForward) -> None:
+    def _run_padding(self, shape: StepShape, forward: DeviceForward) -> None:
         rows = self._buffers.load(shape, (), 0).rows
         x = self._layers(rows, forward, adapters=False)
         if self._has_adapters:
@@ -233,7 +228,7 @@ class CudaRunner:
         queued = self._queue_now(plan)
         return OpenedStep(lambda masks: self._sample_now(queued, masks))
 
-    def _launch(self, plan: StepPlan, forward: FusedForward) -> LaunchedStep:
+    def _launch(self, plan: StepPlan, forward: DeviceForward) -> LaunchedStep:
         """A step whose rows may take any token, on the current stream."""
         return self._sample(self._queue(plan, forward), NO_MASKS)
 
@@ -251,7 +246,7 @@ class CudaRunner:
         with self._stream.active():
             return self._sample(queued, masks)
 
-    def _queue(self, plan: StepPlan, forward: FusedForward) -> QueuedStep:
+    def _queue(self, plan: StepPlan, forward: DeviceForward) -> QueuedStep:
         chunks = plan.chunks
         decodes = 0
         while decodes < len(chunks) and chunks[decodes].is_decode:
@@ -357,10 +352,10 @@ class CudaRunner:
     def _guess_shape(self, shape: StepShape, adapters: bool) -> Tensor:
         return self._guess(self._graphs.output(shape, adapters), self._buffers.keep(shape), self.forward)
 
-    def _layers(self, rows: StepRows, forward: FusedForward, adapters: bool) -> Tensor:
+    def _layers(self, rows: StepRows, forward: DeviceForward, adapters: bool) -> Tensor:
         return forward.layers(rows, self._attention_of(rows), adapters=adapters)
 
-    def _guess(self, x: Tensor, rows: StepRows, forward: FusedForward) -> Tensor:
+    def _guess(self, x: Tensor, rows: StepRows, forward: DeviceForward) -> Tensor:
         return forward.guess(x, rows, self._attention_of(rows))
 
     def _attention_of(self, rows: StepRows) -> DecodeAttention | None:
@@ -369,7 +364,7 @@ class CudaRunner:
 
 
 def _attention(
-    model: Qwen3_5, cache: DeviceCache, limits: RunnerLimits, options: RunnerOptions
+    model: CausalLM, cache: DeviceCache, limits: RunnerLimits, options: RunnerOptions
 ) -> dict[int, DecodeAttention]:
     """Decode attention by batch bucket. Buckets with as many splits share a workspace."""
     config, device = model.config, model.device

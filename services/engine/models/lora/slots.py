@@ -18,7 +18,6 @@ from services.engine.models.batch import ForwardBatch
 from services.engine.models.config import ModelConfig
 from services.engine.models.lora.binding import BoundAdapter
 from services.engine.models.lora.targets import LORA_GROUPS, Group, TargetBuffers, layer_groups
-from services.engine.models.weights.loader import query_row_order
 
 if TYPE_CHECKING:
     from services.engine.models.lora.upload import AdapterUpload, UploadPlan
@@ -27,8 +26,6 @@ _PIECE_BYTES = 8 * 2**20
 """Of an adapter on its way. A copy of this size holds up the small ones of a step by 0.2 ms at most."""
 _LAYOUTS = 16
 """Whose plans are kept at most, of 100 KB each for an adapter on all layers of a 4B model."""
-_REORDERED = "self_attn.q_proj"
-"""Its outputs lie as query_row_order() says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +123,11 @@ class LoraSlots:
             raise ValueError(f"num_slots and max_rank must be at least 1, got {num_slots} and {max_rank}")
         self.num_slots, self.max_rank = num_slots, max_rank
         self._invariant = invariant
-        self._query_rows = query_row_order(config)
+        modules = {path for layer in range(config.num_layers) for path in config.linear_shapes(layer)}
+        orders = {path: order for path in modules if (order := config.output_order(path)) is not None}
+        self._reordered = next(iter(orders), None)
+        """The module whose outputs lie as config.output_order() says."""
+        self._output_order = torch.tensor(orders.get(self._reordered or "", (0,)), dtype=torch.int64)
         self._layers: list[dict[str, _GroupBuffers]] = []
         for layer in range(config.num_layers):
             groups: dict[str, _GroupBuffers] = {}
@@ -153,7 +154,7 @@ class LoraSlots:
 
             if num_slots > 1:
                 self._upload = AdapterUpload(
-                    self.target_buffers(), self._query_rows, self.upload_bytes(config, max_rank)
+                    self.target_buffers(), self._output_order, self.upload_bytes(config, max_rank)
                 )
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -183,7 +184,7 @@ class LoraSlots:
                 (index, name),
                 buffers.a[:, number],
                 buffers.bs[number],
-                target.module == _REORDERED,
+                target.module == self._reordered,
             )
             for index, groups in enumerate(self._layers)
             for name, buffers in groups.items()
@@ -285,8 +286,8 @@ class LoraSlots:
                 # Rows of other adapters are multiplied by zeros beside it, and zero times infinity is not zero.
                 a[place, : bound.rank] = bound.a.float().clamp(-largest, largest)
                 scaled = (bound.b.float() * bound.scale).clamp_(-largest, largest)
-                if target.module == _REORDERED:
-                    scaled = scaled[self._query_rows]
+                if target.module == self._reordered:
+                    scaled = scaled[self._output_order]
                 b[: bound.rank, target.offset : target.offset + target.out_features] = scaled.t()
 
     @torch.inference_mode()

@@ -51,23 +51,14 @@ class TargetBuffers:
     b: Tensor
     """[slots, max_rank, out], the last dimension contiguous: Bᵀ times the scale."""
     ordered: bool
-    """Whether b's columns are in the order of query_row_order()."""
+    """Whether b's columns are in the order of ModelConfig.output_order()."""
 
 
 def layer_groups(config: ModelConfig, layer: int) -> tuple[Group, ...]:
-    """The groups of a layer: "in" (the mixer's inputs, fused as weights.py says), "out", "gate_up", "down"."""
+    """The groups of a layer: "in" (the mixer's inputs), "out", "gate_up", "down"."""
     shapes = config.linear_shapes(layer)
-    full = config.layer_types[layer] == "full_attention"
-    inputs = ("q_proj", "k_proj", "v_proj") if full else ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-    mixer = "self_attn" if full else "linear_attn"
-    members = {
-        "in": [f"{mixer}.{name}" for name in inputs],
-        "out": [f"{mixer}.{'o_proj' if full else 'out_proj'}"],
-        "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
-        "down": ["mlp.down_proj"],
-    }
     groups: list[Group] = []
-    for name, modules in members.items():
+    for name, modules in config.linear_groups(layer).items():
         targets: list[Target] = []
         offset = 0
         for module in modules:

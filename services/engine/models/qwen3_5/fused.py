@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kernels.gpu.attention.decode import DecodeConfig, DecodeWorkspace, paged_decode
+from kernels.gpu.attention.decode import paged_decode
 from kernels.gpu.attention.pages import KvPages
 from kernels.gpu.attention.prefill import paged_prefill
 from kernels.gpu.attention.qk_rope import qk_norm_rope_write
@@ -27,33 +27,21 @@ from kernels.gpu.embedding import gather_tokens
 from kernels.gpu.linear.skinny import Convolution, Norm
 from kernels.gpu.lora.rows import LoraRows
 from kernels.gpu.rms_norm import rms_norm
-from services.engine.models.config import ModelConfig
-from services.engine.models.device_batch import DeviceCache, StepRows
+from services.engine.models.device_batch import DecodeAttention, DeviceCache, StepRows
 from services.engine.models.lora.slots import LoraSlots
-from services.engine.models.qwen3_5.side_stream import Beside
-from services.engine.models.residual import Residual
-from services.engine.models.weights.layers import (
+from services.engine.models.qwen3_5.config import Qwen3_5Config
+from services.engine.models.qwen3_5.side_stream import SideStream
+from services.engine.models.qwen3_5.weights import (
     AttentionWeights,
     DeltaNetWeights,
     LayerWeights,
     ModelWeights,
     MtpWeights,
 )
+from services.engine.models.residual import Residual
 
 _GROUPS = ("in", "out", "gate_up", "down")
 """Linear layers that share an input; see lora_targets.layer_groups()."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeAttention:
-    """How decode attention runs for one batch size."""
-
-    splits: int
-    """Parts into which each context is cut, at most."""
-    workspace: DecodeWorkspace
-    """Shared by all layers: launches on a stream follow each other."""
-    config: DecodeConfig | None = None
-    """None: the kernel's own choice."""
 
 
 class FusedForward:
@@ -70,7 +58,7 @@ class FusedForward:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: Qwen3_5Config,
         weights: ModelWeights,
         inverse: Tensor,
         cache: DeviceCache,
@@ -85,7 +73,7 @@ class FusedForward:
         self._cache, self._lora = cache, lora
         self._tables, self._last_tokens = tables, last_tokens
         self._pdl = pdl
-        self._beside = Beside(inverse.device)
+        self._side_stream = SideStream(inverse.device)
         self._chunk: ChunkConfig | None = None
         self._late: bool | None = None
         """Whether decodes let writes to states wait; None: by their number."""
@@ -249,7 +237,7 @@ class FusedForward:
                 )
         if rows.segments is not None and not rows.short:
             paged_prefill(q, projected, pages, tables, rows.segments, out=out, pdl=self._pdl)
-        self._beside.join()
+        self._side_stream.join()
         return out
 
     @contextmanager
@@ -257,7 +245,7 @@ class FusedForward:
         """Where a mixer's kernels for decodes are launched, and whether early: those move states and pages, a prefill's
         compute, so that neither need wait for the other."""
         if rows.mixed:
-            with self._beside.launching():
+            with self._side_stream.launching():
                 yield False
         else:
             yield self._pdl
@@ -306,5 +294,5 @@ class FusedForward:
                 config=self._chunk,
                 pdl=self._pdl,
             )
-        self._beside.join()
+        self._side_stream.join()
         return out

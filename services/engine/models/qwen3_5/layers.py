@@ -12,17 +12,17 @@ from kernels.conv1d import causal_conv_packed, causal_conv_step
 from kernels.gated_delta import chunk_gated_delta, gates, recurrent_gated_delta
 from kernels.rms_norm import gated_rms_norm, l2_normalize, rms_norm
 from kernels.rope import apply_rope
-from services.engine.models.config import ModelConfig
 from services.engine.models.lora.slots import LoraLayer
+from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.step import Step
-from services.engine.models.weights.layers import AttentionWeights, DeltaNetWeights, LayerWeights
+from services.engine.models.qwen3_5.weights import AttentionWeights, DeltaNetWeights, LayerWeights
 from services.engine.models.weights.matrix import Matrix
 
 
 def decoder_layer(
     x: Tensor,
     weights: LayerWeights,
-    config: ModelConfig,
+    config: Qwen3_5Config,
     step: Step,
     pools: tuple[Tensor, Tensor],
     lora: LoraLayer | None,
@@ -60,7 +60,7 @@ def _add_linear(residual: Tensor, x: Tensor, weight: Matrix, lora: LoraLayer | N
 
 
 def _attention(
-    projected: Tensor, weights: AttentionWeights, config: ModelConfig, step: Step, keys: Tensor, values: Tensor
+    projected: Tensor, weights: AttentionWeights, config: Qwen3_5Config, step: Step, keys: Tensor, values: Tensor
 ) -> Tensor:
     count, heads, size = projected.shape[0], config.num_heads, config.query_size
     gate, queries_keys, value = torch.split(projected, [size, size + config.kv_size, config.kv_size], dim=-1)
@@ -82,7 +82,7 @@ def _attention(
 
 
 def _delta_net(
-    projected: Tensor, weights: DeltaNetWeights, config: ModelConfig, step: Step, conv: Tensor, recurrent: Tensor
+    projected: Tensor, weights: DeltaNetWeights, config: Qwen3_5Config, step: Step, conv: Tensor, recurrent: Tensor
 ) -> Tensor:
     heads = config.linear_value_heads
     qkv, z, b, a = torch.split(projected, [config.conv_dim, config.value_size, heads, heads], dim=-1)
@@ -111,7 +111,7 @@ def _delta_net(
     return gated_rms_norm(out, gate, weights.norm, config.rms_norm_eps).view(-1, config.value_size)
 
 
-def split_heads(mixed: Tensor, config: ModelConfig, scale: Tensor) -> tuple[Tensor, Tensor]:
+def split_heads(mixed: Tensor, config: Qwen3_5Config, scale: Tensor) -> tuple[Tensor, Tensor]:
     """The convolution's output [T, conv_dim] as queries and keys [T, 2, key_heads, key_dim] float32, L2-normalised and
     multiplied by ``scale`` (query_key_scale()), and values [T, value_heads, value_dim]."""
     rows = mixed.shape[0]

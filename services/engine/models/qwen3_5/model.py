@@ -7,48 +7,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from kernels.divergence import Divergence, divergence
 from kernels.rms_norm import rms_norm
 from kernels.rope import inverse_frequencies
-from kernels.token_logprobs import TokenScores, token_scores
-from services.common.errors import InvalidRequest
 from services.engine.models.batch import CacheBuffers, ForwardBatch
 from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import PLAIN, Storage
+from services.engine.models.interface import CausalLM
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.trainable import LoraParams
+from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.layers import decoder_layer
+from services.engine.models.qwen3_5.loader import load_checkpoint
 from services.engine.models.qwen3_5.step import Step
 from services.engine.models.qwen3_5.training import plain
+from services.engine.models.qwen3_5.weights import DeltaNetWeights, ModelWeights
+from services.engine.models.registry import load_model
 from services.engine.models.training_memory.recompute import Recompute
-from services.engine.models.weights.layers import DeltaNetWeights, ModelWeights
-from services.engine.models.weights.loader import load_checkpoint
+
+if TYPE_CHECKING:
+    from services.engine.models.device_batch import DeviceCache
+    from services.engine.models.qwen3_5.fused import FusedForward
+    from services.engine.models.qwen3_5.training.captured import Chains
+    from services.engine.models.training_memory.arena import GraphMemory
 
 
-def resolve_dtype(name: str, device: torch.device | str) -> torch.dtype:
-    """The dtype of a setting: "float32", "bfloat16", or "auto" (bfloat16 on CUDA, float32 on the CPU, where bfloat16
-    matrix products are slow).
+class Qwen3_5(CausalLM):  # noqa: N801
+    """A Qwen3.5 text model."""
 
-    Raises:
-        InvalidRequest: another name.
-    """
-    if name == "auto":
-        return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
-    if name not in ("float32", "bfloat16"):
-        raise InvalidRequest(f"dtype must be auto, float32 or bfloat16, got {name!r}", param="dtype")
-    return torch.float32 if name == "float32" else torch.bfloat16
+    config: Qwen3_5Config
 
-
-class Qwen3_5:  # noqa: N801
-    """One copy of the frozen weights, used by the engine loop and the trainer thread alike. Nothing here changes after
-    construction, so both may call it at once; the caches belong to the caller."""
-
-    def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
+    def __init__(self, config: Qwen3_5Config, weights: ModelWeights) -> None:
         self.config = config
         self.weights = weights
         self.inverse_frequencies = inverse_frequencies(config.rotary_dim, config.rope_theta, self.device)
@@ -62,6 +56,22 @@ class Qwen3_5:  # noqa: N801
         return self.weights.embedding.device
 
     @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        storage: Storage = PLAIN,
+        *,
+        mtp: bool = False,
+    ) -> Qwen3_5:
+        """See CausalLM."""
+        if not isinstance(config, Qwen3_5Config):
+            raise TypeError(f"a Qwen3.5 model needs a Qwen3_5Config, got {type(config).__name__}")
+        return cls(config, load_checkpoint(path, config, dtype, device, storage, mtp=mtp))
+
+    @classmethod
     def from_directory(
         cls,
         path: str | Path,
@@ -71,99 +81,43 @@ class Qwen3_5:  # noqa: N801
         storage: Storage = PLAIN,
         mtp: bool = False,
     ) -> Qwen3_5:
-        """Loads a checkpoint directory (config.json and safetensors).
+        """registry.load_model() where the checkpoint is known to be a Qwen3.5."""
+        model = load_model(path, dtype=dtype, device=device, storage=storage, mtp=mtp)
+        if not isinstance(model, Qwen3_5):
+            raise TypeError(f"{path} is a checkpoint of {type(model).__name__}")
+        return model
 
-        Args:
-            dtype: a torch dtype or a name for resolve_dtype().
-            storage: quantization of the weight matrices.
-            mtp: load the layer that predicts the token after next, too.
+    def nbytes(self) -> int:
+        """See CausalLM."""
+        return self.weights.nbytes()
 
-        Raises:
-            InvalidRequest: the shapes cannot be quantized so.
-            CheckpointRejected: the directory is not a complete Qwen3.5 checkpoint.
-        """
-        config = ModelConfig.from_directory(path)
-        chosen = resolve_dtype(dtype, device) if isinstance(dtype, str) else dtype
-        return cls(config, load_checkpoint(path, config, chosen, device, storage, mtp=mtp))
-
-    def cache_bytes_per_block(self, block_size: int) -> int:
-        """Bytes of K and V of one block over all full-attention layers."""
-        return 2 * self._kv_layers * block_size * self.config.kv_size * self.dtype.itemsize
+    def head(self) -> Tensor:
+        """See CausalLM."""
+        return self.weights.head.dense()
 
     @property
-    def _kv_layers(self) -> int:
-        return self.config.num_full_layers + (self.weights.mtp is not None)
-
-    def state_bytes_per_slot(self) -> int:
-        """Bytes of convolution and recurrent state of one sequence over all DeltaNet layers."""
-        config = self.config
-        conv = config.conv_dim * (config.conv_kernel - 1) * self.dtype.itemsize
-        return config.num_linear_layers * (conv + 4 * config.value_size * config.linear_key_dim)
-
-    def allocate_cache(self, num_blocks: int, block_size: int, num_slots: int) -> CacheBuffers:
-        """Zeroed caches. Both numbers count the scratch block 0 and the scratch slot 0."""
-        config = self.config
-
-        def zeros(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-
-        pages = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        states = (num_slots, config.linear_value_heads, config.linear_key_dim, config.linear_value_dim)
-        full, linear = range(self._kv_layers), range(config.num_linear_layers)
-        return CacheBuffers(
-            keys=[zeros(*pages) for _ in full],
-            values=[zeros(*pages) for _ in full],
-            # Channels are contiguous in memory: a decode step reads whole rows of them.
-            conv_states=[zeros(num_slots, config.conv_kernel - 1, config.conv_dim).transpose(1, 2) for _ in linear],
-            recurrent_states=[zeros(*states, dtype=torch.float32) for _ in linear],
-            block_size=block_size,
-        )
-
-    @torch.inference_mode()
-    def copy_state(self, cache: CacheBuffers, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies the states of the source slots to the target slots, all at once (a slot may be in both lists)."""
-        if not sources:
-            return
-        source = torch.tensor(sources, dtype=torch.int64, device=self.device)
-        target = torch.tensor(targets, dtype=torch.int64, device=self.device)
-        for pool in (*cache.conv_states, *cache.recurrent_states):
-            pool.index_copy_(0, target, pool.index_select(0, source))
-
-    @torch.inference_mode()
-    def copy_blocks(self, cache: CacheBuffers, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies the keys and values of the source blocks to the target blocks, all at once."""
-        source = torch.tensor(sources, dtype=torch.int64, device=self.device)
-        target = torch.tensor(targets, dtype=torch.int64, device=self.device)
-        for pool in (*cache.keys, *cache.values):
-            pool.index_copy_(0, target, pool.index_select(0, source))
+    def has_mtp(self) -> bool:
+        return self.weights.mtp is not None
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: CacheBuffers, lora: LoraSlots | None) -> Tensor:
-        """Runs one step, updating the caches in place.
-
-        Returns:
-            [R, hidden]: final hidden states, normed, of batch.logit_rows.
-        """
+        """See CausalLM. Rows whose logits nobody wants are not normed."""
         x, _ = self._layers(batch, cache, lora)
         return self._final_norm(x.index_select(0, batch.logit_rows))
 
     @torch.inference_mode()
     def forward_all(self, batch: ForwardBatch, cache: CacheBuffers, lora: LoraSlots | None) -> tuple[Tensor, Step]:
-        """Same, of all rows, [T, hidden], with what guess() needs of the step."""
+        """See CausalLM."""
         x, step = self._layers(batch, cache, lora)
         return self._final_norm(x), step
 
+    def begin_step(self, batch: ForwardBatch, cache: CacheBuffers) -> Step:
+        """See CausalLM."""
+        return Step.build(batch, cache, self.config, self.inverse_frequencies)
+
     @torch.inference_mode()
     def guess(self, hidden: Tensor, next_ids: Tensor, step: Step, cache: CacheBuffers) -> Tensor:
-        """Runs the mtp layer behind forward_all(): row by row, one token further; adapters play no part.
-
-        Args:
-            hidden: [T, hidden], what forward_all() returned.
-            next_ids: [T] int64, the token behind each row's.
-
-        Returns:
-            [T, hidden]: for logits() of the token after that.
-        """
+        """See CausalLM."""
         mtp, eps = self.weights.mtp, self.config.rms_norm_eps
         if mtp is None:
             raise ValueError("the mtp layer is not loaded")
@@ -191,10 +145,31 @@ class Qwen3_5:  # noqa: N801
             x = decoder_layer(x, layer, config, step, pools, adapters.layer(index) if adapters else None)
         return x, step
 
-    @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] to [R, vocab] float32."""
-        return F.linear(hidden, self.weights.head.dense()).float()
+    def device_forward(
+        self,
+        cache: DeviceCache,
+        lora: LoraSlots,
+        *,
+        tables: Tensor,
+        last_tokens: Tensor,
+        batch_invariant: bool = False,
+        pdl: bool = False,
+    ) -> FusedForward:
+        """See CausalLM."""
+        # Imported here: only engines on a GPU have Triton.
+        from services.engine.models.qwen3_5.fused import FusedForward
+
+        return FusedForward(
+            self.config,
+            self.weights,
+            self.inverse_frequencies,
+            cache,
+            lora,
+            tables=tables,
+            last_tokens=last_tokens,
+            batch_invariant=batch_invariant,
+            pdl=pdl,
+        )
 
     def forward_train(
         self,
@@ -205,23 +180,7 @@ class Qwen3_5:  # noqa: N801
         recompute: Recompute,
         give_way: Callable[[], None],
     ) -> Tensor:
-        """The differentiable forward over packed documents; gradients reach the adapter only.
-
-        Args:
-            token_ids: [T] int64, documents end to end. Convolution, recurrence and attention restart at each.
-            lengths: tokens of each document, each at least 1.
-            lora: masters on the model's device; None: the base model.
-            recompute: what the backward computes again instead of keeping it: "none", "selective" (the inside of mixers
-                and the first product of the MLP) or "full" (whole layers).
-            give_way: called between layers, in the backward too. On CUDA autograd runs the backward of a layer on a
-                thread of its own unless torch.autograd.set_multithreading_enabled(False) is in force.
-
-        Returns:
-            [T, hidden]: final hidden states, normed.
-
-        Raises:
-            ValueError: the lengths do not add up to T.
-        """
+        """See CausalLM."""
         if self.device.type == "cuda":
             # Imported here: only engines on a GPU have Triton.
             from services.engine.models.qwen3_5.training import trunk
@@ -247,63 +206,14 @@ class Qwen3_5:  # noqa: N801
             give_way=give_way,
         )
 
-    def token_logprobs(
+    def captured_forwards(
         self,
-        hidden: Tensor,
-        targets: Tensor,
-        temperature: float = 1.0,
-        *,
-        give_way: Callable[[], None] = lambda: None,
-    ) -> Tensor:
-        """See token_scores()."""
-        return self.token_scores(hidden, targets, temperature, give_way=give_way).logprobs
+        lora: LoraParams | None,
+        recompute: Recompute | None,
+        memory: GraphMemory,
+        most_tokens: int | None,
+    ) -> Chains:
+        """See CausalLM."""
+        from services.engine.models.qwen3_5.training.captured import Chains
 
-    def token_scores(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        temperature: float = 1.0,
-        *,
-        give_way: Callable[[], None] = lambda: None,
-    ) -> TokenScores:
-        """``log softmax(logits / temperature)[target]``, differentiable in ``hidden``, and whether no other token is
-        likelier; the logits exist a tile of rows at a time.
-
-        Args:
-            hidden: [N, hidden], from forward_train().
-            targets: [N] int64.
-            give_way: called between two tiles.
-        """
-        if self.device.type == "cuda":
-            from kernels.gpu.train import head
-
-            return head.token_scores(hidden, self.weights.head.dense(), targets, temperature, give_way=give_way)
-        return token_scores(hidden, self.weights.head.dense(), targets, temperature, give_way=give_way)
-
-    def divergence(
-        self,
-        hidden: Tensor,
-        teacher: Qwen3_5,
-        teacher_hidden: Tensor,
-        *,
-        beta: float,
-        temperature: float,
-        give_way: Callable[[], None] = lambda: None,
-    ) -> Divergence:
-        """How far this model's next-token distributions are from a teacher's, over the tokens that both heads have
-        (checkpoints pad their vocabularies differently); differentiable in ``hidden`` only.
-
-        Args:
-            hidden: [N, hidden], from forward_train().
-            teacher: on the same device, with the same tokens.
-            teacher_hidden: [N, the teacher's hidden].
-            beta, temperature, give_way: see kernels.divergence.
-        """
-        both = min(self.config.vocab_size, teacher.config.vocab_size)
-        heads = self.weights.head.dense()[:both], teacher.weights.head.dense()[:both]
-        compare = divergence
-        if self.device.type == "cuda":
-            from kernels.gpu.train.divergence import divergence as compare
-        return compare(
-            hidden, heads[0], teacher_hidden, heads[1], beta=beta, temperature=temperature, give_way=give_way
-        )
+        return Chains(self.config, self.weights, self.inverse_frequencies, lora, recompute, memory, most_tokens)

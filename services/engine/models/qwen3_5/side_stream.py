@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 
 
-class Beside:
-    """Work beside what the current stream goes on with: begun by ``launching``, waited for by ``join``.
+class SideStream:
+    """A side stream: its work runs while the current stream goes on. ``launching`` begins it, ``join`` waits for it.
 
     Also while the current stream is captured: the graph then has two branches. What is launched must not allocate, and
     the tensors that it uses must live until the join: the allocator knows of the current stream only. Kernels on either

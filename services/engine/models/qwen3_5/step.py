@@ -12,7 +12,7 @@ from kernels.conv1d import ConvLayout
 from kernels.gated_delta import ChunkLayout
 from kernels.rope import rope_tables
 from services.engine.models.batch import CacheBuffers, ForwardBatch
-from services.engine.models.config import ModelConfig
+from services.engine.models.qwen3_5.config import Qwen3_5Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Step:
         return self.decode.count if self.decode else 0
 
     @classmethod
-    def build(cls, batch: ForwardBatch, cache: CacheBuffers, config: ModelConfig, inverse: Tensor) -> Step:
+    def build(cls, batch: ForwardBatch, cache: CacheBuffers, config: Qwen3_5Config, inverse: Tensor) -> Step:
         """Also zeroes the states of sequences that start now: their slots hold what another sequence left."""
         cos, sin = rope_tables(batch.positions, inverse)
         fresh = [index for index, start in enumerate(batch.starts) if start == 0]
@@ -121,7 +121,7 @@ class Step:
         )
 
 
-def query_key_scale(config: ModelConfig, device: torch.device) -> Tensor:
+def query_key_scale(config: Qwen3_5Config, device: torch.device) -> Tensor:
     """[2, 1, 1] float32: queries of the gated delta rule are scaled by 1/√key_dim, keys are not."""
     scale = torch.ones(2, 1, 1, device=device)
     scale[0] = config.linear_key_dim**-0.5
@@ -140,7 +140,7 @@ def _decode_part(batch: ForwardBatch, block_size: int) -> DecodePart:
     return DecodePart(count, StateRows.of(batch.state_slots[:count]), batch.block_tables[:count, :blocks], length, mask)
 
 
-def _prefill_part(batch: ForwardBatch, block_size: int, config: ModelConfig) -> PrefillPart:
+def _prefill_part(batch: ForwardBatch, block_size: int, config: Qwen3_5Config) -> PrefillPart:
     count, device = batch.num_decodes, batch.token_ids.device
     lengths = list(batch.lengths[count:])
     segments: list[Segment] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import structlog
@@ -66,7 +65,7 @@ async def answer(
     context: InferenceContext,
     reservation: Reservation,
     *,
-    prepare: Callable[[Request, Body, InferenceContext], Coroutine[Any, Any, Generation]],
+    prepare: Callable[[Request, Body, InferenceContext, str | None], Coroutine[Any, Any, Generation]],
     chunks: Callable[[Generation, Body], AsyncGenerator[bytes, None]],
     complete: Callable[[Generation, Body], Coroutine[Any, Any, Response]],
     failed: Callable[[Exception], bytes] = error_event,
@@ -74,7 +73,7 @@ async def answer(
     """Answers a request for completions, streamed if it asks for that; gives its places back when that is over.
 
     Args:
-        prepare: from the body to what is sent to the engines.
+        prepare: from the body, and the session that it or a header names, to what is sent to the engines.
         chunks: the encoded events of a stream.
         complete: the answer in one piece.
         failed: the encoded event that ends a stream which fails.
@@ -86,8 +85,7 @@ async def answer(
     streaming = False
     try:
         session = session_named(request, body)
-        generation = await while_connected(request, prepare(request, body, context))
-        generation.affinity = replace(generation.affinity, session=session)
+        generation = await while_connected(request, prepare(request, body, context, session))
         if not body.stream:
             return noted(await while_connected(request, complete(generation, body)), body)
         response = await _stream_response(request, context, generation, chunks(generation, body), reservation, failed)

@@ -56,8 +56,8 @@ async def create_chat_completion(request: Request, body: ChatRequest) -> Respons
     )
 
 
-async def _prepare(request: Request, body: ChatRequest, context: InferenceContext) -> Generation:
-    return await chat_generation(context, body, traceparent=traceparent_of(request))
+async def _prepare(request: Request, body: ChatRequest, context: InferenceContext, session: str | None) -> Generation:
+    return await chat_generation(context, body, session=session, traceparent=traceparent_of(request))
 
 
 def _echoes(body: ChatRequest) -> dict[str, Any]:

@@ -42,7 +42,9 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     return await answer(request, body, context, reservation, prepare=_prepare, chunks=_chunks, complete=_complete)
 
 
-async def _prepare(request: Request, body: CompletionRequest, context: InferenceContext) -> Generation:
+async def _prepare(
+    request: Request, body: CompletionRequest, context: InferenceContext, session: str | None
+) -> Generation:
     served = context.engines.served
     check_constraint(body, context.settings)
     prompts = await text_prompts(served, body, context.settings)
@@ -78,6 +80,7 @@ async def _prepare(request: Request, body: CompletionRequest, context: Inference
         chat=False,
         prompt_logprobs=wanted,
         shows_end=bool(body.echo),
+        session=session,
         traceparent=traceparent_of(request),
     )
 

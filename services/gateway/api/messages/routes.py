@@ -93,13 +93,17 @@ class _Told:
         self.managed: dict[str, Any] = {}
         """`context_management` of the answer, if there is one."""
 
-    async def prepare(self, request: Request, chat: ChatRequest, context: InferenceContext) -> Generation:
+    async def prepare(
+        self, request: Request, chat: ChatRequest, context: InferenceContext, session: str | None
+    ) -> Generation:
         """What the conversation sends to the engines, without what the model shall not see of it."""
         wanted = self.source.context_management
         if wanted is not None:
             chat, applied = await edited(chat, wanted, partial(prompt_length, context))
             self.managed = {"context_management": {"applied_edits": applied}}
-        return await chat_generation(context, chat, prefix="msg", clip=True, traceparent=traceparent_of(request))
+        return await chat_generation(
+            context, chat, prefix="msg", clip=True, session=session, traceparent=traceparent_of(request)
+        )
 
     def message(self, generation: Generation, choice: Choice) -> dict[str, Any]:
         """The message before anything is said."""

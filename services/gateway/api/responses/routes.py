@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -83,10 +82,10 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
 
 
 async def _prepare(
-    request: Request, chat: ChatRequest, context: InferenceContext, *, body: ResponseRequest
+    request: Request, chat: ChatRequest, context: InferenceContext, session: str | None, *, body: ResponseRequest
 ) -> Generation:
     fitting = await _fitting(context, chat, body)
-    return await chat_generation(context, fitting, traceparent=traceparent_of(request))
+    return await chat_generation(context, fitting, session=session, traceparent=traceparent_of(request))
 
 
 async def _fitting(context: InferenceContext, chat: ChatRequest, body: ResponseRequest) -> ChatRequest:
@@ -124,8 +123,7 @@ async def _begin(
     try:
         held.append(stores.background.reserve())
         session = session_named(request, chat)
-        generation = await while_connected(request, _prepare(request, chat, context, body=body))
-        generation.affinity = replace(generation.affinity, session=session)
+        generation = await while_connected(request, _prepare(request, chat, context, session, body=body))
         await stores.responses.save(Place(owner, record.id), record)
         told = json_response(record.response, None)  # before the model begins to change it
         stores.background.begin(answering.work(generation, tuple(held)))

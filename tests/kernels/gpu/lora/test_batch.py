@@ -15,11 +15,11 @@ from kernels.gpu.lora.expand import ExpandConfig, expand_add, expand_swiglu
 from kernels.gpu.lora.rows import LoraRows, active_slots
 from kernels.gpu.lora.shrink import ShrinkConfig
 from services.common.jobs import LoraSettings
-from services.engine.models.config import ModelConfig
 from services.engine.models.lora.binding import bind_adapter
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.targets import layer_groups
 from services.engine.models.lora.trainable import LoraParams
+from services.engine.models.registry import read_config
 from tests.kernels.gpu import interpreter  # noqa: F401
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -175,7 +175,7 @@ def test_active_slots() -> None:
 
 
 def test_the_slots_of_a_model_are_what_the_kernels_read(device: torch.device) -> None:
-    config = ModelConfig.from_directory(Path(__file__).parents[4] / "models" / "tiny")
+    config = read_config(Path(__file__).parents[4] / "models" / "tiny")
     slots = LoraSlots(config, 4, 8, torch.float32, device)
     for slot, rank in ((1, 8), (3, 4)):
         params = LoraParams.create(config, LoraSettings(rank=rank, alpha=8.0, seed=slot))
@@ -195,7 +195,7 @@ def test_the_slots_of_a_model_are_what_the_kernels_read(device: torch.device) ->
 
 
 def test_an_adapter_of_a_few_modules_has_no_rank_at_the_others(device: torch.device) -> None:
-    config = ModelConfig.from_directory(Path(__file__).parents[4] / "models" / "tiny")
+    config = read_config(Path(__file__).parents[4] / "models" / "tiny")
     slots = LoraSlots(config, 2, 8, torch.float32, device)
     params = LoraParams.create(config, LoraSettings(rank=6, target_modules=["q_proj", "down_proj"]))
     slots.load(1, bind_adapter(params.to_files("tiny"), config, max_rank=8))

@@ -16,7 +16,6 @@ from torch import Tensor
 from kernels.gpu.lora.fill import fill_lora, tile_columns
 from services.common.errors import AdapterRejected
 from services.common.jobs import LoraSettings
-from services.engine.models.config import ModelConfig
 from services.engine.models.lora import binding as lora_binding
 from services.engine.models.lora.binding import AdapterBinder, BoundAdapter, bind_adapter
 from services.engine.models.lora.peft_file import read_tensors
@@ -24,8 +23,9 @@ from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.targets import target_shapes
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.lora.upload import AdapterUpload
+from services.engine.models.registry import read_config
 
-CONFIG = ModelConfig.from_directory(Path(__file__).parents[4] / "models" / "tiny")
+CONFIG = read_config(Path(__file__).parents[4] / "models" / "tiny")
 WEIGHTS, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 KEY = "base_model.model.model.layers.3.self_attn.q_proj.lora_B.weight"
 
@@ -60,7 +60,7 @@ def uploading(
     """Slots that the kernel fills, also in the interpreter."""
     slots = LoraSlots(CONFIG, 3, max_rank, dtype, device)
     slots._upload = AdapterUpload(
-        slots.target_buffers(), slots._query_rows, piece or LoraSlots.upload_bytes(CONFIG, max_rank)
+        slots.target_buffers(), slots._output_order, piece or LoraSlots.upload_bytes(CONFIG, max_rank)
     )
     if device.type == "cuda":
         torch.cuda.synchronize()  # made on this stream, used on another

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.lib.random_checkpoint import TINY
 from benchmarks.training import merge
-from services.engine.models.config import ModelConfig
 from services.engine.models.lora.targets import target_shapes
+from services.engine.models.qwen3_5.config import Qwen3_5Config
 
 
 @pytest.mark.parametrize("matrices", [1, None])
@@ -22,7 +22,7 @@ def test_the_whole_is_counted_up(method: str, matrices: int | None, monkeypatch:
     monkeypatch.setattr(merge, "config_of", lambda shape: data)
     options = argparse.Namespace(shape="tiny", device="cpu", rank=2, decay=0.75, matrices=matrices)
     line = merge.measure(options, method, 2)
-    shapes = target_shapes(ModelConfig.from_dict(data))
+    shapes = target_shapes(Qwen3_5Config.from_dict(data))
     assert sum(kind["count"] for kind in line["kinds"].values()) == len(shapes)
     assert {tuple(kind["shape"]) for kind in line["kinds"].values()} == set(shapes.values())
     counted = sum(kind["count"] * kind["seconds"] for kind in line["kinds"].values())

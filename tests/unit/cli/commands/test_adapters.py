@@ -146,9 +146,9 @@ def tiny_adapter(directory: Path) -> Path:
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from services.engine.models.config import ModelConfig\n"
+        "from services.engine.models.registry import read_config\n"
         "from tests.unit.adapter_tools.adapters import adapter\n"
-        "for name, data in adapter(ModelConfig.from_directory('models/tiny')).items():\n"
+        "for name, data in adapter(read_config('models/tiny')).items():\n"
         "    (Path(sys.argv[1]) / name).write_bytes(data)\n"
     )
     directory.mkdir()

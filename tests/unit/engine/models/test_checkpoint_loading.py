@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from services.common.errors import CheckpointRejected, InvalidRequest
 from services.engine.models.checkpoint import checkpoint_digest
-from services.engine.models.config import ModelConfig
-from services.engine.models.qwen3_5.model import Qwen3_5, resolve_dtype
+from services.engine.models.footprint import Formats, block_bytes, slot_bytes
+from services.engine.models.interface import resolve_dtype
+from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.models.registry import read_config
 from tests.parity.reference import Driver, make_checkpoint, prompt
 
 Edit = Callable[[dict[str, Any]], None]
@@ -77,7 +79,7 @@ def make_multimodal(path: Path) -> None:
 
 def test_multimodal_checkpoint_is_the_same_model(original: Path, checkpoint: Path) -> None:
     make_multimodal(checkpoint)
-    nested, flat = ModelConfig.from_directory(checkpoint), ModelConfig.from_directory(original)
+    nested, flat = read_config(checkpoint), read_config(original)
     assert nested == dataclasses.replace(flat, module_prefix="model.language_model.")
     assert torch.equal(logits(checkpoint), logits(original))
     assert checkpoint_digest(checkpoint) == checkpoint_digest(original)
@@ -85,7 +87,7 @@ def test_multimodal_checkpoint_is_the_same_model(original: Path, checkpoint: Pat
 
 def test_layer_types_follow_the_interval(checkpoint: Path) -> None:
     edit_config(checkpoint, lambda data: (data.pop("layer_types"), data.update(full_attention_interval=2)))
-    kinds = ModelConfig.from_directory(checkpoint).layer_types
+    kinds = read_config(checkpoint).layer_types
     assert kinds == ("linear_attention", "full_attention") * 2
 
 
@@ -184,12 +186,12 @@ def test_digest_changes_with_one_bit_and_with_the_config(original: Path, checkpo
 
 
 def test_a_lengthened_context_keeps_the_digest_and_its_adapters(original: Path, checkpoint: Path) -> None:
-    before, context = checkpoint_digest(original), ModelConfig.from_directory(original).max_position_embeddings
+    before, context = checkpoint_digest(original), read_config(original).max_position_embeddings
     edit_config(checkpoint, lambda data: data.update(max_position_embeddings=8 * context))
     assert checkpoint_digest(checkpoint) != before
     edit_config(checkpoint, lambda data: data.update(original_max_position_embeddings=context))
     assert checkpoint_digest(checkpoint) == before
-    assert ModelConfig.from_directory(checkpoint).max_position_embeddings == 8 * context
+    assert read_config(checkpoint).max_position_embeddings == 8 * context
     edit_config(checkpoint, lambda data: data.update(original_max_position_embeddings="4k"))
     with pytest.raises(CheckpointRejected, match="original_max_position_embeddings must be a positive integer"):
         checkpoint_digest(checkpoint)
@@ -211,8 +213,8 @@ def test_byte_counts(original: Path) -> None:
     cache = model.allocate_cache(3, 8, 5)
     kv = sum(pool.numel() * pool.element_size() for pool in (*cache.keys, *cache.values))
     states = sum(pool.numel() * pool.element_size() for pool in (*cache.conv_states, *cache.recurrent_states))
-    assert kv == 3 * model.cache_bytes_per_block(8)
-    assert states == 5 * model.state_bytes_per_slot()
+    assert kv == 3 * block_bytes(model.config, 8, Formats(4))
+    assert states == 5 * slot_bytes(model.config, Formats(4))
     assert model.weights.nbytes() > 0
 
 

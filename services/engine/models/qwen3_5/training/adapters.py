@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.engine.models.config import ModelConfig
 from services.engine.models.lora.targets import Group, layer_groups
 from services.engine.models.lora.trainable import LoraParams
-from services.engine.models.weights.loader import query_row_order
+from services.engine.models.qwen3_5.config import Qwen3_5Config
+from services.engine.models.qwen3_5.loader import query_row_order
 
 _QUERY = "self_attn.q_proj"
 
@@ -114,7 +114,7 @@ class WorkingAdapter:
         dtype: the model's.
     """
 
-    def __init__(self, lora: LoraParams, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, lora: LoraParams, config: Qwen3_5Config, dtype: torch.dtype) -> None:
         lora.link_gradients()
         self._lora = lora
         self._places = (_gradient(lora.flat_a).data_ptr(), _gradient(lora.flat_b).data_ptr())
@@ -153,7 +153,7 @@ class WorkingAdapter:
         """The adapted groups of a layer, by name."""
         return self._layers[index]
 
-    def _group(self, layer: int, group: Group, config: ModelConfig) -> GroupAdapter | None:
+    def _group(self, layer: int, group: Group, config: Qwen3_5Config) -> GroupAdapter | None:
         """The adapter of a group, None if none of its linear layers has one."""
         lora = self._lora
         places = dict(zip(lora.targets, lora.slices(), strict=True))

@@ -12,25 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kernels.gpu.train.documents import Documents
-from services.engine.models.config import ModelConfig
 from services.engine.models.cuda_graphs import capturing, no_collection
 from services.engine.models.lora.trainable import LoraParams
+from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.training.adapters import WorkingAdapter
 from services.engine.models.qwen3_5.training.layer import Kept
-from services.engine.models.qwen3_5.training.trunk import Trunk
+from services.engine.models.qwen3_5.training.trunk import Trunk, differentiable
+from services.engine.models.qwen3_5.weights import ModelWeights
 from services.engine.models.training_memory.arena import GraphMemory
 from services.engine.models.training_memory.recompute import Recompute
 from services.engine.models.training_memory.shapes import captured_shape
-from services.engine.models.weights.layers import ModelWeights
-
-if TYPE_CHECKING:
-    from services.engine.models.qwen3_5.model import Qwen3_5
 
 
 class Chain:
@@ -45,7 +41,7 @@ class Chain:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: Qwen3_5Config,
         weights: ModelWeights,
         inverse: Tensor,
         adapter: WorkingAdapter | None,
@@ -180,18 +176,33 @@ class Chains:
 
     def __init__(
         self,
-        model: Qwen3_5,
+        config: Qwen3_5Config,
+        weights: ModelWeights,
+        inverse: Tensor,
         lora: LoraParams | None,
         recompute: Recompute | None,
         memory: GraphMemory,
         most_tokens: int | None = None,
     ) -> None:
-        self._config, self._weights, self._inverse = model.config, model.weights, model.inverse_frequencies
+        self._config, self._weights, self._inverse = config, weights, inverse
+        self._lora = lora
         self._most_tokens = most_tokens
         self._recompute: Recompute | None = recompute
-        self._adapter = None if lora is None else WorkingAdapter(lora, model.config, model.dtype)
+        self._adapter = None if lora is None else WorkingAdapter(lora, config, weights.embedding.dtype)
         self._memory = memory
         self._chains: dict[tuple[int, int], Chain] = {}
+
+    def differentiable(self, token_ids: Tensor, lengths: Sequence[int], give_way: Callable[[], None]) -> Tensor | None:
+        """See CapturedForwards."""
+        step = self.step(token_ids, lengths, give_way)
+        if step is None or self._lora is None:
+            return None
+        return differentiable(step, self._lora)
+
+    def frozen(self, token_ids: Tensor, lengths: Sequence[int], give_way: Callable[[], None]) -> Tensor | None:
+        """See CapturedForwards."""
+        step = self.step(token_ids, lengths, give_way)
+        return None if step is None else step.forward()
 
     def step(self, token_ids: Tensor, lengths: Sequence[int], give_way: Callable[[], None]) -> CapturedStep | None:
         """A forward over packed documents and its backward; None if so many rows are not captured.

@@ -16,13 +16,13 @@ from kernels.conv1d import ConvLayout, causal_conv_packed
 from kernels.gated_delta import ChunkLayout, chunk_gated_delta, gates
 from kernels.rms_norm import gated_rms_norm, rms_norm
 from kernels.rope import apply_rope, rope_tables
-from services.engine.models.config import ModelConfig
 from services.engine.models.lora.trainable import LoraParams, TrainableTarget
+from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.layers import split_heads
+from services.engine.models.qwen3_5.loader import query_row_order
 from services.engine.models.qwen3_5.step import query_key_scale
+from services.engine.models.qwen3_5.weights import AttentionWeights, DeltaNetWeights, LayerWeights, ModelWeights
 from services.engine.models.training_memory.recompute import Recompute
-from services.engine.models.weights.layers import AttentionWeights, DeltaNetWeights, LayerWeights, ModelWeights
-from services.engine.models.weights.loader import query_row_order
 from services.engine.models.weights.matrix import DenseMatrix, Matrix
 
 
@@ -40,7 +40,7 @@ class PackedStep:
     """Order in which q_proj's rows stand in the fused projection."""
 
     @classmethod
-    def build(cls, lengths: Sequence[int], config: ModelConfig, inverse: Tensor, device: torch.device) -> PackedStep:
+    def build(cls, lengths: Sequence[int], config: Qwen3_5Config, inverse: Tensor, device: torch.device) -> PackedStep:
         positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
         cos, sin = rope_tables(positions, inverse)
         return cls(
@@ -108,7 +108,7 @@ class LayerAdapter:
 def forward_packed(
     token_ids: Tensor,
     lengths: Sequence[int],
-    config: ModelConfig,
+    config: Qwen3_5Config,
     weights: ModelWeights,
     inverse: Tensor,
     lora: LoraParams | None,
@@ -158,11 +158,11 @@ def _again(part: Callable[..., Tensor], *arguments: Any) -> Tensor:
     return result
 
 
-def _layer(x: Tensor, weights: LayerWeights, config: ModelConfig, step: PackedStep, adapter: LayerAdapter) -> Tensor:
+def _layer(x: Tensor, weights: LayerWeights, config: Qwen3_5Config, step: PackedStep, adapter: LayerAdapter) -> Tensor:
     return _mlp(_mixer(x, weights, config, step, adapter), weights, config, adapter)
 
 
-def _mixer(x: Tensor, weights: LayerWeights, config: ModelConfig, step: PackedStep, adapter: LayerAdapter) -> Tensor:
+def _mixer(x: Tensor, weights: LayerWeights, config: Qwen3_5Config, step: PackedStep, adapter: LayerAdapter) -> Tensor:
     normed = rms_norm(x, weights.input_norm, config.rms_norm_eps)
     mixer = weights.mixer
     if isinstance(mixer, AttentionWeights):
@@ -170,7 +170,7 @@ def _mixer(x: Tensor, weights: LayerWeights, config: ModelConfig, step: PackedSt
     return adapter.add(x, _delta_net(normed, mixer, config, step, adapter), mixer.out_proj, "linear_attn.out_proj")
 
 
-def _mlp(x: Tensor, weights: LayerWeights, config: ModelConfig, adapter: LayerAdapter) -> Tensor:
+def _mlp(x: Tensor, weights: LayerWeights, config: Qwen3_5Config, adapter: LayerAdapter) -> Tensor:
     normed = rms_norm(x, weights.post_norm, config.rms_norm_eps)
     width = config.intermediate_size
     gate_up = adapter.project(normed, weights.gate_up, {"mlp.gate_proj": width, "mlp.up_proj": width})
@@ -178,7 +178,7 @@ def _mlp(x: Tensor, weights: LayerWeights, config: ModelConfig, adapter: LayerAd
 
 
 def _attention(
-    x: Tensor, weights: AttentionWeights, config: ModelConfig, step: PackedStep, adapter: LayerAdapter
+    x: Tensor, weights: AttentionWeights, config: Qwen3_5Config, step: PackedStep, adapter: LayerAdapter
 ) -> Tensor:
     count, heads, head_dim = x.shape[0], config.num_heads, config.head_dim
     modules = {
@@ -195,7 +195,7 @@ def _attention(
 
 
 def _delta_net(
-    x: Tensor, weights: DeltaNetWeights, config: ModelConfig, step: PackedStep, adapter: LayerAdapter
+    x: Tensor, weights: DeltaNetWeights, config: Qwen3_5Config, step: PackedStep, adapter: LayerAdapter
 ) -> Tensor:
     heads = config.linear_value_heads
     modules = {

@@ -17,12 +17,12 @@ from torch import Tensor
 from kernels.gpu.rms_norm import rms_norm
 from kernels.gpu.train.documents import Documents
 from kernels.gpu.train.rms_norm import rms_norm_backward
-from services.engine.models.config import ModelConfig
 from services.engine.models.lora.trainable import LoraParams
+from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.training.adapters import WorkingAdapter
 from services.engine.models.qwen3_5.training.layer import Kept, Layer, Shared
+from services.engine.models.qwen3_5.weights import ModelWeights
 from services.engine.models.training_memory.recompute import Recompute
-from services.engine.models.weights.layers import ModelWeights
 
 
 class Trunk:
@@ -35,7 +35,7 @@ class Trunk:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: Qwen3_5Config,
         weights: ModelWeights,
         inverse: Tensor,
         documents: Documents,
@@ -153,7 +153,7 @@ def differentiable(step: Step, lora: LoraParams) -> Tensor:
 def forward_packed(
     token_ids: Tensor,
     lengths: Sequence[int],
-    config: ModelConfig,
+    config: Qwen3_5Config,
     weights: ModelWeights,
     inverse: Tensor,
     lora: LoraParams | None,

@@ -18,13 +18,14 @@ from benchmarks.tuning.probe_launch import gaps
 from benchmarks.tuning.step.decode_step import MATRICES, DecodeStep, one_of_each
 from benchmarks.tuning.step.sweep import table
 from benchmarks.tuning.step.variants import PRODUCTS, plan
-from services.engine.models.config import ModelConfig
-from services.engine.models.weights.layers import LayerWeights
-from services.engine.models.weights.loader import load_checkpoint
+from services.engine.models.qwen3_5.config import Qwen3_5Config
+from services.engine.models.qwen3_5.loader import load_checkpoint
+from services.engine.models.qwen3_5.weights import LayerWeights
+from services.engine.models.registry import read_config
 from tests.kernels.gpu import interpreter  # noqa: F401
 
 CPU = torch.device("cpu")
-CONFIG = replace(one_of_each(ModelConfig.from_directory(TINY)), hidden_size=64, intermediate_size=64, vocab_size=64)
+CONFIG = replace(one_of_each(read_config(TINY)), hidden_size=64, intermediate_size=64, vocab_size=64)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def test_products_are_cut_up_otherwise(step: DecodeStep) -> None:
 
 
 def test_shares_of_processes_that_compile_are_all_there_is() -> None:
-    config = one_of_each(ModelConfig.from_dict(config_of("qwen3.5-4b", vocab_size=512)))
+    config = one_of_each(Qwen3_5Config.from_dict(config_of("qwen3.5-4b", vocab_size=512)))
     step = DecodeStep(config, CPU, rows=16, context=600, adapters=2, empty=True)
     options = Namespace(rows=[1, 16], adapters=2, only="")
 
@@ -99,7 +100,7 @@ def test_random_weights_are_stored_as_loaded_ones_are(tmp_path: Path) -> None:
         "linear_value_head_dim": 32,
     }
     write(tmp_path, data)
-    config = ModelConfig.from_directory(tmp_path)
+    config = read_config(tmp_path)
     loaded = load_checkpoint(tmp_path, config, torch.bfloat16, CPU)
     made = RandomWeights(config, CPU, "none", None).build()
 

@@ -69,7 +69,7 @@ def build(quantization: str, speculative: bool) -> CudaRunner:
     )
     limits = RunnerLimits(32, 256, 1024, largest_graph=32, mixed_tokens=128, speculative=speculative)
     lora = random_adapters(model, 2, 16)
-    lora._upload = AdapterUpload(lora.target_buffers(), lora._query_rows, lora.upload_bytes(CONFIG, 16))
+    lora._upload = AdapterUpload(lora.target_buffers(), lora._output_order, lora.upload_bytes(CONFIG, 16))
     return CudaRunner(model, cache, lora, limits, RunnerOptions(pdl=True), eos_token_ids=[1])
 
 

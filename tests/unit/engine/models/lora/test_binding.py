@@ -15,14 +15,14 @@ from torch import Tensor
 
 from services.common.errors import AdapterRejected, InvalidRequest
 from services.common.jobs import LoraSettings
-from services.engine.models.config import ModelConfig
 from services.engine.models.lora.binding import BoundAdapter, bind_adapter
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.targets import TARGET_MODULES
 from services.engine.models.lora.trainable import LoraParams
+from services.engine.models.qwen3_5.config import Qwen3_5Config
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-MODEL = ModelConfig(
+MODEL = Qwen3_5Config(
     vocab_size=50,
     hidden_size=16,
     intermediate_size=24,
@@ -186,7 +186,7 @@ def test_a_tensor_named_twice_is_refused() -> None:
 
 
 def test_another_base_model_is_refused() -> None:
-    other = ModelConfig(**{name: getattr(MODEL, name) for name in MODEL.__slots__} | {"hidden_size": 20})
+    other = dataclasses.replace(MODEL, hidden_size=20)
     with pytest.raises(AdapterRejected, match="has shape"):
         bind_adapter(files(), other, max_rank=4)
 

@@ -174,7 +174,7 @@ def test_an_export_goes_at_its_readers_pace(start: Starter) -> None:
 
 
 def test_an_import_goes_at_the_engines_pace(running: Running) -> None:
-    histories = running.engine.sessions
+    histories = running.engine.histories
     histories.taken = 0
     histories.go_on.clear()
     sent = 0
@@ -235,7 +235,7 @@ def test_an_engine_lost_in_the_middle_of_an_export(start: Starter) -> None:
 
 
 def test_sessions_of_all_engines_are_one_list(two: Running, http_two: httpx.Client) -> None:
-    first, second = (engine.sessions for engine in two.engines)
+    first, second = (engine.histories for engine in two.engines)
     first.keep("", "a", b"1", used=10.0)
     second.keep("", "a", b"22", used=20.0)
     second.keep("", "b", b"", used=15.0)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from services.common.errors import CheckpointRejected
 from services.engine.models.checkpoint import MTP_PREFIX, canonical_name, shard_files
-from services.engine.models.config import LayerType, ModelConfig
-from services.engine.models.footprint import PLAIN, Storage
-from services.engine.models.weights.layers import (
+from services.engine.models.footprint import PLAIN, Storage, copies_head
+from services.engine.models.qwen3_5.config import LayerType, Qwen3_5Config
+from services.engine.models.qwen3_5.weights import (
     AttentionWeights,
     DeltaNetWeights,
     LayerWeights,
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from kernels.gpu.linear.skinny import SplitWorkspace
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
-_HEAD_COPY_BYTES = 64 * 2**20
-"""A tied head up to this size gets a copy in the faster memory order; a larger one is not worth the memory."""
 
 
 class _Shard(Protocol):
@@ -41,21 +39,15 @@ class _Shard(Protocol):
     def get_tensor(self, name: str) -> Tensor: ...
 
 
-def query_row_order(config: ModelConfig) -> Tensor:
+def query_row_order(config: Qwen3_5Config) -> Tensor:
     """[2 · query_size] int64: rows of q_proj ([query | gate] of each head) reordered: all gates, then all queries."""
     rows = torch.arange(2 * config.query_size).view(config.num_heads, 2, config.head_dim)
     return rows.transpose(0, 1).flip(0).reshape(-1)
 
 
-def copies_head(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a tied head is a second copy of the embedding in the faster memory order; only the CPU cares."""
-    small = config.vocab_size * config.hidden_size * dtype.itemsize <= _HEAD_COPY_BYTES
-    return config.tie_word_embeddings and device.type == "cpu" and small
-
-
 def load_checkpoint(
     path: str | Path,
-    config: ModelConfig,
+    config: Qwen3_5Config,
     dtype: torch.dtype,
     device: torch.device | str,
     storage: Storage = PLAIN,
@@ -83,7 +75,7 @@ class _Builder:
     def __init__(
         self,
         shards: Mapping[str, tuple[str, _Shard]],
-        config: ModelConfig,
+        config: Qwen3_5Config,
         dtype: torch.dtype,
         device: torch.device,
         storage: Storage,

@@ -11,7 +11,7 @@ from torch import Tensor
 from services.engine.models.lora.trainable import LoraParams
 
 if TYPE_CHECKING:
-    from services.engine.models.qwen3_5.model import Qwen3_5
+    from services.engine.models.interface import CausalLM
     from services.engine.models.training_memory.arena import GraphMemory
     from services.engine.models.training_memory.recompute import Recompute
 
@@ -29,7 +29,7 @@ class TrainableForward:
 
     def __init__(
         self,
-        model: Qwen3_5,
+        model: CausalLM,
         lora: LoraParams,
         recompute: Recompute,
         memory: GraphMemory | None = None,
@@ -37,19 +37,14 @@ class TrainableForward:
         most_tokens: int | None = None,
     ) -> None:
         self._model, self._lora, self._recompute = model, lora, recompute
-        self._chains = None
-        if memory is not None:
-            from services.engine.models.qwen3_5.training.captured import Chains
-
-            self._chains = Chains(model, lora, recompute, memory, most_tokens)
+        self._captured = None if memory is None else model.captured_forwards(lora, recompute, memory, most_tokens)
 
     def __call__(self, token_ids: Tensor, lengths: Sequence[int], give_way: Callable[[], None]) -> Tensor:
-        """See Qwen3_5.forward_train. Of steps that are captured only the newest can be gone back through."""
-        if self._chains is not None:
-            from services.engine.models.qwen3_5.training.trunk import differentiable
-
-            if (step := self._chains.step(token_ids, lengths, give_way)) is not None:
-                return differentiable(step, self._lora)
+        """See CausalLM.forward_train. Of steps that are captured only the newest can be gone back through."""
+        if self._captured is not None:
+            hidden = self._captured.differentiable(token_ids, lengths, give_way)
+            if hidden is not None:
+                return hidden
         return self._model.forward_train(token_ids, lengths, self._lora, recompute=self._recompute, give_way=give_way)
 
 
@@ -65,22 +60,18 @@ class FrozenForward:
 
     def __init__(
         self,
-        model: Qwen3_5,
+        model: CausalLM,
         lora: LoraParams | None,
         memory: GraphMemory | None = None,
         *,
         most_tokens: int | None = None,
     ) -> None:
         self._model, self._lora = model, lora
-        self._chains = None
-        if memory is not None:
-            from services.engine.models.qwen3_5.training.captured import Chains
-
-            self._chains = Chains(model, lora, None, memory, most_tokens)
+        self._captured = None if memory is None else model.captured_forwards(lora, None, memory, most_tokens)
 
     @torch.no_grad()
     def __call__(self, token_ids: Tensor, lengths: Sequence[int], give_way: Callable[[], None]) -> Tensor:
-        """[T, hidden]: see Qwen3_5.forward_train."""
-        if self._chains is not None and (step := self._chains.step(token_ids, lengths, give_way)) is not None:
-            return step.forward()
+        """[T, hidden]: see CausalLM.forward_train."""
+        if self._captured is not None and (hidden := self._captured.frozen(token_ids, lengths, give_way)) is not None:
+            return hidden
         return self._model.forward_train(token_ids, lengths, self._lora, recompute="none", give_way=give_way)
