@@ -15,6 +15,7 @@ import torch
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry, Pointers
 from services.common.errors import ModelNotFound
+from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.sampling_params import SamplingParams
@@ -23,7 +24,6 @@ from services.engine.settings import EngineSettings
 from services.pod.engine import Engine, build_engine
 from services.pod.host import PodHost
 from services.pod.rollouts import EngineRollouts
-from services.trainer.rewards import Webhooks
 
 TINY = Path(__file__).resolve().parents[1] / "models" / "tiny"
 TIMEOUT = 60.0

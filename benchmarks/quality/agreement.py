@@ -30,12 +30,13 @@ from benchmarks.lib.random_checkpoint import SHAPES, TINY, config_of, write
 from benchmarks.lib.recorder import put_line
 from benchmarks.training.pod import training_pod
 from services.common.jobs import LoraSettings
+from services.common.jobs.documents import completion_document
 from services.engine.models.interface import CausalLM
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.pod.host import PodHost
 from services.trainer.host.rollouts import RolloutRequest, RolloutSampling
-from services.trainer.packing import Microbatch, completion_document, pack
+from services.trainer.packing import Microbatch, pack
 
 RANK = 16
 

@@ -42,6 +42,7 @@ from benchmarks.training.pod import training_pod
 from models.tiny.recipe.item import Item
 from models.tiny.recipe.skills import dates
 from services.common.adapters.names import AdapterVersion
+from services.common.jobs.documents import completion_document, completion_tokens
 from services.common.queue.records import SPEC
 from services.engine.models.config import ModelConfig
 from services.engine.models.registry import read_config
@@ -51,7 +52,7 @@ from services.trainer.host.rollouts import RolloutRequest, RolloutSampling
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.base import JobRun
 from services.trainer.losses import sequence_sums
-from services.trainer.packing import completion_document, completion_tokens, pack
+from services.trainer.packing import pack
 
 TRAINED, HELD_OUT = 96, 64
 MICROBATCH = 512

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from services.common.adapters.names import AdapterVersion
+from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.text.tokenizer import TextCodec
 from services.engine.adapters.manager import AdapterManager
 from services.engine.models.interface import CausalLM
@@ -15,7 +16,6 @@ from services.pod.runner import Gate
 from services.trainer.jobs.adapter_run import USUAL_TOKENS
 from services.trainer.memory.budget import TrainingLedger
 from services.trainer.memory.estimate import Workload, estimate
-from services.trainer.rewards.webhook import Webhooks
 
 _MOST_FOR_GRAPHS = 0.75
 """Of training's memory, before a job has said what it needs: adapters and heads need some, too."""

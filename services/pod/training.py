@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from services.common.adapters.events import AdapterEvents
 from services.common.adapters.registry import AdapterRegistry
+from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.pb import engine_pb2
 from services.common.security.outbound import tls_context
 from services.common.storage.object_store import ObjectStore
@@ -20,7 +21,6 @@ from services.trainer.api_sessions.manager import SessionDesk
 from services.trainer.api_sessions.storage import SessionStorage
 from services.trainer.jobs import prepare_run
 from services.trainer.metrics import TrainerMetrics
-from services.trainer.rewards.webhook import Webhooks
 from services.trainer.runtime.publish import Publisher
 from services.trainer.runtime.worker import TrainerWorker
 from services.trainer.settings import TrainerSettings

@@ -1,6 +1,6 @@
 """From documents to packed token batches.
 
-Documents (services/common/text/documents.py) of a microbatch lie one behind another without padding;
+Documents (services/common/jobs/documents.py) of a microbatch lie one behind another without padding;
 `CausalLM.forward_train` keeps them apart.
 """
 
@@ -14,14 +14,7 @@ from torch import Tensor
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import SftJob
-from services.common.text.documents import Document as Document
-from services.common.text.documents import answer_documents as answer_documents
-from services.common.text.documents import check_thinking as check_thinking
-from services.common.text.documents import completion_document as completion_document
-from services.common.text.documents import completion_tokens as completion_tokens
-from services.common.text.documents import example_documents as example_documents
-from services.common.text.documents import placed as placed
-from services.common.text.documents import prompt_tokens as prompt_tokens
+from services.common.jobs.documents import Document
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field, SecretStr, field_validator
 
-from services.common.jobs.rewards.specs import webhook_parts
+from services.common.jobs.scorers.allowed_webhooks import webhook_parts
 from services.common.settings import CommonSettings
 
 

@@ -15,14 +15,14 @@ import redis
 from pydantic import SecretStr
 
 from services.common.errors import Unavailable
+from services.common.jobs.scorers.sample import Sample
+from services.common.jobs.scorers.webhook_client import WebhookScorer
 from services.common.security.tls import TlsFiles
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
 from services.common.storage.redis import connect, connect_async
 from services.common.telemetry import tracing
 from services.pod.training import webhooks_of
-from services.trainer.rewards.sample import Sample
-from services.trainer.rewards.webhook import WebhookScorer
 from services.trainer.settings import TrainerSettings
 from tests.certificates import Authority
 from tests.integration.proxies import Noting, Proxy, serving

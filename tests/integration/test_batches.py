@@ -20,12 +20,12 @@ import redis
 
 from cli.local.ports import claim_ports
 from services.common.errors import Conflict, NotFound
-from services.common.queue.batches import BATCHES, NOW, BatchConsumer, BatchQueue, BatchSpec, ClaimedBatch
 from services.common.queue.delivery import JobLost
 from services.common.settings import CommonSettings
-from services.common.storage.files import FileStore
 from services.common.storage.object_store import ObjectStore
 from services.gateway.api.batches.dependencies import BatchStores
+from services.gateway.core.batch_queue import BATCHES, NOW, BatchConsumer, BatchQueue, BatchSpec, ClaimedBatch
+from services.gateway.core.file_store import FileStore
 from tests.integration.servers import RunningServer
 from tests.unit.gateway.conftest import Running
 from tests.unit.gateway.fake_engine import FakeEngine, says

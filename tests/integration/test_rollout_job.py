@@ -15,12 +15,12 @@ import pytest
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import WEIGHTS, AdapterRegistry
 from services.common.jobs import GrpoJob, Job, JobEvent, JobState
+from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.queue.job_queue import JobQueue
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
 from services.engine.requests.adapter import AdapterChoice
 from services.trainer.jobs import prepare_run
-from services.trainer.rewards import Webhooks
 from services.trainer.runtime.worker import TrainerWorker
 from services.trainer.settings import TrainerSettings
 from tests.rollout_support import Pod, running_pod, wait_for

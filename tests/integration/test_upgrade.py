@@ -26,8 +26,8 @@ from services.common.queue.consumer import JobConsumer
 from services.common.queue.job_queue import JobQueue
 from services.common.queue.records import SPEC, job_id_of_entry, spec_json
 from services.common.settings import CommonSettings
-from services.common.storage.files import FileStore
 from services.common.storage.object_store import ObjectStore
+from services.gateway.core.file_store import FileStore
 from services.trainer.runtime.checkpoint import CheckpointStore
 from tests.e2e.jobs import losses, wait_for_end
 from tests.fixtures.upgrade import RELEASES, facts, load

@@ -17,9 +17,9 @@ from models.tiny.recipe.item import Item
 from models.tiny.recipe.skills import dates
 from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoJob
+from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.rollout import RolloutRun
-from services.trainer.rewards import Webhooks
 from tests.rollout_support import TIMEOUT, Pod, running_pod, wait_for
 from tests.training_support import Stepped, stepped, without_times
 from tests.unit.trainer.test_webhook import SECRET, Seen, ok, serving

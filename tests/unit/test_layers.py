@@ -52,7 +52,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "optimizer",
         "parents",
         "losses",
-        "rewards",
         "memory",
         "host",
         "sampling",
@@ -70,9 +69,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "telemetry",
         "storage",
         "json_schema",
+        "text",
         "adapters",
         "jobs",
-        "text",
         "queue",
     ),
     "cli": (

@@ -7,18 +7,22 @@ method; `spec` lists them.
 
 from __future__ import annotations
 
-from services.common.jobs.base import JobBase, LoraSettings, Message, OptimizerSettings, PublishingJob, SentModel
+from services.common.jobs.base import JobBase, OptimizerSettings, PublishingJob
+from services.common.jobs.examples import ExampleJob
 from services.common.jobs.fields.acceptance import Better, PublishIf
-from services.common.jobs.fields.examples import AskedExample, ExampleJob
-from services.common.jobs.fields.prompts import SampledPrompt
+from services.common.jobs.fields.lora import LoraSettings
+from services.common.jobs.fields.messages import Message
+from services.common.jobs.fields.prompts import AskedExample, SampledPrompt
 from services.common.jobs.kinds.dpo import DpoExample, DpoJob
-from services.common.jobs.kinds.grpo import GrpoCompletion, GrpoGroup, GrpoJob, Reward, ScoredCompletion, check_spread
+from services.common.jobs.kinds.grpo import GrpoJob
 from services.common.jobs.kinds.kto import KtoExample, KtoJob
 from services.common.jobs.kinds.merge import SPARSE_METHODS, MergeJob, MergeMethod, MergeSettings, MergeSource
 from services.common.jobs.kinds.opd import CHECKPOINT, DistillPrompt, OpdJob
+from services.common.jobs.kinds.rollouts import GrpoCompletion, GrpoGroup, Reward, ScoredCompletion, check_spread
 from services.common.jobs.kinds.sft import SftExample, SftJob
 from services.common.jobs.record import Job, JobEvent, JobProgress, JobState
-from services.common.jobs.spec import JOBS, KINDS, JobSpec, Spec, TrainingSpec
+from services.common.jobs.registry import JOBS, KINDS, JobSpec, Spec, TrainingSpec
+from services.common.validation.strict_models import SentModel
 
 __all__ = [
     "CHECKPOINT",

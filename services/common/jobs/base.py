@@ -3,72 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.common.adapters.names import POLICY_SCHEMA, AdapterName
 from services.common.jobs.fields.acceptance import Better, PublishIf, check_publish_if
-from services.common.jobs.fields.linear import ALL_LINEAR, TARGET_MODULES, LinearName, is_linear, means_all_linear
-from services.common.jobs.fields.messages import SAYS as SAYS
-from services.common.jobs.fields.messages import Message as Message
-from services.common.validation.errors import guess
+from services.common.jobs.fields.lora import LoraSettings
 from services.common.validation.json_rules import Rules, if_any, true_only_with
-from services.common.validation.strict_models import SentModel as SentModel
+from services.common.validation.strict_models import SentModel, absent
 
 Recompute = Literal["none", "selective", "full"]
-
-
-def _linear_layers(value: Any) -> Any:
-    if means_all_linear(value):
-        return ALL_LINEAR
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        return value
-    if not value:
-        raise ValueError(f'is empty: name linear layers, or leave it out (or say "{ALL_LINEAR}") for all of them')
-    for name in value:
-        if not is_linear(name):
-            raise ValueError(
-                f"{name[:80]!r} is no linear layer of the model{guess(name, TARGET_MODULES)}: choose from "
-                f'{", ".join(TARGET_MODULES)}, or "{ALL_LINEAR}"'
-            )
-    return value
-
-
-def left_open(value: object) -> bool:
-    """Whether a field stays out of a spec's JSON: where the trainer chooses, no number is written down."""
-    return value is None
-
-
-TargetModules = Annotated[
-    Literal["all-linear"] | list[str],
-    BeforeValidator(
-        _linear_layers, json_schema_input_type=Literal["all-linear"] | Annotated[list[LinearName], Field(min_length=1)]
-    ),
-]
-
-
-class LoraSettings(SentModel):
-    """Shape of a new adapter. A job that continues one takes its shape: fields that are given must agree with it."""
-
-    rank: int = Field(16, ge=1, le=256)
-    alpha: float = Field(32.0, gt=0)
-    use_rslora: bool = False
-    target_modules: TargetModules | None = None
-    """Last names of linear layers, or whole paths ("layers.3.self_attn.q_proj"). None and "all-linear": all of them."""
-    seed: int = Field(0, ge=0, lt=2**63)
-
-    @model_serializer(mode="wrap")
-    def _only_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # What was given explicitly must agree with a continued adapter, and must survive the queue's JSON as such.
-        return {name: value for name, value in handler(self).items() if name in self.model_fields_set}
 
 
 class OptimizerSettings(SentModel):
     """AdamW and its schedule."""
 
-    learning_rate: float | None = Field(None, gt=0, le=1, exclude_if=left_open)
+    learning_rate: float | None = Field(None, gt=0, le=1, exclude_if=absent)
     """None: by the method and the model (services/trainer/jobs/defaults.py)."""
     warmup_steps: int = Field(0, ge=0)
     schedule: Literal["constant", "cosine", "linear"] = "constant"

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from services.common.jobs.spec import KINDS
+from services.common.jobs.registry import KINDS
 from services.common.validation.strict_models import StrictModel
 
 

@@ -15,7 +15,8 @@ from pydantic_core import PydanticCustomError
 
 from services.common.adapters.names import NAME_SCHEMA, AdapterName, AdapterRef, check_adapter_name
 from services.common.errors import InvalidRequest
-from services.common.jobs.base import LoraSettings, Recompute, SentModel
+from services.common.jobs.base import Recompute
+from services.common.jobs.fields.lora import LoraSettings
 from services.common.validation.json_rules import (
     NULL,
     Rule,
@@ -32,6 +33,7 @@ from services.common.validation.json_rules import (
     left_out,
     true_only_with,
 )
+from services.common.validation.strict_models import SentModel
 
 Loss: TypeAlias = Literal["cross_entropy", "importance_sampling", "ppo", "cispo"]
 MAX_SEQ = 2**53 - 1

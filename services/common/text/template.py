@@ -79,7 +79,7 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
     return normalized
 
 
-def left_open(turns: Sequence[Mapping[str, Any]], mark: str) -> list[dict[str, Any]]:
+def absent(turns: Sequence[Mapping[str, Any]], mark: str) -> list[dict[str, Any]]:
     """The turns with a mark where the last one is to be continued: after its content, or after its reasoning when it
     has got no further.
 

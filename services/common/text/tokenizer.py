@@ -13,7 +13,7 @@ import tokenizers
 from services.common.errors import CheckpointRejected, InvalidRequest
 from services.common.text.control import ControlTokens, Piece, free_marker
 from services.common.text.instructions import placed
-from services.common.text.template import ChatTemplate, cut_at, left_open, normalize_messages
+from services.common.text.template import ChatTemplate, absent, cut_at, normalize_messages
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 """What a codec is built from; only the first must exist."""
@@ -246,7 +246,7 @@ class TextCodec:
         end = ""
         if continue_final_message:
             end = free_marker(turns, tools, chat_template_kwargs)
-            turns, add_generation_prompt = left_open(turns, end), False
+            turns, add_generation_prompt = absent(turns, end), False
         if not self._suspicious(turns, tools, chat_template_kwargs):
             text = self._render(
                 turns, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=chat_template_kwargs

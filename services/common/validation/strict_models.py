@@ -1,4 +1,4 @@
-"""The base of everything in a job."""
+"""Bases of records and of what clients send: unknown fields are refused, and nothing is coerced."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from services.common.validation.json_rules import Ruled
 
 
 def absent(value: object) -> bool:
-    """``exclude_if`` of a field that earlier releases did not have: jobs without it are written as they wrote them,
-    which idempotency keys and checkpoints stand for."""
+    """Whether a field is left out of a model's JSON (``exclude_if``).
+
+    Such a field is one that the trainer chooses, or one that earlier releases did not have. Jobs without it are written
+    as those releases wrote them, which idempotency keys and checkpoints stand for.
+    """
     return value is None
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, cast
 
 from pydantic import BaseModel, Field
 
-from services.common.queue.batches import Batch, BatchSpec, Endpoint, LineError, Status
+from services.gateway.core.batch_queue import Batch, BatchSpec, Endpoint, LineError, Status
 from services.gateway.protocol.fields.base import RequestModel
 
 EXPIRY_SECONDS = (3600, 30 * 86_400)

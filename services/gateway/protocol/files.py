@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from services.common.storage.files import FileInfo, Purpose
+from services.gateway.core.file_store import FileInfo, Purpose
 
 
 class FileObject(BaseModel):

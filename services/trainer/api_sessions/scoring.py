@@ -9,8 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from services.common.jobs.documents import Document
 from services.common.jobs.training_sessions import Datum
-from services.trainer.packing import Document, Microbatch, pack
+from services.trainer.packing import Microbatch, pack
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from services.common.adapters.names import AdapterVersion
+from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.text.tokenizer import TextCodec
 from services.engine.models.interface import CausalLM
 from services.trainer.host.rollouts import RolloutSource
 from services.trainer.memory.budget import TrainingLedger
-from services.trainer.rewards.webhook import Webhooks
 
 
 class ComputeGate(Protocol):

@@ -15,7 +15,8 @@ from torch import Tensor
 from services.common.adapters.manifest import Lineage
 from services.common.errors import DoesNotFit, InvalidRequest
 from services.common.jobs import JobBase, LoraSettings, PublishingJob
-from services.common.jobs.fields.continued import check_agrees
+from services.common.jobs.documents import Document
+from services.common.jobs.fields.lora import check_agrees
 from services.engine.models.lora.binding import bind_adapter, name_targets
 from services.engine.models.lora.targets import target_shapes
 from services.engine.models.lora.trainable import LoraParams
@@ -26,7 +27,7 @@ from services.trainer.jobs.defaults import Method, learning_rate
 from services.trainer.memory.budget import Need
 from services.trainer.memory.estimate import TeacherWork, Workload, check_fits, mib
 from services.trainer.optimizer import AdapterOptimizer
-from services.trainer.packing import Document, Microbatch, pack
+from services.trainer.packing import Microbatch, pack
 from services.trainer.timers import Stopwatch
 
 _TOKENS_ON_CPU = 512

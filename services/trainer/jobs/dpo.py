@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from services.common.jobs import DpoJob
+from services.common.jobs.documents import Document
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.defaults import Method
 from services.trainer.jobs.preference_run import PreferenceRun, Scores, answered, by_source, gathered, numbered
 from services.trainer.losses import dpo_loss
-from services.trainer.packing import Document, Microbatch
+from services.trainer.packing import Microbatch
 
 
 class DpoRun(PreferenceRun):

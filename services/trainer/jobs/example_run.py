@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from services.common.jobs import ExampleJob
+from services.common.jobs.documents import Document
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
 from services.trainer.jobs.defaults import epochs
-from services.trainer.packing import Document, largest_microbatch, shuffled
+from services.trainer.packing import largest_microbatch, shuffled
 
 _EXAMINED = ("loss", "token_accuracy", "accuracy", "margin")
 """What an evaluation says of how well a job's own examples are known."""

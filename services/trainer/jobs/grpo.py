@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from services.common.jobs import GrpoJob
+from services.common.jobs.documents import Document
 from services.engine.models.lora.trainable import LoraParams
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
@@ -34,7 +35,7 @@ from services.trainer.losses import (
     surrogate_form,
 )
 from services.trainer.losses.logprob_gap import ForwardGap
-from services.trainer.packing import Document, Microbatch, largest_microbatch
+from services.trainer.packing import Microbatch, largest_microbatch
 from services.trainer.sampling.replay import replay, with_values
 from services.trainer.sampling.scored_rollouts import ScoredRollouts, scored_rollouts
 

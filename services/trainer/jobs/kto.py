@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from services.common.jobs import KtoExample, KtoJob
+from services.common.jobs.documents import Document, completion_document
 from services.common.jobs.kinds.kto import LEAST_COMPARED, check_held_out, check_labels
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.defaults import Method
 from services.trainer.jobs.preference_run import PreferenceRun, Scores, answered, by_source, gathered, numbered
 from services.trainer.losses import kto_loss, kto_reference_point
-from services.trainer.packing import Document, completion_document
 
 
 def mismatched(documents: Sequence[Document], limit: int) -> list[Document]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from kernels.divergence import Divergence
 from services.common.errors import InvalidRequest
 from services.common.jobs import OpdJob
+from services.common.jobs.documents import Document, completion_document
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.host.rollouts import Completion, RolloutRequest, RolloutSampling, sample, sampling_rate
 from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
@@ -27,7 +28,7 @@ from services.trainer.jobs.rounds import Rounds
 from services.trainer.losses import divergence_loss, sampled_reverse_kl
 from services.trainer.losses.logprob_gap import Agreement
 from services.trainer.losses.ratios import importance_ratio
-from services.trainer.packing import Document, Microbatch, completion_document, largest_microbatch
+from services.trainer.packing import Microbatch, largest_microbatch
 from services.trainer.sampling.completion_state import completion_tensors, completions_of
 from services.trainer.sampling.lessons import Lesson, Lessons, Pupil, drawn, known_part, lessons, pupils
 from services.trainer.sampling.prompts import check_stop_tokens, prompts_of_round, sample_seed

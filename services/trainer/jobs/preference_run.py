@@ -11,13 +11,14 @@ from torch import Tensor
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import AskedExample, DpoJob, KtoJob
+from services.common.jobs.documents import Document, answer_documents, placed
 from services.engine.models.lora.trainable import LoraParams
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.adapter_run import microbatch_tokens
 from services.trainer.jobs.base import RunState
 from services.trainer.jobs.example_run import ExampleRun
 from services.trainer.losses import sequence_sums
-from services.trainer.packing import Document, Microbatch, answer_documents, overlong, pack_together, placed, some
+from services.trainer.packing import Microbatch, overlong, pack_together, some
 from services.trainer.timers import Part
 
 X = TypeVar("X", bound=AskedExample)

@@ -17,13 +17,13 @@ from torch import Tensor
 from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoJob
 from services.common.jobs.kinds.generate import GenerateSettings, RolloutPrompt
+from services.common.jobs.scorers.registry import Rewards
+from services.common.jobs.scorers.sample import Sample, without_thinking
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.host.rollouts import Completion, RolloutRequest, RolloutSampling, sample, sampling_rate
 from services.trainer.jobs.base import RunState
 from services.trainer.jobs.grpo import GrpoRun
 from services.trainer.jobs.rounds import Rounds
-from services.trainer.rewards import Rewards, Sample
-from services.trainer.rewards.sample import without_thinking
 from services.trainer.sampling.prompts import check_stop_tokens, prompts_of_round, sample_seed, sampled_prompts
 from services.trainer.sampling.round import Round, ScoredPrompt
 from services.trainer.sampling.scored_rollouts import RewardStats, ScoredRollouts, gather

@@ -9,11 +9,13 @@ import torch
 
 from kernels.token_logprobs import TokenScores
 from services.common.jobs import SftExample, SftJob
+from services.common.jobs.documents import Document
+from services.common.jobs.kinds.sft import example_documents
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.defaults import Method
 from services.trainer.jobs.example_run import ExampleRun
 from services.trainer.losses import negative_log_likelihood
-from services.trainer.packing import Document, Microbatch, apply_limit, example_documents, some
+from services.trainer.packing import Microbatch, apply_limit, some
 
 
 def _documents(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoJob, JobBase, Spec
-from services.common.jobs.fields.examples import ExampleJob
+from services.common.jobs.examples import ExampleJob
 from services.trainer.jobs.base import JobRun, RunState
 from services.trainer.runtime.acceptance import Acceptance
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import DistillPrompt, OpdJob
-from services.common.text.documents import Document, completion_document, data_completion, placed
+from services.common.jobs.documents import Document, completion_document, placed
+from services.common.jobs.kinds.opd import data_completion
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.host.rollouts import Completion
 from services.trainer.packing import overlong

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import JobBase, SampledPrompt
+from services.common.jobs.documents import placed, prompt_tokens
 from services.trainer.host.policy_host import PolicyHost
-from services.trainer.packing import placed, prompt_tokens, shuffled
+from services.trainer.packing import shuffled
 
 
 def sampled_prompts(

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from services.common.jobs.documents import Document
 from services.engine.models.lora.trainable import LoraParams
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.host.rollouts import ScoreRequest
-from services.trainer.packing import Document
 from services.trainer.sampling.scored_rollouts import Rollout
 
 

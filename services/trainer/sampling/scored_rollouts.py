@@ -15,8 +15,8 @@ from torch import Tensor
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoCompletion, GrpoGroup, GrpoJob, check_spread
-from services.common.jobs.kinds.grpo import check_unmasked
-from services.common.text.documents import Document, completion_document, placed, prompt_tokens, rollout_tokens
+from services.common.jobs.documents import Document, completion_document, placed, prompt_tokens
+from services.common.jobs.kinds.rollouts import check_unmasked, rollout_tokens
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.losses import group_advantages
 from services.trainer.packing import overlong

@@ -10,8 +10,10 @@ from pydantic import ValidationError
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoJob
-from services.common.jobs.rewards.checks import check_rewards, matcher, schema_validator
-from services.common.jobs.rewards.specs import JsonSchemaReward, RegexReward, webhook_parts
+from services.common.jobs.kinds.generate import check_rewards
+from services.common.jobs.scorers.allowed_webhooks import webhook_parts
+from services.common.jobs.scorers.json_schema import JsonSchemaReward, schema_validator
+from services.common.jobs.scorers.regex import RegexReward, matcher
 
 GENERATE: dict[str, Any] = {
     "prompts": ["2 + 2 =", {"prompt": "3 + 3 =", "answer": 6}],

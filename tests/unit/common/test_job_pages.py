@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from services.common.jobs import JOBS, GrpoJob, JobBase
-from services.common.jobs.kinds.generate import GenerateSettings, RolloutPrompt
-from services.common.jobs.rewards.checks import check_rewards
-from services.common.jobs.rewards.specs import ExactReward, JsonSchemaReward, NumericReward, RegexReward, WebhookReward
+from services.common.jobs.kinds.generate import GenerateSettings, RolloutPrompt, check_rewards
+from services.common.jobs.scorers.exact import ExactReward
+from services.common.jobs.scorers.json_schema import JsonSchemaReward
+from services.common.jobs.scorers.numeric import NumericReward
+from services.common.jobs.scorers.regex import RegexReward
+from services.common.jobs.scorers.webhook import WebhookReward
 from services.common.queue.records import SPEC
 
 GUIDES = Path(__file__).resolve().parents[3] / "docs" / "guides"

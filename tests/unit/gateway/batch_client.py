@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 
-from services.common.queue.batches import Batch
+from services.gateway.core.batch_queue import Batch
 from tests.unit.gateway.conftest import Running
 
 CHAT = "/v1/chat/completions"

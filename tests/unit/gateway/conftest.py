@@ -16,12 +16,12 @@ import pytest
 import uvicorn
 
 from services.common.adapters.registry import AdapterRegistry
-from services.common.storage.files import FileStore
 from services.gateway.api.base.dependencies import resource
 from services.gateway.api.base.idempotency import Idempotency
 from services.gateway.api.batches.dependencies import BatchStores
 from services.gateway.api.health.gauges import HealthServices
 from services.gateway.api.responses.dependencies import ResponseServices
+from services.gateway.core.file_store import FileStore
 from services.gateway.core.lifecycle import Lifecycle
 from services.gateway.inference.context import InferenceContext
 from services.gateway.server.app import create_app

@@ -10,9 +10,9 @@ from typing import Any
 
 from services.common.errors import Conflict, NotFound, Unavailable
 from services.common.ids import ulid
-from services.common.queue.batches import NOW, Batch, BatchSpec, ClaimedBatch, Kind, LineError, request_sha
 from services.common.queue.delivery import Claimed, JobLost
 from services.common.queue.depth import QueueDepth
+from services.gateway.core.batch_queue import NOW, Batch, BatchSpec, ClaimedBatch, Kind, LineError, request_sha
 
 _RUNNING = "running"
 

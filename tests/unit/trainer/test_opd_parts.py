@@ -109,7 +109,8 @@ def test_parts_add_up() -> None:
 
 def test_the_teacher_gives_way_between_layers(tmp_path: Path) -> None:
     """The teacher's hidden states are those of its forward at the trained rows, and carry no graph."""
-    from services.trainer.packing import Microbatch, completion_document
+    from services.common.jobs.documents import completion_document
+    from services.trainer.packing import Microbatch
 
     host = TrainingHost(write_checkpoint(tmp_path, qwen_like_tokenizer()))
     microbatch = Microbatch.of([completion_document([1, 2, 3], [4, 5], 0)], torch.device("cpu"))

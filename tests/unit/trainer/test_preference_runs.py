@@ -11,12 +11,13 @@ from pydantic import ValidationError
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import DpoJob
+from services.common.jobs.documents import completion_document
 from services.common.queue.records import SPEC
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.dpo import DpoRun
 from services.trainer.jobs.kto import KtoRun, mismatched
 from services.trainer.jobs.preference_run import PreferenceRun
-from services.trainer.packing import completion_document, pack_together
+from services.trainer.packing import pack_together
 from tests.training_support import CPU, TrainingHost, gradients, random_adapter, without_times
 
 PAIRS = [

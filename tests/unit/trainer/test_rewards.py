@@ -9,11 +9,11 @@ import pytest
 from pydantic import TypeAdapter
 
 from services.common.errors import InvalidRequest
-from services.common.jobs.rewards.specs import RewardSpec
-from services.trainer.rewards import Rewards, Sample, Webhooks
-from services.trainer.rewards.json_schema import parse
-from services.trainer.rewards.sample import without_thinking
-from services.trainer.rewards.text import last_number
+from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.json_schema import parse
+from services.common.jobs.scorers.numeric import last_number
+from services.common.jobs.scorers.registry import Rewards, RewardSpec
+from services.common.jobs.scorers.sample import Sample, without_thinking
 from tests.training_support import TrainingHost
 
 SPEC: TypeAdapter[Any] = TypeAdapter(RewardSpec)

@@ -11,18 +11,12 @@ from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import SftExample, SftJob
-from services.common.jobs.fields.examples import split_evaluation
+from services.common.jobs.documents import Document
+from services.common.jobs.examples import split_evaluation
+from services.common.jobs.kinds.sft import example_documents
 from services.common.jobs.permutation import permutation
 from services.common.text.tokenizer import TextCodec
-from services.trainer.packing import (
-    Document,
-    Microbatch,
-    apply_limit,
-    example_documents,
-    largest_microbatch,
-    pack,
-    shuffled,
-)
+from services.trainer.packing import Microbatch, apply_limit, largest_microbatch, pack, shuffled
 
 CPU = torch.device("cpu")
 

@@ -18,9 +18,11 @@ import pytest
 from pydantic import ValidationError
 
 from services.common.errors import InvalidRequest, Unavailable
-from services.common.jobs.rewards.specs import WebhookReward
-from services.trainer.rewards import Rewards, Sample, Webhooks
-from services.trainer.rewards.webhook import BATCH
+from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.registry import Rewards
+from services.common.jobs.scorers.sample import Sample
+from services.common.jobs.scorers.webhook import WebhookReward
+from services.common.jobs.scorers.webhook_client import BATCH
 from services.trainer.settings import TrainerSettings
 
 SECRET = "a secret of some length"

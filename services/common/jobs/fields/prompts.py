@@ -1,4 +1,4 @@
-"""A prompt that a job samples completions of."""
+"""Prompts in a job: those that it samples completions of, and those whose completions it brings."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from services.common.jobs.base import SAYS, Message, SentModel
-from services.common.jobs.fields.messages import check_asks
+from services.common.jobs.fields.messages import SAYS, Message, check_asks
 from services.common.validation.json_rules import Rules, exactly_one, if_any, left_out, only_with
+from services.common.validation.strict_models import SentModel
 
 TokenIds = list[Annotated[int, Field(ge=0)]]
 
@@ -37,6 +37,30 @@ class SampledPrompt(SentModel):
         check_asks(self.prompt, "prompt")
         check_asks(self.messages, "messages")
         return self
+
+
+class AskedExample(SentModel):
+    """A prompt that completions answer."""
+
+    prompt: str | list[Message] | None = None
+    messages: list[Message] | None = None
+    """The conversation that the completions answer, when `prompt` is not given."""
+    tools: list[dict[str, Any]] | None = None
+    """Function definitions, rendered by the chat template."""
+
+    json_rules: ClassVar[Rules] = (exactly_one("prompt", "messages"), if_any(prompt=SAYS, messages=SAYS))
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> AskedExample:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give one of prompt, messages")
+        check_asks(self.asked, "messages" if self.prompt is None else "prompt")
+        return self
+
+    @property
+    def asked(self) -> str | list[Message]:
+        """The prompt, whichever way it was given."""
+        return self.messages or [] if self.prompt is None else self.prompt
 
 
 def as_prompt(value: Any) -> Any:

@@ -7,8 +7,9 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from services.common.jobs.examples import EVALUATES, ExampleJob
 from services.common.jobs.fields.acceptance import Better, publish_if_rule
-from services.common.jobs.fields.examples import EVALUATES, AskedExample, ExampleJob
+from services.common.jobs.fields.prompts import AskedExample
 from services.common.validation.json_rules import Rules
 
 

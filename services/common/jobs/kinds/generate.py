@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from services.common.jobs.base import SentModel
 from services.common.jobs.fields.prompts import SampledPrompt, as_prompt
-from services.common.jobs.rewards.specs import ANSWER, NumericReward, RewardSpec, answer_number
+from services.common.jobs.scorers.registry import RewardSpec, needs_answer
 from services.common.validation.json_rules import (
     SOME,
     Rules,
@@ -22,6 +20,7 @@ from services.common.validation.json_rules import (
     only_with,
     where,
 )
+from services.common.validation.strict_models import SentModel
 
 
 def _as_text(value: Any) -> Any:
@@ -47,8 +46,7 @@ Prompt = Annotated[RolloutPrompt, BeforeValidator(as_prompt, json_schema_input_t
 _Rewards = Annotated[list[RewardSpec], Field(min_length=1, max_length=16)]
 
 
-_COMPARES = either(has(type={"enum": ["exact", "numeric"]}), has(type="regex", pattern={"pattern": re.escape(ANSWER)}))
-"""A reward that needs an answer."""
+_COMPARES = needs_answer()
 
 
 class GenerateSettings(SentModel):
@@ -90,19 +88,30 @@ class GenerateSettings(SentModel):
         if self.eval_every is not None and not self.eval_prompts:
             raise ValueError("eval_every needs eval_prompts")
         needed = next((reward.type for reward in self.reward if reward.needs_answer), None)
-        numeric = any(isinstance(reward, NumericReward) for reward in self.reward)
         for field, prompts in (("prompts", self.prompts), ("eval_prompts", self.eval_prompts)):
             for index, prompt in enumerate(prompts):
                 if needed is not None and prompt.answer is None:
                     raise ValueError(f"{field}[{index}] has no answer, which the {needed} reward compares with")
-                if numeric and answer_number(prompt.answer or "") is None:
-                    raise ValueError(
-                        f"{field}[{index}].answer is {(prompt.answer or '')[:80]!r}: the numeric reward needs a finite "
-                        "number"
-                    )
+                for reason in filter(None, (reward.wrong_answer(prompt.answer or "") for reward in self.reward)):
+                    raise ValueError(f"{field}[{index}].answer is {(prompt.answer or '')[:80]!r}: {reason}")
         return self
 
     @property
     def round_prompts(self) -> int:
         """Prompts of one round."""
         return self.prompts_per_round or len(self.prompts)
+
+
+def check_rewards(settings: GenerateSettings) -> None:
+    """Compiles every pattern with every answer, and every schema.
+
+    Raises:
+        InvalidRequest: one cannot be used; names it.
+    """
+    answers = [
+        (f"generate.{field}[{index}].answer", prompt.answer)
+        for field, prompts in (("prompts", settings.prompts), ("eval_prompts", settings.eval_prompts))
+        for index, prompt in enumerate(prompts)
+    ]
+    for index, reward in enumerate(settings.reward):
+        reward.check(f"generate.reward[{index}]", answers)

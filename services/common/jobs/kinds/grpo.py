@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from services.common.adapters.names import BASE, SAMPLER_SCHEMA, AdapterVersion, field_check, parse_adapter_version
+from services.common.adapters.names import BASE, AdapterVersion, parse_adapter_version
 from services.common.errors import InvalidRequest
-from services.common.jobs.base import SAYS, JobBase, Message, SentModel
-from services.common.jobs.fields.messages import check_asks
+from services.common.jobs.base import JobBase
+from services.common.jobs.fields.messages import SAYS, Message, check_asks
 from services.common.jobs.kinds.generate import GenerateSettings
+from services.common.jobs.kinds.rollouts import MOST_SAMPLERS, GrpoCompletion, GrpoGroup, Reward, ScoredCompletion
 from services.common.validation.json_rules import (
     NOT_NULL,
-    NULL,
     SOME,
     Rules,
-    at_least_one,
-    at_most_one,
     both,
     either,
-    exactly_one,
     given,
     has,
     if_any,
-    items,
     left_out,
     never,
     only_with,
@@ -34,9 +29,6 @@ from services.common.validation.json_rules import (
     where,
 )
 from services.common.validation.strict_models import absent
-
-Reward = Annotated[float, Field(ge=-1e9, le=1e9)]
-"""Bounded, so that statistics over rewards stay finite."""
 
 LossType: TypeAlias = Literal["grpo", "dapo", "dr_grpo", "bnpo", "cispo", "gspo"]
 MismatchCorrection: TypeAlias = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -52,98 +44,6 @@ def _scale_of_flag(value: object) -> object:
 
 _SIMPLE = ("prompt", "completions", "rewards", "truncated", "temperature")
 """Fields of the simple form: one group of texts."""
-MOST_SAMPLERS = 64
-"""Adapter versions that the rollouts of a job may name; each is looked up."""
-
-
-def _sampler(text: str) -> str:
-    return text if text == BASE else str(parse_adapter_version(text))
-
-
-class GrpoCompletion(SentModel):
-    """One scored rollout: by completion_id, by token ids with their behaviour log-probabilities, or as text."""
-
-    completion_id: str | None = None
-    token_ids: list[Annotated[int, Field(ge=0)]] | None = None
-    logprobs: list[Annotated[float, Field(le=1e-3)]] | None = None
-    """log softmax(logits / temperature) of each sampled token, as `sampling_logprobs` of a response gives it;
-    never over 0 by more than rounding."""
-    text: str | None = None
-    """Accepted, tokenized again, and its behaviour log-probabilities recomputed: marked `recomputed`."""
-    temperature: float = Field(1.0, ge=0, le=100)
-    truncated: bool | None = Field(
-        default_factory=lambda given: None if given.get("text") is not None else False, exclude_if=absent
-    )
-    """The completion hit max_tokens: it does not end its turn. Of a text, false says that it does: the end token was
-    sampled and is learnt. null does not say, and only the text is learnt."""
-    adapter: Annotated[str, field_check(_sampler), Field(json_schema_extra=dict(SAMPLER_SCHEMA))] | None = None
-    """"name@n" that sampled it, or "base"; a version must exist when the job is submitted."""
-    reward: Reward
-
-    json_rules: ClassVar[Rules] = (
-        exactly_one("completion_id", "token_ids", "text"),
-        if_any(token_ids=either(NULL, SOME)),
-        only_with("logprobs", given("token_ids")),
-    )
-
-    @model_validator(mode="after")
-    def _one_form(self) -> GrpoCompletion:
-        forms = [self.completion_id is not None, self.token_ids is not None, self.text is not None]
-        if sum(forms) != 1:
-            raise ValueError("give exactly one of completion_id, token_ids, text")
-        if self.token_ids is not None and not self.token_ids:
-            raise ValueError("token_ids must not be empty")
-        if self.logprobs is not None and (self.token_ids is None or len(self.logprobs) != len(self.token_ids)):
-            raise ValueError("logprobs must have one entry per token id")
-        return self
-
-
-class GrpoGroup(SentModel):
-    """Completions of one prompt, compared with each other. completion_id rollouts bring their own prompt."""
-
-    prompt: str | list[Message] | None = None
-    messages: list[Message] | None = None
-    prompt_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(None, min_length=1)
-    tools: list[dict[str, Any]] | None = None
-    """Function definitions, rendered by the chat template; not with prompt_token_ids."""
-    completions: list[GrpoCompletion] = Field(min_length=1)
-
-    json_rules: ClassVar[Rules] = (
-        at_most_one("prompt", "messages", "prompt_token_ids"),
-        either(at_least_one("prompt", "messages", "prompt_token_ids"), has(completions=items(given("completion_id")))),
-        if_any(prompt=SAYS, messages=SAYS),
-        only_with("tools", left_out("prompt_token_ids")),
-    )
-
-    @model_validator(mode="after")
-    def _prompt(self) -> GrpoGroup:
-        forms = [self.prompt is not None, self.messages is not None, self.prompt_token_ids is not None]
-        by_id = [c.completion_id is not None for c in self.completions]
-        if sum(forms) > 1:
-            raise ValueError("give one of prompt, messages, prompt_token_ids")
-        if not any(forms) and not all(by_id):
-            raise ValueError("a group without a prompt needs completion_id in every completion")
-        if self.prompt_token_ids is not None and self.tools is not None:
-            raise ValueError("tools are part of prompt_token_ids already")
-        check_asks(self.prompt, "prompt")
-        check_asks(self.messages, "messages")
-        return self
-
-    @property
-    def rewards(self) -> list[float]:
-        return [completion.reward for completion in self.completions]
-
-    @property
-    def has_spread(self) -> bool:
-        """Some completion is better than another; without, the group teaches nothing."""
-        return max(self.rewards) > min(self.rewards)
-
-
-class ScoredCompletion(SentModel):
-    """`{completion_id, reward}`: everything else is what the engine remembers."""
-
-    completion_id: str
-    reward: Reward
 
 
 class GrpoJob(JobBase):
@@ -336,35 +236,3 @@ class GrpoJob(JobBase):
 
 def _clip(given: dict[str, Any], side: int, usual: float) -> float:
     return GSPO_CLIP[side] if given.get("loss_type") == "gspo" else usual
-
-
-def check_unmasked(groups: Sequence[GrpoGroup], *, mask_truncated: bool) -> None:
-    """Some group that has spread has a completion to learn from.
-
-    Raises:
-        InvalidRequest: they are truncated, all of them.
-    """
-    differing = [group for group in groups if group.has_spread]
-    if mask_truncated and all(completion.truncated for group in differing for completion in group.completions):
-        raise InvalidRequest(
-            f"nothing to learn: mask_truncated leaves out every completion of the {len(differing)} groups whose "
-            "rewards differ; sample with a higher max_tokens, or set mask_truncated to false",
-            param="mask_truncated",
-        )
-
-
-def check_spread(groups: Sequence[GrpoGroup]) -> None:
-    """Some group has something to learn from.
-
-    Raises:
-        InvalidRequest: all rewards are equal in each of them.
-    """
-    if any(group.has_spread for group in groups):
-        return
-    rewards = [reward for group in groups for reward in group.rewards]
-    raise InvalidRequest(
-        f"nothing to learn: in each of the {len(groups)} groups all rewards are equal "
-        f"(mean {math.fsum(rewards) / len(rewards):g}), so no completion is better than another; sample more "
-        "completions, at a higher temperature, or score them more finely",
-        param="rewards",
-    )

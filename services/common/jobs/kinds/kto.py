@@ -9,8 +9,9 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.common.errors import InvalidRequest
+from services.common.jobs.examples import EVALUATES, ExampleJob
 from services.common.jobs.fields.acceptance import Better, publish_if_rule
-from services.common.jobs.fields.examples import EVALUATES, AskedExample, ExampleJob
+from services.common.jobs.fields.prompts import AskedExample
 from services.common.validation.json_rules import Rules, both, contains, either, has, if_any
 
 LEAST_COMPARED = 2

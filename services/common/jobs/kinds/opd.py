@@ -16,8 +16,10 @@ from services.common.adapters.names import (
 )
 from services.common.errors import InvalidRequest, TemperError
 from services.common.jobs.base import JobBase
+from services.common.jobs.documents import check_thinking, completion_tokens
 from services.common.jobs.fields.acceptance import Better, publish_if_rule
 from services.common.jobs.fields.prompts import SampledPrompt, TokenIds, as_prompt
+from services.common.text.tokenizer import TextCodec
 from services.common.validation.json_rules import (
     SOME,
     Rules,
@@ -231,3 +233,19 @@ def check_read(field: str, token_ids: Sequence[int], vocab: int) -> None:
         raise InvalidRequest(
             f"{field}: the token id {largest} is over the teacher's vocabulary of {vocab}", param=field
         )
+
+
+def data_completion(codec: TextCodec, spec: OpdJob, asked: DistillPrompt, prompt: Sequence[int]) -> list[int]:
+    """The completion that a prompt of a distillation job brings, with the token that ends it; none if it has none.
+
+    Raises:
+        InvalidRequest: it never leaves the thinking block that its prompt opens.
+    """
+    if asked.completion_token_ids is not None:
+        return asked.completion_token_ids
+    if asked.completion is None:
+        return []
+    tokens = completion_tokens(codec, asked.completion, ends=True)
+    if spec.prompt_format == "chat" and asked.prompt_token_ids is None:
+        check_thinking(codec, prompt, tokens)
+    return tokens

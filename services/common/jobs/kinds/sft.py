@@ -7,11 +7,14 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from services.common.jobs.base import SAYS, Message, SentModel
+from services.common.errors import InvalidRequest
+from services.common.jobs.documents import Document, chat_documents, pair_document, placed, text_document
+from services.common.jobs.examples import EVALUATES, ExampleJob
 from services.common.jobs.fields.acceptance import Better, publish_if_rule
-from services.common.jobs.fields.examples import EVALUATES, ExampleJob
-from services.common.jobs.fields.messages import TEACHES, check_asks, check_taught
+from services.common.jobs.fields.messages import SAYS, TEACHES, Message, check_asks, check_taught
+from services.common.text.tokenizer import TextCodec
 from services.common.validation.json_rules import NULL, Rules, both, either, given, if_any, left_out
+from services.common.validation.strict_models import SentModel
 
 
 class SftExample(SentModel):
@@ -56,3 +59,21 @@ class SftJob(ExampleJob[SftExample]):
     kind: Literal["sft"] = "sft"
     overlong: Literal["error", "drop", "truncate"] = "error"
     """What happens to an example over the token limit."""
+
+
+def example_documents(
+    codec: TextCodec, spec: SftJob, example: SftExample, source: int, *, field: str = "examples"
+) -> list[Document]:
+    """The documents of one example: one, or one an assistant turn where the template rewrites earlier turns.
+
+    Raises:
+        InvalidRequest: the example cannot be rendered as a generation; the message has its index.
+    """
+    with placed(f"{field}[{source}]"):
+        if example.text is not None:
+            return [text_document(codec, example.text, source)]
+        if example.messages is not None:
+            return chat_documents(codec, spec, example.messages, example.tools, source)
+        if example.prompt is None or example.completion is None:
+            raise InvalidRequest("give either prompt and completion, or messages")
+        return [pair_document(codec, spec, example.prompt, example.completion, example.tools, source)]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 from services.common.errors import AdapterRejected
-from services.common.jobs.fields.linear import means_all_linear
+from services.common.jobs.fields.lora import means_all_linear
 from services.engine.models.lora.module_patterns import Effort, PatternMalformed, PatternRefused, tail, whole
 
 WEIGHTS_FILE = "adapter_model.safetensors"

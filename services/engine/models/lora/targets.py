@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from services.common.jobs.fields.linear import TARGET_MODULES as TARGET_MODULES
+from services.common.jobs.fields.lora import TARGET_MODULES as TARGET_MODULES
 from services.engine.models.config import ModelConfig
 
 LORA_GROUPS: tuple[str, ...] = ("in", "out", "gate_up", "down")

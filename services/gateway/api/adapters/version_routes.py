@@ -13,7 +13,7 @@ from services.common.adapters.names import AdapterVersion, check_adapter_name, p
 from services.common.adapters.retention import RetentionPolicy, prune
 from services.common.errors import AdapterRejected, InvalidRequest, TemperError
 from services.common.jobs import MergeJob
-from services.common.jobs.fields.continued import stated_shape
+from services.common.jobs.fields.lora import stated_shape
 from services.common.jobs.kinds.merge import exact_sum_over
 from services.common.queue.records import spec_sha
 from services.common.telemetry import tracing

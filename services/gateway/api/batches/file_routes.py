@@ -11,11 +11,11 @@ from fastapi import Query, Request
 from fastapi.responses import Response, StreamingResponse
 
 from services.common.errors import NotFound
-from services.common.storage.files import FileInfo, NewFile, Purpose, new_file_id
 from services.gateway.api.base.routing import multipart, router
 from services.gateway.api.batches.dependencies import Batches, BatchServices
 from services.gateway.api.batches.file_upload import read_upload, receive_form
 from services.gateway.auth.principal import principal_of
+from services.gateway.core.file_store import FileInfo, NewFile, Purpose, new_file_id
 from services.gateway.protocol.batches import EXPIRY_SECONDS
 from services.gateway.protocol.files import DeletedFile, FileList, FileObject
 

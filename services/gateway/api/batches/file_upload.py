@@ -12,7 +12,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from services.common.errors import InvalidRequest, PayloadTooLarge
-from services.common.storage.files import Purpose
+from services.gateway.core.file_store import Purpose
 from services.gateway.protocol.batches import ExpiresAfter
 
 _PARTS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal
 from pydantic_core import to_json
 
 from services.common.ids import ulid_of
-from services.common.queue.batches import MESSAGES, ClaimedBatch, LineError
 from services.gateway.api.batches.internal_client import Answer
 from services.gateway.api.batches.parts import Kind, Result
+from services.gateway.core.batch_queue import MESSAGES, ClaimedBatch, LineError
 from services.gateway.core.errors import error_payload
 
 Unrun = Literal["expired", "cancelled"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from services.common.queue.batches import LineError
+from services.gateway.core.batch_queue import LineError
 
 MAX_ERRORS = 100
 """Told of one file."""

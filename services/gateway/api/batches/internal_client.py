@@ -11,8 +11,8 @@ from fastapi import FastAPI
 from pydantic_core import to_json
 from starlette.types import Message, Scope
 
-from services.common.queue.batches import ENDPOINTS, MESSAGES
 from services.gateway.auth.principal import INTERNAL
+from services.gateway.core.batch_queue import ENDPOINTS, MESSAGES
 from services.gateway.core.errors import error_payload
 
 _BUSY = frozenset({429, 503})

@@ -8,12 +8,12 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 
 from services.common.errors import NotFound
-from services.common.queue.batches import MESSAGES, Batch, LineError
 from services.common.queue.lua import JOB_TTL
-from services.common.storage.files import FileInfo, NewFile
 from services.gateway.api.batches.dependencies import BatchServices
 from services.gateway.api.batches.forms import Unrun, unrun_message
 from services.gateway.api.batches.input_file import LineSplitter, parse_line
+from services.gateway.core.batch_queue import MESSAGES, Batch, LineError
+from services.gateway.core.file_store import FileInfo, NewFile
 
 KEPT_SECONDS = JOB_TTL
 """Results: as long as the batch can be looked at."""

@@ -8,13 +8,13 @@ from typing import Annotated
 from fastapi import Query, Request
 
 from services.common.errors import InvalidRequest, NotFound
-from services.common.queue.batches import ENDPOINTS
 from services.gateway.api.base.idempotency import IdempotencyKey
 from services.gateway.api.base.routing import router
 from services.gateway.api.batches.dependencies import Batches
 from services.gateway.api.batches.internal_client import served_endpoints
 from services.gateway.api.batches.limits import check_unfinished
 from services.gateway.auth.principal import principal_of
+from services.gateway.core.batch_queue import ENDPOINTS
 from services.gateway.protocol.batches import BatchList, BatchObject, BatchRequest
 
 routes = router("batches")

@@ -18,15 +18,15 @@ import structlog
 
 from services.common.errors import NotFound, Unavailable
 from services.common.ids import ulid_of
-from services.common.queue.batches import NOW, ClaimedBatch, LineError, Stage
-from services.common.storage.files import FileInfo, NewFile
 from services.common.storage.object_store import PreconditionFailed
 from services.gateway.api.batches.dependencies import BatchHost
 from services.gateway.api.batches.forms import ResultFile, Unrun, form_of
 from services.gateway.api.batches.input_file import InputCheck, Line, LineSplitter, parse_line
 from services.gateway.api.batches.parts import Done, Parts, Result
 from services.gateway.api.batches.results import Buffer
+from services.gateway.core.batch_queue import NOW, ClaimedBatch, LineError, Stage
 from services.gateway.core.client_disconnect import cancel
+from services.gateway.core.file_store import FileInfo, NewFile
 
 End = Literal["completed", "failed", "expired", "cancelled"]
 _BACKOFF_SECONDS = (0.25, 5.0)

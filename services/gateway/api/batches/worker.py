@@ -12,12 +12,12 @@ import structlog
 from fastapi import FastAPI
 
 from services.common.errors import TemperError, Unavailable
-from services.common.queue.batches import ClaimedBatch
 from services.common.queue.delivery import JobLost
 from services.gateway.api.batches.dependencies import BatchHost, BatchStores
 from services.gateway.api.batches.internal_client import Caller
 from services.gateway.api.batches.parts import ROOT
 from services.gateway.api.batches.runner import BatchRun, End
+from services.gateway.core.batch_queue import ClaimedBatch
 from services.gateway.core.client_disconnect import cancel
 from services.gateway.core.lifecycle import Lifecycle
 from services.gateway.core.store_threads import StoreThreads

@@ -9,8 +9,6 @@ from fastapi import Query, Request
 from fastapi.responses import Response, StreamingResponse
 
 from services.common.errors import InvalidRequest, NotFound
-from services.common.queue.batches import MESSAGES, Batch, BatchSpec
-from services.common.storage.files import new_file_id
 from services.gateway.api.base.idempotency import IdempotencyKey
 from services.gateway.api.base.routing import router
 from services.gateway.api.batches.dependencies import Batches
@@ -24,6 +22,8 @@ from services.gateway.api.batches.message_files import (
     write_input,
 )
 from services.gateway.auth.principal import principal_of
+from services.gateway.core.batch_queue import MESSAGES, Batch, BatchSpec
+from services.gateway.core.file_store import new_file_id
 from services.gateway.protocol.messages.batches import (
     DeletedMessageBatch,
     MessageBatch,

@@ -13,10 +13,9 @@ from services.common.adapters.manifest import Manifest
 from services.common.adapters.names import BASE, AdapterVersion, parse_adapter_ref
 from services.common.errors import AdapterRejected, InvalidRequest, ModelNotFound, TemperError
 from services.common.jobs import GrpoJob, JobState, OpdJob, TrainingSpec
-from services.common.jobs.fields.continued import check_agrees, stated_shape
-from services.common.jobs.fields.linear import TARGET_MODULES
-from services.common.jobs.rewards.specs import WebhookReward
-from services.common.jobs.rewards.webhooks import check_webhook
+from services.common.jobs.fields.lora import TARGET_MODULES, check_agrees, stated_shape
+from services.common.jobs.scorers.allowed_webhooks import check_webhook
+from services.common.jobs.scorers.webhook import WebhookReward
 from services.common.pb import engine_pb2
 from services.gateway.api.training.dependencies import TrainingServices
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import to_json
 
-from services.common.queue.batches import MESSAGES, Batch
+from services.gateway.core.batch_queue import MESSAGES, Batch
 from services.gateway.protocol.fields.base import RequestModel, contradiction, unsupported
 
 MAX_REQUESTS = 100_000

@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import ExampleJob, GrpoGroup, JobBase, Message, SampledPrompt, SentModel
-from services.common.text.documents import prompt_tokens
+from services.common.jobs.documents import prompt_tokens
 from services.gateway.engines.pool import ServedModel
 from services.gateway.protocol.fields.base import check_finite
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import DpoExample, DpoJob
-from services.common.text.documents import answer_documents
+from services.common.jobs.documents import answer_documents
 from services.gateway.api.training.validation.common import check_conversation, check_examples
 from services.gateway.engines.pool import ServedModel
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from services.common.jobs import GrpoJob
-from services.common.jobs.kinds.generate import GenerateSettings
-from services.common.jobs.rewards.checks import check_rewards
+from services.common.jobs.kinds.generate import GenerateSettings, check_rewards
 from services.gateway.api.training.validation.common import (
     asked_tokens,
     check_conversation,

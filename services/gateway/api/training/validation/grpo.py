@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoJob, check_spread
-from services.common.jobs.kinds.grpo import check_unmasked
-from services.common.text.documents import rollout_tokens
+from services.common.jobs.kinds.rollouts import check_unmasked, rollout_tokens
 from services.gateway.api.training.validation.common import (
     asked_tokens,
     check_conversation,

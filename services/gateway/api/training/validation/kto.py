@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from services.common.jobs import KtoExample, KtoJob
+from services.common.jobs.documents import answer_documents
 from services.common.jobs.kinds.kto import check_held_out, check_labels
-from services.common.text.documents import answer_documents
 from services.gateway.api.training.validation.common import check_conversation, check_examples
 from services.gateway.engines.pool import ServedModel
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import CHECKPOINT, OpdJob
-from services.common.jobs.kinds.opd import check_read
-from services.common.text.documents import data_completion
+from services.common.jobs.kinds.opd import check_read, data_completion
 from services.gateway.api.training.validation.common import (
     asked_tokens,
     check_conversation,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from services.common.jobs import SftExample, SftJob
-from services.common.text.documents import Document, example_documents
+from services.common.jobs.documents import Document
+from services.common.jobs.kinds.sft import example_documents
 from services.gateway.api.training.validation.common import check_conversation, check_split, over
 from services.gateway.engines.pool import ServedModel
 

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from services.common.jobs import DpoJob, GrpoJob, KtoJob, OpdJob, SftJob
-from services.common.jobs.rewards.specs import WebhookReward
+from services.common.jobs.scorers.webhook import WebhookReward
 from services.common.jobs.training_sessions import Forward, ForwardBackward, Load, OpenSession, Save
 from services.gateway.protocol.adapters.versions import MergeRequest
 from services.gateway.protocol.chat.request import ChatRequest

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from services.common.pb import engine_pb2
-from services.common.queue.batches import BatchSpec
+from services.gateway.core.batch_queue import BatchSpec
 from services.gateway.settings import GatewaySettings
 from tests.unit.gateway.batch_client import BODY, CHAT, OPTIONS, Batches, connected, jsonl, line
 from tests.unit.gateway.conftest import Running, Starter

@@ -9,8 +9,8 @@ import httpx
 import openai
 import pytest
 
-from services.common.queue.batches import BatchSpec
-from services.common.storage.files import FileStore, NewFile, new_file_id
+from services.gateway.core.batch_queue import BatchSpec
+from services.gateway.core.file_store import FileStore, NewFile, new_file_id
 from tests.unit.gateway.batch_client import BODY, CHAT, Batches, jsonl, line
 from tests.unit.gateway.conftest import Running, Starter
 

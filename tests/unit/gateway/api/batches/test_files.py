@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from services.common.errors import NotFound, PayloadTooLarge, Unavailable
-from services.common.storage.files import PIECE_BYTES, FileStore, NewFile, new_file_id
 from services.gateway.api.batches.file_upload import clean_name
+from services.gateway.core.file_store import PIECE_BYTES, FileStore, NewFile, new_file_id
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.fake_stores import MemoryStore
 

@@ -13,8 +13,8 @@ import pytest
 from anthropic.types.messages import MessageBatch, MessageBatchIndividualResponse
 
 from services.common.pb import engine_pb2
-from services.common.queue.batches import Batch, BatchSpec
 from services.common.security.api_keys import Scope
+from services.gateway.core.batch_queue import Batch, BatchSpec
 from tests.unit.gateway.batch_client import OPTIONS
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine, Send, fails, hangs, says

@@ -113,8 +113,8 @@ def test_training_sessions_belong_to_their_key(door: Running, callers: dict[str,
 
 def test_attaching_is_a_right_of_its_own(door: Running, callers: dict[str, httpx.Client]) -> None:
     alice, pipeline = callers["alice"], callers["pipeline"]
-    left_open = alice.post("/v1/train/sft", json=SFT).json()["id"]
-    assert not door.queue.specs[left_open].attach, "left open, it is what the key may"
+    absent = alice.post("/v1/train/sft", json=SFT).json()["id"]
+    assert not door.queue.specs[absent].attach, "left open, it is what the key may"
     error = error_of(alice.post("/v1/train/sft", json=SFT | {"attach": True}), 403)
     assert (error["param"], error["code"]) == ("attach", "insufficient_scope")
     assert "attach or admin" in error["message"]

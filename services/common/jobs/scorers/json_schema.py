@@ -1,27 +1,22 @@
-"""What of a reward is code in another language, checked and compiled: patterns and JSON Schemas.
+"""Scorer that validates the completion as JSON against a JSON Schema.
 
-Both come from a client and run beside the thread that serves, so both must end soon whatever they are given: RE2 takes
-time linear in the text, and a schema may refer to its own definitions only as long as writing them out would still be
-a small schema.
+The schema comes from a client and runs beside the thread that serves, so it must end soon whatever it is given: it may
+refer to its own definitions only as long as writing them out would still be a small schema.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-from typing import Any
-
-import jsonschema_rs
-import re2
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NoReturn
 
 from services.common.errors import InvalidRequest
-from services.common.jobs.kinds.generate import GenerateSettings, RolloutPrompt
-from services.common.jobs.rewards.specs import ANSWER, JsonSchemaReward, RegexReward
+from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.base import ScorerSpec
+from services.common.jobs.scorers.sample import Sample, error_text
 
-MAX_ANSWER = 2000
-"""Characters of an answer that becomes part of a pattern."""
-_PATTERN_MEMORY = 8 * 2**20
-"""Of one compiled pattern, bytes."""
+MAX_CHARACTERS = 64 * 1024
+MAX_DEPTH = 64
 _SCHEMA_BYTES = 64 * 1024
 _SCHEMA_NODES = 20_000
 """Of a schema whose references are written out."""
@@ -31,62 +26,79 @@ _ENGINE_BYTES = 2**20
 _REFUSED = ("$dynamicRef", "$recursiveRef", "$id", "$anchor", "$dynamicAnchor")
 """Ways to refer to something, or to be referred to, other than by #/$defs/NAME."""
 
-Matcher = Callable[[str], bool]
+
+class JsonSchemaReward(ScorerSpec):
+    """1 if the completion is JSON and valid against the schema, else 0."""
+
+    type: Literal["json_schema"] = "json_schema"
+    json_schema: dict[str, Any]
+    """Draft 2020-12 unless it names another. `$ref` only to its own definitions, and without recursion."""
+
+    def check(self, where: str, answers: Iterable[tuple[str, str | None]]) -> None:
+        """See ScorerSpec: the schema is compiled."""
+        del answers
+        schema_validator(self, where)
+
+    def scorer(self, where: str, webhooks: Webhooks) -> JsonSchemaScorer:
+        """See ScorerSpec."""
+        del webhooks
+        return JsonSchemaScorer(self, where)
 
 
-def check_rewards(settings: GenerateSettings) -> None:
-    """Compiles every pattern with every answer, and every schema.
+class JsonSchemaScorer:
+    """See JsonSchemaReward. Raises InvalidRequest if the schema cannot be used."""
+
+    def __init__(self, spec: JsonSchemaReward, where: str) -> None:
+        self._valid = schema_validator(spec, where)
+
+    def score(self, samples: Sequence[Sample], interrupt: Callable[[], None]) -> list[float]:
+        """See Scorer.score."""
+        scores = []
+        for sample in samples:
+            interrupt()
+            scores.append(self._one(sample.text))
+        return scores
+
+    def _one(self, text: str) -> float:
+        try:
+            value = parse(text)
+        except ValueError:
+            return 0.0
+        return float(self._valid(value))
+
+
+def parse(text: str) -> Any:
+    """JSON as the standard has it, of bounded size and depth.
 
     Raises:
-        InvalidRequest: one cannot be used; names it.
+        ValueError: it is not.
     """
-    for index, reward in enumerate(settings.reward):
-        where = f"generate.reward[{index}]"
-        if isinstance(reward, RegexReward):
-            _check_pattern(reward, settings, where)
-        elif isinstance(reward, JsonSchemaReward):
-            schema_validator(reward, where)
-
-
-def matcher(reward: RegexReward, answer: str | None, where: str) -> Matcher:
-    """The compiled pattern for a prompt with this answer.
-
-    Raises:
-        InvalidRequest: it is no RE2 pattern, or too large.
-    """
-    pattern = reward.pattern
-    if reward.needs_answer:
-        pattern = pattern.replace(ANSWER, f"(?:{re2.escape(answer or '')})")
-    options = re2.Options()
-    options.log_errors = False
-    options.max_mem = _PATTERN_MEMORY
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"over {MAX_CHARACTERS} characters")
     try:
-        compiled = re2.compile(pattern, options)
-    except re2.error as error:
-        raise InvalidRequest(
-            f"{where}.pattern is no RE2 pattern (there is no lookaround and no backreference): {_text(error)}",
-            param=f"{where}.pattern",
-        ) from error
-    match = compiled.search if reward.match == "search" else compiled.fullmatch
-    return lambda text: match(text) is not None
+        value = json.loads(text, parse_constant=_refuse)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    _check_depth(value)
+    return value
 
 
-def _check_pattern(reward: RegexReward, settings: GenerateSettings, where: str) -> None:
-    matcher(reward, "", where)
-    if not reward.needs_answer:
-        return
-    for field, prompts in (("prompts", settings.prompts), ("eval_prompts", settings.eval_prompts)):
-        _check_answers(reward, prompts, f"generate.{field}", where)
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
 
 
-def _check_answers(reward: RegexReward, prompts: Iterable[RolloutPrompt], field: str, where: str) -> None:
-    for index, prompt in enumerate(prompts):
-        if len(prompt.answer or "") > MAX_ANSWER:
-            raise InvalidRequest(
-                f"{field}[{index}].answer has over {MAX_ANSWER} characters, too many for {where}.pattern",
-                param=f"{field}[{index}].answer",
-            )
-        matcher(reward, prompt.answer, where)
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = [part for item in level if isinstance(item, list | dict) for part in _parts(item)]
+        if not inner:
+            return
+        level = inner
+    raise ValueError(f"nested over {MAX_DEPTH} deep")
+
+
+def _parts(item: list[Any] | dict[str, Any]) -> list[Any]:
+    return list(item.values()) if isinstance(item, dict) else item
 
 
 def schema_validator(reward: JsonSchemaReward, where: str) -> Callable[[Any], bool]:
@@ -95,6 +107,8 @@ def schema_validator(reward: JsonSchemaReward, where: str) -> Callable[[Any], bo
     Raises:
         InvalidRequest: it is no JSON Schema, too large, recursive, or refers to something outside itself.
     """
+    import jsonschema_rs
+
     param = f"{where}.json_schema"
     try:
         if len(json.dumps(reward.json_schema)) > _SCHEMA_BYTES:
@@ -107,14 +121,8 @@ def schema_validator(reward: JsonSchemaReward, where: str) -> Callable[[Any], bo
             offline=True,
         )
     except (ValueError, RecursionError, jsonschema_rs.ReferencingError) as error:
-        raise InvalidRequest(f"{param} cannot be used: {_text(error)}", param=param) from error
+        raise InvalidRequest(f"{param} cannot be used: {error_text(error)}", param=param) from error
     return validator.is_valid
-
-
-def _text(error: Exception) -> str:
-    found = error.args[0] if error.args else error
-    text = found.decode(errors="replace") if isinstance(found, bytes) else str(error)
-    return text.splitlines()[0][:300] if text else type(error).__name__
 
 
 class _Expansion:

@@ -1,7 +1,6 @@
 """Scores from a service of the operator's: signed requests, to listed addresses only, bounded in time and size.
 
-Where a job may send its samples is the operator's to say (TEMPER_REWARD_WEBHOOKS), so a job cannot make an engine talk
-to its own network. Redirects are not followed: they would lead past the list.
+Redirects are not followed: they would lead past the list of URLs that the operator allows.
 """
 
 from __future__ import annotations
@@ -9,19 +8,16 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import ssl
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import tenacity
 
 from services.common.errors import Unavailable
-from services.common.jobs.rewards.specs import webhook_parts
-from services.common.jobs.rewards.webhooks import check_webhook
-from services.trainer.rewards.sample import Sample
+from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.sample import Sample
 
 TIMESTAMP_HEADER = "X-Temper-Timestamp"
 SIGNATURE_HEADER = "X-Temper-Signature"
@@ -31,35 +27,6 @@ _RESPONSE_BYTES = 4096
 _RESPONSE_BYTES_EACH = 64
 """A float takes 25 characters at most."""
 _LARGEST = 1e9
-_MIN_SECRET = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Webhooks:
-    """What the operator allows.
-
-    Raises:
-        ValueError: an entry of the list is no URL prefix, or the secret is too short.
-    """
-
-    allowed: tuple[str, ...] = ()
-    """URL prefixes, each with its scheme."""
-    secret: str | None = None
-    timeout_seconds: float = 30.0
-    """Of one attempt, from first to last byte."""
-    attempts: int = 4
-    tls: ssl.SSLContext | None = None
-    """Whom to trust; None: the public authorities."""
-
-    def __post_init__(self) -> None:
-        for entry in self.allowed:
-            webhook_parts(entry)
-        if self.secret is not None and len(self.secret) < _MIN_SECRET:
-            raise ValueError(f"TEMPER_REWARD_WEBHOOK_SECRET must have at least {_MIN_SECRET} characters")
-
-    def check(self, url: str, where: str) -> None:
-        """Raises InvalidRequest if a job may not send its samples there."""
-        check_webhook(url, where, self.allowed, signed=self.secret is not None)
 
 
 def sign(secret: str, timestamp: str, body: bytes) -> str:

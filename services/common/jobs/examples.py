@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+from typing import ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from services.common.jobs.base import SAYS, JobBase, Message, SentModel, left_open
+from services.common.jobs.base import JobBase
 from services.common.jobs.fields.acceptance import Better
-from services.common.jobs.fields.messages import check_asks
 from services.common.jobs.permutation import permutation
-from services.common.validation.json_rules import SOME, Rule, Rules, either, exactly_one, has, if_any
+from services.common.validation.json_rules import SOME, Rule, Rules, either, has, if_any
+from services.common.validation.strict_models import SentModel, absent
 
 E = TypeVar("E", bound=SentModel)
 Numbered: TypeAlias = list[tuple[int, E]]
@@ -49,7 +49,7 @@ class ExampleJob(JobBase, Generic[E]):
     """Share of the examples held out for evaluation, when eval_examples is not given."""
     eval_every: int | None = Field(None, ge=1)
     """Optimizer steps between evaluations; None: at the end of each epoch."""
-    epochs: int | None = Field(None, ge=1, le=1000, exclude_if=left_open)
+    epochs: int | None = Field(None, ge=1, le=1000, exclude_if=absent)
     """Passes over the examples. None: by the method and how many there are (services/trainer/jobs/defaults.py)."""
     batch_size: int = Field(8, ge=1)
     """Examples an optimizer step. It is cut into microbatches of max_tokens_per_microbatch whose gradients add up."""
@@ -102,27 +102,3 @@ class ExampleJob(JobBase, Generic[E]):
         for field, examples in (("examples", self.examples), ("eval_examples", self.eval_examples)):
             for index, example in enumerate(examples):
                 yield f"{field}[{index}]", example
-
-
-class AskedExample(SentModel):
-    """A prompt that completions answer."""
-
-    prompt: str | list[Message] | None = None
-    messages: list[Message] | None = None
-    """The conversation that the completions answer, when `prompt` is not given."""
-    tools: list[dict[str, Any]] | None = None
-    """Function definitions, rendered by the chat template."""
-
-    json_rules: ClassVar[Rules] = (exactly_one("prompt", "messages"), if_any(prompt=SAYS, messages=SAYS))
-
-    @model_validator(mode="after")
-    def _one_prompt(self) -> AskedExample:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give one of prompt, messages")
-        check_asks(self.asked, "messages" if self.prompt is None else "prompt")
-        return self
-
-    @property
-    def asked(self) -> str | list[Message]:
-        """The prompt, whichever way it was given."""
-        return self.messages or [] if self.prompt is None else self.prompt

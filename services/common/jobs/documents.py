@@ -13,18 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import InvalidRequest
-from services.common.jobs import (
-    AskedExample,
-    DistillPrompt,
-    GrpoCompletion,
-    GrpoJob,
-    JobBase,
-    Message,
-    OpdJob,
-    SftExample,
-    SftJob,
-)
-from services.common.jobs.fields.messages import as_turns
+from services.common.jobs.base import JobBase
+from services.common.jobs.fields.messages import Message, as_turns
+from services.common.jobs.fields.prompts import AskedExample
 from services.common.text.tokenizer import TextCodec
 
 _ANSWERS_AT_ONCE: Mapping[str, Any] = {"enable_thinking": False}
@@ -105,41 +96,6 @@ def _unclosed(codec: TextCodec, prompt: Sequence[int], completion: Sequence[int]
     return next((token for token in reversed(prompt) if token in (opened, closed)), closed) == opened
 
 
-def rollout_tokens(codec: TextCodec, spec: GrpoJob, prompt: Sequence[int], completion: GrpoCompletion) -> list[int]:
-    """What was sampled of a scored completion; of a text, the end of its turn only where it is known to be.
-
-    Raises:
-        InvalidRequest: nothing was, or a text never leaves the thinking block that its prompt opens.
-    """
-    if completion.token_ids is not None:
-        return completion.token_ids
-    text = completion.text or ""
-    # Of an empty completion that was not cut off the end is all there is.
-    ends = completion.truncated is False or (completion.truncated is None and not text)
-    tokens = completion_tokens(codec, text, ends=ends)
-    if not tokens:
-        raise InvalidRequest("has no tokens: an empty completion must not be truncated", param="completions")
-    if spec.prompt_format == "chat" and not completion.truncated:
-        check_thinking(codec, prompt, tokens)
-    return tokens
-
-
-def data_completion(codec: TextCodec, spec: OpdJob, asked: DistillPrompt, prompt: Sequence[int]) -> list[int]:
-    """The completion that a prompt of a distillation job brings, with the token that ends it; none if it has none.
-
-    Raises:
-        InvalidRequest: it never leaves the thinking block that its prompt opens.
-    """
-    if asked.completion_token_ids is not None:
-        return asked.completion_token_ids
-    if asked.completion is None:
-        return []
-    tokens = completion_tokens(codec, asked.completion, ends=True)
-    if spec.prompt_format == "chat" and asked.prompt_token_ids is None:
-        check_thinking(codec, prompt, tokens)
-    return tokens
-
-
 @contextlib.contextmanager
 def placed(where: str) -> Iterator[None]:
     """Puts the place of an example or a rollout in front of what is wrong with it."""
@@ -161,30 +117,29 @@ def completion_document(
     )
 
 
-def example_documents(
-    codec: TextCodec, spec: SftJob, example: SftExample, source: int, *, field: str = "examples"
-) -> list[Document]:
-    """The documents of one example: one, or one an assistant turn where the template rewrites earlier turns.
+def pair_document(
+    codec: TextCodec,
+    spec: JobBase,
+    asked: str | Sequence[Message],
+    text: str,
+    tools: Sequence[Mapping[str, Any]] | None,
+    source: int,
+) -> Document:
+    """A prompt and its completion, with the loss on the completion; one that answers without the thought that was asked
+    for is learnt as an answer of a prompt that asks for none.
 
     Raises:
-        InvalidRequest: the example cannot be rendered as a generation; the message has its index.
+        InvalidRequest: the template refuses the prompt, or has no way to ask for an answer without a thought.
     """
-    with placed(f"{field}[{source}]"):
-        if example.text is not None:
-            return [_text_document(codec, example.text, source)]
-        if example.messages is not None:
-            return _chat_documents(codec, spec, example.messages, example.tools, source)
-        if example.prompt is None or example.completion is None:
-            raise InvalidRequest("give either prompt and completion, or messages")
-        prompt = prompt_tokens(codec, spec, example.prompt, example.tools)
-        completion = completion_tokens(codec, example.completion, ends=True)
-        rendered = spec.prompt_format == "chat" or not isinstance(example.prompt, str)
-        thoughtless = rendered and _unclosed(codec, prompt, completion)
-        if thoughtless:
-            options = {**spec.chat_template_kwargs, **_ANSWERS_AT_ONCE}
-            prompt = codec.encode_chat(as_turns(example.prompt), tools=example.tools, **options)
-            check_thinking(codec, prompt, completion)  # of a template that has another option
-        return [completion_document(prompt, completion, source, thoughtless=thoughtless)]
+    prompt = prompt_tokens(codec, spec, asked, tools)
+    completion = completion_tokens(codec, text, ends=True)
+    rendered = spec.prompt_format == "chat" or not isinstance(asked, str)
+    thoughtless = rendered and _unclosed(codec, prompt, completion)
+    if thoughtless:
+        options = {**spec.chat_template_kwargs, **_ANSWERS_AT_ONCE}
+        prompt = codec.encode_chat(as_turns(asked), tools=tools, **options)
+        check_thinking(codec, prompt, completion)  # of a template that has another option
+    return completion_document(prompt, completion, source, thoughtless=thoughtless)
 
 
 def answer_documents(
@@ -205,15 +160,15 @@ def answer_documents(
     return documents
 
 
-def _text_document(codec: TextCodec, text: str, source: int) -> Document:
+def text_document(codec: TextCodec, text: str, source: int) -> Document:
     """Loss on all of a text and on the token that ends it; its first token has nothing before it to predict it from."""
     tokens = [*codec.encode(text), codec.eos_ids[0]]
     return Document(tuple(tokens), (False,) + (True,) * (len(tokens) - 1), source)
 
 
-def _chat_documents(
+def chat_documents(
     codec: TextCodec,
-    spec: SftJob,
+    spec: JobBase,
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None,
     source: int,
@@ -243,7 +198,7 @@ def _chat_documents(
 
 def _turn_document(
     codec: TextCodec,
-    spec: SftJob,
+    spec: JobBase,
     turns: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None,
     source: int,

@@ -1,4 +1,4 @@
-"""What a reward looks at."""
+"""What a scorer looks at: one completion with its prompt, as text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Sample:
 
 
 class Scorer(Protocol):
-    """One reward."""
+    """One scorer of a job."""
 
     def score(self, samples: Sequence[Sample], interrupt: Callable[[], None]) -> Sequence[float]:
         """One finite number a sample. Raises Unavailable, and what ``interrupt`` raises."""
@@ -50,3 +50,15 @@ def without_thinking(codec: TextCodec, prompt: Sequence[int], completion: Sequen
         return codec.decode(completion[last + 1 :])
     before = next((token for token in reversed(prompt) if token in (opened, closed)), closed)
     return "" if opened in completion or before == opened else None
+
+
+def as_utf8(text: str) -> str:
+    """The text without lone surrogates, which UTF-8, and so RE2, does not have."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def error_text(error: Exception) -> str:
+    """First line of what a library says about a pattern or schema."""
+    found = error.args[0] if error.args else error
+    text = found.decode(errors="replace") if isinstance(found, bytes) else str(error)
+    return text.splitlines()[0][:300] if text else type(error).__name__

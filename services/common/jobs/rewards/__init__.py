@@ -1,1 +1,0 @@
-"""Specifications of rewards."""

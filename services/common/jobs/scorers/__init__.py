@@ -1,0 +1,1 @@
+"""Scorers of completions: one module a scorer with its settings, and their registry."""

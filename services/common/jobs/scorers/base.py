@@ -1,0 +1,81 @@
+"""What every scorer has: its settings as part of a request, what it refuses, and the scorer that is made of them.
+
+One module a scorer; `registry` lists them. A scorer gives one number a completion: a reward of a training job.
+
+Clients and the CLI read these settings with neither a pattern engine nor an HTTP client installed, so the modules
+import those where they are used.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+from pydantic import Field
+
+from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.sample import Scorer
+from services.common.validation.json_rules import Rule, Rules
+from services.common.validation.strict_models import SentModel
+
+
+class ScorerSpec(SentModel):
+    """Settings of one scorer."""
+
+    weight: float = Field(1.0, ge=-1e6, le=1e6)
+    """The completion's reward is the sum of weight times score."""
+
+    json_rules: ClassVar[Rules] = ({"required": ["type"]},)
+    """In a request: it says which scorer it is."""
+    always_compares: ClassVar[bool] = False
+    """Whether this scorer needs an answer whatever its settings are."""
+    compares: ClassVar[Rule | None] = None
+    """JSON Schema of the settings with which the scorer needs an answer, where that depends on them."""
+
+    @property
+    def needs_answer(self) -> bool:
+        """Whether every prompt must have an answer."""
+        return self.always_compares
+
+    def wrong_answer(self, answer: str) -> str | None:
+        """Reason why the scorer cannot compare with this answer, as the end of a sentence; None: it can."""
+        del answer
+        return None
+
+    def check(self, where: str, answers: Iterable[tuple[str, str | None]]) -> None:
+        """Compiles whatever the scorer will run.
+
+        Args:
+            where: place of the scorer in the job.
+            answers: field and text of each answer that it will compare with.
+
+        Raises:
+            InvalidRequest: something cannot be used; it is named.
+        """
+        del where, answers
+
+    def check_allowed(self, where: str, allowed: Sequence[str], *, signed: bool) -> None:
+        """Checks the settings against what an engine allows.
+
+        Args:
+            where: place of the scorer in the job.
+            allowed: URL prefixes that the engine may send samples to.
+            signed: the engine has a secret to sign requests with.
+
+        Raises:
+            InvalidRequest: the engine may not run this scorer.
+        """
+        del where, allowed, signed
+
+    @abstractmethod
+    def scorer(self, where: str, webhooks: Webhooks) -> Scorer:
+        """The scorer with these settings.
+
+        Args:
+            where: place of the scorer in the job, for messages.
+            webhooks: URLs that the engine may send samples to.
+
+        Raises:
+            InvalidRequest: the settings cannot be used.
+        """

@@ -1,0 +1,66 @@
+"""Every scorer, and the weighted sum of several. A new scorer is a module of its own and a line in ``RewardSpec``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Annotated, TypeAlias, get_args
+
+from pydantic import Field
+
+from services.common.errors import InvalidRequest
+from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.base import ScorerSpec
+from services.common.jobs.scorers.exact import ExactReward
+from services.common.jobs.scorers.json_schema import JsonSchemaReward
+from services.common.jobs.scorers.numeric import NumericReward
+from services.common.jobs.scorers.regex import RegexReward
+from services.common.jobs.scorers.sample import Sample
+from services.common.jobs.scorers.webhook import WebhookReward
+from services.common.validation.json_rules import Rule, either, has
+
+_Any: TypeAlias = RegexReward | ExactReward | NumericReward | JsonSchemaReward | WebhookReward
+RewardSpec = Annotated[_Any, Field(discriminator="type")]
+"""Settings of a scorer in a request; `type` says which."""
+SCORERS: tuple[type[ScorerSpec], ...] = get_args(_Any)
+
+_LARGEST = 1e9
+"""Largest reward, as of one that comes with a rollout (services/common/jobs/kinds/rollouts.py)."""
+
+
+def needs_answer(scorers: Sequence[type[ScorerSpec]] = SCORERS) -> Rule:
+    """JSON Schema of the settings of a scorer that needs an answer."""
+    always = [spec.model_fields["type"].default for spec in scorers if spec.always_compares]
+    return either(has(type={"enum": always}), *(spec.compares for spec in scorers if spec.compares is not None))
+
+
+class Rewards:
+    """The weighted sum of a job's rewards.
+
+    Raises:
+        InvalidRequest: a pattern, schema or URL cannot be used; names it.
+    """
+
+    def __init__(self, specs: Sequence[ScorerSpec], webhooks: Webhooks) -> None:
+        self._weights = [spec.weight for spec in specs]
+        self._scorers = [spec.scorer(f"generate.reward[{index}]", webhooks) for index, spec in enumerate(specs)]
+
+    def score(self, samples: Sequence[Sample], interrupt: Callable[[], None] = lambda: None) -> list[float]:
+        """One reward a sample.
+
+        Args:
+            interrupt: called now and then; may raise.
+
+        Raises:
+            Unavailable: a webhook failed, also when asked again.
+        """
+        totals = [0.0] * len(samples)
+        for weight, scorer in zip(self._weights, self._scorers, strict=True):
+            scores = scorer.score(samples, interrupt)
+            totals = [total + weight * score for total, score in zip(totals, scores, strict=True)]
+        worst = max(map(abs, totals), default=0.0)
+        if not math.isfinite(worst) or worst > _LARGEST:
+            raise InvalidRequest(
+                f"a reward of {worst:g} is over {_LARGEST:g}: lower the weights", param="generate.reward"
+            )
+        return totals

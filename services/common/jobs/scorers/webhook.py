@@ -1,0 +1,39 @@
+"""Scorer that asks a service of the operator's; `webhook_client` sends the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from services.common.jobs.scorers.allowed_webhooks import Webhooks, check_webhook, webhook_parts
+from services.common.jobs.scorers.base import ScorerSpec
+from services.common.jobs.scorers.sample import Scorer
+
+_URL = r'^https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{0,5})?([/?][!"$-\[\]-~]*)?$'
+"""What ``webhook_parts`` takes, as far as a pattern can say it."""
+
+
+class WebhookReward(ScorerSpec):
+    """The score is what a service of yours answers; see docs/guides/training.md."""
+
+    type: Literal["webhook"] = "webhook"
+    url: str = Field(max_length=2000, json_schema_extra={"pattern": _URL})
+    """Must be covered by TEMPER_REWARD_WEBHOOKS of the engine that runs the job."""
+
+    @field_validator("url")
+    @classmethod
+    def _plain(cls, url: str) -> str:
+        webhook_parts(url)
+        return url
+
+    def check_allowed(self, where: str, allowed: Sequence[str], *, signed: bool) -> None:
+        """See ScorerSpec."""
+        check_webhook(self.url, where, allowed, signed=signed)
+
+    def scorer(self, where: str, webhooks: Webhooks) -> Scorer:
+        """See ScorerSpec."""
+        from services.common.jobs.scorers.webhook_client import WebhookScorer
+
+        return WebhookScorer(webhooks, self.url, where)
