@@ -86,7 +86,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "commands",
         "demo",
         "main",
-        "settings_docs",
     ),
     "benchmarks": (
         "lib",
