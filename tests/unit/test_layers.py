@@ -85,7 +85,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "commands",
         "demo",
         "main",
-        "settings_docs",
     ),
     "benchmarks": (
         "lib",
