@@ -2,8 +2,7 @@
 
 The loop, its scheduler, the prefix cache and the tiny model on the CPU, with few blocks and slots and 8 MiB of the
 host's memory below them (`--tiers no`: none): chats that go on, branch, are repeated, cancelled, cut at a stop string
-or late for their deadline, of three salts. `--seconds` are of CPU time. What must hold, all the time and to the token:
-
+or late for their deadline, of three salts. `--seconds` are of CPU time. What must hold, to the token:
 - the books agree (check_integrity between steps), and when all is over nothing is in use, and nothing cached once the
   cache is emptied
 - a request says that as many tokens came from the cache as the runner was not given of it: its first chunk begins
@@ -11,11 +10,10 @@ or late for their deadline, of three salts. `--seconds` are of CPU time. What mu
 - its chunks follow each other without a gap but where it was preempted, and, if nobody ended it, the last one ends
   before the last token of the answer: what was computed is the prompt less the cached tokens, the answer less its last
   token, and what preemptions made it compute again
-- the tokens of all steps, as the loop tells its metrics, are the tokens of all chunks
+- all steps, as the metrics are told, have as many tokens as all chunks
 - the process does not grow by more than --growth MiB behind the first quarter
 
-One JSON line; the exit status is 1 if something did not hold. `tests/unit/benchmarks/prefix_cache/test_soak.py` does
-some seconds of it.
+One JSON line; the exit status is 1 if something did not hold.
 """
 
 from __future__ import annotations
@@ -69,7 +67,7 @@ _HISTORIES = 48
 """That requests go on behind."""
 _STUCK_SECONDS = 60.0
 _LISTED = 10
-"""Of what did not hold."""
+"""Findings listed in the output."""
 
 
 @dataclass(slots=True)
@@ -197,7 +195,7 @@ class Outcome:
     rss_mib: list[float] = field(default_factory=list)
     """At a hundred even points of the CPU time of a run."""
     growth_mib: float = 0.0
-    """Of the most behind the first quarter, over the most in it."""
+    """Peak memory behind the first quarter less the peak in it."""
     problems: list[str] = field(default_factory=list)
 
 
