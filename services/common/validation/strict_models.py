@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
 
 from services.common.validation.integers import JsonIntegers
@@ -15,6 +18,23 @@ def absent(value: object) -> bool:
     as those releases wrote them, which idempotency keys and checkpoints stand for.
     """
     return value is None
+
+
+def check_finite(value: Any) -> Any:
+    """Returns a JSON value.
+
+    Raises:
+        ValueError: it contains NaN or an infinity.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("NaN and infinity are not allowed")
+    if isinstance(value, dict):
+        for member in value.values():
+            check_finite(member)
+    elif isinstance(value, list):
+        for member in value:
+            check_finite(member)
+    return value
 
 
 class StrictModel(BaseModel):

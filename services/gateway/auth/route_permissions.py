@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from starlette.routing import compile_path
 
+from services.common.jobs import JOBS
 from services.common.security.api_keys import Scope
 
 _INFERENCE = frozenset({Scope.INFERENCE})
@@ -147,7 +148,7 @@ RULES: tuple[Rule, ...] = (
     _attach("POST /v1/adapters/{name}/rollback"),
     _admin("POST /v1/adapters/{name}/prune"),
     *(Rule(f"{method} /v1/adapters/{{rest:path}}", _ANY) for method in ("GET", "POST", "PUT", "DELETE")),
-    *(_train(f"POST /v1/train/{kind}", idempotent=True) for kind in ("sft", "dpo", "kto", "grpo", "opd")),
+    *(_train(f"POST /v1/train/{kind}", idempotent=True) for kind in JOBS),
     # Jobs of the key; of all keys for one that administrates.
     Rule("GET /v1/train/jobs", _WEIGHTS),
     Rule("GET /v1/train/jobs/{job_id}", _WEIGHTS),

@@ -15,7 +15,7 @@ from services.engine.models.training_memory.arena import GraphMemory
 from services.engine.models.training_memory.recompute import Recompute
 from services.trainer.api_sessions.forward import Scoring
 from services.trainer.host.policy_host import PolicyHost
-from services.trainer.jobs.defaults import learning_rate
+from services.trainer.jobs.defaults import SESSION_PACE, learning_rate
 from services.trainer.memory.budget import Need
 from services.trainer.memory.estimate import Workload, estimate
 from services.trainer.optimizer import MasterOptimizer
@@ -123,7 +123,7 @@ class SessionPolicy:
             raise InvalidRequest("there is no gradient to apply: call forward_backward before optim_step")
         rate = call.learning_rate
         if rate is None:
-            rate = learning_rate("session", self._host.model.config.hidden_size)
+            rate = learning_rate(SESSION_PACE, self._host.model.config.hidden_size)
         with self._host.gate.training():
             try:
                 norm = self.optimizer.apply(

@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.training_forward import FrozenForward, TrainableForward
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import RunState
-from services.trainer.jobs.defaults import Method, learning_rate
+from services.trainer.jobs.defaults import learning_rate
 from services.trainer.memory.budget import Need
 from services.trainer.memory.estimate import TeacherWork, Workload, check_fits, mib
 from services.trainer.optimizer import AdapterOptimizer
@@ -96,8 +96,6 @@ class AdapterRun(ABC):
         InvalidRequest, AdapterRejected: see `starting_adapter`.
     """
 
-    method: ClassVar[Method]
-
     def __init__(
         self,
         spec: JobBase,
@@ -133,7 +131,7 @@ class AdapterRun(ABC):
         self._total_steps = total_steps
         self._notes = tuple(notes)
         lora.link_gradients()
-        usual = learning_rate(self.method, host.model.config.hidden_size)
+        usual = learning_rate(spec.pace, host.model.config.hidden_size)
         peak = usual if spec.named_learning_rate is None else spec.named_learning_rate
         self._settings: dict[str, float] = {"learning_rate": peak, "steps": total_steps, "lora_rank": lora.rank}
         self._defaults: dict[str, float] = {"learning_rate": usual}

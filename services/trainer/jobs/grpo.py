@@ -14,7 +14,6 @@ are those of the trainer's forward. See services/trainer/sampling/replay.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ from services.engine.models.lora.trainable import LoraParams
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
 from services.trainer.jobs.base import RunState
-from services.trainer.jobs.defaults import Method
 from services.trainer.losses import (
     GroupSize,
     MismatchStats,
@@ -42,8 +40,6 @@ from services.trainer.sampling.scored_rollouts import ScoredRollouts, scored_rol
 
 class GrpoRun(AdapterRun):
     """A prepared GRPO job; see `prepare`."""
-
-    method: ClassVar[Method] = "grpo"
 
     def __init__(
         self,

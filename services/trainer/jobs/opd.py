@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from services.trainer.host.policy_host import PolicyHost
 from services.trainer.host.rollouts import Completion, RolloutRequest, RolloutSampling, sample, sampling_rate
 from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
 from services.trainer.jobs.base import RunState
-from services.trainer.jobs.defaults import Method
 from services.trainer.jobs.rounds import Rounds
 from services.trainer.losses import divergence_loss, sampled_reverse_kl
 from services.trainer.losses.logprob_gap import Agreement
@@ -41,8 +39,6 @@ _ROUND, _HELD_OUT = "round.", "held_out."
 
 class OpdRun(AdapterRun):
     """A prepared distillation job; see `prepare`."""
-
-    method: ClassVar[Method] = "opd"
 
     def __init__(
         self,

@@ -18,12 +18,10 @@ from services.trainer.runtime.acceptance import Acceptance
 _KEY = "lesson_before"
 _OF_ROUNDS = ("reward_mean", "divergence")
 """Metrics of a job that samples for itself: its examples are those of its first round and of its last one."""
-_LEAST_FALL = {"sft": 0.1, "dpo": 0.03, "kto": 0.02}
-"""Share of its value at the start that a loss falls by where something is learnt."""
 _KNOWN = 0.05
-"""An sft loss, in nats a token, from which there is little left to fall."""
+"""A loss, in nats a token, from which there is little left to fall."""
 _FEW, _NOT_KNOWN = 32, 1.0
-"""So few examples are there to be known by heart; at such an sft loss they are not."""
+"""So few examples are there to be known by heart; at such a loss they are not."""
 
 
 class Lesson:
@@ -87,11 +85,11 @@ class Lesson:
         spec = self._spec
         if not isinstance(spec, ExampleJob):
             return "hardly learnt" if after >= before else None
-        if spec.kind == "sft" and after <= _KNOWN:
+        if spec.loss_in_nats and after <= _KNOWN:
             return None
-        if after > before - _LEAST_FALL[spec.kind] * abs(before):
+        if after > before - spec.least_loss_fall * abs(before):
             return "hardly learnt"
-        few = spec.kind == "sft" and len(spec.examples) <= _FEW
+        few = spec.loss_in_nats and len(spec.examples) <= _FEW
         return "not learnt by heart" if few and after > _NOT_KNOWN else None
 
     def _way_out(self, run: JobRun) -> str:

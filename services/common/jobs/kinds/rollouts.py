@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
@@ -125,6 +125,31 @@ class ScoredCompletion(SentModel):
 
     completion_id: str
     reward: Reward
+
+
+def group_of_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A group of the API from a row of a file, whose completions may be plain strings with `rewards`, `truncated` and
+    `temperature` beside them, as in the simple form of a job.
+
+    Raises:
+        InvalidRequest: the lists beside the completions are not as long as they are.
+    """
+    group = dict(row)
+    shared = {name: group.pop(name) for name in ("rewards", "truncated", "temperature") if name in group}
+    if not shared:
+        return group
+    completions = group.get("completions")
+    if not isinstance(completions, list):
+        raise InvalidRequest("completions must be a list")
+    members = [dict(one) if isinstance(one, dict) else {"text": one} for one in completions]
+    for name, value in shared.items():
+        values = [value] * len(members) if name == "temperature" else value
+        if not isinstance(values, list) or len(values) != len(members):
+            raise InvalidRequest(f"completions and {name} must be lists of the same length")
+        for member, one in zip(members, values, strict=True):
+            member["reward" if name == "rewards" else name] = one
+    group["completions"] = members
+    return group
 
 
 def check_unmasked(groups: Sequence[GrpoGroup], *, mask_truncated: bool) -> None:

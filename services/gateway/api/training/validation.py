@@ -1,21 +1,12 @@
-"""Checks of a training job that need the tokenizer: done at submission, so that a bad job never waits in the queue.
-
-The trainer counts again with its own masks; here the tokens of each example are counted without the end token, so a job
-that is refused here would be refused there as well. One module a method.
-"""
+"""Checks of a training job against the model that the engines serve: done at submission, so that a bad job never waits
+in the queue. What depends on the kind of job is in its schema (JobBase.check_tokens)."""
 
 from __future__ import annotations
 
-from typing import assert_never
-
 from services.common.errors import InvalidRequest
-from services.common.jobs import DpoJob, GrpoJob, JobBase, KtoJob, OpdJob, SftJob, TrainingSpec
-from services.gateway.api.training.validation.common import check_free
-from services.gateway.api.training.validation.dpo import check_dpo
-from services.gateway.api.training.validation.grpo import check_grpo
-from services.gateway.api.training.validation.kto import check_kto
-from services.gateway.api.training.validation.opd import check_opd
-from services.gateway.api.training.validation.sft import check_sft
+from services.common.jobs import JobBase, TrainingSpec
+from services.common.jobs.base import ServedLimits
+from services.common.jobs.token_checks import check_free
 from services.gateway.engines.pool import ServedModel
 from services.gateway.inference.prompts import check_template_kwargs
 
@@ -24,29 +15,11 @@ def check_training_job(served: ServedModel, job: TrainingSpec) -> None:
     """Tokenizes every example. Blocking: call it in a thread.
 
     Raises:
-        InvalidRequest: the rank does not fit the engines, an example is over the limit and the job's policy is to
-            refuse, nothing is left to train on, a token id is outside the vocabulary, or the chat template refuses a
-            conversation.
+        InvalidRequest: the rank does not fit the engines, the layers are not the model's, or see JobBase.check_tokens.
     """
-    _check_shared(served, job)
-    match job:
-        case SftJob():
-            check_sft(served, job)
-        case DpoJob():
-            check_dpo(served, job)
-        case KtoJob():
-            check_kto(served, job)
-        case GrpoJob():
-            check_grpo(served, job)
-        case OpdJob():
-            check_opd(served, job)
-        case _:
-            assert_never(job)
-
-
-def _check_shared(served: ServedModel, job: JobBase) -> None:
+    info = served.info
     check_template_kwargs(job.chat_template_kwargs)
-    highest = served.info.max_lora_rank
+    highest = info.max_lora_rank
     if highest and "rank" in job.lora.model_fields_set and job.lora.rank > highest:
         raise InvalidRequest(
             f"lora.rank is {job.lora.rank} and the engines take at most {highest} (TEMPER_MAX_LORA_RANK): give a lower "
@@ -55,6 +28,16 @@ def _check_shared(served: ServedModel, job: JobBase) -> None:
         )
     _check_layers(served, job)
     check_free("chat_template_kwargs", job.chat_template_kwargs)
+    job.check_tokens(
+        ServedLimits(
+            codec=served.codec,
+            vocab_size=info.vocab_size,
+            max_train_tokens=info.max_train_tokens,
+            max_model_len=info.max_model_len,
+            teacher=info.teacher,
+            teacher_vocab_size=info.teacher_vocab_size,
+        )
+    )
 
 
 def _check_layers(served: ServedModel, job: JobBase) -> None:

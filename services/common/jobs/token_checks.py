@@ -1,23 +1,30 @@
-"""What the checks of several methods share: counting tokens, and naming the place of what is wrong."""
+"""Checks of a job's examples and prompts that need the tokenizer: counting tokens, naming the place of what is wrong.
+
+A job is checked when it is submitted, so that a bad one never waits in the queue. The trainer counts again with its own
+masks; here the tokens of each example are counted without the end token, so a job that is refused here would be refused
+there as well.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from services.common.errors import InvalidRequest
-from services.common.jobs import ExampleJob, GrpoGroup, JobBase, Message, SampledPrompt, SentModel
-from services.common.jobs.documents import prompt_tokens
-from services.gateway.engines.pool import ServedModel
-from services.gateway.protocol.fields.base import check_finite
+from services.common.jobs.base import JobBase, ServedLimits
+from services.common.jobs.documents import placed, prompt_tokens
+from services.common.jobs.examples import ExampleJob
+from services.common.jobs.fields.messages import Message
+from services.common.jobs.fields.prompts import SampledPrompt
+from services.common.jobs.kinds.rollouts import GrpoGroup
+from services.common.validation.strict_models import SentModel, check_finite
 
 E = TypeVar("E", bound=SentModel)
 
 
 @dataclass(frozen=True, slots=True)
-class Kept(Generic[E]):
+class ExamplesLeft(Generic[E]):
     """The examples of a job that are within the limit."""
 
     trained: Sequence[E]
@@ -25,46 +32,46 @@ class Kept(Generic[E]):
 
 
 def check_examples(
-    served: ServedModel,
+    served: ServedLimits,
     job: ExampleJob[E],
     tokens: Callable[[E], int],
     *,
     overlong: Literal["error", "drop"],
-    way_out: str,
-) -> Kept[E]:
+    advice: str,
+) -> ExamplesLeft[E]:
     """Counts the tokens of every example and applies the job's policy for those over the limit.
 
     Args:
-        tokens: of the longest document of an example.
-        way_out: from an example that is too long.
+        tokens: counts those of the longest document of an example.
+        advice: what to do about an example that is too long.
     """
-    limit = served.info.max_train_tokens
+    limit = served.max_train_tokens
 
     def fits(name: str, example: E) -> bool:
-        with located(name):
+        with placed(name):
             count = tokens(example)
         if not limit or count <= limit:
             return True
         if overlong == "error":
-            raise over(name, count, limit, way_out)
+            raise over_limit(name, count, limit, advice)
         return False
 
     return check_split(served, job, fits)
 
 
-def check_split(served: ServedModel, job: ExampleJob[E], fits: Callable[[str, E], bool]) -> Kept[E]:
-    """What is left of a job's examples; something is to learn from, and to evaluate on where the job wants that.
+def check_split(served: ServedLimits, job: ExampleJob[E], fits: Callable[[str, E], bool]) -> ExamplesLeft[E]:
+    """The examples of a job that are left; there are some to learn from, and to evaluate on where the job wants that.
 
     Args:
         fits: whether something of the example (after its place in the job) is left; may raise InvalidRequest.
     """
     left = {name for name, example in job.numbered_examples() if fits(name, example)}
     trained, held, field = job.split
-    kept = Kept(
+    kept = ExamplesLeft(
         [example for index, example in trained if f"examples[{index}]" in left],
         [example for index, example in held if f"{field}[{index}]" in left],
     )
-    limit = served.info.max_train_tokens
+    limit = served.max_train_tokens
     if not kept.trained:
         every = "every one of the" if len(trained) == len(job.examples) else "every one that is left to train on of the"
         raise InvalidRequest(
@@ -79,17 +86,9 @@ def check_split(served: ServedModel, job: ExampleJob[E], fits: Callable[[str, E]
     return kept
 
 
-def over(field: str, tokens: int, limit: int, way_out: str) -> InvalidRequest:
-    return InvalidRequest(f"{field} has {tokens} tokens and the limit for training is {limit}: {way_out}", param=field)
-
-
-@contextmanager
-def located(field: str) -> Iterator[None]:
-    """Puts the place in front of what is wrong there."""
-    try:
-        yield
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{field}: {error.message}", param=field) from error
+def over_limit(field: str, tokens: int, limit: int, advice: str) -> InvalidRequest:
+    """The refusal of an example that is too long to train on."""
+    return InvalidRequest(f"{field} has {tokens} tokens and the limit for training is {limit}: {advice}", param=field)
 
 
 def check_free(field: str, value: Any) -> None:
@@ -101,7 +100,7 @@ def check_free(field: str, value: Any) -> None:
 
 
 def check_conversation(field: str, asked: str | Sequence[Message] | None, tools: Any, *, messages: str) -> None:
-    """The free parts of a prompt: function definitions and tool calls.
+    """The free parts of a prompt, function definitions and tool calls, hold neither NaN nor infinity.
 
     Args:
         field: place of the example or group.
@@ -112,7 +111,7 @@ def check_conversation(field: str, asked: str | Sequence[Message] | None, tools:
         check_free(f"{field}.{messages}", message.tool_calls)
 
 
-def asked_tokens(served: ServedModel, job: JobBase, asked: GrpoGroup | SampledPrompt) -> list[int]:
+def asked_tokens(served: ServedLimits, job: JobBase, asked: GrpoGroup | SampledPrompt) -> list[int]:
     """Tokens of a prompt in any of its forms; none if it has none."""
     if asked.prompt_token_ids is not None:
         return asked.prompt_token_ids
@@ -120,18 +119,19 @@ def asked_tokens(served: ServedModel, job: JobBase, asked: GrpoGroup | SampledPr
     return [] if prompt is None else prompt_tokens(served.codec, job, prompt, asked.tools)
 
 
-def check_vocabulary(served: ServedModel, field: str, token_ids: Sequence[int]) -> None:
-    if token_ids and (largest := max(token_ids)) >= served.info.vocab_size:
+def check_vocabulary(served: ServedLimits, field: str, token_ids: Sequence[int]) -> None:
+    """Every token id is one of the model's."""
+    if token_ids and (largest := max(token_ids)) >= served.vocab_size:
         raise InvalidRequest(
-            f"{field} contains the token id {largest}, the vocabulary has {served.info.vocab_size} tokens", param=field
+            f"{field} contains the token id {largest}, the vocabulary has {served.vocab_size} tokens", param=field
         )
 
 
-def check_room(served: ServedModel, name: str, tokens: int, max_tokens: int) -> None:
+def check_room(served: ServedLimits, name: str, tokens: int, max_tokens: int) -> None:
     """A completion of ``max_tokens`` fits behind a prompt of ``tokens``, in the engine and in training."""
     for limit, what in (
-        (served.info.max_train_tokens, "the limit for training"),
-        (served.info.max_model_len, "the context"),
+        (served.max_train_tokens, "the limit for training"),
+        (served.max_model_len, "the context"),
     ):
         if limit and tokens + max_tokens > limit:
             raise InvalidRequest(
