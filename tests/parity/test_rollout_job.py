@@ -19,7 +19,7 @@ from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoJob
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.trainer.jobs import prepare_run
-from services.trainer.jobs.rollout import RolloutRun
+from services.trainer.jobs.grpo import RolloutRun
 from tests.rollout_support import TIMEOUT, Pod, running_pod, wait_for
 from tests.training_support import Stepped, stepped, without_times
 from tests.unit.trainer.test_webhook import SECRET, Seen, ok, serving

@@ -16,8 +16,7 @@ from services.common.jobs.base import JobBase, ServedLimits
 from services.common.jobs.documents import placed, prompt_tokens
 from services.common.jobs.examples import ExampleJob
 from services.common.jobs.fields.messages import Message
-from services.common.jobs.fields.prompts import SampledPrompt
-from services.common.jobs.kinds.rollouts import GrpoGroup
+from services.common.jobs.fields.prompts import PromptFields
 from services.common.validation.strict_models import SentModel, check_finite
 
 E = TypeVar("E", bound=SentModel)
@@ -111,7 +110,7 @@ def check_conversation(field: str, asked: str | Sequence[Message] | None, tools:
         check_free(f"{field}.{messages}", message.tool_calls)
 
 
-def asked_tokens(served: ServedLimits, job: JobBase, asked: GrpoGroup | SampledPrompt) -> list[int]:
+def asked_tokens(served: ServedLimits, job: JobBase, asked: PromptFields) -> list[int]:
     """Tokens of a prompt in any of its forms; none if it has none."""
     if asked.prompt_token_ids is not None:
         return asked.prompt_token_ids

@@ -124,3 +124,6 @@ def _apart(microbatches: Sequence[Microbatch], pairs: Sequence[Sequence[Document
         if any(partner[source] not in here for source in here):
             found.append(microbatch)
     return found
+
+
+prepare = DpoRun.prepare

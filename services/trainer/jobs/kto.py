@@ -146,3 +146,6 @@ class KtoRun(PreferenceRun):
         if "rewards_desirable" in found and "rewards_undesirable" in found:
             found["margin"] = found["rewards_desirable"] - found["rewards_undesirable"]
         return found
+
+
+prepare = KtoRun.prepare

@@ -353,3 +353,6 @@ class _Sums:
 def _longest(spec: OpdJob, pupil: Pupil) -> int:
     """Tokens of the longest document that a prompt may lead to."""
     return len(pupil.prompt) + max(spec.max_tokens, len(pupil.completion or ()))
+
+
+prepare = OpdRun.prepare

@@ -93,3 +93,6 @@ class SftRun(ExampleRun):
     def _scores(self, microbatch: Microbatch) -> TokenScores:
         hidden = self._scored_hidden(microbatch, self._lora)
         return self._host.model.token_scores(hidden, microbatch.targets, give_way=self._host.gate.give_way)
+
+
+prepare = SftRun.prepare

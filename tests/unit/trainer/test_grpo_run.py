@@ -10,7 +10,7 @@ import torch
 from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoJob
 from services.trainer.jobs import prepare_run
-from services.trainer.jobs.grpo import GrpoRun
+from services.trainer.jobs.grpo_run import GrpoRun
 from tests.training_support import TrainingHost, gradients, random_adapter, without_times
 
 TEXTS = ["The answer is 4.", "4", "five", "I do not know", ""]

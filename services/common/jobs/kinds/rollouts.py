@@ -12,7 +12,8 @@ from services.common.adapters.names import BASE, SAMPLER_SCHEMA, field_check, pa
 from services.common.errors import InvalidRequest
 from services.common.jobs.base import JobBase
 from services.common.jobs.documents import check_thinking, completion_tokens
-from services.common.jobs.fields.messages import SAYS, Message, check_asks
+from services.common.jobs.fields.messages import SAYS, check_asks
+from services.common.jobs.fields.prompts import PromptFields
 from services.common.text.tokenizer import TextCodec
 from services.common.validation.json_rules import (
     NULL,
@@ -79,14 +80,9 @@ class GrpoCompletion(SentModel):
         return self
 
 
-class GrpoGroup(SentModel):
+class GrpoGroup(PromptFields):
     """Completions of one prompt, compared with each other. completion_id rollouts bring their own prompt."""
 
-    prompt: str | list[Message] | None = None
-    messages: list[Message] | None = None
-    prompt_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(None, min_length=1)
-    tools: list[dict[str, Any]] | None = None
-    """Function definitions, rendered by the chat template; not with prompt_token_ids."""
     completions: list[GrpoCompletion] = Field(min_length=1)
 
     json_rules: ClassVar[Rules] = (
