@@ -27,10 +27,9 @@ from services.trainer.jobs.base import RunState
 from services.trainer.losses import (
     GroupSize,
     MismatchStats,
-    completion_weights,
     mismatch_weights,
     policy_loss,
-    surrogate_form,
+    policy_loss_type,
 )
 from services.trainer.losses.logprob_gap import ForwardGap
 from services.trainer.packing import Microbatch, largest_microbatch
@@ -53,6 +52,7 @@ class GrpoRun(AdapterRun):
     ) -> None:
         """``longest`` are the lengths of the documents that a microbatch may have to hold."""
         self._job = spec
+        self._loss_type = policy_loss_type(spec.loss_type)
         self._use(scored)
         super().__init__(
             spec,
@@ -244,7 +244,7 @@ class GrpoRun(AdapterRun):
                         total_tokens=total,
                         reference=reference,
                         beta=job.beta,
-                        form=surrogate_form(job.loss_type),
+                        surrogate=self._loss_type.surrogate,
                         lengths=lengths,
                         cispo_max_ratio=job.cispo_max_ratio,
                         weights=self._per_row(microbatch, [weights[d.source] for d in microbatch.documents]),
@@ -268,7 +268,7 @@ class GrpoRun(AdapterRun):
             GroupSize(len(members), [document.num_trained for document in documents])
             for members, documents in zip(self._members(index), trained, strict=True)
         ]
-        weights = completion_weights(self._job.loss_type, sizes, max_length=self._longest)
+        weights = self._loss_type.completion_weights(sizes, self._longest)
         documents = [document for group in trained for document in group]
         return {document.source: weight for document, weight in zip(documents, weights, strict=True)}
 

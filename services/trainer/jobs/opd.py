@@ -25,7 +25,7 @@ from services.trainer.jobs.base import RunState
 from services.trainer.jobs.rounds import Rounds
 from services.trainer.losses import divergence_loss, sampled_reverse_kl
 from services.trainer.losses.logprob_gap import Agreement
-from services.trainer.losses.ratios import importance_ratio
+from services.trainer.losses.logprobs import importance_ratio
 from services.trainer.packing import Microbatch, largest_microbatch
 from services.trainer.sampling.completion_state import completion_tensors, completions_of
 from services.trainer.sampling.lessons import Lesson, Lessons, Pupil, drawn, known_part, lessons, pupils

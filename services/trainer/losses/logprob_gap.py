@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from services.trainer.losses.ratios import bounded, importance_ratio
+from services.trainer.losses.logprobs import bounded, importance_ratio
 
 LOW, HIGH = 0.9, 1.1
 """A ratio outside of these is counted."""

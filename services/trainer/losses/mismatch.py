@@ -14,8 +14,7 @@ from torch import Tensor
 
 from services.common.jobs.kinds.grpo import MismatchCorrection
 from services.trainer.losses.logprob_gap import Agreement
-from services.trainer.losses.ratios import importance_ratio
-from services.trainer.losses.sequences import per_row, sequence_sums
+from services.trainer.losses.logprobs import importance_ratio, per_row, sequence_sums
 
 
 def mismatch_weights(

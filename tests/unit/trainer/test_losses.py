@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.losses import group_advantages, negative_log_likelihood, policy_loss, sampled_reverse_kl
-from services.trainer.losses.ratios import MOST_NATS, importance_ratio
+from services.trainer.losses import (
+    group_advantages,
+    negative_log_likelihood,
+    policy_loss,
+    policy_loss_type,
+    sampled_reverse_kl,
+)
+from services.trainer.losses.logprobs import MOST_NATS, importance_ratio
 
 
 def test_negative_log_likelihood_is_a_mean_over_the_whole_step() -> None:
@@ -88,11 +94,11 @@ def test_on_policy_gradient_is_the_policy_gradient() -> None:
 
 
 FORMS: list[dict[str, Any]] = [
-    {"form": "token"},
-    {"form": "sequence", "lengths": [2, 2]},
-    {"form": "cispo"},
-    {"form": "token", "reference": "far", "beta": 0.1},
-    {"form": "token", "reference": "far", "beta": 0.1, "unbiased_kl": True},
+    {"loss_type": "dapo"},
+    {"loss_type": "gspo", "lengths": [2, 2]},
+    {"loss_type": "cispo"},
+    {"loss_type": "dapo", "reference": "far", "beta": 0.1},
+    {"loss_type": "dapo", "reference": "far", "beta": 0.1, "unbiased_kl": True},
 ]
 
 
@@ -103,10 +109,13 @@ def test_a_token_that_one_policy_finds_impossible_leaves_numbers(form: dict[str,
     logprobs = torch.tensor([-0.5, -0.1, -0.7, -0.2], requires_grad=True)
     behaviour = torch.tensor([-0.5, -0.1 - far, -0.6, -0.2 - far])
     given = {**form}
+    kind = policy_loss_type(given.pop("loss_type"))
     if "reference" in given:
         given["reference"] = torch.tensor([-0.5, far, -0.7, -0.2])
     advantages = torch.tensor([1.0, 0.0, -1.0, -2.0])
-    result = policy_loss(logprobs, behaviour, advantages, clip_low=0.2, clip_high=0.28, total_tokens=4, **given)
+    result = policy_loss(
+        logprobs, behaviour, advantages, clip_low=0.2, clip_high=0.28, total_tokens=4, surrogate=kind.surrogate, **given
+    )
     result.loss.backward()
     assert logprobs.grad is not None
     for value in (result.loss, result.ratio, result.drift, result.kl, logprobs.grad):

@@ -14,11 +14,12 @@ from services.common.queue.records import SPEC
 from services.trainer.losses import (
     GroupSize,
     MismatchStats,
-    completion_weights,
     group_advantages,
     mismatch_weights,
     policy_loss,
+    policy_loss_type,
 )
+from services.trainer.losses.policy import BNPO, GSPO
 from services.trainer.sampling.scored_rollouts import scored_rollouts
 from tests.training_support import CPU, TrainingHost, gradients, random_adapter, without_times
 from tests.unit.trainer.test_grpo_run import job, prepared, token_groups
@@ -50,9 +51,9 @@ def test_reductions() -> None:
         "bnpo": [1 / (2 * 6)] * 4,
     }
     for name, wanted in share.items():
-        weights = completion_weights(name, groups, max_length=20)  # type: ignore[arg-type]
+        weights = policy_loss_type(name).completion_weights(groups, 20)
         assert [weight / 12 for weight in weights] == pytest.approx(wanted), name
-    uneven = completion_weights("bnpo", [GroupSize(1, [2]), GroupSize(1, [6])], max_length=9)
+    uneven = BNPO.completion_weights([GroupSize(1, [2]), GroupSize(1, [6])], 9)
     assert [weight / 8 for weight in uneven] == pytest.approx([1 / 4, 1 / 12])
     for wrong in ([], [0], [1, 1]):
         with pytest.raises(ValueError, match="cannot train"):
@@ -98,18 +99,20 @@ def test_mismatch_metrics_are_of_the_sampler_only() -> None:
 def test_cispo_learns_from_tokens_that_clipping_drops() -> None:
     behaviour = torch.tensor([-3.0, -3.0])
     gradient = {}
-    for form in ("token", "cispo"):
+    for name in ("dapo", "cispo"):
         logprobs = torch.tensor([-1.0, -3.0], requires_grad=True)
         policy_loss(
             logprobs, behaviour, torch.ones(2), clip_low=0.2, clip_high=0.28, total_tokens=2,
-            form=form, cispo_max_ratio=4.0,  # type: ignore[arg-type]
+            surrogate=policy_loss_type(name).surrogate, cispo_max_ratio=4.0,
         ).loss.backward()  # fmt: skip
         assert logprobs.grad is not None
-        gradient[form] = logprobs.grad.tolist()
-    assert gradient["token"] == pytest.approx([0.0, -0.5])
+        gradient[name] = logprobs.grad.tolist()
+    assert gradient["dapo"] == pytest.approx([0.0, -0.5])
     assert gradient["cispo"] == pytest.approx([-2.0, -0.5])
     with pytest.raises(ValueError, match="lengths"):
-        policy_loss(behaviour, behaviour, torch.ones(2), clip_low=0.2, clip_high=0.28, total_tokens=2, form="sequence")
+        policy_loss(
+            behaviour, behaviour, torch.ones(2), clip_low=0.2, clip_high=0.28, total_tokens=2, surrogate=GSPO.surrogate
+        )
 
 
 def test_reward_scales(host: TrainingHost) -> None:

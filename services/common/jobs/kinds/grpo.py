@@ -13,6 +13,7 @@ from services.common.jobs.base import DataRows, JobBase, Pace, ServedLimits
 from services.common.jobs.documents import placed
 from services.common.jobs.fields.messages import SAYS, Message, check_asks
 from services.common.jobs.kinds.generate import GenerateSettings, check_generate
+from services.common.jobs.kinds.loss_types import LOSS_TYPES, LossType
 from services.common.jobs.kinds.rollouts import (
     MOST_SAMPLERS,
     GrpoCompletion,
@@ -43,12 +44,9 @@ from services.common.validation.json_rules import (
 )
 from services.common.validation.strict_models import absent
 
-LossType: TypeAlias = Literal["grpo", "dapo", "dr_grpo", "bnpo", "cispo", "gspo"]
+DEFAULT_LOSS_TYPE: LossType = "dapo"
 MismatchCorrection: TypeAlias = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 RewardScale: TypeAlias = Literal["group", "batch", "none"]
-
-GSPO_CLIP = (3e-4, 4e-4)
-"""What the GSPO paper clips with (arXiv 2507.18071, §5.1): a mean over a sequence moves far less than one token."""
 
 
 def _scale_of_flag(value: object) -> object:
@@ -83,11 +81,11 @@ class GrpoJob(JobBase):
     """Passes over the rollouts; with `generate`, over each round's."""
     groups_per_step: int | None = Field(None, ge=1)
     """Groups an optimizer step; None: all of them."""
-    loss_type: LossType = "dapo"
+    loss_type: LossType = DEFAULT_LOSS_TYPE
     """What is clipped and what the sum over tokens is divided by; docs/guides/training/grpo.md has the formulas."""
-    clip_low: float = Field(default_factory=lambda given: _clip(given, 0, 0.2), ge=0, lt=1)
+    clip_low: float = Field(default_factory=lambda given: _clip(given, 0), ge=0, lt=1)
     """The ratio counts from 1 - clip_low on. Default 0.2, of gspo 0.0003."""
-    clip_high: float = Field(default_factory=lambda given: _clip(given, 1, 0.28), ge=0, le=1e3)
+    clip_high: float = Field(default_factory=lambda given: _clip(given, 1), ge=0, le=1e3)
     """The ratio counts up to 1 + clip_high. Default 0.28, of gspo 0.0004."""
     cispo_max_ratio: float = Field(5.0, gt=0, le=1e3)
     """Upper bound of the ratio as a weight of cispo, which has no other bound."""
@@ -327,5 +325,5 @@ class GrpoJob(JobBase):
         return listed + [found for found in grouped if found is not None]
 
 
-def _clip(given: dict[str, Any], side: int, usual: float) -> float:
-    return GSPO_CLIP[side] if given.get("loss_type") == "gspo" else usual
+def _clip(given: dict[str, Any], side: int) -> float:
+    return LOSS_TYPES[given.get("loss_type", DEFAULT_LOSS_TYPE)].clip[side]
