@@ -47,7 +47,7 @@ from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.requests.request import Request
 from services.engine.requests.sampling_params import SamplingParams
-from services.engine.scheduler.chunk_segments import links
+from services.engine.scheduler.chunk_segments import segments
 from services.engine.scheduler.step_plan import Chunk, StateCopy, StepPlan, StepResult
 from services.pod.memory import WAITING_WRITES
 from tests.kernels.gpu.delta.support import Chain, chain_segments, exact_conv, exact_delta, mixer
@@ -143,7 +143,7 @@ def in_steps(plan: StepPlan) -> list[StepPlan]:
     """A step for each link of the only chunk, and a copy of the state behind each but the last."""
     (whole,) = plan.chunks
     steps: list[StepPlan] = []
-    for link in links(whole):
+    for link in segments(whole):
         copied = [] if link.samples else [StateCopy(whole.slot, link.out_slot)]
         steps.append(StepPlan([link._replace(out_slot=0)], copies_after=copied))
     return steps

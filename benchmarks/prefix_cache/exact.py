@@ -47,7 +47,7 @@ from benchmarks.prefix_cache.workloads import ADAPTERS, VOCAB, Workload, make_wo
 from services.engine.executors.cpu.cache_transfer import CpuCacheTransfer
 from services.engine.executors.cpu.runner import ModelRunner
 from services.engine.kv_cache.keys import Tier
-from services.engine.kv_offload.manager import TierLimits, TierManager
+from services.engine.kv_offload.manager import TierConfig, TierManager
 from services.engine.models.batch import CacheBuffers
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.config import Qwen3_5Config
@@ -219,7 +219,7 @@ class Bench:
             return self._serve(workload, config, cache, None, threading.Event())
         woken = threading.Event()
         with tempfile.TemporaryDirectory(dir=self._tiers) as directory:
-            limits = TierLimits(
+            limits = TierConfig(
                 True,
                 _HOST_BYTES,
                 1e9,
@@ -287,7 +287,7 @@ class Bench:
                 if plan is None:
                     woken.wait(0.01)
                 scheduler.take_events(tiers.take_events())
-                tiers.submit(scheduler.take_jobs())
+                tiers.submit(scheduler.take_commands())
                 while forgets and len(answers) >= ended:
                     ended += 2
                     _forget(scheduler, tiers, forgets.popleft())
@@ -355,7 +355,7 @@ def _forget(scheduler: Scheduler, tiers: TierManager, count: int) -> None:
     # A save that has ended lets the scheduler ask for the next one.
     while events := tiers.take_events():
         scheduler.take_events(events)
-        tiers.submit(scheduler.take_jobs())
+        tiers.submit(scheduler.take_commands())
         _rest(tiers)
     scheduler.clear_cache()
     index = tiers._index

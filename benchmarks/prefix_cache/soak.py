@@ -42,7 +42,7 @@ from services.engine.compute_sharing.host_lock import SliceGate
 from services.engine.executors.cpu.cache_transfer import CpuCacheTransfer
 from services.engine.executors.cpu.runner import ModelRunner
 from services.engine.executors.runner import OpenStep, Runner, StepHandle
-from services.engine.kv_offload.manager import TierLimits, TierManager
+from services.engine.kv_offload.manager import TierConfig, TierManager
 from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
 from services.engine.models.lora.slots import LoraSlots
@@ -222,7 +222,7 @@ class Soak:
         cache = loaded.allocate_cache(config.num_blocks, config.block_size, config.num_slots)
         self._tiers: TierManager | None = None
         if tiers:
-            limits = TierLimits(True, _HOST_BYTES, 5e9, 2.0)
+            limits = TierConfig(True, _HOST_BYTES, 5e9, 2.0)
             transfer = CpuCacheTransfer(cache, "soak")
             self._tiers = TierManager(transfer, limits, EventStream(), lambda: self.loop.wake())
         runner = ModelRunner(

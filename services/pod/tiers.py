@@ -12,7 +12,7 @@ from services.common.errors import InvalidRequest
 from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.machine import machine_bytes
 from services.engine.kv_cache.keys import Tier
-from services.engine.kv_offload.manager import TierLimits, TierManager
+from services.engine.kv_offload.manager import TierConfig, TierManager
 from services.engine.observability.events import EventStream
 from services.engine.settings import EngineSettings
 from services.pod.device import Device
@@ -59,7 +59,7 @@ _HOST_RATE = {"cuda": 40e9, "cpu": 5e9}
 """Bytes a second between the host's memory and the caches, as a first guess."""
 
 
-def tier_limits(settings: EngineSettings, device: Literal["cpu", "cuda"], memory: int) -> TierLimits | None:
+def tier_limits(settings: EngineSettings, device: Literal["cpu", "cuda"], memory: int) -> TierConfig | None:
     """What the settings ask for; None: no tiers.
 
     Args:
@@ -71,7 +71,7 @@ def tier_limits(settings: EngineSettings, device: Literal["cpu", "cuda"], memory
     tiers = {Tier(name) for name in settings.tiers.split(",") if name}
     if not tiers:
         return None
-    return TierLimits(
+    return TierConfig(
         host=Tier.HOST in tiers,
         host_bytes=settings.tier_host_memory(device, memory),
         host_rate=_HOST_RATE[device],

@@ -18,7 +18,7 @@ from services.engine.requests.adapter import AdapterPin
 from services.engine.requests.prompt_scoring import PromptRead
 from services.engine.requests.request import Pooling, Request
 from services.engine.requests.sampling_params import SamplingParams
-from services.engine.scheduler.chunk_segments import links
+from services.engine.scheduler.chunk_segments import segments
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.step_plan import BlockCopy, Chunk, StateCopy, StepPlan, StepResult
 from tests.parity.fused_models import TINY, _record, cuda_runner, random_adapters, random_model, spoil
@@ -54,7 +54,7 @@ def chunk(request: Request, start: int, end: int, slot: int, first_block: int, *
 def in_steps(plan: StepPlan) -> list[StepPlan]:
     """The same without snapshots inside of chunks: a step for each of their links."""
     steps: list[StepPlan] = []
-    chains = [links(chunk) for chunk in plan.chunks]
+    chains = [segments(chunk) for chunk in plan.chunks]
     for turn in range(max(map(len, chains))):
         chunks: list[Chunk] = []
         copies: list[StateCopy] = []

@@ -95,7 +95,7 @@ class BlockPool:
             elif self._only_copied(block):
                 self._copied += 1
 
-    def hold(self, blocks: Iterable[int]) -> None:
+    def hold_for_copy(self, blocks: Iterable[int]) -> None:
         """Adds the reference of a copy to blocks that somebody holds."""
         for block in blocks:
             if self._references[block] < 1:
@@ -106,7 +106,7 @@ class BlockPool:
             self._references[block] += 1
             self._copies[block] = self._copies.get(block, 0) + 1
 
-    def let_go(self, blocks: Iterable[int]) -> None:
+    def release_copy(self, blocks: Iterable[int]) -> None:
         """Drops the reference of a copy."""
         for block in blocks:
             copies = self._copies.get(block, 0)

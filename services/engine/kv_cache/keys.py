@@ -16,7 +16,7 @@ Key = NewType("Key", bytes)
 """Of an entry: KEY_BYTES of BLAKE2b over the key of the entry before and the tokens."""
 
 
-Space = NewType("Space", bytes)
+Namespace = NewType("Namespace", bytes)
 """Of histories that may be shared: a hash of adapter digest and cache salt. The first entry's predecessor."""
 
 
@@ -35,19 +35,19 @@ class Tier(enum.Enum):
     STORE = "store"
 
 
-def space_of(adapter_digest: str, cache_salt: str) -> Space:
+def namespace_of(adapter_digest: str, cache_salt: str) -> Namespace:
     """The name of what requests under this adapter version and salt may share."""
     digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"temper space")
     for part in (adapter_digest.encode(), cache_salt.encode()):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
-    return Space(digest.digest())
+    return Namespace(digest.digest())
 
 
 _CODE = "I" if array("I").itemsize == TOKEN_BYTES else "L"
 
 
-def encode(token_ids: Iterable[int]) -> bytes:
+def tokens_to_bytes(token_ids: Iterable[int]) -> bytes:
     """TOKEN_BYTES a token."""
     tokens = array(_CODE, token_ids)
     if sys.byteorder == "big":
@@ -55,15 +55,15 @@ def encode(token_ids: Iterable[int]) -> bytes:
     return tokens.tobytes()
 
 
-def decode(tokens: bytes) -> list[int]:
-    """The inverse of encode()."""
+def bytes_to_tokens(tokens: bytes) -> list[int]:
+    """The inverse of tokens_to_bytes()."""
     ids = array(_CODE, tokens)
     if sys.byteorder == "big":
         ids.byteswap()
     return ids.tolist()
 
 
-def shared(label: bytes, tokens: bytes, at: int) -> int:
+def common_tokens(label: bytes, tokens: bytes, at: int) -> int:
     """How many tokens of ``label`` stand in ``tokens`` from token ``at`` on as well."""
     offset = at * TOKEN_BYTES
     most = min(len(label), len(tokens) - offset)

@@ -5,8 +5,9 @@ as they are, and of the last one, where the snapshot ends inside of it, the sequ
 The KV of a node is on the device only if that of all nodes above is. Nodes that nothing below or in them makes useful,
 neither a snapshot nor an entry of a tier, are removed.
 
-What is evicted first is what saves the least time a byte (see Worth): of snapshots their slot, of leaves their blocks.
-Both only forget, so that nothing waits for an eviction; what is to outlive the device is copied to the tiers before.
+What is evicted first is what saves the least time a byte (see EvictionQueue): of snapshots their slot, of leaves their
+blocks. Both only forget, so that nothing waits for an eviction; what is to outlive the device is copied to the tiers
+before.
 
 Nodes are found by the tokens themselves, and histories kept apart by a hash of adapter digest and cache salt (160 bits
 of BLAKE2b): no other policy's KV is ever taken for a hit.
@@ -19,10 +20,10 @@ from dataclasses import dataclass
 
 from services.engine.kv_cache.block_pool import BlockPool, IntegrityError
 from services.engine.kv_cache.compute_cost import ComputeCost
-from services.engine.kv_cache.eviction import Worth
-from services.engine.kv_cache.keys import TOKEN_BYTES, Space
-from services.engine.kv_cache.radix_tree import Node, Path, Pending, RadixTree
-from services.engine.kv_cache.state_pool import SlotPool
+from services.engine.kv_cache.eviction import EvictionQueue
+from services.engine.kv_cache.keys import TOKEN_BYTES, Namespace
+from services.engine.kv_cache.radix_tree import InFlightNodes, Node, PrefixMatch, RadixTree
+from services.engine.kv_cache.state_pool import StatePool
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +40,19 @@ class PrefixCache:
     Args:
         cost: what computing takes.
         useful: whether a tier makes a node useful that has no snapshot on the device.
-        reload: seconds to get a snapshot back from a tier; None: no tier has it.
+        reload_seconds: seconds to get a snapshot back from a tier; None: no tier has it.
         clock: monotonic seconds.
     """
 
     def __init__(
         self,
         blocks: BlockPool,
-        slots: SlotPool,
+        slots: StatePool,
         block_size: int,
         sizes: Sizes,
         cost: ComputeCost,
         clock: Callable[[], float],
-        reload: Callable[[Node], float | None] = lambda _: None,
+        reload_seconds: Callable[[Node], float | None] = lambda _: None,
     ) -> None:
         self._blocks = blocks
         self._slots = slots
@@ -59,11 +60,11 @@ class PrefixCache:
         self._sizes = sizes
         self._cost = cost
         self._clock = clock
-        self._reload = reload
+        self._reload_seconds = reload_seconds
         self.tree = RadixTree()
-        self._snapshots: Worth[Node] = Worth()
+        self._snapshots: EvictionQueue[Node] = EvictionQueue()
         """Nodes with a slot."""
-        self._leaves: Worth[Node] = Worth()
+        self._leaves: EvictionQueue[Node] = EvictionQueue()
         """Nodes with blocks, below which no node has any."""
         self._kept: dict[Node, float] = {}
         """Until when their snapshots go only when nothing else is left."""
@@ -76,7 +77,7 @@ class PrefixCache:
 
     # Looking up.
 
-    def hit(self, path: Path, limit: int, unit: int) -> Node | None:
+    def hit(self, path: PrefixMatch, limit: int, unit: int) -> Node | None:
         """The deepest node of a path to go on from at once, that ends at a multiple of ``unit`` up to ``limit``."""
         found: Node | None = None
         for node in path.nodes:
@@ -86,11 +87,11 @@ class PrefixCache:
                 found = node
         return found
 
-    def resident(self, path: Path) -> int:
+    def resident(self, path: PrefixMatch) -> int:
         """How many nodes of a path have their KV on the device."""
         return next((at for at, node in enumerate(path.nodes) if node.blocks is None), len(path.nodes))
 
-    def table(self, nodes: Sequence[Node]) -> list[int]:
+    def block_table(self, nodes: Sequence[Node]) -> list[int]:
         """The blocks of a history up to the end of the last of these nodes, a path from behind the root."""
         table: list[int] = []
         for node in nodes:
@@ -101,7 +102,7 @@ class PrefixCache:
             table += node.blocks
         return table
 
-    def history_bytes(self, node: Node) -> int:
+    def prefix_bytes(self, node: Node) -> int:
         """What the device has of a history up to this node: its blocks, and the snapshot at its end."""
         blocks = sum(len(each.blocks or ()) for each in node.path())
         return self._sizes.block * blocks + (self._sizes.slot if node.slot else 0)
@@ -122,15 +123,15 @@ class PrefixCache:
 
     def touch(self, node: Node) -> None:
         """A history goes on from its snapshot."""
-        for worth in (self._snapshots, self._leaves):
-            if node in worth:
-                worth.touch(node)
+        for queue in (self._snapshots, self._leaves):
+            if node in queue:
+                queue.touch(node)
 
     def keep(self, node: Node, until: float) -> None:
         """What it holds goes only when nothing else is left, until a time on the clock; 0: no longer."""
-        for worth in (self._snapshots, self._leaves):
-            if node in worth:
-                worth.pin(node, until)
+        for queue in (self._snapshots, self._leaves):
+            if node in queue:
+                queue.pin(node, until)
         if until and node.slot:
             self._kept[node] = until
         else:
@@ -139,7 +140,12 @@ class PrefixCache:
     # Adding.
 
     def insert(
-        self, space: Space, tokens: bytes, blocks: Sequence[int], slot: int, pending: Pending | None = None
+        self,
+        namespace: Namespace,
+        tokens: bytes,
+        blocks: Sequence[int],
+        slot: int,
+        pending: InFlightNodes | None = None,
     ) -> Node:
         """Adds a computed history and the snapshot behind it; the cache owns ``slot`` from here on.
 
@@ -148,7 +154,7 @@ class PrefixCache:
                 its own.
             pending: of the step in flight that computes the last of it; None: all of it is there.
         """
-        node = self.reach(space, tokens)
+        node = self.ensure_node(namespace, tokens)
         for each in node.path():
             if each.blocks is None:
                 self._fill(each, blocks)
@@ -164,7 +170,7 @@ class PrefixCache:
         self._hold(node)
         return node
 
-    def confirm(self, pending: Pending) -> list[Node]:
+    def confirm(self, pending: InFlightNodes) -> list[Node]:
         """The step has run. Returns the nodes, new or with a new snapshot, that are certain now."""
         certain = [node for node in pending.nodes if node.pending is pending]
         for node in certain:
@@ -172,14 +178,14 @@ class PrefixCache:
         pending.nodes = []
         return certain
 
-    def discard(self, pending: Pending) -> None:
+    def discard(self, pending: InFlightNodes) -> None:
         """The step has failed: forgets what it should have computed, and all that was computed behind it."""
         nodes, pending.nodes = pending.nodes, []
         for node in nodes:
             if node.pending is pending:
                 self._forget(node)
 
-    def _await(self, node: Node, pending: Pending | None) -> None:
+    def _await(self, node: Node, pending: InFlightNodes | None) -> None:
         if pending is not None and node.pending is None:
             node.pending = pending
             pending.nodes.append(node)
@@ -194,11 +200,11 @@ class PrefixCache:
             self._drop_blocks(node)
         self.prune(node)
 
-    def reach(self, space: Space, tokens: bytes) -> Node:
+    def ensure_node(self, namespace: Namespace, tokens: bytes) -> Node:
         """The node of a history, made if there is none."""
-        node, end = self.tree.root(space), len(tokens) // TOKEN_BYTES
+        node, end = self.tree.root(namespace), len(tokens) // TOKEN_BYTES
         while node.end < end:
-            node, rest = self.tree.next(node, tokens)
+            node, rest = self.tree.descend(node, tokens)
             if rest is not None and rest.blocks is not None:
                 self._share_blocks(node, rest, rest.blocks)
                 self._await(node, rest.pending)
@@ -289,13 +295,13 @@ class PrefixCache:
         while above is not None and not above.slot:
             above = above.parent
         computing = self._cost.seconds(0 if above is None else above.end, node.end)
-        loading = self._reload(node)
+        loading = self._reload_seconds(node)
         return computing if loading is None else min(computing, loading)
 
     def _hold(self, node: Node) -> None:
-        for worth in (self._snapshots, self._leaves):
-            if node in worth:
-                worth.hold(node, node.pins > 0)
+        for queue in (self._snapshots, self._leaves):
+            if node in queue:
+                queue.hold(node, node.pins > 0)
 
     def _fill(self, node: Node, blocks: Sequence[int]) -> None:
         """The device has its KV from now on."""

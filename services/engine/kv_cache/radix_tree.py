@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from services.engine.kv_cache.keys import TOKEN_BYTES, Key, Space, shared
+from services.engine.kv_cache.keys import TOKEN_BYTES, Key, Namespace, common_tokens
 
 
-class Pending:
+class InFlightNodes:
     """A step in flight, and the nodes that were added for what it computes when it was planned. Their memory can be
     given to later steps, but nobody goes on from them before it has run."""
 
@@ -30,18 +30,18 @@ class Node:
         "end",
         "key",
         "label",
+        "namespace",
         "parent",
         "pending",
         "pins",
         "saving",
         "slot",
-        "space",
         "start",
         "transient",
     )
 
-    def __init__(self, space: Space, parent: Node | None, label: bytes, start: int) -> None:
-        self.space = space
+    def __init__(self, namespace: Namespace, parent: Node | None, label: bytes, start: int) -> None:
+        self.namespace = namespace
         self.parent = parent
         """None: the root, or no longer in the tree."""
         self.label = label
@@ -55,7 +55,7 @@ class Node:
         Where a node begins inside of a block, that block has the tokens before it as well."""
         self.slot = 0
         """Of the state behind its last token, on the device; 0: it is not there."""
-        self.pending: Pending | None = None
+        self.pending: InFlightNodes | None = None
         """Of the step in flight that computes its KV or writes its state; None: what there is is certain."""
         self.pins = 0
         """Steps and copies under way that read the slot or the blocks."""
@@ -85,14 +85,14 @@ class Node:
 
 
 @dataclass(slots=True)
-class Path:
+class PrefixMatch:
     """How far a history is in the tree."""
 
     nodes: list[Node] = field(default_factory=list)
     """Those whose tokens it has all of, without the root."""
-    shared: int = 0
+    matched: int = 0
     """Tokens that are in the tree: up to the end of the last node, or into one of its children."""
-    parting: Node | None = None
+    diverging: Node | None = None
     """The child inside of which the history goes another way; None: it does so nowhere, or at the end of a node."""
 
 
@@ -100,7 +100,7 @@ class RadixTree:
     """All histories, by the space that they are shared in."""
 
     def __init__(self) -> None:
-        self._roots: dict[Space, Node] = {}
+        self._roots: dict[Namespace, Node] = {}
 
     def __iter__(self) -> Iterator[Node]:
         """Every node but the roots, parents first."""
@@ -110,49 +110,49 @@ class RadixTree:
             yield from children
             stack.extend(children)
 
-    def root(self, space: Space) -> Node:
+    def root(self, namespace: Namespace) -> Node:
         """Made if there is none."""
-        root = self._roots.get(space)
+        root = self._roots.get(namespace)
         if root is None:
-            root = self._roots[space] = Node(space, None, b"", 0)
+            root = self._roots[namespace] = Node(namespace, None, b"", 0)
             root.blocks = []
         return root
 
-    def find(self, space: Space, tokens: bytes, before: Path | None = None) -> Path:
+    def find(self, namespace: Namespace, tokens: bytes, before: PrefixMatch | None = None) -> PrefixMatch:
         """The path of a history as far as it is there.
 
         Args:
             before: what was found for this history, or for a beginning of it, at some time: what has been compared
                 then is not compared again.
         """
-        path, node = self._resume(space, before)
+        match, node = self._resume(namespace, before)
         while node is not None:
-            path.shared = at = node.end
+            match.matched = at = node.end
             child = node.children.get(tokens[at * TOKEN_BYTES : (at + 1) * TOKEN_BYTES])
             if child is None:
-                return path
-            if before is not None and child is before.parting:
-                path.shared, path.parting = before.shared, child
-                return path
-            same = shared(child.label, tokens, at)
+                return match
+            if before is not None and child is before.diverging:
+                match.matched, match.diverging = before.matched, child
+                return match
+            same = common_tokens(child.label, tokens, at)
             if same < child.end - child.start:
-                path.shared = at + same
-                if path.shared * TOKEN_BYTES < len(tokens):
-                    path.parting = child
-                return path
-            path.nodes.append(child)
+                match.matched = at + same
+                if match.matched * TOKEN_BYTES < len(tokens):
+                    match.diverging = child
+                return match
+            match.nodes.append(child)
             node = child
-        return path
+        return match
 
-    def _resume(self, space: Space, before: Path | None) -> tuple[Path, Node | None]:
+    def _resume(self, namespace: Namespace, before: PrefixMatch | None) -> tuple[PrefixMatch, Node | None]:
         """A path up to the deepest node that was on the way before and still is, and that node or the root."""
         for node in reversed(before.nodes if before is not None else ()):
             if node.parent is not None:
                 # Not the nodes as they were: some may have been cut in two.
-                return Path(node.path()), node
-        return Path(), self._roots.get(space)
+                return PrefixMatch(node.path()), node
+        return PrefixMatch(), self._roots.get(namespace)
 
-    def next(self, node: Node, tokens: bytes) -> tuple[Node, Node | None]:
+    def descend(self, node: Node, tokens: bytes) -> tuple[Node, Node | None]:
         """The child of ``node`` on the way of a longer history, made or cut so that the history has all of its tokens.
 
         Returns:
@@ -162,9 +162,9 @@ class RadixTree:
         first = tokens[at * TOKEN_BYTES : (at + 1) * TOKEN_BYTES]
         child = node.children.get(first)
         if child is None:
-            child = node.children[first] = Node(node.space, node, tokens[at * TOKEN_BYTES :], at)
+            child = node.children[first] = Node(node.namespace, node, tokens[at * TOKEN_BYTES :], at)
             return child, None
-        same = shared(child.label, tokens, at)
+        same = common_tokens(child.label, tokens, at)
         if same == child.end - child.start:
             return child, None
         return self._cut(child, same), child
@@ -174,7 +174,7 @@ class RadixTree:
         if node.parent is None:
             raise ValueError("a root has no tokens to cut")
         split = count * TOKEN_BYTES
-        upper = Node(node.space, node.parent, node.label[:split], node.start)
+        upper = Node(node.namespace, node.parent, node.label[:split], node.start)
         node.parent.children[upper.label[:TOKEN_BYTES]] = upper
         node.parent, node.label, node.start = upper, node.label[split:], upper.end
         upper.children[node.label[:TOKEN_BYTES]] = node
@@ -188,5 +188,5 @@ class RadixTree:
         del parent.children[node.label[:TOKEN_BYTES]]
         node.parent = None
         if parent.parent is None and not parent.children:
-            del self._roots[parent.space]
+            del self._roots[parent.namespace]
         return parent

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from services.engine.kv_cache.block_pool import IntegrityError
 
 
-class SlotPool:
+class StatePool:
     """State slots; each is held by exactly one live sequence or one prefix snapshot.
 
     Args:

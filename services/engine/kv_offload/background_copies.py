@@ -11,7 +11,7 @@ from services.engine.kv_cache.keys import Key, Tier
 from services.engine.kv_offload.entry_format import Header
 from services.engine.kv_offload.host_memory import Run
 from services.engine.kv_offload.index import Buffer, Index, Record
-from services.engine.kv_offload.messages import Bytes, Entry, Event, Persisted
+from services.engine.kv_offload.messages import Bytes, Entry, Persisted, TierEvent
 from services.engine.kv_offload.worker import Bandwidth, CopyFailed, FailureLog, Worker
 from services.engine.observability.events import CopySaved, EventStream
 
@@ -54,7 +54,7 @@ class LowerTier:
         self._events = events
         self._failures = failures
         self._failed = failed
-        self._doomed: dict[Key, None] = {}
+        self._to_remove: dict[Key, None] = {}
         """Copies that no record has any more and that are still to be removed."""
         self._wanted: set[Key] = set()
         """Copies that wait to be made although nobody asked for them."""
@@ -78,37 +78,37 @@ class LowerTier:
         if buffer is not None:
             buffer.readers += 1
         self.worker.put(
-            lambda: self._bring(record, buffer, forced),
+            lambda: self._copy_with_parents(record, buffer, forced),
             rank=FORCED_RANK if forced else WRITE_RANK,
             failed=lambda: self._done(record, buffer, forced, False),
         )
 
     def erase(self, key: Key) -> None:
         """Removes a copy soon that no record has any more; the caller holds the index's lock."""
-        self._doomed[key] = None
+        self._to_remove[key] = None
         self.worker.put(self._erase, rank=ERASE_RANK)
 
-    def _bring(self, record: Record, buffer: Buffer | None, forced: bool) -> None:
+    def _copy_with_parents(self, record: Record, buffer: Buffer | None, forced: bool) -> None:
         with self._index.lock:
             chain = [record]
             while (parent := chain[-1].parent) is not None and self.tier not in parent.tiers:
                 chain.append(parent)
-        well = True
+        succeeded = True
         for link in reversed(chain):
-            well = well and self._bring_one(link, buffer if link is record else None, forced)
-        self._done(record, buffer, forced, well)
+            succeeded = succeeded and self._copy(link, buffer if link is record else None, forced)
+        self._done(record, buffer, forced, succeeded)
 
-    def _done(self, record: Record, buffer: Buffer | None, forced: bool, well: bool) -> None:
+    def _done(self, record: Record, buffer: Buffer | None, forced: bool, succeeded: bool) -> None:
         with self._index.lock:
             if not forced:
                 self._wanted.discard(record.entry.key)
-            elif not well:
+            elif not succeeded:
                 self._failed(record.entry.key, self.tier)
             if buffer is not None:
                 self._index.release(record, buffer)
             self._index.unclaim(record)
 
-    def _bring_one(self, record: Record, buffer: Buffer | None, forced: bool) -> bool:
+    def _copy(self, record: Record, buffer: Buffer | None, forced: bool) -> bool:
         """Makes one copy, whose predecessor is there; False: it could not be."""
         index, parent = self._index, record.parent
         with index.lock:
@@ -144,11 +144,11 @@ class LowerTier:
             except CopyFailed as error:
                 if error.reason != "full":
                     raise
-                # Others need the room as well: then this tier has to do with what it has.
+                # Others need the room as succeeded: then this tier has to do with what it has.
                 self._give_up(record, size)
                 self._target.write(header, payload)
         except CopyFailed as error:
-            self._failures.tell(self.tier, error.reason, str(error))
+            self._failures.record(self.tier, error.reason, str(error))
             return False
         with index.lock:
             if index.is_live(record):
@@ -160,7 +160,7 @@ class LowerTier:
 
     def _make_room(self, record: Record, size: int) -> None:
         """Raises CopyFailed: there cannot be so much."""
-        limit = self._index.books[self.tier].limit
+        limit = self._index.usage[self.tier].limit
         if size > limit:
             raise CopyFailed("full", f"an entry of {size:,} bytes, where the limit is {limit:,}")
         with self._index.lock:
@@ -168,7 +168,7 @@ class LowerTier:
                 if not self._evict(record):
                     raise CopyFailed("full", f"no room for {size:,} bytes beside what is needed")
         self._erase()
-        if record.entry.key in self._doomed:
+        if record.entry.key in self._to_remove:
             raise CopyFailed("unreadable", "an earlier copy cannot be removed")
 
     def _give_up(self, record: Record, size: int) -> None:
@@ -181,7 +181,7 @@ class LowerTier:
     @property
     def size(self) -> int:
         """Bytes of this tier that count towards its limit."""
-        return self._index.books[self.tier].size
+        return self._index.usage[self.tier].size
 
     def _evict(self, record: Record) -> bool:
         """Gives up the copy that is worth least, but not the one that this record stands on."""
@@ -189,37 +189,39 @@ class LowerTier:
 
     def _erase(self) -> None:
         """Removes what is doomed; what cannot be removed is tried again before the next write."""
-        for key in list(self._doomed):
+        for key in list(self._to_remove):
             try:
                 self._target.remove(key)
             except CopyFailed as error:
-                self._failures.tell(self.tier, error.reason, str(error))
+                self._failures.record(self.tier, error.reason, str(error))
                 return
-            self._doomed.pop(key, None)
+            self._to_remove.pop(key, None)
 
 
 class _Persist:
-    def __init__(self, ticket: int, wanted: set[tuple[Key, Tier]]) -> None:
-        self.ticket = ticket
+    def __init__(self, persist_id: int, wanted: set[tuple[Key, Tier]]) -> None:
+        self.persist_id = persist_id
         self.wanted = wanted
         self.missing: list[tuple[Key, Tier]] = []
 
 
-class Persists:
+class PersistTracker:
     """Tells Persisted of each. Not thread-safe.
 
     Args:
         tiers: those that entries are brought to.
     """
 
-    def __init__(self, tiers: Collection[Tier], tell: Callable[[Event], None]) -> None:
+    def __init__(self, tiers: Collection[Tier], send_event: Callable[[TierEvent], None]) -> None:
         self._tiers = tiers
-        self._tell = tell
+        self._send_event = send_event
         self._open: list[_Persist] = []
 
-    def begin(self, ticket: int, wanted: Collection[tuple[Key, Tier]], missing: Collection[tuple[Key, Tier]]) -> None:
+    def begin(
+        self, persist_id: int, wanted: Collection[tuple[Key, Tier]], missing: Collection[tuple[Key, Tier]]
+    ) -> None:
         """One that waits for these copies; others are known to be missing."""
-        persist = _Persist(ticket, set(wanted))
+        persist = _Persist(persist_id, set(wanted))
         persist.missing.extend(missing)
         self._open.append(persist)
         self._end_those_done()
@@ -248,7 +250,7 @@ class Persists:
     def _end_those_done(self) -> None:
         for persist in [persist for persist in self._open if not persist.wanted]:
             self._open.remove(persist)
-            self._tell(Persisted(persist.ticket, tuple(persist.missing)))
+            self._send_event(Persisted(persist.persist_id, tuple(persist.missing)))
 
 
 _THREADS = 4
@@ -337,7 +339,7 @@ class Fetcher:
         size = index.layout.payload_bytes(entry)
         run = buffer.run or self._take_room(size, until)
         if run is None:
-            self._failures.tell(Tier.HOST, "full", f"no room for {size:,} bytes of an entry that is to be loaded")
+            self._failures.record(Tier.HOST, "full", f"no room for {size:,} bytes of an entry that is to be loaded")
             self._give_up(record, buffer)
             return
         buffer.run = run
@@ -379,7 +381,7 @@ class Fetcher:
                 return  # it was dropped while it was read: no wonder
             if error.reason not in ("slow", "away"):
                 self._index.drop(record, tier, erase=error.reason != "missing")
-        self._failures.tell(tier, error.reason, str(error))
+        self._failures.record(tier, error.reason, str(error))
 
     def _give_up(self, record: Record, buffer: Buffer) -> None:
         with self._index.lock:

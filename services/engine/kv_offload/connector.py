@@ -8,20 +8,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from services.engine.kv_cache.block_pool import BlockPool, IntegrityError
 from services.engine.kv_cache.compute_cost import ComputeCost
-from services.engine.kv_cache.keys import Key, Space, Tier
+from services.engine.kv_cache.keys import Key, Namespace, Tier
 from services.engine.kv_cache.prefix_cache import PrefixCache
-from services.engine.kv_cache.radix_tree import Node, Path
-from services.engine.kv_cache.state_pool import SlotPool
+from services.engine.kv_cache.radix_tree import Node, PrefixMatch
+from services.engine.kv_cache.state_pool import StatePool
 from services.engine.kv_offload.messages import (
-    Dropped,
     Entry,
-    Event,
     GiveUp,
-    Job,
-    Kept,
     Layout,
     Load,
     Loaded,
@@ -29,11 +26,17 @@ from services.engine.kv_offload.messages import (
     Persist,
     Persisted,
     Released,
+    Removed,
     Save,
-    Tiers,
+    Stored,
+    TierCommand,
+    TierEvent,
     Use,
 )
 from services.engine.kv_offload.offloaded_entries import OffloadedEntries, OffloadedEntry
+
+if TYPE_CHECKING:
+    from services.engine.kv_offload.manager import TierManager
 
 _SPEED = tuple(Tier)
 _WORTHWHILE = 3.0
@@ -50,12 +53,12 @@ _SAVING_SHARE = 8
 _SAVES = 4
 """Saves under way at once. The loop hears of their ends between two steps, so a busy engine begins so many a step, as
 their thread takes time from the loop's; an idle one goes through all that were put off."""
-_PUT_OFF = 1024
+_MOST_DEFERRED = 1024
 """Snapshots that are remembered to be saved when others have been."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class LoadCandidate:
     """A snapshot that could be loaded."""
 
     node: Node
@@ -68,10 +71,10 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Loading:
+class LoadInProgress:
     """A load under way: its targets are nobody else's."""
 
-    space: Space
+    namespace: Namespace
     tokens: bytes
     blocks: Sequence[int]
     """Of the whole history up to its end; those that were there are shared."""
@@ -82,7 +85,7 @@ class OffloadConnector:
     """Keeps the tree's nodes and the tiers' entries together. Used by the loop thread.
 
     Args:
-        tiers: gets the jobs that ``take_jobs`` hands out, and tells the events that ``take`` gets.
+        tiers: gets the commands that ``take_commands`` hands out, and tells the events that ``take`` gets.
         share: the part of the computing that a load saves which it may take at most.
     """
 
@@ -90,8 +93,8 @@ class OffloadConnector:
         self,
         cache: PrefixCache,
         blocks: BlockPool,
-        slots: SlotPool,
-        tiers: Tiers,
+        slots: StatePool,
+        tiers: TierManager,
         cost: ComputeCost,
         *,
         share: float,
@@ -105,26 +108,26 @@ class OffloadConnector:
         self._layout: Layout = tiers.layout
         self._entries = OffloadedEntries(cache)
         self._saving: dict[Key, tuple[Node, Sequence[int]]] = {}
-        self._loading: dict[int, Loading] = {}
+        self._loading: dict[int, LoadInProgress] = {}
         self._targets: dict[Node, int] = {}
-        """Snapshots that a load under way brings, and its ticket."""
-        self._tickets = 0
+        """Snapshots that a load under way brings, and its load_id."""
+        self._last_id = 0
         self._persisting: dict[int, Callable[[Sequence[tuple[Key, Tier]]], None]] = {}
-        self._jobs: list[Job] = []
-        self._put_off: deque[Node] = deque(maxlen=_PUT_OFF)
+        self._commands: list[TierCommand] = []
+        self._deferred_saves: deque[Node] = deque(maxlen=_MOST_DEFERRED)
 
     @property
     def copying(self) -> bool:
         """Whether a load or a save is under way."""
         return bool(self._loading or self._saving)
 
-    def is_loading(self, ticket: int) -> bool:
-        return ticket in self._loading
+    def is_loading(self, load_id: int) -> bool:
+        return load_id in self._loading
 
-    def take_jobs(self) -> list[Job]:
+    def take_commands(self) -> list[TierCommand]:
         """What to submit to the tiers when all steps planned so far have been launched."""
-        jobs, self._jobs = self._jobs, []
-        return jobs
+        commands, self._commands = self._commands, []
+        return commands
 
     # Saving.
 
@@ -137,15 +140,15 @@ class OffloadConnector:
         if wanted:
             self._save(node, wanted=True)
         elif self._may_be_saved(node):
-            self._put_off.append(node)
-            self._save_on()
+            self._deferred_saves.append(node)
+            self._save_deferred()
 
-    def _save_on(self) -> None:
+    def _save_deferred(self) -> None:
         """Saves what was put off, in its order, as far as may be under way at once."""
-        while self._put_off and len(self._saving) < _SAVES:
-            node = self._put_off.popleft()
+        while self._deferred_saves and len(self._saving) < _SAVES:
+            node = self._deferred_saves.popleft()
             if not self._save(node):
-                self._put_off.appendleft(node)
+                self._deferred_saves.appendleft(node)
                 return
 
     def _may_be_saved(self, node: Node) -> bool:
@@ -160,25 +163,25 @@ class OffloadConnector:
         above = self._entries.above(node)
         begin = 0 if above is None else above.node.end
         seconds = self._cost.seconds(begin, node.end)
-        entry = Entry.behind(None if above is None else above.entry, node.space, node.tokens(begin), seconds)
+        entry = Entry.behind(None if above is None else above.entry, node.namespace, node.tokens(begin), seconds)
         if entry.key in self._entries:
             return True
         if not wanted and seconds < _WORTHWHILE * self._tiers.seconds(Tier.HOST, self._layout.payload_bytes(entry)):
             return True
         first = entry.first_block(self._layout.block_size)
-        blocks = self._cache.table(node.path())[first:]
+        blocks = self._cache.block_table(node.path())[first:]
         held = sum(len(others) for _, others in self._saving.values())
         if not wanted and self._saving and held + len(blocks) > self._blocks.total // _SAVING_SHARE:
             return False
-        self._blocks.hold(blocks)
+        self._blocks.hold_for_copy(blocks)
         self._cache.pin(node)
         node.saving = True
         self._entries.add(entry, node)
         self._saving[entry.key] = (node, blocks)
-        self._jobs.append(Save(entry, blocks, node.slot))
+        self._commands.append(Save(entry, blocks, node.slot))
         return True
 
-    def reload(self, node: Node) -> float | None:
+    def reload_seconds(self, node: Node) -> float | None:
         """Seconds to get back what the device has of a node; None: no tier has it."""
         stored = self._entries.get(node.key)
         if stored is None or stored.fastest is None:
@@ -189,11 +192,11 @@ class OffloadConnector:
         """A history went on from here."""
         keys = [stored.entry.key for stored in self._entries.chain(node)]
         if keys:
-            self._jobs.append(Use(keys))
+            self._commands.append(Use(keys))
 
     # Loading.
 
-    def better(self, path: Path, hit: Node | None, limit: int, unit: int) -> Wanted | None:
+    def find_load(self, path: PrefixMatch, hit: Node | None, limit: int, unit: int) -> LoadCandidate | None:
         """The snapshot to load for a history of which ``limit`` tokens may come from one; None: there is none that is
         well faster than going on from ``hit``.
 
@@ -201,7 +204,7 @@ class OffloadConnector:
         computing takes without it.
         """
         begin = 0 if hit is None else hit.end
-        best: Wanted | None = None
+        best: LoadCandidate | None = None
         fastest = self._cost.seconds(begin, limit)
         resident = self._cache.resident(path)
         there = path.nodes[resident - 1].end if resident else 0
@@ -218,14 +221,16 @@ class OffloadConnector:
             if _MARGIN * loading <= most and seconds < fastest:
                 tier = max((stored.fastest or Tier.STORE for stored in needed), key=_SPEED.index)
                 patience = min(max(_OVERDUE * loading, _LEAST_PATIENCE * most), most)
-                best, fastest = Wanted(node, needed, tier, patience), seconds
+                best, fastest = LoadCandidate(node, needed, tier, patience), seconds
         return best
 
-    def ticket(self, node: Node) -> int:
+    def load_of(self, node: Node) -> int:
         """Of the load under way that brings this snapshot, 0: there is none."""
         return self._targets.get(node, 0)
 
-    def load(self, path: Path, wanted: Wanted, take_blocks: Callable[[int], Sequence[int] | None], slot: int) -> int:
+    def load(
+        self, path: PrefixMatch, wanted: LoadCandidate, take_blocks: Callable[[int], Sequence[int] | None], slot: int
+    ) -> int:
         """Begins a load.
 
         Args:
@@ -233,37 +238,37 @@ class OffloadConnector:
             slot: for the state.
 
         Returns:
-            Its ticket; 0: there was no room, and nothing has begun.
+            Its load_id; 0: there was no room, and nothing has begun.
         """
         node, size = wanted.node, self._layout.block_size
         nodes = node.path()
         resident = min(self._cache.resident(path), len(nodes))
         there = nodes[resident - 1].end if resident else 0
-        old = self._cache.table(nodes[:resident])
+        old = self._cache.block_table(nodes[:resident])
         if there < node.end:
             # The block in which the KV ends that is there comes whole from the entry behind.
             old = old[: there // size]
-        self._blocks.hold(old)
+        self._blocks.hold_for_copy(old)
         fresh = take_blocks(-(-node.end // size) - len(old))
         if fresh is None:
-            self._blocks.let_go(old)
+            self._blocks.release_copy(old)
             return 0
-        self._blocks.hold(fresh)
+        self._blocks.hold_for_copy(fresh)
         self._blocks.release(fresh)
-        self._tickets += 1
+        self._last_id += 1
         parts = list(self._parts(wanted.chain, len(old), fresh, slot))
-        self._loading[self._tickets] = Loading(node.space, node.tokens(), [*old, *fresh], slot)
-        self._targets[node] = self._tickets
-        self._jobs.append(Load(self._tickets, parts))
-        return self._tickets
+        self._loading[self._last_id] = LoadInProgress(node.namespace, node.tokens(), [*old, *fresh], slot)
+        self._targets[node] = self._last_id
+        self._commands.append(Load(self._last_id, parts))
+        return self._last_id
 
-    def give_up(self, ticket: int) -> None:
+    def give_up(self, load_id: int) -> None:
         """Nobody waits for a load any more; whoever wants the same begins another one."""
-        self._forget_targets(ticket)
-        self._jobs.append(GiveUp(ticket))
+        self._forget_targets(load_id)
+        self._commands.append(GiveUp(load_id))
 
-    def _forget_targets(self, ticket: int) -> None:
-        for node in [node for node, other in self._targets.items() if other == ticket]:
+    def _forget_targets(self, load_id: int) -> None:
+        for node in [node for node, other in self._targets.items() if other == load_id]:
             del self._targets[node]
 
     def _parts(self, chain: Sequence[OffloadedEntry], have: int, fresh: Sequence[int], slot: int) -> Iterator[Part]:
@@ -296,23 +301,23 @@ class OffloadConnector:
 
     # What the tiers tell.
 
-    def take(self, events: Sequence[Event]) -> list[Node]:
+    def take_events(self, events: Sequence[TierEvent]) -> list[Node]:
         """Takes in what has happened; returns the nodes whose state a tier has now."""
         kept: list[Node] = []
         for event in events:
             match event:
-                case Kept():
+                case Stored():
                     node = self._entries.kept(event.entry, event.tier)
                     if node is not None:
                         kept.append(node)
                 case Released():
                     self._released(event.key)
-                case Dropped():
+                case Removed():
                     self._dropped(event.key, event.tier)
                 case Loaded():
                     self._loaded(event)
                 case Persisted():
-                    done = self._persisting.pop(event.ticket, None)
+                    done = self._persisting.pop(event.persist_id, None)
                     if done is not None:
                         done(event.missing)
         return kept
@@ -321,13 +326,13 @@ class OffloadConnector:
         if key not in self._saving:
             return
         node, blocks = self._saving.pop(key)
-        self._blocks.let_go(blocks)
+        self._blocks.release_copy(blocks)
         node.saving = False
         stored = self._entries.get(key)
         if stored is not None and not stored.tiers:
             self._entries.remove(stored)
         self._cache.unpin(node)
-        self._save_on()
+        self._save_deferred()
 
     def _dropped(self, key: Key, tier: Tier) -> None:
         stored = self._entries.get(key)
@@ -338,15 +343,15 @@ class OffloadConnector:
             self._entries.remove(stored)
 
     def _loaded(self, event: Loaded) -> None:
-        loading = self._loading.pop(event.ticket, None)
+        loading = self._loading.pop(event.load_id, None)
         if loading is None:
             return
-        self._forget_targets(event.ticket)
+        self._forget_targets(event.load_id)
         if event.failed:
             self._slots.release(loading.slot)
         else:
-            self._cache.insert(loading.space, loading.tokens, loading.blocks, loading.slot)
-        self._blocks.let_go(loading.blocks)
+            self._cache.insert(loading.namespace, loading.tokens, loading.blocks, loading.slot)
+        self._blocks.release_copy(loading.blocks)
 
     # For sessions.
 
@@ -363,15 +368,15 @@ class OffloadConnector:
         stored = self._entries.get(key)
         return None if stored is None else stored.node
 
-    def submit(self, job: Job) -> None:
-        """Hands a job on with the others."""
-        self._jobs.append(job)
+    def submit(self, command: TierCommand) -> None:
+        """Hands a command on with the others."""
+        self._commands.append(command)
 
     def persist(self, node: Node, done: Callable[[Sequence[tuple[Key, Tier]]], None]) -> None:
         """Brings what is kept of a history to every tier; ``done`` gets what could not be brought where."""
-        self._tickets += 1
-        self._persisting[self._tickets] = done
-        self._jobs.append(Persist(self._tickets, self._entries.lineage(node)))
+        self._last_id += 1
+        self._persisting[self._last_id] = done
+        self._commands.append(Persist(self._last_id, self._entries.lineage(node)))
 
     # For the integrity check.
 
@@ -390,5 +395,5 @@ class OffloadConnector:
     def check(self) -> None:
         """Raises IntegrityError if entries and nodes do not belong together."""
         self._entries.check()
-        if any(key not in self._saving for key in self._entries.unkept()):
+        if any(key not in self._saving for key in self._entries.unsaved()):
             raise IntegrityError("an entry is listed that no tier has")

@@ -29,9 +29,9 @@ from services.engine.kv_offload.entry_format import (
     HeaderRejected,
     decode,
     encode,
+    entry_bytes,
     header_bytes,
     header_length,
-    item_bytes,
     spans,
 )
 from services.engine.kv_offload.index import Index, Record
@@ -185,7 +185,7 @@ class DiskFiles:
     @contextmanager
     def _opened(self, entry: Entry) -> Iterator[int]:
         """The file of an entry, which has the length that it has to have."""
-        size = item_bytes(entry, self._layout)
+        size = entry_bytes(entry, self._layout)
         try:
             with _open(self._directory / _name(entry.key), os.O_RDONLY) as descriptor:
                 if os.fstat(descriptor).st_size != size:
@@ -201,7 +201,7 @@ class DiskFiles:
             with _open(path, os.O_RDONLY) as descriptor:
                 header = _header(descriptor, bytes.fromhex(name.partition(".")[0]), self._layout)
                 found = os.fstat(descriptor)
-            size = item_bytes(header.entry, self._layout)
+            size = entry_bytes(header.entry, self._layout)
             if found.st_size != size:
                 raise CopyFailed("damaged", f"a file of {found.st_size:,} bytes instead of {size:,}")
             return FoundFile(header, size, found.st_mtime)
@@ -335,15 +335,15 @@ class DiskTier(LowerTier):
         try:
             found, wrong = self._files.scan()
         except CopyFailed as error:
-            self._failures.tell(Tier.DISK, error.reason, str(error))
+            self._failures.record(Tier.DISK, error.reason, str(error))
             return
         for reason, message in wrong:
-            self._failures.tell(Tier.DISK, reason, message)
+            self._failures.record(Tier.DISK, reason, message)
         if found:
             self._probe(max(found, key=lambda file: file.used))
         kept = self._keep(found)
         with self._index.lock:
-            limit = self._index.books[Tier.DISK].limit
+            limit = self._index.usage[Tier.DISK].limit
             while self.size > limit and self._index.evict(Tier.DISK, None):
                 pass
         self._erase()
@@ -363,7 +363,7 @@ class DiskTier(LowerTier):
         try:
             size, seconds = self._files.probe(file.header.entry)
         except CopyFailed as error:  # whoever loads it will see, too, and drop it
-            self._failures.tell(Tier.DISK, error.reason, str(error))
+            self._failures.record(Tier.DISK, error.reason, str(error))
             return
         self._bandwidth.measured(Tier.DISK, size, seconds)
         log.info("tier_disk_probed", mib=round(size / 2**20, 1), seconds=round(seconds, 4))
@@ -385,7 +385,7 @@ class DiskTier(LowerTier):
                     self._index.unclaim(record)
                     kept.append((file, record))
             if record is None:
-                self._failures.tell(Tier.DISK, "missing", "a file without the one that it stands on")
+                self._failures.record(Tier.DISK, "missing", "a file without the one that it stands on")
         return kept
 
     def _warm_up(self, records: Sequence[Record]) -> None:

@@ -2,7 +2,7 @@
 of an exported session are all of this format.
 
 The header is a whole number of pages:
-    fixed       magic, version, length of the header, digest of the layout, key, parent, space, start, end, seconds,
+    fixed       magic, version, length of the header, digest of the layout, key, parent, namespace, start, end, seconds,
                 length of the payload, number of checksums; little-endian
     tokens      uint32 each
     checksums   int64 each: of every block, then of the state
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from services.engine.kv_cache.keys import KEY_BYTES, TOKEN_BYTES, Key, Space
+from services.engine.kv_cache.keys import KEY_BYTES, TOKEN_BYTES, Key, Namespace
 from services.engine.kv_offload.messages import Bytes, Entry, Layout
 
 MAGIC = b"TEMPERKV"
@@ -56,7 +56,7 @@ def header_bytes(entry: Entry, layout: Layout) -> int:
     return _length(len(entry.tokens), entry.num_blocks(layout.block_size) + 1)
 
 
-def item_bytes(entry: Entry, layout: Layout) -> int:
+def entry_bytes(entry: Entry, layout: Layout) -> int:
     """Length of header and payload."""
     return header_bytes(entry, layout) + layout.payload_bytes(entry)
 
@@ -73,7 +73,7 @@ def encode(header: Header, layout: Layout) -> bytes:
         entry.key,
         entry.parent is not None,
         entry.parent or bytes(KEY_BYTES),
-        entry.space,
+        entry.namespace,
         entry.start,
         entry.end,
         entry.seconds,
@@ -115,8 +115,8 @@ def decode(data: bytes, layout: Layout) -> Header:
     covered = data[: length - _DIGEST]
     if _digest(covered) != data[length - _DIGEST : length]:
         raise HeaderRejected("damaged: the digest of the header is another")
-    (_, _, _, made_for, key, has_parent, parent, space, start, end, seconds, payload, checksums) = _FIXED.unpack_from(
-        covered
+    (_, _, _, made_for, key, has_parent, parent, namespace, start, end, seconds, payload, checksums) = (
+        _FIXED.unpack_from(covered)
     )
     if made_for != _layout_digest(layout):
         raise HeaderRejected("it belongs to another model or configuration")
@@ -132,7 +132,7 @@ def decode(data: bytes, layout: Layout) -> Header:
         entry = Entry(
             Key(key),
             Key(parent) if has_parent else None,
-            Space(space),
+            Namespace(namespace),
             start,
             end,
             covered[body : body + tokens],

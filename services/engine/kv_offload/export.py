@@ -33,7 +33,7 @@ _CHUNK_BYTES = 2**18
 """What is summed at once, a multiple of WORD: it stays in a core's cache."""
 
 
-class Items:
+class EntryExchange:
     """Thread-safe; every method blocks.
 
     Args:

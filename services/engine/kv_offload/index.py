@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from services.engine.kv_cache.block_pool import IntegrityError
-from services.engine.kv_cache.eviction import Worth
+from services.engine.kv_cache.eviction import EvictionQueue
 from services.engine.kv_cache.keys import Key, Tier
-from services.engine.kv_offload.entry_format import item_bytes
+from services.engine.kv_offload.entry_format import entry_bytes
 from services.engine.kv_offload.host_memory import HostArena, Run
-from services.engine.kv_offload.messages import Dropped, Entry, Event, Kept, Layout
+from services.engine.kv_offload.messages import Entry, Layout, Removed, Stored, TierEvent
 from services.engine.observability.events import CopyEvicted, EventStream
 from services.engine.observability.status import TierStatus
 
@@ -66,7 +66,7 @@ class Record:
         """It is to be in every tier."""
 
 
-class Books:
+class TierUsage:
     """One tier's copies."""
 
     def __init__(self, limit: int) -> None:
@@ -74,9 +74,9 @@ class Books:
         self.size = 0
         """Bytes of all copies."""
         self.sizes: dict[Key, int] = {}
-        self.kids: dict[Key, int] = {}
+        self.num_children: dict[Key, int] = {}
         """How many copies of the tier stand on this entry."""
-        self.worth: Worth[Key] = Worth()
+        self.eviction: EvictionQueue[Key] = EvictionQueue()
 
 
 class Index:
@@ -96,7 +96,7 @@ class Index:
         limits: Mapping[Tier, int],
         events: EventStream,
         *,
-        tell: Callable[[Event], None],
+        send_event: Callable[[TierEvent], None],
         erase: Callable[[Tier, Key], None],
         price: Callable[[Tier, int], float],
     ) -> None:
@@ -104,9 +104,9 @@ class Index:
         self.arena = arena
         self.lock = threading.Condition(threading.RLock())
         """Notified when a buffer is filled and when one has fewer readers."""
-        self.books = {tier: Books(limit) for tier, limit in limits.items()}
+        self.usage = {tier: TierUsage(limit) for tier, limit in limits.items()}
         self._events = events
-        self._tell = tell
+        self._send_event = send_event
         self._erase = erase
         self._price = price
         self._records: dict[Key, Record] = {}
@@ -132,7 +132,7 @@ class Index:
     def stands(self, record: Record) -> bool:
         """Whether the host may keep it now: it is live, and what it stands on has a copy."""
         parent = record.parent
-        return self.is_live(record) and (parent is None or bool(parent.tiers) or Tier.HOST not in self.books)
+        return self.is_live(record) and (parent is None or bool(parent.tiers) or Tier.HOST not in self.usage)
 
     def expect(self, entry: Entry) -> Record | None:
         """The record of an entry that is to come, with a claim on it; None: the entry before it is not known."""
@@ -148,7 +148,7 @@ class Index:
         return record
 
     def unclaim(self, record: Record) -> None:
-        """A job that expected a copy has ended."""
+        """A command that expected a copy has ended."""
         record.claims -= 1
         if not record.claims and not record.tiers and self.is_live(record):
             self._die(record)
@@ -162,21 +162,21 @@ class Index:
         key, parent = record.entry.key, record.entry.parent
         first = not record.tiers
         record.tiers.add(tier)
-        books = self.books[tier]
-        books.size += size
-        books.sizes[key] = size
-        books.worth.add(key, record.entry.seconds, size, uses=max(1, record.uses))
+        usage = self.usage[tier]
+        usage.size += size
+        usage.sizes[key] = size
+        usage.eviction.add(key, record.entry.seconds, size, uses=max(1, record.uses))
         if record.pinned_until:
-            books.worth.pin(key, record.pinned_until)
+            usage.eviction.pin(key, record.pinned_until)
         if tier is not Tier.HOST:
-            if books.kids.get(key):
-                books.worth.hold(key, True)
+            if usage.num_children.get(key):
+                usage.eviction.hold(key, True)
             if parent is not None:
-                books.kids[parent] = books.kids.get(parent, 0) + 1
-                if parent in books.worth:
-                    books.worth.hold(parent, True)
+                usage.num_children[parent] = usage.num_children.get(parent, 0) + 1
+                if parent in usage.eviction:
+                    usage.eviction.hold(parent, True)
         self._reprice(record)
-        self._tell(Kept(record.entry, tier))
+        self._send_event(Stored(record.entry, tier))
         if first:
             for call in self.known:
                 call(record)
@@ -221,19 +221,19 @@ class Index:
 
     def _take_away(self, record: Record, tier: Tier, erase: bool) -> None:
         key, parent = record.entry.key, record.entry.parent
-        books = self.books[tier]
+        usage = self.usage[tier]
         record.tiers.discard(tier)
-        books.size -= books.sizes.pop(key)
-        books.worth.remove(key)
+        usage.size -= usage.sizes.pop(key)
+        usage.eviction.remove(key)
         if tier is not Tier.HOST and parent is not None:
-            left = books.kids[parent] - 1
+            left = usage.num_children[parent] - 1
             if left:
-                books.kids[parent] = left
+                usage.num_children[parent] = left
             else:
-                del books.kids[parent]
-                if parent in books.worth:
-                    books.worth.hold(parent, False)
-        self._tell(Dropped(key, tier))
+                del usage.num_children[parent]
+                if parent in usage.eviction:
+                    usage.eviction.hold(parent, False)
+        self._send_event(Removed(key, tier))
         if tier is Tier.HOST:
             self._detach(record)
         elif erase:
@@ -244,8 +244,8 @@ class Index:
         key, seconds = record.entry.key, record.entry.seconds
         for tier in reversed(Tier):
             if tier in record.tiers:
-                size = self.books[tier].sizes[key]
-                self.books[tier].worth.update(key, seconds, size)
+                size = self.usage[tier].sizes[key]
+                self.usage[tier].eviction.update(key, seconds, size)
                 seconds = min(seconds, self._price(tier, size))
 
     # Use.
@@ -253,12 +253,12 @@ class Index:
     def use(self, record: Record) -> None:
         record.uses += 1
         for tier in record.tiers:
-            self.books[tier].worth.touch(record.entry.key)
+            self.usage[tier].eviction.touch(record.entry.key)
 
     def pin(self, record: Record, until: float) -> None:
         record.pinned_until = until
         for tier in record.tiers:
-            self.books[tier].worth.pin(record.entry.key, until)
+            self.usage[tier].eviction.pin(record.entry.key, until)
 
     # Buffers.
 
@@ -272,7 +272,7 @@ class Index:
     def ready(self, record: Record, buffer: Buffer, checksums: npt.NDArray[np.int64], origin: Tier | None) -> None:
         """The bytes are there. The caller still reads them, until ``release``."""
         buffer.checksums, buffer.origin, buffer.state = checksums, origin, "ready"
-        if Tier.HOST in self.books and buffer.run is not None and self.is_live(record) and record.buffer is buffer:
+        if Tier.HOST in self.usage and buffer.run is not None and self.is_live(record) and record.buffer is buffer:
             buffer.kept = True
             self.keep(record, Tier.HOST, self.arena.room(buffer.run.size))
         self._answer(buffer, True)
@@ -335,7 +335,7 @@ class Index:
     def take_room(self, size: int, *, evict: bool = True) -> Run | None:
         """Memory of the arena, for which others may have to go; None: too much of it is in use."""
         run = self.arena.take(size)
-        if run is not None or not evict or Tier.HOST not in self.books:
+        if run is not None or not evict or Tier.HOST not in self.usage:
             return run
 
         def may_go(key: Key) -> bool:
@@ -343,8 +343,8 @@ class Index:
             # One that is to come counts as a child: what it stands on stays.
             return not self._is_read(key) and (len(record.tiers) > 1 or not record.children)
 
-        books = self.books[Tier.HOST]
-        can = sum(size for key, size in books.sizes.items() if not self._is_read(key))
+        usage = self.usage[Tier.HOST]
+        can = sum(size for key, size in usage.sizes.items() if not self._is_read(key))
         if self.arena.free + can < self.arena.room(size):
             return None
         while run is None:
@@ -362,11 +362,11 @@ class Index:
         return self._evict(tier, lambda key: key != keep)
 
     def _evict(self, tier: Tier, may_go: Callable[[Key], bool]) -> bool:
-        books = self.books[tier]
-        key = books.worth.pop_least(time.monotonic(), may_go)
+        usage = self.usage[tier]
+        key = usage.eviction.pop_least(time.monotonic(), may_go)
         if key is None:
             return False
-        self._events.emit(CopyEvicted(tier, books.sizes[key]))
+        self._events.emit(CopyEvicted(tier, usage.sizes[key]))
         self.drop(self._records[key], tier)
         return True
 
@@ -376,20 +376,24 @@ class Index:
 
     def file_bytes(self, record: Record) -> int:
         """Of a copy on disk or in the store."""
-        return item_bytes(record.entry, self.layout)
+        return entry_bytes(record.entry, self.layout)
 
     # For people and tests.
 
     def status(self) -> dict[Tier, TierStatus]:
-        return {tier: TierStatus(len(books.sizes), books.size, books.limit) for tier, books in self.books.items()}
+        return {tier: TierStatus(len(usage.sizes), usage.size, usage.limit) for tier, usage in self.usage.items()}
 
     def check(self) -> None:
         """Raises IntegrityError: the books contradict each other."""
         buffers = {record.buffer for record in self._records.values() if record.buffer is not None} | self._detached
         self.arena.check(buffer.run for buffer in buffers if buffer.run is not None)
-        for tier, books in self.books.items():
+        for tier, usage in self.usage.items():
             keys = {key for key, record in self._records.items() if tier in record.tiers}
-            if not keys == set(books.sizes) or books.size != sum(books.sizes.values()) or len(books.worth) != len(keys):
+            if (
+                not keys == set(usage.sizes)
+                or usage.size != sum(usage.sizes.values())
+                or len(usage.eviction) != len(keys)
+            ):
                 raise IntegrityError(f"the books of the {tier.value} tier differ from what its records say")
         for key, record in self._records.items():
             parent = record.entry.parent

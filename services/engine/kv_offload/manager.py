@@ -14,21 +14,18 @@ import structlog
 from services.common.storage.object_store import ObjectStore
 from services.engine.kv_cache.block_pool import IntegrityError
 from services.engine.kv_cache.keys import Key, Tier
-from services.engine.kv_offload.background_copies import WRITE_RANK, Fetcher, LowerTier, Persists, Source
+from services.engine.kv_offload.background_copies import WRITE_RANK, Fetcher, LowerTier, PersistTracker, Source
 from services.engine.kv_offload.disk import DiskFiles, DiskTier
-from services.engine.kv_offload.export import Items
+from services.engine.kv_offload.export import EntryExchange
 from services.engine.kv_offload.host_copies import Loads, Saves
 from services.engine.kv_offload.host_memory import HostArena
 from services.engine.kv_offload.index import Buffer, Index, Record
 from services.engine.kv_offload.messages import (
     CacheTransfer,
     Entry,
-    Event,
     Fence,
     Forget,
     GiveUp,
-    Job,
-    Kept,
     Layout,
     Load,
     Loaded,
@@ -37,6 +34,9 @@ from services.engine.kv_offload.messages import (
     Pin,
     Released,
     Save,
+    Stored,
+    TierCommand,
+    TierEvent,
     Use,
 )
 from services.engine.kv_offload.object_store import StoreObjects, StoreTier
@@ -67,7 +67,7 @@ class TierManager:
     def __init__(
         self,
         transfer: CacheTransfer,
-        limits: TierLimits,
+        limits: TierConfig,
         events: EventStream,
         wake: Callable[[], None],
         store: ObjectStore | None = None,
@@ -75,7 +75,7 @@ class TierManager:
         self._transfer = transfer
         self._wake = wake
         self._closed = False
-        self._events: deque[Event] = deque()
+        self._events: deque[TierEvent] = deque()
         self._layout = transfer.layout
         sizes = {}
         arena = HostArena(transfer.host_memory(limits.host_bytes), self._layout.block_bytes)
@@ -99,14 +99,14 @@ class TierManager:
             arena,
             sizes,
             events,
-            tell=self._tell,
+            send_event=self._send_event,
             erase=lambda tier, key: self._lower[tier].erase(key),
             price=self._bandwidth.price,
         )
-        self._persists = Persists(tuple(sizes), self._tell)
-        self._index.gone.append(self._persists.gone)
+        self._persist_tracker = PersistTracker(tuple(sizes), self._send_event)
+        self._index.gone.append(self._persist_tracker.gone)
         self._index.known.append(self._known)
-        self._jobs, self._device = Worker("tiers-jobs"), Worker("tiers-device")
+        self._commands, self._device = Worker("tiers-jobs"), Worker("tiers-device")
         self._fetcher = Fetcher(self._index, sources, self._bandwidth, failures)
         self._loads = Loads(
             self._index,
@@ -116,16 +116,16 @@ class TierManager:
             events,
             failures,
             device=self._device,
-            timer=self._jobs,
+            timer=self._commands,
             seconds=limits.load_seconds,
-            tell=self._tell,
+            send_event=self._send_event,
             slow=self._slow,
         )
         self._saves = Saves(
-            self._index, transfer, events, failures, device=self._device, tell=self._tell, saved=self._saved
+            self._index, transfer, events, failures, device=self._device, send_event=self._send_event, saved=self._saved
         )
-        self._items = Items(self._index, self._fetcher, self._saved)
-        parts = (self._fetcher, events, failures, self._persists.failed)
+        self._exchange = EntryExchange(self._index, self._fetcher, self._saved)
+        parts = (self._fetcher, events, failures, self._persist_tracker.failed)
         self._disk = self._store = None
         if self._files is not None:
             self._disk = DiskTier(
@@ -155,13 +155,13 @@ class TierManager:
     def layout(self) -> Layout:
         return self._layout
 
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Takes jobs that may begin when the steps that have been launched so far are done."""
-        copies = any(isinstance(job, Save | Load) for job in jobs)
+    def submit(self, commands: Sequence[TierCommand]) -> None:
+        """Takes commands that may begin when the steps that have been launched so far are done."""
+        copies = any(isinstance(command, Save | Load) for command in commands)
         fence = self._transfer.fence() if copies else None
-        self._jobs.put(lambda: self._take(jobs, fence), failed=lambda: self._refuse(jobs))
+        self._commands.put(lambda: self._take(commands, fence), failed=lambda: self._refuse(commands))
 
-    def take_events(self) -> list[Event]:
+    def take_events(self) -> list[TierEvent]:
         """What has happened since the last call."""
         events = []
         while self._events:
@@ -182,7 +182,7 @@ class TierManager:
             IntegrityError: something still is after ``seconds``.
         """
         until = time.monotonic() + seconds
-        while self._loads.under_way or not (self._jobs.wait_idle(0.0) and self._device.wait_idle(0.0)):
+        while self._loads.under_way or not (self._commands.wait_idle(0.0) and self._device.wait_idle(0.0)):
             if time.monotonic() >= until:
                 raise IntegrityError(
                     f"the tiers still copy after {seconds:g} s, {self._loads.under_way} loads among it: the device's "
@@ -190,20 +190,20 @@ class TierManager:
                 )
             time.sleep(_MOMENT)
 
-    def tell_all(self) -> None:
-        """Tells Kept of every copy again, parents first."""
+    def resend_all(self) -> None:
+        """Sends Stored of every copy again, parents first."""
         with self._index.lock:
             for record in sorted(self._index.records(), key=lambda record: record.entry.start):
                 for tier in sorted(record.tiers, key=lambda tier: tier.value):
-                    self._tell(Kept(record.entry, tier))
+                    self._send_event(Stored(record.entry, tier))
 
     def read(self, key: Key) -> Iterator[bytes]:
-        """See Items.read."""
-        return self._items.read(key)
+        """See EntryExchange.read."""
+        return self._exchange.read(key)
 
     def take_in(self, pieces: Iterable[bytes]) -> Entry:
-        """See Items.take_in."""
-        return self._items.take_in(pieces)
+        """See EntryExchange.take_in."""
+        return self._exchange.take_in(pieces)
 
     def status(self) -> dict[Tier, TierStatus]:
         """Every tier now."""
@@ -226,16 +226,16 @@ class TierManager:
                 return True
 
     def close(self, seconds: float) -> None:
-        """Answers every job and ends the threads. What is pinned is brought to disk and store, and what waits for the
-        disk is written, as far as the time allows."""
+        """Answers every command and ends the threads. What is pinned is brought to disk and store, and what waits for
+        the disk is written, as far as the time allows."""
         if self._closed:
             return
         self._closed = True
         until = time.monotonic() + seconds
         if self._disk is not None:
             self._disk.stop_warming()
-        self._jobs.wait_idle(until)
-        self._jobs.close(until)
+        self._commands.wait_idle(until)
+        self._commands.close(until)
         self._device.wait_idle(until)
         now = time.monotonic()
         with self._index.lock:
@@ -244,7 +244,7 @@ class TierManager:
                 for tier in self._lower.values():
                     tier.want(record, forced=True)
         if self._store is not None:
-            self._store.worker.forgo(WRITE_RANK)
+            self._store.worker.cancel(WRITE_RANK)
         for tier in self._lower.values():
             tier.worker.wait_idle(until)
         end = max(until, time.monotonic()) + _END_SECONDS
@@ -259,51 +259,51 @@ class TierManager:
             self._transfer.close()
 
     def _workers(self) -> list[Worker]:
-        workers = [self._jobs, self._device, self._fetcher.worker, *(tier.worker for tier in self._lower.values())]
+        workers = [self._commands, self._device, self._fetcher.worker, *(tier.worker for tier in self._lower.values())]
         if self._disk is not None:
             workers.append(self._disk.warmer)
         if self._store is not None:
             workers.append(self._store.poller)
         return workers
 
-    def _tell(self, event: Event) -> None:
+    def _send_event(self, event: TierEvent) -> None:
         self._events.append(event)
-        if isinstance(event, Kept):
-            self._persists.kept(event.entry.key, event.tier)
+        if isinstance(event, Stored):
+            self._persist_tracker.kept(event.entry.key, event.tier)
         self._wake()
 
-    def _take(self, jobs: Sequence[Job], fence: Fence) -> None:
+    def _take(self, commands: Sequence[TierCommand], fence: Fence) -> None:
         # All at once: no room is made for the first save by giving up what the last one stands on.
         with self._index.lock:
-            for job in jobs:
+            for command in commands:
                 try:
-                    self._begin(job, fence)
+                    self._begin(command, fence)
                 except Exception:
-                    log.exception("tier_job_failed", job=type(job).__name__)
-                    self._refuse([job])
+                    log.exception("tier_job_failed", command=type(command).__name__)
+                    self._refuse([command])
 
-    def _begin(self, job: Job, fence: Fence) -> None:
-        match job:
+    def _begin(self, command: TierCommand, fence: Fence) -> None:
+        match command:
             case Save():
-                self._saves.begin(job, fence)
+                self._saves.begin(command, fence)
             case Load():
-                self._loads.begin(job, fence)
+                self._loads.begin(command, fence)
             case GiveUp():
-                self._loads.give_up(job.ticket)
+                self._loads.give_up(command.load_id)
             case Persist():
-                self._persist(job)
+                self._persist(command)
             case Use():
-                self._use(job)
+                self._use(command)
             case Pin():
                 with self._index.lock:
-                    for record in self._found(job.keys):
-                        self._index.pin(record, job.until)
+                    for record in self._found(command.keys):
+                        self._index.pin(record, command.until)
             case Forget():
                 with self._index.lock:
-                    for record in self._found(job.keys):
+                    for record in self._found(command.keys):
                         self._index.forget(record)
                     if self._store is not None:
-                        self._store.forget(job.keys)
+                        self._store.forget(command.keys)
 
     def _found(self, keys: Iterable[Key]) -> Iterator[Record]:
         for key in keys:
@@ -311,29 +311,29 @@ class TierManager:
             if record is not None:
                 yield record
 
-    def _use(self, job: Use) -> None:
+    def _use(self, command: Use) -> None:
         with self._index.lock:
-            for record in self._found(job.keys):
+            for record in self._found(command.keys):
                 self._index.use(record)
                 if self._store is not None and record.tiers:
                     self._store.consider(record)
         if self._disk is not None:
-            self._disk.touch(job.keys)
+            self._disk.touch(command.keys)
 
-    def _persist(self, job: Persist) -> None:
+    def _persist(self, command: Persist) -> None:
         """The host is no place to persist in, unless it is all there is."""
         with self._index.lock:
             targets = tuple(self._lower) or (Tier.HOST,)
             wanted, missing = [], []
-            for key in job.keys:
+            for key in command.keys:
                 record = self._index.find(key)
                 for tier in targets:
                     if record is None or (tier is Tier.HOST and not record.claims and tier not in record.tiers):
                         missing.append((key, tier))
                     elif tier not in record.tiers:
                         wanted.append((key, tier))
-            self._persists.begin(job.ticket, wanted, missing)
-            for record in self._found(job.keys):
+            self._persist_tracker.begin(command.persist_id, wanted, missing)
+            for record in self._found(command.keys):
                 record.persisted = True
                 if record.tiers:  # otherwise it is about to be saved
                     for lower in self._lower.values():
@@ -359,20 +359,22 @@ class TierManager:
         if tier is Tier.STORE and self._objects is not None:
             self._objects.failed()
 
-    def _refuse(self, jobs: Sequence[Job]) -> None:
-        """Answers jobs that nobody is going to do."""
-        for job in jobs:
-            if isinstance(job, Save):
-                self._tell(Released(job.entry.key))
-            elif isinstance(job, Load):
-                self._tell(Loaded(job.ticket, tuple(part.key for part in job.parts)))
-            elif isinstance(job, Persist):
+    def _refuse(self, commands: Sequence[TierCommand]) -> None:
+        """Answers commands that nobody is going to do."""
+        for command in commands:
+            if isinstance(command, Save):
+                self._send_event(Released(command.entry.key))
+            elif isinstance(command, Load):
+                self._send_event(Loaded(command.load_id, tuple(part.key for part in command.parts)))
+            elif isinstance(command, Persist):
                 targets = tuple(self._lower) or (Tier.HOST,)
-                self._tell(Persisted(job.ticket, tuple((key, tier) for key in job.keys for tier in targets)))
+                self._send_event(
+                    Persisted(command.persist_id, tuple((key, tier) for key in command.keys for tier in targets))
+                )
 
 
 @dataclass(frozen=True, slots=True)
-class TierLimits:
+class TierConfig:
     """The tiers of an engine."""
 
     host: bool

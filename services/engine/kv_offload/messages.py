@@ -4,8 +4,8 @@ An entry is what lies between two state snapshots of one history: the KV blocks 
 its own end, and the snapshot there. So a history is a chain of entries, each named by a hash of all tokens up to its
 end, and the same chain has the same names in every engine of the same model.
 
-The loop thread owns the radix tree, which says what could be reused. The tiers own bytes: they take jobs (Save, Load,
-and so on) and tell events, in the order in which things happened. Neither waits for the other.
+The loop thread owns the radix tree, which says what could be reused. The tiers own bytes: they take commands (Save,
+Load, and so on) and tell events, in the order in which things happened. Neither waits for the other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from services.engine.kv_cache.keys import KEY_BYTES, TOKEN_BYTES, Key, Space, Tier
+from services.engine.kv_cache.keys import KEY_BYTES, TOKEN_BYTES, Key, Namespace, Tier
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
@@ -34,7 +34,7 @@ class Entry:
     key: Key
     parent: Key | None
     """Of the entry that ends where this one begins; None: this one begins at 0."""
-    space: Space
+    namespace: Namespace
     start: int
     end: int
     tokens: bytes
@@ -45,25 +45,25 @@ class Entry:
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.end or len(self.tokens) != TOKEN_BYTES * (self.end - self.start):
             raise ValueError(f"an entry from {self.start} to {self.end} with {len(self.tokens)} bytes of tokens")
-        if (self.parent is None) != (self.start == 0) or len(self.space) != KEY_BYTES or self.seconds < 0:
+        if (self.parent is None) != (self.start == 0) or len(self.namespace) != KEY_BYTES or self.seconds < 0:
             raise ValueError(f"malformed entry from {self.start} to {self.end}")
-        if self.key != self.key_of(self.parent, self.space, self.tokens):
+        if self.key != self.key_of(self.parent, self.namespace, self.tokens):
             raise ValueError("the key of an entry is not that of its tokens")
 
     @staticmethod
-    def key_of(parent: Key | None, space: Space, tokens: bytes) -> Key:
+    def key_of(parent: Key | None, namespace: Namespace, tokens: bytes) -> Key:
         """The name of these tokens behind that entry."""
-        digest = hashlib.blake2b(space if parent is None else parent, digest_size=KEY_BYTES, person=b"temper entry")
+        digest = hashlib.blake2b(namespace if parent is None else parent, digest_size=KEY_BYTES, person=b"temper entry")
         digest.update(tokens)
         return Key(digest.digest())
 
     @classmethod
-    def behind(cls, parent: Entry | None, space: Space, tokens: bytes, seconds: float) -> Entry:
+    def behind(cls, parent: Entry | None, namespace: Namespace, tokens: bytes, seconds: float) -> Entry:
         """The entry of these tokens behind ``parent``; None: at the beginning."""
         start = 0 if parent is None else parent.end
         key = None if parent is None else parent.key
         end = start + len(tokens) // TOKEN_BYTES
-        return cls(cls.key_of(key, space, tokens), key, space, start, end, tokens, seconds)
+        return cls(cls.key_of(key, namespace, tokens), key, namespace, start, end, tokens, seconds)
 
     def first_block(self, block_size: int) -> int:
         """The block of the history that its first token lies in. If that is not the block's first token, the block is
@@ -124,7 +124,7 @@ class Part:
 class Load:
     """Copy entries of one history to the device. Nothing else touches the targets until Loaded is told."""
 
-    ticket: int
+    load_id: int
     """Chosen by the loop thread, another for each load."""
     parts: Sequence[Part]
 
@@ -134,7 +134,7 @@ class GiveUp:
     """Nobody waits for this load any more. It ends as soon as nothing writes to its targets; what is being read already
     is, for the tiers on the way."""
 
-    ticket: int
+    load_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class Pin:
 class Persist:
     """Bring these entries, one chain, to every tier that there is, then tell Persisted."""
 
-    ticket: int
+    persist_id: int
     keys: Sequence[Key]
 
 
@@ -167,14 +167,14 @@ class Forget:
     keys: Sequence[Key]
 
 
-Job: TypeAlias = Save | Load | GiveUp | Use | Pin | Persist | Forget
+TierCommand: TypeAlias = Save | Load | GiveUp | Use | Pin | Persist | Forget
 
 
 # Events: to the loop thread.
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Stored:
     """A tier has a copy from now on; entries that were there when the engine started, or that another engine has left
     in the store, are told as well, parents first."""
 
@@ -190,7 +190,7 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
+class Removed:
     """A tier has it no more."""
 
     key: Key
@@ -201,7 +201,7 @@ class Dropped:
 class Loaded:
     """A Load has ended; every byte of it was checked."""
 
-    ticket: int
+    load_id: int
     failed: Sequence[Key] = ()
     """Entries that could not be read or were damaged; then nothing of the load may be used."""
 
@@ -210,44 +210,12 @@ class Loaded:
 class Persisted:
     """A Persist has ended."""
 
-    ticket: int
+    persist_id: int
     missing: Sequence[tuple[Key, Tier]] = ()
     """What could not be brought where."""
 
 
-Event: TypeAlias = Kept | Released | Dropped | Loaded | Persisted
-
-
-class Tiers(Protocol):
-    """All tiers below the device, as the loop thread sees them. No method blocks."""
-
-    @property
-    def layout(self) -> Layout: ...
-
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Takes jobs that may begin when the steps that have been launched so far are done."""
-        ...
-
-    def take_events(self) -> list[Event]:
-        """What has happened since the last call; ``wake`` was called when there was something."""
-        ...
-
-    def seconds(self, tier: Tier, size: int) -> float:
-        """How long a load of so many bytes takes from this tier, by what was measured of late; the wait for loads that
-        are under way included."""
-        ...
-
-    def settle(self) -> None:
-        """Waits until nothing is copied from or to the device any more.
-
-        Raises:
-            IntegrityError: something still is after a long time.
-        """
-        ...
-
-    def tell_all(self) -> None:
-        """Tells Kept of every copy again, to books that are made anew."""
-        ...
+TierEvent: TypeAlias = Stored | Released | Removed | Loaded | Persisted
 
 
 # The device's side.
@@ -302,6 +270,3 @@ class CacheTransfer(Protocol):
             The checksum of each block, then that of the state.
         """
         ...
-
-
-# For people and dashboards.

@@ -28,9 +28,9 @@ from services.engine.kv_offload.entry_format import (
     HeaderRejected,
     decode,
     encode,
+    entry_bytes,
     header_bytes,
     header_length,
-    item_bytes,
     spans,
 )
 from services.engine.kv_offload.index import Buffer, Index, Record
@@ -60,7 +60,7 @@ class StoreObjects:
         self._pool = ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="tiers-store-read")
         self._lock = threading.Lock()
         self._failures = 0
-        self._alone_until = 0.0
+        self._backoff_until = 0.0
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -68,15 +68,15 @@ class StoreObjects:
     @property
     def pause(self) -> float:
         """Seconds for which the store is still left alone."""
-        return max(0.0, self._alone_until - self._clock())
+        return max(0.0, self._backoff_until - self._clock())
 
     def failed(self) -> None:
         """It was too slow for somebody, or does not answer: it is left alone for a while."""
         with self._lock:
-            if self._clock() >= self._alone_until:
+            if self._clock() >= self._backoff_until:
                 pause = min(_FIRST_PAUSE * 2**self._failures, _LONGEST_PAUSE)
                 self._failures = min(self._failures + 1, 16)
-                self._alone_until = self._clock() + pause
+                self._backoff_until = self._clock() + pause
 
     def listing(self) -> Mapping[Key, ListedObject]:
         """All objects of this layout."""
@@ -123,7 +123,7 @@ class StoreObjects:
             for task in tasks:
                 task.result()
         try:
-            return self._checked(data, entry.key, item_bytes(entry, self._layout))
+            return self._checked(data, entry.key, entry_bytes(entry, self._layout))
         except HeaderRejected as error:
             raise CopyFailed("damaged", f"object {entry.key.hex()}: {error}") from error
 
@@ -164,7 +164,7 @@ class StoreObjects:
 
     def _checked(self, data: bytes, key: Key, size: int) -> Header:
         header = decode(data, self._layout)
-        if header.entry.key != key or item_bytes(header.entry, self._layout) != size:
+        if header.entry.key != key or entry_bytes(header.entry, self._layout) != size:
             raise HeaderRejected("the object of another entry, or of another length")
         return header
 
@@ -189,7 +189,7 @@ _REMEMBERED = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class _Stranger:
+class _Orphan:
     """An object whose predecessor is not known here."""
 
     entry: Entry
@@ -223,20 +223,20 @@ class StoreTier(LowerTier):
         self._objects = objects
         self._poll_seconds = poll_seconds
         self._after_uses = after_uses
-        self._strangers: dict[Key, _Stranger] = {}
-        self._behind: dict[Key, set[Key]] = {}
-        """The strangers that wait for an entry."""
+        self._orphans: dict[Key, _Orphan] = {}
+        self._orphans_of: dict[Key, set[Key]] = {}
+        """The orphans that wait for an entry."""
         self._forgotten: OrderedDict[Key, None] = OrderedDict()
-        self._coming: deque[Entry] = deque()
+        self._new_parents: deque[Entry] = deque()
         """Entries that have got their first copy, while those behind one of them are looked for."""
-        self._greeting = False
+        self._adopting = False
         self.poller = Worker("tiers-store-poll")
         self.poller.put(self._poll)
-        index.known.append(self._greet)
+        index.known.append(self._adopt)
 
     @property
     def size(self) -> int:
-        return super().size + sum(stranger.size for stranger in self._strangers.values())
+        return super().size + sum(orphan.size for orphan in self._orphans.values())
 
     def consider(self, record: Record, buffer: Buffer | None = None) -> None:
         """Puts an entry there if it was used enough; the caller holds the index's lock."""
@@ -261,28 +261,28 @@ class StoreTier(LowerTier):
         super()._make_room(record, size)
 
     def _evict(self, record: Record | None) -> bool:
-        if self._strangers:
-            key = min(self._strangers, key=lambda key: self._strangers[key].modified)
-            self._events.emit(CopyEvicted(Tier.STORE, self._strangers[key].size))
-            self._leave(key)
+        if self._orphans:
+            key = min(self._orphans, key=lambda key: self._orphans[key].modified)
+            self._events.emit(CopyEvicted(Tier.STORE, self._orphans[key].size))
+            self._remove_orphan(key)
             self.erase(key)
             return True
         return self._index.evict(Tier.STORE, None if record is None else record.entry.parent)
 
     def _erase(self) -> None:
-        if self._doomed:
+        if self._to_remove:
             super()._erase()
-            if self._doomed:
+            if self._to_remove:
                 self.worker.put(self._erase, rank=ERASE_RANK, at=time.monotonic() + self._objects.pause + 1.0)
 
     def _poll(self) -> None:
         try:
             with self._index.lock:
-                before = set(self._index.books[Tier.STORE].sizes) | set(self._strangers)
+                before = set(self._index.usage[Tier.STORE].sizes) | set(self._orphans)
             listed = self._objects.listing()
             self._compare(listed, before)
         except CopyFailed as error:
-            self._failures.tell(Tier.STORE, error.reason, str(error))
+            self._failures.record(Tier.STORE, error.reason, str(error))
         finally:
             pause = max(self._poll_seconds, self._objects.pause)
             self.poller.put(self._poll, at=time.monotonic() + pause)
@@ -298,14 +298,14 @@ class StoreTier(LowerTier):
                 record = self._index.find(key)
                 if record is not None:
                     self._index.drop(record, Tier.STORE, erase=False)
-                self._leave(key)
-            known = self._index.books[Tier.STORE].sizes.keys() | self._strangers.keys() | self._doomed.keys()
+                self._remove_orphan(key)
+            known = self._index.usage[Tier.STORE].sizes.keys() | self._orphans.keys() | self._to_remove.keys()
             new = {key: found for key, found in listed.items() if key not in known}
         entries = []
         for key, header in self._objects.headers(new):
             if isinstance(header, CopyFailed):
                 if header.reason != "missing":  # which it may be by now
-                    self._failures.tell(Tier.STORE, header.reason, str(header))
+                    self._failures.record(Tier.STORE, header.reason, str(header))
                 if header.reason == "damaged":
                     with self._index.lock:
                         self.erase(key)
@@ -313,21 +313,21 @@ class StoreTier(LowerTier):
                 entries.append(header.entry)
         for entry in sorted(entries, key=lambda entry: entry.start):
             with self._index.lock:
-                self._meet(entry, new[entry.key])
+                self._found(entry, new[entry.key])
         with self._index.lock:
-            limit = self._index.books[Tier.STORE].limit
+            limit = self._index.usage[Tier.STORE].limit
             while self.size > limit and self._evict(None):
                 pass
 
-    def _meet(self, entry: Entry, listed: ListedObject) -> None:
+    def _found(self, entry: Entry, listed: ListedObject) -> None:
         """An object that was not known."""
         if entry.key in self._forgotten or entry.parent in self._forgotten:
             self.forget([entry.key])
-        elif not self._know(entry, listed.size) and entry.parent is not None:
-            self._strangers[entry.key] = _Stranger(entry, listed.size, listed.modified.timestamp())
-            self._behind.setdefault(entry.parent, set()).add(entry.key)
+        elif not self._add_known(entry, listed.size) and entry.parent is not None:
+            self._orphans[entry.key] = _Orphan(entry, listed.size, listed.modified.timestamp())
+            self._orphans_of.setdefault(entry.parent, set()).add(entry.key)
 
-    def _know(self, entry: Entry, size: int) -> bool:
+    def _add_known(self, entry: Entry, size: int) -> bool:
         """False: its predecessor is not known."""
         parent = None if entry.parent is None else self._index.find(entry.parent)
         if entry.parent is not None and (parent is None or not parent.tiers):
@@ -340,27 +340,27 @@ class StoreTier(LowerTier):
         self._index.unclaim(record)
         return True
 
-    def _greet(self, record: Record) -> None:
-        """An entry has got its first copy: those behind it are strangers no longer."""
-        self._coming.append(record.entry)
-        if self._greeting:  # no recursion: a chain may be long
+    def _adopt(self, record: Record) -> None:
+        """An entry has got its first copy: those behind it are orphans no longer."""
+        self._new_parents.append(record.entry)
+        if self._adopting:  # no recursion: a chain may be long
             return
-        self._greeting = True
+        self._adopting = True
         try:
-            while self._coming:
-                for key in list(self._behind.get(self._coming.popleft().key, ())):
-                    stranger = self._strangers[key]
-                    self._leave(key)
-                    self._know(stranger.entry, stranger.size)
+            while self._new_parents:
+                for key in list(self._orphans_of.get(self._new_parents.popleft().key, ())):
+                    orphan = self._orphans[key]
+                    self._remove_orphan(key)
+                    self._add_known(orphan.entry, orphan.size)
         finally:
-            self._greeting = False
+            self._adopting = False
 
-    def _leave(self, key: Key) -> None:
-        """No stranger any more."""
-        stranger = self._strangers.pop(key, None)
-        if stranger is None or stranger.entry.parent is None:
+    def _remove_orphan(self, key: Key) -> None:
+        """No orphan any more."""
+        orphan = self._orphans.pop(key, None)
+        if orphan is None or orphan.entry.parent is None:
             return
-        waiting = self._behind[stranger.entry.parent]
+        waiting = self._orphans_of[orphan.entry.parent]
         waiting.discard(key)
         if not waiting:
-            del self._behind[stranger.entry.parent]
+            del self._orphans_of[orphan.entry.parent]

@@ -65,7 +65,7 @@ class OffloadedEntries:
             if entry.parent is not None and above is None:
                 return None
             history = entry.tokens if above is None else above.node.tokens() + entry.tokens
-            node = self._cache.reach(entry.space, history)
+            node = self._cache.ensure_node(entry.namespace, history)
             stored = self._stored[entry.key] = OffloadedEntry(entry, node)
             if node.key is None:
                 node.key = entry.key
@@ -115,14 +115,14 @@ class OffloadedEntries:
             stored = self.get(stored.entry.parent)
         return keys[::-1]
 
-    def unkept(self) -> Iterator[Key]:
+    def unsaved(self) -> Iterator[Key]:
         """Those that no tier has yet."""
         return (key for key, stored in self._stored.items() if not stored.tiers)
 
     def check(self) -> None:
         """Raises IntegrityError if entries and nodes do not belong together."""
         for stored in self._stored.values():
-            if stored.node.end != stored.entry.end or stored.node.space != stored.entry.space:
+            if stored.node.end != stored.entry.end or stored.node.namespace != stored.entry.namespace:
                 raise IntegrityError(f"an entry that ends at {stored.entry.end} is at a node of {stored.node.end}")
         for node in self._cache.tree:
             if node.key is not None and node.key not in self._stored:

@@ -19,7 +19,7 @@ from services.engine.requests.sessions import SessionName
 
 
 @dataclass(slots=True)
-class Session:
+class ConversationSession:
     """What is known of one."""
 
     name: SessionName
@@ -37,7 +37,7 @@ class Session:
         return next((node for node in reversed(self.path) if node.parent is not None and (node.slot or node.key)), None)
 
 
-class Sessions:
+class ConversationSessions:
     """All sessions, last used last. Used by the loop thread.
 
     Args:
@@ -61,7 +61,7 @@ class Sessions:
         self._seconds = seconds
         self._most = most
         self._clock = clock
-        self._sessions: OrderedDict[SessionName, Session] = OrderedDict()
+        self._sessions: OrderedDict[SessionName, ConversationSession] = OrderedDict()
         self._tips: dict[Node, SessionName] = {}
         """Ends of histories that are pinned, and whose they are."""
         self._users: Counter[Node] = Counter()
@@ -70,11 +70,11 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def of(self, owner: str) -> Iterator[Session]:
+    def of(self, owner: str) -> Iterator[ConversationSession]:
         """Those of an owner, last used first."""
         return (session for session in reversed(self._sessions.values()) if session.name.owner == owner)
 
-    def get(self, name: SessionName) -> Session | None:
+    def get(self, name: SessionName) -> ConversationSession | None:
         return self._sessions.get(name)
 
     def ended(self, name: SessionName, node: Node, adapter: str) -> None:
@@ -82,7 +82,7 @@ class Sessions:
         now = self._clock()
         session = self._sessions.get(name)
         if session is None:
-            session = self._sessions[name] = Session(name, (), adapter, now, now, now)
+            session = self._sessions[name] = ConversationSession(name, (), adapter, now, now, now)
         self._unpin(session)
         self._follow(session, tuple(node.path()))
         session.adapter, session.used = adapter, now
@@ -122,7 +122,7 @@ class Sessions:
         if keys and self._offload is not None:
             self._offload.submit(Forget(keys))
 
-    def _follow(self, session: Session, path: tuple[Node, ...]) -> None:
+    def _follow(self, session: ConversationSession, path: tuple[Node, ...]) -> None:
         """A session's history ends somewhere else now."""
         self._users.update(path)
         for node in session.path:
@@ -132,16 +132,16 @@ class Sessions:
                 self._users[node] -= 1
         session.path = path
 
-    def _pin(self, session: Session) -> None:
+    def _pin(self, session: ConversationSession) -> None:
         self._keep(session, session.expires)
 
-    def _unpin(self, session: Session) -> None:
+    def _unpin(self, session: ConversationSession) -> None:
         if session.path:
             self._tips.pop(session.path[-1], None)
         if session.expires > self._clock():
             self._keep(session, 0.0)
 
-    def _keep(self, session: Session, until: float) -> None:
+    def _keep(self, session: ConversationSession, until: float) -> None:
         tip = session.tip()
         if tip is None:
             return

@@ -73,7 +73,7 @@ class Worker:
                 self._changed.wait(left)
             return True
 
-    def forgo(self, rank: int) -> None:
+    def cancel(self, rank: int) -> None:
         """Leaves undone what waits with this rank or a higher one."""
         with self._changed:
             left = [entry[3] for entry in self._ready if entry[0] >= rank]
@@ -152,20 +152,20 @@ class FailureLog:
     def __init__(self, events: EventStream) -> None:
         self._events = events
         self._lock = threading.Lock()
-        self._said: dict[tuple[Tier, CopyFailure], float] = {}
-        self._silent: dict[tuple[Tier, CopyFailure], int] = {}
+        self._logged_at: dict[tuple[Tier, CopyFailure], float] = {}
+        self._suppressed: dict[tuple[Tier, CopyFailure], int] = {}
 
-    def tell(self, tier: Tier, reason: CopyFailure, message: str) -> None:
+    def record(self, tier: Tier, reason: CopyFailure, message: str) -> None:
         """Counts one, and logs it unless another like it was logged a moment ago."""
         self._events.emit(CopyNotMade(tier, reason))
         kind, now = (tier, reason), time.monotonic()
         with self._lock:
-            if now < self._said.get(kind, -_LOG_SECONDS) + _LOG_SECONDS:
-                self._silent[kind] = self._silent.get(kind, 0) + 1
+            if now < self._logged_at.get(kind, -_LOG_SECONDS) + _LOG_SECONDS:
+                self._suppressed[kind] = self._suppressed.get(kind, 0) + 1
                 return
-            self._said[kind] = now
-            silent = self._silent.pop(kind, 0)
-        log.warning("tier_trouble", tier=tier.value, trouble=reason, reason=message, more_before=silent)
+            self._logged_at[kind] = now
+            suppressed = self._suppressed.pop(kind, 0)
+        log.warning("tier_copy_failed", tier=tier.value, reason=reason, error=message, suppressed=suppressed)
 
 
 _GAIN = 0.3
@@ -182,7 +182,7 @@ that is thought slow nothing is loaded, so it would be thought slow forever."""
 
 
 @dataclass(slots=True)
-class _Line:
+class _TierSpeed:
     latency: float
     """Seconds."""
     rate: float
@@ -227,53 +227,53 @@ class Bandwidth:
     def __init__(self, host_rate: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._lock = threading.Lock()
         self._clock = clock
-        self._lines: Mapping[Tier, _Line] = {
-            Tier.HOST: _Line(100e-6, 1 / host_rate, measured=2),  # buses differ less than disks
-            Tier.DISK: _Line(1e-3, 1 / 3e9, measured=0),
-            Tier.STORE: _Line(20e-3, 1 / 0.3e9, measured=0),
+        self._speeds: Mapping[Tier, _TierSpeed] = {
+            Tier.HOST: _TierSpeed(100e-6, 1 / host_rate, measured=2),  # buses differ less than disks
+            Tier.DISK: _TierSpeed(1e-3, 1 / 3e9, measured=0),
+            Tier.STORE: _TierSpeed(20e-3, 1 / 0.3e9, measured=0),
         }
 
     def seconds(self, tier: Tier, size: int) -> float:
         """From now until so many bytes of this tier are on the device, what is under way before them included."""
-        at, host = self._clock(), self._lines[Tier.HOST]
+        at, host = self._clock(), self._speeds[Tier.HOST]
         total = host.seconds(size + host.queued, at)
         if tier is not Tier.HOST:
-            line = self._lines[tier]
-            total += line.seconds(size + line.queued, at)
+            speed = self._speeds[tier]
+            total += speed.seconds(size + speed.queued, at)
         return total
 
     def price(self, tier: Tier, size: int) -> float:
         """What a load of so many bytes takes where nothing else is under way."""
         at = self._clock()
-        host = self._lines[Tier.HOST].seconds(size, at)
-        return host if tier is Tier.HOST else host + self._lines[tier].seconds(size, at)
+        host = self._speeds[Tier.HOST].seconds(size, at)
+        return host if tier is Tier.HOST else host + self._speeds[tier].seconds(size, at)
 
     def measured(self, tier: Tier, size: int, seconds: float) -> None:
         """Bytes came from this tier to the host, or from the host to the device, in so much time."""
         with self._lock:
-            line, at = self._lines[tier], self._clock()
-            latency, rate = line.now(at)
+            speed, at = self._speeds[tier], self._clock()
+            latency, rate = speed.now(at)
             expected = latency + rate * size
             error = min(max(seconds / expected, 1 / _MOST), _MOST) - 1
             share = latency / expected
-            line.measured += 1
-            gain = max(_GAIN, 1 / line.measured)
-            line.latency = latency * (1 + gain * error * share)
-            line.rate = rate * (1 + gain * error * (1 - share))
-            line.at = at
+            speed.measured += 1
+            gain = max(_GAIN, 1 / speed.measured)
+            speed.latency = latency * (1 + gain * error * share)
+            speed.rate = rate * (1 + gain * error * (1 - share))
+            speed.at = at
 
     def late(self, tier: Tier, seconds: float) -> None:
         """Of what is under way from this tier, some has not come in so much time: it all takes at least as long."""
-        size = self._lines[tier].queued
-        if seconds > self._lines[tier].seconds(size, self._clock()):
+        size = self._speeds[tier].queued
+        if seconds > self._speeds[tier].seconds(size, self._clock()):
             self.measured(tier, size, seconds)
 
     def begin(self, tier: Tier, size: int) -> None:
         """So many bytes are to come from this tier."""
         with self._lock:
-            self._lines[tier].queued += size
+            self._speeds[tier].queued += size
 
     def end(self, tier: Tier, size: int) -> None:
         """They have come, or will not."""
         with self._lock:
-            self._lines[tier].queued -= size
+            self._speeds[tier].queued -= size

@@ -13,14 +13,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
 from services.common.errors import Overloaded, TemperError, Unavailable
 from services.engine.compute_sharing.engine_gate import EngineGate
 from services.engine.executors.runner import Runner
-from services.engine.kv_offload.messages import Tiers
 from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.request_tracker import AdapterResolver, RequestTracker
 from services.engine.loop.step_pipeline import StepPipeline
@@ -29,6 +28,9 @@ from services.engine.observability.status import LoopStatus
 from services.engine.requests.submission import Sink, Submission
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from services.engine.kv_offload.manager import TierManager
 
 _log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
@@ -68,7 +70,7 @@ class EngineLoop:
         adapter_wait_seconds: float = 30.0,
         events: EventStream | None = None,
         clock: Callable[[], float] = time.monotonic,
-        tiers: Tiers | None = None,
+        tiers: TierManager | None = None,
     ) -> None:
         self.config = config
         self.rollouts = rollouts

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -17,12 +18,14 @@ from services.common.errors import TemperError
 from services.engine.compute_sharing.engine_gate import EngineGate
 from services.engine.constraints.masks import NO_MASKS
 from services.engine.executors.runner import OpenStep, Runner, StepHandle
-from services.engine.kv_offload.messages import Tiers
 from services.engine.observability.events import EventStream, StepDone, StepFailed
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
 from services.engine.scheduler.step_plan import StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from services.engine.kv_offload.manager import TierManager
 
 _log = structlog.get_logger(__name__)
 
@@ -66,7 +69,7 @@ class StepPipeline:
         gate: EngineGate,
         events: EventStream,
         clock: Callable[[], float],
-        tiers: Tiers | None = None,
+        tiers: TierManager | None = None,
     ) -> None:
         self._config = config
         self._tiers = tiers
@@ -128,9 +131,9 @@ class StepPipeline:
             return
         self._hear_tiers()
         # Everything planned so far has been launched: what they copy stands behind it.
-        jobs = self.scheduler.take_jobs()
-        if jobs:
-            self._tiers.submit(jobs)
+        commands = self.scheduler.take_commands()
+        if commands:
+            self._tiers.submit(commands)
 
     def _hear_tiers(self) -> None:
         """Takes in what the tiers have done."""
@@ -167,7 +170,7 @@ class StepPipeline:
             self._gate.engine_idle()
             self._tiers.settle()
             self._tiers.take_events()
-            self._tiers.tell_all()
+            self._tiers.resend_all()
         self.scheduler = Scheduler(self._config, self._runner.depth, self._tiers)
         return updates
 

@@ -115,9 +115,9 @@ class CopyEvicted:
     size: int
 
 
-TierEvent: TypeAlias = CopyLoaded | CopySaved | CopyNotMade | CopyEvicted
+CopyEvent: TypeAlias = CopyLoaded | CopySaved | CopyNotMade | CopyEvicted
 EngineEvent: TypeAlias = (
-    StepDone | StepFailed | RequestDone | GrammarDone | AdapterPhaseDone | AdapterLoadFailed | TierEvent
+    StepDone | StepFailed | RequestDone | GrammarDone | AdapterPhaseDone | AdapterLoadFailed | CopyEvent
 )
 Listener: TypeAlias = Callable[[EngineEvent], None]
 

@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from services.engine.kv_cache.keys import Tier
-from services.engine.observability.events import CopyEvicted, CopyFailure, CopyLoaded, CopyNotMade, CopySaved, TierEvent
+from services.engine.observability.events import CopyEvent, CopyEvicted, CopyFailure, CopyLoaded, CopyNotMade, CopySaved
 from services.engine.observability.status import TierStatus
 
 _DEVICE = "device"
@@ -77,7 +77,7 @@ class TierMetrics:
             for reason in get_args(CopyFailure):
                 self._failures.labels(tier, reason)
 
-    def listen(self, event: TierEvent) -> None:
+    def listen(self, event: CopyEvent) -> None:
         """Counts an event of a tier."""
         match event:
             case CopyLoaded(tier, size, seconds):

@@ -14,7 +14,7 @@ from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.pending_prefixes import PendingPrefixes
 from services.engine.scheduler.request_queue import RequestQueue
 from services.engine.scheduler.sequence import Sequence
-from services.engine.scheduler.sequence_memory import Room, SequenceMemory
+from services.engine.scheduler.sequence_memory import Allocation, SequenceMemory
 from services.engine.scheduler.step_builder import StepBuilder
 
 _LOOK_AHEAD = 64
@@ -70,12 +70,12 @@ class Admissions:
 
     def _is_short(self, sequence: Sequence) -> bool:
         """Whether a sequence lacks little, or did when it began."""
-        return sequence.short if sequence.slot else self.lacking(sequence) <= self._config.short_prefill
+        return sequence.short if sequence.slot else self.uncomputed(sequence) <= self._config.short_prefill
 
-    def lacking(self, sequence: Sequence) -> int:
+    def uncomputed(self, sequence: Sequence) -> int:
         """Tokens of a sequence to compute, as far as can be said before it has begun."""
         if sequence.slot:
-            return sequence.lacking
+            return sequence.uncomputed
         return sequence.known - self._memory.matched(sequence, self._memory.reusable(sequence))
 
     def admit(self, step: StepBuilder, sequence: Sequence, *, idle: bool) -> Admission:
@@ -93,16 +93,16 @@ class Admissions:
             return self._defer(step, sequence)
         shared = self._prefixes.branches(sequence)
         spare = self._headroom + step.blocks_kept
-        room, restore = self._memory.start(sequence, spare, shared, last_resort=idle and not step.has_chunks)
-        if room is Room.COMING:
+        allocation, restore = self._memory.start(sequence, spare, shared, last_resort=idle and not step.has_chunks)
+        if allocation is Allocation.LOADING:
             sequence.load_began = step.now
             sequence.load_until = step.now + min(self._config.load_patience, sequence.load_patience)
             return self._defer(step, sequence)
-        if room is Room.NONE:
+        if allocation is Allocation.NO_MEMORY:
             return self._hold_up(sequence)
         sequence.held_up = False
-        sequence.short = sequence.lacking <= self._config.short_prefill
-        self._prefixes.promise(sequence, sequence.splits)
+        sequence.short = sequence.uncomputed <= self._config.short_prefill
+        self._prefixes.promise(sequence, sequence.snapshot_positions)
         if restore is not None:
             step.restores.append(restore)
         if sequence.cached_tokens is None:
@@ -118,13 +118,13 @@ class Admissions:
     def _waits(self, sequence: Sequence, now: float) -> bool:
         """Whether a sequence will go on from a state that is not there yet: one that a tier loads, or that a sequence
         of better rank is going to leave on the way through an equal beginning."""
-        if sequence.ticket:
-            loading = self._memory.is_loading(sequence.ticket)
+        if sequence.load_id:
+            loading = self._memory.is_loading(sequence.load_id)
             if loading and now < sequence.load_until:
                 return True
-            ticket, sequence.ticket = sequence.ticket, 0
-            if loading and not any(other.ticket == ticket for other in self._queue.waiting):
-                self._memory.give_up(ticket)
+            load_id, sequence.load_id = sequence.load_id, 0
+            if loading and not any(other.load_id == load_id for other in self._queue.waiting):
+                self._memory.give_up(load_id)
         limit = self._memory.reusable(sequence)
         promised = self._prefixes.promised(sequence, limit)
         gain = self._config.block_size

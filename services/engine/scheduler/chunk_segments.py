@@ -8,7 +8,7 @@ from itertools import pairwise
 from services.engine.scheduler.step_plan import Chunk
 
 
-def links(chunk: Chunk) -> Sequence[Chunk]:
+def segments(chunk: Chunk) -> Sequence[Chunk]:
     """The chunk up to its first snapshot, from there to the next one, and so on to its end: chunks without snapshots,
     each of which goes on from the state behind the one before. Their slot is the chunk's, their out_slot where the
     state behind them goes."""
@@ -25,8 +25,8 @@ def links(chunk: Chunk) -> Sequence[Chunk]:
     return [*between, parts[-1]]
 
 
-def cut(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+def split_at_snapshots(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
     """All links of some chunks."""
     if not any(chunk.snapshots for chunk in chunks):
         return chunks
-    return [link for chunk in chunks for link in links(chunk)]
+    return [link for chunk in chunks for link in segments(chunk)]

@@ -19,7 +19,7 @@ class Speculation:
     def __init__(self, memory: SequenceMemory) -> None:
         self._memory = memory
         self.num_draft_tokens = 0
-        self.right = 0
+        self.num_accepted_tokens = 0
 
     def add_answers(
         self, step: StepBuilder, running: SequenceABC[Sequence], grow: Callable[[Sequence], bool]
@@ -35,13 +35,13 @@ class Speculation:
         partial: list[Sequence] = []
         for sequence in running:
             answering = sequence.computed >= len(sequence.request.prompt_token_ids)
-            if sequence.lacking > 1 and not (answering and sequence.lacking <= MOST_VERIFIED):
+            if sequence.uncomputed > 1 and not (answering and sequence.uncomputed <= MOST_VERIFIED):
                 partial.append(sequence)
             elif grow(sequence):
                 # A draft token is not worth a preemption.
                 if sequence.takes_draft and not self._memory.grow_for_draft(sequence):
                     sequence.draft_token = -1
-                if sequence.lacking > 1 or sequence.takes_draft:
+                if sequence.uncomputed > 1 or sequence.takes_draft:
                     step.add_verified(sequence)
                 else:
                     step.add(sequence, sequence.known)
@@ -57,11 +57,11 @@ class Speculation:
         for sequence, chunk, draft_token in zip(step.sampling, chunks, result.draft_token_ids, strict=True):
             token, *more = [next(tokens) for _ in range(chunk.sampled_rows)]
             self.num_draft_tokens += chunk.num_draft_tokens
-            right = bool(more) and token.error is None and token.token_id == chunk.token_ids[-1]
-            self.right += right
+            accepted = bool(more) and token.error is None and token.token_id == chunk.token_ids[-1]
+            self.num_accepted_tokens += accepted
             if sequence.ended:
                 continue
-            if right:
+            if accepted:
                 sequence.accept(chunk)
             sequence.draft_token = draft_token if sequence.draftable else -1
-            yield sequence, [token, more[0]] if right else [token]
+            yield sequence, [token, more[0]] if accepted else [token]

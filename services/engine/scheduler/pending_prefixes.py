@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.engine.kv_cache.keys import TOKEN_BYTES, Space
+from services.engine.kv_cache.keys import TOKEN_BYTES, Namespace
 from services.engine.kv_cache.radix_tree import Node, RadixTree
 from services.engine.scheduler.sequence import Sequence
 
@@ -42,9 +42,9 @@ class PendingPrefixes:
         if sequence in self._ends:
             return
         tokens = sequence.prompt
-        node, end = self._tree.root(Space(sequence.space)), len(tokens) // TOKEN_BYTES
+        node, end = self._tree.root(Namespace(sequence.namespace)), len(tokens) // TOKEN_BYTES
         while node.end < end:
-            node, rest = self._tree.next(node, tokens)
+            node, rest = self._tree.descend(node, tokens)
             if rest is not None:
                 self._counts[node] = self._counts[rest]
                 self._divide(node, rest)

@@ -16,14 +16,15 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
+from typing import TYPE_CHECKING
 
 from services.common.errors import DeadlineExceeded, TemperError
 from services.engine.constraints.masks import MaskMaker, RowMasks
 from services.engine.kv_cache.block_pool import IntegrityError
 from services.engine.kv_cache.radix_tree import Node
 from services.engine.kv_offload.connector import OffloadConnector
-from services.engine.kv_offload.messages import Event, Job, Tiers
-from services.engine.kv_offload.sessions import Sessions
+from services.engine.kv_offload.messages import TierCommand, TierEvent
+from services.engine.kv_offload.sessions import ConversationSessions
 from services.engine.observability.status import Counts
 from services.engine.requests.outputs import SampledToken, SequenceUpdate
 from services.engine.requests.request import FinishReason, Request
@@ -38,6 +39,9 @@ from services.engine.scheduler.step_builder import StepBuilder
 from services.engine.scheduler.step_plan import FIRST_SNAPSHOT, StepPlan, StepResult
 from services.engine.scheduler.steps_in_flight import StepsInFlight
 
+if TYPE_CHECKING:
+    from services.engine.kv_offload.manager import TierManager
+
 _LONG_FOR_A_SHORT = 8
 """A step with a whole chunk takes about so many times as long as a small one (50 and 6 ms on an H200): a short prompt
 gains by a small step what so many long ones lose."""
@@ -46,17 +50,15 @@ _FEW_LONG = 4
 
 
 class Scheduler:
-    """Owns every sequence, block and slot. One thread calls it: ``schedule``, run the plan, ``update`` or ``fail``.
-    Between the two a ``masked`` plan gets its ``masks``.
-
-    ``add`` and ``abort`` may come at any time between those calls.
+    """Scheduler: owns every sequence, block and slot. One thread calls it: ``schedule``, run the plan, ``update`` or
+    ``fail``; a ``masked`` plan gets its ``masks`` in between. ``add`` and ``abort`` may come between any two calls.
 
     Args:
         depth: plans that may be in flight, i.e. scheduled and neither updated nor failed.
-        tiers: what keeps more histories than the device does; None: nothing does. ``take_jobs`` has what it is to do.
+        tiers: offload below the device; None: there is none. ``take_commands`` has the commands for it.
     """
 
-    def __init__(self, config: SchedulerConfig, depth: int = 1, tiers: Tiers | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, depth: int = 1, tiers: TierManager | None = None) -> None:
         if depth < 1 or (config.speculative and depth > 1):
             raise ValueError(f"depth must be at least 1, and 1 with speculation, got {depth}")
         self.config = config
@@ -66,7 +68,7 @@ class Scheduler:
         self._queue = RequestQueue(config)
         self._prefixes = PendingPrefixes()
         self._admissions = Admissions(config, self._memory, self._queue, self._prefixes)
-        self.sessions = Sessions(
+        self.sessions = ConversationSessions(
             self._memory.cache,
             self._memory.offload,
             seconds=config.session_seconds,
@@ -98,16 +100,12 @@ class Scheduler:
             slots_total=self._memory.num_slots,
             preemptions=self._preemptions,
             num_draft_tokens=self._speculation.num_draft_tokens,
-            num_accepted_tokens=self._speculation.right,
+            num_accepted_tokens=self._speculation.num_accepted_tokens,
             evicted_bytes=self._memory.cache.evicted_bytes,
         )
 
     def add(self, request: Request) -> None:
-        """Queues a request.
-
-        Raises:
-            ContextLengthExceeded, InvalidRequest: it can never fit, or its id is in use.
-        """
+        """Queues a request; raises as RequestQueue.add does."""
         self._prefixes.add(self._queue.add(request))
 
     def abort(self, request_id: str, keep_tokens: int = 0) -> SequenceUpdate | None:
@@ -147,7 +145,7 @@ class Scheduler:
         if not self._queue:
             return None
         step = StepBuilder(self.config.token_budget, now)
-        self._make_way()
+        self._preempt_for_priority()
         partial = self._add_decodes(step)
         if step.decodes_output and self.config.mixed_prefill_tokens is not None:
             step.budget = min(step.budget, self.config.mixed_prefill_tokens)
@@ -214,16 +212,16 @@ class Scheduler:
         return [self._end(sequence, FinishReason.ERROR, error, keep=False) for sequence in ending]
 
     def when_landed(self, call: Callable[[], None]) -> None:
-        """Calls once no step that is in flight now is any more: at once if there is none. For what steps read that
-        requests hold: a request may have ended, and a step that was launched before it did goes on computing for it."""
+        """Calls ``call`` when every step that is in flight now has landed; at once if there is none. A step may still
+        compute for a request that has ended since."""
         self._in_flight.when_landed(call)
 
     def discard(self) -> None:
-        """Every step in flight is over, and nobody looks at its result: on the way out."""
+        """Drops every step in flight and its result; for the shutdown."""
         self._in_flight.discard()
 
     def abandon(self, error: TemperError) -> list[SequenceUpdate]:
-        """The last updates of all requests, for the way out of an IntegrityError: a new scheduler takes over."""
+        """Last updates of all requests after an IntegrityError, before a new scheduler takes over."""
         updates = self.take_expired()
         updates += [sequence.last_update(FinishReason.ERROR, error) for sequence in self._queue]
         self._queue = RequestQueue(self.config)
@@ -240,13 +238,13 @@ class Scheduler:
 
     def device_bytes(self, node: Node) -> int:
         """What the device has of a history."""
-        return self._memory.cache.history_bytes(node)
+        return self._memory.cache.prefix_bytes(node)
 
-    def take_jobs(self) -> list[Job]:
+    def take_commands(self) -> list[TierCommand]:
         """What the tiers are to do once every plan made so far has been launched."""
-        return self._memory.take_jobs()
+        return self._memory.take_commands()
 
-    def take_events(self, events: SequenceABC[Event]) -> None:
+    def take_events(self, events: SequenceABC[TierEvent]) -> None:
         """What the tiers have done."""
         for node in self._memory.take_events(events):
             self.sessions.saved(node)
@@ -277,7 +275,7 @@ class Scheduler:
         error = DeadlineExceeded(f"the deadline passed {late:.3f} s ago, after {tokens} output tokens")
         self._expired.append(self._end(sequence, FinishReason.ERROR, error))
 
-    def _make_way(self) -> None:
+    def _preempt_for_priority(self) -> None:
         """Preempts sequences of strictly lower priority when the best waiting one could not start otherwise."""
         waiting, running = self._queue.waiting, self._queue.running
         while waiting and running:
@@ -381,7 +379,7 @@ class Scheduler:
         start = sequence.computed
         end = self.config.chunk_end(start, sequence.known, step.budget)
         snapshots: list[Snapshot] = []
-        for position in sequence.splits:
+        for position in sequence.snapshot_positions:
             if position > end:
                 break
             if position <= start:

@@ -8,8 +8,8 @@ from typing import NamedTuple, cast
 
 from services.common.errors import TemperError
 from services.engine.constraints.matcher import ConstraintBroken, OutputMatcher
-from services.engine.kv_cache.keys import Space, Tier, encode, space_of
-from services.engine.kv_cache.radix_tree import Path
+from services.engine.kv_cache.keys import Namespace, Tier, namespace_of, tokens_to_bytes
+from services.engine.kv_cache.radix_tree import PrefixMatch
 from services.engine.requests.outputs import Finished, SampledToken, SequenceUpdate
 from services.engine.requests.prompt_scoring import PromptRead, PromptReport, Reading
 from services.engine.requests.request import FinishReason, Request
@@ -50,6 +50,7 @@ class Sequence:
         "known",
         "known_at_end",
         "load_began",
+        "load_id",
         "load_patience",
         "load_tier",
         "load_tried",
@@ -57,10 +58,11 @@ class Sequence:
         "loaded_tokens",
         "matcher",
         "max_output",
+        "namespace",
         "output_ids",
-        "path",
         "pending",
         "preemptions",
+        "prefix_match",
         "prompt",
         "rank",
         "reading",
@@ -71,17 +73,15 @@ class Sequence:
         "scheduled_at",
         "short",
         "slot",
-        "space",
+        "snapshot_positions",
         "spare_slot",
-        "splits",
-        "ticket",
     )
 
     def __init__(self, request: Request, max_output: int, number: int, eos_token_ids: frozenset[int]) -> None:
         self.request = request
-        self.space: Space = space_of(request.pin.digest, request.cache_salt)
+        self.namespace: Namespace = namespace_of(request.pin.digest, request.cache_salt)
         """What it may share histories with."""
-        self.prompt = encode(request.prompt_token_ids)
+        self.prompt = tokens_to_bytes(request.prompt_token_ids)
         """Its tokens as bytes."""
         self.max_output = max_output
         sampling = request.sampling
@@ -106,7 +106,7 @@ class Sequence:
         """What ``known`` reaches if nothing ends the answer before; never fed back."""
         self.pending = 0
         self.computed = 0
-        self.splits: tuple[int, ...] = ()
+        self.snapshot_positions: tuple[int, ...] = ()
         """Positions behind which to take a snapshot of the state on the way, ascending."""
         self.load_tried = False
         """Whether it has been looked for in the tiers."""
@@ -114,9 +114,9 @@ class Sequence:
         """Whether it could have started last time but for a seat or its memory: nobody behind it passes it any more."""
         self.short = False
         """Whether it lacked little when it began; the rest of a prompt that was cut is no short one."""
-        self.path: Path | None = None
+        self.prefix_match: PrefixMatch | None = None
         """What the prefix cache had of it when it was looked for while it waits."""
-        self.ticket = 0
+        self.load_id = 0
         """Of the load that it waits for; 0: it waits for none."""
         self.load_patience = 0.0
         """Seconds that the load is worth waiting for."""
@@ -154,9 +154,9 @@ class Sequence:
             self.cached_from = self.load_tier
             self.saved_seconds = seconds - (now - self.load_began)
 
-    def history(self) -> bytes:
+    def all_tokens(self) -> bytes:
         """Prompt and output as bytes, TOKEN_BYTES a token, without what is pending."""
-        return self.prompt + encode(self.output_ids) if self.output_ids else self.prompt
+        return self.prompt + tokens_to_bytes(self.output_ids) if self.output_ids else self.prompt
 
     def tokens(self, start: int, end: int) -> SequenceABC[int]:
         """Prompt and output tokens in [start, end)."""
@@ -203,7 +203,7 @@ class Sequence:
         return not self.slot and not self.ended
 
     @property
-    def lacking(self) -> int:
+    def uncomputed(self) -> int:
         return self.known - self.computed
 
     @property
@@ -212,12 +212,12 @@ class Sequence:
         return (
             self.draft_token >= 0
             and self.spare_slot > 0
-            and self.lacking < MOST_VERIFIED
+            and self.uncomputed < MOST_VERIFIED
             and self.known + 1 < self.known_at_end
         )
 
     def verify(self) -> Chunk:
-        """Plans all tokens that are lacking and, where it is of use, the draft token behind them.
+        """Plans all tokens that are uncomputed and, where it is of use, the draft token behind them.
 
         With a draft token nothing counts as computed before the results are in: see ``accept``.
         """

@@ -7,29 +7,33 @@ import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from services.engine.kv_cache.block_pool import BlockPool
 from services.engine.kv_cache.compute_cost import ComputeCost
 from services.engine.kv_cache.keys import TOKEN_BYTES
 from services.engine.kv_cache.prefix_cache import PrefixCache, Sizes
-from services.engine.kv_cache.radix_tree import Node, Path, Pending
+from services.engine.kv_cache.radix_tree import InFlightNodes, Node, PrefixMatch
 from services.engine.kv_cache.snapshot_policy import SnapshotPolicy, interval
-from services.engine.kv_cache.state_pool import SlotPool
+from services.engine.kv_cache.state_pool import StatePool
 from services.engine.kv_offload.connector import OffloadConnector
-from services.engine.kv_offload.messages import Event, Job, Tiers
+from services.engine.kv_offload.messages import TierCommand, TierEvent
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.sequence import Sequence
 from services.engine.scheduler.step_plan import FIRST_SNAPSHOT, BlockCopy, StateCopy
 
+if TYPE_CHECKING:
+    from services.engine.kv_offload.manager import TierManager
 
-class Room(enum.Enum):
+
+class Allocation(enum.Enum):
     """Whether a sequence can start."""
 
-    THERE = enum.auto()
+    GRANTED = enum.auto()
     """It has its memory."""
-    NONE = enum.auto()
+    NO_MEMORY = enum.auto()
     """There is too little."""
-    COMING = enum.auto()
+    LOADING = enum.auto()
     """What it goes on from is being loaded from a tier."""
 
 
@@ -62,7 +66,7 @@ class SequenceMemory:
         tiers: what keeps more than the device; None: nothing does.
     """
 
-    def __init__(self, config: SchedulerConfig, clock: Callable[[], float], tiers: Tiers | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, clock: Callable[[], float], tiers: TierManager | None = None) -> None:
         self._block_size = config.block_size
         self._caching = config.prefix_cache
         self._unit = config.prefill_alignment
@@ -71,10 +75,10 @@ class SequenceMemory:
         self._clock = clock
         self.cost = ComputeCost(config.token_seconds, config.attention_cost)
         self._blocks = BlockPool(config.num_blocks)
-        self._slots = SlotPool(config.num_slots)
+        self._slots = StatePool(config.num_slots)
         sizes = Sizes(config.block_bytes, config.slot_bytes)
         self._cache = PrefixCache(
-            self._blocks, self._slots, config.block_size, sizes, self.cost, clock, reload=self._reload
+            self._blocks, self._slots, config.block_size, sizes, self.cost, clock, reload_seconds=self._reload_seconds
         )
         self.offload: OffloadConnector | None = None
         if tiers is not None:
@@ -127,14 +131,14 @@ class SequenceMemory:
         node = None if limit == 0 else self._cache.hit(self._find(sequence), limit, self._unit)
         return 0 if node is None else node.end
 
-    def _find(self, sequence: Sequence) -> Path:
+    def _find(self, sequence: Sequence) -> PrefixMatch:
         """As far as a waiting sequence's history is known; only what has changed since the last time is compared."""
-        sequence.path = self._cache.tree.find(sequence.space, sequence.history(), sequence.path)
-        return sequence.path
+        sequence.prefix_match = self._cache.tree.find(sequence.namespace, sequence.all_tokens(), sequence.prefix_match)
+        return sequence.prefix_match
 
     def start(
         self, sequence: Sequence, spare_blocks: int, shared: Iterable[int], *, last_resort: bool
-    ) -> tuple[Room, Restore | None]:
+    ) -> tuple[Allocation, Restore | None]:
         """Gives a sequence a slot and the blocks of all its known tokens, those of a cached history first.
 
         Args:
@@ -146,64 +150,66 @@ class SequenceMemory:
             Whether there was enough, and the prefix hit, if any.
         """
         limit = self.reusable(sequence)
-        path = Path() if limit == 0 else self._find(sequence)
+        path = PrefixMatch() if limit == 0 else self._find(sequence)
         return self._start(sequence, path, limit, spare_blocks, shared, last_resort=last_resort)
 
     def _start(
         self,
         sequence: Sequence,
-        path: Path,
+        path: PrefixMatch,
         limit: int,
         spare_blocks: int,
         shared: Iterable[int],
         *,
         last_resort: bool,
-    ) -> tuple[Room, Restore | None]:
+    ) -> tuple[Allocation, Restore | None]:
         """See start(); ``path`` is as far as the sequence's history is known."""
         node = self._cache.hit(path, limit, self._unit)
         table: list[int] = []
         if node is not None:
             # Held before anything is evicted to make room.
-            table = self._cache.table(path.nodes[: path.nodes.index(node) + 1])
+            table = self._cache.block_table(path.nodes[: path.nodes.index(node) + 1])
             self._cache.pin(node)
             self._blocks.share(table)
         whole = 0 if node is None else node.end // self._block_size
         needed = self.blocks_for(sequence.known) - whole
-        coming = self._is_coming(sequence, path, node, limit)
+        load_pending = self._waits_for_load(sequence, path, node, limit)
         slot = None
-        if not coming and self._reserve(needed + spare_blocks):
+        if not load_pending and self._reserve(needed + spare_blocks):
             slot = self._take_slot()
         if slot is None:
             if node is not None:
                 self._blocks.release(table)
                 self._cache.unpin(node)
-            if coming:
-                return Room.COMING, None
+            if load_pending:
+                return Allocation.LOADING, None
             if last_resort and node is not None:
-                return self._start(sequence, Path(), limit, spare_blocks, shared, last_resort=False)
-            return Room.NONE, None
+                return self._start(sequence, PrefixMatch(), limit, spare_blocks, shared, last_resort=False)
+            return Allocation.NO_MEMORY, None
         sequence.slot = slot
-        sequence.path = None
+        sequence.prefix_match = None
         if self._speculative and sequence.draftable:
             sequence.spare_slot = self._take_slot() or 0
         sequence.blocks = [*table[:whole], *self._blocks.take(needed)]
         sequence.computed = 0 if node is None else node.end
-        sequence.splits = self._splits(sequence, path, limit, shared)
+        sequence.snapshot_positions = self._snapshot_positions(sequence, path, limit, shared)
         if node is None:
-            return Room.THERE, None
+            return Allocation.GRANTED, None
         self._cache.touch(node)
         if self.offload is not None:
             self.offload.used(node)
         block = BlockCopy(table[whole], sequence.blocks[whole]) if table[whole:] else None
-        return Room.THERE, Restore(node, StateCopy(node.slot, slot), block, table[whole:])
+        return Allocation.GRANTED, Restore(node, StateCopy(node.slot, slot), block, table[whole:])
 
-    def _splits(self, sequence: Sequence, path: Path, limit: int, shared: Iterable[int]) -> tuple[int, ...]:
+    def _snapshot_positions(
+        self, sequence: Sequence, path: PrefixMatch, limit: int, shared: Iterable[int]
+    ) -> tuple[int, ...]:
         """Where to take snapshots of the prompt on the way."""
         last = min(limit, len(sequence.request.prompt_token_ids) - self._least_tail)
         if last < 2 * self._block_size:
             return ()
         # Where it leaves the way of another history, others may as well.
-        branch = (path.shared,) if path.shared > sequence.computed else ()
+        branch = (path.matched,) if path.matched > sequence.computed else ()
         return self._policy.positions(sequence.computed, last, (*shared, *branch), sequence.request.boundaries)
 
     def grow(self, sequence: Sequence) -> bool:
@@ -222,7 +228,7 @@ class SequenceMemory:
         sequence.blocks += self._blocks.take(1)
         return True
 
-    def free(self, sequence: Sequence, pending: Pending | None, *, keep: bool) -> Node | None:
+    def free(self, sequence: Sequence, pending: InFlightNodes | None, *, keep: bool) -> Node | None:
         """Takes everything back.
 
         Args:
@@ -233,14 +239,14 @@ class SequenceMemory:
             The snapshot's node.
         """
         node = None
-        history = sequence.history()
+        history = sequence.all_tokens()
         computed = sequence.computed
         # States behind answers were computed token by token, not in tiles: where bits matter, they are not the same.
         least = 1 if sequence.request.session is not None else 2 * self._block_size
         worthwhile = self._caching and self._unit == 1 and computed >= least and sequence.request.pooling is None
         if keep and worthwhile and sequence.slot and computed * TOKEN_BYTES <= len(history):
             tokens = history[: computed * TOKEN_BYTES]
-            node = self._cache.insert(sequence.space, tokens, sequence.blocks, sequence.slot, pending)
+            node = self._cache.insert(sequence.namespace, tokens, sequence.blocks, sequence.slot, pending)
             node.transient = sequence.request.sampling.forces
             sequence.slot = 0
             if pending is None:
@@ -261,16 +267,16 @@ class SequenceMemory:
         self._blocks.release(restore.held)
         self._cache.unpin(restore.node)
 
-    def begin_snapshot(self, sequence: Sequence, position: int, pending: Pending) -> Snapshot | None:
+    def begin_snapshot(self, sequence: Sequence, position: int, pending: InFlightNodes) -> Snapshot | None:
         """A slot for a snapshot; None if there is one of this history already or live sequences need all slots."""
         tokens = sequence.prompt[: position * TOKEN_BYTES]
-        path = self._cache.tree.find(sequence.space, tokens)
+        path = self._cache.tree.find(sequence.namespace, tokens)
         if path.nodes and path.nodes[-1].end == position and path.nodes[-1].slot:
             return None
         slot = self._take_slot()
         if slot is None:
             return None
-        node = self._cache.insert(sequence.space, tokens, sequence.blocks, slot, pending)
+        node = self._cache.insert(sequence.namespace, tokens, sequence.blocks, slot, pending)
         node.transient = sequence.request.sampling.forces
         # The step that is being planned writes it.
         self._cache.pin(node)
@@ -280,7 +286,7 @@ class SequenceMemory:
         """The step that writes it is no longer in flight."""
         self._cache.unpin(snapshot.node)
 
-    def confirm(self, pending: Pending) -> None:
+    def confirm(self, pending: InFlightNodes) -> None:
         """A step has run: what it computed can be used."""
         for node in self._cache.confirm(pending):
             self.confirmed(node)
@@ -290,7 +296,7 @@ class SequenceMemory:
         if self.offload is not None:
             self.offload.offer(node)
 
-    def discard(self, pending: Pending) -> None:
+    def discard(self, pending: InFlightNodes) -> None:
         """A step has failed."""
         self._cache.discard(pending)
 
@@ -317,53 +323,53 @@ class SequenceMemory:
 
     # Tiers.
 
-    def take_jobs(self) -> list[Job]:
+    def take_commands(self) -> list[TierCommand]:
         """What the tiers are to do when all steps planned so far have been launched."""
-        return [] if self.offload is None else self.offload.take_jobs()
+        return [] if self.offload is None else self.offload.take_commands()
 
-    def take_events(self, events: SequenceABC[Event]) -> list[Node]:
+    def take_events(self, events: SequenceABC[TierEvent]) -> list[Node]:
         """What the tiers have done; returns where they have a copy more."""
-        return [] if self.offload is None else self.offload.take(events)
+        return [] if self.offload is None else self.offload.take_events(events)
 
     @property
     def copying(self) -> bool:
         """Whether the tiers have blocks in hand: a load or a save is under way."""
         return self.offload is not None and self.offload.copying
 
-    def is_loading(self, ticket: int) -> bool:
-        return self.offload is not None and self.offload.is_loading(ticket)
+    def is_loading(self, load_id: int) -> bool:
+        return self.offload is not None and self.offload.is_loading(load_id)
 
-    def _is_coming(self, sequence: Sequence, path: Path, hit: Node | None, limit: int) -> bool:
+    def _waits_for_load(self, sequence: Sequence, path: PrefixMatch, hit: Node | None, limit: int) -> bool:
         """Whether a sequence waits for what a tier has of its history; begins the load if it is worth while."""
         if self.offload is None or sequence.load_tried or not path.nodes:
             return False
-        wanted = self.offload.better(path, hit, limit, self._unit)
+        wanted = self.offload.find_load(path, hit, limit, self._unit)
         if wanted is None:
             return False
         sequence.load_tried = True
-        ticket = self.offload.ticket(wanted.node)
-        if not ticket:
+        load_id = self.offload.load_of(wanted.node)
+        if not load_id:
             slot = self._take_slot()
             if slot is None:
                 return False
-            ticket = self.offload.load(path, wanted, self._take_blocks, slot)
-            if not ticket:
+            load_id = self.offload.load(path, wanted, self._take_blocks, slot)
+            if not load_id:
                 self._slots.release(slot)
                 return False
-        sequence.ticket, sequence.load_tier, sequence.loaded_tokens = ticket, wanted.tier, wanted.node.end
+        sequence.load_id, sequence.load_tier, sequence.loaded_tokens = load_id, wanted.tier, wanted.node.end
         sequence.load_patience = wanted.patience
         return True
 
-    def give_up(self, ticket: int) -> None:
+    def give_up(self, load_id: int) -> None:
         """Nobody waits for a load any more."""
         if self.offload is not None:
-            self.offload.give_up(ticket)
+            self.offload.give_up(load_id)
 
     def _take_blocks(self, count: int) -> list[int] | None:
         return self._blocks.take(count) if self._reserve(count) else None
 
-    def _reload(self, node: Node) -> float | None:
-        return None if self.offload is None else self.offload.reload(node)
+    def _reload_seconds(self, node: Node) -> float | None:
+        return None if self.offload is None else self.offload.reload_seconds(node)
 
     def _reserve(self, count: int) -> bool:
         """Whether ``count`` blocks are free, after giving up cached ones if that is what it takes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 
-from services.engine.kv_cache.radix_tree import Pending
+from services.engine.kv_cache.radix_tree import InFlightNodes
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.prompt_scoring import PromptRead, PromptReport
 from services.engine.scheduler.sequence import Sequence
@@ -23,7 +23,7 @@ class StepBuilder:
         self.snapshots: list[Snapshot] = []
         self.copies: list[StateCopy] = []
         """Snapshots at the end of a chunk."""
-        self.pending = Pending()
+        self.pending = InFlightNodes()
         """What can be used of the prefix cache once the step has run."""
         self.deferred: set[Sequence] = set()
         """Those that wait for a state that is under way."""

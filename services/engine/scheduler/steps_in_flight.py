@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from services.engine.kv_cache.radix_tree import Pending
+from services.engine.kv_cache.radix_tree import InFlightNodes
 from services.engine.scheduler.pending_prefixes import PendingPrefixes
 from services.engine.scheduler.sequence_memory import Restore, SequenceMemory
 from services.engine.scheduler.step_builder import StepBuilder
@@ -33,7 +33,7 @@ class StepsInFlight:
         return self._steps[0]
 
     @property
-    def youngest(self) -> Pending | None:
+    def youngest(self) -> InFlightNodes | None:
         """What the youngest step leaves in the prefix cache; None: no step is in flight."""
         return self._steps[-1].pending if self._steps else None
 

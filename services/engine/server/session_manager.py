@@ -11,10 +11,10 @@ from typing import TypeVar
 from services.common.errors import InvalidRequest, NotFound, TemperError, Unavailable
 from services.engine.kv_cache.keys import Key, Tier
 from services.engine.kv_offload.connector import OffloadConnector
-from services.engine.kv_offload.entry_format import item_bytes
+from services.engine.kv_offload.entry_format import entry_bytes
 from services.engine.kv_offload.manager import TierManager
 from services.engine.kv_offload.messages import Entry
-from services.engine.kv_offload.sessions import Session
+from services.engine.kv_offload.sessions import ConversationSession
 from services.engine.loop.loop import EngineLoop
 from services.engine.requests.sessions import SessionInfo, SessionName
 from services.engine.scheduler.scheduler import Scheduler
@@ -107,7 +107,7 @@ class SessionManager:
         facts = Facts(
             adapter=chain.adapter,
             requests=chain.requests,
-            sizes=[item_bytes(entry, tiers.layout) for entry in chain.entries],
+            sizes=[entry_bytes(entry, tiers.layout) for entry in chain.entries],
         )
         # The first entry is read now, so that what cannot be had is an answer, not a file that breaks off.
         first = tiers.read(chain.entries[0].key)
@@ -162,7 +162,7 @@ class SessionManager:
             places = ", ".join(sorted({tier.value for _, tier in missing}))
             raise Unavailable(f"session {session.name!r} could not be written to: {places}; the engine's log says why")
 
-    def _history(self, scheduler: Scheduler, session: Session) -> SessionInfo:
+    def _history(self, scheduler: Scheduler, session: ConversationSession) -> SessionInfo:
         tip = session.tip()
         sizes: dict[str, int] = {}
         saved = False
@@ -205,7 +205,7 @@ class SessionManager:
             raise Unavailable(f"the engine did not come to it within {_SECONDS:g} s") from None
 
 
-def _found(scheduler: Scheduler, name: SessionName) -> Session:
+def _found(scheduler: Scheduler, name: SessionName) -> ConversationSession:
     session = scheduler.sessions.get(name)
     if session is None or session.tip() is None:
         raise NotFound(f"there is no session {name.name!r} here, or nothing of it is kept any more")

@@ -22,7 +22,7 @@ from services.engine.executors.cpu.sampler import Sampler
 from services.engine.executors.runner import CompletedStep
 from services.engine.models.batch import CacheBuffers, ForwardBatch
 from services.engine.requests.outputs import SampledToken
-from services.engine.scheduler.chunk_segments import links
+from services.engine.scheduler.chunk_segments import segments
 from services.engine.scheduler.step_plan import Chunk, StateCopy, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class ModelRunner:
         step = model.begin_step(batch, cache)
         every = torch.empty(len(batch.token_ids), model.config.hidden_size, dtype=model.dtype, device=model.device)
         begins = np.cumsum([0, *batch.lengths])
-        chains = [links(chunk) for chunk in chunks]
+        chains = [segments(chunk) for chunk in chunks]
         for turn in range(max(map(len, chains))):
             parts: list[Chunk] = []
             rows: list[npt.NDArray[np.int64]] = []

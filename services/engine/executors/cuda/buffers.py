@@ -20,7 +20,7 @@ from kernels.gpu.segments import TILE, Segments
 from services.engine.executors.cuda.block_tables import TableEntries
 from services.engine.executors.cuda.stream import Arrival, EngineStream
 from services.engine.models.device_batch import StepRows
-from services.engine.scheduler.chunk_segments import cut
+from services.engine.scheduler.chunk_segments import split_at_snapshots
 from services.engine.scheduler.step_plan import BlockCopy, Chunk, StateCopy
 
 _ALIGN = 4
@@ -280,7 +280,7 @@ def _fill(host: Words, sections: _Sections, shape: StepShape, chunks: Sequence[C
     begin, start, slot, adapter, tile_segment, tile_row, out_slot, chain = (
         host[place] for place in sections.places[5:13]
     )
-    prefills = cut(chunks[decodes:])
+    prefills = split_at_snapshots(chunks[decodes:])
     count = len(prefills)
     at, tile = shape.decodes, 0
     for index, chunk in enumerate(prefills):

@@ -37,7 +37,7 @@ from services.engine.executors.runner import OpenStep, StepHandle
 from services.engine.models.device_batch import DecodeAttention, DeviceCache, StepRows
 from services.engine.models.interface import CausalLM, DeviceForward
 from services.engine.models.lora.slots import LoraSlots
-from services.engine.scheduler.chunk_segments import cut
+from services.engine.scheduler.chunk_segments import split_at_snapshots
 from services.engine.scheduler.step_plan import StepPlan, StepResult
 
 log = structlog.get_logger(__name__)
@@ -256,7 +256,7 @@ class CudaRunner:
         if short:  # decodes are segments of one row among those of a few
             decodes = 0
         prefills = chunks[decodes:]
-        lengths = [len(link.token_ids) for link in cut(prefills)]
+        lengths = [len(link.token_ids) for link in split_at_snapshots(prefills)]
         wanted = StepShape.of(decodes, lengths, short=short, chains=len(prefills))
         captured = self._graphs.find(wanted)
         entries = self._shadow.entries(chunks)

@@ -16,9 +16,9 @@ from services.engine.kv_offload.entry_format import (
     HeaderRejected,
     decode,
     encode,
+    entry_bytes,
     header_bytes,
     header_length,
-    item_bytes,
 )
 from services.engine.kv_offload.messages import Entry
 from tests.unit.engine.kv_offload.toy_device import LAYOUT, chain
@@ -39,7 +39,7 @@ def test_round_trip(lengths: list[int], seconds: float) -> None:
     data = encode(header(entry), LAYOUT)
     assert len(data) == header_bytes(entry, LAYOUT) == header_length(data[:16])
     assert len(data) % 4096 == 0
-    assert item_bytes(entry, LAYOUT) == len(data) + LAYOUT.payload_bytes(entry)
+    assert entry_bytes(entry, LAYOUT) == len(data) + LAYOUT.payload_bytes(entry)
     for read in (decode(data, LAYOUT), decode(data + b"payload", LAYOUT)):
         assert read.entry == entry
         assert np.array_equal(read.checksums, header(entry).checksums)

@@ -256,5 +256,5 @@ class IdleGate(SliceGate):
 
 
 class StuckTiers(ToyTiers):
-    def settle(self) -> None:
+    def settle(self, seconds: float = 0.0) -> None:
         raise IntegrityError("the tiers still copy after 60 s")

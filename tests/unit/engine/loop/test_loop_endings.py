@@ -259,14 +259,14 @@ def test_the_trainer_has_the_device_while_all_requests_wait_for_a_tier() -> None
                 break
         assert (counts.blocks_cached, bool(tiers.entries)) == (0, True)
         fixture.submit("second", prompt)
-        while not any(isinstance(job, Load) for job in tiers.jobs):
+        while not any(isinstance(job, Load) for job in tiers.commands):
             time.sleep(0.001)
         gate.busy = True
         while not gate.told.get(timeout=TIMEOUT):
             """Of the time before."""
         with gate.training():  # returns while the request waits: nobody else has the device
             pass
-        assert any(isinstance(job, Load) for job in tiers.jobs), "it still waits"
+        assert any(isinstance(job, Load) for job in tiers.commands), "it still waits"
         loop.call_with_scheduler(lambda scheduler: tiers.work()).result(TIMEOUT)
         assert fixture.client.wait("second")["second"][-1].finished.cached_from is Tier.HOST  # type: ignore[union-attr]
     finally:

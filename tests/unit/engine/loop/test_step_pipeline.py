@@ -254,5 +254,5 @@ def test_nothing_is_saved_behind_what_a_tier_gave_up_while_the_step_ran() -> Non
     bench.add("turn 2", 1, (*prompt, *reference(prompt, 2), *range(30, 40)))
     bench.during_step = lose
     run()
-    saves = [job for job in tiers.jobs if isinstance(job, Save)]
+    saves = [job for job in tiers.commands if isinstance(job, Save)]
     assert [save.entry.start for save in saves] == [0], "the first one behind what is left, which is nothing"
