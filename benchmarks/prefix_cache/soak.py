@@ -43,8 +43,8 @@ from services.engine.executors.cpu.cache_transfer import CpuCacheTransfer
 from services.engine.executors.cpu.runner import ModelRunner
 from services.engine.executors.runner import OpenStep, Runner, StepHandle
 from services.engine.kv_offload.manager import TierConfig, TierManager
-from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
+from services.engine.loop.rollout_buffer import RolloutMemory
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.observability.events import EngineEvent, EventStream, StepDone, StepFailed

@@ -21,8 +21,8 @@ from typing import TypeVar
 from services.common.errors import TemperError
 from services.engine.compute_sharing.host_lock import SliceGate
 from services.engine.executors.runner import CompletedStep, OpenStep
-from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.request_tracker import RequestTracker
+from services.engine.loop.rollout_buffer import RolloutMemory
 from services.engine.loop.step_pipeline import StepPipeline
 from services.engine.observability.events import EventStream
 from services.engine.requests.adapter import BASE_PIN, AdapterChoice, AdapterPin, PrivateVersion

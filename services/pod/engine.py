@@ -29,8 +29,8 @@ from services.engine.constraints.vocabulary import Vocabulary
 from services.engine.kv_cache.keys import Tier
 from services.engine.kv_cache.memory_plan import MemoryPlan
 from services.engine.kv_offload.manager import TierManager
-from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
+from services.engine.loop.rollout_buffer import RolloutMemory
 from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.config import ModelConfig
 from services.engine.models.interface import CausalLM, resolve_dtype
@@ -41,7 +41,7 @@ from services.engine.models.registry import load_model, read_config
 from services.engine.observability.events import EventStream
 from services.engine.observability.status import TierStatus
 from services.engine.scheduler.config import SchedulerConfig
-from services.engine.server.session_manager import SessionManager
+from services.engine.server.conversation_session_manager import SessionManager
 from services.engine.settings import EngineSettings
 from services.pod.device import Device, check_device
 from services.pod.memory import device_bytes, plan, state_slots, storage, teacher_storage

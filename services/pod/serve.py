@@ -30,9 +30,9 @@ from services.engine.observability.exports import Sources, export
 from services.engine.observability.metrics import EngineMetrics
 from services.engine.observability.request_traces import RequestTraces
 from services.engine.observability.status import TierStatus
+from services.engine.server.conversation_session_service import SessionService
 from services.engine.server.health import HealthReporter, ProcessHealth, Vitals
 from services.engine.server.service import Serving, bind, make_server
-from services.engine.server.session_service import SessionService
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine, build_engine, settle, use_threads
 from services.pod.training import Training

@@ -22,8 +22,8 @@ from services.engine.adapters.loader import AdapterLoader
 from services.engine.adapters.manager import AdapterManager
 from services.engine.adapters.slot_table import AdapterLimits
 from services.engine.compute_sharing.host_lock import SliceGate
-from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
+from services.engine.loop.rollout_buffer import RolloutMemory
 from services.engine.models.lora.binding import bind_adapter
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.trainable import LoraParams

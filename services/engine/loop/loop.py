@@ -20,8 +20,8 @@ import structlog
 from services.common.errors import Overloaded, TemperError, Unavailable
 from services.engine.compute_sharing.engine_gate import EngineGate
 from services.engine.executors.runner import Runner
-from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.request_tracker import AdapterResolver, RequestTracker
+from services.engine.loop.rollout_buffer import RolloutMemory
 from services.engine.loop.step_pipeline import StepPipeline
 from services.engine.observability.events import EventStream
 from services.engine.observability.status import LoopStatus

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from services.common.errors import DeadlineExceeded, InvalidRequest
-from services.engine.loop.kept_completions import Rollout, RolloutMemory
+from services.engine.loop.rollout_buffer import Rollout, RolloutMemory
 from services.engine.loop.step_pipeline import StepPipeline
 from services.engine.observability.events import EventStream, RequestDone
 from services.engine.requests.outputs import SequenceUpdate

@@ -17,9 +17,9 @@ from services.common.errors import InvalidRequest, NotFound
 from services.common.storage.object_store import ObjectStore
 from services.engine.kv_cache.keys import Tier
 from services.engine.requests.adapter import AdapterChoice
+from services.engine.requests.conversation_session import SessionInfo, SessionName
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.sampling_params import SamplingParams
-from services.engine.requests.sessions import SessionInfo, SessionName
 from services.engine.requests.submission import Submission
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine, build_engine

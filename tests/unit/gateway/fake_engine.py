@@ -18,7 +18,7 @@ from services.common.pb import (
     histories_pb2_grpc,
     sessions_pb2_grpc,
 )
-from services.engine.server.session_service import SessionService
+from services.engine.server.conversation_session_service import SessionService
 from tests.unit.engine.server.memory_sessions import MemorySessions
 from tests.unit.gateway.fake_sessions import FakeSessions
 from tests.unit.gateway.tokens import EOS, VOCAB_SIZE, codec

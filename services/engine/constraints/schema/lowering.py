@@ -10,9 +10,9 @@ from services.common.json_schema.numbers import Numbers, NumbersError, decimals,
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.schema.arrays import array
 from services.engine.constraints.schema.document import Document
-from services.engine.constraints.schema.doubt import Doubt
 from services.engine.constraints.schema.members import MembersOf
 from services.engine.constraints.schema.objects import ObjectRules
+from services.engine.constraints.schema.overlap import Doubt
 from services.engine.constraints.schema.probe import Probe
 from services.engine.constraints.schema.reading import Reader
 from services.engine.constraints.schema.rules import Expression, Literal, OneOf, Rule, Schema, Terminal, Writer

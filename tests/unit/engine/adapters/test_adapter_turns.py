@@ -11,8 +11,8 @@ from queue import SimpleQueue
 from services.common.errors import Overloaded
 from services.engine.compute_sharing.host_lock import SliceGate
 from services.engine.executors.runner import CompletedStep
-from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
+from services.engine.loop.rollout_buffer import RolloutMemory
 from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import FinishReason

@@ -15,8 +15,8 @@ from services.common.errors import (
 )
 from services.engine.kv_cache.keys import Tier
 from services.engine.kv_offload.messages import Load
-from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
+from services.engine.loop.rollout_buffer import RolloutMemory
 from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import FinishReason

@@ -11,14 +11,14 @@ from typing import TypeVar
 from services.common.errors import InvalidRequest, NotFound, TemperError, Unavailable
 from services.engine.kv_cache.keys import Key, Tier
 from services.engine.kv_offload.connector import OffloadConnector
+from services.engine.kv_offload.conversation_sessions import ConversationSession
 from services.engine.kv_offload.entry_format import entry_bytes
 from services.engine.kv_offload.manager import TierManager
 from services.engine.kv_offload.messages import Entry
-from services.engine.kv_offload.sessions import ConversationSession
 from services.engine.loop.loop import EngineLoop
-from services.engine.requests.sessions import SessionInfo, SessionName
+from services.engine.requests.conversation_session import SessionInfo, SessionName
 from services.engine.scheduler.scheduler import Scheduler
-from services.engine.server.session_file import Facts, Reader, write
+from services.engine.server.conversation_session_file import Facts, Reader, write
 
 _SECONDS = 30.0
 """For the loop to come to a boundary."""

@@ -15,10 +15,10 @@ from grpc import aio
 from services.common.errors import InvalidRequest, Overloaded, TemperError, Unavailable
 from services.common.pb import engine_pb2, histories_pb2_grpc
 from services.common.pb import histories_pb2 as pb
-from services.engine.requests.sessions import SessionInfo, SessionName
+from services.engine.requests.conversation_session import SessionInfo, SessionName
+from services.engine.server.conversation_session_manager import SessionManager
 from services.engine.server.errors import INTERNAL_MESSAGE, status_code
 from services.engine.server.protobuf import session_name
-from services.engine.server.session_manager import SessionManager
 
 _THREADS = 4
 """Of calls that are short, or wait for disk or store."""

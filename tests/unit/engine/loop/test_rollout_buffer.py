@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from services.engine.loop.kept_completions import Rollout, RolloutMemory
+from services.engine.loop.rollout_buffer import Rollout, RolloutMemory
 from services.engine.requests.adapter import AdapterPin
 from services.engine.requests.outputs import Finished
 from services.engine.requests.request import FinishReason, Request
