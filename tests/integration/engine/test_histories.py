@@ -193,7 +193,7 @@ def test_an_export_is_imported_elsewhere(pods: Callable[..., Pod]) -> None:
     file = list(first.desk.export(CHAT))
     assert max(map(len, file)) <= 2**20
     second = pods("host", "two")
-    taken = second.desk.take_in(CHAT, iter(file))
+    taken = second.desk.import_file(CHAT, iter(file))
     assert isinstance(taken, SessionInfo)
     assert (taken.tokens, taken.requests) == (len(PROMPT) + len(answer) - 1, 1)
     turn = next_turn(answer)
@@ -211,7 +211,7 @@ def test_an_export_is_imported_elsewhere(pods: Callable[..., Pod]) -> None:
     ):
         third = pods("host", f"three {why[:3]}")
         with pytest.raises(InvalidRequest, match=why):
-            third.desk.take_in(CHAT, iter([broken]))
+            third.desk.import_file(CHAT, iter([broken]))
         assert third.desk.list("alice") == []
         third.engine.stop(1.0)
 

@@ -77,7 +77,7 @@ class MemorySessions:
         finally:
             self.open -= 1
 
-    def take_in(self, session: SessionName, pieces: Iterable[bytes]) -> SessionInfo:
+    def import_file(self, session: SessionName, pieces: Iterable[bytes]) -> SessionInfo:
         self._seen()
         self.open += 1
         try:

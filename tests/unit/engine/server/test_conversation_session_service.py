@@ -17,7 +17,7 @@ from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.conversation_session import SessionName
 from services.engine.requests.sampling_params import SamplingParams
 from services.engine.requests.submission import Submission
-from services.engine.server.conversation_session_service import SessionService
+from services.engine.server.conversation_session_service import ConversationSessionService
 from services.engine.server.errors import INTERNAL_MESSAGE
 from services.engine.server.protobuf import submission
 from tests.unit.engine.server.memory_sessions import MAGIC, PIECE, MemorySessions
@@ -32,7 +32,7 @@ def desk() -> MemorySessions:
 
 @pytest.fixture
 async def stub(desk: MemorySessions) -> AsyncIterator[histories_pb2_grpc.HistoriesAsyncStub]:
-    server, service = aio.server(), SessionService(desk)
+    server, service = aio.server(), ConversationSessionService(desk)
     histories_pb2_grpc.add_HistoriesServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
