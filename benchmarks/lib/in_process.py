@@ -22,7 +22,7 @@ from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.sampling_params import SamplingParams
 from services.engine.requests.submission import Submission
 from services.engine.settings import EngineSettings
-from services.pod.engine import Engine, build_engine, settle, use_threads
+from services.pod.engine import Engine, build_engine, tune_interpreter, use_threads
 
 Prompt = tuple[int, ...]
 
@@ -92,7 +92,7 @@ class InProcessEngine:
         )
         use_threads(settings)
         self.engine: Engine = build_engine(settings, self.registry, None, events)
-        settle()
+        tune_interpreter()
         self.engine.start()
         self.vocab_size = config.vocab_size
         self._random = np.random.default_rng(0)

@@ -43,8 +43,8 @@ from services.engine.executors.cpu.cache_transfer import CpuCacheTransfer
 from services.engine.executors.cpu.runner import ModelRunner
 from services.engine.executors.runner import OpenStep, Runner, StepHandle
 from services.engine.kv_offload.manager import TierConfig, TierManager
-from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
+from services.engine.loop.rollout_buffer import RolloutBuffer
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.observability.events import EngineEvent, EventStream, StepDone, StepFailed
@@ -239,7 +239,7 @@ class Soak:
             CountedRunner(runner, self.ledger),
             BaseOnly(),
             SliceGate(0.05),
-            RolloutMemory(64, 60.0),
+            RolloutBuffer(64, 60.0),
             max_waiting=4 * _IN_FLIGHT,
             events=EventStream(self._steps.listen),
             tiers=self._tiers,

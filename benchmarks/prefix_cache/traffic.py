@@ -90,8 +90,8 @@ class Traffic:
 
     def _send(self, number: int) -> Sent:
         from services.engine.requests.adapter import AdapterChoice
+        from services.engine.requests.conversation_session import SessionName
         from services.engine.requests.sampling_params import SamplingParams
-        from services.engine.requests.sessions import SessionName
         from services.engine.requests.submission import Submission
 
         session, turn = self._workload.sessions[number], self._turns[number]

@@ -24,7 +24,7 @@ from benchmarks.lib.random_checkpoint import SHAPES, TINY, config_of, write
 from benchmarks.lib.recorder import put_line
 from services.common.adapters.registry import AdapterRegistry
 from services.engine.models.registry import read_config
-from services.pod.engine import Engine, build_engine, settle, use_threads
+from services.pod.engine import Engine, build_engine, tune_interpreter, use_threads
 from services.pod.host import PodHost
 from services.pod.training import pod_host
 from services.trainer.jobs.base import JobRun
@@ -100,7 +100,7 @@ def training_pod(
     use_threads(chosen)
     registry = registry or GeneratedAdapters(read_config(model), count=0, rank=1)
     engine = build_engine(chosen, registry, None)
-    settle()
+    tune_interpreter()
     engine.start()
     try:
         yield TrainingPod(engine, pod_host(chosen, TrainerSettings(), engine), registry)

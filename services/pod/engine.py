@@ -22,15 +22,15 @@ from services.common.storage.object_store import ObjectStore
 from services.common.text.tokenizer import TextCodec
 from services.engine.adapters.loader import AdapterLoader
 from services.engine.adapters.manager import AdapterManager
-from services.engine.adapters.slot_table import AdapterLimits
+from services.engine.adapters.slot_table import AdapterConfig
 from services.engine.constraints.compiler import CompilerLimits, ConstraintCompiler
 from services.engine.constraints.grammars import GrammarLimits
 from services.engine.constraints.vocabulary import Vocabulary
 from services.engine.kv_cache.keys import Tier
 from services.engine.kv_cache.memory_plan import MemoryPlan
 from services.engine.kv_offload.manager import TierManager
-from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
+from services.engine.loop.rollout_buffer import RolloutBuffer
 from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.config import ModelConfig
 from services.engine.models.interface import CausalLM, resolve_dtype
@@ -41,7 +41,7 @@ from services.engine.models.registry import load_model, read_config
 from services.engine.observability.events import EventStream
 from services.engine.observability.status import TierStatus
 from services.engine.scheduler.config import SchedulerConfig
-from services.engine.server.session_manager import SessionManager
+from services.engine.server.conversation_session_manager import ConversationSessionManager
 from services.engine.settings import EngineSettings
 from services.pod.device import Device, check_device
 from services.pod.memory import device_bytes, plan, state_slots, storage, teacher_storage
@@ -74,7 +74,7 @@ class Engine:
     """Reads an adapter's files strictly, without loading them."""
     loop: EngineLoop
     tiers: TierManager | None
-    sessions: SessionManager
+    sessions: ConversationSessionManager
     constraints: ConstraintCompiler
     description: pb.Model
 
@@ -106,7 +106,7 @@ class Engine:
             self.tiers.close(seconds)
 
 
-def settle() -> None:
+def tune_interpreter() -> None:
     """Called once everything is loaded, so that this process does not hold up steps: the garbage collector need not
     walk over what stays anyway (a full collection took 260 ms), and threads hand over the GIL soon."""
     gc.collect()
@@ -177,7 +177,7 @@ def build_engine(
             device,
             invariant=settings.batch_invariant,
         )
-        computer = build_runner(
+        executor = build_runner(
             model,
             lora,
             settings,
@@ -194,14 +194,14 @@ def build_engine(
         registry,
         adapter_events,
         AdapterLoader(registry, lora, binder.bind, base_digest=base_digest, events=stream),
-        AdapterLimits(settings.adapter_slots, settings.adapter_poll_seconds, settings.adapter_wait_seconds),
+        AdapterConfig(settings.adapter_slots, settings.adapter_poll_seconds, settings.adapter_wait_seconds),
         stream,
     )
-    gate = build_gate(computer.runner, device, settings.tpot_slo_ms / 1000)
+    gate = build_gate(executor.runner, device, settings.tpot_slo_ms / 1000)
     tiers = build_tiers(
         settings,
         hardware,
-        computer,
+        executor,
         base_digest,
         stream,
         wake=lambda: loop.wake(),
@@ -209,16 +209,18 @@ def build_engine(
     )
     loop = EngineLoop(
         limits,
-        computer.runner,
+        executor.runner,
         adapters,
         gate,
-        RolloutMemory(settings.rollouts_max, settings.rollouts_ttl_seconds),
+        RolloutBuffer(settings.rollouts_max, settings.rollouts_ttl_seconds),
         max_waiting=settings.max_waiting,
         adapter_wait_seconds=settings.adapter_wait_seconds,
         events=stream,
         tiers=tiers,
     )
-    sessions = SessionManager(loop, tiers, durable={"disk", "store"} & set(settings.tiers.split(",")) != set())
+    sessions = ConversationSessionManager(
+        loop, tiers, durable={"disk", "store"} & set(settings.tiers.split(",")) != set()
+    )
     description = pb.Model(
         name=settings.served_model_name,
         digest=base_digest,

@@ -6,7 +6,7 @@ from services.engine.kv_cache.memory_plan import Footprint, format_bytes
 from services.engine.settings import EngineSettings
 
 
-def way_out(
+def fit_advice(
     settings: EngineSettings,
     footprint: Footprint,
     *,

@@ -24,7 +24,7 @@ from services.engine.models.lora.targets import target_shapes
 from services.engine.scheduler.step_plan import MOST_VERIFIED
 from services.engine.settings import EngineSettings
 from services.pod.device import Device
-from services.pod.fit_advice import way_out
+from services.pod.fit_advice import fit_advice
 from services.trainer.memory.estimate import Workload, estimate
 
 _LOGIT_COPIES = 4
@@ -224,7 +224,7 @@ def plan(
     try:
         return _fitted(config, settings, dtype, device, available, teacher)
     except DoesNotFit as error:
-        raise DoesNotFit(f"{error.message}\n{_way_out(config, settings, dtype, device, available)}") from error
+        raise DoesNotFit(f"{error.message}\n{_fit_advice(config, settings, dtype, device, available)}") from error
 
 
 def _fitted(
@@ -272,7 +272,9 @@ def _with_snapshots(
     return settings.model_copy(update={"state_snapshots": count})
 
 
-def _way_out(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, device: Device, available: int) -> str:
+def _fit_advice(
+    config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, device: Device, available: int
+) -> str:
     chosen = settings.model_copy(update={"max_num_seqs": settings.max_num_seqs or _SEQUENCES[-1]})
     chosen = chosen.for_device(device.kind)
     smaller: dict[str, int] = {}
@@ -281,7 +283,7 @@ def _way_out(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, 
             with contextlib.suppress(InvalidRequest):  # shapes that cannot be quantized so
                 quantized = chosen.model_copy(update={"quantization": name})
                 smaller[name] = footprint(config, quantized, dtype, device).weights
-    return way_out(
+    return fit_advice(
         chosen,
         footprint(config, chosen, dtype, device),
         available=available,

@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Computer:
+class DeviceExecutor:
     """What computes, and how its caches are copied."""
 
     runner: Runner
@@ -43,7 +43,7 @@ def build_runner(
     num_blocks: int,
     max_model_len: int,
     eos_token_ids: Sequence[int],
-) -> Computer:
+) -> DeviceExecutor:
     """Allocates the caches; on a GPU it also compiles the kernels and captures the CUDA graphs.
 
     Args:
@@ -54,7 +54,7 @@ def build_runner(
     if model.device.type == "cpu":
         cache = model.allocate_cache(num_blocks, settings.block_size, slots)
         plain = ModelRunner(model, cache, lora, num_slots=slots, eos_token_ids=eos_token_ids, speculative=speculative)
-        return Computer(plain, lambda identity: CpuCacheTransfer(cache, identity))
+        return DeviceExecutor(plain, lambda identity: CpuCacheTransfer(cache, identity))
     # Imported here: a pod without a GPU needs no Triton.
     from services.engine.executors.cuda.cache_transfer import CudaCacheTransfer
     from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
@@ -92,7 +92,7 @@ def build_runner(
     )
     runner.warm_up()
     log.info("graphs captured", graphs=runner.captures)
-    return Computer(runner, lambda identity: CudaCacheTransfer(device_cache, runner.stream, identity))
+    return DeviceExecutor(runner, lambda identity: CudaCacheTransfer(device_cache, runner.stream, identity))
 
 
 def prefill_alignment(settings: EngineSettings) -> int:
@@ -112,9 +112,9 @@ def build_gate(runner: Runner, device: torch.device, tpot_goal_seconds: float) -
     if device.type != "cuda":
         return SliceGate(tpot_goal_seconds)
     # Imported here: a pod without a GPU needs no Triton.
-    from services.engine.compute_sharing.device_queue import CudaLane
+    from services.engine.compute_sharing.device_queue import CudaDeviceQueue
     from services.engine.executors.cuda.runner import CudaRunner
 
     if not isinstance(runner, CudaRunner) or (stream := runner.stream.stream) is None:
         raise TypeError(f"steps of a {type(runner).__name__} are not queued on a stream of {device}")
-    return StreamGate(tpot_goal_seconds, CudaLane(lambda: stream), CudaLane(torch.cuda.current_stream))
+    return StreamGate(tpot_goal_seconds, CudaDeviceQueue(lambda: stream), CudaDeviceQueue(torch.cuda.current_stream))

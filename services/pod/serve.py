@@ -30,13 +30,13 @@ from services.engine.observability.exports import Sources, export
 from services.engine.observability.metrics import EngineMetrics
 from services.engine.observability.request_traces import RequestTraces
 from services.engine.observability.status import TierStatus
+from services.engine.server.conversation_session_service import ConversationSessionService
 from services.engine.server.health import HealthReporter, ProcessHealth, Vitals
 from services.engine.server.service import Serving, bind, make_server
-from services.engine.server.session_service import SessionService
 from services.engine.settings import EngineSettings
-from services.pod.engine import Engine, build_engine, settle, use_threads
+from services.pod.engine import Engine, build_engine, tune_interpreter, use_threads
 from services.pod.training import Training
-from services.pod.training_sessions import SessionsService
+from services.pod.training_sessions import TrainingSessionsService
 from services.trainer.settings import TrainerSettings
 
 _WATCH_SECONDS = 0.5
@@ -79,7 +79,7 @@ async def serve(
     loading = asyncio.create_task(asyncio.to_thread(build_engine, settings, registry, adapter_events, events, store))
     engine = await _unless_stopped(loading, stop)
     training = Training(settings, trainer, engine, registry, store, metrics.registry, tracer)
-    settle()
+    tune_interpreter()
     try:
         await asyncio.to_thread(engine.start)
         await _serve(settings, engine, training, metrics, stop, parent, started, health, certificates, tracer)
@@ -120,8 +120,8 @@ async def _serve(
     )
     server = make_server(serving, reporter.servicer, settings.max_message_bytes, tracer)
     if training.sessions is not None:
-        sessions_pb2_grpc.add_SessionsServicer_to_server(SessionsService(training.sessions), server)
-    sessions = SessionService(engine.sessions)
+        sessions_pb2_grpc.add_SessionsServicer_to_server(TrainingSessionsService(training.sessions), server)
+    sessions = ConversationSessionService(engine.sessions)
     histories_pb2_grpc.add_HistoriesServicer_to_server(sessions, server)
     port = bind(server, settings.grpc_host, settings.grpc_port, certificates)
     export(metrics, sources(settings, engine, lambda: bool(training.job_id()), engine.tier_status))
@@ -129,9 +129,9 @@ async def _serve(
     health.serving(Vitals.of(loop, lambda: training.alive, lambda: engine.adapters.alive))
     await reporter.publish()
     await server.start()
-    beside = [asyncio.create_task(reporter.run())]
+    background_tasks = [asyncio.create_task(reporter.run())]
     if certificates is not None:
-        beside.append(asyncio.create_task(_follow(certificates)))
+        background_tasks.append(asyncio.create_task(_follow(certificates)))
     log.info(
         "ready",
         address=f"{settings.grpc_host}:{port}",
@@ -140,18 +140,18 @@ async def _serve(
         seconds=round(time.monotonic() - started, 1),
     )
     try:
-        ill = await _watch(stop, lambda: _ailment(engine, training), settings.exit_with_parent, parent)
+        reason = await _watch(stop, lambda: _dead_thread(engine, training), settings.exit_with_parent, parent)
         if not loop.alive:
-            raise Unavailable(ill)
+            raise Unavailable(reason)
         health.drain()
         await reporter.publish()
         await _drain(settings, engine, training)
-        if ill:  # what streams there were have ended as they should
-            raise Unavailable(ill)
+        if reason:  # what streams there were have ended as they should
+            raise Unavailable(reason)
     finally:
-        for task in beside:
+        for task in background_tasks:
             task.cancel()
-        await asyncio.gather(*beside, return_exceptions=True)
+        await asyncio.gather(*background_tasks, return_exceptions=True)
         await asyncio.to_thread(loop.stop)
         await server.stop(_CLOSE_SECONDS)
         sessions.close()
@@ -187,7 +187,7 @@ def _serve_metrics(host: str, port: int, registry: CollectorRegistry) -> None:
         ) from error
 
 
-def _ailment(engine: Engine, training: Training) -> str:
+def _dead_thread(engine: Engine, training: Training) -> str:
     """What has died without which this process cannot do its work; empty: nothing."""
     if not engine.loop.alive:
         return "the engine loop died; its log has the reason"
@@ -196,12 +196,12 @@ def _ailment(engine: Engine, training: Training) -> str:
     return "" if engine.adapters.alive else "the thread that loads adapters died; its log has the reason"
 
 
-async def _watch(stop: asyncio.Event, ailment: Callable[[], str], with_parent: bool, parent: int) -> str:
+async def _watch(stop: asyncio.Event, dead_thread: Callable[[], str], with_parent: bool, parent: int) -> str:
     """Waits for the end: empty when asked to stop, else what has died."""
     while not stop.is_set():
-        if ill := ailment():
-            log.critical(ill)
-            return ill
+        if reason := dead_thread():
+            log.critical(reason)
+            return reason
         if with_parent and os.getppid() != parent:
             log.warning("the parent process is gone, stopping")
             return ""

@@ -16,12 +16,12 @@ from services.engine.kv_offload.manager import TierConfig, TierManager
 from services.engine.observability.events import EventStream
 from services.engine.settings import EngineSettings
 from services.pod.device import Device
-from services.pod.runner import Computer
+from services.pod.runner import DeviceExecutor
 
 log = structlog.get_logger(__name__)
 
 
-def identity(settings: EngineSettings, base_digest: str) -> str:
+def cache_identity(settings: EngineSettings, base_digest: str) -> str:
     """What KV and states depend on beside their own formats: the checkpoint, and how its weights are kept."""
     parts = (base_digest, settings.quantization, settings.speculative, settings.batch_invariant)
     return hashlib.blake2b(repr(parts).encode(), digest_size=20).hexdigest()
@@ -30,7 +30,7 @@ def identity(settings: EngineSettings, base_digest: str) -> str:
 def build_tiers(
     settings: EngineSettings,
     hardware: Device,
-    computer: Computer,
+    executor: DeviceExecutor,
     base_digest: str,
     events: EventStream,
     wake: Callable[[], None],
@@ -44,7 +44,7 @@ def build_tiers(
     limits = tier_limits(settings, hardware.kind, machine_bytes())
     if limits is None or not settings.prefix_cache:
         return None
-    transfer = computer.transfer(identity(settings, base_digest))
+    transfer = executor.transfer(cache_identity(settings, base_digest))
     transfer.warm_up()
     try:
         tiers = TierManager(transfer, limits, events, wake, store)

@@ -31,7 +31,7 @@ _STATES = {
 log = structlog.get_logger(__name__)
 
 
-class SessionsService(sessions_pb2_grpc.SessionsServicer):
+class TrainingSessionsService(sessions_pb2_grpc.SessionsServicer):
     """What blocks or takes long runs in threads: this event loop also carries the tokens of all requests."""
 
     def __init__(self, desk: SessionDesk) -> None:

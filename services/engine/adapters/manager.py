@@ -25,7 +25,7 @@ from services.engine.adapters.aliases import Aliases, Loop
 from services.engine.adapters.loader import AdapterLoader
 from services.engine.adapters.placement import NoFreeSlot, Placement
 from services.engine.adapters.private_versions import PrivateVersions
-from services.engine.adapters.slot_table import AdapterLimits, Resident, SlotTable
+from services.engine.adapters.slot_table import AdapterConfig, Resident, SlotTable
 from services.engine.observability.events import AdapterLoadFailed, EventStream
 from services.engine.observability.status import AdapterSnapshot, LoadedAdapter
 from services.engine.requests.adapter import BASE_PIN, AdapterChoice, AdapterPin, PrivateVersion
@@ -64,7 +64,7 @@ class AdapterManager:
         registry: AdapterRegistry,
         adapter_events: AdapterEvents | None,
         loader: AdapterLoader,
-        limits: AdapterLimits,
+        limits: AdapterConfig,
         events: EventStream | None = None,
     ) -> None:
         self._registry = registry
@@ -95,7 +95,7 @@ class AdapterManager:
             registry,
             self._changed,
             self._table,
-            ensure=self._placement.ensure,
+            ensure=self._placement.ensure_loaded,
             flipped=lambda: self._failures.clear(),
             events=self._events,
         )
@@ -111,7 +111,9 @@ class AdapterManager:
         self._unreachable: tuple[float, Unavailable] | None = None
         self._threads = [threading.Thread(target=self._run, name="adapters", daemon=True)]
         if adapter_events is not None:
-            listening = threading.Thread(target=self._listen, args=(adapter_events,), name="nudges", daemon=True)
+            listening = threading.Thread(
+                target=self._listen, args=(adapter_events,), name="adapter-events", daemon=True
+            )
             self._threads.append(listening)
 
     # Any thread.
@@ -371,7 +373,7 @@ class AdapterManager:
             return False
         try:
             if sync.version is not None:
-                self._placement.ensure(_choice(sync.version), sync.version)
+                self._placement.ensure_loaded(_choice(sync.version), sync.version)
         except NoFreeSlot:
             return False
         except TemperError as problem:
@@ -393,7 +395,7 @@ class AdapterManager:
                 with self._changed:
                     self._aliases.learn(version)
             if version is not None:
-                loaded = self._placement.ensure(choice, version)
+                loaded = self._placement.ensure_loaded(choice, version)
                 with self._changed:
                     resident = self._table.get(version)
                     if not loaded and resident is not None and not self._takes_requests(resident):

@@ -50,7 +50,7 @@ class Placement:
         self._events = events
         self._rejected: dict[AdapterVersion, AdapterRejected] = {}
 
-    def ensure(self, claim: AdapterChoice, version: AdapterVersion) -> bool:
+    def ensure_loaded(self, claim: AdapterChoice, version: AdapterVersion) -> bool:
         """Loads a version into a slot, unless it is in one.
 
         Args:

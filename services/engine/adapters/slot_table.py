@@ -17,7 +17,7 @@ from services.engine.requests.adapter import BASE_PIN, AdapterChoice, AdapterPin
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterLimits:
+class AdapterConfig:
     """The manager's part of the engine's settings."""
 
     num_slots: int

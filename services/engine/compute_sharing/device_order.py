@@ -45,7 +45,7 @@ class Mark(Protocol):
         ...
 
 
-class Lane(Protocol):
+class DeviceQueue(Protocol):
     """A queue of the device."""
 
     def mark(self) -> Mark:
@@ -86,7 +86,9 @@ class StreamGate:
     contended = False
     """The engine's steps overlap as ever."""
 
-    def __init__(self, tpot_goal_seconds: float, engine: Lane, trainer: Lane, *, minimal_share: float = 0.1) -> None:
+    def __init__(
+        self, tpot_goal_seconds: float, engine: DeviceQueue, trainer: DeviceQueue, *, minimal_share: float = 0.1
+    ) -> None:
         if tpot_goal_seconds <= 0 or not 0 < minimal_share <= 1:
             raise ValueError(
                 f"tpot_goal_seconds {tpot_goal_seconds} must be positive and minimal_share {minimal_share} in (0, 1]"

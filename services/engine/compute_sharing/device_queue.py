@@ -31,8 +31,8 @@ class CudaMark:
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
-class CudaLane:
-    """Implements stream_gate.Lane.
+class CudaDeviceQueue:
+    """Implements stream_gate.DeviceQueue.
 
     Args:
         stream: the stream that the thread's work goes to at the time of the call.
@@ -42,11 +42,11 @@ class CudaLane:
         self._stream = stream
 
     def mark(self) -> CudaMark:
-        """See Lane."""
+        """See DeviceQueue."""
         return CudaMark(self._stream())
 
     def follow(self, mark: Mark) -> None:
-        """See Lane."""
+        """See DeviceQueue."""
         if not isinstance(mark, CudaMark):
             raise TypeError(f"a mark of another kind of device: {type(mark).__name__}")
         self._stream().wait_event(mark.event)

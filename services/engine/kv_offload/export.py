@@ -47,7 +47,7 @@ class EntryExchange:
         self._weights = np.empty(0, np.int64)
         """Made when they are needed first."""
 
-    def read(self, key: Key) -> Iterator[bytes]:
+    def export_entry(self, key: Key) -> Iterator[bytes]:
         """An entry as header and payload, in pieces of at most PIECE_BYTES. Until the last one is taken, or the
         iterator is closed, the entry stays in memory.
 
@@ -73,7 +73,7 @@ class EntryExchange:
             raise
         return self._pieces(record, buffer)
 
-    def take_in(self, pieces: Iterable[bytes]) -> Entry:
+    def import_entry(self, pieces: Iterable[bytes]) -> Entry:
         """Takes exactly one item, in pieces of any size; the one that it stands on has to be there.
 
         Raises:

@@ -197,13 +197,13 @@ class TierManager:
                 for tier in sorted(record.tiers, key=lambda tier: tier.value):
                     self._send_event(Stored(record.entry, tier))
 
-    def read(self, key: Key) -> Iterator[bytes]:
-        """See EntryExchange.read."""
-        return self._exchange.read(key)
+    def export_entry(self, key: Key) -> Iterator[bytes]:
+        """See EntryExchange.export_entry."""
+        return self._exchange.export_entry(key)
 
-    def take_in(self, pieces: Iterable[bytes]) -> Entry:
-        """See EntryExchange.take_in."""
-        return self._exchange.take_in(pieces)
+    def import_entry(self, pieces: Iterable[bytes]) -> Entry:
+        """See EntryExchange.import_entry."""
+        return self._exchange.import_entry(pieces)
 
     def status(self) -> dict[Tier, TierStatus]:
         """Every tier now."""

@@ -20,8 +20,8 @@ import structlog
 from services.common.errors import Overloaded, TemperError, Unavailable
 from services.engine.compute_sharing.engine_gate import EngineGate
 from services.engine.executors.runner import Runner
-from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.request_tracker import AdapterResolver, RequestTracker
+from services.engine.loop.rollout_buffer import RolloutBuffer
 from services.engine.loop.step_pipeline import StepPipeline
 from services.engine.observability.events import EventStream
 from services.engine.observability.status import LoopStatus
@@ -64,7 +64,7 @@ class EngineLoop:
         runner: Runner,
         resolver: AdapterResolver,
         gate: EngineGate,
-        rollouts: RolloutMemory,
+        rollouts: RolloutBuffer,
         *,
         max_waiting: int = 256,
         adapter_wait_seconds: float = 30.0,
@@ -128,16 +128,16 @@ class EngineLoop:
                 self._queued += 1
             self._commands.put(partial(self._submit, submission, sink, self._clock()))
 
-    def abort(self, request_id: str, keep_tokens: int = 0, told: Sink | None = None) -> None:
+    def abort(self, request_id: str, keep_tokens: int = 0, on_kept: Sink | None = None) -> None:
         """Ends a request at the next boundary; unknown ids are ignored.
 
         Args:
             keep_tokens: 0: the client is gone, the last update says ABORT. Otherwise the text ended (at a stop string)
                 with this many tokens: the last update says STOP and the rollout is cut to them, also if the request
                 has just ended by itself.
-            told: gets an update with ``kept`` when all that is done.
+            on_kept: gets an update with ``kept`` when all that is done.
         """
-        self._commands.put(partial(self._tracker.abort, request_id, keep_tokens, told))
+        self._commands.put(partial(self._tracker.abort, request_id, keep_tokens, on_kept))
 
     def abort_all(self, sink: Sink) -> None:
         """Ends all requests of a sink that is gone; it gets no more updates."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from services.common.errors import DeadlineExceeded, InvalidRequest
-from services.engine.loop.kept_completions import Rollout, RolloutMemory
+from services.engine.loop.rollout_buffer import Rollout, RolloutBuffer
 from services.engine.loop.step_pipeline import StepPipeline
 from services.engine.observability.events import EventStream, RequestDone
 from services.engine.requests.outputs import SequenceUpdate
@@ -90,7 +90,7 @@ class RequestTracker:
         self,
         pipeline: StepPipeline,
         resolver: AdapterResolver,
-        rollouts: RolloutMemory,
+        rollouts: RolloutBuffer,
         events: EventStream,
         adapter_wait_seconds: float,
         clock: Callable[[], float],
@@ -131,7 +131,7 @@ class RequestTracker:
         self._background += submission.background
         self._pin(name)
 
-    def abort(self, name: str, keep_tokens: int, told: Sink | None = None) -> None:
+    def abort(self, name: str, keep_tokens: int, on_kept: Sink | None = None) -> None:
         """Ends a request, or cuts the rollout of one that has ended; see EngineLoop.abort."""
         if name in self._live:
             update = self._pipeline.scheduler.abort(name, keep_tokens)
@@ -139,8 +139,8 @@ class RequestTracker:
             self.publish([update if update is not None else SequenceUpdate(name, finish_reason=FinishReason.ABORT)])
         elif keep_tokens > 0:
             self._rollouts.cut(name, keep_tokens)
-        if told is not None:
-            self._send(told, [SequenceUpdate(name, kept=True)])
+        if on_kept is not None:
+            self._send(on_kept, [SequenceUpdate(name, kept=True)])
 
     def abort_all(self, sink: Sink) -> None:
         """Ends all requests of a sink without telling it."""

@@ -129,13 +129,13 @@ class StepPipeline:
         """Takes in what the tiers have done, and hands them what they are to do; between two steps."""
         if self._tiers is None:
             return
-        self._hear_tiers()
+        self._take_tier_events()
         # Everything planned so far has been launched: what they copy stands behind it.
         commands = self.scheduler.take_commands()
         if commands:
             self._tiers.submit(commands)
 
-    def _hear_tiers(self) -> None:
+    def _take_tier_events(self) -> None:
         """Takes in what the tiers have done."""
         events = [] if self._tiers is None else self._tiers.take_events()
         if events:
@@ -230,7 +230,7 @@ class StepPipeline:
                 if not self._in_flight:
                     self._gate.release(computed)
             # What a step leaves is saved behind what the tiers have: not behind what they gave up while it ran.
-            self._hear_tiers()
+            self._take_tier_events()
             updates = self.scheduler.update(plan, result, now)
         except Exception as error:
             return self._fail(plan, error)

@@ -57,7 +57,7 @@ class PromptReport(NamedTuple):
         return scored and (self.pooled is None or bool(np.isfinite(self.pooled).all()))
 
 
-class Reading:
+class PromptProgress:
     """How far the rows of one prompt are planned to be read, and the vector as far as it is known."""
 
     __slots__ = ("_end", "_next", "_request", "_total")
@@ -76,7 +76,7 @@ class Reading:
             self._next = first_scored_row(request)
 
     @classmethod
-    def of(cls, request: Request) -> Reading | None:
+    def of(cls, request: Request) -> PromptProgress | None:
         """None for a request that asks for nothing of its prompt."""
         return cls(request) if request.reads_prompt else None
 

@@ -9,8 +9,8 @@ from typing import Protocol
 
 from services.common.errors import InvalidRequest
 from services.engine.requests.adapter import BASE_PIN, AdapterPin
+from services.engine.requests.conversation_session import SessionName
 from services.engine.requests.sampling_params import SamplingParams
-from services.engine.requests.sessions import SessionName
 
 MAX_BOUNDARIES = 4096
 """Ends of messages that a request may name."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from services.common.errors import InvalidRequest
 from services.engine.requests.adapter import AdapterChoice, AdapterPin, PrivateVersion
+from services.engine.requests.conversation_session import SessionName, check_session
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import Pooling, Request, TokenMatcher, check_boundaries, check_prompt_logprobs
 from services.engine.requests.sampling_params import SamplingParams
-from services.engine.requests.sessions import SessionName, check_session
 
 Sink = Callable[[list[SequenceUpdate]], None]
 """Gets the updates of one step for all requests that were submitted with it, at once. Called on the loop thread, so it

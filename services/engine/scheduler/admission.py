@@ -88,7 +88,7 @@ class Admissions:
             return Admission.DEFERRED
         if len(self._queue.running) + step.seats_kept >= self._config.max_num_seqs or sequence.pending:
             # Pending: preempted while a step samples its next token, which it will compute again with the rest.
-            return self._hold_up(sequence)
+            return self._block(sequence)
         if self._waits(sequence, step.now):
             return self._defer(step, sequence)
         shared = self._prefixes.branches(sequence)
@@ -99,7 +99,7 @@ class Admissions:
             sequence.load_until = step.now + min(self._config.load_patience, sequence.load_patience)
             return self._defer(step, sequence)
         if allocation is Allocation.NO_MEMORY:
-            return self._hold_up(sequence)
+            return self._block(sequence)
         sequence.held_up = False
         sequence.short = sequence.uncomputed <= self._config.short_prefill
         self._prefixes.promise(sequence, sequence.snapshot_positions)
@@ -137,6 +137,6 @@ class Admissions:
         step.blocks_kept += self._memory.blocks_for(sequence.known)
         return Admission.DEFERRED
 
-    def _hold_up(self, sequence: Sequence) -> Admission:
+    def _block(self, sequence: Sequence) -> Admission:
         sequence.held_up = True
         return Admission.BLOCKED

@@ -23,8 +23,8 @@ from services.engine.constraints.masks import MaskMaker, RowMasks
 from services.engine.kv_cache.block_pool import IntegrityError
 from services.engine.kv_cache.radix_tree import Node
 from services.engine.kv_offload.connector import OffloadConnector
+from services.engine.kv_offload.conversation_sessions import ConversationSessions
 from services.engine.kv_offload.messages import TierCommand, TierEvent
-from services.engine.kv_offload.sessions import ConversationSessions
 from services.engine.observability.status import Counts
 from services.engine.requests.outputs import SampledToken, SequenceUpdate
 from services.engine.requests.request import FinishReason, Request

@@ -11,7 +11,7 @@ from services.engine.constraints.matcher import ConstraintBroken, OutputMatcher
 from services.engine.kv_cache.keys import Namespace, Tier, namespace_of, tokens_to_bytes
 from services.engine.kv_cache.radix_tree import PrefixMatch
 from services.engine.requests.outputs import Finished, SampledToken, SequenceUpdate
-from services.engine.requests.prompt_scoring import PromptRead, PromptReport, Reading
+from services.engine.requests.prompt_scoring import PromptProgress, PromptRead, PromptReport
 from services.engine.requests.request import FinishReason, Request
 from services.engine.scheduler.step_plan import MOST_VERIFIED, PENDING, Chunk
 
@@ -127,7 +127,7 @@ class Sequence:
         """Where that comes from."""
         self.loaded_tokens = 0
         """How far it reaches."""
-        self.reading = Reading.of(request)
+        self.reading = PromptProgress.of(request)
         """None: the prompt is computed and nothing of it is told."""
         self.cached_tokens: int | None = None
         """None until it is admitted the first time."""

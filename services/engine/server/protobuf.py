@@ -8,13 +8,13 @@ from services.common.adapters.names import check_adapter_name
 from services.common.errors import InvalidRequest
 from services.common.pb import engine_pb2 as pb
 from services.common.telemetry import tracing
-from services.engine.loop.kept_completions import Rollout
+from services.engine.loop.rollout_buffer import Rollout
 from services.engine.requests.adapter import AdapterChoice
+from services.engine.requests.conversation_session import SessionName, check_session
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.prompt_scoring import PromptScores
 from services.engine.requests.request import FinishReason, Pooling
 from services.engine.requests.sampling_params import Constraint, ConstraintKind, SamplingParams, Thinking
-from services.engine.requests.sessions import SessionName, check_session
 from services.engine.requests.submission import Submission
 from services.engine.server.errors import to_message
 

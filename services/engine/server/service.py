@@ -137,8 +137,8 @@ class _Stream:
             self._step_done([SequenceUpdate(message.request_id, finish_reason=FinishReason.ABORT)])
             return
         if message.request_id in self._live or message.keep_tokens:
-            told = self if message.keep_tokens else None
-            self._serving.loop.abort(message.request_id, message.keep_tokens, told)
+            on_kept = self if message.keep_tokens else None
+            self._serving.loop.abort(message.request_id, message.keep_tokens, on_kept)
 
     async def frames(self) -> AsyncIterator[list[SequenceUpdate]]:
         """The updates of one step after the other, until the client is done and its requests have ended.

@@ -10,14 +10,14 @@ from services.common.json_schema.numbers import Numbers, NumbersError, decimals,
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.schema.arrays import array
 from services.engine.constraints.schema.document import Document
-from services.engine.constraints.schema.doubt import Doubt
-from services.engine.constraints.schema.members import MembersOf
+from services.engine.constraints.schema.members import MemberReader
 from services.engine.constraints.schema.objects import ObjectRules
+from services.engine.constraints.schema.overlap import OverlapCheck
 from services.engine.constraints.schema.probe import Probe
 from services.engine.constraints.schema.reading import Reader
 from services.engine.constraints.schema.rules import Expression, Literal, OneOf, Rule, Schema, Terminal, Writer
 from services.engine.constraints.schema.shapes import Demands, Shape
-from services.engine.constraints.schema.strings import StringsOf, spelled
+from services.engine.constraints.schema.strings import StringTerminals, spelled
 
 _MOST_RULES = 50_000
 _MOST_LISTED = 64
@@ -41,10 +41,10 @@ def lark(document: Document, demands: Demands, probe: Probe) -> str:
 
 class _Lowering:
     def __init__(self, document: Document, probe: Probe) -> None:
-        self._strings = StringsOf(probe)
-        doubt = Doubt(self._strings)
-        self._reader = doubt.reader = Reader(document, doubt.overlap)
-        self._members = doubt.members = MembersOf(self._reader, self._strings)
+        self._strings = StringTerminals(probe)
+        overlap = OverlapCheck(self._strings)
+        self._reader = overlap.reader = Reader(document, overlap.overlap)
+        self._members = overlap.members = MemberReader(self._reader, self._strings)
         self._objects = ObjectRules(self._value, self._define)
         self._rules: dict[str, Expression] = {}
         self._names: dict[frozenset[int], str] = {}

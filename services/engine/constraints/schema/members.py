@@ -10,7 +10,7 @@ from services.common.json_schema.patterns import PatternError
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.schema.reading import Reader
 from services.engine.constraints.schema.shapes import Demands, Layer, Objects, Pattern, Strings, joined
-from services.engine.constraints.schema.strings import ANY, StringsOf, every, inner
+from services.engine.constraints.schema.strings import ANY, StringTerminals, every, inner
 
 _MOST_PATTERNS = 5
 _MOST_FINITE = 64
@@ -33,7 +33,7 @@ class Others:
     value: Demands
 
 
-class MembersOf:
+class MemberReader:
     """Finds the members of objects.
 
     Args:
@@ -41,7 +41,7 @@ class MembersOf:
         strings: writes names.
     """
 
-    def __init__(self, reader: Reader, strings: StringsOf) -> None:
+    def __init__(self, reader: Reader, strings: StringTerminals) -> None:
         self._reader = reader
         self._strings = strings
 

@@ -37,7 +37,7 @@ class Reader:
     """Reads the schemas of one document.
 
     Args:
-        overlap: whether some value may be of both shapes; a doubt counts as yes.
+        overlap: whether some value may be of both shapes; a overlap counts as yes.
     """
 
     def __init__(self, document: Document, overlap: Callable[[Shape, Shape], bool]) -> None:

@@ -20,7 +20,7 @@ _CHARACTER = (
 ANY = f'/"{_CHARACTER}*"/'
 
 
-class StringsOf:
+class StringTerminals:
     """Writes strings, and answers which texts they have.
 
     Args:

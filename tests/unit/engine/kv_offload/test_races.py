@@ -61,8 +61,8 @@ def test_what_is_read_is_not_evicted() -> None:
     (first,), (second,), (third,) = (chain(4, seed=seed) for seed in range(3))
     with Bench(limits(4)) as bench:  # two pages an entry
         bench.save(first)
-        whole = b"".join(bench.manager.read(first.key))
-        pieces = bench.manager.read(first.key)
+        whole = b"".join(bench.manager.export_entry(first.key))
+        pieces = bench.manager.export_entry(first.key)
         begin = next(pieces)
         bench.save(second, third)
         assert [event for event in bench.events if isinstance(event, Removed)] == [Removed(second.key, Tier.HOST)]
@@ -75,8 +75,8 @@ def test_what_is_forgotten_while_it_is_read_stays_readable() -> None:
     (first,), (second,) = chain(4, seed=1), chain(4, seed=2)
     with Bench(limits(4)) as bench:
         bench.save(first)
-        whole = b"".join(bench.manager.read(first.key))
-        pieces = bench.manager.read(first.key)
+        whole = b"".join(bench.manager.export_entry(first.key))
+        pieces = bench.manager.export_entry(first.key)
         begin = next(pieces)
         bench.submit(Forget([first.key]))
         assert bench.settle() == [Removed(first.key, Tier.HOST)]
@@ -90,7 +90,7 @@ def test_an_iterator_that_is_closed_lets_go() -> None:
     (first,) = chain(4)
     with Bench(limits(2)) as bench:
         bench.save(first)
-        pieces = bench.manager.read(first.key)
+        pieces = bench.manager.export_entry(first.key)
         next(pieces)
         pieces.close()  # type: ignore[attr-defined]
         bench.save(chain(4, seed=5)[0])

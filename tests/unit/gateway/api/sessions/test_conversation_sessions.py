@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from services.common.security.api_keys import Scope
-from services.engine.requests.sessions import SessionName
+from services.engine.requests.conversation_session import SessionName
 from services.gateway.protocol.sessions import DeletedSession, SessionList, SessionObject
 from tests.unit.engine.server.memory_sessions import MAGIC, PIECE
 from tests.unit.gateway.conftest import MODEL, Running, Starter

@@ -58,7 +58,7 @@ class Rollout:
         return _OVERHEAD + sum(values.itemsize * len(values) for values in arrays)
 
 
-class RolloutMemory:
+class RolloutBuffer:
     """The newest rollouts, bounded in number, bytes and age. Thread-safe.
 
     Args:

@@ -15,7 +15,7 @@ from services.engine.kv_cache.prefix_cache import PrefixCache
 from services.engine.kv_cache.radix_tree import Node
 from services.engine.kv_offload.connector import OffloadConnector
 from services.engine.kv_offload.messages import Forget, Pin
-from services.engine.requests.sessions import SessionName
+from services.engine.requests.conversation_session import SessionName
 
 
 @dataclass(slots=True)

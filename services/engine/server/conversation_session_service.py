@@ -1,4 +1,4 @@
-"""SessionService: clients' sessions over gRPC (temper.v1.Histories)."""
+"""ConversationSessionService: clients' sessions over gRPC (temper.v1.Histories)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from grpc import aio
 from services.common.errors import InvalidRequest, Overloaded, TemperError, Unavailable
 from services.common.pb import engine_pb2, histories_pb2_grpc
 from services.common.pb import histories_pb2 as pb
-from services.engine.requests.sessions import SessionInfo, SessionName
+from services.engine.requests.conversation_session import SessionInfo, SessionName
+from services.engine.server.conversation_session_manager import ConversationSessionManager
 from services.engine.server.errors import INTERNAL_MESSAGE, status_code
 from services.engine.server.protobuf import session_name
-from services.engine.server.session_manager import SessionManager
 
 _THREADS = 4
 """Of calls that are short, or wait for disk or store."""
@@ -31,7 +31,7 @@ _Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 log = structlog.get_logger(__name__)
 
 
-class SessionService(histories_pb2_grpc.HistoriesServicer):
+class ConversationSessionService(histories_pb2_grpc.HistoriesServicer):
     """Calls the session manager in threads of its own: this event loop also carries the tokens of all requests, and a
     client that sends a file slowly must not keep the threads of others.
 
@@ -39,7 +39,7 @@ class SessionService(histories_pb2_grpc.HistoriesServicer):
         sessions: does it.
     """
 
-    def __init__(self, sessions: SessionManager) -> None:
+    def __init__(self, sessions: ConversationSessionManager) -> None:
         self._sessions = sessions
         self._calls = ThreadPoolExecutor(_THREADS, "histories")
         self._transfers = ThreadPoolExecutor(_TRANSFERS, "history-files")
@@ -71,16 +71,16 @@ class SessionService(histories_pb2_grpc.HistoriesServicer):
     async def Export(  # noqa: N802
         self, request: pb.ExportHistoryRequest, context: _Context
     ) -> AsyncIterator[pb.HistoryChunk]:
-        leaving: _Leaving | None = None
+        stream: _ExportStream | None = None
         try:
             with self._transfer():
-                leaving = _Leaving(self._transfers, lambda: self._sessions.export(session_name(request.session)))
+                stream = _ExportStream(self._transfers, lambda: self._sessions.export(session_name(request.session)))
                 try:
                     # Asked for only when the one before is on its way: the client's pace is the manager's.
-                    while (piece := await leaving.next()) is not None:
+                    while (piece := await stream.next()) is not None:
                         yield pb.HistoryChunk(data=piece)
                 finally:
-                    await leaving.close()
+                    await stream.close()
         except Exception as error:  # every error is an answer
             await _refuse(context, error)
 
@@ -93,17 +93,17 @@ class SessionService(histories_pb2_grpc.HistoriesServicer):
                 first = await anext(requests, None)
                 if first is None or not first.HasField("session"):
                     raise InvalidRequest("the first message of an import must name the session", param="session")
-                return await self._take_in(session_name(first.session), _Arriving(first, requests))
+                return await self._import(session_name(first.session), _ImportStream(first, requests))
         except Exception as error:
             await _refuse(context, error)
 
-    async def _take_in(self, session: SessionName, arriving: _Arriving) -> pb.History:
-        reading = self._transfers.submit(self._sessions.take_in, session, arriving)
+    async def _import(self, session: SessionName, stream: _ImportStream) -> pb.History:
+        reading = self._transfers.submit(self._sessions.import_file, session, stream)
         try:
             return session_message(await asyncio.wrap_future(reading))
         finally:
-            arriving.end()
-            await _over(reading)
+            stream.end()
+            await _wait_for_thread(reading)
 
     async def _call(self, context: _Context, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What a function of the manager says, or the call's end with its error."""
@@ -127,7 +127,7 @@ class SessionService(histories_pb2_grpc.HistoriesServicer):
             self._transferring -= 1
 
 
-class _Leaving:
+class _ExportStream:
     """An export, piece by piece.
 
     Args:
@@ -149,8 +149,8 @@ class _Leaving:
     async def close(self) -> None:
         """Ends it, wherever it is: the manager may hold something for as long as it runs."""
         if self._asked is not None:
-            await _over(self._asked)
-        await _over(self._threads.submit(self._close))
+            await _wait_for_thread(self._asked)
+        await _wait_for_thread(self._threads.submit(self._close))
 
     def _next(self) -> bytes | None:
         if self._pieces is None:
@@ -163,7 +163,7 @@ class _Leaving:
             close()
 
 
-class _Arriving:
+class _ImportStream:
     """An import, for the thread that reads it: each piece is fetched when it is asked for. Made on the event loop."""
 
     def __init__(self, first: pb.ImportHistoryRequest, rest: AsyncIterator[pb.ImportHistoryRequest]) -> None:
@@ -207,7 +207,7 @@ class _Arriving:
         return await anext(self._rest, None)
 
 
-async def _over(work: concurrent.futures.Future[Any]) -> None:
+async def _wait_for_thread(work: concurrent.futures.Future[Any]) -> None:
     """Waits until a thread is done with something, however that ends, and also while this task is cancelled: what it
     uses is given back only then."""
     ended = asyncio.wrap_future(work)

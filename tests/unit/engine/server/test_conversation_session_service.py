@@ -14,12 +14,12 @@ from services.common.errors import InvalidRequest
 from services.common.pb import engine_pb2, histories_pb2_grpc
 from services.common.pb import histories_pb2 as pb
 from services.engine.requests.adapter import AdapterChoice
+from services.engine.requests.conversation_session import SessionName
 from services.engine.requests.sampling_params import SamplingParams
-from services.engine.requests.sessions import SessionName
 from services.engine.requests.submission import Submission
+from services.engine.server.conversation_session_service import ConversationSessionService
 from services.engine.server.errors import INTERNAL_MESSAGE
 from services.engine.server.protobuf import submission
-from services.engine.server.session_service import SessionService
 from tests.unit.engine.server.memory_sessions import MAGIC, PIECE, MemorySessions
 
 BIG = 128 * 2**20
@@ -32,7 +32,7 @@ def desk() -> MemorySessions:
 
 @pytest.fixture
 async def stub(desk: MemorySessions) -> AsyncIterator[histories_pb2_grpc.HistoriesAsyncStub]:
-    server, service = aio.server(), SessionService(desk)
+    server, service = aio.server(), ConversationSessionService(desk)
     histories_pb2_grpc.add_HistoriesServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

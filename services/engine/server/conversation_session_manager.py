@@ -1,4 +1,5 @@
-"""SessionManager: what clients can ask and do with their sessions, from any thread, between two steps of the loop."""
+"""ConversationSessionManager: what clients can ask and do with their sessions, from any thread, between two steps of
+the loop."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ from typing import TypeVar
 from services.common.errors import InvalidRequest, NotFound, TemperError, Unavailable
 from services.engine.kv_cache.keys import Key, Tier
 from services.engine.kv_offload.connector import OffloadConnector
+from services.engine.kv_offload.conversation_sessions import ConversationSession
 from services.engine.kv_offload.entry_format import entry_bytes
 from services.engine.kv_offload.manager import TierManager
 from services.engine.kv_offload.messages import Entry
-from services.engine.kv_offload.sessions import ConversationSession
 from services.engine.loop.loop import EngineLoop
-from services.engine.requests.sessions import SessionInfo, SessionName
+from services.engine.requests.conversation_session import SessionInfo, SessionName
 from services.engine.scheduler.scheduler import Scheduler
-from services.engine.server.session_file import Facts, Reader, write
+from services.engine.server.conversation_session_file import Facts, Reader, write
 
 _SECONDS = 30.0
 """For the loop to come to a boundary."""
@@ -36,7 +37,7 @@ class _Chain:
     entries: list[Entry]
 
 
-class SessionManager:
+class ConversationSessionManager:
     """Lists, saves, deletes, exports and imports sessions, on any thread but the loop's; every method may block.
 
     Every method raises NotFound, there is no such session (any more), and Unavailable, the engine is stopping.
@@ -110,10 +111,10 @@ class SessionManager:
             sizes=[entry_bytes(entry, tiers.layout) for entry in chain.entries],
         )
         # The first entry is read now, so that what cannot be had is an answer, not a file that breaks off.
-        first = tiers.read(chain.entries[0].key)
+        first = tiers.export_entry(chain.entries[0].key)
         return write(facts, [first, *(_later(tiers, entry.key) for entry in chain.entries[1:])])
 
-    def take_in(self, session: SessionName, pieces: Iterable[bytes]) -> SessionInfo:
+    def import_file(self, session: SessionName, pieces: Iterable[bytes]) -> SessionInfo:
         """Reads such a file; the session is then as it was when it was exported.
 
         Raises:
@@ -121,7 +122,7 @@ class SessionManager:
         """
         tiers = self._with_tiers()
         reader = Reader(pieces)
-        entries = [tiers.take_in(item) for item in reader.entries()]
+        entries = [tiers.import_entry(item) for item in reader.entries()]
         return self._between_steps(lambda scheduler: self._known(scheduler, session, entries[-1].key, reader.facts))
 
     def _known(self, scheduler: Scheduler, session: SessionName, key: Key, facts: Facts) -> SessionInfo:
@@ -227,4 +228,4 @@ def _tiers_of(scheduler: Scheduler) -> OffloadConnector:
 
 def _later(tiers: TierManager, key: Key) -> Iterator[bytes]:
     """Reads an entry when its first piece is asked for."""
-    yield from tiers.read(key)
+    yield from tiers.export_entry(key)
