@@ -280,7 +280,7 @@ def test_export_and_import() -> None:
             bench.manager.export_entry(chain(1, seed=9)[0].key)
     assert [sum(map(len, item)) for item in items] == [entry_bytes(entry, LAYOUT) for entry in entries]
     with Bench() as bench:
-        with pytest.raises(InvalidRequest, match="stands on another"):
+        with pytest.raises(InvalidRequest, match="parent of an entry"):
             bench.manager.import_entry(items[1])
         for entry, item in zip(entries, items, strict=True):
             whole = b"".join(item)
