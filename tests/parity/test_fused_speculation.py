@@ -12,7 +12,8 @@ import tests.kernels.gpu.interpreter  # noqa: F401
 from services.engine.requests.request import Request
 from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.step_plan import Chunk, StepPlan
-from tests.parity.fused_models import TINY, InStep, cuda_runner, random_adapters, random_model
+from tests.parity.fused_models import TINY, cuda_runner, random_adapters, random_model
+from tests.parity.in_step import InStep
 from tests.parity.test_fused import DEVICE, LIMITS, requests
 
 SPECULATIVE = replace(LIMITS, speculative=True, num_slots=20)
