@@ -190,8 +190,8 @@ def state_slots(settings: EngineSettings) -> int:
 
 
 def waiting_writes(settings: EngineSettings, kind: str) -> int:
-    """Writes that a recurrent state on a GPU is behind, at most. Speculation takes states back to where a guess was
-    wrong, and needs them whole."""
+    """Writes that a recurrent state on a GPU is behind, at most. Speculation takes states back to where a draft token
+    was wrong, and needs them whole."""
     return WAITING_WRITES if kind == "cuda" and settings.speculative == "none" else 0
 
 

@@ -178,8 +178,8 @@ def test_prompts_are_read_through_snapshots() -> None:
     np.testing.assert_allclose(other.pooled, one.pooled, rtol=1e-4, atol=1e-4)
 
 
-def test_guesses_behind_a_prompt_with_snapshots() -> None:
-    """The guesses read the mtp layer's keys of all rows; one that is right is as likely as without snapshots."""
+def test_draft_tokens_behind_a_prompt_with_snapshots() -> None:
+    """The draft tokens read the mtp layer's keys of all rows; one that is right is as likely as without snapshots."""
     request, second = prompt("a", 50), prompt("b", 30)
     chunks = [chunk(request, 0, 50, 3, 5), chunk(second, 0, 30, 4, 20)]
     marked = [chunks[0]._replace(snapshots=((20, 10), (33, 11))), chunks[1]._replace(snapshots=((8, 12),))]
@@ -274,7 +274,7 @@ def test_chains_and_ordinary_chunks_on_the_device(largest_graph: int) -> None:
     fused.check_states(parts, [2, 3, 4, 12, 13, 14, 15, 16])
 
 
-def test_reads_and_guesses_on_the_device() -> None:
+def test_reads_and_draft_tokens_on_the_device() -> None:
     """Of a step with chains: rows are found where they would be without."""
     scored = prompt("a", 70, prompt_logprobs=2, pooling=Pooling.MEAN)
     second = prompt("b", 30)

@@ -38,7 +38,7 @@ class StepRows:
     segments: Segments | None
     """The other rows; None: there are none."""
     short: bool = False
-    """The segments have a few tokens each, answers with guesses in them: they are computed as decodes are."""
+    """The segments have a few tokens each, answers with draft tokens in them: they are computed as decodes are."""
     next_ids: Tensor | None = None
     """[T]: the token behind each row's, for the mtp layer; what the step samples itself is filled in later."""
 

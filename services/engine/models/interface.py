@@ -59,12 +59,12 @@ class DeviceForward(Protocol):
         """[R, hidden] of layers() to final hidden states."""
         ...
 
-    def guess(self, x: Tensor, rows: StepRows, attention: DecodeAttention | None) -> Tensor:
-        """[T, hidden] of the mtp layer, for guess_logits()."""
+    def draft(self, x: Tensor, rows: StepRows, attention: DecodeAttention | None) -> Tensor:
+        """[T, hidden] of the mtp layer, for draft_logits()."""
         ...
 
-    def guess_logits(self, y: Tensor) -> Tensor:
-        """[R, hidden] of guess() to logits [R, vocab] of the draft tokens."""
+    def draft_logits(self, y: Tensor) -> Tensor:
+        """[R, hidden] of draft() to logits [R, vocab] of the draft tokens."""
         ...
 
 
@@ -176,18 +176,18 @@ class CausalLM(ABC):
         """Runs one step, updating the caches in place.
 
         Returns:
-            [T, hidden]: final hidden states, normed, of all rows; and the step as guess() takes it.
+            [T, hidden]: final hidden states, normed, of all rows; and the step as draft() takes it.
         """
 
     def begin_step(self, batch: ForwardBatch, cache: CacheBuffers) -> Any:  # noqa: ARG002
         """Clears the states of sequences that start in a batch which is then run piece by piece.
 
         Returns:
-            The whole batch as guess() takes it.
+            The whole batch as draft() takes it.
         """
         return None
 
-    def guess(self, hidden: Tensor, next_ids: Tensor, step: Any, cache: CacheBuffers) -> Tensor:
+    def draft(self, hidden: Tensor, next_ids: Tensor, step: Any, cache: CacheBuffers) -> Tensor:
         """Runs the mtp layer behind forward_all(): row by row, one token further; adapters play no part.
 
         Args:

@@ -22,7 +22,7 @@ class Counts:
     preemptions: int
     """Since the start."""
     num_draft_tokens: int = 0
-    """Guessed tokens that were checked since the start."""
+    """Drafted tokens that were checked since the start."""
     num_accepted_tokens: int = 0
     evicted_bytes: int = 0
     """Given up by the prefix cache since the start."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from services.engine.constraints.masks import RowMasks
 from services.engine.executors.cuda.buffers import LoadedStep, StepShape
-from services.engine.executors.cuda.mtp import GuessRows
+from services.engine.executors.cuda.mtp import DraftRows
 from services.engine.executors.cuda.prompt_scoring import Reports
 from services.engine.executors.cuda.sampling.sampler import SampleRows
 from services.engine.executors.cuda.stream import Arrival
@@ -29,7 +29,7 @@ class QueuedStep:
     logits: Tensor | None
     """None: nothing is sampled."""
     sampling: SampleRows
-    guessing: GuessRows | None
+    drafting: DraftRows | None
     samples: int
     """Chunks that sample."""
     reports: Reports | None

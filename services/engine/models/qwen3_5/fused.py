@@ -136,11 +136,11 @@ class FusedForward:
         """What layers() returned for some rows, behind the final norm."""
         return rms_norm(x, self._weights.final_norm, self._config.rms_norm_eps, pdl=self._pdl)
 
-    def guess(self, x: Tensor, rows: StepRows, attention: DecodeAttention | None) -> Tensor:
+    def draft(self, x: Tensor, rows: StepRows, attention: DecodeAttention | None) -> Tensor:
         """Runs the mtp layer behind layers(), on what that returned and ``rows.next_ids``; adapters play no part.
 
         Returns:
-            [T, hidden], for guess_logits().
+            [T, hidden], for draft_logits().
         """
         mtp, eps, pdl = self._mtp, self._config.rms_norm_eps, self._pdl
         if rows.next_ids is None:
@@ -159,8 +159,8 @@ class FusedForward:
         self._rest_of_layer(y, mixed, mtp.layer, {})
         return y.settled()
 
-    def guess_logits(self, y: Tensor) -> Tensor:
-        """What guess() returned for some rows, [R, hidden], to logits [R, vocab] of the tokens after the next."""
+    def draft_logits(self, y: Tensor) -> Tensor:
+        """What draft() returned for some rows, [R, hidden], to logits [R, vocab] of the tokens after the next."""
         return self._weights.head.project(y, norm=Norm(self._mtp.final_norm, self._config.rms_norm_eps), pdl=self._pdl)
 
     @property
