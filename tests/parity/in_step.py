@@ -116,11 +116,11 @@ class InStep:
         """The same by the CUDA runner."""
         self.baseline_logits: list[Tensor] = []
         """The same by the baseline."""
-        _record(model, "logits", self.expected)
+        record(model, "logits", self.expected)
         if baseline is not None:
-            _record(baseline, "logits", self.baseline_logits)
-        _record(self.runner.forward, "logits", self.ours)
-        _record(self.runner.forward, "draft_logits", self.ours)
+            record(baseline, "logits", self.baseline_logits)
+        record(self.runner.forward, "logits", self.ours)
+        record(self.runner.forward, "draft_logits", self.ours)
         self.steps = 0
         self.compares_logits = True
         self.reports = 0
@@ -224,7 +224,7 @@ def _plain_runner(model: Qwen3_5, limits: SchedulerConfig, lora: LoraSlots) -> M
     )
 
 
-def _record(target: Any, name: str, into: list[Tensor]) -> None:
+def record(target: Any, name: str, into: list[Tensor]) -> None:
     """Keeps what a method that computes logits returns."""
     logits = getattr(target, name)
 

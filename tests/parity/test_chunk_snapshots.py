@@ -21,7 +21,8 @@ from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.chunk_segments import segments
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.step_plan import BlockCopy, Chunk, StateCopy, StepPlan, StepResult
-from tests.parity.fused_models import TINY, _record, cuda_runner, random_adapters, random_model, spoil
+from tests.parity.fused_models import TINY, cuda_runner, random_adapters, random_model, spoil
+from tests.parity.in_step import record
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = 2e-4
@@ -86,7 +87,7 @@ class Plain:
             model, self.cache, lora, num_slots=LIMITS.num_slots, eos_token_ids=[0], speculative=speculative
         )
         self.logits: list[Tensor] = []
-        _record(model, "logits", self.logits)
+        record(model, "logits", self.logits)
 
     def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
         self.logits.clear()
@@ -224,7 +225,7 @@ class Fused:
         self.runner = cuda_runner(model, limits, lora, largest_graph=largest_graph, waiting_writes=waiting_writes)
         self.cache = self.runner._cache
         self.logits: list[Tensor] = []
-        _record(self.runner.forward, "logits", self.logits)
+        record(self.runner.forward, "logits", self.logits)
 
     def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
         self.logits.clear()

@@ -60,7 +60,7 @@ class DeviceForward(Protocol):
         ...
 
     def draft(self, x: Tensor, rows: StepRows, attention: DecodeAttention | None) -> Tensor:
-        """[T, hidden] of the mtp layer, for draft_logits()."""
+        """Output of the mtp layer, [T, hidden], for draft_logits()."""
         ...
 
     def draft_logits(self, y: Tensor) -> Tensor:
@@ -81,8 +81,8 @@ class CapturedForwards(Protocol):
 
 
 class CausalLM(ABC):
-    """One copy of the frozen weights, used by the engine loop and the trainer thread alike. Nothing here changes after
-    construction, so both may call it at once; the caches belong to the caller."""
+    """Language model with one copy of the frozen weights, used by the engine loop and the trainer thread alike. Nothing
+    here changes after construction, so both may call it at once; the caches belong to the caller."""
 
     config: ModelConfig
 
@@ -118,7 +118,7 @@ class CausalLM(ABC):
 
     @property
     def has_mtp(self) -> bool:
-        """Whether the layer that predicts the token after next is loaded."""
+        """True if the mtp layer, which drafts the token after next, is loaded."""
         return False
 
     # Serving.
@@ -322,7 +322,7 @@ class CausalLM(ABC):
         temperature: float,
         give_way: Callable[[], None] = lambda: None,
     ) -> Divergence:
-        """How far this model's next-token distributions are from a teacher's, over the tokens that both heads have
+        """Divergence of this model's next-token distributions from a teacher's, over the tokens that both heads have
         (checkpoints pad their vocabularies differently); differentiable in ``hidden`` only.
 
         Args:

@@ -34,7 +34,7 @@ class MtpDrafter:
         self._model, self._cache, self._sampler = model, cache, sampler
 
     def draft(self, hidden: Tensor, step: Any, chunks: Sequence[Chunk], tokens: Sequence[SampledToken]) -> list[int]:
-        """One draft token for each chunk that samples, -1 for requests that none are made for.
+        """Draft token of each chunk that samples, -1 for requests that none are made for.
 
         Args:
             hidden: [T, hidden] of all rows of the step, normed.

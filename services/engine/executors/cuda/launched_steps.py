@@ -25,7 +25,7 @@ class QueuedStep:
     step: LoadedStep
     captured: StepShape | None
     x: Tensor
-    """What the layers return."""
+    """Output of the layers."""
     logits: Tensor | None
     """None: nothing is sampled."""
     sampling: SampleRows
@@ -33,7 +33,7 @@ class QueuedStep:
     samples: int
     """Chunks that sample."""
     reports: Reports | None
-    """What is read of prompts; None: nothing is."""
+    """Prompt rows that are scored or pooled; None: none are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What the runner does behind a step that samples, to draft the tokens after: on the device, without waiting for it.
+"""Draft tokens behind a step that samples: drawn on the device, without waiting for it.
 
 The plain twin is services/engine/executors/cpu/mtp.py. The host does not know yet whether a step's own draft token was
 right, so the row to draft from and the number of the token are chosen on the device.
@@ -25,7 +25,7 @@ _WORDS = 5
 
 @dataclass(frozen=True, slots=True)
 class DraftRows:
-    """The chunks of a step that a draft token is made for."""
+    """Chunks of a step that a draft token is drawn for."""
 
     words: Words
     """[5, C]: of each, its first place among the sampled rows; the draft token it checks, -1 for none; the row of the
@@ -54,7 +54,7 @@ class DraftRows:
         return cls(np.ascontiguousarray(words), places, count)
 
     def read(self, tokens: Sequence[SampledToken]) -> list[int]:
-        """One draft token for each chunk that samples, -1 for none.
+        """Draft token of each chunk that samples, -1 for none.
 
         Args:
             tokens: [C], what sample_draft_tokens() left, on the host.

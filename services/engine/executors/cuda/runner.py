@@ -50,7 +50,7 @@ _ENTRIES_A_COPY = 16384
 
 @dataclass(frozen=True, slots=True)
 class RunnerLimits:
-    """What the runner's static buffers must hold."""
+    """Limits of a step, which the runner's static buffers must hold."""
 
     max_num_seqs: int
     token_budget: int
@@ -65,7 +65,7 @@ class RunnerLimits:
 
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
-    """How kernels are launched."""
+    """Options for launching kernels."""
 
     batch_invariant: bool = False
     """A row's bits do not depend on the other rows of its step (matrices and adapters must be made so too)."""
@@ -163,7 +163,7 @@ class CudaRunner:
 
     @property
     def stream(self) -> EngineStream:
-        """Where all steps are queued."""
+        """Stream that all steps are queued to."""
         return self._stream
 
     @torch.inference_mode()

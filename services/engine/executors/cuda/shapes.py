@@ -14,8 +14,8 @@ _PREFILL_TOKENS = (64, 128, 256, 512, 1024, 1536, 2048)
 adapters, beside 75 tokens a millisecond."""
 _MIXED_DECODES = (8, 32, 64, 128, 256)
 _MIXED_TOKENS = (128, 512, 1024, 2048)
-"""With adapters the launches of 2,048 tokens took the host 57 ms beside an H200 that needed 38; 3,840, the most that a
-step with decodes holds by default, take that 63."""
+"""Prompt tokens of captured mixed steps. With adapters the launches of 2,048 tokens took the host 57 ms beside an H200
+that needed 38; 3,840, the most that a step with decodes holds by default, take that 63."""
 INVARIANT_ALIGNMENT = TILE
 """Prefill kernels compute tiles of a segment: cut at their multiples, a prompt is computed the same in any chunks."""
 _SEGMENTS = ((2, 4), (16, 24))
