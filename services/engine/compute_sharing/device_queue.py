@@ -10,7 +10,7 @@ from services.engine.compute_sharing.device_order import Mark
 
 
 class CudaMark:
-    """Implements stream_gate.Mark."""
+    """Mark on a CUDA stream."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
@@ -32,10 +32,10 @@ class CudaMark:
 
 
 class CudaDeviceQueue:
-    """Implements stream_gate.DeviceQueue.
+    """CUDA stream as a DeviceQueue.
 
     Args:
-        stream: the stream that the thread's work goes to at the time of the call.
+        stream: returns the stream that the thread's work goes to.
     """
 
     def __init__(self, stream: Callable[[], torch.cuda.Stream]) -> None:

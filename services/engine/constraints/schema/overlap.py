@@ -1,4 +1,4 @@
-"""Whether schemas exclude each other, as far as that is soon seen; a overlap counts as no."""
+"""Overlap check: tells whether schemas exclude each other, as far as that can be found quickly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class OverlapCheck:
     """Looks for values that fulfil two schemas at once.
 
     Args:
-        strings: which texts there are.
+        strings: tells which texts a string shape has.
     """
 
     def __init__(self, strings: StringTerminals) -> None:
@@ -25,7 +25,7 @@ class OverlapCheck:
         self.members: MemberReader | None = None
 
     def overlap(self, a: Shape, b: Shape) -> bool:
-        """Whether some value may be of both shapes."""
+        """True if some value may have both shapes, also if that is not known."""
         return self._possible(a & b, 0)
 
     def _possible(self, shape: Shape, depth: int) -> bool:
