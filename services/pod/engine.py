@@ -51,20 +51,20 @@ from services.pod.tiers import build_tiers
 
 VERSION = "0.1.0"
 _RATE = {"cuda": 5e14, "cpu": 2e10}
-"""Floating-point operations a second of a long prompt, as a first guess; an H200 was measured at 5.4e14."""
+"""First estimate of the floating-point operations a second for a long prompt; an H200 was measured at 5.4e14."""
 _SWITCH_SECONDS = 0.0005
-"""How long another thread may hold the GIL while the loop's wants it; Python's 5 ms are two steps of a GPU."""
+"""Longest time that another thread holds the GIL while the loop's wants it; Python's 5 ms are two steps of a GPU."""
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The parts of a serving engine."""
+    """Parts of a serving engine."""
 
     model: CausalLM
     teacher: CausalLM | None
-    """The second model that jobs may distil from."""
+    """Second model, which jobs may distil from."""
     codec: TextCodec
     base_digest: str
     memory: MemoryPlan
@@ -90,14 +90,14 @@ class Engine:
         self.adapters.start(self.loop)
 
     def tier_status(self) -> Mapping[Tier, TierStatus]:
-        """What the tiers hold now; {} where there are none."""
+        """Status of every tier; {}: there are none."""
         return {} if self.tiers is None else self.tiers.status()
 
     def stop(self, seconds: float = 0.0) -> None:
-        """Ends what still runs and all threads.
+        """Ends all requests and threads.
 
         Args:
-            seconds: for what the tiers have not written yet.
+            seconds: longest wait for what the tiers have not written yet.
         """
         self.adapters.stop()
         self.constraints.close()
@@ -107,8 +107,8 @@ class Engine:
 
 
 def tune_interpreter() -> None:
-    """Called once everything is loaded, so that this process does not hold up steps: the garbage collector need not
-    walk over what stays anyway (a full collection took 260 ms), and threads hand over the GIL soon."""
+    """Tunes the interpreter for short steps, once everything is loaded: the garbage collector skips what stays anyway
+    (a full collection took 260 ms), and threads hand over the GIL soon."""
     gc.collect()
     gc.freeze()
     sys.setswitchinterval(_SWITCH_SECONDS)
@@ -130,8 +130,8 @@ def build_engine(
 
     Args:
         adapter_events: publications and attachments; None: the pointers are polled.
-        events: told what happens in the engine.
-        store: for the tier that is in the object store.
+        events: stream for the engine's events.
+        store: object store, for the store tier.
 
     Raises:
         CheckpointRejected: the model directory is incomplete or foreign.
@@ -148,7 +148,7 @@ def build_engine(
             f"{settings.model}: the tokenizer has {codec.vocab_size} tokens, the model {config.vocab_size}"
         )
     storage(settings, hardware).check(config)
-    # Planned before anything is loaded: what does not fit is refused with the numbers.
+    # Planned before anything is loaded: a plan that does not fit is refused with its numbers.
     dtype = resolve_dtype(settings.dtype, device)
     teacher_config = second_config(settings, codec)
     if teacher_config is not None:
@@ -259,7 +259,7 @@ def build_engine(
 
 
 def compiler_limits(settings: EngineSettings) -> CompilerLimits:
-    """What compiling constraints may take."""
+    """Limits of compiling constraints."""
     return CompilerLimits(
         GrammarLimits(
             max_bytes=settings.constraint_max_bytes,
@@ -281,7 +281,7 @@ def _limits(
     eos_token_ids: Sequence[int],
     device: torch.device,
 ) -> SchedulerConfig:
-    """What the scheduler may hand out.
+    """Configuration of the scheduler.
 
     Raises:
         InvalidRequest: the settings contradict each other.

@@ -1,4 +1,4 @@
-"""What runs the steps of a pod, by device: the executor with its caches, and the gate that training shares it by."""
+"""Executor of a pod by device: the runner with its caches, and the compute gate that training shares the device by."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DeviceExecutor:
-    """What computes, and how its caches are copied."""
+    """Runner of the device's steps, and the copies of its caches."""
 
     runner: Runner
     transfer: Callable[[str], CacheTransfer]
-    """Makes the way between the caches and the host's memory, for an identity (see Layout.fingerprint)."""
+    """Makes the cache transfer to host memory for a cache identity (see Layout.fingerprint)."""
 
 
 def build_runner(
@@ -47,7 +47,7 @@ def build_runner(
     """Allocates the caches; on a GPU it also compiles the kernels and captures the CUDA graphs.
 
     Args:
-        settings: those of the device (see EngineSettings.for_device).
+        settings: settings of the device (see EngineSettings.for_device).
         num_blocks: KV blocks, scratch block 0 included.
     """
     slots, speculative = state_slots(settings), settings.speculative == "mtp"
@@ -96,7 +96,7 @@ def build_runner(
 
 
 def prefill_alignment(settings: EngineSettings) -> int:
-    """Where prefill chunks must end for a prompt's bits not to depend on how it was cut."""
+    """Alignment of prefill chunks, so that a prompt's bits do not depend on how it was split."""
     if not settings.batch_invariant:
         return 1
     from services.engine.executors.cuda.shapes import INVARIANT_ALIGNMENT
@@ -108,7 +108,7 @@ Gate: TypeAlias = SliceGate | StreamGate
 
 
 def build_gate(runner: Runner, device: torch.device, tpot_goal_seconds: float) -> Gate:
-    """Where steps are queued on a stream, the order is kept there; where they compute in the caller, on the host."""
+    """Compute gate of a device: on the device's streams for CUDA, else on the host."""
     if device.type != "cuda":
         return SliceGate(tpot_goal_seconds)
     # Imported here: a pod without a GPU needs no Triton.

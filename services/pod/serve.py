@@ -1,4 +1,4 @@
-"""The life of a pod after its checks: load, serve, drain."""
+"""Life of a pod after its checks: load, serve, drain."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from services.trainer.settings import TrainerSettings
 
 _WATCH_SECONDS = 0.5
 _CLOSE_SECONDS = 0.5
-"""After draining: for the last frames to leave."""
+"""Time for the last frames to be sent after draining, seconds."""
 
 log = structlog.get_logger(__name__)
 
@@ -56,11 +56,11 @@ async def serve(
     """Runs a pod until ``stop`` is set, then drains it.
 
     Args:
-        health: told how it goes.
+        health: health of the process, kept current.
         certificates: for TLS; None: plaintext.
 
     Raises:
-        TemperError: it cannot start, or a thread died that it needs; one line says why.
+        TemperError: it cannot start, or a thread that it needs has died; the message is one line.
     """
     started = time.monotonic()
     parent = os.getppid()
@@ -71,7 +71,7 @@ async def serve(
     adapter_events = AdapterEvents(settings)
     if certificates is not None:
         certificates.export(metrics.registry)
-    if settings.metrics_port:  # while it loads, too: a target that does not answer counts as down
+    if settings.metrics_port:  # also while loading: a target that does not answer counts as down
         _serve_metrics(settings.metrics_host, settings.metrics_port, metrics.registry)
     tracer = open_tracer(settings, "engine")
     traces = RequestTraces(tracer) if tracer.on else None
@@ -85,7 +85,7 @@ async def serve(
         await _serve(settings, engine, training, metrics, stop, parent, started, health, certificates, tracer)
     finally:
         await asyncio.to_thread(training.drain)
-        # The adapters' event thread would otherwise wait on for as long as a poll takes.
+        # Otherwise the adapters' event thread would wait until its next poll ends.
         adapter_events.close()
         await asyncio.to_thread(engine.stop, settings.tier_close_seconds)
         if traces is not None:
@@ -146,7 +146,7 @@ async def _serve(
         health.drain()
         await reporter.publish()
         await _drain(settings, engine, training)
-        if reason:  # what streams there were have ended as they should
+        if reason:  # the streams have ended regularly
             raise Unavailable(reason)
     finally:
         for task in background_tasks:
@@ -158,13 +158,13 @@ async def _serve(
 
 
 async def _unless_stopped(loading: asyncio.Task[Engine], stop: asyncio.Event) -> Engine:
-    """What was loaded. Asked to stop before that, the process ends at once: nothing has been begun, and a thread that
-    loads cannot be told."""
+    """Waits for the loaded engine. If the pod is asked to stop before, the process exits at once: nothing has begun,
+    and a loading thread cannot be interrupted."""
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         log.info("asked to stop while loading")
-        for child in multiprocessing.active_children():  # those that compile kernels
+        for child in multiprocessing.active_children():  # processes that compile kernels
             child.terminate()
         sys.stderr.flush()
         os._exit(0)
@@ -188,7 +188,7 @@ def _serve_metrics(host: str, port: int, registry: CollectorRegistry) -> None:
 
 
 def _dead_thread(engine: Engine, training: Training) -> str:
-    """What has died without which this process cannot do its work; empty: nothing."""
+    """Message about a needed thread that has died; empty: all run."""
     if not engine.loop.alive:
         return "the engine loop died; its log has the reason"
     if not training.alive:
@@ -197,7 +197,7 @@ def _dead_thread(engine: Engine, training: Training) -> str:
 
 
 async def _watch(stop: asyncio.Event, dead_thread: Callable[[], str], with_parent: bool, parent: int) -> str:
-    """Waits for the end: empty when asked to stop, else what has died."""
+    """Waits until the pod must end. Returns "" if it was asked to stop, else the message about a dead thread."""
     while not stop.is_set():
         if reason := dead_thread():
             log.critical(reason)
@@ -219,13 +219,13 @@ async def _drain(settings: EngineSettings, engine: Engine, training: Training) -
         asyncio.to_thread(training.drain),
     )
     if not trained:
-        log.warning("the trainer was still busy, another one will take its job over")
+        log.warning("the trainer was still busy; another one will take over its job")
     if not drained:
         log.warning("requests left after drain_seconds are ended", seconds=settings.drain_seconds)
 
 
 def stop_on_signals(stop: asyncio.Event, health: ProcessHealth) -> None:
-    """SIGTERM and SIGINT drain; another one later ends the process at once."""
+    """Drains on SIGTERM and SIGINT; a further signal later ends the process at once."""
     wishes = Wishes()
 
     def handle(number: int) -> None:
@@ -244,11 +244,11 @@ def sources(
     training: Callable[[], bool],
     tiers: Callable[[], Mapping[Tier, TierStatus]] = dict,
 ) -> Sources:
-    """For services.engine.observability.exports.
+    """Sources for services.engine.observability.exports.
 
     Args:
-        training: whether a job runs.
-        tiers: what is in the tiers below the device; left out: there are none.
+        training: tells whether a job runs.
+        tiers: returns the status of the tiers; by default there are none.
     """
     return Sources(
         model_name=settings.served_model_name,
@@ -264,10 +264,11 @@ def sources(
 
 
 def device_memory(device: torch.device) -> Callable[[], Mapping[str, int]]:
-    """A reader of bytes by kind: total (of the card), reserved (by this process' allocator), allocated (of that).
+    """Reader of the device's bytes by kind: total (of the device), reserved (by this process' allocator), allocated (of
+    that).
 
-    It asks the allocator's books, not the driver, so a scrape never waits for the device nor disturbs a capture of CUDA
-    graphs. What other processes take is in no kind; DCGM's exporter has it.
+    It asks the allocator, not the driver, so a scrape never waits for the device or disturbs a capture of CUDA graphs.
+    Memory of other processes is not included; DCGM's exporter has it.
     """
     if device.type != "cuda":
         return dict

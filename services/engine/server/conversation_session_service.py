@@ -1,4 +1,4 @@
-"""ConversationSessionService: clients' sessions over gRPC (temper.v1.Histories)."""
+"""gRPC service of conversation sessions (temper.v1.Histories)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from services.engine.server.errors import INTERNAL_MESSAGE, status_code
 from services.engine.server.protobuf import session_name
 
 _THREADS = 4
-"""Of calls that are short, or wait for disk or store."""
+"""Threads for calls that are short or wait for disk or store."""
 _TRANSFERS = 4
-"""Exports and imports at a time. Each has a thread until its client has taken or sent the last byte."""
+"""Most exports and imports at a time. Each has a thread until its client has received or sent the last byte."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,11 +32,11 @@ log = structlog.get_logger(__name__)
 
 
 class ConversationSessionService(histories_pb2_grpc.HistoriesServicer):
-    """Calls the session manager in threads of its own: this event loop also carries the tokens of all requests, and a
-    client that sends a file slowly must not keep the threads of others.
+    """gRPC service that calls the session manager in threads of its own: this event loop also carries the tokens of all
+    requests, and a client that sends a file slowly must not block the threads of others.
 
     Args:
-        sessions: does it.
+        sessions: session manager.
     """
 
     def __init__(self, sessions: ConversationSessionManager) -> None:
@@ -76,7 +76,7 @@ class ConversationSessionService(histories_pb2_grpc.HistoriesServicer):
             with self._transfer():
                 stream = _ExportStream(self._transfers, lambda: self._sessions.export(session_name(request.session)))
                 try:
-                    # Asked for only when the one before is on its way: the client's pace is the manager's.
+                    # The next piece is read only when the one before is sent, at the client's pace.
                     while (piece := await stream.next()) is not None:
                         yield pb.HistoryChunk(data=piece)
                 finally:
@@ -106,7 +106,7 @@ class ConversationSessionService(histories_pb2_grpc.HistoriesServicer):
             await _wait_for_thread(reading)
 
     async def _call(self, context: _Context, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What a function of the manager says, or the call's end with its error."""
+        """Runs a function of the manager in a thread; an error ends the call."""
         try:
             return await asyncio.wrap_future(self._calls.submit(function, *args, **kwargs))
         except Exception as error:
@@ -114,7 +114,7 @@ class ConversationSessionService(histories_pb2_grpc.HistoriesServicer):
 
     @contextmanager
     def _transfer(self) -> Iterator[None]:
-        """Around an export or import. Raises Overloaded while there are too many."""
+        """Context manager around an export or import. Raises Overloaded while there are too many."""
         if self._transferring >= _TRANSFERS:
             raise Overloaded(
                 f"{self._transferring} sessions are exported or imported at the moment: try again when one has ended",
@@ -128,11 +128,11 @@ class ConversationSessionService(histories_pb2_grpc.HistoriesServicer):
 
 
 class _ExportStream:
-    """An export, piece by piece.
+    """Export stream, piece by piece.
 
     Args:
-        threads: it runs in.
-        begin: the manager's export; may block and raise.
+        threads: pool to run in.
+        begin: export function of the manager; may block and raise.
     """
 
     def __init__(self, threads: ThreadPoolExecutor, begin: Callable[[], Iterator[bytes]]) -> None:
@@ -142,12 +142,12 @@ class _ExportStream:
         self._asked: concurrent.futures.Future[bytes | None] | None = None
 
     async def next(self) -> bytes | None:
-        """None: that was all. Raises what the manager raises."""
+        """Next piece; None: that was the last one. Raises what the manager raises."""
         self._asked = self._threads.submit(self._next)
         return await asyncio.wrap_future(self._asked)
 
     async def close(self) -> None:
-        """Ends it, wherever it is: the manager may hold something for as long as it runs."""
+        """Ends the export at any point, so that the manager releases what it holds."""
         if self._asked is not None:
             await _wait_for_thread(self._asked)
         await _wait_for_thread(self._threads.submit(self._close))
@@ -164,7 +164,7 @@ class _ExportStream:
 
 
 class _ImportStream:
-    """An import, for the thread that reads it: each piece is fetched when it is asked for. Made on the event loop."""
+    """Import stream for the thread that reads it: each piece is fetched on demand. Made on the event loop."""
 
     def __init__(self, first: pb.ImportHistoryRequest, rest: AsyncIterator[pb.ImportHistoryRequest]) -> None:
         self._first = first
@@ -174,7 +174,7 @@ class _ImportStream:
         self._ended = False
 
     def __iter__(self) -> Iterator[bytes]:
-        """Raises Unavailable, on its thread: the client went away."""
+        """Pieces of the file; raises Unavailable if the client goes away."""
         message = self._first
         while True:
             if message.data:
@@ -186,7 +186,7 @@ class _ImportStream:
                 raise InvalidRequest("only the first message of an import names the session", param="session")
 
     def end(self) -> None:
-        """Nothing more is fetched; a thread that waits for a piece goes on with an error."""
+        """Ends fetching; a thread that waits for a piece gets an error."""
         self._ended = True
         if self._asked is not None:
             self._asked.cancel()
@@ -208,10 +208,10 @@ class _ImportStream:
 
 
 async def _wait_for_thread(work: concurrent.futures.Future[Any]) -> None:
-    """Waits until a thread is done with something, however that ends, and also while this task is cancelled: what it
-    uses is given back only then."""
+    """Waits until a thread has ended some work, however it ends, even if this task is cancelled: what the work uses is
+    released only then."""
     ended = asyncio.wrap_future(work)
-    ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # somebody else tells of it
+    ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # reported elsewhere
     waiting = asyncio.ensure_future(asyncio.wait([ended]))
     cancelled: asyncio.CancelledError | None = None
     while not waiting.done():
@@ -224,7 +224,7 @@ async def _wait_for_thread(work: concurrent.futures.Future[Any]) -> None:
 
 
 async def _refuse(context: _Context, error: Exception) -> NoReturn:
-    """Ends a call with an error; a bug is logged and shows nothing of our insides."""
+    """Ends a call with an error; a bug is logged, and the client gets no details."""
     if isinstance(error, TemperError):
         await context.abort(status_code(error), error.message)
     log.error("a call about a session failed", exc_info=error)
@@ -232,7 +232,7 @@ async def _refuse(context: _Context, error: Exception) -> NoReturn:
 
 
 def session_message(history: SessionInfo) -> pb.History:
-    """What is kept of a session, for the wire."""
+    """Description of a session as a protobuf message."""
     return pb.History(
         session=engine_pb2.SessionRef(owner=history.session.owner, name=history.session.name),
         tokens=history.tokens,
