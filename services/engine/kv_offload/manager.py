@@ -379,7 +379,7 @@ class TierConfig:
     """Configuration of an engine's tiers."""
 
     host: bool
-    """Whether the host keeps copies; otherwise its memory is only a buffer for the other tiers."""
+    """True if the host keeps copies; otherwise its memory is only a buffer for the other tiers."""
     host_bytes: int
     host_rate: float
     """First estimate of the bytes a second between host and device."""

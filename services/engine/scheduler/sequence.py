@@ -19,7 +19,7 @@ Rank = tuple[int, int, int]
 
 
 class Ending(NamedTuple):
-    """How a request ends."""
+    """End of a request: reason, error and last token."""
 
     reason: FinishReason
     error: TemperError | None = None
@@ -28,7 +28,7 @@ class Ending(NamedTuple):
 
 
 class Sequence:
-    """One request with its output, blocks and slot; only the scheduler changes it.
+    """Sequence: a request with its output, blocks and slot; only the scheduler changes it.
 
     Plans may be in flight; everything here is as it will be when they have run. ``computed`` tokens have their KV and
     state in the cache. The ``known`` tokens are prompt and output; the steps in flight sample the last ``pending`` of

@@ -63,7 +63,7 @@ class Chunk(NamedTuple):
     output_count: int
     """Tokens generated before this step, a pending one included: for min_tokens and the seed's counter."""
     num_draft_tokens: int = 0
-    """How many of the last ``token_ids`` are draft tokens: 0 or 1. Each is one more sampled row."""
+    """Number of draft tokens at the end of ``token_ids``: 0 or 1. Each adds a sampled row."""
     out_slot: int = 0
     """State slot to write to; 0: ``slot``. Otherwise the convolution and recurrent state of ``slot`` stay unchanged."""
     next_id: int = PENDING
@@ -86,7 +86,7 @@ class Chunk(NamedTuple):
 
     @property
     def rows(self) -> list[Chunk]:
-        """One chunk for each sampled row; they differ only in the output count."""
+        """Chunks of the sampled rows, one for each; they differ only in the output count."""
         if not self.num_draft_tokens:
             return [self] if self.samples else []
         return [self, self._replace(output_count=self.output_count + 1)]

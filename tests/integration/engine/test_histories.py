@@ -102,7 +102,7 @@ def pods(
 
 
 def reference(pod: Pod, prompt: tuple[int, ...]) -> list[int]:
-    """Of a space of its own, so that nothing is known of it."""
+    """Answer in a cache namespace of its own, so that nothing of it is cached."""
     answer, cached = pod.ask(prompt, None, salt=f"alone {len(prompt)}")
     assert cached == 0
     return answer

@@ -42,7 +42,7 @@ class Line:
         self.flows = threading.Event()
         self.flows.set()
         self.most_bytes = 0
-        """To the client, of each connection; then it ends. 0: any number."""
+        """Most bytes to the client for each connection, which then ends; 0: any number."""
         self.refuses = False
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
@@ -110,7 +110,7 @@ def wait_until(bench: Bench, is_so: Callable[[], bool], seconds: float = 20.0) -
 
 
 def in_store(bench: Bench, *entries: Entry) -> Callable[[], bool]:
-    """Whether the engine was told of these objects."""
+    """True if the engine has found these objects."""
     return lambda: all(Stored(entry, Tier.STORE) in bench.events for entry in entries)
 
 

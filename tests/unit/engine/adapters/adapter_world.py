@@ -116,7 +116,7 @@ class FakeLoop:
 
 
 class Swaps:
-    """What the metrics are told."""
+    """Counts of the events of adapters."""
 
     def __init__(self) -> None:
         self.phases: list[AdapterPhase] = []

@@ -183,7 +183,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(number=NUMBERS, other=st.sampled_from(["put", "remove", "flip", "cut"]), place=st.integers(0, 20_000))
     def another_engine(self, number: int, other: str, place: int) -> None:
-        """What others do to the store, or happens to it."""
+        """Changes the store like another engine, or damages an object."""
         if self.store is None:
             return
         entry = ENTRIES[number]

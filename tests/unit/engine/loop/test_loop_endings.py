@@ -263,7 +263,7 @@ def test_the_trainer_has_the_device_while_all_requests_wait_for_a_tier() -> None
             time.sleep(0.001)
         gate.busy = True
         while not gate.told.get(timeout=TIMEOUT):
-            """Of the time before."""
+            """Skips the notices from before the stall."""
         with gate.training():  # returns while the request waits: nobody else has the device
             pass
         assert any(isinstance(job, Load) for job in tiers.commands), "it still waits"

@@ -54,7 +54,7 @@ def test_aligned_chunks_end_where_the_kernels_tiles_do() -> None:
 
 
 def test_aligned_chunks_never_leave_a_single_token() -> None:
-    """It would be computed as a decode, with other bits than as the end of a chunk."""
+    """A single token would be computed as a decode, with other bits than at the end of a chunk."""
     engine = Engine(token_budget=32, prefill_alignment=4, block_size=2)
     engine.add("r", tuple(range(1, 34)), max_tokens=1)
     assert shape(engine.step()) == [("r", 0, 28, False)], "up to 32 would leave one"
