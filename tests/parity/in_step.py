@@ -25,9 +25,13 @@ from services.engine.scheduler.step_plan import PENDING, Chunk, StepPlan
 from tests.parity.fused_models import computing_as, cuda_runner, random_adapters, spoil
 from tests.parity.roundings import recorded_roundings, rounded_activations
 
-BASELINE_FACTOR = 2.0
-"""How much farther from exact logits the fused forward may be than the plain one in numbers of the same size:
-exponentials and quotients of a GPU are within two units of the last place, those of a CPU within one."""
+MEAN_FACTOR, LARGEST_FACTOR = 2.0, 4.0
+"""Bounds of the fused forward's error, as multiples of the plain forward's in numbers of the same size.
+
+Root mean square: exponentials and quotients of a GPU are within two units of the last place, those of a CPU within one.
+Largest: that of one ill-conditioned row among thousands. Two forwards whose mean errors differed by 1.6 (the
+interpreter's and the plain one, six prompts) had largest errors that differed by 3.4. A wrong row is off by 1e-2.
+"""
 
 
 @dataclass(slots=True)
@@ -64,7 +68,7 @@ class InStep:
         pending: hide the tokens of decodes from the CUDA runner, which then takes them from its own last step.
         late: of cuda_runner().
         baseline: plain model of the fused one's dtype, which computes every step as well. Its differences from
-            ``model`` in a whole run then bound those of the CUDA runner (see BASELINE_FACTOR): the root mean square,
+            ``model`` in a whole run then bound those of the CUDA runner (see MEAN_FACTOR): the root mean square,
             and the largest one where that is above ``tolerance``.
         follows: the plain runner rounds activations as the CUDA runner did (see rounded_activations(): ``allowed``).
             None: it rounds none.
@@ -112,11 +116,11 @@ class InStep:
         """The same by the CUDA runner."""
         self.baseline_logits: list[Tensor] = []
         """The same by the baseline."""
-        _record(model, "logits", self.expected)
+        record(model, "logits", self.expected)
         if baseline is not None:
-            _record(baseline, "logits", self.baseline_logits)
-        _record(self.runner.forward, "logits", self.ours)
-        _record(self.runner.forward, "guess_logits", self.ours)
+            record(baseline, "logits", self.baseline_logits)
+        record(self.runner.forward, "logits", self.ours)
+        record(self.runner.forward, "draft_logits", self.ours)
         self.steps = 0
         self.compares_logits = True
         self.reports = 0
@@ -140,8 +144,8 @@ class InStep:
                     results[update.request_id] = update.finished
         if self._baseline is not None:
             ours, baseline = self.differences, self.baseline_differences
-            assert ours.largest <= max(self.tolerance, BASELINE_FACTOR * baseline.largest), (ours, baseline)
-            assert ours.root_mean_square <= BASELINE_FACTOR * baseline.root_mean_square, (ours, baseline)
+            assert ours.largest <= max(self.tolerance, LARGEST_FACTOR * baseline.largest), (ours, baseline)
+            assert ours.root_mean_square <= MEAN_FACTOR * baseline.root_mean_square, (ours, baseline)
         return results
 
     def _step(self, plan: StepPlan) -> Any:
@@ -220,7 +224,7 @@ def _plain_runner(model: Qwen3_5, limits: SchedulerConfig, lora: LoraSlots) -> M
     )
 
 
-def _record(target: Any, name: str, into: list[Tensor]) -> None:
+def record(target: Any, name: str, into: list[Tensor]) -> None:
     """Keeps what a method that computes logits returns."""
     logits = getattr(target, name)
 

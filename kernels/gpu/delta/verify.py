@@ -1,8 +1,8 @@
 """The gated delta rule over segments of a few tokens, one token after the other with the state in registers.
 
 Reference: `kernels.gated_delta.chunk_gated_delta`, with gates and gated norm as in `gated_delta_step`. For speculative
-decoding: a state is read from one slot and written to another, so that it is still there if a guess was wrong. Tokens
-are computed exactly as `gated_delta_step` computes them one at a time; tiles of 64 would be mostly padding.
+decoding: a state is read from one slot and written to another, so that it is still there if a draft token was wrong.
+Tokens are computed exactly as `gated_delta_step` computes them one at a time; tiles of 64 would be mostly padding.
 """
 
 # Triton's language: constants are upper case, kernels have no annotations that mypy knows.

@@ -109,15 +109,15 @@ class ToyRunner:
         tokens = [SampledToken(behind(*row), -0.5) for row in zip(asked, behind_which, strict=True)]
         if not self.config.speculative:
             return StepResult(tokens, reports=reports)
-        return StepResult(tokens, [self._guess(histories) for histories in sampled], reports)
+        return StepResult(tokens, [self._draft(histories) for histories in sampled], reports)
 
-    def _guess(self, histories: list[tuple[int, ...]]) -> int:
+    def _draft(self, histories: list[tuple[int, ...]]) -> int:
         """Right about every other time, sometimes none."""
         history = histories[0]
         for longer in histories[1:]:
             history = longer if longer[-1] == next_token(history) else history
-        guess = next_token((*history, next_token(history)))
-        return (guess, guess, guess + 1, 1, -1)[hash((history, 17)) % 5]
+        draft = next_token((*history, next_token(history)))
+        return (draft, draft, draft + 1, 1, -1)[hash((history, 17)) % 5]
 
     def _check_snapshots(self, plan: StepPlan, live: list[int], targets: list[int]) -> None:
         """Checks the snapshots' positions in their chunks, and that nothing else in the step uses their slots."""

@@ -49,7 +49,7 @@ def test_nothing_to_force_is_refused() -> None:
         SamplingParams.forcing((), 1.0)
 
 
-def test_nothing_is_guessed_of_given_tokens() -> None:
+def test_nothing_is_drafted_of_given_tokens() -> None:
     assert SamplingParams().draftable
     assert not SamplingParams(min_tokens=1).draftable
     assert not SamplingParams.forcing((1,), 1.0).draftable

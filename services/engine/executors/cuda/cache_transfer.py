@@ -26,12 +26,12 @@ from services.engine.kv_offload.messages import Bytes, Fence, Layout
 from services.engine.models.device_batch import DeviceCache
 
 STAGING_BYTES = 64 * 2**20
-"""Of the staging buffer: a half takes the bus 0.6 ms, the kernel behind it a twentieth of that."""
+"""Size of the staging buffer: a half takes the bus 0.6 ms, the kernel behind it a twentieth of that."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one kernel moves."""
+    """Rows that one kernel moves between a pool and the staging buffer."""
 
     pool: Tensor
     """[rows, slots, words] int64."""
@@ -43,12 +43,12 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What goes through a half of the staging buffer at once: consecutive bytes of a payload."""
+    """Run of bytes that goes through a half of the staging buffer at once: consecutive bytes of a payload."""
 
     size: int
     """Bytes."""
     items: slice
-    """Of the payload, the blocks before the state."""
+    """Items of the payload, the blocks before the state."""
     item_stride: int
     """Words."""
     parts: Sequence[_Part]

@@ -116,7 +116,7 @@ class Qwen3_5(CausalLM):  # noqa: N801
         return Step.build(batch, cache, self.config, self.inverse_frequencies)
 
     @torch.inference_mode()
-    def guess(self, hidden: Tensor, next_ids: Tensor, step: Step, cache: CacheBuffers) -> Tensor:
+    def draft(self, hidden: Tensor, next_ids: Tensor, step: Step, cache: CacheBuffers) -> Tensor:
         """See CausalLM."""
         mtp, eps = self.weights.mtp, self.config.rms_norm_eps
         if mtp is None:

@@ -149,7 +149,7 @@ class Chain:
 
 
 class CapturedStep:
-    """One use of a chain. Implements trunk.Step."""
+    """Step that replays captured graphs. Implements trunk.Step."""
 
     def __init__(self, chain: Chain, use: int, total: int, give_way: Callable[[], None]) -> None:
         self._chain, self._use, self._total, self._give_way = chain, use, total, give_way
