@@ -206,7 +206,7 @@ def test_an_export_is_imported_elsewhere(pods: Callable[..., Pod]) -> None:
     for broken, why in (
         (whole[:-9], "truncated|cut off"),
         (whole + b"x", "longer"),
-        (b"no such file", "no exported session"),
+        (b"no such file", "not an exported session"),
         (bytes(flipped), "damaged|checksums"),
     ):
         third = pods("host", f"three {why[:3]}")

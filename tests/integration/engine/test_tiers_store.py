@@ -391,7 +391,7 @@ def test_closing_does_not_wait_for_a_store_that_hangs(behind_line: ObjectStore, 
     bench = engine(behind_line, store_after_uses=1, store_poll_seconds=60.0)
     bench.save(*entries)
     bench.submit(Pin(keys(entries), time.monotonic() + 60), Persist(1, keys(entries)))
-    assert bench.manager._jobs.wait_idle(time.monotonic() + 10)
+    assert bench.manager._commands.wait_idle(time.monotonic() + 10)
     line.flows.clear()
     began = time.monotonic()
     bench.close(0.5)

@@ -86,7 +86,7 @@ class MemorySessions:
                 self.taken += 1
                 read.append(piece)
                 if not read[0].startswith(MAGIC):
-                    raise InvalidRequest("this is no exported session")
+                    raise InvalidRequest("this is not an exported session")
                 self.go_on.wait()
         finally:
             self.open -= 1

@@ -93,7 +93,7 @@ async def test_errors_are_those_of_the_desk(desk: MemorySessions, stub: historie
         (stub.Delete(pb.DeleteHistoryRequest(session=ref("none"))), grpc.StatusCode.NOT_FOUND, "no such session"),
         (stub.Export(pb.ExportHistoryRequest(session=ref("none"))).read(), grpc.StatusCode.NOT_FOUND, "no such"),
         (stub.Export(pb.ExportHistoryRequest(session=ref("bug"))).read(), grpc.StatusCode.INTERNAL, INTERNAL_MESSAGE),
-        (stub.Import(pieces(b"something else")), grpc.StatusCode.INVALID_ARGUMENT, "no exported session"),
+        (stub.Import(pieces(b"something else")), grpc.StatusCode.INVALID_ARGUMENT, "not an exported session"),
         (stub.Import(pieces(name="")), grpc.StatusCode.INVALID_ARGUMENT, "1 to 256 characters"),
     ):
         with pytest.raises(aio.AioRpcError) as refused:

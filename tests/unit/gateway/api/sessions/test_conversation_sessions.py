@@ -201,7 +201,7 @@ def test_imports_that_are_refused(start: Starter) -> None:
     running = start(max_session_bytes=2**20)
     with httpx.Client(base_url=running.url, timeout=20, verify=False) as http:
         damaged = http.put(f"{ROUTE}/x/import", content=b"something else")
-        assert "no exported session" in error_of(damaged, 400)["message"]
+        assert "not an exported session" in error_of(damaged, 400)["message"]
         assert damaged.headers["connection"] == "close"
         for content in (bytes(2**20 + 1), iter([MAGIC, bytes(2**20), b"x"])):
             large = http.put(f"{ROUTE}/x/import", content=content)
