@@ -103,17 +103,17 @@ class TrainingSessionsService(sessions_pb2_grpc.SessionsServicer):
         """Waits until the call has ended, but no longer than ``seconds``."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
-        def told() -> None:
+        def on_end() -> None:
             loop.call_soon_threadsafe(ended.set)
 
-        if not self._desk.watch(future, told):
+        if not self._desk.watch(future, on_end):
             return
         try:
             await asyncio.wait_for(ended.wait(), seconds)
         except TimeoutError:
             return
         finally:
-            self._desk.unwatch(future, told)
+            self._desk.unwatch(future, on_end)
 
 
 def _parse(request_json: bytes) -> OpenSession:

@@ -64,8 +64,8 @@ class OffloadedEntries:
             above = self.get(entry.parent)
             if entry.parent is not None and above is None:
                 return None
-            history = entry.tokens if above is None else above.node.tokens() + entry.tokens
-            node = self._cache.ensure_node(entry.namespace, history)
+            prefix = entry.tokens if above is None else above.node.tokens() + entry.tokens
+            node = self._cache.ensure_node(entry.namespace, prefix)
             stored = self._stored[entry.key] = OffloadedEntry(entry, node)
             if node.key is None:
                 node.key = entry.key

@@ -190,7 +190,7 @@ class _TierSpeed:
     """Seconds for each byte."""
     measured: int
     """Number of measurements; a good first estimate counts as some."""
-    guess: tuple[float, float] = (0.0, 0.0)
+    estimate: tuple[float, float] = (0.0, 0.0)
     """First estimate of latency and rate."""
     at: float = 0.0
     """Time of the last measurement."""
@@ -198,12 +198,12 @@ class _TierSpeed:
     """Bytes of the loads in progress."""
 
     def __post_init__(self) -> None:
-        self.guess = (self.latency, self.rate)
+        self.estimate = (self.latency, self.rate)
 
     def now(self, at: float) -> tuple[float, float]:
         """Latency and rate, with slowness decayed since the last measurement."""
         belief = 0.5 ** ((at - self.at) / _HALF_LIFE)
-        latency, rate = self.guess
+        latency, rate = self.estimate
         return (
             min(self.latency, latency) + max(0.0, self.latency - latency) * belief,
             min(self.rate, rate) + max(0.0, self.rate - rate) * belief,

@@ -192,17 +192,17 @@ class Scheduler:
         step.check(result, speculative=self.config.speculative)
         self._now = now
         self._in_flight.land(succeeded=True)
-        told = step.prompt_updates(result.reports, self._end_broken) if plan.reads else []
+        updates = step.prompt_updates(result.reports, self._end_broken) if plan.reads else []
         if self.config.speculative:
             for sequence, tokens in self._speculation.verified(step, plan, result):
                 for token in tokens:
                     if not sequence.ended:
-                        self._append(sequence, token, now, told)
-            return told
+                        self._append(sequence, token, now, updates)
+            return updates
         for sequence, token in zip(step.sampling, result.tokens, strict=True):
             if not sequence.ended:
-                self._append(sequence, token, now, told)
-        return told
+                self._append(sequence, token, now, updates)
+        return updates
 
     def fail(self, plan: StepPlan, error: TemperError) -> list[SequenceUpdate]:
         """Ends every request of the oldest step in flight, which failed, and drops its snapshots."""

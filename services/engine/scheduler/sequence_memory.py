@@ -240,14 +240,14 @@ class SequenceMemory:
             Node of that snapshot; None: there is none.
         """
         node = None
-        history = sequence.all_tokens()
+        tokens_so_far = sequence.all_tokens()
         computed = sequence.computed
         # States behind answers were computed token by token, not in tiles: their bits differ, so an exact cache drops
         # them.
         least = 1 if sequence.request.session is not None else 2 * self._block_size
         worthwhile = self._caching and self._unit == 1 and computed >= least and sequence.request.pooling is None
-        if keep and worthwhile and sequence.slot and computed * TOKEN_BYTES <= len(history):
-            tokens = history[: computed * TOKEN_BYTES]
+        if keep and worthwhile and sequence.slot and computed * TOKEN_BYTES <= len(tokens_so_far):
+            tokens = tokens_so_far[: computed * TOKEN_BYTES]
             node = self._cache.insert(sequence.namespace, tokens, sequence.blocks, sequence.slot, pending)
             node.transient = sequence.request.sampling.forces
             sequence.slot = 0

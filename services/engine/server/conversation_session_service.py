@@ -41,8 +41,8 @@ class ConversationSessionService(histories_pb2_grpc.HistoriesServicer):
 
     def __init__(self, sessions: ConversationSessionManager) -> None:
         self._sessions = sessions
-        self._calls = ThreadPoolExecutor(_THREADS, "histories")
-        self._transfers = ThreadPoolExecutor(_TRANSFERS, "history-files")
+        self._calls = ThreadPoolExecutor(_THREADS, "sessions")
+        self._transfers = ThreadPoolExecutor(_TRANSFERS, "session-files")
         self._transferring = 0
 
     def close(self) -> None:
@@ -231,18 +231,18 @@ async def _refuse(context: _Context, error: Exception) -> NoReturn:
     await context.abort(status_code(error), INTERNAL_MESSAGE)
 
 
-def session_message(history: SessionInfo) -> pb.History:
+def session_message(info: SessionInfo) -> pb.History:
     """Description of a session as a protobuf message."""
     return pb.History(
-        session=engine_pb2.SessionRef(owner=history.session.owner, name=history.session.name),
-        tokens=history.tokens,
-        requests=history.requests,
-        adapter=history.adapter,
-        created_unix_ms=_milliseconds(history.created),
-        used_unix_ms=_milliseconds(history.used),
-        expires_unix_ms=_milliseconds(history.expires),
-        saved=history.saved,
-        bytes=history.sizes,
+        session=engine_pb2.SessionRef(owner=info.session.owner, name=info.session.name),
+        tokens=info.tokens,
+        requests=info.requests,
+        adapter=info.adapter,
+        created_unix_ms=_milliseconds(info.created),
+        used_unix_ms=_milliseconds(info.used),
+        expires_unix_ms=_milliseconds(info.expires),
+        saved=info.saved,
+        bytes=info.sizes,
     )
 
 

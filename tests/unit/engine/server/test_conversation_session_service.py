@@ -80,7 +80,7 @@ async def test_what_is_kept_of_a_session_is_told(
         await stub.Get(pb.GetHistoryRequest(session=ref("older")))
     assert (gone.value.code(), gone.value.details()) == (grpc.StatusCode.NOT_FOUND, "no such session: 'older'")
     assert len(desk.kept) == 2, "the other owner's is another one"
-    assert all(name.startswith("histories") for name in desk.threads), "never on the event loop"
+    assert all(name.startswith("sessions") for name in desk.threads), "never on the event loop"
 
 
 async def test_errors_are_those_of_the_desk(desk: MemorySessions, stub: histories_pb2_grpc.HistoriesAsyncStub) -> None:
