@@ -29,15 +29,15 @@ Prompt = tuple[int, ...]
 
 @dataclass(slots=True)
 class Run:
-    """What came out of one batch of requests; times are perf_counter() seconds."""
+    """Result of one batch of requests; times are perf_counter() seconds."""
 
     began: float
     steps: list[tuple[float, list[SequenceUpdate]]] = field(default_factory=list)
-    """When the loop published, and what."""
+    """Times at which the loop published, and the updates."""
 
     @property
     def seconds(self) -> float:
-        """From the first submission to the last token of all."""
+        """Seconds from the first submission to the last token of all."""
         return self.steps[-1][0] - self.began
 
     def latencies(self) -> tuple[list[float], list[float]]:

@@ -64,7 +64,7 @@ _LONGEST = 200
 _MOST_OUTPUT = 16
 _IN_FLIGHT = 24
 _HISTORIES = 48
-"""That requests go on behind."""
+"""Histories that requests go on behind."""
 _STUCK_SECONDS = 60.0
 _LISTED = 10
 """Findings listed in the output."""
@@ -72,10 +72,10 @@ _LISTED = 10
 
 @dataclass(slots=True)
 class _Work:
-    """What the runner was given of one request."""
+    """Tokens of one request that the runner was given."""
 
     first: int
-    """Where its first chunk begins."""
+    """Position at which its first chunk begins."""
     end: int
     computed: int = 0
     again: int = 0
@@ -187,7 +187,7 @@ class _Steps:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of the traffic."""
+    """Result of the traffic."""
 
     requests: int = 0
     ends: dict[str, int] = field(default_factory=dict)
@@ -375,7 +375,7 @@ class Soak:
         return scheduler.counts()
 
     def _check_empty(self) -> None:
-        """When nothing is left."""
+        """Checks that nothing is left."""
         ledger = self.ledger
         if self._tiers is not None:
             # What is being saved is held; a save that ends lets the loop ask for the next one.

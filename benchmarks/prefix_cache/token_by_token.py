@@ -36,7 +36,7 @@ def single_steps(plan: StepPlan) -> list[StepPlan]:
 
 
 def _singles(chunk: Chunk) -> list[tuple[Chunk, list[StateCopy]]]:
-    """Its tokens as chunks, each with the snapshots behind it."""
+    """Tokens of a chunk as chunks, each with the snapshots behind it."""
     last = chunk.start + len(chunk.token_ids) - 1
     snapshots: dict[int, list[StateCopy]] = {}
     for position, slot in chunk.snapshots:

@@ -34,7 +34,7 @@ class ChosenAcceptance:
         return _Handle(self, plan, self._runner.launch(plan))
 
     def open(self, plan: StepPlan) -> OpenStep:
-        """Not here: nothing is drafted for constrained requests."""
+        """Not supported: nothing is drafted for constrained requests."""
         raise ValueError(f"no request here is constrained, but a step of {len(plan.chunks)} chunks is")
 
     def imposed(self, plan: StepPlan, result: StepResult) -> StepResult:

@@ -54,7 +54,7 @@ TINY = Qwen3_5Config(
     max_position_embeddings=4096,
     tie_word_embeddings=False,
 )
-"""As few programs a kernel as there can be: the interpreter runs them one after the other."""
+"""Smallest model: as few programs a kernel as there can be: the interpreter runs them one after the other."""
 
 
 def random_model(

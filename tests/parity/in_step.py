@@ -185,7 +185,7 @@ class InStep:
         return rounded_activations(chosen, allowed=self._follows)
 
     def _compare_reports(self, ours: Sequence[PromptReport], plain: Sequence[PromptReport]) -> None:
-        """Of prompts."""
+        """Compares the reports of prompts."""
         assert len(ours) == len(plain)
         self.reports += len(ours)
         for mine, theirs in zip(ours, plain, strict=True):

@@ -29,7 +29,7 @@ MIB = 2**20
 
 
 def driver_calls() -> int:
-    """How often torch has asked the driver for memory, or given some back."""
+    """Number of times that torch has asked the driver for memory, or given some back."""
     stats = torch.cuda.memory_stats()
     return int(stats["num_device_alloc"]) + int(stats["num_device_free"])
 

@@ -98,7 +98,7 @@ class Plain:
 
 
 def by_request(plans: Sequence[StepPlan], results: Sequence[StepResult]) -> dict[str, tuple[int, float]]:
-    """What was sampled for each request."""
+    """Tokens that were sampled for each request."""
     found: dict[str, tuple[int, float]] = {}
     for plan, result in zip(plans, results, strict=True):
         rows = [row for each in plan.chunks for row in each.rows]

@@ -171,7 +171,7 @@ def test_launching_never_waits_for_the_device(quantization: str) -> None:
 
 
 def test_prompts_are_read_behind_graphs() -> None:
-    """Of captured prefills and mixed steps, of rows with adapters and without; nothing is captured for it."""
+    """Prompts of captured prefills and mixed steps, rows with adapters and without; nothing is captured for it."""
     fused = random_model(TINY, torch.float32, GPU)
     limits = replace(LIMITS, max_num_seqs=20, num_slots=40, num_blocks=200, token_budget=300, mixed_prefill_tokens=64)
     run = InStep(random_model(TINY, torch.float32), fused, limits, largest_graph=24, adapters=2)

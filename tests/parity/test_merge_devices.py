@@ -29,7 +29,7 @@ METHODS = ["ties", "dare_linear", "dare_ties"]
 
 
 def gate() -> StreamGate:
-    """Of a pod whose engine is idle."""
+    """Gate of a pod whose engine is idle."""
     engine = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     return StreamGate(0.02, CudaDeviceQueue(lambda: engine), CudaDeviceQueue(torch.cuda.current_stream))
 
