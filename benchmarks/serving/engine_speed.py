@@ -30,7 +30,7 @@ from services.engine.settings import EngineSettings
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is generated: greedy, no end of text, so that every run has the same length.
+    """Workload that is generated: greedy, no end of text, so that every run has the same length.
 
     Args:
         prompt_tokens: length of each prompt; prompts differ, so that no prefix is shared.

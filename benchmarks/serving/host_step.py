@@ -1,4 +1,4 @@
-"""What one decode step costs the engine loop's thread, without a model: planning, tokens, books, publishing.
+"""Cost of one decode step for the engine loop's thread, without a model: planning, tokens, books, publishing.
 
     python -m benchmarks.serving.host_step [--sequences 1 64 256] [--steps 400]
 

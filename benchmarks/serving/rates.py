@@ -179,7 +179,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _mix(pipeline: StepPipeline, tokens: int) -> None:
-    """From now on steps with decodes hold up to so many prompt tokens."""
+    """Sets how many prompt tokens a step with decodes holds, at most."""
     pipeline.scheduler.config = replace(pipeline.scheduler.config, mixed_prefill_tokens=tokens)
 
 

@@ -341,8 +341,7 @@ def paged_decode(
         out: [B, heads · head_dim], where to write the result.
         config: decode_config() if None.
         pdl: launch before the kernels ahead have finished (kernels.gpu.launch.programmatic): they may write no more of
-        ``slots``,
-            ``positions``, ``tables`` and the pages than the newest position.
+            ``slots``, ``positions``, ``tables`` and the pages than the newest position.
 
     Returns:
         [B, heads · head_dim] in q's dtype.

@@ -156,8 +156,7 @@ def qk_norm_rope_write(
         out: [T, heads, head_dim], where to write the queries.
         rows_a_program, heads_a_program, num_warps: chosen by T if 0.
         pdl: launch before the kernels ahead have finished (kernels.gpu.launch.programmatic): none of them may write
-        ``positions``,
-            ``row_slots`` or ``tables``.
+            ``positions``, ``row_slots`` or ``tables``.
 
     Returns:
         Queries [T, heads, head_dim] in projected's dtype, contiguous.

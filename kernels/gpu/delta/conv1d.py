@@ -227,8 +227,7 @@ def conv_decode(
         out: [B, conv_dim], where to write.
         row_block, block, num_warps: rows (a power of two; 0: rows_of_program()), channels and warps of a program.
         pdl: launch before the kernels ahead have finished (kernels.gpu.launch.programmatic): none of them may write
-        ``state`` or
-            ``slots``.
+            ``state`` or ``slots``.
 
     Returns:
         [B, conv_dim] in projected's dtype.

@@ -384,8 +384,7 @@ def gated_delta_step(
             of which three instead of two share a multiprocessor.
         part: key dimensions that a program whose write waits has in registers at once, a power of two.
         pdl: launch before the kernels ahead have finished (kernels.gpu.launch.programmatic): none of them may write
-        ``state``,
-            ``waiting`` or ``slots``.
+            ``state``, ``waiting`` or ``slots``.
 
     Returns:
         [B, value_size] in mixed's dtype: rms_norm(o) · silu(z).

@@ -94,8 +94,7 @@ def gated_delta_verify(
         out: [T, value_size], where to write; rows outside the segments stay as they are.
         num_warps: of a program, which has one head of one segment.
         pdl: launch before the kernels ahead have finished (kernels.gpu.launch.programmatic): none of them may write
-        ``state`` or
-            ``segments``.
+            ``state`` or ``segments``.
 
     Returns:
         [T, value_size] in mixed's dtype: rms_norm(o) · silu(z); rows outside the segments are undefined.

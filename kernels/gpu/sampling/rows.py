@@ -44,7 +44,7 @@ FORCED = tl.constexpr(64)
 
 NO_TOKEN = tl.constexpr(2147483647)
 FIRST_BLOCK = tl.constexpr(-(1 << 31))
-"""noise.FIRST_BLOCK."""
+"""rng.FIRST_BLOCK."""
 
 COUNT_MASK = tl.constexpr((1 << 24) - 1)
 """Bits of a token word that count how often the token was generated."""
@@ -113,7 +113,7 @@ def _mix(z):
 
 @triton.jit
 def row_keys(request):
-    """The two 32-bit keys of noise.row_keys (splitmix64) for the row's seed and counter."""
+    """The two 32-bit keys of rng.row_keys (splitmix64) for the row's seed and counter."""
     low = tl.load(request.parameters + SEED_LOW).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(request.parameters + SEED_HIGH).to(tl.uint32, bitcast=True).to(tl.uint64)
     gamma = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
@@ -124,7 +124,7 @@ def row_keys(request):
 
 @triton.jit
 def uniform(column, keys):
-    """The draw of noise.exponential for each token before its logarithm: float32 in [2**-32, 1 - 2**-24]."""
+    """The draw of rng.exponential for each token before its logarithm: float32 in [2**-32, 1 - 2**-24]."""
     key_low, key_high = keys
     x = column.to(tl.uint32) * 0x9E3779B1 + key_low
     x ^= x >> 16
