@@ -17,13 +17,13 @@ from services.engine.settings import EngineSettings
 from services.pod.engine import Engine
 from services.pod.host import PodHost
 from services.pod.rollouts import EngineRollouts
-from services.trainer.api_sessions.manager import SessionDesk
-from services.trainer.api_sessions.storage import SessionStorage
 from services.trainer.jobs import prepare_run
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.runtime.publish import Publisher
 from services.trainer.runtime.worker import TrainerWorker
 from services.trainer.settings import TrainerSettings
+from services.trainer.training_sessions.manager import SessionDesk
+from services.trainer.training_sessions.storage import SessionStorage
 
 
 class Training:

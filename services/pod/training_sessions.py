@@ -15,9 +15,9 @@ from services.common.jobs.training_sessions import OpenSession, future_session
 from services.common.pb import sessions_pb2 as pb
 from services.common.pb import sessions_pb2_grpc
 from services.engine.server.errors import to_message
-from services.trainer.api_sessions.call_queue import CallState
-from services.trainer.api_sessions.manager import SessionDesk
-from services.trainer.api_sessions.session import FutureView
+from services.trainer.training_sessions.call_queue import CallState
+from services.trainer.training_sessions.manager import SessionDesk
+from services.trainer.training_sessions.session import FutureView
 
 _Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 _LONGEST_WAIT = 120.0

@@ -28,7 +28,7 @@ from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.logging import configure_logging
 from services.trainer.jobs.base import RunState
 from services.trainer.memory.budget import TrainingLedger
-from services.trainer.parents import Origin
+from services.trainer.parent_versions import Origin
 from services.trainer.runtime.worker import TrainerWorker
 from services.trainer.settings import TrainerSettings
 

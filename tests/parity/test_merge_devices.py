@@ -19,7 +19,7 @@ from services.engine.compute_sharing.device_queue import CudaDeviceQueue
 from services.engine.models.lora.binding import bind_adapter
 from services.trainer.jobs.merge import MergeRun
 from services.trainer.memory.budget import TrainingLedger
-from services.trainer.parents import Origin
+from services.trainer.parent_versions import Origin
 from tests.parity.adapters import adapter_files, make_adapter
 from tests.parity.conftest import Pair
 

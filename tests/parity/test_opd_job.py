@@ -173,7 +173,7 @@ def test_what_a_step_reports(pod: Pod) -> None:
 
 @pytest.mark.parametrize(("lmbda", "sampled"), [(0.0, 0), (0.4, 200), (1.0, 500)])
 def test_lmbda_is_the_share_that_is_sampled(pod: Pod, lmbda: float, sampled: int) -> None:
-    from services.trainer.sampling.lessons import drawn
+    from services.trainer.sampling.distillation_samples import drawn
 
     spec = job(lmbda=lmbda, prompts=asked(4, answers=lmbda < 1))
     draws = [drawn(spec, number, place) for number in range(50) for place in range(10)]

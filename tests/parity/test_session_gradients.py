@@ -13,8 +13,8 @@ from torch import Tensor
 
 from services.common.jobs import LoraSettings
 from services.common.jobs.training_sessions import Datum, Forward, ForwardBackward, LossConfig, OptimStep
-from services.trainer.api_sessions.policy import SessionPolicy, Shape
 from services.trainer.jobs.adapter_run import starting_adapter
+from services.trainer.training_sessions.policy import SessionPolicy, Shape
 from tests.tokenizer_support import qwen_like_tokenizer
 from tests.training_support import (
     TrainingHost,

@@ -11,7 +11,7 @@ from services.common.jobs import MergeJob, Spec
 from services.common.text.template import RESERVED_KWARGS
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import JobRun
-from services.trainer.parents import Origin
+from services.trainer.parent_versions import Origin
 
 
 def prepare_run(

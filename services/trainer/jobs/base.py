@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from services.common.adapters.manifest import Lineage
     from services.engine.models.lora.trainable import LoraParams
     from services.trainer.host.policy_host import PolicyHost
-    from services.trainer.parents import Origin
+    from services.trainer.parent_versions import Origin
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from services.trainer.jobs.adapter_run import spec_digest
 from services.trainer.jobs.base import RunState
 from services.trainer.memory.budget import Need
 from services.trainer.memory.estimate import mib
-from services.trainer.parents import Origin
+from services.trainer.parent_versions import Origin
 
 
 class MergeRun:

@@ -28,7 +28,7 @@ from services.trainer.losses.logprob_gap import Agreement
 from services.trainer.losses.logprobs import importance_ratio
 from services.trainer.packing import Microbatch, largest_microbatch
 from services.trainer.sampling.completion_state import completion_tensors, completions_of
-from services.trainer.sampling.lessons import Lesson, Lessons, Pupil, drawn, known_part, lessons, pupils
+from services.trainer.sampling.distillation_samples import Lesson, Lessons, Pupil, drawn, known_part, lessons, pupils
 from services.trainer.sampling.prompts import check_stop_tokens, prompts_of_round, sample_seed
 from services.trainer.sampling.teacher import Teacher
 from services.trainer.timers import Stopwatch

@@ -23,7 +23,7 @@ from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import JobRun, Prepare
 from services.trainer.memory.budget import MemoryTaken
 from services.trainer.metrics import TrainerMetrics
-from services.trainer.parents import Origin, Origins, continued, sampled_elsewhere
+from services.trainer.parent_versions import Origin, Origins, continued, sampled_elsewhere
 from services.trainer.runtime.checkpoint import Checkpoint, CheckpointStore, CheckpointWriter
 from services.trainer.runtime.evaluation import Lesson
 from services.trainer.runtime.interleaving import Pauses, SideWork, work_or_wait

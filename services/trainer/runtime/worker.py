@@ -24,7 +24,7 @@ from services.common.telemetry.tracing import NO_TRACER, Tracer
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import Prepare
 from services.trainer.metrics import TrainerMetrics
-from services.trainer.parents import Origins
+from services.trainer.parent_versions import Origins
 from services.trainer.runtime.attempt import BACKOFF_SECONDS, JobAttempt, Parts
 from services.trainer.runtime.checkpoint import CheckpointStore
 from services.trainer.runtime.claims import JobClaims

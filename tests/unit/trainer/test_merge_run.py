@@ -16,7 +16,7 @@ from services.engine.models.lora.binding import BoundAdapter, bind_adapter
 from services.engine.models.lora.trainable import LoraParams
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.base import JobRun
-from services.trainer.parents import Origin
+from services.trainer.parent_versions import Origin
 from tests.training_support import TrainingHost
 from tests.unit.adapter_tools.adapters import adapter
 

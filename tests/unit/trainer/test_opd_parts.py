@@ -14,7 +14,7 @@ from services.trainer.host.rollouts import Completion
 from services.trainer.losses import divergence_loss, sampled_reverse_kl
 from services.trainer.memory.estimate import TeacherWork, Workload, estimate
 from services.trainer.sampling.completion_state import completion_tensors, completions_of
-from services.trainer.sampling.lessons import Pupil, known_part, lessons
+from services.trainer.sampling.distillation_samples import Pupil, known_part, lessons
 from services.trainer.sampling.teacher import Teacher
 from services.trainer.timers import Stopwatch
 from tests.tokenizer_support import qwen_like_tokenizer

@@ -10,7 +10,7 @@ from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import InvalidRequest, ModelNotFound
 from services.common.jobs import GrpoJob, SftJob
-from services.trainer.parents import Origin, resolve, sampled_elsewhere
+from services.trainer.parent_versions import Origin, resolve, sampled_elsewhere
 from tests.unit.gateway.fake_stores import MemoryStore
 
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}

@@ -26,12 +26,12 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.jobs.training_sessions import OpenSession
-from services.trainer.api_sessions.call_queue import CallState
-from services.trainer.api_sessions.manager import SessionDesk
-from services.trainer.api_sessions.session import FutureView
-from services.trainer.api_sessions.storage import SessionStorage
 from services.trainer.memory.budget import Need
 from services.trainer.settings import TrainerSettings
+from services.trainer.training_sessions.call_queue import CallState
+from services.trainer.training_sessions.manager import SessionDesk
+from services.trainer.training_sessions.session import FutureView
+from services.trainer.training_sessions.storage import SessionStorage
 from tests.training_support import TrainingHost, random_adapter
 from tests.unit.gateway.fake_stores import MemoryStore
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.common.errors import Conflict, InvalidRequest, Overloaded, Unavailable
-from services.trainer.api_sessions.call_queue import CallState, Entry, Line, LineLimits
+from services.trainer.training_sessions.call_queue import CallState, Entry, Line, LineLimits
 
 LIMITS = LineLimits(pending=8, pending_tokens=100, gap_seconds=5.0, results=4, result_seconds=60.0)
 

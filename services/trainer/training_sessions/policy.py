@@ -13,12 +13,12 @@ from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.training_forward import TrainableForward
 from services.engine.models.training_memory.arena import GraphMemory
 from services.engine.models.training_memory.recompute import Recompute
-from services.trainer.api_sessions.forward import Scoring
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.defaults import SESSION_PACE, learning_rate
 from services.trainer.memory.budget import Need
 from services.trainer.memory.estimate import Workload, estimate
 from services.trainer.optimizer import MasterOptimizer
+from services.trainer.training_sessions.forward import Scoring
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,11 @@ from services.common.jobs.training_sessions import (
     Sample,
     Save,
 )
-from services.trainer.api_sessions.policy import SessionPolicy, Shape, need_of
-from services.trainer.api_sessions.sampling import sample
-from services.trainer.api_sessions.storage import SessionStorage, Snapshot
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.adapter_run import chosen_microbatch_tokens, starting_adapter
+from services.trainer.training_sessions.policy import SessionPolicy, Shape, need_of
+from services.trainer.training_sessions.sampling import sample
+from services.trainer.training_sessions.storage import SessionStorage, Snapshot
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from typing import Any
 
 from services.common.errors import TemperError
 from services.common.jobs.training_sessions import Call, OpenSession
-from services.trainer.api_sessions.call_queue import CallState, Entry, Line, LineLimits
-from services.trainer.api_sessions.programs import Compute, Occupant, Program
 from services.trainer.memory.budget import Need
 from services.trainer.settings import TrainerSettings
+from services.trainer.training_sessions.call_queue import CallState, Entry, Line, LineLimits
+from services.trainer.training_sessions.programs import Compute, Occupant, Program
 
 _PENDING_CALLS_OF_TOKENS = 8
 """Calls of the largest size that one session may have waiting."""

@@ -34,16 +34,16 @@ from services.common.jobs.training_sessions import (
     session_id,
     session_instance,
 )
-from services.trainer.api_sessions import messages as words
-from services.trainer.api_sessions.call_queue import CallState, Line
-from services.trainer.api_sessions.driver import Driver, Told, tell
-from services.trainer.api_sessions.programs import Occupant, call_program, open_program, shape_of
-from services.trainer.api_sessions.sampling import checked_prompts
-from services.trainer.api_sessions.session import FutureView, Session, SessionEnded, describe, line_limits, view_of
-from services.trainer.api_sessions.storage import SessionStorage
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.settings import TrainerSettings
+from services.trainer.training_sessions import messages as words
+from services.trainer.training_sessions.call_queue import CallState, Line
+from services.trainer.training_sessions.driver import Driver, Told, tell
+from services.trainer.training_sessions.programs import Occupant, call_program, open_program, shape_of
+from services.trainer.training_sessions.sampling import checked_prompts
+from services.trainer.training_sessions.session import FutureView, Session, SessionEnded, describe, line_limits, view_of
+from services.trainer.training_sessions.storage import SessionStorage
 
 _TOMBSTONES = 256
 """Ended sessions that are remembered, with why they ended."""

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import structlog
 
 from services.common.errors import Unavailable
-from services.trainer.api_sessions.programs import Compute, Program
-from services.trainer.api_sessions.session import Session
+from services.trainer.training_sessions.programs import Compute, Program
+from services.trainer.training_sessions.session import Session
 
 Told: TypeAlias = list[Callable[[], None]]
 """Whom to tell that a call has ended, outside of any lock."""

@@ -10,9 +10,9 @@ from torch import Tensor
 from services.common.errors import InvalidRequest
 from services.common.jobs.training_sessions import Forward, ForwardBackward
 from services.engine.models.training_forward import TrainableForward
-from services.trainer.api_sessions.losses import token_loss
-from services.trainer.api_sessions.scoring import ScoredBatch, scored_batches, spread
 from services.trainer.host.policy_host import PolicyHost
+from services.trainer.training_sessions.losses import token_loss
+from services.trainer.training_sessions.scoring import ScoredBatch, scored_batches, spread
 
 
 class Failed(Protocol):
