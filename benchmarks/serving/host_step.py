@@ -36,7 +36,7 @@ _PROMPT = 512
 _T = TypeVar("_T")
 
 
-class Stopwatch:
+class StepTimer:
     """Microseconds by name, of the present step."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ def measure(sequences: int, steps: int) -> dict[str, float]:
         max_model_len=4 * _PROMPT + steps,
         prefix_cache=False,
     )
-    watch = Stopwatch()
+    watch = StepTimer()
     runner = NullRunner()
     pipeline = StepPipeline(config, runner, SliceGate(0.05), EventStream(), time.monotonic)
     tracker = RequestTracker(pipeline, BaseOnly(), RolloutBuffer(0, 1.0), EventStream(), 1.0, time.monotonic)

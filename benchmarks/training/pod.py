@@ -177,9 +177,9 @@ def measure_steps(host: PodHost, run: JobRun, warm_up: int) -> Steps:
 def end_job(host: PodHost) -> None:
     """Ends a job as the trainer's worker does: the next one finds the memory of this one free. Nothing of its run may
     be held any more."""
-    host.ledger.release_job()
+    host.memory_budget.release_job()
     gc.collect()
-    host.ledger.settle()
+    host.memory_budget.settle()
 
 
 def forget_peak(host: PodHost) -> None:

@@ -14,7 +14,7 @@ from services.engine.models.training_memory.arena import Arena
 from services.pod.rollouts import EngineRollouts
 from services.pod.runner import Gate
 from services.trainer.jobs.adapter_run import USUAL_TOKENS
-from services.trainer.memory.budget import TrainingLedger
+from services.trainer.memory.budget import MemoryBudget
 from services.trainer.memory.estimate import Workload, estimate
 
 _MOST_FOR_GRAPHS = 0.75
@@ -36,7 +36,7 @@ class PodHost:
     rollouts: EngineRollouts
     webhooks: Webhooks
     teacher: CausalLM | None = None
-    ledger: TrainingLedger = field(init=False)
+    memory_budget: MemoryBudget = field(init=False)
     """Memory budget of training: the holders of train_memory_bytes."""
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class PodHost:
             graphs = estimate(self.model.config, usual).captured
             fits = graphs <= _MOST_FOR_GRAPHS * self.train_memory_bytes
             memory = Arena(self.model.device, self.train_memory_bytes, graphs if fits else 0)
-        object.__setattr__(self, "ledger", TrainingLedger(self.train_memory_bytes, memory))
+        object.__setattr__(self, "memory_budget", MemoryBudget(self.train_memory_bytes, memory))
 
     def adapter_files(self, version: AdapterVersion) -> Mapping[str, bytes]:
         """See services.trainer.host.policy_host.PolicyHost."""

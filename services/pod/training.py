@@ -22,7 +22,7 @@ from services.trainer.metrics import TrainerMetrics
 from services.trainer.runtime.publish import Publisher
 from services.trainer.runtime.worker import TrainerWorker
 from services.trainer.settings import TrainerSettings
-from services.trainer.training_sessions.manager import SessionDesk
+from services.trainer.training_sessions.manager import TrainingSessionManager
 from services.trainer.training_sessions.storage import SessionStorage
 
 
@@ -41,7 +41,7 @@ class Training:
     ) -> None:
         self._worker: TrainerWorker | None = None
         self._drained: bool | None = None
-        self.sessions: SessionDesk | None = None
+        self.sessions: TrainingSessionManager | None = None
         self._events: AdapterEvents | None = None
         self._webhooks: Webhooks | None = None
         if settings.trainer:
@@ -51,7 +51,9 @@ class Training:
             publisher = Publisher(registry, self._events, host, trainer.adapter_sync_seconds)
             storage = SessionStorage(store, registry, publisher, engine.base_digest)
             counters = TrainerMetrics(metrics)
-            self.sessions = SessionDesk(host, trainer, storage, instance=secrets.token_hex(6), metrics=counters)
+            self.sessions = TrainingSessionManager(
+                host, trainer, storage, instance=secrets.token_hex(6), metrics=counters
+            )
             self._worker = TrainerWorker(
                 host,
                 trainer,

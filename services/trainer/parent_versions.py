@@ -17,14 +17,14 @@ _NAMED = 5
 """Versions that a message lists."""
 
 
-class Patiently(Protocol):
+class Retry(Protocol):
     """Repeats an operation while a store is away."""
 
     def __call__(self, operation: Callable[[], T], /) -> T: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class ParentVersion:
     """One version that a job starts from."""
 
     version: AdapterVersion
@@ -33,7 +33,7 @@ class Origin:
     files: Mapping[str, bytes]
 
 
-class Origins:
+class ParentVersions:
     """Decides what a job starts from at its first attempt, keeps to it at every later one, and reads the files."""
 
     def __init__(self, registry: AdapterRegistry, consumer: JobConsumer, base_digest: str) -> None:
@@ -41,25 +41,25 @@ class Origins:
         self._consumer = consumer
         self._base_digest = base_digest
 
-    def read(self, claimed: ClaimedJob, patiently: Patiently) -> list[Origin]:
+    def read(self, claimed: ClaimedJob, retry: Retry) -> list[ParentVersion]:
         """In the order of a merge's sources; none for a new adapter.
 
         Raises:
             ModelNotFound, InvalidRequest: the job names a version that does not exist or is malformed.
             AdapterRejected: it is corrupt, or belongs to another base model.
         """
-        return [self._read(version, claimed.spec, patiently) for version in self._resolve(claimed, patiently)]
+        return [self._read(version, claimed.spec, retry) for version in self._resolve(claimed, retry)]
 
-    def _resolve(self, claimed: ClaimedJob, patiently: Patiently) -> list[AdapterVersion]:
-        recorded, refs = patiently(lambda: self._consumer.recorded_parent(claimed))
+    def _resolve(self, claimed: ClaimedJob, retry: Retry) -> list[AdapterVersion]:
+        recorded, refs = retry(lambda: self._consumer.recorded_parent(claimed))
         if not recorded:
-            found = patiently(lambda: resolve(claimed.spec, self._registry))
+            found = retry(lambda: resolve(claimed.spec, self._registry))
             text = ",".join(str(version) for version in found)
-            refs = patiently(lambda: self._consumer.resolve_parent(claimed, text or None))
+            refs = retry(lambda: self._consumer.resolve_parent(claimed, text or None))
         return [parse_adapter_version(ref) for ref in (refs or "").split(",") if ref]
 
-    def _read(self, version: AdapterVersion, spec: Spec, patiently: Patiently) -> Origin:
-        manifest = patiently(lambda: self._registry.manifest(version))
+    def _read(self, version: AdapterVersion, spec: Spec, retry: Retry) -> ParentVersion:
+        manifest = retry(lambda: self._registry.manifest(version))
         if manifest.base_digest != self._base_digest:
             merge = isinstance(spec, MergeJob)
             way_out = "merge versions of one base model" if merge else 'give start_from: "base" to start afresh'
@@ -68,7 +68,7 @@ class Origins:
                 f"{manifest.base_digest[:12]}, this engine serves {self._base_digest[:12]}; {way_out}",
                 param="sources" if merge else "start_from",
             )
-        return Origin(version, manifest.digest, patiently(lambda: self._registry.files(version)))
+        return ParentVersion(version, manifest.digest, retry(lambda: self._registry.files(version)))
 
 
 def resolve(spec: Spec, registry: AdapterRegistry) -> list[AdapterVersion]:
@@ -104,22 +104,22 @@ def _existing(ref: str, registry: AdapterRegistry) -> AdapterVersion:
     return registry.current(name) if number is None else registry.manifest(AdapterVersion(name, number)).ref
 
 
-def continued(spec: Spec, origins: Sequence[Origin]) -> str | None:
+def continued(spec: Spec, parents: Sequence[ParentVersion]) -> str | None:
     """What a job says that continues a version without having named it; None: it begins a new adapter, or names it."""
-    if isinstance(spec, MergeJob) or spec.start_from is not None or not origins:
+    if isinstance(spec, MergeJob) or spec.start_from is not None or not parents:
         return None
     return (
-        f"goes on from {origins[0].version}, the current version of {spec.adapter}; for a fresh start give another "
+        f"goes on from {parents[0].version}, the current version of {spec.adapter}; for a fresh start give another "
         'adapter name, or start_from "base"'
     )
 
 
-def sampled_elsewhere(spec: Spec, origins: Sequence[Origin]) -> str | None:
+def sampled_elsewhere(spec: Spec, parents: Sequence[ParentVersion]) -> str | None:
     """What the job's log says of rollouts that another policy sampled than the one it continues; None: nothing, or the
     rollouts do not say who sampled them."""
     if not isinstance(spec, GrpoJob):
         return None
-    start = str(origins[0].version) if origins else BASE
+    start = str(parents[0].version) if parents else BASE
     named = [one.adapter for group in spec.groups or () for one in group.completions if one.adapter is not None]
     others = sorted({name for name in named if name != start})
     if not others:

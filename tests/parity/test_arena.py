@@ -220,11 +220,11 @@ def test_out_of_memory_ends_the_job_and_nothing_else(
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
     del run
-    host.ledger.release_job()
-    host.ledger.settle()
+    host.memory_budget.release_job()
+    host.memory_budget.settle()
     # cuBLAS has workspaces for the trainer's streams by now; rests that the engine did not use went back as well.
     assert reserved() <= held + 100 * MIB, "what it took beyond is given back"
-    arena = host.ledger._memory
+    arena = host.memory_budget._memory
     assert isinstance(arena, Arena)
     rest, before = arena.nbytes - arena.graph_bytes, reserved()
     assert rest >= 140 * MIB
@@ -245,4 +245,4 @@ def test_a_job_that_cannot_fit_is_refused_before_it_takes_anything(pod: tuple[En
     with pytest.raises(DoesNotFit, match=r"the memory plan leaves 600\.0 MiB for training"):
         SftRun.prepare(sft(400, max_tokens_per_microbatch=60_000, recompute="none"), host, None)
     assert driver_calls() - before <= 2, "its adapter"
-    assert not host.ledger.held()
+    assert not host.memory_budget.held()

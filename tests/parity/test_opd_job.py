@@ -371,7 +371,7 @@ def test_a_smaller_padding_than_the_student_s_cuts_what_it_does_not_know(tmp_pat
         )
         history = [run.step(index) for index in range(run.total_steps)]
         assert history[0]["cut_completions"] > 0
-        assert all(max(lesson.document.token_ids) < 416 for lesson in run._lessons.given)
+        assert all(max(sample.document.token_ids) < 416 for sample in run._round.given)
         assert history[1]["divergence"] < history[0]["divergence"]
         with pytest.raises(InvalidRequest, match=r"teacher's vocabulary of 416"):
             prepared(pod, teacher="checkpoint", prompts=[{"prompt_token_ids": [418]}], prompts_per_round=1)

@@ -11,11 +11,11 @@ from services.common.jobs import MergeJob, Spec
 from services.common.text.template import RESERVED_KWARGS
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import JobRun
-from services.trainer.parent_versions import Origin
+from services.trainer.parent_versions import ParentVersion
 
 
 def prepare_run(
-    spec: Spec, host: PolicyHost, parent: Mapping[str, bytes] | None, sources: Sequence[Origin] = ()
+    spec: Spec, host: PolicyHost, parent: Mapping[str, bytes] | None, sources: Sequence[ParentVersion] = ()
 ) -> JobRun:
     """Tokenizes, validates and sizes a job; touches nothing that is being served.
 

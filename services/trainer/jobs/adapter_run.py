@@ -24,11 +24,11 @@ from services.engine.models.training_forward import FrozenForward, TrainableForw
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import RunState
 from services.trainer.jobs.defaults import learning_rate
-from services.trainer.memory.budget import Need
+from services.trainer.memory.budget import MemoryNeed
 from services.trainer.memory.estimate import TeacherWork, Workload, check_fits, mib
 from services.trainer.optimizer import AdapterOptimizer
 from services.trainer.packing import Microbatch, pack
-from services.trainer.timers import Stopwatch
+from services.trainer.timers import StepTimer
 
 _TOKENS_ON_CPU = 512
 USUAL_TOKENS = 2048
@@ -121,7 +121,7 @@ class AdapterRun(ABC):
             ),
             host.train_memory_bytes,
         )
-        self._graphs = host.ledger.reserve_job(Need.of(memory, captured=host.model.device.type == "cuda"))
+        self._graphs = host.memory_budget.reserve_job(MemoryNeed.of(memory, captured=host.model.device.type == "cuda"))
         """Where steps are captured; None: they are launched kernel by kernel."""
         self._largest = largest
         self._memory = memory
@@ -141,7 +141,7 @@ class AdapterRun(ABC):
         self._make_forwards()
         self._finished = 0
         self._num_tokens = 0
-        self._watch = Stopwatch(host.model.device)
+        self._watch = StepTimer(host.model.device)
         """Of the step under way."""
 
     @property
@@ -185,7 +185,7 @@ class AdapterRun(ABC):
         """See JobRun.step."""
         if index != self._finished or index >= self._total_steps:
             raise ValueError(f"step {index} asked for after {self._finished} of {self._total_steps} finished steps")
-        self._watch = Stopwatch(self._host.model.device)
+        self._watch = StepTimer(self._host.model.device)
         what = f"step {index}"
         with self._within_plan(what):
             metrics = self._before(index, interrupt)
@@ -239,7 +239,7 @@ class AdapterRun(ABC):
         """To the device, for the engine beside this job to have it: serving must not be the next to find none."""
         self._optimizer.zero_grad()
         self._make_forwards()
-        self._host.ledger.out_of_memory()
+        self._host.memory_budget.out_of_memory()
 
     def state(self) -> RunState:
         """See JobRun.state."""

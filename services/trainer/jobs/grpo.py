@@ -27,7 +27,7 @@ from services.trainer.jobs.rounds import Rounds
 from services.trainer.sampling.prompts import check_stop_tokens, prompts_of_round, sample_seed, sampled_prompts
 from services.trainer.sampling.round import Round, ScoredPrompt
 from services.trainer.sampling.scored_rollouts import RewardStats, ScoredRollouts, gather
-from services.trainer.timers import Stopwatch
+from services.trainer.timers import StepTimer
 
 _NOTHING = ScoredRollouts((), (), RewardStats(0.0, 0.0, 0, 0), ())
 
@@ -173,7 +173,7 @@ class RolloutRun(GrpoRun):
         self,
         requests: Sequence[RolloutRequest],
         temperature: float,
-        watch: Stopwatch,
+        watch: StepTimer,
         interrupt: Callable[[], None],
     ) -> list[Completion]:
         sampling = RolloutSampling(temperature, self._generate.max_tokens, frozenset(self._generate.stop_token_ids))
@@ -202,7 +202,7 @@ class RolloutRun(GrpoRun):
         started = time.perf_counter()
         requests = [RolloutRequest(prompt.token_ids, 0) for prompt in self._held_out]
         # No part of the step that it happens to fall on.
-        found = self._sample(requests, 0.0, Stopwatch(self._host.model.device), interrupt)
+        found = self._sample(requests, 0.0, StepTimer(self._host.model.device), interrupt)
         rewards = self._score(self._held_out, found, interrupt)
         return {"eval_reward": math.fsum(rewards) / len(rewards), "eval_seconds": time.perf_counter() - started}
 

@@ -15,7 +15,7 @@ LOW, HIGH = 0.9, 1.1
 """A ratio outside of these is counted."""
 
 
-class Agreement:
+class SamplerGap:
     """Sums over tokens, on the device until somebody asks."""
 
     def __init__(self, device: torch.device) -> None:

@@ -23,15 +23,15 @@ _DRAWS = 2**63
 
 
 @dataclass(frozen=True, slots=True)
-class Pupil:
+class TokenizedPrompt:
     """A prompt as tokens, and the completion that came with it."""
 
-    prompt: tuple[int, ...]
+    token_ids: tuple[int, ...]
     completion: tuple[int, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
+class DistillationSample:
     """One completion to learn from."""
 
     document: Document
@@ -43,17 +43,19 @@ class Lesson:
 
 
 @dataclass(frozen=True, slots=True)
-class Lessons:
+class DistillationRound:
     """Of one round; a completion of which the teacher knows no token is left out."""
 
-    given: Sequence[Lesson]
+    given: Sequence[DistillationSample]
     places: int
     """Prompts of the round."""
     cut: int
     """Completions that were cut off before a token that the teacher does not know."""
 
 
-def pupils(host: PolicyHost, spec: OpdJob, teacher: Teacher, given: Sequence[DistillPrompt], field: str) -> list[Pupil]:
+def tokenized_prompts(
+    host: PolicyHost, spec: OpdJob, teacher: Teacher, given: Sequence[DistillPrompt], field: str
+) -> list[TokenizedPrompt]:
     """Tokenizes prompts and their completions.
 
     Raises:
@@ -65,7 +67,7 @@ def pupils(host: PolicyHost, spec: OpdJob, teacher: Teacher, given: Sequence[Dis
     for index, (prompt, asked) in enumerate(zip(prompts, given, strict=True)):
         where = f"{field}[{index}]"
         teacher.check_vocabulary(where, prompt)
-        found.append(Pupil(prompt, _completion(host, spec, teacher, asked, prompt, where)))
+        found.append(TokenizedPrompt(prompt, _completion(host, spec, teacher, asked, prompt, where)))
     return found
 
 
@@ -89,28 +91,30 @@ def drawn(spec: OpdJob, number: int, place: int) -> bool:
     return sample_seed("lmbda", spec.seed, number, place) < spec.lmbda * _DRAWS
 
 
-def lessons(teacher: Teacher, chosen: Sequence[Pupil], sampled: Sequence[Completion | None]) -> Lessons:
+def distillation_round(
+    teacher: Teacher, chosen: Sequence[TokenizedPrompt], sampled: Sequence[Completion | None]
+) -> DistillationRound:
     """The documents of a round, ``source`` being the index among them.
 
     Args:
         sampled: of each place; None: the completion of the data.
     """
-    found: list[Lesson] = []
+    found: list[DistillationSample] = []
     cut = 0
-    for pupil, completion in zip(chosen, sampled, strict=True):
+    for prompt, completion in zip(chosen, sampled, strict=True):
         if completion is None:
-            if pupil.completion is None:
+            if prompt.completion is None:
                 raise ValueError("a prompt without a completion was not sampled")
-            document = completion_document(pupil.prompt, pupil.completion, len(found))
-            found.append(Lesson(document, sampled=False, truncated=False, behaviour=None))
+            document = completion_document(prompt.token_ids, prompt.completion, len(found))
+            found.append(DistillationSample(document, sampled=False, truncated=False, behaviour=None))
             continue
         known = known_part(completion, teacher.model.config.vocab_size)
         cut += known is not completion
         if known.token_ids:
-            document = completion_document(pupil.prompt, known.token_ids, len(found))
+            document = completion_document(prompt.token_ids, known.token_ids, len(found))
             behaviour = torch.tensor(known.logprobs)
-            found.append(Lesson(document, sampled=True, truncated=known.truncated, behaviour=behaviour))
-    return Lessons(found, len(chosen), cut)
+            found.append(DistillationSample(document, sampled=True, truncated=known.truncated, behaviour=behaviour))
+    return DistillationRound(found, len(chosen), cut)
 
 
 def known_part(completion: Completion, vocab: int) -> Completion:

@@ -1,6 +1,6 @@
 """The order of one session's calls: strictly by sequence number, each once, however they arrive. Plain Python.
 
-Not thread-safe: the desk holds its lock around every call.
+Not thread-safe: the manager holds its lock around every call.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class CallState(enum.StrEnum):
 
 
 @dataclass(eq=False, slots=True)
-class Entry(Generic[T]):
-    """One call in the line."""
+class QueuedCall(Generic[T]):
+    """One call in the queue."""
 
     id: str
     seq: int
@@ -50,7 +50,7 @@ class Entry(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class LineLimits:
+class CallQueueLimits:
     """Bounds of one session."""
 
     pending: int
@@ -63,7 +63,7 @@ class LineLimits:
     result_seconds: float
 
 
-class Line(Generic[T]):
+class CallQueue(Generic[T]):
     """Calls of one session.
 
     Args:
@@ -71,15 +71,15 @@ class Line(Generic[T]):
         clock: monotonic seconds.
     """
 
-    def __init__(self, limits: LineLimits, new_id: Callable[[int], str], clock: Callable[[], float]) -> None:
+    def __init__(self, limits: CallQueueLimits, new_id: Callable[[int], str], clock: Callable[[], float]) -> None:
         self._limits = limits
         self._new_id = new_id
         self._clock = clock
         self._next = 1
         self._free_since = clock()
-        self._waiting: dict[int, Entry[T]] = {}
-        self._running: Entry[T] | None = None
-        self._ended: OrderedDict[str, Entry[T]] = OrderedDict()
+        self._waiting: dict[int, QueuedCall[T]] = {}
+        self._running: QueuedCall[T] | None = None
+        self._ended: OrderedDict[str, QueuedCall[T]] = OrderedDict()
         """By future id, oldest first."""
         self._executed: OrderedDict[int, tuple[str, str]] = OrderedDict()
         """Sequence number → digest and future id of calls that have begun."""
@@ -90,7 +90,7 @@ class Line(Generic[T]):
         return self._next
 
     @property
-    def running(self) -> Entry[T] | None:
+    def running(self) -> QueuedCall[T] | None:
         return self._running
 
     @property
@@ -98,7 +98,7 @@ class Line(Generic[T]):
         """Calls that wait or run."""
         return len(self._waiting) + (self._running is not None)
 
-    def submit(self, seq: int, digest: str, kind: str, call: T, tokens: int) -> Entry[T] | str:
+    def submit(self, seq: int, digest: str, kind: str, call: T, tokens: int) -> QueuedCall[T] | str:
         """Puts a call in its place. The same number with the same digest gives the same entry.
 
         Returns:
@@ -133,11 +133,11 @@ class Line(Generic[T]):
                 f"{self._limits.pending_tokens} waiting; wait for their futures first",
                 retry_after=1.0,
             )
-        entry = Entry(self._new_id(seq), seq, digest, kind, tokens, call, self._clock())
+        entry = QueuedCall(self._new_id(seq), seq, digest, kind, tokens, call, self._clock())
         self._waiting[seq] = entry
         return entry
 
-    def begin(self) -> Entry[T] | None:
+    def begin(self) -> QueuedCall[T] | None:
         """The next call, if it is there and none runs; it runs from now on."""
         if self._running is not None or self._next not in self._waiting:
             return None
@@ -150,7 +150,7 @@ class Line(Generic[T]):
         self._running = entry
         return entry
 
-    def end(self, entry: Entry[T], result: bytes | None, error: BaseException | None) -> list[Callable[[], None]]:
+    def end(self, entry: QueuedCall[T], result: bytes | None, error: BaseException | None) -> list[Callable[[], None]]:
         """The running call has ended. Returns whom to tell, outside of any lock.
 
         Raises:
@@ -193,7 +193,7 @@ class Line(Generic[T]):
             del self._ended[entry.id]
         return told
 
-    def find(self, future: str) -> Entry[T] | None:
+    def find(self, future: str) -> QueuedCall[T] | None:
         """By the future's id; None if it is unknown or forgotten."""
         if (found := self._ended.get(future)) is not None:
             return found
@@ -205,11 +205,11 @@ class Line(Generic[T]):
         """Whether this was a call whose result has been dropped."""
         return any(known == future for _, known in self._executed.values())
 
-    def ahead_of(self, entry: Entry[T]) -> int:
+    def ahead_of(self, entry: QueuedCall[T]) -> int:
         """Calls that are there and come before a waiting one."""
         return sum(seq < entry.seq for seq in self._waiting) + (self._running not in (None, entry))
 
-    def missing_before(self, entry: Entry[T]) -> int | None:
+    def missing_before(self, entry: QueuedCall[T]) -> int | None:
         """The first sequence number that a waiting call waits for and that nobody has sent."""
         if entry.started:
             return None
@@ -222,7 +222,9 @@ class Line(Generic[T]):
         entry = self._waiting.get(seq)
         return (entry.digest, entry.id) if entry is not None else self._executed.get(seq)
 
-    def _settle(self, entry: Entry[T], result: bytes | None, error: BaseException | None) -> list[Callable[[], None]]:
+    def _settle(
+        self, entry: QueuedCall[T], result: bytes | None, error: BaseException | None
+    ) -> list[Callable[[], None]]:
         entry.state = CallState.DONE if error is None else CallState.FAILED
         entry.result, entry.error, entry.call, entry.ended = result, error, None, self._clock()
         self._ended[entry.id] = entry

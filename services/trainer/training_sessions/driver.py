@@ -12,7 +12,7 @@ import structlog
 
 from services.common.errors import Unavailable
 from services.trainer.training_sessions.programs import Compute, Program
-from services.trainer.training_sessions.session import Session
+from services.trainer.training_sessions.session import TrainingSession
 
 Told: TypeAlias = list[Callable[[], None]]
 """Whom to tell that a call has ended, outside of any lock."""
@@ -33,17 +33,17 @@ class Driver:
         lock: threading.RLock,
         threads: int,
         *,
-        ended: Callable[[Session, Any, BaseException | None], Told],
-        released: Callable[[Session], None],
+        ended: Callable[[TrainingSession, Any, BaseException | None], Told],
+        released: Callable[[TrainingSession], None],
     ) -> None:
         self._lock = lock
         self._ended = ended
         self._released = released
-        self._runnable: deque[Session] = deque()
+        self._runnable: deque[TrainingSession] = deque()
         self._threads = ThreadPoolExecutor(max(1, threads), "session")
         self._wake: Callable[[], None] = lambda: None
 
-    def start(self, session: Session, program: Program) -> Told:
+    def start(self, session: TrainingSession, program: Program) -> Told:
         """Runs a program up to its first part."""
         session.program = program
         return self._advance(session, None, None)
@@ -83,7 +83,7 @@ class Driver:
         tell(told)
         return True
 
-    def _advance(self, session: Session, result: Any, error: BaseException | None) -> Told:
+    def _advance(self, session: TrainingSession, result: Any, error: BaseException | None) -> Told:
         """Sends a part's outcome to the session's program and places its next part. Returns whom to tell."""
         program = session.program
         if program is None:
@@ -102,11 +102,11 @@ class Driver:
             run = part.run
             try:
                 self._threads.submit(self._fetch, session, run)
-            except RuntimeError as shut:  # the threads have ended with the desk
+            except RuntimeError as shut:  # the threads have ended with the manager
                 return self._ended(session, None, Unavailable(f"this engine is shutting down: {shut}"))
         return []
 
-    def _fetch(self, session: Session, run: Callable[[], Any]) -> None:
+    def _fetch(self, session: TrainingSession, run: Callable[[], Any]) -> None:
         """In a thread for the store; without the lock."""
         result, error = None, None
         try:

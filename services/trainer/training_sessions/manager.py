@@ -1,6 +1,6 @@
 """The sessions of one engine pod: opened, called and closed from any thread; computed by the trainer thread alone.
 
-A call goes through its session's line, then part by part through `run_next` (the trainer thread) and other threads
+A call goes through its session's queue, then part by part through `run_next` (the trainer thread) and other threads
 for what only waits. One call of a session at a time; sessions take turns.
 """
 
@@ -38,18 +38,25 @@ from services.trainer.host.policy_host import PolicyHost
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.settings import TrainerSettings
 from services.trainer.training_sessions import messages as words
-from services.trainer.training_sessions.call_queue import CallState, Line
+from services.trainer.training_sessions.call_queue import CallQueue, CallState
 from services.trainer.training_sessions.driver import Driver, Told, tell
-from services.trainer.training_sessions.programs import Occupant, call_program, open_program, shape_of
+from services.trainer.training_sessions.programs import ResidentSession, call_program, open_program, shape_of
 from services.trainer.training_sessions.sampling import checked_prompts
-from services.trainer.training_sessions.session import FutureView, Session, SessionEnded, describe, line_limits, view_of
+from services.trainer.training_sessions.session import (
+    FutureView,
+    SessionEnded,
+    TrainingSession,
+    call_queue_limits,
+    describe,
+    view_of,
+)
 from services.trainer.training_sessions.storage import SessionStorage
 
 _TOMBSTONES = 256
 """Ended sessions that are remembered, with why they ended."""
 
 
-class SessionDesk:
+class TrainingSessionManager:
     """Thread-safe. ``run_next`` belongs to the trainer thread.
 
     Args:
@@ -75,8 +82,8 @@ class SessionDesk:
         self._clock = clock
         self._metrics = metrics or TrainerMetrics(CollectorRegistry())
         self._lock = threading.RLock()
-        self._sessions: dict[str, Session] = {}
-        self._gone: OrderedDict[str, Session] = OrderedDict()
+        self._sessions: dict[str, TrainingSession] = {}
+        self._gone: OrderedDict[str, TrainingSession] = OrderedDict()
         self._driver = Driver(self._lock, settings.sessions_max, ended=self._finished, released=self._release)
         self._closed = False
         self._log = structlog.get_logger("sessions")
@@ -103,27 +110,27 @@ class SessionDesk:
             if len(self._sessions) >= self._settings.sessions_max:
                 raise words.full(len(self._sessions), self._settings.sessions_max)
             name = session_id(self.instance, secrets.token_hex(6))
-            occupant = Occupant(
+            resident = ResidentSession(
                 name, self._host, self._storage, self._settings.served_model_name, shape_of(request, self._host)
             )
-            line: Line[Call] = Line(
-                line_limits(self._settings), lambda seq: future_id(name, seq, secrets.token_hex(3)), self._clock
+            calls: CallQueue[Call] = CallQueue(
+                call_queue_limits(self._settings), lambda seq: future_id(name, seq, secrets.token_hex(3)), self._clock
             )
-            session = Session(occupant, request, line, ttl, time.time(), self._clock(), owner)
+            session = TrainingSession(resident, request, calls, ttl, time.time(), self._clock(), owner)
             session.opened.set_running_or_notify_cancel()  # it cannot be cancelled by whoever waits for it
             self._sessions[name] = session
-            told = self._driver.start(session, open_program(occupant, request))
+            told = self._driver.start(session, open_program(resident, request))
         tell(told)
         self._log.info("session.opening", session=name)
         return name, session.opened
 
     def submit(self, name: str, call_json: bytes) -> FutureView:
-        """Puts a call into a session's line. A repeated one gives the same future.
+        """Puts a call into a session's queue. A repeated one gives the same future.
 
         Raises:
             InvalidRequest, pydantic.ValidationError: the call is malformed.
             NotFound, Gone: there is no such session, or not any more.
-            Conflict, Overloaded: as Line.submit says.
+            Conflict, Overloaded: as CallQueue.submit says.
         """
         call = CALL.validate_json(call_json)
         info = self._host.model.config
@@ -143,7 +150,7 @@ class SessionDesk:
         with self._lock:
             self._check_open()
             session = self._find(name)
-            found = session.line.submit(call.seq, digest, call.kind, call, tokens)
+            found = session.calls.submit(call.seq, digest, call.kind, call, tokens)
             session.used = self._clock()
             if isinstance(found, str):
                 raise self._forgotten(found)
@@ -168,12 +175,12 @@ class SessionDesk:
             if session is None:
                 raise self._missing(name)
             session.used = self._clock()
-            entry = session.line.find(future)
+            entry = session.calls.find(future)
             if entry is not None:
                 return view_of(session, entry)
             if session.ended is not None:
                 raise Gone(session.ended.message, param="id")
-            if session.line.executed(future):
+            if session.calls.executed(future):
                 raise self._forgotten(future)
             raise words.unknown_future(future)
 
@@ -182,7 +189,7 @@ class SessionDesk:
         name = future_session(future)
         with self._lock:
             session = self._sessions.get(name or "")
-            entry = session.line.find(future) if session is not None else None
+            entry = session.calls.find(future) if session is not None else None
             if entry is None or entry.state is not CallState.PENDING:
                 return False
             entry.watchers.append(told)
@@ -192,7 +199,7 @@ class SessionDesk:
         """The watcher has gone."""
         with self._lock:
             session = self._sessions.get(future_session(future) or "")
-            entry = session.line.find(future) if session is not None else None
+            entry = session.calls.find(future) if session is not None else None
             if entry is not None and told in entry.watchers:
                 entry.watchers.remove(told)
 
@@ -241,10 +248,10 @@ class SessionDesk:
         told: Told = []
         with self._lock:
             for session in [*self._sessions.values(), *self._gone.values()]:
-                told += session.line.sweep()
+                told += session.calls.sweep()
             now = self._clock()
             for session in list(self._sessions.values()):
-                idle = not session.line.pending and session.program is None
+                idle = not session.calls.pending and session.program is None
                 if idle and now - session.used >= session.ttl:
                     expired = words.expired(session.id, session.ttl)
                     told += self._end(session, expired, expired)
@@ -283,14 +290,14 @@ class SessionDesk:
 
     # -- parts; the lock is held
 
-    def _described(self, session: Session) -> dict[str, Any]:
-        return describe(session, self._host.ledger.held().get(session.id), self._clock())
+    def _described(self, session: TrainingSession) -> dict[str, Any]:
+        return describe(session, self._host.memory_budget.held().get(session.id), self._clock())
 
     def _check_open(self) -> None:
         if self._closed:
             raise Unavailable("this engine is shutting down", retry_after=5.0)
 
-    def _find(self, name: str) -> Session:
+    def _find(self, name: str) -> TrainingSession:
         session = self._sessions.get(name)
         if session is not None and session.opened.done():
             return session
@@ -308,21 +315,21 @@ class SessionDesk:
     def _forgotten(self, future: str) -> Gone:
         return words.forgotten(future, self._settings.session_results, self._settings.session_result_seconds)
 
-    def _start_next(self, session: Session) -> Told:
+    def _start_next(self, session: TrainingSession) -> Told:
         if session.program is not None or session.ended is not None:
             return []
-        entry = session.line.begin()
+        entry = session.calls.begin()
         if entry is None or entry.call is None:
             return []
         session.entry = entry
-        program = call_program(session.occupant, entry.call, lambda: self._interrupt(session))
+        program = call_program(session.resident, entry.call, lambda: self._interrupt(session))
         return self._driver.start(session, program)
 
-    def _interrupt(self, session: Session) -> None:
+    def _interrupt(self, session: TrainingSession) -> None:
         if session.ended is not None:
             raise SessionEnded
 
-    def _finished(self, session: Session, result: Any, error: BaseException | None) -> Told:
+    def _finished(self, session: TrainingSession, result: Any, error: BaseException | None) -> Told:
         result_json = None
         try:
             result_json = to_json(result, inf_nan_mode="null") if error is None else None
@@ -335,24 +342,24 @@ class SessionDesk:
         if entry is None:  # it was the opening
             if error is not None:
                 del self._sessions[session.id]
-                self._host.ledger.release_session(session.id)
+                self._host.memory_budget.release_session(session.id)
                 return [lambda: session.opened.set_exception(error)]
             self._metrics.sessions.set(len(self._sessions))
             self._log.info("session.opened", session=session.id)
             return [lambda: session.opened.set_result(None)]
-        told = session.line.end(entry, result_json, error)
+        told = session.calls.end(entry, result_json, error)
         self._metrics.session_calls.labels(entry.kind, entry.state).inc()
         self._metrics.session_call_seconds.labels(entry.kind).observe(entry.ended - entry.submitted)
         return told + self._start_next(session)
 
-    def _end(self, session: Session, why: TemperError, lost: TemperError) -> Told:
+    def _end(self, session: TrainingSession, why: TemperError, lost: TemperError) -> Told:
         """The session is over: its calls fail with ``lost``, its memory is free as soon as it does not compute."""
         session.ended = why
         del self._sessions[session.id]
         self._gone[session.id] = session
         while len(self._gone) > _TOMBSTONES:
             self._gone.popitem(last=False)
-        told = session.line.fail_all(lost)
+        told = session.calls.fail_all(lost)
         if not session.opened.done():
             told.append(lambda: session.opened.set_exception(why))
         if not session.computing:
@@ -361,7 +368,7 @@ class SessionDesk:
         self._log.info("session.ended", session=session.id, reason=why.message)
         return told
 
-    def _release(self, session: Session) -> None:
+    def _release(self, session: TrainingSession) -> None:
         session.program = session.entry = session.part = None
-        session.occupant.policy = None
-        self._host.ledger.release_session(session.id)
+        session.resident.policy = None
+        self._host.memory_budget.release_session(session.id)

@@ -15,7 +15,7 @@ from services.engine.models.training_memory.arena import GraphMemory
 from services.engine.models.training_memory.recompute import Recompute
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.defaults import SESSION_PACE, learning_rate
-from services.trainer.memory.budget import Need
+from services.trainer.memory.budget import MemoryNeed
 from services.trainer.memory.estimate import Workload, estimate
 from services.trainer.optimizer import MasterOptimizer
 from services.trainer.training_sessions.forward import Scoring
@@ -29,7 +29,7 @@ class Shape:
     recompute: Recompute
 
 
-def need_of(host: PolicyHost, lora: LoraParams, shape: Shape, tokens: int | None = None) -> Need:
+def need_of(host: PolicyHost, lora: LoraParams, shape: Shape, tokens: int | None = None) -> MemoryNeed:
     """Bytes of a session with this adapter whose largest microbatch has ``tokens`` inputs (None: as it packs)."""
     fused = host.model.device.type == "cuda"
     work = Workload(
@@ -40,7 +40,7 @@ def need_of(host: PolicyHost, lora: LoraParams, shape: Shape, tokens: int | None
         recompute=shape.recompute,
         fused=fused,
     )
-    return Need.of(estimate(host.model.config, work), captured=fused)
+    return MemoryNeed.of(estimate(host.model.config, work), captured=fused)
 
 
 class SessionPolicy:
@@ -142,7 +142,7 @@ class SessionPolicy:
 
     def _out_of_memory(self, error: torch.OutOfMemoryError) -> Overloaded:
         """What to raise; what nobody uses goes to the device."""
-        self._host.ledger.out_of_memory()
+        self._host.memory_budget.out_of_memory()
         return Overloaded(f"the device ran out of memory: {str(error).splitlines()[0][:200]}")
 
     def _forget_gradients(self) -> None:
@@ -156,4 +156,4 @@ class SessionPolicy:
         # Beside what the session has reserved to stay. So long a one is launched kernel by kernel.
         extra = need.uncaptured().working + need.resident - usual.resident
         what = f"data[{longest}] with {count} tokens"
-        self._host.ledger.check_working(extra, what=what, param=f"data[{longest}].token_ids")
+        self._host.memory_budget.check_working(extra, what=what, param=f"data[{longest}].token_ids")

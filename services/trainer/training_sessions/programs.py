@@ -42,7 +42,7 @@ Program: TypeAlias = Generator[Compute | Fetch, Any, dict[str, Any]]
 
 
 @dataclass(eq=False, slots=True)
-class Occupant:
+class ResidentSession:
     """What a session holds in the trainer's memory."""
 
     id: str
@@ -67,16 +67,16 @@ def shape_of(request: OpenSession, host: PolicyHost) -> Shape:
     return Shape(chosen_microbatch_tokens(request.max_tokens_per_microbatch, host), request.recompute)
 
 
-def open_program(occupant: Occupant, request: OpenSession) -> Program:
+def open_program(resident: ResidentSession, request: OpenSession) -> Program:
     """Reserves the memory and makes the adapter."""
     snapshot = None
     if request.adapter is not None or request.checkpoint is not None:
-        snapshot = yield Fetch(lambda: _fetch(occupant.storage, request))
-    yield Compute(lambda: _take_up(occupant, snapshot, request))
+        snapshot = yield Fetch(lambda: _fetch(resident.storage, request))
+    yield Compute(lambda: _take_up(resident, snapshot, request))
     return {}
 
 
-def call_program(occupant: Occupant, call: Call, interrupt: Callable[[], None]) -> Program:
+def call_program(resident: ResidentSession, call: Call, interrupt: Callable[[], None]) -> Program:
     """One call of an open session.
 
     Args:
@@ -84,20 +84,20 @@ def call_program(occupant: Occupant, call: Call, interrupt: Callable[[], None]) 
     """
     match call:
         case Forward() | ForwardBackward():
-            scoring = yield Compute(lambda: occupant.present.begin(call))
+            scoring = yield Compute(lambda: resident.present.begin(call))
             result = None
             while result is None:
                 result = yield Compute(scoring.next_part)
         case OptimStep():
-            result = yield Compute(lambda: occupant.present.step(call))
+            result = yield Compute(lambda: resident.present.step(call))
         case Sample():
-            result = yield Fetch(lambda: sample(occupant.host, occupant.present.lora, call, interrupt))
+            result = yield Fetch(lambda: sample(resident.host, resident.present.lora, call, interrupt))
         case Save():
-            snapshot = yield Compute(lambda: _snapshot(occupant, with_optimizer=call.checkpoint is not None))
-            result = yield Fetch(lambda: _save(occupant.storage, call, snapshot))
+            snapshot = yield Compute(lambda: _snapshot(resident, with_optimizer=call.checkpoint is not None))
+            result = yield Fetch(lambda: _save(resident.storage, call, snapshot))
         case Load():
-            snapshot = yield Fetch(lambda: _fetch(occupant.storage, call))
-            result = yield Compute(lambda: _take_up(occupant, snapshot, OpenSession()))
+            snapshot = yield Fetch(lambda: _fetch(resident.storage, call))
+            result = yield Compute(lambda: _take_up(resident, snapshot, OpenSession()))
     return dict(result)
 
 
@@ -117,35 +117,35 @@ def _save(storage: SessionStorage, call: Save, snapshot: Snapshot) -> dict[str, 
     return storage.publish(call.name, snapshot, attach=call.attach)
 
 
-def _snapshot(occupant: Occupant, *, with_optimizer: bool) -> Snapshot:
-    policy = occupant.present
+def _snapshot(resident: ResidentSession, *, with_optimizer: bool) -> Snapshot:
+    policy = resident.present
     return Snapshot(
-        files=policy.lora.to_files(occupant.base_name),
+        files=policy.lora.to_files(resident.base_name),
         optimizer=policy.optimizer.state() if with_optimizer else {},
         steps=policy.steps,
-        parent=occupant.parent,
+        parent=resident.parent,
     )
 
 
-def _take_up(occupant: Occupant, snapshot: Snapshot | None, request: OpenSession) -> dict[str, Any]:
+def _take_up(resident: ResidentSession, snapshot: Snapshot | None, request: OpenSession) -> dict[str, Any]:
     """Puts a new adapter, or what was fetched, in the place of what the session had; nothing changes if it fails.
 
     Both exist for a moment: that is within what is reserved to compute, which nobody does meanwhile.
     """
-    host = occupant.host
+    host = resident.host
     lora = starting_adapter(request.lora, host, snapshot.files if snapshot is not None else None)
-    graphs = host.ledger.reserve_session(occupant.id, need_of(host, lora, occupant.shape))
+    graphs = host.memory_budget.reserve_session(resident.id, need_of(host, lora, resident.shape))
     try:
-        policy = SessionPolicy(host, lora, occupant.shape, graphs, steps=snapshot.steps if snapshot is not None else 0)
+        policy = SessionPolicy(host, lora, resident.shape, graphs, steps=snapshot.steps if snapshot is not None else 0)
         if snapshot is not None:
             policy.optimizer.load_state(snapshot.optimizer)
     except BaseException:
-        if occupant.policy is not None:
-            host.ledger.reserve_session(occupant.id, need_of(host, occupant.policy.lora, occupant.shape))
+        if resident.policy is not None:
+            host.memory_budget.reserve_session(resident.id, need_of(host, resident.policy.lora, resident.shape))
         raise
-    occupant.policy, occupant.parent = policy, snapshot.parent if snapshot is not None else None
+    resident.policy, resident.parent = policy, snapshot.parent if snapshot is not None else None
     return {
-        "adapter": str(occupant.parent) if occupant.parent is not None else None,
+        "adapter": str(resident.parent) if resident.parent is not None else None,
         "step": policy.steps,
         "rank": lora.rank,
         "parameters": lora.num_parameters(),

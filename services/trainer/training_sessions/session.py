@@ -9,10 +9,10 @@ from typing import Any
 
 from services.common.errors import TemperError
 from services.common.jobs.training_sessions import Call, OpenSession
-from services.trainer.memory.budget import Need
+from services.trainer.memory.budget import MemoryNeed
 from services.trainer.settings import TrainerSettings
-from services.trainer.training_sessions.call_queue import CallState, Entry, Line, LineLimits
-from services.trainer.training_sessions.programs import Compute, Occupant, Program
+from services.trainer.training_sessions.call_queue import CallQueue, CallQueueLimits, CallState, QueuedCall
+from services.trainer.training_sessions.programs import Compute, Program, ResidentSession
 
 _PENDING_CALLS_OF_TOKENS = 8
 """Calls of the largest size that one session may have waiting."""
@@ -41,10 +41,10 @@ class FutureView:
 
 
 @dataclass(eq=False)
-class Session:
-    occupant: Occupant
+class TrainingSession:
+    resident: ResidentSession
     request: OpenSession
-    line: Line[Call]
+    calls: CallQueue[Call]
     ttl: float
     created: float
     used: float
@@ -54,7 +54,7 @@ class Session:
     opened: Future[None] = field(default_factory=Future)
     program: Program | None = None
     """Of the call that runs, or of the opening."""
-    entry: Entry[Call] | None = None
+    entry: QueuedCall[Call] | None = None
     """The call that runs; None while opening."""
     part: Compute | None = None
     """Waits for the trainer thread."""
@@ -64,12 +64,12 @@ class Session:
 
     @property
     def id(self) -> str:
-        return self.occupant.id
+        return self.resident.id
 
 
-def line_limits(settings: TrainerSettings) -> LineLimits:
-    """Of one session's line."""
-    return LineLimits(
+def call_queue_limits(settings: TrainerSettings) -> CallQueueLimits:
+    """Of one session's queue."""
+    return CallQueueLimits(
         pending=settings.session_pending_calls,
         pending_tokens=_PENDING_CALLS_OF_TOKENS * settings.session_call_tokens,
         gap_seconds=settings.session_gap_seconds,
@@ -78,7 +78,7 @@ def line_limits(settings: TrainerSettings) -> LineLimits:
     )
 
 
-def view_of(session: Session, entry: Entry[Call]) -> FutureView:
+def view_of(session: TrainingSession, entry: QueuedCall[Call]) -> FutureView:
     """A call of the session, now."""
     pending = entry.state is CallState.PENDING
     return FutureView(
@@ -88,32 +88,32 @@ def view_of(session: Session, entry: Entry[Call]) -> FutureView:
         kind=entry.kind,
         state=entry.state,
         running=entry.started and pending,
-        ahead=session.line.ahead_of(entry) if pending else 0,
-        missing=session.line.missing_before(entry) if pending else None,
+        ahead=session.calls.ahead_of(entry) if pending else 0,
+        missing=session.calls.missing_before(entry) if pending else None,
         result=entry.result,
         error=entry.error,
     )
 
 
-def describe(session: Session, held: Need | None, now: float) -> dict[str, Any]:
+def describe(session: TrainingSession, held: MemoryNeed | None, now: float) -> dict[str, Any]:
     """The session as JSON.
 
     Args:
-        held: what the ledger says.
+        held: what the budget says.
         now: monotonic seconds.
     """
-    occupant, policy = session.occupant, session.occupant.policy
+    resident, policy = session.resident, session.resident.policy
     described: dict[str, Any] = {
         "id": session.id,
         "object": "train.session",
         "created_at": session.created,
         "expires_at": time.time() + max(0.0, session.ttl - (now - session.used)),
         "ttl_seconds": session.ttl,
-        "next_seq": session.line.next_seq,
-        "pending": session.line.pending,
-        "adapter": str(occupant.parent) if occupant.parent is not None else None,
-        "max_tokens_per_microbatch": occupant.shape.microbatch_tokens,
-        "recompute": occupant.shape.recompute,
+        "next_seq": session.calls.next_seq,
+        "pending": session.calls.pending,
+        "adapter": str(resident.parent) if resident.parent is not None else None,
+        "max_tokens_per_microbatch": resident.shape.microbatch_tokens,
+        "recompute": resident.shape.recompute,
         "memory_bytes": {"resident": held.resident, "working": held.working} if held is not None else None,
         "metadata": session.request.metadata,
     }

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.losses.logprob_gap import Agreement
+from services.trainer.losses.logprob_gap import SamplerGap
 from tests.training_support import TrainingHost
 from tests.unit.trainer.test_grpo_run import TEXTS, prepared, token_groups
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def test_the_numbers_by_hand() -> None:
-    agreement = Agreement(CPU)
+    agreement = SamplerGap(CPU)
     agreement.add(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -1.8]))
     agreement.add(torch.tensor([-3.0, -0.5]), torch.tensor([-3.2, -9.0]), torch.tensor([True, False]))
     ratios = [1.0, math.exp(0.2), math.exp(-0.2)]
@@ -27,7 +27,7 @@ def test_the_numbers_by_hand() -> None:
 
 
 def test_nothing_is_said_of_nothing() -> None:
-    agreement = Agreement(CPU)
+    agreement = SamplerGap(CPU)
     assert agreement.metrics() == {}
     agreement.add(torch.tensor([-1.0]), torch.tensor([-2.0]), torch.tensor([False]))
     assert agreement.metrics() == {}

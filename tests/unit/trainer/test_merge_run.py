@@ -16,7 +16,7 @@ from services.engine.models.lora.binding import BoundAdapter, bind_adapter
 from services.engine.models.lora.trainable import LoraParams
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.base import JobRun
-from services.trainer.parent_versions import Origin
+from services.trainer.parent_versions import ParentVersion
 from tests.training_support import TrainingHost
 from tests.unit.adapter_tools.adapters import adapter
 
@@ -26,8 +26,8 @@ def job(*weights: float, **fields: Any) -> MergeJob:
     return MergeJob.model_validate({"adapter": "merged", "sources": sources, **fields})
 
 
-def origins(*files: dict[str, bytes]) -> list[Origin]:
-    return [Origin(AdapterVersion(f"parent{i}", 1), f"digest-{i}", part) for i, part in enumerate(files)]
+def parent_versions(*files: dict[str, bytes]) -> list[ParentVersion]:
+    return [ParentVersion(AdapterVersion(f"parent{i}", 1), f"digest-{i}", part) for i, part in enumerate(files)]
 
 
 def finish(run: JobRun, start: int = 0) -> dict[str, float]:
@@ -54,7 +54,7 @@ def mixed(host: TrainingHost) -> list[dict[str, bytes]]:
 def test_parents_of_different_shapes(host: TrainingHost) -> None:
     weights = [0.7, -0.4, 1.5]
     parents = mixed(host)
-    run = prepare_run(job(*weights), host, None, origins(*parents))
+    run = prepare_run(job(*weights), host, None, parent_versions(*parents))
     metrics = finish(run)
     files = run.lora.to_files("base")
     merged = deltas(bind_adapter(files, host.model.config, max_rank=32))
@@ -88,7 +88,7 @@ def test_one_parent_of_weight_one_is_that_parent_to_the_engine(host: TrainingHos
 
     merged = []
     for weights, sources in (((1.0,), parents[1:2]), ((1.0, 0.5), parents[1:])):
-        run = prepare_run(job(*weights), host, None, origins(*sources))
+        run = prepare_run(job(*weights), host, None, parent_versions(*sources))
         finish(run)
         merged.append(hidden(run.lora))
     original = hidden(LoraParams.from_bound(bind_adapter(parents[1], host.model.config, max_rank=32)))
@@ -99,7 +99,7 @@ def test_one_parent_of_weight_one_is_that_parent_to_the_engine(host: TrainingHos
 @pytest.mark.parametrize("method", ["ties", "dare_linear", "dare_ties"])
 def test_a_merge_resumes_to_the_same_bytes(host: TrainingHost, method: str) -> None:
     spec = job(1.0, 0.5, 0.25, method=method, rank=3, density=0.4, seed=5)
-    parents = origins(*mixed(host))
+    parents = parent_versions(*mixed(host))
     whole = prepare_run(spec, host, None, parents)
     metrics = finish(whole)
     assert 0 < metrics["merge_error_mean"] <= metrics["merge_error_max"] < 1
@@ -134,7 +134,7 @@ def test_an_interrupted_layer_leaves_nothing(host: TrainingHost) -> None:
         if next(calls, Stop) is Stop:
             raise Stop
 
-    run = prepare_run(job(1.0), host, None, origins(mixed(host)[2]))
+    run = prepare_run(job(1.0), host, None, parent_versions(mixed(host)[2]))
     with pytest.raises(Stop):
         run.step(0, interrupt)
     assert run.state().data["errors"] == {}
@@ -142,14 +142,14 @@ def test_an_interrupted_layer_leaves_nothing(host: TrainingHost) -> None:
 
 def test_ranks_over_the_engines_limit_are_refused_with_the_way_out(host: TrainingHost) -> None:
     config = host.model.config
-    wide = origins(*(adapter(config, rank=20, modules=["q_proj"], seed=seed) for seed in (1, 2)))
+    wide = parent_versions(*(adapter(config, rank=20, modules=["q_proj"], seed=seed) for seed in (1, 2)))
     with pytest.raises(InvalidRequest, match=r"rank 40.*up to rank 32.*give rank"):
         prepare_run(job(1, 1), host, None, wide)
     with pytest.raises(InvalidRequest, match="rank is 33"):
         prepare_run(job(1, 1, rank=33), host, None, wide)
     assert prepare_run(job(1, 1, rank=32), host, None, wide).total_steps == 2
     apart = [adapter(config, rank=20, modules=[name], seed=1) for name in ("q_proj", "v_proj")]
-    assert prepare_run(job(1, 1), host, None, origins(*apart)).total_steps == 2, "no layer has more than 20"
+    assert prepare_run(job(1, 1), host, None, parent_versions(*apart)).total_steps == 2, "no layer has more than 20"
 
 
 @pytest.mark.parametrize(

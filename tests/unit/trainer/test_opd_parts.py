@@ -14,9 +14,9 @@ from services.trainer.host.rollouts import Completion
 from services.trainer.losses import divergence_loss, sampled_reverse_kl
 from services.trainer.memory.estimate import TeacherWork, Workload, estimate
 from services.trainer.sampling.completion_state import completion_tensors, completions_of
-from services.trainer.sampling.distillation_samples import Pupil, known_part, lessons
+from services.trainer.sampling.distillation_samples import TokenizedPrompt, distillation_round, known_part
 from services.trainer.sampling.teacher import Teacher
-from services.trainer.timers import Stopwatch
+from services.trainer.timers import StepTimer
 from tests.tokenizer_support import qwen_like_tokenizer
 from tests.training_support import TrainingHost, write_checkpoint
 
@@ -37,19 +37,24 @@ def test_a_completion_ends_where_the_teacher_knows_no_further() -> None:
 
 def test_lessons_of_a_round(host: TrainingHost) -> None:
     teacher = Teacher(host.model, None)
-    chosen = [Pupil((1, 2), None), Pupil((5,), (6, 7)), Pupil((8,), (9,)), Pupil((4,), None)]
+    chosen = [
+        TokenizedPrompt((1, 2), None),
+        TokenizedPrompt((5,), (6, 7)),
+        TokenizedPrompt((8,), (9,)),
+        TokenizedPrompt((4,), None),
+    ]
     unknown = Completion((416,), array("f", [-1.0]), truncated=False)
-    found = lessons(teacher, chosen, [SAID, None, SAID, unknown])
+    found = distillation_round(teacher, chosen, [SAID, None, SAID, unknown])
     assert (found.places, found.cut) == (4, 3)
-    assert [tuple(lesson.document.token_ids) for lesson in found.given] == [(1, 2, 3), (5, 6, 7), (8, 3)]
-    assert [lesson.document.source for lesson in found.given] == [0, 1, 2]
-    assert [lesson.sampled for lesson in found.given] == [True, False, True]
-    assert [lesson.truncated for lesson in found.given] == [True, False, True]
+    assert [tuple(sample.document.token_ids) for sample in found.given] == [(1, 2, 3), (5, 6, 7), (8, 3)]
+    assert [sample.document.source for sample in found.given] == [0, 1, 2]
+    assert [sample.sampled for sample in found.given] == [True, False, True]
+    assert [sample.truncated for sample in found.given] == [True, False, True]
     assert found.given[0].behaviour is not None
     assert found.given[0].behaviour.tolist() == [-1.0]
     assert found.given[1].behaviour is None
     with pytest.raises(ValueError, match="not sampled"):
-        lessons(teacher, chosen[:1], [None])
+        distillation_round(teacher, chosen[:1], [None])
 
 
 def test_completions_survive_a_checkpoint() -> None:
@@ -96,7 +101,7 @@ def test_a_teacher_is_in_the_byte_plan(host: TrainingHost, fused: bool) -> None:
 
 
 def test_parts_add_up() -> None:
-    watch = Stopwatch(torch.device("cpu"))
+    watch = StepTimer(torch.device("cpu"))
     for _ in range(2):
         with watch.part("a"):
             time.sleep(0.01)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.common.errors import Conflict, InvalidRequest, Overloaded, Unavailable
-from services.trainer.training_sessions.call_queue import CallState, Entry, Line, LineLimits
+from services.trainer.training_sessions.call_queue import CallQueue, CallQueueLimits, CallState, QueuedCall
 
-LIMITS = LineLimits(pending=8, pending_tokens=100, gap_seconds=5.0, results=4, result_seconds=60.0)
+LIMITS = CallQueueLimits(pending=8, pending_tokens=100, gap_seconds=5.0, results=4, result_seconds=60.0)
 
 
 class Clock:
@@ -23,18 +23,18 @@ class Clock:
         return self.now
 
 
-def line(limits: LineLimits = LIMITS) -> tuple[Line[str], Clock]:
+def queue(limits: CallQueueLimits = LIMITS) -> tuple[CallQueue[str], Clock]:
     clock, numbers = Clock(), itertools.count()
-    return Line[str](limits, lambda seq: f"f{seq}-{next(numbers)}", clock), clock
+    return CallQueue[str](limits, lambda seq: f"f{seq}-{next(numbers)}", clock), clock
 
 
-def put(target: Line[str], seq: int, body: str = "", tokens: int = 1) -> Entry[str]:
+def put(target: CallQueue[str], seq: int, body: str = "", tokens: int = 1) -> QueuedCall[str]:
     found = target.submit(seq, body or f"body {seq}", "forward", body or f"body {seq}", tokens)
-    assert isinstance(found, Entry)
+    assert isinstance(found, QueuedCall)
     return found
 
 
-def drain(target: Line[str]) -> list[int]:
+def drain(target: CallQueue[str]) -> list[int]:
     """Runs whatever can run; the sequence numbers in the order they ran."""
     order = []
     while (entry := target.begin()) is not None:
@@ -47,7 +47,7 @@ def drain(target: Line[str]) -> list[int]:
 
 @given(st.permutations(range(1, 9)), st.data())
 def test_any_order_of_arrival_runs_in_sequence_and_once(arrival: list[int], data: st.DataObject) -> None:
-    target, _ = line(LineLimits(pending=8, pending_tokens=100, gap_seconds=5.0, results=100, result_seconds=60.0))
+    target, _ = queue(CallQueueLimits(pending=8, pending_tokens=100, gap_seconds=5.0, results=100, result_seconds=60.0))
     ran: list[int] = []
     ids: dict[int, str] = {}
     for seq in arrival:
@@ -68,7 +68,7 @@ def test_any_order_of_arrival_runs_in_sequence_and_once(arrival: list[int], data
 
 
 def test_a_gap_fails_the_waiting_calls_and_leaves_their_places_free() -> None:
-    target, clock = line()
+    target, clock = queue()
     first = put(target, 1)
     third, fourth = put(target, 3), put(target, 4)
     assert (target.missing_before(first), target.missing_before(third)) == (None, 2)
@@ -93,7 +93,7 @@ def test_a_gap_fails_the_waiting_calls_and_leaves_their_places_free() -> None:
 
 
 def test_the_wait_for_a_gap_begins_when_the_line_is_free() -> None:
-    target, clock = line()
+    target, clock = queue()
     running = put(target, 1)
     assert target.begin() is running
     waiting = put(target, 3)
@@ -110,13 +110,13 @@ def test_the_wait_for_a_gap_begins_when_the_line_is_free() -> None:
 
 
 def test_bounds() -> None:
-    target, _ = line()
+    target, _ = queue()
     for seq in range(2, 10):
         put(target, seq)
     with pytest.raises(Overloaded, match="8 calls of this session wait"):
         put(target, 10)
     put(target, 1)  # all others wait for this one
-    tokens, _ = line()
+    tokens, _ = queue()
     put(tokens, 2, tokens=60)
     with pytest.raises(Overloaded, match="calls with 60 tokens wait"):
         put(tokens, 3, tokens=60)
@@ -125,7 +125,7 @@ def test_bounds() -> None:
 
 
 def test_results_are_kept_by_count_and_by_time() -> None:
-    target, clock = line()
+    target, clock = queue()
     entries = [put(target, seq) for seq in range(1, 7)]
     drain(target)
     assert [target.find(entry.id) is not None for entry in entries] == [False, False, True, True, True, True]
@@ -140,7 +140,7 @@ def test_results_are_kept_by_count_and_by_time() -> None:
 
 
 def test_ended_calls_keep_no_data() -> None:
-    target, _ = line()
+    target, _ = queue()
     entry = put(target, 1, "megabytes")
     drain(target)
     assert entry.call is None
@@ -148,7 +148,7 @@ def test_ended_calls_keep_no_data() -> None:
 
 
 def test_the_end_of_a_session_fails_what_is_left() -> None:
-    target, _ = line()
+    target, _ = queue()
     running, waiting = put(target, 1), put(target, 2)
     assert target.begin() is running
     told: list[int] = []
@@ -167,24 +167,24 @@ class LineMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.line, self.clock = line()
+        self.queue, self.clock = queue()
         self.ran: list[int] = []
-        self.running: Entry[str] | None = None
+        self.running: QueuedCall[str] | None = None
 
     @rule(ahead=st.integers(0, 4), body=st.sampled_from(["a", "b"]))
     def submit(self, ahead: int, body: str) -> None:
-        seq = max(1, self.line.next_seq - 2 + ahead)
-        pending = self.line.pending
+        seq = max(1, self.queue.next_seq - 2 + ahead)
+        pending = self.queue.pending
         try:
-            self.line.submit(seq, body, "forward", body, 1)
+            self.queue.submit(seq, body, "forward", body, 1)
         except (Conflict, Overloaded):
-            assert self.line.pending == pending, "what is refused leaves nothing behind"
+            assert self.queue.pending == pending, "what is refused leaves nothing behind"
 
     @precondition(lambda self: self.running is None)
     @rule()
     def begin(self) -> None:
-        expected = self.line.next_seq
-        self.running = self.line.begin()
+        expected = self.queue.next_seq
+        self.running = self.queue.begin()
         if self.running is not None:
             assert self.running.seq == expected
             self.ran.append(self.running.seq)
@@ -193,19 +193,19 @@ class LineMachine(RuleBasedStateMachine):
     @rule(good=st.booleans())
     def end(self, good: bool) -> None:
         assert self.running is not None
-        self.line.end(self.running, b"{}" if good else None, None if good else InvalidRequest("no"))
+        self.queue.end(self.running, b"{}" if good else None, None if good else InvalidRequest("no"))
         assert self.running.state is (CallState.DONE if good else CallState.FAILED)
         self.running = None
 
     @rule(seconds=st.floats(0.1, 10.0))
     def wait(self, seconds: float) -> None:
         self.clock.now += seconds
-        self.line.sweep()
+        self.queue.sweep()
 
     @invariant()
     def in_order_and_once(self) -> None:
         assert self.ran == list(range(1, len(self.ran) + 1))
-        assert self.line.next_seq == len(self.ran) + 1
+        assert self.queue.next_seq == len(self.ran) + 1
 
 
 TestLineMachine = LineMachine.TestCase

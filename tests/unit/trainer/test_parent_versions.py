@@ -10,7 +10,7 @@ from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import InvalidRequest, ModelNotFound
 from services.common.jobs import GrpoJob, SftJob
-from services.trainer.parent_versions import Origin, resolve, sampled_elsewhere
+from services.trainer.parent_versions import ParentVersion, resolve, sampled_elsewhere
 from tests.unit.gateway.fake_stores import MemoryStore
 
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}
@@ -55,7 +55,7 @@ def test_rollouts_of_a_version_that_was_deleted_meanwhile_are_learnt_from(regist
 
 
 def test_what_is_said_of_rollouts_that_another_policy_sampled() -> None:
-    bot = Origin(AdapterVersion("bot", 3), "digest", {})
+    bot = ParentVersion(AdapterVersion("bot", 3), "digest", {})
     assert sampled_elsewhere(grpo("bot@3", "bot@3", None), [bot]) is None
     assert sampled_elsewhere(grpo(None, None), [bot]) is None
     assert sampled_elsewhere(grpo("base", None), []) is None

@@ -26,10 +26,10 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.jobs.training_sessions import OpenSession
-from services.trainer.memory.budget import Need
+from services.trainer.memory.budget import MemoryNeed
 from services.trainer.settings import TrainerSettings
 from services.trainer.training_sessions.call_queue import CallState
-from services.trainer.training_sessions.manager import SessionDesk
+from services.trainer.training_sessions.manager import TrainingSessionManager
 from services.trainer.training_sessions.session import FutureView
 from services.trainer.training_sessions.storage import SessionStorage
 from tests.training_support import TrainingHost, random_adapter
@@ -64,7 +64,7 @@ class Publisher:
 
 
 class Office:
-    """A desk and the thread that computes."""
+    """A manager and the thread that computes."""
 
     def __init__(self, host: TrainingHost, clock: Clock | None = None, **settings: Any) -> None:
         self.host = host
@@ -73,7 +73,7 @@ class Office:
         self.publisher = Publisher(self.registry)
         storage = SessionStorage(self.store, self.registry, self.publisher, "test")  # type: ignore[arg-type]
         self.clock = clock or Clock()
-        self.desk = SessionDesk(
+        self.manager = TrainingSessionManager(
             host,  # type: ignore[arg-type]
             TrainerSettings(served_model_name="tiny", **settings),
             storage,
@@ -81,36 +81,36 @@ class Office:
             clock=self.clock,
         )
         self.woken = threading.Event()
-        self.desk.bind(self.woken.set)
+        self.manager.bind(self.woken.set)
 
     def compute(self) -> None:
         """Does what is there for the trainer thread, waiting a moment for what other threads bring."""
         while self.woken.wait(0.3):
             self.woken.clear()
-            while self.desk.run_next():
+            while self.manager.run_next():
                 pass
 
     def open(self, **fields: Any) -> str:
-        name, opened = self.desk.open(OpenSession(**fields))
+        name, opened = self.manager.open(OpenSession(**fields))
         while not opened.done():
             self.woken.wait(5)
             self.woken.clear()
-            self.desk.run_next()
+            self.manager.run_next()
         opened.result(0)
         return name
 
     def send(self, session: str, kind: str, seq: int, **fields: Any) -> FutureView:
-        return self.desk.submit(session, json.dumps({"kind": kind, "seq": seq, **fields}).encode())
+        return self.manager.submit(session, json.dumps({"kind": kind, "seq": seq, **fields}).encode())
 
     def run(self, session: str, kind: str, seq: int, **fields: Any) -> dict[str, Any]:
         """Sends, computes, and gives the result. Raises what the call failed with."""
         view = self.send(session, kind, seq, **fields)
         ended = threading.Event()
-        if self.desk.watch(view.id, ended.set):
+        if self.manager.watch(view.id, ended.set):
             while not ended.is_set():
-                self.desk.run_next()
+                self.manager.run_next()
                 ended.wait(0.01)
-        view = self.desk.look(view.id)
+        view = self.manager.look(view.id)
         if view.error is not None:
             raise view.error
         assert view.state is CallState.DONE
@@ -122,7 +122,7 @@ class Office:
 def office(host: TrainingHost) -> Iterator[Office]:
     made = Office(host)
     yield made
-    made.desk.shut_down()
+    made.manager.shut_down()
 
 
 def train(office: Office, session: str, seq: int) -> float:
@@ -135,7 +135,7 @@ def test_a_loop_lowers_the_loss(office: Office) -> None:
     session = office.open(lora={"rank": 4})
     losses = [train(office, session, seq) for seq in range(1, 13, 2)]
     assert losses[-1] < 0.8 * losses[0]
-    described = office.desk.get(session)
+    described = office.manager.get(session)
     assert (described["step"], described["next_seq"], described["pending"]) == (6, 13, 0)
 
 
@@ -167,15 +167,15 @@ def test_calls_wait_for_their_turn_and_a_repeat_is_the_same_future(office: Offic
     step = office.send(session, "optim_step", 2)
     assert (step.state, step.running, step.missing) == (CallState.PENDING, False, 1)
     office.compute()
-    assert office.desk.look(step.id).state is CallState.PENDING
+    assert office.manager.look(step.id).state is CallState.PENDING
     first = office.send(session, "forward_backward", 1, loss="cross_entropy", data=DATA)
     assert office.send(session, "forward_backward", 1, data=DATA, loss="cross_entropy", temperature=1).id == first.id
     with pytest.raises(Conflict, match="seq 1 was used for another call"):
         office.send(session, "forward_backward", 1, loss="cross_entropy", data=DATA[:1])
     office.compute()
-    assert office.desk.look(step.id).state is CallState.DONE
+    assert office.manager.look(step.id).state is CallState.DONE
     assert office.send(session, "optim_step", 2).id == step.id
-    assert office.desk.get(session)["step"] == 1
+    assert office.manager.get(session)["step"] == 1
 
 
 def test_sessions_take_turns(office: Office) -> None:
@@ -183,9 +183,9 @@ def test_sessions_take_turns(office: Office) -> None:
     sent = [office.send(session, "forward", seq, data=DATA) for session in (left, right) for seq in (1, 2, 3)]
     order: list[str] = []
     seen: set[str] = set()
-    while office.desk.run_next():
+    while office.manager.run_next():
         for view in sent:
-            if view.id not in seen and office.desk.look(view.id).state is CallState.DONE:
+            if view.id not in seen and office.manager.look(view.id).state is CallState.DONE:
                 seen.add(view.id)
                 order.append(view.session)
     assert order == [left, right] * 3
@@ -193,7 +193,7 @@ def test_sessions_take_turns(office: Office) -> None:
 
 def test_a_failed_backward_leaves_no_gradient_and_the_step_says_so(office: Office) -> None:
     session = office.open(lora={"rank": 4})
-    before = [p.detach().clone() for p in office.desk._sessions[session].occupant.present.lora.parameters()]
+    before = [p.detach().clone() for p in office.manager._sessions[session].resident.present.lora.parameters()]
     office.run(session, "forward_backward", 1, loss="cross_entropy", data=DATA)
     far = {"token_ids": [5, 6, 7], "advantages": [0, 1, 1], "logprobs": [0, -1e4, -1e4]}
     with pytest.raises(InvalidRequest, match="ratios of far-off log-probabilities overflow"):
@@ -202,10 +202,10 @@ def test_a_failed_backward_leaves_no_gradient_and_the_step_says_so(office: Offic
         office.run(session, "optim_step", 3)
     with pytest.raises(InvalidRequest, match="there is no gradient to apply"):
         office.run(session, "optim_step", 4)
-    parameters = office.desk._sessions[session].occupant.present.lora.parameters()
+    parameters = office.manager._sessions[session].resident.present.lora.parameters()
     assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
     assert train(office, session, 5) > 0
-    assert office.desk.get(session)["step"] == 1
+    assert office.manager.get(session)["step"] == 1
 
 
 def test_an_idle_session_expires_and_says_so(office: Office) -> None:
@@ -213,56 +213,56 @@ def test_an_idle_session_expires_and_says_so(office: Office) -> None:
     done = office.send(session, "forward", 1, data=DATA)
     office.compute()
     office.clock.now += 99
-    office.desk.get(session)
+    office.manager.get(session)
     office.clock.now += 99
-    assert office.desk.look(done.id).state is CallState.DONE
+    assert office.manager.look(done.id).state is CallState.DONE
     office.clock.now += 99
-    assert [found["id"] for found in office.desk.open_sessions()] == [session]
+    assert [found["id"] for found in office.manager.open_sessions()] == [session]
     office.clock.now += 2
-    assert office.desk.open_sessions() == []
+    assert office.manager.open_sessions() == []
     with pytest.raises(Gone, match="expired after 100 s without a call"):
-        office.desk.get(session)
+        office.manager.get(session)
     with pytest.raises(Gone, match="expired"):
         office.send(session, "forward", 2, data=DATA)
-    assert office.host.ledger.held() == {}
-    assert office.desk.look(done.id).result is not None, "what had ended can still be fetched for a while"
+    assert office.host.memory_budget.held() == {}
+    assert office.manager.look(done.id).result is not None, "what had ended can still be fetched for a while"
 
 
 def test_a_session_with_calls_under_way_does_not_expire(office: Office) -> None:
     session = office.open(lora={"rank": 4}, ttl_seconds=1)
     view = office.send(session, "forward", 1, data=DATA)
     office.clock.now += 1000
-    office.desk.sweep()
+    office.manager.sweep()
     office.compute()
-    assert office.desk.look(view.id).state is CallState.DONE
+    assert office.manager.look(view.id).state is CallState.DONE
 
 
 def test_closing_fails_what_has_not_ended(office: Office) -> None:
     session = office.open(lora={"rank": 4})
     views = [office.send(session, "forward", seq, data=DATA) for seq in (1, 2)]
     told = []
-    assert office.desk.watch(views[1].id, lambda: told.append(1))
-    office.desk.close(session)
+    assert office.manager.watch(views[1].id, lambda: told.append(1))
+    office.manager.close(session)
     assert told == [1]
     office.compute()
     for view in views:
-        found = office.desk.look(view.id)
+        found = office.manager.look(view.id)
         assert isinstance(found.error, Conflict)
     with pytest.raises(Gone, match="was closed"):
-        office.desk.close(session)
-    assert office.host.ledger.held() == {}
-    assert office.desk.counts == (0, 4)
+        office.manager.close(session)
+    assert office.host.memory_budget.held() == {}
+    assert office.manager.counts == (0, 4)
 
 
 def test_shutting_down_ends_sessions_and_takes_no_more(office: Office) -> None:
     session = office.open(lora={"rank": 4})
     view = office.send(session, "forward", 1, data=DATA)
-    office.desk.shut_down()
-    assert isinstance(office.desk.look(view.id).error, Unavailable)
+    office.manager.shut_down()
+    assert isinstance(office.manager.look(view.id).error, Unavailable)
     with pytest.raises(Gone, match="the engine shut down"):
-        office.desk.get(session)
+        office.manager.get(session)
     with pytest.raises(Unavailable, match="shutting down"):
-        office.desk.open(OpenSession())
+        office.manager.open(OpenSession())
 
 
 def test_closed_while_it_computes(host: TrainingHost) -> None:
@@ -281,32 +281,34 @@ def test_closed_while_it_computes(host: TrainingHost) -> None:
     host.gate.training = slow  # type: ignore[method-assign]
     data = [{"token_ids": list(range(10, 20))}] * 5
     view = office.send(session, "forward_backward", 1, loss="cross_entropy", data=data)
-    assert office.desk.run_next()  # packs it
-    trainer = threading.Thread(target=office.desk.run_next)
+    assert office.manager.run_next()  # packs it
+    trainer = threading.Thread(target=office.manager.run_next)
     trainer.start()
     assert inside.wait(10)
-    office.desk.close(session)
-    assert session in host.ledger.held(), "its memory is in use until the microbatch has ended"
+    office.manager.close(session)
+    assert session in host.memory_budget.held(), "its memory is in use until the microbatch has ended"
     entered = host.gate.entered
     go_on.set()
     trainer.join(30)
     assert host.gate.entered == entered, "no further microbatch was begun"
-    assert host.ledger.held() == {}
-    assert isinstance(office.desk.look(view.id).error, Conflict)
+    assert host.memory_budget.held() == {}
+    assert isinstance(office.manager.look(view.id).error, Conflict)
 
 
 def test_a_job_and_a_session_share_the_budget(checkpoint: Path) -> None:
     host = TrainingHost(checkpoint, train_memory_bytes=40 * 2**20)
     office = Office(host)
     session = office.open(lora={"rank": 16}, max_tokens_per_microbatch=64)
-    resident = host.ledger.held()[session].resident
-    assert resident == 16 * office.desk.get(session)["parameters"]
-    held = host.ledger.held()[session]
-    host.ledger.reserve_job(Need(resident=host.ledger.total - held.resident - held.working, working=0))
+    resident = host.memory_budget.held()[session].resident
+    assert resident == 16 * office.manager.get(session)["parameters"]
+    held = host.memory_budget.held()[session]
+    host.memory_budget.reserve_job(
+        MemoryNeed(resident=host.memory_budget.total - held.resident - held.working, working=0)
+    )
     with pytest.raises(DoesNotFit, match="the running job holds"):
         office.open(lora={"rank": 16}, max_tokens_per_microbatch=64)
-    assert set(host.ledger.held()) == {session, "the running job"}
-    assert office.desk.counts == (1, 4), "what was refused is not open"
+    assert set(host.memory_budget.held()) == {session, "the running job"}
+    assert office.manager.counts == (1, 4), "what was refused is not open"
 
 
 def test_what_is_too_long_for_the_memory_is_refused_with_the_plan(checkpoint: Path) -> None:
@@ -338,7 +340,7 @@ def test_limits_of_the_engine(host: TrainingHost) -> None:
         with pytest.raises(InvalidRequest, match=message) as refused:
             office.send(session, "forward", 1, **fields)
         assert str(refused.value.param).startswith(param)
-    assert office.desk.get(session)["next_seq"] == 1, "what is refused takes no place in the line"
+    assert office.manager.get(session)["next_seq"] == 1, "what is refused takes no place in the line"
     with pytest.raises(InvalidRequest, match="ttl_seconds is 61"):
         office.open(ttl_seconds=61)
     with pytest.raises(InvalidRequest, match=r"lora\.rank is 64"):
@@ -349,14 +351,14 @@ def test_unknown_sessions_and_futures(office: Office) -> None:
     session = office.open(lora={"rank": 2})
     for name in ("", "nobody", f"ts-{INSTANCE}-000000000000"):
         with pytest.raises(NotFound, match="no such training session"):
-            office.desk.get(name)
+            office.manager.get(name)
     other = f"ts-{'f' * 12}-000000000000"
     with pytest.raises(Gone, match="held by an engine process that has ended"):
-        office.desk.get(other)
+        office.manager.get(other)
     with pytest.raises(NotFound, match="no such future"):
-        office.desk.look("tf-x")
+        office.manager.look("tf-x")
     with pytest.raises(NotFound, match="no such future"):
-        office.desk.look(f"tf-{session.removeprefix('ts-')}-7-abcdef")
+        office.manager.look(f"tf-{session.removeprefix('ts-')}-7-abcdef")
 
 
 def test_a_result_that_is_not_kept_any_more_says_so(host: TrainingHost) -> None:
@@ -366,7 +368,7 @@ def test_a_result_that_is_not_kept_any_more_says_so(host: TrainingHost) -> None:
     office.compute()
     office.run(session, "forward", 2, data=DATA)
     with pytest.raises(Gone, match="was executed, and its result is not kept any more"):
-        office.desk.look(first.id)
+        office.manager.look(first.id)
     with pytest.raises(Gone, match="was executed"):
         office.send(session, "forward", 1, data=DATA)
 
@@ -389,7 +391,7 @@ def test_save_and_load(office: Office) -> None:
     assert [train(office, again, seq) for seq in (1, 3, 5)] == later
     # A version has the weights and a fresh optimizer: the first loss is the same, what follows is not.
     version = office.open(adapter="mine@1")
-    assert office.desk.get(version)["adapter"] == "mine@1"
+    assert office.manager.get(version)["adapter"] == "mine@1"
     fresh = [train(office, version, seq) for seq in (1, 3, 5)]
     assert fresh[0] == later[0]
     assert fresh[2] != later[2]
@@ -423,7 +425,7 @@ def test_foreign_and_damaged_checkpoints_are_refused(office: Office) -> None:
         office.run(session, "load", 3, checkpoint="good")
     with pytest.raises(AdapterRejected, match="belongs to base model TEST"):
         office.open(checkpoint="good")
-    assert office.desk.counts == (1, 4)
+    assert office.manager.counts == (1, 4)
 
 
 def test_a_given_shape_must_agree_with_what_is_continued(office: Office) -> None:
@@ -431,7 +433,7 @@ def test_a_given_shape_must_agree_with_what_is_continued(office: Office) -> None
     with pytest.raises(InvalidRequest, match=r"lora\.rank is 8, but the adapter"):
         office.open(adapter="old", lora={"rank": 8})
     session = office.open(adapter="old", lora={"rank": 4})
-    assert office.desk.get(session)["lora"]["rank"] == 4
+    assert office.manager.get(session)["lora"]["rank"] == 4
 
 
 def test_the_base_models_name_cannot_be_published(office: Office) -> None:
@@ -442,7 +444,7 @@ def test_the_base_models_name_cannot_be_published(office: Office) -> None:
 
 def test_a_bug_in_one_call_is_that_calls_alone(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
     session = office.open(lora={"rank": 4})
-    policy = office.desk._sessions[session].occupant.present
+    policy = office.manager._sessions[session].resident.present
     monkeypatch.setattr(policy, "begin", lambda *_, **__: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         office.run(session, "forward", 1, data=DATA)
@@ -459,23 +461,23 @@ def test_ratios_that_overflow_are_refused_although_the_loss_is_clipped(office: O
 
 
 def test_a_session_that_nobody_waits_for_is_given_up(office: Office) -> None:
-    name, opened = office.desk.open(OpenSession(lora={"rank": 4}))  # type: ignore[arg-type]
+    name, opened = office.manager.open(OpenSession(lora={"rank": 4}))  # type: ignore[arg-type]
     assert not opened.cancel(), "whoever waits cannot break it"
-    office.desk.abandon(name)
+    office.manager.abandon(name)
     office.compute()
     with pytest.raises(Gone, match="given up"):
         opened.result(0)
-    assert office.host.ledger.held() == {}
-    assert office.desk.counts[0] == 0
-    office.desk.abandon(name)
+    assert office.host.memory_budget.held() == {}
+    assert office.manager.counts[0] == 0
+    office.manager.abandon(name)
 
 
 def test_a_watcher_that_fails_does_not_stop_the_trainer(office: Office) -> None:
     session = office.open(lora={"rank": 4})
     view = office.send(session, "forward", 1, data=DATA)
-    assert office.desk.watch(view.id, lambda: 1 // 0)
+    assert office.manager.watch(view.id, lambda: 1 // 0)
     office.compute()
-    assert office.desk.look(view.id).state is CallState.DONE
+    assert office.manager.look(view.id).state is CallState.DONE
     assert office.run(session, "forward", 2, data=DATA)["loss"] > 0
 
 
@@ -485,11 +487,11 @@ def test_what_ended_is_counted(host: TrainingHost) -> None:
     office.run(session, "forward", 1, data=DATA)
     with pytest.raises(InvalidRequest):
         office.run(session, "optim_step", 2)
-    metrics = office.desk._metrics
+    metrics = office.manager._metrics
     assert metrics.session_calls.labels("forward", "done")._value.get() == 1
     assert metrics.session_calls.labels("optim_step", "failed")._value.get() == 1
     assert metrics.sessions._value.get() == 1
-    office.desk.close(session)
+    office.manager.close(session)
     assert metrics.sessions._value.get() == 0
 
 
@@ -499,11 +501,11 @@ def test_a_long_call_lets_other_sessions_in_between_microbatches(office: Office)
     whole = office.send(long, "forward_backward", 1, loss="cross_entropy", data=[{"token_ids": [5] * 17}] * 20)
     quick = office.send(short, "forward", 1, data=DATA)
     for _ in range(6):
-        office.desk.run_next()
-    assert office.desk.look(quick.id).state is CallState.DONE
-    assert office.desk.look(whole.id).running
+        office.manager.run_next()
+    assert office.manager.look(quick.id).state is CallState.DONE
+    assert office.manager.look(whole.id).running
     office.compute()
-    assert office.desk.look(whole.id).state is CallState.DONE
+    assert office.manager.look(whole.id).state is CallState.DONE
 
 
 def test_a_backward_that_fails_half_way_leaves_nothing(office: Office) -> None:
@@ -512,7 +514,7 @@ def test_a_backward_that_fails_half_way_leaves_nothing(office: Office) -> None:
     far = {"token_ids": [5, 6, 7], "advantages": [0, 1, 1], "logprobs": [0, -1e4, -1e4]}
     with pytest.raises(InvalidRequest, match="overflow"):
         office.run(session, "forward_backward", 1, loss="importance_sampling", data=[good, good, far])
-    parameters = office.desk._sessions[session].occupant.present.lora.parameters()
+    parameters = office.manager._sessions[session].resident.present.lora.parameters()
     assert not any(parameter.grad.any() for parameter in parameters if parameter.grad is not None)
     with pytest.raises(InvalidRequest, match="forward_backward seq 1 failed"):
         office.run(session, "optim_step", 2)

@@ -11,7 +11,7 @@ from services.common.queue.records import SPEC
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.adapter_run import evenly
 from services.trainer.jobs.base import RunState
-from services.trainer.runtime.evaluation import Lesson
+from services.trainer.runtime.learning_check import LearningCheck
 from tests.training_support import TrainingHost
 
 PAIR = {"prompt": "hello", "completion": "Good day!"}
@@ -24,17 +24,17 @@ DATA: dict[str, dict[str, Any]] = {
 
 
 def trained(host: TrainingHost, kind: str, **fields: Any) -> tuple[dict[str, float], str | None]:
-    """The lesson's metrics and note of a job that is run to its end."""
+    """Metrics and note of a job that is run to its end."""
     spec = SPEC.validate_python({"kind": kind, "adapter": "greeter", **DATA[kind], **fields})
     run = prepare_run(spec, host, None)
-    lesson = Lesson(spec)
-    lesson.begin(run, lambda: None)
+    learning = LearningCheck(spec)
+    learning.begin(run, lambda: None)
     metrics: dict[str, float] = {}
     for index in range(run.total_steps):
         metrics |= run.step(index)
-        lesson.saw(metrics)
-    found = lesson.end(run, metrics, lambda: None)
-    return found, lesson.note(run, metrics)
+        learning.saw(metrics)
+    found = learning.end(run, metrics, lambda: None)
+    return found, learning.note(run, metrics)
 
 
 @pytest.mark.parametrize("kind", DATA)
@@ -67,11 +67,11 @@ def test_only_what_is_below_the_default_is_to_be_left_out(host: TrainingHost) ->
 def test_a_resumed_job_knows_what_it_started_from(host: TrainingHost) -> None:
     spec = SPEC.validate_python({"kind": "sft", "adapter": "greeter", **DATA["sft"]})
     run = prepare_run(spec, host, None)
-    first = Lesson(spec)
+    first = LearningCheck(spec)
     first.begin(run, lambda: None)
     run.step(0)
     state = first.stamp(run.state())
-    resumed = Lesson(spec)
+    resumed = LearningCheck(spec)
     resumed.restore(state)
     resumed.begin(run, lambda: pytest.fail("examined again"))
     start = prepare_run(spec, host, None).examine()["loss"]
@@ -81,12 +81,12 @@ def test_a_resumed_job_knows_what_it_started_from(host: TrainingHost) -> None:
 def test_checkpoints_of_others(host: TrainingHost) -> None:
     spec = SPEC.validate_python({"kind": "sft", "adapter": "greeter", **DATA["sft"]})
     run = prepare_run(spec, host, None)
-    old = Lesson(spec)
+    old = LearningCheck(spec)
     old.restore(RunState({}, {"step": 3}))
     assert old.end(run, {}, lambda: None) == {}
     assert old.note(run, {}) is None
     with pytest.raises(InvalidRequest, match="unreadable"):
-        Lesson(spec).restore(RunState({}, {"lesson_before": 3}))
+        LearningCheck(spec).restore(RunState({}, {"lesson_before": 3}))
 
 
 def test_an_examination_changes_nothing(host: TrainingHost) -> None:

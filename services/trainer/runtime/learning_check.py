@@ -24,8 +24,8 @@ _FEW, _NOT_KNOWN = 32, 1.0
 """So few examples are there to be known by heart; at such a loss they are not."""
 
 
-class Lesson:
-    """The examples of one job, before and after."""
+class LearningCheck:
+    """Losses and rewards of a job on its own examples, before its first step and after its last one."""
 
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
@@ -47,7 +47,7 @@ class Lesson:
                     self._before.setdefault(name, metrics[name])
 
     def end(self, run: JobRun, newest: Mapping[str, float], interrupt: Callable[[], None]) -> dict[str, float]:
-        """Metrics of the lesson: each value with `_before` and `_after` behind its name."""
+        """Metrics of both evaluations: each value with `_before` and `_after` behind its name."""
         before = self._before or {}
         after = run.examine(interrupt) if "loss" in before else newest
         for name in before.keys() & after.keys():
@@ -55,7 +55,7 @@ class Lesson:
         return dict(self._found)
 
     def note(self, run: JobRun, newest: Mapping[str, float]) -> str | None:
-        """What the user should know of a lesson that was hardly learnt, and change; None: it was learnt."""
+        """Note for the user when the examples were hardly learnt, with what to change; None: they were learnt."""
         if not isinstance(self._spec, JobBase):
             return None
         attached = "; it is attached all the same (`temper adapters detach`)" if self._spec.attach else ""
@@ -81,7 +81,7 @@ class Lesson:
         )
 
     def _verdict(self, before: float, after: float) -> str | None:
-        """What the two values say of the lesson; None: it was learnt."""
+        """Conclusion from the two values; None: the examples were learnt."""
         spec = self._spec
         if not isinstance(spec, ExampleJob):
             return "hardly learnt" if after >= before else None
