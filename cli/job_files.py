@@ -1,4 +1,4 @@
-"""From files and options to a job specification, checked here, before anything is sent."""
+"""Job specification from files and options, checked here, before anything is sent."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def read_lines(file: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _other_form(text: str) -> str:
-    """What to do about a file that is JSON as a whole."""
+    """Advice for a file that is JSON as a whole."""
     try:
         whole = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What the prefix cache asks of the device: `python -m benchmarks.prefix_cache.device --out FILE`. Needs a GPU.
+"""Work of the prefix cache on the device: `python -m benchmarks.prefix_cache.device --out FILE`. Needs a GPU.
 
 Random weights of a shape, the engine's own runner with its graphs, no engine around it. Results are checked before they
 are timed: kernels against float64, snapshots against those of separate steps, payloads bit for bit. Milliseconds are
@@ -188,7 +188,7 @@ def check_kernels(config: Qwen3_5Config, device: torch.device) -> dict[str, floa
 
 
 def check_snapshots(bench: Bench, tokens: int) -> dict[str, float]:
-    """How far the snapshots of a chunk are from those of separate steps, relatively, beside how far the states behind
+    """Distance of the snapshots of a chunk from those of separate steps, relatively, beside how far the states behind
     the whole prompt in one step and in several are, which is rounding."""
     plan = bench.prompt(tokens, snapshots_of(tokens, 2))
     slots = [slot for _, slot in plan.chunks[0].snapshots]

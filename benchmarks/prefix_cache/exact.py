@@ -81,13 +81,13 @@ CONFIG = Qwen3_5Config(
 )
 _WAYS = ("tokens", "tiers", "chunks")
 BOUND = 1e-4
-"""Of log-probabilities in chunks."""
+"""Largest difference of log-probabilities in chunks."""
 _MOST_STEPS = 5_000
-"""Of one workload; more means that somebody starves."""
+"""Most steps of one workload; more means that somebody starves."""
 PLACES = ("device", *(tier.value for tier in Tier))
-"""Where cached tokens come from."""
+"""Places that cached tokens come from."""
 _HOST_BYTES, _DISK_BYTES, _STORE_BYTES = 96 * 1024, 192 * 1024, 512 * 1024
-"""Of the tiers: some eight entries, twice as many and some forty."""
+"""Sizes of the tiers: some eight entries, twice as many and some forty."""
 _PATIENCE = 30.0
 """Seconds for a load."""
 _ALONE = 256
@@ -96,7 +96,7 @@ _ALONE = 256
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a request got."""
+    """Answer to a request."""
 
     finished: Finished
     tokens: Sequence[SampledToken]
@@ -104,7 +104,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Totals:
-    """Of all workloads that were compared."""
+    """Totals of all workloads that were compared."""
 
     workloads: int = 0
     requests: int = 0
@@ -335,7 +335,7 @@ class Bench:
         return TokenByToken(runner).execute if self.token_by_token else runner.execute
 
     def _cache(self, num_blocks: int, block_size: int, num_slots: int) -> CacheBuffers:
-        """As others may have left it."""
+        """Cache as others may have left it."""
         cache = self.model.allocate_cache(num_blocks, block_size, num_slots)
         spoil(cache)
         return cache
@@ -350,7 +350,7 @@ def _rest(tiers: TierManager) -> None:
 
 
 def _forget(scheduler: Scheduler, tiers: TierManager, count: int) -> None:
-    """When all is saved that is to be, the device forgets everything, and so do the first of the tiers."""
+    """Waits until all is saved that is to be; then the device and the first tiers forget everything."""
     _rest(tiers)
     # A save that has ended lets the scheduler ask for the next one.
     while events := tiers.take_events():
@@ -380,7 +380,7 @@ def spoil(cache: CacheBuffers) -> None:
 
 
 def splits(bench: Bench, workload: Workload, draw: Random) -> float:
-    """By how much a log-probability changes if a prompt is computed in pieces instead of at once, without any cache:
+    """Change of a log-probability if a prompt is computed in pieces instead of at once, without any cache:
     the most of all requests of a workload."""
     most = 0.0
     for answer in bench.serve(workload):

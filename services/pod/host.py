@@ -1,4 +1,4 @@
-"""The serving side of a pod as the trainer sees it."""
+"""Serving side of a pod as the trainer uses it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from services.trainer.memory.budget import TrainingLedger
 from services.trainer.memory.estimate import Workload, estimate
 
 _MOST_FOR_GRAPHS = 0.75
-"""Of training's memory, before a job has said what it needs: adapters and heads need some, too."""
+"""Largest share of training's memory for graphs before a job is known: adapters and heads need some, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodHost:
-    """Implements services.trainer.host.policy_host.PolicyHost."""
+    """Policy host of a pod. Implements services.trainer.host.policy_host.PolicyHost."""
 
     model: CausalLM
     codec: TextCodec
@@ -37,7 +37,7 @@ class PodHost:
     webhooks: Webhooks
     teacher: CausalLM | None = None
     ledger: TrainingLedger = field(init=False)
-    """Who holds how much of train_memory_bytes."""
+    """Memory budget of training: the holders of train_memory_bytes."""
 
     def __post_init__(self) -> None:
         memory = None
@@ -53,7 +53,7 @@ class PodHost:
         return self.adapters.files(version)
 
     def sync_adapters(self, version: AdapterVersion | None, timeout: float) -> None:
-        """Reads the pointers now; returns once they are served and ``version`` is loaded.
+        """Reads the pointers now; returns once they are live and ``version`` is loaded.
 
         Raises:
             TemperError: the store is away, the version does not bind, or no slot became free in ``timeout`` seconds.

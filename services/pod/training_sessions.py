@@ -1,4 +1,4 @@
-"""temper.v1.Sessions: the desk of training sessions over gRPC."""
+"""gRPC service of training sessions (temper.v1.Sessions)."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ _STATES = {
 log = structlog.get_logger(__name__)
 
 
-class SessionsService(sessions_pb2_grpc.SessionsServicer):
-    """What blocks or takes long runs in threads: this event loop also carries the tokens of all requests."""
+class TrainingSessionsService(sessions_pb2_grpc.SessionsServicer):
+    """gRPC service of training sessions. Long calls run in threads: this event loop also carries the tokens of all
+    requests."""
 
     def __init__(self, desk: SessionDesk) -> None:
         self._desk = desk
@@ -42,12 +43,12 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             name, opened = self._desk.open(_parse(request.request_json), request.owner)
             try:
                 await asyncio.wait_for(asyncio.wrap_future(opened), _OPEN_SECONDS)
-            except BaseException:  # also when the client has gone: nobody would know of the session
+            except BaseException:  # also when the client has gone: nobody would know the session
                 self._desk.abandon(name)
                 raise
             return _session(self._desk.get(name))
         except TimeoutError:
-            busy = Unavailable(f"the trainer did not get to opening a session in {_OPEN_SECONDS:g} s", retry_after=10.0)
+            busy = Unavailable(f"the trainer could not open a session within {_OPEN_SECONDS:g} s", retry_after=10.0)
             return pb.SessionAnswer(error=to_message(busy))
         except Exception as error:  # every error is an answer
             return pb.SessionAnswer(error=to_message(_logged(error)))
@@ -99,20 +100,20 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         return pb.FutureAnswer(future=_future(view))
 
     async def _ended(self, future: str, seconds: float) -> None:
-        """Waits until the call has ended, or so long."""
+        """Waits until the call has ended, but no longer than ``seconds``."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
-        def told() -> None:
+        def on_end() -> None:
             loop.call_soon_threadsafe(ended.set)
 
-        if not self._desk.watch(future, told):
+        if not self._desk.watch(future, on_end):
             return
         try:
             await asyncio.wait_for(ended.wait(), seconds)
         except TimeoutError:
             return
         finally:
-            self._desk.unwatch(future, told)
+            self._desk.unwatch(future, on_end)
 
 
 def _parse(request_json: bytes) -> OpenSession:
@@ -141,7 +142,7 @@ def _future(view: FutureView) -> pb.Future:
 
 
 def _logged(error: Exception) -> Exception:
-    """The error as a client may see it; a bug is logged here."""
+    """Error as the client gets it; a bug is logged here."""
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))

@@ -14,7 +14,7 @@ from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.models.training_forward import TrainableForward
 from services.engine.models.training_memory.arena import Arena
 from services.engine.settings import EngineSettings
-from services.pod.engine import Engine, build_engine, settle
+from services.pod.engine import Engine, build_engine, tune_interpreter
 from services.pod.host import PodHost
 from services.pod.training import pod_host
 from services.trainer.jobs import adapter_run
@@ -29,7 +29,7 @@ MIB = 2**20
 
 
 def driver_calls() -> int:
-    """How often torch has asked the driver for memory, or given some back."""
+    """Number of times that torch has asked the driver for memory, or given some back."""
     stats = torch.cuda.memory_stats()
     return int(stats["num_device_alloc"]) + int(stats["num_device_free"])
 
@@ -181,7 +181,7 @@ def pod() -> Iterator[tuple[Engine, PodHost]]:
         }
     )
     engine = build_engine(settings, MemoryRegistry(), None)
-    settle()
+    tune_interpreter()
     engine.start()
     try:
         yield engine, pod_host(settings, TrainerSettings(), engine)

@@ -15,7 +15,7 @@ from services.adapter_tools.workshop import ALONE, Workshop
 from services.common.adapters.names import AdapterVersion
 from services.common.jobs import MergeJob, MergeSettings
 from services.engine.compute_sharing.device_order import StreamGate
-from services.engine.compute_sharing.device_queue import CudaLane
+from services.engine.compute_sharing.device_queue import CudaDeviceQueue
 from services.engine.models.lora.binding import bind_adapter
 from services.trainer.jobs.merge import MergeRun
 from services.trainer.memory.budget import TrainingLedger
@@ -29,9 +29,9 @@ METHODS = ["ties", "dare_linear", "dare_ties"]
 
 
 def gate() -> StreamGate:
-    """Of a pod whose engine is idle."""
+    """Gate of a pod whose engine is idle."""
     engine = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    return StreamGate(0.02, CudaLane(lambda: engine), CudaLane(torch.cuda.current_stream))
+    return StreamGate(0.02, CudaDeviceQueue(lambda: engine), CudaDeviceQueue(torch.cuda.current_stream))
 
 
 def parents(shape: tuple[int, int]) -> list[Weighted]:

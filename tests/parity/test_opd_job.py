@@ -340,7 +340,7 @@ def test_without_a_second_checkpoint_none_teaches() -> None:
 def test_a_teacher_with_another_vocabulary_does_not_start(tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path, qwen_like_tokenizer())
     with (
-        pytest.raises(CheckpointRejected, match=r"teacher with another vocabulary.*differ"),
+        pytest.raises(CheckpointRejected, match=r"teacher has another vocabulary.*differ"),
         running_pod(teacher_model=other),
     ):
         pass

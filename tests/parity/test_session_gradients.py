@@ -55,7 +55,7 @@ def reference_loss(name: str, config: LossConfig, logp: Tensor, datum: Datum, *,
 
 
 def reference_logprobs(model: PeftModel, datum: Datum, temperature: float) -> Tensor:
-    """Of every predicted token."""
+    """Log-probability of every predicted token."""
     logits = model(input_ids=torch.tensor([datum.inputs]), use_cache=False).logits[0].float()
     chosen = torch.tensor(datum.predicted).unsqueeze(1)
     return (logits / temperature).log_softmax(-1).gather(1, chosen).squeeze(1)
@@ -109,7 +109,7 @@ def score(policy: SessionPolicy, call: Forward | ForwardBackward) -> dict[str, A
 
 @pytest.fixture(scope="module")
 def usual(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainingHost, dict[str, bytes], PeftModel]:
-    """What prepared() makes, once; nothing changes it but gradients."""
+    """Result of prepared(), made once; nothing changes it but gradients."""
     return prepared(tmp_path_factory.mktemp("usual"))
 
 

@@ -12,7 +12,7 @@ from services.common.validation.json_rules import Ruled
 
 
 def absent(value: object) -> bool:
-    """Whether a field is left out of a model's JSON (``exclude_if``).
+    """True if a field is left out of a model's JSON (``exclude_if``).
 
     Such a field is one that the trainer chooses, or one that earlier releases did not have. Jobs without it are written
     as those releases wrote them, which idempotency keys and checkpoints stand for.
@@ -44,6 +44,6 @@ class StrictModel(BaseModel):
 
 
 class SentModel(JsonIntegers, Ruled, StrictModel):
-    """What clients send: no coerced types either, so that true is no number and "1" none."""
+    """Model of what clients send: no coerced types either, so that true is no number and "1" none."""
 
     model_config = ConfigDict(strict=True)

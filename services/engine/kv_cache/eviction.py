@@ -1,8 +1,8 @@
-"""Whom to evict first: GreedyDual-Size-Frequency.
+"""Eviction order: GreedyDual-Size-Frequency.
 
-worth = clock + uses · seconds / bytes, and the clock is the worth of what was evicted last: what nobody uses falls
-behind, however dear it once was (Cherkasova, Improving WWW proxies performance with greedy-dual-size-frequency caching
-policy, HP Labs 1998).
+priority = clock + uses · seconds / bytes; the clock is the priority of the last evicted entry. So an entry that nobody
+uses falls behind, however expensive it once was (Cherkasova, Improving WWW proxies performance with
+greedy-dual-size-frequency caching policy, HP Labs 1998).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 _SLACK = 64
-"""A heap is made anew when it has so many outdated entries and they are half of it."""
+"""A heap is rebuilt when it has so many outdated entries and they are half of it."""
 
 
 class _Candidate(Generic[K]):
@@ -23,19 +23,19 @@ class _Candidate(Generic[K]):
     def __init__(self, key: K, rate: float, uses: int, clock: float) -> None:
         self.key = key
         self.rate = rate
-        """Seconds a byte."""
+        """Seconds to make it again, for each byte."""
         self.uses = uses
         self.priority = clock + uses * rate
         self.pinned_until = 0.0
         self.held = False
         self.entry: int | None = None
-        """The number of its one valid entry in a queue; None: it has none."""
+        """Number of its one valid heap entry; None: it has none."""
         self.queued = 0.0
-        """The worth in that entry, at most ``worth``."""
+        """Priority in that heap entry, at most ``priority``."""
 
 
 class _Queue(Generic[K]):
-    """A heap by worth. An candidate's worth may rise unnoticed; when it comes up, it is put where it belongs."""
+    """Heap by priority. A priority may rise without touching the heap; its entry is corrected when it comes up."""
 
     def __init__(self, numbers: Iterator[int]) -> None:
         self._heap: list[tuple[float, int, _Candidate[K]]] = []
@@ -63,7 +63,7 @@ class _Queue(Generic[K]):
             self._outdated = 0
 
     def take_least(self) -> _Candidate[K] | None:
-        """The candidate of the least worth, no longer in the queue; None: the queue is empty."""
+        """Removes and returns the candidate of the lowest priority; None: the queue is empty."""
         while self._heap:
             priority, entry, candidate = heappop(self._heap)
             if candidate.entry != entry:
@@ -78,9 +78,10 @@ class _Queue(Generic[K]):
 
 
 class EvictionQueue(Generic[K]):
-    """Things that may be evicted, O(log n) a call. Not thread-safe.
+    """Priority queue of cache entries that may be evicted, O(log n) a call. Not thread-safe.
 
-    What is pinned goes only when nothing else is left; what is held does not go at all. Either keeps its uses.
+    A pinned entry is evicted only when nothing else is left; a held one is not evicted at all. Both keep their count of
+    uses.
     """
 
     def __init__(self) -> None:
@@ -89,7 +90,7 @@ class EvictionQueue(Generic[K]):
         self._common: _Queue[K] = _Queue(self._numbers)
         self._pinned: _Queue[K] = _Queue(self._numbers)
         self._ends: list[tuple[float, int, K]] = []
-        """Of pins."""
+        """(end, number, key) of every pin, a heap by its end."""
         self._in_pinned: set[K] = set()
         self.clock = 0.0
 
@@ -100,38 +101,38 @@ class EvictionQueue(Generic[K]):
         return key in self._candidates
 
     def priority(self, key: K) -> float:
-        """Raises KeyError if it is not there."""
+        """Priority of an entry; raises KeyError if it is not there."""
         return self._candidates[key].priority
 
     def uses(self, key: K) -> int:
-        """Raises KeyError if it is not there."""
+        """Number of uses of an entry; raises KeyError if it is not there."""
         return self._candidates[key].uses
 
     def pinned(self, key: K, now: float) -> bool:
-        """Raises KeyError if it is not there."""
+        """True while an entry is pinned; raises KeyError if it is not there."""
         return self._candidates[key].pinned_until > now
 
     def add(self, key: K, seconds: float, size: int, *, uses: int = 1) -> None:
-        """Something that takes ``seconds`` to make again and ``size`` bytes of room."""
+        """Adds an entry that takes ``seconds`` to make again and has ``size`` bytes."""
         self.remove(key)
         candidate = self._candidates[key] = _Candidate(key, seconds / max(1, size), uses, self.clock)
         self._common.put(candidate)
 
     def update(self, key: K, seconds: float, size: int) -> None:
-        """It has another price or size now, as if it had been used last when it really was."""
+        """Changes the cost or size of an entry; the time of its last use stays."""
         candidate = self._candidates[key]
         rate = seconds / max(1, size)
         self._move(candidate, candidate.priority + candidate.uses * (rate - candidate.rate))
         candidate.rate = rate
 
     def touch(self, key: K, uses: int = 1) -> None:
-        """It was used."""
+        """Counts uses of an entry."""
         candidate = self._candidates[key]
         candidate.uses += uses
         self._move(candidate, self.clock + candidate.uses * candidate.rate)
 
     def pin(self, key: K, until: float) -> None:
-        """It goes only when nothing else is left, until a time on the clock that pop_least gets; 0: no longer."""
+        """Pins an entry until ``until``, on the clock that pop_least gets; 0 unpins it. See the class."""
         candidate = self._candidates[key]
         candidate.pinned_until = until
         if until:
@@ -143,7 +144,7 @@ class EvictionQueue(Generic[K]):
         self._place(candidate, bool(until))
 
     def hold(self, key: K, held: bool) -> None:
-        """Whether it has to stay for now."""
+        """Holds an entry, which keeps it from eviction, or ends the hold."""
         candidate = self._candidates[key]
         candidate.held = held
         queue = self._queue(candidate)
@@ -153,11 +154,11 @@ class EvictionQueue(Generic[K]):
             queue.put(candidate)
 
     def pop_least(self, now: float, may_go: Callable[[K], bool] | None = None) -> K | None:
-        """Removes the one of the least worth and sets the clock; None: there is none.
+        """Removes and returns the key of the lowest priority, and sets the clock; None: nothing can be evicted.
 
         Args:
-            now: pins that end before are over.
-            may_go: whether this one can be evicted. It is asked in the order of worth, until it says yes.
+            now: pins that end before this time are over.
+            may_go: tells whether a key can be evicted; asked in the order of priority until it returns True.
         """
         while self._ends and self._ends[0][0] <= now:
             key = heappop(self._ends)[2]
@@ -180,7 +181,7 @@ class EvictionQueue(Generic[K]):
         return None
 
     def remove(self, key: K) -> None:
-        """It is gone for another reason; none there is fine."""
+        """Removes an entry, if it is there."""
         candidate = self._candidates.pop(key, None)
         if candidate is not None:
             self._queue(candidate).take_out(candidate)
@@ -190,7 +191,7 @@ class EvictionQueue(Generic[K]):
         return self._pinned if candidate.key in self._in_pinned else self._common
 
     def _place(self, candidate: _Candidate[K], pinned: bool) -> None:
-        """Brings it to the queue that it belongs to."""
+        """Moves a candidate to the pinned or to the common queue."""
         if (candidate.key in self._in_pinned) == pinned:
             return
         self._queue(candidate).take_out(candidate)

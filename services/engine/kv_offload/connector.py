@@ -1,6 +1,6 @@
-"""What the tiers below the device have of the histories in the tree, as the loop thread knows it.
+"""Offload connector: the link between the radix tree and the tiers below the device, on the loop thread.
 
-Says what to save, and where it is worth while to load instead of computing: never where computing would be as fast.
+It decides which snapshots to save, and when loading is worth it: never where computing would be as fast.
 """
 
 from __future__ import annotations
@@ -40,53 +40,53 @@ if TYPE_CHECKING:
 
 _SPEED = tuple(Tier)
 _WORTHWHILE = 3.0
-"""Computing an entry takes so many times as long as loading it, or it is not saved: short ones gain little, and to copy
-each of them takes the host's time from the steps. What is not saved becomes part of the next entry."""
+"""An entry is saved only if computing it takes so many times as long as loading it. Short ones gain little, and copying
+each of them takes host time from the steps. What is not saved becomes part of the next entry."""
 _MARGIN = 1.5
-"""A load is begun if it may take so many times as long as expected before it is given up."""
+"""A load begins only if it may take so many times as long as expected before it is given up."""
 _OVERDUE = 2.0
-"""A load that has taken so many times as long as expected is given up, where that is not too little to say anything:"""
+"""A load that has taken so many times as long as expected is given up, but not before _LEAST_PATIENCE."""
 _LEAST_PATIENCE = 1 / 3
-"""part of what it may take at most before it is given up at all."""
+"""Least time before a load is given up, as a share of the longest time that it may take."""
 _SAVING_SHARE = 8
-"""Saves under way may hold this part of all blocks: a live sequence cannot have those for the asking."""
+"""Saves in progress may hold one in so many of all blocks, because live sequences cannot get those by eviction."""
 _SAVES = 4
-"""Saves under way at once. The loop hears of their ends between two steps, so a busy engine begins so many a step, as
-their thread takes time from the loop's; an idle one goes through all that were put off."""
+"""Most saves in progress. The loop learns of their ends between two steps, so a busy engine begins so many for each
+step: their thread takes time from the loop's. An idle engine works through all deferred ones."""
 _MOST_DEFERRED = 1024
-"""Snapshots that are remembered to be saved when others have been."""
+"""Most deferred saves that are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadCandidate:
-    """A snapshot that could be loaded."""
+    """Snapshot that could be loaded, with the entries that this takes."""
 
     node: Node
     chain: Sequence[OffloadedEntry]
-    """The entries that are read, in the order of the history."""
+    """Entries to read, in the order of the prefix."""
     tier: Tier
-    """The slowest that it comes from."""
+    """Slowest tier that one of them comes from."""
     patience: float
-    """Seconds after which computing is better than to go on waiting for it."""
+    """Seconds after which computing is better than waiting longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadInProgress:
-    """A load under way: its targets are nobody else's."""
+    """Load in progress. Nothing else uses its target blocks and slot."""
 
     namespace: Namespace
     tokens: bytes
     blocks: Sequence[int]
-    """Of the whole history up to its end; those that were there are shared."""
+    """Blocks of the whole prefix; those that were on the device before are shared."""
     slot: int
 
 
 class OffloadConnector:
-    """Keeps the tree's nodes and the tiers' entries together. Used by the loop thread.
+    """Offload connector. Used by the loop thread.
 
     Args:
-        tiers: gets the commands that ``take_commands`` hands out, and tells the events that ``take`` gets.
-        share: the part of the computing that a load saves which it may take at most.
+        tiers: gets the commands of ``take_commands`` and sends the events for ``take_events``.
+        share: longest time of a load, as a share of the computation that it saves.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class OffloadConnector:
         self._saving: dict[Key, tuple[Node, Sequence[int]]] = {}
         self._loading: dict[int, LoadInProgress] = {}
         self._targets: dict[Node, int] = {}
-        """Snapshots that a load under way brings, and its load_id."""
+        """Number of the load in progress that brings each snapshot."""
         self._last_id = 0
         self._persisting: dict[int, Callable[[Sequence[tuple[Key, Tier]]], None]] = {}
         self._commands: list[TierCommand] = []
@@ -118,24 +118,24 @@ class OffloadConnector:
 
     @property
     def copying(self) -> bool:
-        """Whether a load or a save is under way."""
+        """True while a load or a save is in progress."""
         return bool(self._loading or self._saving)
 
     def is_loading(self, load_id: int) -> bool:
         return load_id in self._loading
 
     def take_commands(self) -> list[TierCommand]:
-        """What to submit to the tiers when all steps planned so far have been launched."""
+        """Commands to submit to the tiers when all steps planned so far have been launched."""
         commands, self._commands = self._commands, []
         return commands
 
     # Saving.
 
     def offer(self, node: Node, *, wanted: bool = False) -> None:
-        """A snapshot is there; it is saved if loading it is well faster than computing it again, soon.
+        """Offers a snapshot, which is saved soon if loading it is much faster than computing it again.
 
         Args:
-            wanted: it is saved whatever it takes, now.
+            wanted: save it now, whatever it costs.
         """
         if wanted:
             self._save(node, wanted=True)
@@ -144,7 +144,7 @@ class OffloadConnector:
             self._save_deferred()
 
     def _save_deferred(self) -> None:
-        """Saves what was put off, in its order, as far as may be under way at once."""
+        """Begins deferred saves, in their order, up to the limits of saves in progress."""
         while self._deferred_saves and len(self._saving) < _SAVES:
             node = self._deferred_saves.popleft()
             if not self._save(node):
@@ -157,7 +157,7 @@ class OffloadConnector:
         return not (node.saving or node.key is not None or node.transient)
 
     def _save(self, node: Node, *, wanted: bool = False) -> bool:
-        """Saves a snapshot if it can be and is worth it; False: too much is being saved."""
+        """Saves a snapshot if that is possible and worth it; False: too many saves are in progress."""
         if not self._may_be_saved(node) or node.parent is None:
             return True
         above = self._entries.above(node)
@@ -182,14 +182,14 @@ class OffloadConnector:
         return True
 
     def reload_seconds(self, node: Node) -> float | None:
-        """Seconds to get back what the device has of a node; None: no tier has it."""
+        """Seconds to load a node's blocks and snapshot again; None: no tier has them."""
         stored = self._entries.get(node.key)
         if stored is None or stored.fastest is None:
             return None
         return self._tiers.seconds(stored.fastest, self._layout.payload_bytes(stored.entry))
 
     def used(self, node: Node) -> None:
-        """A history went on from here."""
+        """Counts a hit on the entries of the prefix that ends at a node."""
         keys = [stored.entry.key for stored in self._entries.chain(node)]
         if keys:
             self._commands.append(Use(keys))
@@ -197,11 +197,11 @@ class OffloadConnector:
     # Loading.
 
     def find_load(self, path: PrefixMatch, hit: Node | None, limit: int, unit: int) -> LoadCandidate | None:
-        """The snapshot to load for a history of which ``limit`` tokens may come from one; None: there is none that is
-        well faster than going on from ``hit``.
+        """Snapshot to load for a sequence of which at most ``limit`` tokens may be cached; None: no load is much faster
+        than resuming from ``hit``.
 
-        If the load turns out to be slow, it is given up, and the time spent waiting is lost: at most ``share`` of what
-        computing takes without it.
+        A load that turns out to be slow is given up, and the wait is lost: at most ``share`` of the time that computing
+        takes without it.
         """
         begin = 0 if hit is None else hit.end
         best: LoadCandidate | None = None
@@ -225,7 +225,7 @@ class OffloadConnector:
         return best
 
     def load_of(self, node: Node) -> int:
-        """Of the load under way that brings this snapshot, 0: there is none."""
+        """Number of the load in progress that brings this snapshot; 0: there is none."""
         return self._targets.get(node, 0)
 
     def load(
@@ -234,11 +234,11 @@ class OffloadConnector:
         """Begins a load.
 
         Args:
-            take_blocks: hands out blocks, None if there are too few.
-            slot: for the state.
+            take_blocks: allocates blocks; returns None if there are too few.
+            slot: state slot to load into.
 
         Returns:
-            Its load_id; 0: there was no room, and nothing has begun.
+            Number of the load; 0: there were too few blocks, and nothing has begun.
         """
         node, size = wanted.node, self._layout.block_size
         nodes = node.path()
@@ -246,7 +246,7 @@ class OffloadConnector:
         there = nodes[resident - 1].end if resident else 0
         old = self._cache.block_table(nodes[:resident])
         if there < node.end:
-            # The block in which the KV ends that is there comes whole from the entry behind.
+            # The block in which the present KV ends is loaded whole, from the next entry.
             old = old[: there // size]
         self._blocks.hold_for_copy(old)
         fresh = take_blocks(-(-node.end // size) - len(old))
@@ -263,7 +263,7 @@ class OffloadConnector:
         return self._last_id
 
     def give_up(self, load_id: int) -> None:
-        """Nobody waits for a load any more; whoever wants the same begins another one."""
+        """Gives up a load that nobody waits for any more; a later request for the same begins another one."""
         self._forget_targets(load_id)
         self._commands.append(GiveUp(load_id))
 
@@ -272,8 +272,8 @@ class OffloadConnector:
             del self._targets[node]
 
     def _parts(self, chain: Sequence[OffloadedEntry], have: int, fresh: Sequence[int], slot: int) -> Iterator[Part]:
-        """What of each entry goes to the fresh blocks, the first of which is block ``have`` of the history. A block in
-        which an entry ends comes from the next one, which has it whole."""
+        """Parts of the entries that go to the fresh blocks, the first of which is block ``have`` of the prefix. A block
+        in which an entry ends comes from the next entry, which has it whole."""
         size = self._layout.block_size
         for at, stored in enumerate(chain):
             entry, last = stored.entry, at == len(chain) - 1
@@ -285,7 +285,8 @@ class OffloadConnector:
                 yield Part(entry.key, begin - first, blocks, slot if last else 0)
 
     def _load_seconds(self, chain: Sequence[OffloadedEntry], there: int, end: int) -> float:
-        """Of the blocks behind the first ``there`` tokens and the last state; from below the host, of whole entries."""
+        """Seconds to load the blocks behind the first ``there`` tokens and the last state; below the host whole entries
+        are read."""
         sizes: dict[Tier, int] = {}
         size = self._layout.block_size
         for stored in chain:
@@ -299,10 +300,10 @@ class OffloadConnector:
             sizes[tier] = sizes.get(tier, 0) + amount
         return sum(self._tiers.seconds(tier, amount) for tier, amount in sizes.items())
 
-    # What the tiers tell.
+    # Events of the tiers.
 
     def take_events(self, events: Sequence[TierEvent]) -> list[Node]:
-        """Takes in what has happened; returns the nodes whose state a tier has now."""
+        """Takes events of the tiers; returns the nodes whose state was saved."""
         kept: list[Node] = []
         for event in events:
             match event:
@@ -353,27 +354,27 @@ class OffloadConnector:
             self._cache.insert(loading.namespace, loading.tokens, loading.blocks, loading.slot)
         self._blocks.release_copy(loading.blocks)
 
-    # For sessions.
+    # For conversation sessions.
 
     def chain_keys(self, node: Node) -> list[Key]:
-        """Of the entries of a history, as far as tiers have them."""
+        """Keys of the entries of the prefix that ends at a node, as far as tiers have them."""
         return [stored.entry.key for stored in self._entries.chain(node)]
 
     def tiers_of(self, node: Node) -> list[tuple[Entry, frozenset[Tier]]]:
-        """The same with where they are."""
+        """Entries of that prefix, each with the tiers that have it."""
         return [(stored.entry, frozenset(stored.tiers)) for stored in self._entries.chain(node)]
 
     def node_of(self, key: Key) -> Node | None:
-        """Where the history of an entry ends."""
+        """Node at which an entry ends; None: the entry is not known."""
         stored = self._entries.get(key)
         return None if stored is None else stored.node
 
     def submit(self, command: TierCommand) -> None:
-        """Hands a command on with the others."""
+        """Adds a command to those for the tiers."""
         self._commands.append(command)
 
     def persist(self, node: Node, done: Callable[[Sequence[tuple[Key, Tier]]], None]) -> None:
-        """Brings what is kept of a history to every tier; ``done`` gets what could not be brought where."""
+        """Copies the entries of a prefix to every tier; ``done`` gets the (key, tier) pairs that failed."""
         self._last_id += 1
         self._persisting[self._last_id] = done
         self._commands.append(Persist(self._last_id, self._entries.lineage(node)))
@@ -381,14 +382,14 @@ class OffloadConnector:
     # For the integrity check.
 
     def held_blocks(self) -> Iterator[int]:
-        """What saves and loads under way hold."""
+        """Blocks that saves and loads in progress hold."""
         for _, blocks in self._saving.values():
             yield from blocks
         for loading in self._loading.values():
             yield from loading.blocks
 
     def held_slots(self) -> Iterator[int]:
-        """What loads under way fill."""
+        """Slots that loads in progress fill."""
         for loading in self._loading.values():
             yield loading.slot
 
@@ -396,4 +397,4 @@ class OffloadConnector:
         """Raises IntegrityError if entries and nodes do not belong together."""
         self._entries.check()
         if any(key not in self._saving for key in self._entries.unsaved()):
-            raise IntegrityError("an entry is listed that no tier has")
+            raise IntegrityError("an entry is listed, but no tier has it")

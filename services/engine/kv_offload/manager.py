@@ -1,4 +1,4 @@
-"""TierManager: all tiers below the device, put together, and how much each may hold."""
+"""TierManager: all tiers below the device, put together, and their configuration."""
 
 from __future__ import annotations
 
@@ -46,19 +46,20 @@ from services.engine.observability.status import TierStatus
 
 _MOMENT = 0.002
 _SETTLE_SECONDS = 60.0
-"""For copies from and to the device to end when nothing new is to be copied; waits for bytes have ended by then."""
+"""Longest wait for the device's copies to end when no new ones begin; waits for bytes have ended by then."""
 _END_SECONDS = 2.0
-"""For the threads to end, beyond what closing may take."""
+"""Longest wait for the threads to end, beyond the time for closing."""
 
 log = structlog.get_logger(__name__)
 
 
 class TierManager:
-    """Implements Tiers. Its threads do everything; whatever fails is a miss, counted and logged.
+    """All tiers below the device, as the loop thread uses them. No method that the loop calls blocks, except
+    ``settle``. The tiers' threads do the work; a failure is a miss, counted and logged.
 
     Args:
         wake: called on any thread when there are events; it must not block.
-        store: used if the limits speak of one.
+        store: object store, used if the configuration has a store tier.
 
     Raises:
         DirectoryInUse: the disk's directory cannot be used.
@@ -147,7 +148,7 @@ class TierManager:
         }
 
     def start(self) -> None:
-        """Begins to work, with what is on disk and in the store."""
+        """Starts the threads, which first read what is on disk and in the store."""
         for worker in self._workers():
             worker.start()
 
@@ -162,72 +163,72 @@ class TierManager:
         self._commands.put(lambda: self._take(commands, fence), failed=lambda: self._refuse(commands))
 
     def take_events(self) -> list[TierEvent]:
-        """What has happened since the last call."""
+        """Events since the last call; ``wake`` was called for each."""
         events = []
         while self._events:
             events.append(self._events.popleft())
         return events
 
     def seconds(self, tier: Tier, size: int) -> float:
-        """How long a load of so many bytes takes from this tier, with the wait for those that are under way; infinitely
-        long while the store is left alone."""
+        """Seconds that a load of so many bytes takes from a tier, by recent measurements, with the wait for loads in
+        progress; infinite while the store is backed off."""
         if tier is Tier.STORE and self._objects is not None and self._objects.pause:
             return math.inf
         return self._bandwidth.seconds(tier, size)
 
     def settle(self, seconds: float = _SETTLE_SECONDS) -> None:
-        """Waits until nothing is copied from or to the device; a load that waits for bytes fails before long.
+        """Waits until no copy from or to the device is in progress; a load that waits for bytes fails before long.
 
         Raises:
-            IntegrityError: something still is after ``seconds``.
+            IntegrityError: a copy is still in progress after ``seconds``.
         """
         until = time.monotonic() + seconds
         while self._loads.under_way or not (self._commands.wait_idle(0.0) and self._device.wait_idle(0.0)):
             if time.monotonic() >= until:
                 raise IntegrityError(
                     f"the tiers still copy after {seconds:g} s, {self._loads.under_way} loads among it: the device's "
-                    "memory cannot be handed out anew"
+                    "memory cannot be reused"
                 )
             time.sleep(_MOMENT)
 
     def resend_all(self) -> None:
-        """Sends Stored of every copy again, parents first."""
+        """Sends Stored of every copy again, parents first, to a new scheduler."""
         with self._index.lock:
             for record in sorted(self._index.records(), key=lambda record: record.entry.start):
                 for tier in sorted(record.tiers, key=lambda tier: tier.value):
                     self._send_event(Stored(record.entry, tier))
 
-    def read(self, key: Key) -> Iterator[bytes]:
-        """See EntryExchange.read."""
-        return self._exchange.read(key)
+    def export_entry(self, key: Key) -> Iterator[bytes]:
+        """See EntryExchange.export_entry."""
+        return self._exchange.export_entry(key)
 
-    def take_in(self, pieces: Iterable[bytes]) -> Entry:
-        """See EntryExchange.take_in."""
-        return self._exchange.take_in(pieces)
+    def import_entry(self, pieces: Iterable[bytes]) -> Entry:
+        """See EntryExchange.import_entry."""
+        return self._exchange.import_entry(pieces)
 
     def status(self) -> dict[Tier, TierStatus]:
-        """Every tier now."""
+        """Status of every tier."""
         with self._index.lock:
             return self._index.status()
 
     def check(self) -> None:
-        """Raises IntegrityError: memory is leaked, or the books contradict each other."""
+        """Raises IntegrityError if memory is leaked or the index contradicts itself."""
         with self._index.lock:
             self._index.check()
 
     def wait_idle(self, seconds: float) -> bool:
-        """Waits until all that was submitted is done, in the lower tiers as well; False: it is not in this time."""
+        """Waits until all submitted commands are done, in the lower tiers as well; False: they are not in this time."""
         until = time.monotonic() + seconds
         workers = self._workers()
         while True:
             if not all(worker.wait_idle(until) for worker in workers):
                 return False
-            if all(worker.wait_idle(0.0) for worker in workers):  # none has given another one anything meanwhile
+            if all(worker.wait_idle(0.0) for worker in workers):  # no worker has given another one work meanwhile
                 return True
 
     def close(self, seconds: float) -> None:
-        """Answers every command and ends the threads. What is pinned is brought to disk and store, and what waits for
-        the disk is written, as far as the time allows."""
+        """Answers every command and ends the threads. As far as the time allows, pinned entries are copied to disk
+        and store, and what waits for the disk is written."""
         if self._closed:
             return
         self._closed = True
@@ -273,7 +274,7 @@ class TierManager:
         self._wake()
 
     def _take(self, commands: Sequence[TierCommand], fence: Fence) -> None:
-        # All at once: no room is made for the first save by giving up what the last one stands on.
+        # All under one lock: making room for the first save must not evict the parent of the last one.
         with self._index.lock:
             for command in commands:
                 try:
@@ -321,7 +322,7 @@ class TierManager:
             self._disk.touch(command.keys)
 
     def _persist(self, command: Persist) -> None:
-        """The host is no place to persist in, unless it is all there is."""
+        """Begins a Persist. The host counts as durable only if there is no other tier."""
         with self._index.lock:
             targets = tuple(self._lower) or (Tier.HOST,)
             wanted, missing = [], []
@@ -335,18 +336,18 @@ class TierManager:
             self._persist_tracker.begin(command.persist_id, wanted, missing)
             for record in self._found(command.keys):
                 record.persisted = True
-                if record.tiers:  # otherwise it is about to be saved
+                if record.tiers:  # otherwise a save of it is in progress
                     for lower in self._lower.values():
                         lower.want(record, forced=True)
 
     def _known(self, record: Record) -> None:
-        """An entry has got its first copy; it may have been asked for in the others meanwhile."""
+        """Copies an entry that has its first copy to the other tiers, if a Persist asked for that meanwhile."""
         if record.persisted:
             for lower in self._lower.values():
                 lower.want(record, forced=True)
 
     def _saved(self, record: Record, buffer: Buffer) -> None:
-        """An entry's bytes are in the arena, and are to go further down."""
+        """Copies an entry whose bytes are in the arena to the lower tiers."""
         given = None if buffer.kept else buffer
         if self._disk is not None:
             self._disk.want(record, forced=record.persisted, buffer=given)
@@ -360,7 +361,7 @@ class TierManager:
             self._objects.failed()
 
     def _refuse(self, commands: Sequence[TierCommand]) -> None:
-        """Answers commands that nobody is going to do."""
+        """Answers commands that will not be done."""
         for command in commands:
             if isinstance(command, Save):
                 self._send_event(Released(command.entry.key))
@@ -375,17 +376,17 @@ class TierManager:
 
 @dataclass(frozen=True, slots=True)
 class TierConfig:
-    """The tiers of an engine."""
+    """Configuration of an engine's tiers."""
 
     host: bool
-    """Whether the host keeps copies; without it, its memory is only the way to the others."""
+    """True if the host keeps copies; otherwise its memory is only a buffer for the other tiers."""
     host_bytes: int
     host_rate: float
-    """Bytes a second between the host and the device, as a first guess."""
+    """First estimate of the bytes a second between host and device."""
     load_seconds: float
-    """After which a load that still waits for bytes has failed."""
+    """Time after which a load that still waits for bytes fails."""
     disk_dir: Path | None = None
-    """None: no disk."""
+    """Directory of the disk tier; None: there is no disk tier."""
     disk_bytes: int = 0
     store: bool = False
     store_bytes: int = 0

@@ -62,7 +62,7 @@ class GrammarDone:
     """The grammar of a request was found or made. Emitted on the thread that takes requests in."""
 
     result: str
-    """One of "cached", "compiled", "refused" and "overloaded"."""
+    """Result: "cached", "compiled", "refused" or "overloaded"."""
     seconds: float
 
 

@@ -1,4 +1,4 @@
-"""Chunks cut at their snapshots. No torch here."""
+"""Segments of prefill chunks, split at their snapshots. No torch here."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from services.engine.scheduler.step_plan import Chunk
 
 
 def segments(chunk: Chunk) -> Sequence[Chunk]:
-    """The chunk up to its first snapshot, from there to the next one, and so on to its end: chunks without snapshots,
-    each of which goes on from the state behind the one before. Their slot is the chunk's, their out_slot where the
-    state behind them goes."""
+    """Segments of a chunk: up to its first snapshot, from there to the next one, and so on to its end. Each is a chunk
+    without snapshots that continues from the state behind the one before. Its slot is the chunk's; its out_slot is
+    where the state behind it goes."""
     if not chunk.snapshots:
         return (chunk,)
     known, begin = chunk.token_ids, chunk.start
@@ -26,7 +26,7 @@ def segments(chunk: Chunk) -> Sequence[Chunk]:
 
 
 def split_at_snapshots(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
-    """All links of some chunks."""
+    """Segments of all chunks."""
     if not any(chunk.snapshots for chunk in chunks):
         return chunks
     return [link for chunk in chunks for link in segments(chunk)]

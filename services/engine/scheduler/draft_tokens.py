@@ -1,5 +1,5 @@
-"""Guesses of next tokens: they go along with the steps of answers, and count if the model samples the same. No torch
-here."""
+"""Draft tokens of speculative decoding: planned behind the tokens of answers and verified by the step that samples. No
+torch here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.engine.scheduler.step_plan import MOST_VERIFIED, StepPlan, StepRes
 
 
 class Speculation:
-    """Plans draft tokens and reads what became of them."""
+    """Plans draft tokens and verifies them against the sampled ones."""
 
     def __init__(self, memory: SequenceMemory) -> None:
         self._memory = memory
@@ -24,13 +24,13 @@ class Speculation:
     def add_answers(
         self, step: StepBuilder, running: SequenceABC[Sequence], grow: Callable[[Sequence], bool]
     ) -> list[Sequence]:
-        """Plans the answers, a draft token behind each, and what is behind a wrong one again.
+        """Plans the decoding sequences, each with a draft token behind it, and again the tokens behind a rejected one.
 
         Args:
-            grow: gets the block of a sequence's next token; False: the sequence was preempted instead.
+            grow: allocates the block of a sequence's next token; False: the sequence was preempted instead.
 
         Returns:
-            Sequences that lack more of their prompts.
+            Sequences that have more of their prompts to compute.
         """
         partial: list[Sequence] = []
         for sequence in running:
@@ -50,8 +50,8 @@ class Speculation:
     def verified(
         self, step: StepBuilder, plan: StepPlan, result: StepResult
     ) -> Iterator[tuple[Sequence, list[SampledToken]]]:
-        """Each request of a step that goes on, with its token, and the one behind its draft token if that was right;
-        the second counts only if the first does not end the request."""
+        """Each sequence of a step that has not ended, with its sampled token, and the token behind its draft token if
+        that was accepted. The second one counts only if the first does not end the request."""
         tokens = iter(result.tokens)
         chunks = (chunk for chunk in plan.chunks if chunk.samples)
         for sequence, chunk, draft_token in zip(step.sampling, chunks, result.draft_token_ids, strict=True):

@@ -42,7 +42,7 @@ class Line:
         self.flows = threading.Event()
         self.flows.set()
         self.most_bytes = 0
-        """To the client, of each connection; then it ends. 0: any number."""
+        """Most bytes to the client for each connection, which then ends; 0: any number."""
         self.refuses = False
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
@@ -110,7 +110,7 @@ def wait_until(bench: Bench, is_so: Callable[[], bool], seconds: float = 20.0) -
 
 
 def in_store(bench: Bench, *entries: Entry) -> Callable[[], bool]:
-    """Whether the engine was told of these objects."""
+    """True if the engine has found these objects."""
     return lambda: all(Stored(entry, Tier.STORE) in bench.events for entry in entries)
 
 
@@ -391,7 +391,7 @@ def test_closing_does_not_wait_for_a_store_that_hangs(behind_line: ObjectStore, 
     bench = engine(behind_line, store_after_uses=1, store_poll_seconds=60.0)
     bench.save(*entries)
     bench.submit(Pin(keys(entries), time.monotonic() + 60), Persist(1, keys(entries)))
-    assert bench.manager._jobs.wait_idle(time.monotonic() + 10)
+    assert bench.manager._commands.wait_idle(time.monotonic() + 10)
     line.flows.clear()
     began = time.monotonic()
     bench.close(0.5)

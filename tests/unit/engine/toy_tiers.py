@@ -39,7 +39,7 @@ class ToyTiers(TierManager):
         self.price = 0.0
         """Seconds of any load."""
         self.broken = False
-        """Whether saves and loads fail."""
+        """True if saves and loads fail."""
         self.loads = self.given_up = 0
 
     @property

@@ -1,4 +1,4 @@
-"""Where snapshots are taken, what prompts that wait share, and the currency of both."""
+"""Snapshot positions, common prefixes of waiting prompts, and the cost of computing."""
 
 from __future__ import annotations
 

@@ -278,7 +278,7 @@ def test_after_a_kill_every_entry_is_whole_or_not_there(tmp_path: Path) -> None:
 
 
 def _check_after_kill(directory: Path) -> int:
-    """How many entries are there; all of them are whole."""
+    """Number of entries in the directory; asserts that all are complete."""
     with Bench(limits(4000, disk_dir=directory, disk_bytes=8_000_000), layout=LARGE) as bench:
         bench.settle()
         told = [event.entry for event in bench.events if isinstance(event, Stored) and event.tier is Tier.DISK]

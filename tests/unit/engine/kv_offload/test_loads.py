@@ -275,13 +275,13 @@ def test_export_and_import() -> None:
     entries = chain(8, 6, 9)
     with Bench() as bench:
         bench.save(*entries)
-        items = [list(bench.manager.read(entry.key)) for entry in entries]
+        items = [list(bench.manager.export_entry(entry.key)) for entry in entries]
         with pytest.raises(NotFound):
-            bench.manager.read(chain(1, seed=9)[0].key)
+            bench.manager.export_entry(chain(1, seed=9)[0].key)
     assert [sum(map(len, item)) for item in items] == [entry_bytes(entry, LAYOUT) for entry in entries]
     with Bench() as bench:
-        with pytest.raises(InvalidRequest, match="stands on another"):
-            bench.manager.take_in(items[1])
+        with pytest.raises(InvalidRequest, match="parent of an entry"):
+            bench.manager.import_entry(items[1])
         for entry, item in zip(entries, items, strict=True):
             whole = b"".join(item)
             bad = bytearray(whole)
@@ -294,11 +294,11 @@ def test_export_and_import() -> None:
                 ([b"x" * 5000], "does not begin"),
             ):
                 with pytest.raises(InvalidRequest, match=reason):
-                    bench.manager.take_in(pieces)
+                    bench.manager.import_entry(pieces)
                 bench.manager.check()
             step = 777
-            assert bench.manager.take_in(whole[i : i + step] for i in range(0, len(whole), step)) == entry
-            assert bench.manager.take_in(item) == entry
+            assert bench.manager.import_entry(whole[i : i + step] for i in range(0, len(whole), step)) == entry
+            assert bench.manager.import_entry(item) == entry
         assert bench.settle() == [Stored(entry, Tier.HOST) for entry in entries]
         assert bench.load(*entries) == Loaded(1)
 
@@ -311,7 +311,7 @@ def test_damage_is_not_exported() -> None:
         bench.save(entry)
         bench.manager._index.arena._memory[10] ^= 1
         with pytest.raises(Unavailable, match="damaged"):
-            bench.manager.read(entry.key)
+            bench.manager.export_entry(entry.key)
         assert bench.settle() == [Removed(entry.key, Tier.HOST)]
 
 

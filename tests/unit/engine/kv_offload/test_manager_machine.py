@@ -150,12 +150,12 @@ class TierMachine(RuleBasedStateMachine):
         self.settle()
         if any(key == entry.key for key, _ in self.kept):
             try:
-                item = b"".join(self.bench.manager.read(entry.key))
+                item = b"".join(self.bench.manager.export_entry(entry.key))
             except (NotFound, Unavailable):
                 return  # damaged, or no room
             self.bench.submit(Forget([entry.key]))
             assert self.bench.manager.wait_idle(20)
-            self.bench.manager.take_in([item])
+            self.bench.manager.import_entry([item])
 
     @rule(number=st.integers(0, 20), place=st.integers(0, 20_000), how=st.sampled_from(["flip", "cut", "remove"]))
     def damage_a_file(self, number: int, place: int, how: str) -> None:
@@ -183,7 +183,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(number=NUMBERS, other=st.sampled_from(["put", "remove", "flip", "cut"]), place=st.integers(0, 20_000))
     def another_engine(self, number: int, other: str, place: int) -> None:
-        """What others do to the store, or happens to it."""
+        """Changes the store like another engine, or damages an object."""
         if self.store is None:
             return
         entry = ENTRIES[number]

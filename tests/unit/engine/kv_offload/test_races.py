@@ -1,4 +1,4 @@
-"""What happens to an entry while somebody still reads, writes or expects it."""
+"""Races: changes to an entry while it is still read, written or expected."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def writer(monkeypatch: pytest.MonkeyPatch) -> SlowWriter:
 
 
 def save(bench: Bench, *entries: object) -> None:
-    """As Bench.save, but the disk need not be done."""
+    """Saves like Bench.save, but does not wait for the disk."""
     for entry in entries:
         bench.submit(bench.put(entry))  # type: ignore[arg-type]
         until = time.monotonic() + 10
@@ -61,8 +61,8 @@ def test_what_is_read_is_not_evicted() -> None:
     (first,), (second,), (third,) = (chain(4, seed=seed) for seed in range(3))
     with Bench(limits(4)) as bench:  # two pages an entry
         bench.save(first)
-        whole = b"".join(bench.manager.read(first.key))
-        pieces = bench.manager.read(first.key)
+        whole = b"".join(bench.manager.export_entry(first.key))
+        pieces = bench.manager.export_entry(first.key)
         begin = next(pieces)
         bench.save(second, third)
         assert [event for event in bench.events if isinstance(event, Removed)] == [Removed(second.key, Tier.HOST)]
@@ -75,8 +75,8 @@ def test_what_is_forgotten_while_it_is_read_stays_readable() -> None:
     (first,), (second,) = chain(4, seed=1), chain(4, seed=2)
     with Bench(limits(4)) as bench:
         bench.save(first)
-        whole = b"".join(bench.manager.read(first.key))
-        pieces = bench.manager.read(first.key)
+        whole = b"".join(bench.manager.export_entry(first.key))
+        pieces = bench.manager.export_entry(first.key)
         begin = next(pieces)
         bench.submit(Forget([first.key]))
         assert bench.settle() == [Removed(first.key, Tier.HOST)]
@@ -90,7 +90,7 @@ def test_an_iterator_that_is_closed_lets_go() -> None:
     (first,) = chain(4)
     with Bench(limits(2)) as bench:
         bench.save(first)
-        pieces = bench.manager.read(first.key)
+        pieces = bench.manager.export_entry(first.key)
         next(pieces)
         pieces.close()  # type: ignore[attr-defined]
         bench.save(chain(4, seed=5)[0])
@@ -115,7 +115,7 @@ def test_what_is_forgotten_while_it_is_written_leaves_no_file(tmp_path: Path, wr
 
 
 def test_no_child_of_one_that_is_only_expected(tmp_path: Path, writer: SlowWriter) -> None:
-    """Its file may still come, but does not, as its bytes are gone."""
+    """The parent's file could still come, but it does not, because its bytes are gone."""
     (held,), (parent, child), (other,) = chain(4, seed=1), chain(4, 4, seed=2), chain(4, seed=3)
     with Bench(limits(4, disk_dir=tmp_path)) as bench:
         save(bench, held)
@@ -178,7 +178,7 @@ def test_saved_while_persisted_goes_down_at_once(tmp_path: Path) -> None:
 
 
 def put(store: ToyStore, *entries: Entry) -> None:
-    """As another engine does."""
+    """Puts an entry into the store like another engine."""
     for place, entry in enumerate(entries):
         store.objects[f"prefix-cache/toy-1/{entry.key.hex()}"] = (item(entry), 1000.0 + place)
 
@@ -190,7 +190,7 @@ def poll(bench: Bench) -> None:
 
 
 def test_a_persist_while_the_entry_comes_from_elsewhere(tmp_path: Path) -> None:
-    """It is about to be saved; the store has it first, and the disk is to have it."""
+    """The entry is being saved; the store gets it first, and the disk must get it as well."""
     (held,), (wanted,) = chain(4, seed=1), chain(4, seed=2)
     store = ToyStore()
     began, go = threading.Event(), threading.Event()
@@ -239,7 +239,7 @@ def test_strangers_go_first() -> None:
 
 
 def test_strangers_are_met_in_order_however_deep() -> None:
-    """What waits for one entry is a chain of many."""
+    """A long chain of orphans waits for one entry."""
     store = ToyStore()
     entries = chain(*[1] * 600)
     with Bench(limits(store=True, store_poll_seconds=1e6), store) as bench:

@@ -61,7 +61,7 @@ class ToyDevice:
         """Nothing is compiled."""
 
     def close(self) -> None:
-        """Its memory is numpy's."""
+        """Frees nothing: numpy owns the memory."""
 
     def fence(self) -> Fence:
         return None
@@ -101,7 +101,7 @@ class ToyDevice:
 
 
 class Counts:
-    """What the metrics are told."""
+    """Counts of the events of tiers."""
 
     def __init__(self) -> None:
         self.troubles: Counter[tuple[Tier, CopyFailure]] = Counter()

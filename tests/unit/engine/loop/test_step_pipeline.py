@@ -75,7 +75,7 @@ class Bench(ToyRunner):
         self.pipeline.scheduler.add(request(name, prompt, max_tokens=max_tokens))
 
     def advance(self) -> list[str]:
-        """One iteration; returns what was logged in it."""
+        """Runs one iteration; returns its log."""
         before = len(self.log)
         for update in self.pipeline.advance(0):
             self.updates.setdefault(update.request_id, []).append(update)

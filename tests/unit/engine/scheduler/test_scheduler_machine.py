@@ -53,7 +53,7 @@ class SchedulerMachine(RequestRules):
 
     @rule()
     def step(self) -> None:
-        """What the loop does: keeps as many steps in flight as allowed."""
+        """Runs like the loop: keeps as many steps in flight as allowed."""
         before = len(self.flight)
         self.launch()
         if len(self.flight) == self.depth or len(self.flight) == before:
@@ -92,7 +92,7 @@ class SchedulerMachine(RequestRules):
             self.tiers.broken, self.tiers.price = broken, price
 
     def _serve_tiers(self) -> None:
-        """As the loop does between two steps."""
+        """Serves the tiers like the loop between two steps."""
         if self.tiers is not None:
             self.scheduler.take_events(self.tiers.take_events())
             self.tiers.submit(self.scheduler.take_commands())
@@ -149,7 +149,7 @@ class SchedulerMachine(RequestRules):
 
     @rule()
     def run_dry(self) -> None:
-        """With no new arrivals every request ends, and nothing is held any more."""
+        """Without new arrivals every request ends, and nothing is held any more."""
         for _ in range(self._bound(self.here)):
             if not self.here:
                 break

@@ -14,7 +14,7 @@ _LEAST, _MOST = 0.18 * 0.25, 0.18 * 0.75
 
 
 class Tiered(Engine):
-    """With tiers; a token takes 10 ms to compute."""
+    """Scheduler with tiers; a token takes 10 ms to compute."""
 
     def __init__(self, price: float = 0.0, **changes: int | bool | frozenset[int] | None) -> None:
         super().__init__(token_seconds=0.01, **changes)  # type: ignore[arg-type]
@@ -30,7 +30,7 @@ class Tiered(Engine):
         self.tiers.price = price
 
     def serve(self) -> None:
-        """As the loop does between two steps."""
+        """Serves the tiers like the loop between two steps."""
         self.scheduler.take_events(self.tiers.take_events())
         self.tiers.submit(self.scheduler.take_commands())
 

@@ -14,12 +14,12 @@ from services.common.errors import InvalidRequest
 from services.common.pb import engine_pb2, histories_pb2_grpc
 from services.common.pb import histories_pb2 as pb
 from services.engine.requests.adapter import AdapterChoice
+from services.engine.requests.conversation_session import SessionName
 from services.engine.requests.sampling_params import SamplingParams
-from services.engine.requests.sessions import SessionName
 from services.engine.requests.submission import Submission
+from services.engine.server.conversation_session_service import ConversationSessionService
 from services.engine.server.errors import INTERNAL_MESSAGE
 from services.engine.server.protobuf import submission
-from services.engine.server.session_service import SessionService
 from tests.unit.engine.server.memory_sessions import MAGIC, PIECE, MemorySessions
 
 BIG = 128 * 2**20
@@ -32,7 +32,7 @@ def desk() -> MemorySessions:
 
 @pytest.fixture
 async def stub(desk: MemorySessions) -> AsyncIterator[histories_pb2_grpc.HistoriesAsyncStub]:
-    server, service = aio.server(), SessionService(desk)
+    server, service = aio.server(), ConversationSessionService(desk)
     histories_pb2_grpc.add_HistoriesServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -80,7 +80,7 @@ async def test_what_is_kept_of_a_session_is_told(
         await stub.Get(pb.GetHistoryRequest(session=ref("older")))
     assert (gone.value.code(), gone.value.details()) == (grpc.StatusCode.NOT_FOUND, "no such session: 'older'")
     assert len(desk.kept) == 2, "the other owner's is another one"
-    assert all(name.startswith("histories") for name in desk.threads), "never on the event loop"
+    assert all(name.startswith("sessions") for name in desk.threads), "never on the event loop"
 
 
 async def test_errors_are_those_of_the_desk(desk: MemorySessions, stub: histories_pb2_grpc.HistoriesAsyncStub) -> None:
@@ -93,7 +93,7 @@ async def test_errors_are_those_of_the_desk(desk: MemorySessions, stub: historie
         (stub.Delete(pb.DeleteHistoryRequest(session=ref("none"))), grpc.StatusCode.NOT_FOUND, "no such session"),
         (stub.Export(pb.ExportHistoryRequest(session=ref("none"))).read(), grpc.StatusCode.NOT_FOUND, "no such"),
         (stub.Export(pb.ExportHistoryRequest(session=ref("bug"))).read(), grpc.StatusCode.INTERNAL, INTERNAL_MESSAGE),
-        (stub.Import(pieces(b"something else")), grpc.StatusCode.INVALID_ARGUMENT, "no exported session"),
+        (stub.Import(pieces(b"something else")), grpc.StatusCode.INVALID_ARGUMENT, "not an exported session"),
         (stub.Import(pieces(name="")), grpc.StatusCode.INVALID_ARGUMENT, "1 to 256 characters"),
     ):
         with pytest.raises(aio.AioRpcError) as refused:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.engine.kv_cache.radix_tree import Node
-from services.engine.requests.sessions import SessionName
+from services.engine.requests.conversation_session import SessionName
 from tests.unit.engine.toy_engine import Engine
 
 LONG = tuple(range(1, 20))

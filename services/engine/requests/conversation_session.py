@@ -1,4 +1,4 @@
-"""Sessions: conversations of clients that the prefix cache keeps, by name. No torch here."""
+"""Conversation sessions: names and descriptions of cached conversations. No torch here."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import NamedTuple
 from services.common.errors import InvalidRequest
 
 MAX_NAME = 256
-"""Characters of a session's name, and of its owner's."""
+"""Longest name of a session and of its owner, characters."""
 
 
 class SessionName(NamedTuple):
-    """A session of an owner (an API key's; empty where there are no keys)."""
+    """Name of a conversation session, with its owner (id of the API key; empty if there are no keys)."""
 
     owner: str
     name: str
 
 
 def check_session(session: SessionName) -> None:
-    """Raises InvalidRequest for a name that no session can have."""
+    """Raises InvalidRequest if no session can have this name."""
     if not 0 < len(session.name) <= MAX_NAME or len(session.owner) > MAX_NAME:
         raise InvalidRequest(
             f"the name of a session must have 1 to {MAX_NAME} characters and its owner at most as many, they have "
@@ -31,21 +31,21 @@ def check_session(session: SessionName) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SessionInfo:
-    """What is kept of a session."""
+    """Description of a conversation session and what is cached of it."""
 
     session: SessionName
     tokens: int
-    """Of the longest history that is kept."""
+    """Tokens of the longest cached conversation."""
     requests: int
-    """That have ended here."""
+    """Number of requests that have ended here."""
     adapter: str
-    """"name@n" of the last request; empty for the base."""
+    """Adapter version "name@n" of the last request; empty for the base."""
     created: float
-    """Seconds since 1970."""
+    """Time of the first request, seconds since 1970."""
     used: float
     expires: float
-    """When it is no longer kept before other things."""
+    """End of its pin in the cache."""
     saved: bool
-    """Its whole history is on disk or in the store."""
+    """True if the whole conversation is on disk or in the store."""
     sizes: Mapping[str, int]
-    """Bytes of its history by tier: "device", "host", "disk", "store"."""
+    """Bytes of the cached conversation by tier: "device", "host", "disk", "store"."""

@@ -1,4 +1,4 @@
-"""Finished completions, remembered for a while so that a client may score just {completion_id, reward}."""
+"""Rollout buffer: finished completions are kept for a while, so that a client may send just {completion_id, reward}."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from services.engine.requests.outputs import Finished
 from services.engine.requests.request import FinishReason
 
 _OVERHEAD = 512
-"""Bytes of the objects around the arrays, roughly."""
+"""Approximate bytes of the objects around the arrays."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One completion with what reinforcement learning needs of it."""
+    """Rollout: a completion with its tokens and their log-probabilities."""
 
     completion_id: str
     prompt_token_ids: array[int]
@@ -26,13 +26,13 @@ class Rollout:
     token_ids: array[int]
     """uint32."""
     sampling_logprobs: array[float]
-    """float32, one per token: log softmax(logits / temperature)[token]."""
+    """Log-probabilities log softmax(logits / temperature)[token], float32, one per token."""
     temperature: float
     adapter: str
-    """"name@n" of the behaviour policy, empty for the base."""
+    """Adapter version "name@n" of the behaviour policy, empty for the base."""
     finish_reason: FinishReason
     owner: str = ""
-    """Id of the API key whose request it was; empty: there are no keys."""
+    """Id of the API key that sent the request; empty: there are no keys."""
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.sampling_logprobs):
@@ -58,12 +58,12 @@ class Rollout:
         return _OVERHEAD + sum(values.itemsize * len(values) for values in arrays)
 
 
-class RolloutMemory:
-    """The newest rollouts, bounded in number, bytes and age. Thread-safe.
+class RolloutBuffer:
+    """Buffer of the newest rollouts, bounded in number, bytes and age. Thread-safe.
 
     Args:
-        max_count: 0 remembers nothing.
-        ttl_seconds: how long each is remembered.
+        max_count: most rollouts; 0 keeps none.
+        ttl_seconds: time that each is kept.
         clock: monotonic seconds.
     """
 
@@ -85,7 +85,7 @@ class RolloutMemory:
         self._clock = clock
         self._lock = threading.Lock()
         self._rollouts: OrderedDict[str, tuple[float, Rollout]] = OrderedDict()
-        """Oldest first."""
+        """Rollouts with the time of their arrival, oldest first."""
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -98,7 +98,7 @@ class RolloutMemory:
         return self._bytes
 
     def remember(self, rollout: Rollout) -> None:
-        """Keeps a rollout in place of an older one of the same id; the oldest ones go when there are too many."""
+        """Adds a rollout, replacing one of the same id; the oldest ones are dropped when there are too many."""
         with self._lock:
             self._remove(rollout.completion_id)
             self._rollouts[rollout.completion_id] = (self._clock(), rollout)
@@ -108,7 +108,7 @@ class RolloutMemory:
                 self._remove(next(iter(self._rollouts)))
 
     def get(self, completion_ids: Iterable[str]) -> tuple[list[Rollout], list[str]]:
-        """The rollouts that are known, in the order asked for, and the ids that are not."""
+        """Known rollouts in the order asked for, and the ids that are not known."""
         found: list[Rollout] = []
         missing: list[str] = []
         with self._lock:
@@ -122,7 +122,7 @@ class RolloutMemory:
         return found, missing
 
     def cut(self, completion_id: str, tokens: int) -> None:
-        """Shortens a rollout to its first ``tokens`` tokens: the text ended there, at a stop string."""
+        """Cuts a rollout to its first ``tokens`` tokens, because the text ended there at a stop string."""
         with self._lock:
             entry = self._rollouts.get(completion_id)
             if entry is None or len(entry[1].token_ids) <= tokens:
@@ -134,7 +134,7 @@ class RolloutMemory:
                 sampling_logprobs=rollout.sampling_logprobs[:tokens],
                 finish_reason=FinishReason.STOP,
             )
-            # In place: its age does not change.
+            # The entry keeps its place: its age does not change.
             self._rollouts[completion_id] = (since, shorter)
             self._bytes += shorter.nbytes - rollout.nbytes
 

@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from services.engine.loop.kept_completions import Rollout, RolloutMemory
+from services.engine.loop.rollout_buffer import Rollout, RolloutBuffer
 from services.engine.requests.adapter import AdapterPin
 from services.engine.requests.outputs import Finished
 from services.engine.requests.request import FinishReason, Request
@@ -28,7 +28,7 @@ def rollout(name: str, tokens: int = 3) -> Rollout:
 
 
 def test_holds_what_reinforcement_learning_needs() -> None:
-    memory = RolloutMemory(10, 60.0)
+    memory = RolloutBuffer(10, 60.0)
     memory.remember(rollout("a"))
     (found,), missing = memory.get(["a", "b"])
     assert missing == ["b"]
@@ -40,7 +40,7 @@ def test_holds_what_reinforcement_learning_needs() -> None:
 
 
 def test_the_oldest_go_when_there_are_too_many() -> None:
-    memory = RolloutMemory(2, 60.0)
+    memory = RolloutBuffer(2, 60.0)
     for name in ("a", "b", "c"):
         memory.remember(rollout(name))
     memory.remember(rollout("b", 5))
@@ -52,7 +52,7 @@ def test_the_oldest_go_when_there_are_too_many() -> None:
 
 
 def test_the_oldest_go_when_they_are_too_large() -> None:
-    memory = RolloutMemory(100, 60.0, max_bytes=3 * rollout("x").nbytes)
+    memory = RolloutBuffer(100, 60.0, max_bytes=3 * rollout("x").nbytes)
     for n in range(5):
         memory.remember(rollout(f"r{n}"))
     assert memory.get([f"r{n}" for n in range(5)])[1] == ["r0", "r1"]
@@ -63,7 +63,7 @@ def test_the_oldest_go_when_they_are_too_large() -> None:
 
 def test_rollouts_expire() -> None:
     clock = Clock()
-    memory = RolloutMemory(10, 60.0, clock=clock)
+    memory = RolloutBuffer(10, 60.0, clock=clock)
     memory.remember(rollout("a"))
     clock.now = 30.0
     memory.remember(rollout("b"))
@@ -75,7 +75,7 @@ def test_rollouts_expire() -> None:
 
 def test_a_stop_string_found_late_cuts_the_rollout() -> None:
     clock = Clock()
-    memory = RolloutMemory(10, 60.0, clock=clock)
+    memory = RolloutBuffer(10, 60.0, clock=clock)
     memory.remember(rollout("a", 5))
     clock.now = 30.0
     memory.cut("a", 7)
@@ -91,8 +91,8 @@ def test_a_stop_string_found_late_cuts_the_rollout() -> None:
 
 
 def test_none_are_remembered_when_off() -> None:
-    memory = RolloutMemory(0, 60.0)
+    memory = RolloutBuffer(0, 60.0)
     memory.remember(rollout("a"))
     assert len(memory) == 0
     with pytest.raises(ValueError, match="ttl_seconds"):
-        RolloutMemory(1, 0.0)
+        RolloutBuffer(1, 0.0)

@@ -1,31 +1,31 @@
-"""Whether schemas exclude each other, as far as that is soon seen; a doubt counts as no."""
+"""Overlap check: tells whether schemas exclude each other, as far as that can be found quickly."""
 
 from __future__ import annotations
 
 from services.common.json_schema.numbers import NumbersError
 from services.engine.constraints.refusal import Refused
-from services.engine.constraints.schema.members import MembersOf
+from services.engine.constraints.schema.members import MemberReader
 from services.engine.constraints.schema.reading import Reader
 from services.engine.constraints.schema.shapes import Arrays, Demands, Objects, Shape
-from services.engine.constraints.schema.strings import StringsOf
+from services.engine.constraints.schema.strings import StringTerminals
 
 _DEEPEST = 4
 
 
-class Doubt:
+class OverlapCheck:
     """Looks for values that fulfil two schemas at once.
 
     Args:
-        strings: which texts there are.
+        strings: tells which texts a string shape has.
     """
 
-    def __init__(self, strings: StringsOf) -> None:
+    def __init__(self, strings: StringTerminals) -> None:
         self._strings = strings
         self.reader: Reader | None = None
-        self.members: MembersOf | None = None
+        self.members: MemberReader | None = None
 
     def overlap(self, a: Shape, b: Shape) -> bool:
-        """Whether some value may be of both shapes."""
+        """True if some value may have both shapes, also if that is not known."""
         return self._possible(a & b, 0)
 
     def _possible(self, shape: Shape, depth: int) -> bool:

@@ -1,4 +1,4 @@
-"""A session's history as one file: a few facts in front, then the entries of its chain as the tiers write them."""
+"""File of an exported conversation session: a few facts, then the entries of its chain as the tiers write them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_ENTRIES = 65536
 
 
 class Facts(BaseModel):
-    """What the file says of the session."""
+    """Facts about the session at the beginning of the file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -25,7 +25,7 @@ class Facts(BaseModel):
 
 
 def write(facts: Facts, items: Sequence[Iterable[bytes]]) -> Iterator[bytes]:
-    """The file, in pieces no larger than those of the items."""
+    """Bytes of the file, in pieces no larger than those of the entries."""
     text = facts.model_dump_json().encode()
     yield _MAGIC + len(text).to_bytes(4, "little") + text
     for item in items:
@@ -33,17 +33,17 @@ def write(facts: Facts, items: Sequence[Iterable[bytes]]) -> Iterator[bytes]:
 
 
 class Reader:
-    """Reads such a file from pieces of any size, from the front to the end.
+    """Reads a session file from pieces of any size, from beginning to end.
 
     Raises:
-        InvalidRequest: it is none, or it ends too early.
+        InvalidRequest: it is not a session file, or it ends too early.
     """
 
     def __init__(self, pieces: Iterable[bytes]) -> None:
         self._pieces = iter(pieces)
         self._ahead = b""
         if self._take(len(_MAGIC)) != _MAGIC:
-            raise InvalidRequest("the file is no exported session of this version of Temper")
+            raise InvalidRequest("the file is not an exported session of this version of Temper")
         length = int.from_bytes(self._take(4), "little")
         if length > _MOST_FACTS:
             raise InvalidRequest("the exported session is damaged: its facts are too long")
@@ -53,7 +53,7 @@ class Reader:
             raise InvalidRequest("the exported session is damaged: its facts cannot be read") from error
 
     def entries(self) -> Iterator[Iterator[bytes]]:
-        """The entries, each to be read to its end before the next."""
+        """Entries of the file; each must be read to its end before the next."""
         for size in self.facts.sizes:
             yield self._portion(size)
         if self._ahead or any(self._pieces):

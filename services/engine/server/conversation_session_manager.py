@@ -1,4 +1,5 @@
-"""SessionManager: what clients can ask and do with their sessions, from any thread, between two steps of the loop."""
+"""ConversationSessionManager: lists, saves, deletes, exports and imports conversation sessions, between two steps of
+the loop."""
 
 from __future__ import annotations
 
@@ -11,17 +12,17 @@ from typing import TypeVar
 from services.common.errors import InvalidRequest, NotFound, TemperError, Unavailable
 from services.engine.kv_cache.keys import Key, Tier
 from services.engine.kv_offload.connector import OffloadConnector
+from services.engine.kv_offload.conversation_sessions import ConversationSession
 from services.engine.kv_offload.entry_format import entry_bytes
 from services.engine.kv_offload.manager import TierManager
 from services.engine.kv_offload.messages import Entry
-from services.engine.kv_offload.sessions import ConversationSession
 from services.engine.loop.loop import EngineLoop
-from services.engine.requests.sessions import SessionInfo, SessionName
+from services.engine.requests.conversation_session import SessionInfo, SessionName
 from services.engine.scheduler.scheduler import Scheduler
-from services.engine.server.session_file import Facts, Reader, write
+from services.engine.server.conversation_session_file import Facts, Reader, write
 
 _SECONDS = 30.0
-"""For the loop to come to a boundary."""
+"""Longest wait for the loop to reach a step boundary."""
 _PERSIST_SECONDS = 120.0
 _MOMENT = 0.005
 _T = TypeVar("_T")
@@ -29,22 +30,22 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """A session's history in the tiers."""
+    """Chain of a session's entries in the tiers."""
 
     adapter: str
     requests: int
     entries: list[Entry]
 
 
-class SessionManager:
-    """Lists, saves, deletes, exports and imports sessions, on any thread but the loop's; every method may block.
+class ConversationSessionManager:
+    """Manager of conversation sessions, for any thread but the loop's; every method may block.
 
-    Every method raises NotFound, there is no such session (any more), and Unavailable, the engine is stopping.
+    Every method raises NotFound if the session does not exist any more, and Unavailable if the engine is stopping.
 
     Args:
-        tiers: None: there are none, and a session is only what the device has.
+        tiers: offload below the device; None: there is none, and a session is only what the device has.
         durable: whether a tier outlives the process.
-        clock: that of the loop, seconds.
+        clock: clock of the loop, seconds.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class SessionManager:
         self._clock = clock
 
     def list(self, owner: str) -> list[SessionInfo]:
-        """Those of an owner, last used first."""
+        """Sessions of an owner, last used first."""
 
         def read(scheduler: Scheduler) -> list[SessionInfo]:
             return [self._history(scheduler, one) for one in scheduler.sessions.of(owner) if one.tip() is not None]
@@ -69,11 +70,11 @@ class SessionManager:
         return self._between_steps(read)
 
     def get(self, session: SessionName) -> SessionInfo:
-        """What is kept of one session."""
+        """Description of one session."""
         return self._between_steps(lambda scheduler: self._history(scheduler, _found(scheduler, session)))
 
     def save(self, session: SessionName) -> SessionInfo:
-        """Brings a session to every tier that there is.
+        """Saves a session to every tier.
 
         Raises:
             InvalidRequest: there is neither disk nor store (TEMPER_TIERS).
@@ -89,7 +90,7 @@ class SessionManager:
         return self.get(session)
 
     def delete(self, session: SessionName) -> None:
-        """Forgets a session and, in every tier, what only it has use for."""
+        """Deletes a session and, in every tier, the entries that only it uses."""
 
         def forget(scheduler: Scheduler) -> None:
             _found(scheduler, session)
@@ -98,34 +99,34 @@ class SessionManager:
         self._between_steps(forget)
 
     def export(self, session: SessionName) -> Iterator[bytes]:
-        """Writes a session as one file, in pieces of at most 1 MiB; NotFound before the first piece."""
+        """Exports a session as one file, in pieces of at most 1 MiB; raises NotFound before the first piece."""
         tiers = self._with_tiers()
         self._persist(session)
         chain = self._between_steps(lambda scheduler: _chain(scheduler, session))
         if not chain.entries:
-            raise NotFound(f"nothing of session {session.name!r} could be brought to the tiers of the engine")
+            raise NotFound(f"nothing of session {session.name!r} could be saved to the tiers of the engine")
         facts = Facts(
             adapter=chain.adapter,
             requests=chain.requests,
             sizes=[entry_bytes(entry, tiers.layout) for entry in chain.entries],
         )
-        # The first entry is read now, so that what cannot be had is an answer, not a file that breaks off.
-        first = tiers.read(chain.entries[0].key)
+        # The first entry is read now, so that a missing one is an error and not a file that breaks off.
+        first = tiers.export_entry(chain.entries[0].key)
         return write(facts, [first, *(_later(tiers, entry.key) for entry in chain.entries[1:])])
 
-    def take_in(self, session: SessionName, pieces: Iterable[bytes]) -> SessionInfo:
-        """Reads such a file; the session is then as it was when it was exported.
+    def import_file(self, session: SessionName, pieces: Iterable[bytes]) -> SessionInfo:
+        """Imports a session file; the session is then as it was when it was exported.
 
         Raises:
             InvalidRequest: it is damaged, or of another model or configuration.
         """
         tiers = self._with_tiers()
         reader = Reader(pieces)
-        entries = [tiers.take_in(item) for item in reader.entries()]
+        entries = [tiers.import_entry(item) for item in reader.entries()]
         return self._between_steps(lambda scheduler: self._known(scheduler, session, entries[-1].key, reader.facts))
 
     def _known(self, scheduler: Scheduler, session: SessionName, key: Key, facts: Facts) -> SessionInfo:
-        """The session is where the entry ends; what the tiers have told of it has been taken in."""
+        """Sets the session to the node at which an imported entry ends, once the tiers' events were taken."""
         offload = _tiers_of(scheduler)
         node = offload.node_of(key)
         if node is None:
@@ -136,7 +137,7 @@ class SessionManager:
         return self._history(scheduler, known)
 
     def _persist(self, session: SessionName) -> None:
-        """Brings a session's history to every tier.
+        """Copies a session's entries to every tier.
 
         Raises:
             Unavailable: it could not be written.
@@ -193,7 +194,7 @@ class SessionManager:
     def _with_tiers(self) -> TierManager:
         if self._tiers is None:
             raise InvalidRequest(
-                "this engine keeps nothing outside of its device: set TEMPER_TIERS to host or more", param="session"
+                "this engine has no tiers below its device: set TEMPER_TIERS to host or more", param="session"
             )
         return self._tiers
 
@@ -202,7 +203,7 @@ class SessionManager:
         try:
             return future.result(_SECONDS)
         except TimeoutError:
-            raise Unavailable(f"the engine did not come to it within {_SECONDS:g} s") from None
+            raise Unavailable(f"the engine did not reach a step boundary within {_SECONDS:g} s") from None
 
 
 def _found(scheduler: Scheduler, name: SessionName) -> ConversationSession:
@@ -221,10 +222,10 @@ def _chain(scheduler: Scheduler, name: SessionName) -> _Chain:
 
 def _tiers_of(scheduler: Scheduler) -> OffloadConnector:
     if scheduler.offload is None:
-        raise TemperError("a session's history is asked for without tiers")
+        raise TemperError("a session's entries are requested without tiers")
     return scheduler.offload
 
 
 def _later(tiers: TierManager, key: Key) -> Iterator[bytes]:
     """Reads an entry when its first piece is asked for."""
-    yield from tiers.read(key)
+    yield from tiers.export_entry(key)

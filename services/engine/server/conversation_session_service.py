@@ -1,4 +1,4 @@
-"""SessionService: clients' sessions over gRPC (temper.v1.Histories)."""
+"""gRPC service of conversation sessions (temper.v1.Histories)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from grpc import aio
 from services.common.errors import InvalidRequest, Overloaded, TemperError, Unavailable
 from services.common.pb import engine_pb2, histories_pb2_grpc
 from services.common.pb import histories_pb2 as pb
-from services.engine.requests.sessions import SessionInfo, SessionName
+from services.engine.requests.conversation_session import SessionInfo, SessionName
+from services.engine.server.conversation_session_manager import ConversationSessionManager
 from services.engine.server.errors import INTERNAL_MESSAGE, status_code
 from services.engine.server.protobuf import session_name
-from services.engine.server.session_manager import SessionManager
 
 _THREADS = 4
-"""Of calls that are short, or wait for disk or store."""
+"""Threads for calls that are short or wait for disk or store."""
 _TRANSFERS = 4
-"""Exports and imports at a time. Each has a thread until its client has taken or sent the last byte."""
+"""Most exports and imports at a time. Each has a thread until its client has received or sent the last byte."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,18 +31,18 @@ _Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 log = structlog.get_logger(__name__)
 
 
-class SessionService(histories_pb2_grpc.HistoriesServicer):
-    """Calls the session manager in threads of its own: this event loop also carries the tokens of all requests, and a
-    client that sends a file slowly must not keep the threads of others.
+class ConversationSessionService(histories_pb2_grpc.HistoriesServicer):
+    """gRPC service that calls the session manager in threads of its own: this event loop also carries the tokens of all
+    requests, and a client that sends a file slowly must not block the threads of others.
 
     Args:
-        sessions: does it.
+        sessions: session manager.
     """
 
-    def __init__(self, sessions: SessionManager) -> None:
+    def __init__(self, sessions: ConversationSessionManager) -> None:
         self._sessions = sessions
-        self._calls = ThreadPoolExecutor(_THREADS, "histories")
-        self._transfers = ThreadPoolExecutor(_TRANSFERS, "history-files")
+        self._calls = ThreadPoolExecutor(_THREADS, "sessions")
+        self._transfers = ThreadPoolExecutor(_TRANSFERS, "session-files")
         self._transferring = 0
 
     def close(self) -> None:
@@ -71,16 +71,16 @@ class SessionService(histories_pb2_grpc.HistoriesServicer):
     async def Export(  # noqa: N802
         self, request: pb.ExportHistoryRequest, context: _Context
     ) -> AsyncIterator[pb.HistoryChunk]:
-        leaving: _Leaving | None = None
+        stream: _ExportStream | None = None
         try:
             with self._transfer():
-                leaving = _Leaving(self._transfers, lambda: self._sessions.export(session_name(request.session)))
+                stream = _ExportStream(self._transfers, lambda: self._sessions.export(session_name(request.session)))
                 try:
-                    # Asked for only when the one before is on its way: the client's pace is the manager's.
-                    while (piece := await leaving.next()) is not None:
+                    # The next piece is read only when the one before is sent, at the client's pace.
+                    while (piece := await stream.next()) is not None:
                         yield pb.HistoryChunk(data=piece)
                 finally:
-                    await leaving.close()
+                    await stream.close()
         except Exception as error:  # every error is an answer
             await _refuse(context, error)
 
@@ -93,20 +93,20 @@ class SessionService(histories_pb2_grpc.HistoriesServicer):
                 first = await anext(requests, None)
                 if first is None or not first.HasField("session"):
                     raise InvalidRequest("the first message of an import must name the session", param="session")
-                return await self._take_in(session_name(first.session), _Arriving(first, requests))
+                return await self._import(session_name(first.session), _ImportStream(first, requests))
         except Exception as error:
             await _refuse(context, error)
 
-    async def _take_in(self, session: SessionName, arriving: _Arriving) -> pb.History:
-        reading = self._transfers.submit(self._sessions.take_in, session, arriving)
+    async def _import(self, session: SessionName, stream: _ImportStream) -> pb.History:
+        reading = self._transfers.submit(self._sessions.import_file, session, stream)
         try:
             return session_message(await asyncio.wrap_future(reading))
         finally:
-            arriving.end()
-            await _over(reading)
+            stream.end()
+            await _wait_for_thread(reading)
 
     async def _call(self, context: _Context, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What a function of the manager says, or the call's end with its error."""
+        """Runs a function of the manager in a thread; an error ends the call."""
         try:
             return await asyncio.wrap_future(self._calls.submit(function, *args, **kwargs))
         except Exception as error:
@@ -114,7 +114,7 @@ class SessionService(histories_pb2_grpc.HistoriesServicer):
 
     @contextmanager
     def _transfer(self) -> Iterator[None]:
-        """Around an export or import. Raises Overloaded while there are too many."""
+        """Context manager around an export or import. Raises Overloaded while there are too many."""
         if self._transferring >= _TRANSFERS:
             raise Overloaded(
                 f"{self._transferring} sessions are exported or imported at the moment: try again when one has ended",
@@ -127,12 +127,12 @@ class SessionService(histories_pb2_grpc.HistoriesServicer):
             self._transferring -= 1
 
 
-class _Leaving:
-    """An export, piece by piece.
+class _ExportStream:
+    """Export stream, piece by piece.
 
     Args:
-        threads: it runs in.
-        begin: the manager's export; may block and raise.
+        threads: pool to run in.
+        begin: export function of the manager; may block and raise.
     """
 
     def __init__(self, threads: ThreadPoolExecutor, begin: Callable[[], Iterator[bytes]]) -> None:
@@ -142,15 +142,15 @@ class _Leaving:
         self._asked: concurrent.futures.Future[bytes | None] | None = None
 
     async def next(self) -> bytes | None:
-        """None: that was all. Raises what the manager raises."""
+        """Next piece; None: that was the last one. Raises what the manager raises."""
         self._asked = self._threads.submit(self._next)
         return await asyncio.wrap_future(self._asked)
 
     async def close(self) -> None:
-        """Ends it, wherever it is: the manager may hold something for as long as it runs."""
+        """Ends the export at any point, so that the manager releases what it holds."""
         if self._asked is not None:
-            await _over(self._asked)
-        await _over(self._threads.submit(self._close))
+            await _wait_for_thread(self._asked)
+        await _wait_for_thread(self._threads.submit(self._close))
 
     def _next(self) -> bytes | None:
         if self._pieces is None:
@@ -163,8 +163,8 @@ class _Leaving:
             close()
 
 
-class _Arriving:
-    """An import, for the thread that reads it: each piece is fetched when it is asked for. Made on the event loop."""
+class _ImportStream:
+    """Import stream for the thread that reads it: each piece is fetched on demand. Made on the event loop."""
 
     def __init__(self, first: pb.ImportHistoryRequest, rest: AsyncIterator[pb.ImportHistoryRequest]) -> None:
         self._first = first
@@ -174,7 +174,7 @@ class _Arriving:
         self._ended = False
 
     def __iter__(self) -> Iterator[bytes]:
-        """Raises Unavailable, on its thread: the client went away."""
+        """Pieces of the file; raises Unavailable if the client goes away."""
         message = self._first
         while True:
             if message.data:
@@ -186,7 +186,7 @@ class _Arriving:
                 raise InvalidRequest("only the first message of an import names the session", param="session")
 
     def end(self) -> None:
-        """Nothing more is fetched; a thread that waits for a piece goes on with an error."""
+        """Ends fetching; a thread that waits for a piece gets an error."""
         self._ended = True
         if self._asked is not None:
             self._asked.cancel()
@@ -207,11 +207,11 @@ class _Arriving:
         return await anext(self._rest, None)
 
 
-async def _over(work: concurrent.futures.Future[Any]) -> None:
-    """Waits until a thread is done with something, however that ends, and also while this task is cancelled: what it
-    uses is given back only then."""
+async def _wait_for_thread(work: concurrent.futures.Future[Any]) -> None:
+    """Waits until a thread has ended some work, however it ends, even if this task is cancelled: what the work uses is
+    released only then."""
     ended = asyncio.wrap_future(work)
-    ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # somebody else tells of it
+    ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # reported elsewhere
     waiting = asyncio.ensure_future(asyncio.wait([ended]))
     cancelled: asyncio.CancelledError | None = None
     while not waiting.done():
@@ -224,25 +224,25 @@ async def _over(work: concurrent.futures.Future[Any]) -> None:
 
 
 async def _refuse(context: _Context, error: Exception) -> NoReturn:
-    """Ends a call with an error; a bug is logged and shows nothing of our insides."""
+    """Ends a call with an error; a bug is logged, and the client gets no details."""
     if isinstance(error, TemperError):
         await context.abort(status_code(error), error.message)
     log.error("a call about a session failed", exc_info=error)
     await context.abort(status_code(error), INTERNAL_MESSAGE)
 
 
-def session_message(history: SessionInfo) -> pb.History:
-    """What is kept of a session, for the wire."""
+def session_message(info: SessionInfo) -> pb.History:
+    """Description of a session as a protobuf message."""
     return pb.History(
-        session=engine_pb2.SessionRef(owner=history.session.owner, name=history.session.name),
-        tokens=history.tokens,
-        requests=history.requests,
-        adapter=history.adapter,
-        created_unix_ms=_milliseconds(history.created),
-        used_unix_ms=_milliseconds(history.used),
-        expires_unix_ms=_milliseconds(history.expires),
-        saved=history.saved,
-        bytes=history.sizes,
+        session=engine_pb2.SessionRef(owner=info.session.owner, name=info.session.name),
+        tokens=info.tokens,
+        requests=info.requests,
+        adapter=info.adapter,
+        created_unix_ms=_milliseconds(info.created),
+        used_unix_ms=_milliseconds(info.used),
+        expires_unix_ms=_milliseconds(info.expires),
+        saved=info.saved,
+        bytes=info.sizes,
     )
 
 

@@ -1,7 +1,7 @@
-"""Whose histories are whose: sessions of clients, and until when theirs are kept before others.
+"""Conversation sessions: where each session's cached conversation ends in the radix tree, and until when it is pinned.
 
-A session is where its last request ended in the tree. For a while after each request that place is pinned, on the
-device and in the tiers; then it is as any other.
+A session points to the node at which its last request ended. For a while after each request that node is pinned, on the
+device and in the tiers.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from services.engine.kv_cache.prefix_cache import PrefixCache
 from services.engine.kv_cache.radix_tree import Node
 from services.engine.kv_offload.connector import OffloadConnector
 from services.engine.kv_offload.messages import Forget, Pin
-from services.engine.requests.sessions import SessionName
+from services.engine.requests.conversation_session import SessionName
 
 
 @dataclass(slots=True)
 class ConversationSession:
-    """What is known of one."""
+    """Conversation session of a client."""
 
     name: SessionName
     path: tuple[Node, ...]
-    """Of its longest history, from behind the root."""
+    """Nodes of its longest conversation, from below the root."""
     adapter: str
     created: float
-    """On the scheduler's clock, as all times here."""
+    """Time of its first request, on the scheduler's clock, as all times here."""
     used: float
     expires: float
     requests: int = 0
 
     def tip(self) -> Node | None:
-        """Where its history ends, as far as it is kept; None: nothing is."""
+        """Last node of the conversation that is still cached; None: there is none."""
         return next((node for node in reversed(self.path) if node.parent is not None and (node.slot or node.key)), None)
 
 
 class ConversationSessions:
-    """All sessions, last used last. Used by the loop thread.
+    """All conversation sessions, last used last. Used by the loop thread.
 
     Args:
-        offload: what the tiers have; None: there are none.
-        seconds: how long a history is kept before others after each request.
-        most: sessions to remember; the one that was not used for longest is forgotten.
-        clock: seconds, as the pins' of the cache.
+        offload: offload connector; None: there are no tiers.
+        seconds: time that a conversation stays pinned after each request.
+        most: most sessions that are remembered; the least recently used one is forgotten.
+        clock: seconds, on the clock of the cache's pins.
     """
 
     def __init__(
@@ -63,22 +63,22 @@ class ConversationSessions:
         self._clock = clock
         self._sessions: OrderedDict[SessionName, ConversationSession] = OrderedDict()
         self._tips: dict[Node, SessionName] = {}
-        """Ends of histories that are pinned, and whose they are."""
+        """Session of each pinned node."""
         self._users: Counter[Node] = Counter()
-        """In how many sessions' paths each node is."""
+        """Number of sessions whose conversation has each node."""
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def of(self, owner: str) -> Iterator[ConversationSession]:
-        """Those of an owner, last used first."""
+        """Sessions of an owner, last used first."""
         return (session for session in reversed(self._sessions.values()) if session.name.owner == owner)
 
     def get(self, name: SessionName) -> ConversationSession | None:
         return self._sessions.get(name)
 
     def ended(self, name: SessionName, node: Node, adapter: str) -> None:
-        """A request of a session has left its history there."""
+        """Records that a request of a session has ended at a node."""
         now = self._clock()
         session = self._sessions.get(name)
         if session is None:
@@ -97,13 +97,13 @@ class ConversationSessions:
             self._follow(oldest, ())
 
     def saved(self, node: Node) -> None:
-        """The tiers have the state there from now on: that of a session is pinned in them as well."""
+        """Pins a node's new copy in the tiers, if a session has it pinned."""
         session = self._sessions.get(self._tips[node]) if node in self._tips else None
         if session is not None and session.expires > self._clock():
             self._pin(session)
 
     def forget(self, name: SessionName) -> None:
-        """Removes a session and what only it has use for, on the device and in the tiers."""
+        """Removes a session and the cache entries that only it uses, on the device and in the tiers."""
         session = self._sessions.pop(name)
         self._unpin(session)
         path = session.path
@@ -123,7 +123,7 @@ class ConversationSessions:
             self._offload.submit(Forget(keys))
 
     def _follow(self, session: ConversationSession, path: tuple[Node, ...]) -> None:
-        """A session's history ends somewhere else now."""
+        """Moves a session to another path of nodes."""
         self._users.update(path)
         for node in session.path:
             if self._users[node] == 1:
