@@ -34,7 +34,6 @@ BATCHES = scripts.Space(
     BATCH,
     settled_by_owner=True,
 )
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 MESSAGES: Final = "/v1/messages"
 """The endpoint of Anthropic's message batches, which are made, named and listed apart from OpenAI's."""

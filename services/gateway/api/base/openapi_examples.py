@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI
-
 from services.common.jobs import JOBS
 
 _MODEL = "qwen3.5"
@@ -91,18 +89,8 @@ EXAMPLES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 """By path: named bodies of its POST."""
 
 
-def describe_examples(app: FastAPI) -> None:
-    """Adds the examples to the description of the application."""
-    plain = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is not None:
-            return app.openapi_schema
-        description = plain()
-        for path, examples in EXAMPLES.items():
-            content = description["paths"][path]["post"]["requestBody"]["content"]["application/json"]
-            content["examples"] = {name: {"value": body} for name, body in examples.items()}
-        app.openapi_schema = description
-        return description
-
-    app.openapi = openapi  # type: ignore[method-assign]
+def add_examples(description: dict[str, Any]) -> None:
+    """Adds the examples to the description of the API."""
+    for path, examples in EXAMPLES.items():
+        content = description["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        content["examples"] = {name: {"value": body} for name, body in examples.items()}
