@@ -81,7 +81,7 @@ def test_a_gpu_without_room_leaves_it_to_the_cpu_and_says_so(host: TrainingHost)
     )
     run = MergeRun(sparse_job(), gpu, parent_versions(*mixed(host)))  # type: ignore[arg-type]
     assert run.notes[1].startswith("on the CPU: the largest layer needs")
-    assert gpu.budget.held() == {}
+    assert gpu.memory_budget.held() == {}
     there = finish(run)
     assert host.gate.entered == 0, "nothing of it is on the device that is shared"
     here = MergeRun(sparse_job(), host, parent_versions(*mixed(host)))
