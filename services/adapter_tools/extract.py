@@ -33,7 +33,7 @@ RECORD = "temper_extract.json"
 _INDEX = "model.safetensors.index.json"
 _HIGHEST_RANK = 2**16
 _ENTRIES = 2**20
-"""Of a matrix that are in float64 at once."""
+"""Entries of a matrix that are in float64 at once."""
 _COPY_BYTES = 16 * 2**20
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OTHER_FILES = (".json", ".jinja", ".txt", ".model")

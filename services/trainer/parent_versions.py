@@ -29,7 +29,7 @@ class ParentVersion:
 
     version: AdapterVersion
     digest: str
-    """Of its weights."""
+    """Digest of its weights."""
     files: Mapping[str, bytes]
 
 

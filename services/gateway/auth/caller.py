@@ -26,7 +26,7 @@ class Caller:
 
 
 def current_caller() -> Caller | None:
-    """Of the HTTP request that this task belongs to, also after its end; None for the gateway's own work."""
+    """Caller of the HTTP request that this task belongs to, also after its end; None for the gateway's own work."""
     return _CURRENT.get()
 
 

@@ -35,7 +35,7 @@ class Route:
     chain: tuple[bytes, ...]
     """Hashes of the prompt's blocks."""
     tokens: int
-    """Of the prompt."""
+    """Number of tokens of the prompt."""
     adapter: str
     """As ``named_adapter`` says."""
 

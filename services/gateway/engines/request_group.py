@@ -169,7 +169,7 @@ class Exchange:
         return DeadlineExceeded(f"the request was not finished within {self._settings.request_timeout_seconds:g} s")
 
     def _route(self, index: int) -> Route:
-        """Of a request; the choices of one prompt share it, for the hashes of a long one take a millisecond."""
+        """Route of a request; the choices of one prompt share it, for the hashes of a long one take a millisecond."""
         number = index * len(self._prompts) // len(self._requests)
         if number not in self._routes:
             self._routes[number] = route_of(self._requests[index], self._prompts[number], self._affinity)

@@ -61,7 +61,7 @@ class PrivatePolicy(Protocol):
 
     @property
     def digest(self) -> str:
-        """Of no other policy, ever."""
+        """Digest of the policy; no other policy ever has it."""
         ...
 
 

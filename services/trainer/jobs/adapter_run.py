@@ -32,8 +32,8 @@ from services.trainer.timers import StepTimer
 
 _TOKENS_ON_CPU = 512
 USUAL_TOKENS = 2048
-"""Of a microbatch, where a job does not say: on 2 CPU cores one layer of the tiny model takes 18 ms for 512 tokens and
-56 ms for 2048, longer than the default goal for the time per output token."""
+"""Tokens of a microbatch, where a job does not say: on 2 CPU cores one layer of the tiny model takes 18 ms for 512
+tokens and 56 ms for 2048, longer than the default goal for the time per output token."""
 
 
 def microbatch_tokens(spec: JobBase, host: PolicyHost) -> int:
@@ -142,7 +142,7 @@ class AdapterRun(ABC):
         self._finished = 0
         self._num_tokens = 0
         self._watch = StepTimer(host.model.device)
-        """Of the step under way."""
+        """Timer of the step under way."""
 
     @property
     def total_steps(self) -> int:
@@ -229,7 +229,7 @@ class AdapterRun(ABC):
             ) from error
 
     def _make_forwards(self) -> None:
-        """Of larger microbatches than those trained on (an evaluation may pack more) none is captured."""
+        """Captures forwards. None of larger microbatches than those trained on: an evaluation may pack more."""
         model, most = self._host.model, self._largest
         recompute = self._spec.effective_recompute
         self._forward = TrainableForward(model, self._lora, recompute, self._graphs, most_tokens=most)

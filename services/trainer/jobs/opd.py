@@ -193,7 +193,7 @@ class OpdRun(AdapterRun):
         sums: _Sums,
         agreement: SamplerGap | None,
     ) -> Tensor:
-        """Of the distributions that were sampled from, so both sides at that temperature."""
+        """Divergences of the distributions that were sampled from, so both sides at that temperature."""
         temperature, give_way = self._temperature, self._host.gate.give_way
         teacher = self._teacher.logprobs(own, microbatch.targets, temperature, give_way)
         logprobs = self._host.model.token_logprobs(hidden, microbatch.targets, temperature, give_way=give_way)
@@ -216,7 +216,7 @@ class OpdRun(AdapterRun):
 
     @property
     def _temperature(self) -> float:
-        """Of the comparison."""
+        """Temperature of the comparison."""
         sampled = self._job.loss == "sampled_reverse_kl"
         return self._job.sampling_temperature if sampled else self._job.temperature
 

@@ -38,7 +38,7 @@ class MemoryNeed:
 
     @classmethod
     def of(cls, memory: TrainingMemory, *, captured: bool) -> MemoryNeed:
-        """Of an estimate.
+        """Need of an estimate.
 
         Args:
             captured: whether steps are captured as CUDA graphs.

@@ -44,7 +44,7 @@ class TrainingMemory:
     teacher: int = 0
     """What a teacher reads with, beside its weights: its adapter, its activations, its tile of logits."""
     captured: int = 0
-    """Of these, what steps compute in that are captured as CUDA graphs."""
+    """Bytes among these in which steps compute that are captured as CUDA graphs."""
 
     @property
     def total(self) -> int:
@@ -61,7 +61,7 @@ class TeacherWork:
 
     config: ModelConfig
     adapter_numbers: int = 0
-    """Of its adapter, if it has one."""
+    """Numbers of its adapter, if it has one."""
 
     def __post_init__(self) -> None:
         if self.adapter_numbers < 0:

@@ -37,7 +37,7 @@ from services.trainer.settings import TrainerSettings
 BACKOFF_SECONDS = (0.25, 5.0)
 """First and longest pause between attempts to reach a store that is away."""
 _ETA_WEIGHT = 0.2
-"""Of the newest step in the moving average of step times."""
+"""Weight of the newest step in the moving average of step times."""
 
 T = TypeVar("T")
 

@@ -44,7 +44,7 @@ class DistillationSample:
 
 @dataclass(frozen=True, slots=True)
 class DistillationRound:
-    """Of one round; a completion of which the teacher knows no token is left out."""
+    """Samples of one round; a completion of which the teacher knows no token is left out."""
 
     given: Sequence[DistillationSample]
     places: int

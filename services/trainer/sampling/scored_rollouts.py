@@ -38,7 +38,8 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class RewardStats:
-    """Of all rollouts of the job, those in skipped groups included: how good the policy that sampled them is."""
+    """Reward statistics of all rollouts of the job, those in skipped groups included: how good the policy that sampled
+    them is."""
 
     mean: float
     std: float

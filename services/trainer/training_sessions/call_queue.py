@@ -86,7 +86,7 @@ class CallQueue(Generic[T]):
 
     @property
     def next_seq(self) -> int:
-        """Of the next call to begin."""
+        """Sequence number of the next call to begin."""
         return self._next
 
     @property

@@ -82,6 +82,6 @@ def _tokens(host: PolicyHost, call: Sample, index: int) -> tuple[int, ...]:
 
 
 def _seed(seed: int, place: int, member: int) -> int:
-    """Of one completion: another for each, and a function of the call alone."""
+    """Seed of one completion: another for each, and a function of the call alone."""
     digest = hashlib.sha256(f"{seed}:{place}:{member}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

@@ -53,7 +53,7 @@ class TrainingSession:
     """Id of the API key that opened it; empty: there are no keys."""
     opened: Future[None] = field(default_factory=Future)
     program: Program | None = None
-    """Of the call that runs, or of the opening."""
+    """Program of the call that runs, or of the opening."""
     entry: QueuedCall[Call] | None = None
     """The call that runs; None while opening."""
     part: Compute | None = None
@@ -68,7 +68,7 @@ class TrainingSession:
 
 
 def call_queue_limits(settings: TrainerSettings) -> CallQueueLimits:
-    """Of one session's queue."""
+    """Bounds of one session's queue."""
     return CallQueueLimits(
         pending=settings.session_pending_calls,
         pending_tokens=_PENDING_CALLS_OF_TOKENS * settings.session_call_tokens,

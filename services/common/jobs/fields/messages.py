@@ -56,7 +56,7 @@ class Message(SentModel):
     tool_call_id: str | None = None
     name: str | None = None
     weight: int | None = Field(None, ge=0, le=1, exclude_if=absent)
-    """Of an assistant's turn: 0 makes it context that nothing is learnt from."""
+    """Weight of an assistant's turn: 0 makes it context that nothing is learnt from."""
     refusal: _NoRefusal = Field(None, exclude=True)
     annotations: list[Any] | None = Field(None, exclude=True)
     """Accepted and ignored: openai-python's messages carry it."""

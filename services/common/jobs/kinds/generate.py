@@ -61,9 +61,9 @@ class GenerateSettings(SentModel):
     prompts_per_round: int | None = Field(None, ge=1)
     """None: all of them. They are taken in shuffled order, each once before one comes again."""
     completions: int = Field(8, ge=2, le=1024)
-    """Of each prompt: they are compared with each other."""
+    """Completions of each prompt: they are compared with each other."""
     max_tokens: int = Field(ge=1)
-    """Of each completion. One that is cut off is scored as it is."""
+    """Most tokens of each completion. One that is cut off is scored as it is."""
     temperature: float = Field(1.0, gt=0, le=100)
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
     """End a completion, besides the model's own end tokens."""

@@ -70,7 +70,7 @@ class GrpoJob(JobBase):
     completions: list[str] | None = None
     rewards: list[Reward] | None = None
     truncated: list[bool] | None = Field(None, exclude_if=absent)
-    """Of each of `completions`: whether it hit max_tokens (`finish_reason` "length"). Left out: not known, and the
+    """For each of `completions`, whether it hit max_tokens (`finish_reason` "length"). Left out: not known, and the
     token that ends a completion is not learnt."""
     temperature: float | None = Field(None, ge=0, le=100, exclude_if=absent)
     """That `completions` were sampled at. None: 1."""
@@ -250,7 +250,8 @@ class GrpoJob(JobBase):
                 self._check_length(served, f"{name}[{index}]", prompt, completion)
 
     def _counted(self, served: ServedLimits) -> Iterator[tuple[str, int, list[int]]]:
-        """Of each group: the field of its completions, the tokens of its prompt, the tokens of each completion."""
+        """Lengths of each group: the field of its completions, the tokens of its prompt, the tokens of each
+        completion."""
         simple = self.completions is not None
         for index, group in enumerate(self.scored_groups):
             name = f"groups[{index}]"

@@ -100,7 +100,7 @@ class OpdJob(JobBase):
     epochs: int = Field(1, ge=1, le=100)
     """Passes over each round's completions."""
     max_tokens: int = Field(ge=1)
-    """Of each sampled completion. One that is cut off is learnt from as it is."""
+    """Most tokens of each sampled completion. One that is cut off is learnt from as it is."""
     sampling_temperature: float = Field(1.0, ge=0, le=100)
     """0 is greedy."""
     stop_token_ids: TokenIds = Field(default_factory=list)
@@ -108,9 +108,10 @@ class OpdJob(JobBase):
     lmbda: float = Field(1.0, ge=0, le=1)
     """Probability that a completion is sampled; otherwise it is the prompt's own. Drawn for each prompt of a round."""
     loss: OpdLoss = "divergence"
-    """Of the whole distributions, or the reverse KL estimated from the sampled token alone."""
+    """Divergence of the whole distributions, or the reverse KL estimated from the sampled token alone."""
     beta: float = Field(1.0, ge=0, le=1)
-    """Of the generalized Jensen-Shannon divergence: 0 is KL(teacher ‖ student), 1 is KL(student ‖ teacher)."""
+    """Parameter of the generalized Jensen-Shannon divergence: 0 is KL(teacher ‖ student), 1 is KL(student ‖
+    teacher)."""
     temperature: float = Field(1.0, gt=0, le=100)
     """Both sides' logits are divided by it before they are compared."""
     eval_prompts: list[Prompt] = Field(default_factory=list)

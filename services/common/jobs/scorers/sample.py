@@ -18,7 +18,7 @@ class Sample:
     completion: str
     """Without special tokens."""
     tokens: int
-    """Of the completion, with the one that ended it."""
+    """Tokens of the completion, with the one that ended it."""
     truncated: bool = False
     answer: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)

@@ -75,7 +75,7 @@ class Routes:
         responses: dict[int | str, dict[str, Any]] = {"default": {"model": errors}}
         self.router = APIRouter(route_class=JsonRoute, tags=[tag], responses=responses)
         self.permissions: list[Permission] = []
-        """Of every route and method, in the order of their declaration."""
+        """Permissions of every route and method, in the order of their declaration."""
         self.batch_models: dict[str, type[BaseModel]] = {}
         """Paths whose requests may be sent in batches, with the models of their bodies."""
 

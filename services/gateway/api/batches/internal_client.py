@@ -31,7 +31,7 @@ class InternalCall:
 
     owner: str
     priority: int
-    """Of a request that cannot say one itself."""
+    """Priority of a request that cannot say one itself."""
 
     @property
     def id(self) -> str:

@@ -20,7 +20,7 @@ routes = Routes("health")
 
 
 class Version(BaseModel):
-    """Of the server."""
+    """Version of the server."""
 
     version: str
 

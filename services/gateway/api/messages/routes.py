@@ -148,7 +148,7 @@ class _EventWriter:
         self._told = told
         self._blocks = told.blocks()
         self._template: ChunkTemplate | None = None
-        """Of more text of the open block, which most steps are."""
+        """Template of chunks of more text of the open block, which most steps are."""
 
     def write(self, step: Step) -> list[bytes]:
         """The events of one step."""

@@ -24,7 +24,7 @@ class TokenLogprobEntry(TopLogprob):
 
 
 class ChoiceLogprobs(Answer):
-    """Of every token that is text: of the reasoning and of tool calls as well."""
+    """Log-probabilities of every token that is text: of the reasoning and of tool calls as well."""
 
     content: list[TokenLogprobEntry]
     refusal: None = None
@@ -66,7 +66,7 @@ class TokensOfChoice(Answer):
     token_ids: list[int] | None = None
     """Every sampled token, the one that ended the completion included."""
     sampling_logprobs: list[float] | None = None
-    """Of each, under the distribution it was drawn from."""
+    """Log-probability of each token, under the distribution it was drawn from."""
 
 
 class AnswerChoice(TokensOfChoice):

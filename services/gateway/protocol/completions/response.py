@@ -32,7 +32,7 @@ class SessionUse(Answer):
 
     id: str
     engine: str
-    """Of the engine that answered it; an opaque name that stays the same while the session is there."""
+    """Name of the engine that answered it; an opaque name that stays the same while the session is there."""
 
 
 class CompletionUsage(Answer):

@@ -40,7 +40,7 @@ class MessageRequest(RequestModel):
     """One message of a batch."""
 
     custom_id: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
-    """Of this request only: results are found by it."""
+    """Name of this request only: results are found by it."""
     params: Params
 
 

@@ -86,7 +86,7 @@ class UsageSoFar(_Answer):
     """Tokens; the prompt has input_tokens + cache_read_input_tokens."""
 
     input_tokens: int
-    """Of the prompt, without those from the cache."""
+    """Tokens of the prompt, without those from the cache."""
     cache_creation_input_tokens: Literal[0]
     """Keeping a prompt for the next request costs nothing, so none are counted for it."""
     cache_read_input_tokens: int
@@ -98,7 +98,7 @@ class UsageSoFar(_Answer):
 
 
 class MessageUsage(UsageSoFar):
-    """Of a message."""
+    """Usage of a message."""
 
     service_tier: Literal["standard"]
 
@@ -242,7 +242,7 @@ class MessageDelta(_Answer):
     type: Literal["message_delta"]
     delta: Stop
     usage: UsageSoFar
-    """Of the whole message."""
+    """Usage of the whole message."""
     context_management: ContextManaged | None = None
     """Absent where the request has none."""
 

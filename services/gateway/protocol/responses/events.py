@@ -38,7 +38,7 @@ class ResponseEvent(Numbered):
 
 
 class OfItem(Numbered):
-    """Of one output item."""
+    """Event of one output item."""
 
     output_index: int
 

@@ -110,7 +110,7 @@ class ToolName(RequestModel):
     type: Literal["function", "custom"]
     name: _Name
     namespace: _Name | None = None
-    """Of the tool, where it is in one; may be left out where no other has the name."""
+    """Namespace of the tool, where it is in one; may be left out where no other has the name."""
 
 
 class NamespaceName(RequestModel):

@@ -19,7 +19,7 @@ _ATTEMPTS = 16
 """To change what others change at the same time."""
 _LOOKED_AT = 100
 _PAGE_BYTES = 8 * 2**20
-"""Of a page of a list: where documents are large, it has fewer than were asked for."""
+"""Size of a page of a list: where documents are large, it has fewer than were asked for."""
 
 
 @dataclass(slots=True)

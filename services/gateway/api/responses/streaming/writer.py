@@ -20,7 +20,7 @@ from services.gateway.text.tool_calls.parser import ToolDelta
 
 
 class ResponseWriter:
-    """Of one response. Events are numbered in the order in which they are made.
+    """Events of one response. Events are numbered in the order in which they are made.
 
     Args:
         response: the object, from ``new_response``; it is kept up to date.
