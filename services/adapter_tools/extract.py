@@ -46,7 +46,7 @@ class _Entry:
 
     name: str
     dtype: str
-    """As safetensors writes it."""
+    """Type as safetensors writes it."""
     shape: tuple[int, ...]
     source: memoryview
     """The base's bytes."""
@@ -72,7 +72,7 @@ class Extraction:
     """Layer → ‖what rounding to the checkpoint's dtype changed‖ / ‖the adapter's delta‖."""
 
     def summary(self) -> dict[str, Any]:
-        """For people and JSON."""
+        """Summary for people and JSON."""
         worst = max(self.lost, key=lambda path: self.lost[path])
         return {
             "out": str(self.out),

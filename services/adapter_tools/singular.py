@@ -52,8 +52,8 @@ class DenseMatrix:
         return self.numbers if self.tall else self.numbers.T
 
     def across(self, x: Tensor) -> Tensor:
-        """From the smaller side to the larger: [side, n] float64 to [other side, n] in the matrix' dtype. Inside a
-        turn."""
+        """Product from the smaller side to the larger: [side, n] float64 to [other side, n] in the matrix' dtype.
+        Inside a turn."""
         narrow = x.to(self.numbers.dtype)
         out = narrow.new_empty(max(self.numbers.shape), x.shape[1])
         for rows in self.shop.pieces(self._standing.shape):

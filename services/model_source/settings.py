@@ -35,7 +35,7 @@ class ModelSourceSettings(CommonSettings):
     hf_endpoint: str = "https://huggingface.co"
     """The hub or a mirror of it."""
     hf_token: SecretStr = SecretStr("")
-    """For checkpoints that the hub does not give to everybody."""
+    """Token for checkpoints that the hub does not give to everybody."""
     model_connections: int = Field(4, ge=1, le=32)
     """Files fetched at a time."""
     model_timeout_seconds: float = Field(30.0, gt=0)

@@ -42,7 +42,7 @@ class ParentVersions:
         self._base_digest = base_digest
 
     def read(self, claimed: ClaimedJob, retry: Retry) -> list[ParentVersion]:
-        """In the order of a merge's sources; none for a new adapter.
+        """Reads what the job starts from, in the order of a merge's sources; none for a new adapter.
 
         Raises:
             ModelNotFound, InvalidRequest: the job names a version that does not exist or is malformed.

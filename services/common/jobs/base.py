@@ -106,7 +106,7 @@ class JobBase(PublishingJob):
     """Shorthand for optimizer.learning_rate."""
     optimizer: OptimizerSettings = OptimizerSettings()
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """For prompts that are rendered with the chat template, e.g. {"enable_thinking": true}."""
+    """Arguments of the chat template for prompts that it renders, e.g. {"enable_thinking": true}."""
     prompt_format: Literal["chat", "raw"] = "chat"
     """How a plain-string prompt is read: as one user message, or as text that is used as it is."""
     max_tokens_per_microbatch: int | None = Field(None, ge=1)

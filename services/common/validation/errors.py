@@ -124,7 +124,7 @@ def _inside(value: Any, segment: int | str) -> Any:
 
 
 def _fitting(models: list[type[BaseModel]], value: Any) -> list[type[BaseModel]]:
-    """Those with which no constant in the object disagrees."""
+    """Models with which no constant in the object disagrees."""
     return [model for model in models if not isinstance(value, Mapping) or _agrees(model, value)]
 
 

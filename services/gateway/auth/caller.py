@@ -32,7 +32,7 @@ def current_caller() -> Caller | None:
 
 @contextmanager
 def working_for(caller: Caller) -> Iterator[None]:
-    """In the block, and in the tasks that it starts."""
+    """Sets the caller in the block and in the tasks that it starts."""
     token = _CURRENT.set(caller)
     try:
         yield

@@ -44,7 +44,7 @@ Status = Literal["validating", "in_progress", "finalizing", "completed", "failed
 EXPIRED = "expired"
 """The one state that a training job does not have."""
 NOW = "@first"
-"""As the value of a stage's field: the present time, unless an earlier attempt wrote one."""
+"""Value of a stage's field that stands for the present time, unless an earlier attempt wrote one."""
 _ENDS: Mapping[str, Status] = {
     JobState.SUCCEEDED: "completed",
     JobState.FAILED: "failed",
@@ -110,7 +110,7 @@ class LineError(StrictModel):
     code: str
     message: str
     line: int | None = None
-    """From 1; None: the file as a whole."""
+    """Line of the file, from 1; None: the file as a whole."""
     param: str | None = None
 
 

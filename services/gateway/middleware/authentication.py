@@ -148,7 +148,8 @@ class _Exchange:
         self.started = False
 
     def failed(self) -> None:
-        """By a bug: what stands around answers with 500, if nothing has been answered yet."""
+        """Counts a request that failed by a bug: the middleware around answers with 500, if nothing has been answered
+        yet."""
         if not self.started:
             self.status = 500
 

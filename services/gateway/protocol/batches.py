@@ -34,7 +34,7 @@ class BatchRequest(RequestModel):
     completion_window: Literal["24h"]
     metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=16)
     output_expires_after: ExpiresAfter | None = None
-    """For the files with the results; default: they stay."""
+    """Expiry of the files with the results; default: they stay."""
 
     def spec(self, owner: str) -> BatchSpec:
         """What the queue takes."""

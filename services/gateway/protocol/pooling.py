@@ -143,7 +143,7 @@ class Score(Answer):
     ranks: list[int | None]
     """1: no other token was likelier there."""
     top_token_ids: list[list[int]] | None = None
-    """With top_logprobs: the likeliest tokens in each place, most likely first."""
+    """Likeliest tokens in each place, most likely first. With top_logprobs."""
     top_logprobs: list[list[float]] | None = None
     """Theirs."""
     token_ids: list[int] | None = None

@@ -30,7 +30,7 @@ class SessionObject(BaseModel):
     tokens: int
     """Tokens of the longest history that is kept."""
     requests: int
-    """That have ended there."""
+    """Requests that have ended there."""
     adapter: str | None
     """Adapter of the last request; null: the model without adapter."""
     created_at: int
@@ -39,11 +39,11 @@ class SessionObject(BaseModel):
     expires_at: int
     """When it is no longer kept before other things."""
     saved: bool
-    """Its whole history is on disk or in the object store."""
+    """Whether the whole history is on disk or in the object store."""
     bytes: dict[str, int]
     """Bytes of its history, by tier: "device", "host", "disk", "store"."""
     engine: str
-    """That keeps it, as `usage.session` names it."""
+    """Engine that keeps the session, as `usage.session` names it."""
 
     @classmethod
     def of(cls, history: histories_pb2.History, engine: str) -> SessionObject:

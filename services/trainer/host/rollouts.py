@@ -39,11 +39,11 @@ class Completion:
     """What was sampled."""
 
     token_ids: tuple[int, ...]
-    """With the token that ended it, unless it is ``truncated``."""
+    """Token ids with the one that ended the completion, unless it is ``truncated``."""
     logprobs: array[float]
     """float32, one a token: log softmax(logits / temperature)[token]; at temperature 0 of the plain distribution."""
     truncated: bool
-    """It hit max_tokens."""
+    """Whether the completion hit max_tokens."""
 
 
 @dataclass(frozen=True, slots=True)

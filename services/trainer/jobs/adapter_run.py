@@ -168,7 +168,7 @@ class AdapterRun(ABC):
 
     @property
     def lineage(self) -> Lineage | None:
-        """Its parent says it all."""
+        """Lineage of the result: its parent says it all."""
         return None
 
     def evaluate(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
@@ -236,7 +236,7 @@ class AdapterRun(ABC):
         self._base_forward = FrozenForward(model, None, self._graphs, most_tokens=most)
 
     def _give_memory_back(self) -> None:
-        """To the device, for the engine beside this job to have it: serving must not be the next to find none."""
+        """Gives cached memory back to the device, so that the engine beside this job is not the next to find none."""
         self._optimizer.zero_grad()
         self._make_forwards()
         self._host.memory_budget.out_of_memory()

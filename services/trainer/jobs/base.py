@@ -58,7 +58,7 @@ class JobRun(Protocol):
 
     @property
     def defaults(self) -> Mapping[str, float]:
-        """Those of `settings` that a job may leave open, as they would then be."""
+        """Settings that a job may leave open, as they would then be."""
         ...
 
     @property

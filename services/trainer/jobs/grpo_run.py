@@ -262,7 +262,7 @@ class GrpoRun(AdapterRun):
         return found, inputs
 
     def _completion_weights(self, index: int) -> dict[int, float]:
-        """By rollout."""
+        """Weights of a step's completions, by rollout."""
         trained = self._trained(index)
         sizes = [
             GroupSize(len(members), [document.num_trained for document in documents])

@@ -132,7 +132,7 @@ class MergeRun:
 
     @property
     def settings(self) -> Mapping[str, float]:
-        """Those of a merge are all in its spec."""
+        """Settings of a merge; they are all in its spec."""
         return {}
 
     @property

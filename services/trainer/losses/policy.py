@@ -53,7 +53,7 @@ class PolicyTokens:
     log_ratio: Tensor
     """log π_θ/π_behaviour of the token."""
     ratio: Tensor
-    """Its exponential, which is bounded."""
+    """Exponential of the log-ratio, which is bounded."""
     lengths: Sequence[int] | None
     """Tokens of each completion, which add up to N."""
     clip_low: float

@@ -52,7 +52,7 @@ class MemoryNeed:
 
     @property
     def peak(self) -> int:
-        """To compute, in all."""
+        """Bytes needed to compute, in all."""
         return self.working + self.captured
 
     def uncaptured(self) -> MemoryNeed:
@@ -64,7 +64,7 @@ class WorkingMemory(Protocol):
     """What the bytes are of. Used by the trainer's thread only."""
 
     def start(self) -> None:
-        """By the trainer's thread, before anything else."""
+        """Begins; called by the trainer's thread before anything else."""
         ...
 
     def begin(self, graphs: int, rest: int, *, alone: bool) -> GraphMemory | None:
@@ -120,7 +120,7 @@ class MemoryBudget:
         self._job_waits = False
 
     def start(self) -> None:
-        """By the trainer's thread, before anything else."""
+        """Begins; called by the trainer's thread before anything else."""
         self._memory.start()
 
     def reserve_job(self, need: MemoryNeed) -> GraphMemory | None:
@@ -210,7 +210,7 @@ class MemoryBudget:
             self._needs.pop(session_id, None)
 
     def held(self) -> dict[str, MemoryNeed]:
-        """By owner, for tests and logs."""
+        """Reservations by owner, for tests and logs."""
         with self._lock:
             return dict(self._needs)
 

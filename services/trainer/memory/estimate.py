@@ -25,7 +25,7 @@ TEACHER_LOGIT_ROWS = 384
 TEACHER_LOGIT_COPIES = 8
 """Float32 tensors as wide as the vocabulary that a comparison adds in plain torch (kernels.divergence)."""
 MARGIN = 1.1
-"""For what is not counted."""
+"""Factor for what is not counted."""
 _TILE = 64
 """Tokens between two states that the gated delta rule keeps on a GPU (kernels.gpu.segments)."""
 _WAYS_OUT: tuple[Recompute, ...] = ("selective", "full")

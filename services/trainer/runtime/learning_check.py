@@ -21,7 +21,7 @@ _OF_ROUNDS = ("reward_mean", "divergence")
 _KNOWN = 0.05
 """A loss, in nats a token, from which there is little left to fall."""
 _FEW, _NOT_KNOWN = 32, 1.0
-"""So few examples are there to be known by heart; at such a loss they are not."""
+"""Number of examples that are few enough to be known by heart, and the loss at which they are not."""
 
 
 class LearningCheck:
@@ -30,7 +30,7 @@ class LearningCheck:
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
         self.acceptance = Acceptance(spec)
-        """Its `publish_if`, which is measured at the same two places on what is held out."""
+        """The job's `publish_if`, which is measured at the same two places on what is held out."""
         self._before: dict[str, float] | None = None
         self._found: dict[str, float] = {}
 

@@ -36,7 +36,7 @@ class DistillationSample:
 
     document: Document
     sampled: bool
-    """By the student; otherwise it is of the data."""
+    """Whether the student sampled it; otherwise it is of the data."""
     truncated: bool
     behaviour: Tensor | None
     """[trained tokens] float32 on the CPU: log-probabilities as they were sampled; None for those of the data."""

@@ -1,4 +1,4 @@
-"""From scored rollouts to documents with advantages.
+"""Scored rollouts become documents with advantages.
 
 A group whose rewards are all equal has no advantage and is skipped. If that is true of every group, the job fails: a
 version that is identical to its parent would look like progress.

@@ -80,7 +80,7 @@ class CallQueue(Generic[T]):
         self._waiting: dict[int, QueuedCall[T]] = {}
         self._running: QueuedCall[T] | None = None
         self._ended: OrderedDict[str, QueuedCall[T]] = OrderedDict()
-        """By future id, oldest first."""
+        """Ended calls by future id, oldest first."""
         self._executed: OrderedDict[int, tuple[str, str]] = OrderedDict()
         """Sequence number → digest and future id of calls that have begun."""
 
@@ -194,7 +194,7 @@ class CallQueue(Generic[T]):
         return told
 
     def find(self, future: str) -> QueuedCall[T] | None:
-        """By the future's id; None if it is unknown or forgotten."""
+        """Call of a future's id; None if it is unknown or forgotten."""
         if (found := self._ended.get(future)) is not None:
             return found
         if self._running is not None and self._running.id == future:

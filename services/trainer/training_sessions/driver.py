@@ -107,7 +107,7 @@ class Driver:
         return []
 
     def _fetch(self, session: TrainingSession, run: Callable[[], Any]) -> None:
-        """In a thread for the store; without the lock."""
+        """Runs a part that waits, in a thread for the store and without the lock."""
         result, error = None, None
         try:
             result = run()

@@ -1,4 +1,4 @@
-"""From a call's data to packed microbatches with what the losses need of each row."""
+"""Scoring of a call: its data becomes packed microbatches with what the losses need of each row."""
 
 from __future__ import annotations
 

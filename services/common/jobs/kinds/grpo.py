@@ -70,10 +70,10 @@ class GrpoJob(JobBase):
     completions: list[str] | None = None
     rewards: list[Reward] | None = None
     truncated: list[bool] | None = Field(None, exclude_if=absent)
-    """For each of `completions`, whether it hit max_tokens (`finish_reason` "length"). Left out: not known, and the
+    """Whether each of `completions` hit max_tokens (`finish_reason` "length"). Left out: not known, and the
     token that ends a completion is not learnt."""
     temperature: float | None = Field(None, ge=0, le=100, exclude_if=absent)
-    """That `completions` were sampled at. None: 1."""
+    """Temperature that `completions` were sampled at. None: 1."""
     groups: list[GrpoGroup] | None = None
     rollouts: list[ScoredCompletion] | None = None
     generate: GenerateSettings | None = None

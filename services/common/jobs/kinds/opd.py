@@ -58,9 +58,9 @@ class DistillPrompt(SampledPrompt):
     """One prompt, as text, as a conversation or as token ids, and a completion of it from a dataset."""
 
     completion: str | None = None
-    """Its tokens and the token that ends the turn are learnt from."""
+    """Completion whose tokens, and the token that ends the turn, are learnt from."""
     completion_token_ids: TokenIds | None = Field(None, min_length=1)
-    """As they are, with the token that ends the turn if that is to be learnt."""
+    """Token ids as they are, with the token that ends the turn if that is to be learnt."""
 
     json_rules: ClassVar[Rules] = (at_most_one("completion", "completion_token_ids"),)
 

@@ -14,9 +14,9 @@ class Sample:
     """One completion with its prompt, as text."""
 
     prompt: str
-    """As the model read it, chat template included."""
+    """Prompt as the model read it, chat template included."""
     completion: str
-    """Without special tokens."""
+    """Completion without special tokens."""
     tokens: int
     """Tokens of the completion, with the one that ended it."""
     truncated: bool = False

@@ -88,8 +88,8 @@ async def _pinned(adapters: AdapterServices, sent: MergeJob) -> MergeJob:
 
 
 def _check_sum(configs: Sequence[Mapping[str, Any]], highest: int) -> None:
-    """Without a rank the result's is the largest sum over any layer. Where only the files tell which layers have which
-    rank, the trainer checks it."""
+    """Checks the rank of a merge. Without one the result's is the largest sum over any layer. Where only the files tell
+    which layers have which rank, the trainer checks it."""
     shapes = [stated_shape(config) for config in configs]
     if any(config.get("rank_pattern") for config in configs):
         return

@@ -107,7 +107,7 @@ _ABANDON = _OWNED + "return redis.call('DEL', KEYS[1])"
 
 
 class RedisRecords:
-    """In Redis, as temper:answer:{key}. Scripts may be repeated when their answer got lost."""
+    """Records in Redis, as temper:answer:{key}. Scripts may be repeated when their answer got lost."""
 
     def __init__(self, settings: CommonSettings) -> None:
         self._redis = connect_async(settings)

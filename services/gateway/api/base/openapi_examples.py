@@ -86,7 +86,7 @@ EXAMPLES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     **{f"/v1/train/{kind}": model.request_examples for kind, model in JOBS.items()},
     "/v1/train/sessions": {"adapter": {"lora": {"rank": 8}, "ttl_seconds": 60}},
 }
-"""By path: named bodies of its POST."""
+"""Example bodies of POST by path and name."""
 
 
 def add_examples(description: dict[str, Any]) -> None:

@@ -108,5 +108,5 @@ def unrun_message(custom_id: str, why: Unrun | LineError) -> bytes:
 
 
 def form_of(claimed: ClaimedBatch) -> Form:
-    """That of a batch's kind."""
+    """Form of a batch's kind."""
     return MessagesForm() if claimed.spec.kind == "msgbatch" else OpenAIForm(claimed)

@@ -35,7 +35,7 @@ class InternalCall:
 
     @property
     def id(self) -> str:
-        """As that of a key: it stands in the place of whoever sent the request."""
+        """Id like that of a key: it stands in the place of whoever sent the request."""
         return self.owner
 
 

@@ -32,7 +32,7 @@ class PruneRequest(RequestModel):
     """POST /v1/adapters/{name}/prune: what to keep. Both together keep what either keeps."""
 
     keep: int | None = Field(None, ge=1, lt=2**31)
-    """That many of the newest versions."""
+    """Number of newest versions to keep."""
     days: float | None = Field(None, ge=0, le=1e6)
     """Versions that are younger than this."""
     dry_run: bool = False

@@ -95,7 +95,7 @@ class ChatCompletion(Answer):
     usage: CompletionUsage
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[str, PromptToken] | None] | None = None
-    """With prompt_logprobs: by token id; null for the first token."""
+    """Log-probabilities by token id; null for the first token. With prompt_logprobs."""
     metadata: dict[str, str] | None = None
     service_tier: Literal["default"] | None = None
     """Where the request names one."""

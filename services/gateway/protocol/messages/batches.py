@@ -86,7 +86,7 @@ class MessageBatchCounts(_Answer):
 
     @classmethod
     def of(cls, batch: Batch) -> MessageBatchCounts:
-        """Those of a batch; their sum is always the number of its requests."""
+        """Counts of a batch; their sum is always the number of its requests."""
         total = batch.spec.requests or batch.total
         if not batch.ended:
             return cls(processing=total)

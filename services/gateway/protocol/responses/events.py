@@ -21,7 +21,7 @@ class Numbered(AnswerModel):
     """Every event."""
 
     sequence_number: int
-    """From 0 on."""
+    """Number of the event in the stream, from 0 on."""
 
 
 class ResponseEvent(Numbered):

@@ -173,7 +173,7 @@ class InputTokenDetails(AnswerModel):
     """Details of the tokens of the prompt."""
 
     cached_tokens: int
-    """From the prefix cache."""
+    """Tokens from the prefix cache."""
     cache_write_tokens: int
     """Always 0: what the cache keeps costs nothing and is not counted."""
 
@@ -270,7 +270,7 @@ class ResponseOut(AnswerModel):
     top_logprobs: int
     truncation: Literal["auto", "disabled"]
     store: bool
-    """It is kept. false also when that was asked for but could not be done."""
+    """Whether the response is kept. false also when that was asked for but could not be done."""
     metadata: dict[str, str]
     service_tier: Literal["default"]
     user: str | None

@@ -36,7 +36,7 @@ class FunctionTool(_Offer):
     parameters: JsonObject | None = None
     """JSON schema of its arguments."""
     strict: bool | None = None
-    """As in chat completions; null: false."""
+    """Same as in chat completions; null: false."""
     output_schema: JsonObject | None = None
     """Accepted and ignored: describe what the function returns in its description."""
 

@@ -37,7 +37,7 @@ class Record:
     """One stored response."""
 
     response: Data
-    """As GET answers it."""
+    """Response as GET answers it."""
     items: list[Data] = field(default_factory=list)
     """What it was given, oldest first: what came before it and its own input, each with an id."""
 

@@ -1,4 +1,4 @@
-"""From items to the messages of a chat."""
+"""Translation of items into the messages of a chat."""
 
 from __future__ import annotations
 
