@@ -77,11 +77,12 @@ def test_numeric(text: str, answer: str, options: dict[str, Any], found: float) 
 
 
 def test_the_last_number_of_a_huge_text() -> None:
-    started = time.monotonic()
+    """In linear time, counted in what this process computes: quadratic would be minutes."""
+    started = time.process_time()
     assert last_number("1," * 200_000 + " 12") == 12
     assert last_number("9" * 100_000) is None
     assert last_number("e" * 100_000) is None
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}

@@ -19,7 +19,7 @@ from services.trainer.jobs import merge as merge_module
 from services.trainer.jobs.merge import MergeRun
 from services.trainer.memory.budget import MemoryBudget, MemoryNeed, MemoryTaken
 from tests.training_support import TrainingHost
-from tests.unit.trainer.test_merge_run import finish, job, mixed, parent_versions
+from tests.unit.trainer.jobs.test_merge_run import finish, job, mixed, parent_versions
 
 METHODS = ["ties", "dare_linear", "dare_ties"]
 JOB = "the running job"

@@ -10,7 +10,7 @@ import torch
 
 from services.trainer.losses.logprob_gap import SamplerGap
 from tests.training_support import TrainingHost
-from tests.unit.trainer.test_grpo_run import TEXTS, prepared, token_groups
+from tests.unit.trainer.jobs.test_grpo_run import TEXTS, prepared, token_groups
 
 CPU = torch.device("cpu")
 

@@ -22,7 +22,7 @@ from services.trainer.losses import (
 from services.trainer.losses.policy import BNPO, GSPO
 from services.trainer.sampling.scored_rollouts import scored_rollouts
 from tests.training_support import CPU, TrainingHost, gradients, random_adapter, without_times
-from tests.unit.trainer.test_grpo_run import job, prepared, token_groups
+from tests.unit.trainer.jobs.test_grpo_run import job, prepared, token_groups
 
 TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "gspo")
 

@@ -12,9 +12,9 @@ from services.trainer.jobs import prepare_run
 from services.trainer.jobs.base import JobRun
 from services.trainer.optimizer import AdapterOptimizer
 from tests.training_support import CountingGate, TrainingHost, random_adapter
-from tests.unit.trainer.test_grpo_run import token_groups
-from tests.unit.trainer.test_preference_runs import PAIRS, RATED
-from tests.unit.trainer.test_sft_run import EXAMPLES
+from tests.unit.trainer.jobs.test_grpo_run import token_groups
+from tests.unit.trainer.jobs.test_preference_runs import PAIRS, RATED
+from tests.unit.trainer.jobs.test_sft_run import EXAMPLES
 
 TRAINED = {"forward_seconds", "backward_seconds", "optimizer_seconds", "train_seconds"}
 

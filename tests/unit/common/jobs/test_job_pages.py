@@ -17,7 +17,7 @@ from services.common.jobs.scorers.regex import RegexReward
 from services.common.jobs.scorers.webhook import WebhookReward
 from services.common.queue.records import SPEC
 
-GUIDES = Path(__file__).resolve().parents[3] / "docs" / "guides"
+GUIDES = Path(__file__).resolve().parents[4] / "docs" / "guides"
 
 
 @pytest.mark.parametrize("kind", JOBS)
