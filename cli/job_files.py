@@ -1,4 +1,4 @@
-"""From files and options to a job specification, checked here, before anything is sent."""
+"""Job specification from files and options, checked here, before anything is sent."""
 
 from __future__ import annotations
 
@@ -10,19 +10,9 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from cli.output import CliError, ExitCode
-from services.common.jobs import (
-    JOBS,
-    DistillPrompt,
-    DpoExample,
-    GrpoGroup,
-    KtoExample,
-    ScoredCompletion,
-    SftExample,
-)
+from services.common.errors import InvalidRequest
+from services.common.jobs import JOBS
 from services.common.validation.errors import problem
-
-_EXAMPLES: Mapping[str, type[BaseModel]] = {"sft": SftExample, "dpo": DpoExample, "kto": KtoExample}
-"""A line of the JSONL data of each kind whose data are examples."""
 
 
 def read_job(file: Path) -> dict[str, Any]:
@@ -34,11 +24,6 @@ def read_job(file: Path) -> dict[str, Any]:
     return job
 
 
-def data_kinds() -> list[str]:
-    """The kinds that `data` reads."""
-    return [*_EXAMPLES, "grpo", "opd"]
-
-
 def data(kind: str, file: Path) -> dict[str, Any]:
     """The data fields of a job from a JSONL file, every line checked.
 
@@ -46,15 +31,20 @@ def data(kind: str, file: Path) -> dict[str, Any]:
         CliError: a line is not what the kind learns from; the message has its number.
     """
     rows = read_lines(file)
-    if kind == "grpo":
-        return _grpo_data(file, rows)
-    if kind == "opd":
-        for index, (number, row) in enumerate(rows):
-            _check_row(DistillPrompt, row, f"{file}:{number}", f"prompts[{index}]")
-        return {"prompts": [row for _, row in rows]}
+    try:
+        form = JOBS[kind].data_rows([row for _, row in rows])
+    except InvalidRequest as error:
+        raise CliError(f"{file}: {error.message}", ExitCode.USAGE) from error
+    elements = []
     for index, (number, row) in enumerate(rows):
-        _check_row(_EXAMPLES[kind], row, f"{file}:{number}", f"examples[{index}]")
-    return {"examples": [row for _, row in rows]}
+        line = f"{file}:{number}"
+        try:
+            element = form.element(row)
+        except InvalidRequest as error:
+            raise CliError(f"{line}: {error.message}", ExitCode.USAGE) from error
+        _check_row(form.model, element, line, f"{form.field}[{index}]")
+        elements.append(element)
+    return {form.field: elements}
 
 
 def read_lines(file: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -77,7 +67,7 @@ def read_lines(file: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _other_form(text: str) -> str:
-    """What to do about a file that is JSON as a whole."""
+    """Advice for a file that is JSON as a whole."""
     try:
         whole = json.loads(text)
     except (ValueError, RecursionError):
@@ -85,48 +75,6 @@ def _other_form(text: str) -> str:
     if isinstance(whole, list):
         return "; the file is one JSON array: write its objects one a line (jq -c '.[]' FILE > FILE.jsonl)"
     return "; the file is one JSON value over several lines: write each object on a line (jq -c . FILE > FILE.jsonl)"
-
-
-def _grpo_data(file: Path, rows: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
-    """Lines {"completion_id", "reward"}, or groups {"prompt", "completions", "rewards"}, or groups as the API has them.
-
-    A group's completions may be plain strings with `rewards` beside them, or objects that bring their own reward.
-    """
-    by_id = ["completion_id" in row for _, row in rows]
-    if all(by_id):
-        for index, (number, row) in enumerate(rows):
-            _check_row(ScoredCompletion, row, f"{file}:{number}", f"rollouts[{index}]")
-        return {"rollouts": [row for _, row in rows]}
-    if any(by_id):
-        raise CliError(
-            f"{file}: lines with completion_id and lines with completions cannot be mixed in one job", ExitCode.USAGE
-        )
-    groups = []
-    for index, (number, row) in enumerate(rows):
-        group = _group(row, f"{file}:{number}")
-        _check_row(GrpoGroup, group, f"{file}:{number}", f"groups[{index}]")
-        groups.append(group)
-    return {"groups": groups}
-
-
-def _group(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A group of the API. What the simple form has beside its completions becomes theirs."""
-    group = dict(row)
-    beside = {name: group.pop(name) for name in ("rewards", "truncated", "temperature") if name in group}
-    if not beside:
-        return group
-    completions = group.get("completions")
-    if not isinstance(completions, list):
-        raise CliError(f"{where}: completions must be a list", ExitCode.USAGE)
-    members = [dict(one) if isinstance(one, dict) else {"text": one} for one in completions]
-    for name, value in beside.items():
-        values = [value] * len(members) if name == "temperature" else value
-        if not isinstance(values, list) or len(values) != len(members):
-            raise CliError(f"{where}: completions and {name} must be lists of the same length", ExitCode.USAGE)
-        for member, one in zip(members, values, strict=True):
-            member["reward" if name == "rewards" else name] = one
-    group["completions"] = members
-    return group
 
 
 def apply_settings(job: dict[str, Any], settings: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""What commands print and how they end: results on standard output, everything else on standard error."""
+"""Output and exit status of commands: results on standard output, everything else on standard error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the CLI reads from the environment. Options on the command line win over it."""
+"""Settings of the CLI from the environment. Options on the command line win over it."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def _leads_somewhere(page: Path, target: str) -> bool:
 
 @cache
 def _anchors(page: Path) -> frozenset[str]:
-    """What a heading is called in a link, as GitHub and the site make it; the second of a name ends in -1."""
+    """Anchor of each heading, as GitHub and the site make it; the second of a name ends in -1."""
     found: list[str] = []
     for heading in _HEADING.findall(_FENCED.sub("", page.read_text())):
         plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").lower()

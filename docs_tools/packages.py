@@ -12,7 +12,7 @@ ARCHITECTURE = DOCS / "architecture.md"
 MAP = DOCS / "packages.md"
 _BEGIN, _END = "<!-- packages -->\n", "<!-- /packages -->\n"
 _TREE_DEPTH = 3
-"""How many folders deep the tree goes; the map has the others."""
+"""Depth of the tree in folders; the map has the others."""
 _LINE = 90
 _COLUMN = 27
 _OTHERS = (
@@ -33,7 +33,7 @@ Each package in one line, and where its unit tests are. [Architecture](architect
 
 
 def purpose(package: Path) -> str:
-    """What a package's docstring begins with: as many sentences as fit a line, at least one.
+    """First sentences of a package's docstring: as many sentences as fit a line, at least one.
 
     Raises:
         ValueError: it has none.

@@ -1,4 +1,4 @@
-"""Where the repository, its pages and its packages are."""
+"""Paths of the repository, its pages and its packages."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def _serving() -> Figure:
 
 
 def _training_beside() -> Figure:
-    """What a latency goal leaves to training."""
+    """Plot of the training rate that a latency goal leaves."""
     figure, axes = _figure()
     records = [record for record in _records(_BESIDE) if record["commit"] == _BESIDE_COMMIT]
     for color, streams in zip(_COLORS, (8, 64), strict=False):

@@ -68,7 +68,7 @@ def render() -> str:
 
 
 def _variable(name: str, field: FieldInfo) -> str:
-    """Of the environment: ours, or one that others read as well and that has its name from them."""
+    """Name of a setting in the environment: ours, or one that others read as well and that has its name from them."""
     alias = field.validation_alias
     return alias.upper() if isinstance(alias, str) else f"TEMPER_{name.upper()}"
 

@@ -1,4 +1,4 @@
-"""What mkdocs needs to know of this repository: pages from beside docs/, and a page of the API to try.
+"""Hooks of mkdocs for this repository: pages from beside docs/, and a page of the API to try.
 
 - README, CONTRIBUTING, CHANGELOG and the pages of benchmarks and chart become pages of the site.
 - Folders of `nav` that end in a slash are filled with their pages.

@@ -24,7 +24,7 @@ _BUILD_SECONDS = 1800.0
 
 
 class CheckFailed(Exception):
-    """What an image is not, in one line."""
+    """An image does not hold what it must; one line says what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Store:
 
 
 def run(command: Sequence[str], seconds: float = _BUILD_SECONDS) -> str:
-    """Its standard output.
+    """Runs a command. Returns its standard output.
 
     Raises:
         CheckFailed: it failed; what it said goes to stderr.

@@ -91,7 +91,8 @@ def _image(store: Store, cache: Path, service: str, arguments: dict[str, str], e
 
 
 def _download(wheels: Path, extras: list[str]) -> None:
-    """With this machine's pip and its configuration: the build itself reaches no index. For Debian's Python 3.11."""
+    """Downloads wheels with this machine's pip and its configuration: the build itself reaches no index. For Debian's
+    Python 3.11."""
     wheels.mkdir(parents=True, exist_ok=True)
     run(
         [

@@ -69,7 +69,7 @@ class Container:
         return self._process.poll() is None
 
     def wait(self, seconds: float) -> int:
-        """Its exit status.
+        """Waits for the container's end. Returns its exit status.
 
         Raises:
             CheckFailed: it is still running after so long.

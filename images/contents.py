@@ -1,4 +1,4 @@
-"""What an image must have and must not have."""
+"""Contents that an image must have and must not have."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GATEWAY_BYTES = 250_000_000
 
 
 def site_packages(image: Image) -> Path:
-    """Of the image's Python environment."""
+    """Directory of the image's installed packages."""
     return next((image.root / "opt/venv/lib").glob("python3*/site-packages"))
 
 

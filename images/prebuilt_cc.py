@@ -1,5 +1,6 @@
 #!/opt/venv/bin/python -I
-"""What CC names in the engine image: it "compiles" Triton's one C module by giving back what images/launcher.py built.
+"""C compiler that CC names in the engine image: it "compiles" Triton's one C module by giving back what
+images/launcher.py built.
 
 Anything else ends with status 1 and a line that says why there is no compiler.
 """

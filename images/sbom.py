@@ -27,7 +27,7 @@ def canonical(name: str) -> str:
 
 
 def python_components(site: Path) -> tuple[list[Component], dict[str, list[str]]]:
-    """What is installed in a site-packages directory, and which of it needs which other (by bom-ref)."""
+    """Components that are installed in a site-packages directory, and their dependencies (by bom-ref)."""
     found = {canonical(item.name): item for item in importlib.metadata.distributions(path=[str(site)])}
     components, needs = [], {}
     for name, item in sorted(found.items()):
@@ -52,7 +52,7 @@ def python_components(site: Path) -> tuple[list[Component], dict[str, list[str]]
 
 
 def debian_components(status: Path) -> list[Component]:
-    """What dpkg has installed; empty for bases of another kind."""
+    """Components that dpkg has installed; empty for bases of another kind."""
     if not status.is_file():
         return []
     components = []

@@ -26,7 +26,7 @@ def read_pages(cache: Tensor, tables: Tensor, length: int) -> Tensor:
 
 
 def paged_decode(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, length: int, mask: Tensor | None) -> Tensor:
-    """One query position of each of n sequences against its pages.
+    """Attention of one query position of each of n sequences over its pages.
 
     Args:
         q: [n, heads, head_dim].
@@ -84,7 +84,7 @@ class PackedLayout:
 
     @classmethod
     def build(cls, lengths: Sequence[int], device: torch.device) -> PackedLayout:
-        """For segments of these lengths, each at least 1, in order and without gaps."""
+        """Layout of segments of these lengths, each at least 1, in order and without gaps."""
         buckets: dict[int, list[tuple[int, int]]] = {}
         begin = 0
         for length in lengths:

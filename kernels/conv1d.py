@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ConvLayout:
-    """Where S packed segments lie in a buffer that has kernel - 1 rows of history before each of them."""
+    """Layout of S packed segments in a buffer that has kernel - 1 rows of history before each of them."""
 
     rows: Tensor
     """[T] int64: buffer row of each input."""
@@ -31,7 +31,7 @@ class ConvLayout:
 
     @classmethod
     def build(cls, lengths: Sequence[int], kernel: int, device: torch.device) -> ConvLayout:
-        """For segments of these lengths, each at least 1, in order and without gaps."""
+        """Layout of segments of these lengths, each at least 1, in order and without gaps."""
         past = kernel - 1
         sizes = torch.tensor(lengths, dtype=torch.int64)
         ends = torch.cumsum(sizes + past, 0)
@@ -84,7 +84,7 @@ def causal_conv_packed(
 
 
 def causal_conv_step(x: Tensor, weight: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each of n sequences.
+    """Convolution of one token of each of n sequences.
 
     Args:
         x: [n, channels].

@@ -1,5 +1,5 @@
-"""How far a student's next-token distribution is from a teacher's, over the whole vocabulary, without the logits of all
-rows at once.
+"""Divergence of a student's next-token distribution from a teacher's, over the whole vocabulary, without the logits of
+all rows at once.
 
 The generalized Jensen–Shannon divergence of GKD (Agarwal et al., arXiv 2306.13649, eq. 1; in TRL
 `generalized_jsd_loss`), with s and t the softmax of both sides' logits / temperature and m = β t + (1 − β) s::
@@ -25,7 +25,7 @@ TILE = 256
 
 
 class Divergence(NamedTuple):
-    """Of each row."""
+    """Divergence of each row."""
 
     value: Tensor
     """[N] float32: the divergence, differentiable in the student's hidden states."""
@@ -36,7 +36,7 @@ class Divergence(NamedTuple):
 
 
 class DivergenceRows(NamedTuple):
-    """What a tile of logits comes to."""
+    """Partial sums of one tile of logits."""
 
     value: Tensor
     student_kl: Tensor

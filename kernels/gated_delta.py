@@ -23,7 +23,7 @@ time is the same."""
 
 
 def recurrent_gated_delta(queries_keys: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """One step of n sequences; ``state`` is updated in place.
+    """One step of the gated delta rule for n sequences; ``state`` is updated in place.
 
     With kv = Sᵀk, o = exp(g) Sᵀq + (k·q) δ, where δ = β (v − exp(g) kv): both products read S once.
 
@@ -76,7 +76,7 @@ class ChunkLayout:
 
     @classmethod
     def build(cls, lengths: Sequence[int], device: torch.device, *, limit: int = CHUNK) -> ChunkLayout:
-        """For segments of these lengths, each at least 1, in order and without gaps."""
+        """Layout of segments of these lengths, each at least 1, in order and without gaps."""
         longest = max(lengths)
         size = min(limit, 1 << (longest - 1).bit_length())
         sizes = torch.tensor(lengths, dtype=torch.int64)

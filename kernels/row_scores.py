@@ -1,4 +1,4 @@
-"""How likely given tokens are by rows of logits, how many are likelier, and which ones are likeliest."""
+"""Scores of given tokens by rows of logits: log-probability, rank, and the likeliest tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class RowScores(NamedTuple):
-    """Of N rows, each with one target."""
+    """Scores of N rows, each with one target."""
 
     logprobs: Tensor
     """[N] float32: log softmax(logits)[target]."""
@@ -35,7 +35,7 @@ def row_scores(logits: Tensor, targets: Tensor, alternatives: int) -> RowScores:
 
 
 def ranked(logits: Tensor, chosen: Tensor, logprobs: Tensor, alternatives: int) -> RowScores:
-    """What is left once the log-probabilities of the targets are known.
+    """Ranks and likeliest tokens, once the log-probabilities of the targets are known.
 
     Args:
         logits: [N, vocab].

@@ -14,7 +14,7 @@ TILE = 256
 
 
 class TokenScores(NamedTuple):
-    """How likely each row's target is."""
+    """Log-probability of each row's target."""
 
     logprobs: Tensor
     """[N] float32: ``log softmax(head · hidden / temperature)[target]``, differentiable in the hidden states."""

@@ -18,7 +18,7 @@ _HEIGHTS: dict[Kind, int] = {"graph": 8, "stack": 8, "number": 4, "table": 7}
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One expression of a panel."""
+    """Query of a panel: one expression."""
 
     expr: str
     legend: str = ""
@@ -29,7 +29,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One picture.
+    """Panel of a dashboard.
 
     Raises:
         ValueError: it is not complete, or wider than the dashboard.
@@ -42,7 +42,7 @@ class Panel:
     unit: Unit = "short"
     width: int = 8
     steps: tuple[tuple[float, Color], ...] = ()
-    """From this value on it has this colour; green below the first."""
+    """(value, colour) steps: from the value on the panel has this colour; green below the first."""
     low: float | None = None
     high: float | None = None
     """Ends of the axis."""
@@ -75,10 +75,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """One dashboard."""
+    """Dashboard."""
 
     name: str
-    """Of the file, and "temper-{name}" is Grafana's uid."""
+    """Name of the file; "temper-{name}" is Grafana's uid."""
     title: str
     description: str
     rows: tuple[Row, ...]
@@ -99,7 +99,7 @@ class Board:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where something is on the grid of 24 columns."""
+    """Position on the grid of 24 columns."""
 
     x: int
     y: int

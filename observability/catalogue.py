@@ -31,22 +31,22 @@ _SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"),
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """One metric as its registry has it."""
+    """Metric as its registry has it."""
 
     name: str
-    """Without the suffixes of its samples."""
+    """Name without the suffixes of its samples."""
     kind: str
-    """counter, gauge or histogram."""
+    """Kind: counter, gauge or histogram."""
     labels: tuple[str, ...]
     text: str
     service: str
     """gateway, engine, or tls: of both, where they have certificates."""
     bounds: tuple[float, ...] = ()
-    """Of a histogram's buckets, without infinity."""
+    """Upper bounds of a histogram's buckets, without infinity."""
 
     @property
     def sample_names(self) -> tuple[str, ...]:
-        """What is asked for in queries."""
+        """Names of the samples that queries ask for."""
         return tuple(self.name + suffix for suffix in _SUFFIXES[self.kind])
 
     def labels_of(self, sample: str) -> frozenset[str]:

@@ -13,13 +13,13 @@ TARGET = frozenset({"namespace", "pod", "release", "component"})
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """One exporter."""
+    """Exporter of another project."""
 
     source: str
     reference: str
-    """Where its series are documented."""
+    """Page that documents its series."""
     series: dict[str, frozenset[str]]
-    """Name → labels that are asked for here."""
+    """Labels of each series that are used here."""
 
 
 _POD = frozenset({"namespace", "pod"})

@@ -1,4 +1,4 @@
-"""What alerts hold an installation to. Each number is a value of the chart, `monitoring.thresholds`."""
+"""Objectives: thresholds of the alerts. Each number is a value of the chart, `monitoring.thresholds`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Threshold:
     """
 
     name: str
-    """In the chart's values."""
+    """Name in the chart's values."""
     value: float
-    """By itself."""
+    """Default value."""
 
     def __str__(self) -> str:
         return f"{self.value:g} # {self.name}"
@@ -30,7 +30,7 @@ BETWEEN_TOKENS = Threshold("betweenTokensSeconds", 0.05)
 WAITING = Threshold("waitingRequests", 16)
 """Requests that wait in each engine."""
 KV_CACHE = Threshold("kvCacheShare", 0.95)
-"""Of the KV blocks, which live sequences use."""
+"""Share of the KV blocks that live sequences use."""
 VOLUME_FREE = Threshold("volumeFreeShare", 0.1)
-"""Of a volume."""
+"""Free share of a volume."""
 THRESHOLDS = (ERRORS, FIRST_TOKEN, BETWEEN_TOKENS, WAITING, KV_CACHE, VOLUME_FREE)

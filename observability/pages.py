@@ -1,4 +1,4 @@
-"""What the guides say of metrics, dashboards and alerts."""
+"""Generated parts of the guides about metrics, dashboards and alerts."""
 
 from __future__ import annotations
 

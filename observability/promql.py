@@ -11,14 +11,14 @@ _TOKEN = re.compile(
     r"""|(?P<name>[A-Za-z_:][A-Za-z0-9_:]*)|(?P<operator>=~|!~|!=|>=|<=|==|[-+*/%^=<>(){},])|(?P<space>\s+|#[^\n]*)"""
 )
 _LISTS = frozenset({"by", "without", "on", "ignoring", "group_left", "group_right"})
-"""What a list of labels follows."""
+"""Keywords that a list of labels follows."""
 _WORDS = frozenset({"and", "or", "unless", "bool", "offset", *_LISTS})
 _MATCHES = ("=", "!=", "=~", "!~")
 
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """One series that an expression asks for."""
+    """Selector: a series that an expression asks for."""
 
     name: str
     matchers: tuple[tuple[str, str, str], ...]
@@ -31,7 +31,7 @@ class Selector:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What an expression is about."""
+    """Selectors and labels of an expression."""
 
     selectors: tuple[Selector, ...]
     grouped: frozenset[str]
@@ -66,7 +66,7 @@ def asked(expression: str) -> Asked:
 
 
 def _is_aggregation(tokens: list[tuple[str, str]], at: int) -> bool:
-    """Whether the word before ``at`` is as in `sum by (le) (...)`."""
+    """True if the word before ``at`` is a grouping keyword, as in `sum by (le) (...)`."""
     return at < len(tokens) and tokens[at][1] in ("by", "without")
 
 

@@ -12,7 +12,7 @@ from grafana_foundation_sdk.models import dashboard as grafana
 from observability.board import Board, Panel, Place, Query, Row, arrange
 
 RUNBOOKS = "RUNBOOKS_URL"
-"""What the chart replaces with where the runbooks are."""
+"""Placeholder that the chart replaces by the address of the runbooks."""
 _SOURCE = grafana.DataSourceRef("prometheus", "${datasource}")
 _ALL = ".*"
 """Also matches a series without the label, as of a Prometheus outside of Kubernetes."""

@@ -19,12 +19,12 @@ _TEMPLATE = re.compile(r"{{\s*(\$[^}|]+?)\s*(?:\|[^}]*)?}}")
 
 @dataclass(frozen=True, slots=True)
 class Firing:
-    """One alert that a case expects."""
+    """Alert that a case expects."""
 
     labels: Mapping[str, str]
-    """Without the alert's name and severity."""
+    """Labels without the alert's name and severity."""
     value: str = ""
-    """As the text shows it."""
+    """Value as the text shows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,14 @@ class Case:
     series: Mapping[str, str]
     """Series → values a minute apart, in promtool's notation."""
     at: str
-    """When it is looked at: "12m"."""
+    """Time of the evaluation: "12m"."""
     firing: tuple[Firing, ...] = ()
-    """Empty: nothing fires."""
+    """Expected alerts; empty: none fires."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One alert. Its runbook is docs/runbooks/{name}.md.
+    """Alert. Its runbook is docs/runbooks/{name}.md.
 
     Raises:
         ValueError: it is not complete, or has no case that fires or none that does not.
@@ -50,12 +50,12 @@ class Alert:
     name: str
     expr: str
     minutes: int
-    """For so long before it fires."""
+    """Time for which the expression must hold before the alert fires."""
     severity: Severity
     summary: str
-    """What is wrong, one line."""
+    """Problem, in one line."""
     description: str
-    """With numbers, and what users notice."""
+    """Description with numbers, and what users notice."""
     cases: tuple[Case, ...]
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class Alert:
             raise ValueError(f"alert {self.name}: it needs a case that fires and one that does not")
 
     def rule(self) -> dict[str, Any]:
-        """For Prometheus."""
+        """Alert in the format of Prometheus."""
         return {
             "alert": self.name,
             "expr": self.expr,
@@ -75,7 +75,7 @@ class Alert:
         }
 
     def test(self, case: Case) -> dict[str, Any]:
-        """For promtool."""
+        """Test cases for promtool."""
         expected = [
             {
                 "exp_labels": {**firing.labels, "severity": self.severity},
@@ -105,13 +105,13 @@ class Recording:
     expr: str
 
     def rule(self) -> dict[str, Any]:
-        """For Prometheus."""
+        """Recording rule in the format of Prometheus."""
         return {"record": self.name, "expr": self.expr}
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One file of rules."""
+    """File of rules."""
 
     name: str
     alerts: tuple[Alert, ...]

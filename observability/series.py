@@ -10,7 +10,7 @@ from __future__ import annotations
 ANY_NAMESPACE = 'namespace=~".*"'
 ANY_RELEASE = 'release=~".*"'
 ANY_VOLUME = 'persistentvolumeclaim=~".*"'
-"""What the chart replaces."""
+"""Placeholder that the chart replaces."""
 PLACE = "namespace, release"
 """Labels that rules keep: what an alert is about."""
 
@@ -54,7 +54,7 @@ def total(expression: str, by: str = "") -> str:
 
 
 def quantile(share: float, buckets: str, by: str = "", window: str = "$__rate_interval") -> str:
-    """Of a histogram.
+    """Quantile of a histogram.
 
     Args:
         share: 0.95 for p95.

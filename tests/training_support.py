@@ -19,7 +19,7 @@ from services.engine.models.lora.binding import bind_adapter
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.trainer.jobs.base import JobRun, RunState
-from services.trainer.memory.budget import TrainingLedger
+from services.trainer.memory.budget import MemoryBudget
 from services.trainer.runtime.checkpoint import Checkpoint, _decode, _encode
 
 CPU = torch.device("cpu")
@@ -89,7 +89,7 @@ class TrainingHost:
         self.max_train_tokens = max_train_tokens
         self.max_lora_rank = 32
         self.train_memory_bytes = train_memory_bytes
-        self.ledger = TrainingLedger(train_memory_bytes)
+        self.memory_budget = MemoryBudget(train_memory_bytes)
 
     def sync_adapters(self, version: AdapterVersion | None, timeout: float) -> None:
         """There is nothing to sync."""

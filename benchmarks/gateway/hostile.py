@@ -41,13 +41,13 @@ LEAKS = re.compile(
     + "|"
     + re.escape(SECRET)
 )
-"""Of the server's inside. Requests contain none of these."""
+"""Words of the server's inside. Requests contain none of these."""
 _NEVER = frozenset({500, 501, 502, 504})
 
 
 @dataclass(slots=True)
 class Report:
-    """What came back."""
+    """Answers that came back."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     by_path: Counter[str] = field(default_factory=Counter)

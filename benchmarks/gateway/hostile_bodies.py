@@ -200,7 +200,7 @@ class Hostile:
     body: bytes
     headers: Mapping[str, str] = field(default_factory=dict)
     made: str = ""
-    """How it was made, for the report."""
+    """Origin of the body, for the report."""
 
 
 def _places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:

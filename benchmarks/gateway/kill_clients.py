@@ -53,11 +53,11 @@ _EXAMPLES = [
 
 
 class End(enum.StrEnum):
-    """How a question ended."""
+    """End of a question."""
 
     WHOLE = "whole"
     CUT = "cut"
-    """With an error event, or the connection closed in the middle of it."""
+    """The stream ended with an error event, or the connection closed in the middle of it."""
     REFUSED = "refused"
     """5xx."""
     UNREACHABLE = "unreachable"
@@ -162,7 +162,7 @@ class Streams:
     breaches: list[str] = field(default_factory=list)
     whys: Counter[str] = field(default_factory=Counter)
     whole: list[tuple[float, float]] = field(default_factory=list)
-    """When each whole answer was asked for and had come."""
+    """Times at which each whole answer was asked for and had come."""
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by each of them."""
 
@@ -201,7 +201,7 @@ class Jobs:
 
     client: httpx.AsyncClient
     name: str
-    """What the adapters and the idempotency keys begin with."""
+    """Prefix of the names of adapters and of idempotency keys."""
     epochs: int = 24
     checkpoint_every: int = 5
     accepted: dict[str, str] = field(default_factory=dict)

@@ -42,13 +42,13 @@ _LISTED = 40
 
 
 class Way(enum.StrEnum):
-    """How a process is killed."""
+    """Way of killing a process."""
 
     KILL = "kill"
     TERM = "term"
-    """It is asked to stop."""
+    """The process is asked to stop."""
     FREEZE = "freeze"
-    """It is there and does not answer, and is killed after a while."""
+    """The process is there and does not answer, and is killed after a while."""
 
 
 _WEIGHTS: Mapping[Way, float] = {Way.KILL: 0.7, Way.TERM: 0.15, Way.FREEZE: 0.15}
@@ -82,10 +82,10 @@ class Plan:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a campaign found."""
+    """Result of a campaign."""
 
     kills: Counter[str] = field(default_factory=Counter)
-    """By process and way."""
+    """Number of kills by process and way."""
     answers: Counter[str] = field(default_factory=Counter)
     unanswered: Counter[str] = field(default_factory=Counter)
     """Why, by how often."""
@@ -102,7 +102,7 @@ class Outcome:
     breaches: list[str] = field(default_factory=list)
 
     def processes(self) -> set[str]:
-        """That were killed at least once."""
+        """Processes that were killed at least once."""
         return {which.split()[0] for which in self.kills}
 
 
@@ -118,7 +118,7 @@ class Killer:
         self._turns = self._rng.sample(names, k=len(names))
         self._names = names
         self.last = time.monotonic()
-        """When the last kill was over."""
+        """Time at which the last kill was over."""
 
     async def run(self, progress: Progress | None = None) -> None:
         """Kills for as long as the plan says and each has had its turn, or until the supervisor is gone."""

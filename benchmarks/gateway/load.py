@@ -50,7 +50,7 @@ _SAMPLES_A_SECOND = 5
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """When the streams of one client process begin."""
+    """Start times of the streams of one client process."""
 
     slots: int
     """Streams at a time."""
@@ -67,13 +67,13 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Gateways:
-    """What is measured."""
+    """Gateway processes that are measured."""
 
     ports: tuple[int, ...]
     processes: tuple[psutil.Process, ...]
 
     def cpu_seconds(self) -> tuple[float, float]:
-        """Of all of them together, since they began: the program's own, and the kernel's for it."""
+        """CPU seconds of all of them together, since they began: the program's own, and the kernel's for it."""
         times = [process.cpu_times() for process in self.processes]
         return sum(time.user for time in times), sum(time.system for time in times)
 
@@ -87,12 +87,12 @@ class CpuUse:
 
     @classmethod
     def since(cls, before: tuple[float, float], measured: Gateways) -> CpuUse:
-        """What was used since ``before``, an earlier ``cpu_seconds``."""
+        """CPU time used since ``before``, an earlier ``cpu_seconds``."""
         user, system = measured.cpu_seconds()
         return cls(user - before[0], system - before[1])
 
     def figures(self, tokens: int, seconds: float) -> dict[str, float]:
-        """For the report."""
+        """Figures for the report."""
         used = self.user + self.system
         return {
             "cpu_us_a_token": round(1e6 * used / tokens, 2),
@@ -103,7 +103,7 @@ class CpuUse:
 
 
 class Watch(threading.Thread):
-    """What gateways use while this runs; a context manager."""
+    """Sampler of what gateways use while it runs; a context manager."""
 
     def __init__(self, measured: Gateways) -> None:
         super().__init__(daemon=True)
@@ -331,7 +331,7 @@ def held(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def steady_cpu(answers: Sequence[Answer], watch: Watch) -> dict[str, float]:
-    """What tokens cost between two looks while all streams were open.
+    """CPU cost of tokens between two looks while all streams were open.
 
     Raises:
         RuntimeError: streams failed, or were never all open.

@@ -21,7 +21,7 @@ _EVENT, _DONE = b"data: {", b"data: [DONE]"
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one run sends."""
+    """Load that one run sends."""
 
     host: str
     port: int
@@ -39,7 +39,7 @@ class Answer:
 
     sent: float
     times: list[float]
-    """When each read brought at least one event."""
+    """Times at which a read brought at least one event."""
     events: int
     status: str
     """Empty if it went well."""

@@ -35,12 +35,12 @@ from benchmarks.lib.recorder import describe
 
 _READY_SECONDS = 60.0
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Without the proxy that the environment may name."""
+"""Opener without the proxy that the environment may name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """What is measured."""
+    """Stack that is measured."""
 
     host: str
     port: int

@@ -1,4 +1,4 @@
-"""What traces cost: `python -m benchmarks.http.telemetry_cost --cases 64x512x256 --rounds 3`.
+"""Cost of traces: `python -m benchmarks.http.telemetry_cost --cases 64x512x256 --rounds 3`.
 
 One engine and two gateways in front of it, one of which sends every request's trace to a collector (ratio 1.0), the
 engine with it; the same load goes to either in turn. The collector is a process that takes spans and forgets them.
@@ -48,7 +48,7 @@ def _collect() -> None:
 
 
 def _stacks(options: argparse.Namespace, scope: ExitStack) -> tuple[Stack, Stack]:
-    """Without traces, and with them."""
+    """Stacks without traces and with them."""
     sink = scope.enter_context(child("benchmarks.http.telemetry_cost", "--collect"))
     endpoint = f"http://127.0.0.1:{int(first_line(sink))}"
     if options.steady_ms:

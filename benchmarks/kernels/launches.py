@@ -37,7 +37,7 @@ def launches(keep: Keep) -> Iterator[None]:
 
 
 def name_of(kernel: Any) -> str:
-    """Of a jitted function."""
+    """Name of a jitted function."""
     return str(kernel.fn.__name__)
 
 
@@ -118,8 +118,8 @@ def one_share(index: int, of: int) -> Iterator[None]:
 
 
 def variant(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What Triton compiles a kernel for, roughly: launches that differ here may be the same variant, but those that are
-    alike here are."""
+    """Key of what Triton compiles a kernel for, roughly: launches that differ here may be the same variant, but those
+    that are alike here are."""
     return (name, *map(_argument, args), *sorted(kwargs.items()))
 
 

@@ -220,7 +220,7 @@ def expanding_before_activation(rows: int) -> Case:
 
 
 def torch_product(values: Tensor, scale: Tensor, weight: Fp8Weight) -> Tensor:
-    """What fp8_linear() computes, by torch's kernel (cuBLAS)."""
+    """Product of fp8_linear(), by torch's kernel (cuBLAS)."""
     by_row = F.ScalingType.RowWise
     return F.scaled_mm(
         values, weight.values.t(), scale[:, None], by_row, weight.scale[None, :], by_row, use_fast_accum=True

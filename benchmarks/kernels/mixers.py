@@ -109,7 +109,7 @@ def delta_step(rows: int, dtype: torch.dtype, room: int = 0) -> Case:
 
 
 def delta_verify(sequences: int, length: int, warps: int) -> Case:
-    """Answers of ``length`` tokens, a guess in each, into other slots; ``warps`` of a program."""
+    """Answers of ``length`` tokens, a draft token in each, into other slots; ``warps`` of a program."""
 
     def make(t: Tensors) -> Work:
         from kernels.gpu.delta.verify import gated_delta_verify

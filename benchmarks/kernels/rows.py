@@ -19,7 +19,7 @@ EPS = 1e-6
 
 
 def norm(rows: int) -> Case:
-    """With the residual."""
+    """Case of the norm with the residual."""
 
     def make(t: Tensors) -> Work:
         from kernels.gpu.rms_norm import rms_norm

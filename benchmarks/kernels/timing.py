@@ -1,4 +1,4 @@
-"""What a kernel costs inside a CUDA graph, and the ceilings of the device it runs on."""
+"""Time of a kernel inside a CUDA graph, and the ceilings of the device it runs on."""
 
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Work:
     """Read and written once each, by the algorithm."""
     flops: int = 0
     check: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
-    """From the first run's result to (what is compared of it, the same in float64)."""
+    """Maps the first run's result to (what is compared of it, the same in float64)."""
     rivals: dict[str, Callable[[], object]] = field(default_factory=dict)
     """Other implementations of the same work by name."""
 
@@ -82,7 +82,7 @@ class Tensors:
         return torch.tensor(list(values), dtype=torch.int32, device=self.device)
 
     def copies(self, nbytes: int, *, most: int = 16) -> int:
-        """How many copies of inputs of this size exceed L2."""
+        """Number of copies of inputs of this size that exceed L2."""
         return max(1, min(most, -(-L2_BYTES // max(1, nbytes)))) if self.device.type == "cuda" else 1
 
 

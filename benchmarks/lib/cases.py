@@ -16,7 +16,7 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """From "64x512x256".
+        """Case of the text "64x512x256".
 
         Raises:
             ValueError: it is not three positive numbers, the last above 1.

@@ -1,4 +1,4 @@
-"""What figures depend on: commit, versions, hardware, clocks."""
+"""Environment that figures depend on: commit, versions, hardware, clocks."""
 
 from __future__ import annotations
 

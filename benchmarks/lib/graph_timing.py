@@ -1,4 +1,4 @@
-"""What launches take inside a CUDA graph: nothing of the host's time is in it."""
+"""Time of launches inside a CUDA graph: nothing of the host's time is in it."""
 
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations

@@ -22,22 +22,22 @@ from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.sampling_params import SamplingParams
 from services.engine.requests.submission import Submission
 from services.engine.settings import EngineSettings
-from services.pod.engine import Engine, build_engine, settle, use_threads
+from services.pod.engine import Engine, build_engine, tune_interpreter, use_threads
 
 Prompt = tuple[int, ...]
 
 
 @dataclass(slots=True)
 class Run:
-    """What came out of one batch of requests; times are perf_counter() seconds."""
+    """Result of one batch of requests; times are perf_counter() seconds."""
 
     began: float
     steps: list[tuple[float, list[SequenceUpdate]]] = field(default_factory=list)
-    """When the loop published, and what."""
+    """Times at which the loop published, and the updates."""
 
     @property
     def seconds(self) -> float:
-        """From the first submission to the last token of all."""
+        """Seconds from the first submission to the last token of all."""
         return self.steps[-1][0] - self.began
 
     def latencies(self) -> tuple[list[float], list[float]]:
@@ -92,7 +92,7 @@ class InProcessEngine:
         )
         use_threads(settings)
         self.engine: Engine = build_engine(settings, self.registry, None, events)
-        settle()
+        tune_interpreter()
         self.engine.start()
         self.vocab_size = config.vocab_size
         self._random = np.random.default_rng(0)

@@ -41,7 +41,7 @@ class Session:
         return sum(len(each.new) + each.out for each in self.turns[:turn]) - 1
 
     def marks(self, turn: int) -> Tokens:
-        """Where messages end inside of a turn's prompt: each earlier one and each answer."""
+        """Ends of messages inside of a turn's prompt: each earlier one and each answer."""
         lengths = [length for each in self.turns[:turn] for length in (len(each.new), each.out)]
         return tuple(accumulate(lengths))
 
@@ -62,13 +62,13 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """What all histories have in the end."""
+        """Tokens of all histories in the end."""
         return sum(session.length for session in self.sessions)
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much smaller than written in the tables a workload is."""
+    """Scale of a workload: how much smaller it is than written in the tables."""
 
     vocab_size: int
     seed: int = 0
@@ -80,11 +80,11 @@ class Sizes:
         return self.sessions == 1.0 and self.tokens == 1.0
 
     def count(self, number: int, least: int = 1) -> int:
-        """Of sessions."""
+        """Number of sessions."""
         return max(least, round(number * self.sessions))
 
     def length(self, number: int) -> int:
-        """Of a prompt or an answer."""
+        """Length of a prompt or an answer."""
         return max(2, round(number * self.tokens))
 
 
@@ -190,7 +190,7 @@ GENERATORS: dict[str, Callable[[Sizes], tuple[Workload, ...]]] = {
     "e": lambda sizes: (rollouts(sizes),),
     "w": lambda sizes: (one_at_a_time(sizes, 1024, 64), one_at_a_time(sizes, 8192, 256)),
 }
-"""By the letters of `--workload`."""
+"""Workloads by the letters of `--workload`."""
 
 
 def fitting(workload: Workload, capacity: int) -> Workload:

@@ -56,7 +56,7 @@ class Recorder:
 
 
 class Clock:
-    """What is left of the seconds that a sweep may measure for."""
+    """Rest of the seconds that a sweep may measure for."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds

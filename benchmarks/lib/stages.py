@@ -1,4 +1,4 @@
-"""Where the time of a start goes: what the engine logs while it starts, as stages."""
+"""Stages of a start and their times, from what the engine logs while it starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Stages:
-    """What happened when.
+    """Record of stages and their times.
 
     Args:
         zero: time.time() of the beginning.
@@ -24,7 +24,7 @@ class Stages:
         self._at.append((stage, time.time() - self._zero))
 
     def listen(self) -> None:
-        """From now on every line that the engine logs ends a stage; warnings also go to standard error."""
+        """Begins to listen: every line that the engine logs ends a stage; warnings also go to standard error."""
         # Imported here: the time of the first imports is a stage too.
         import structlog
 

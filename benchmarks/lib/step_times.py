@@ -1,4 +1,4 @@
-"""What the steps of a run were made of, and how long each kind took."""
+"""Kinds of a run's steps, and the time of each."""
 
 from __future__ import annotations
 

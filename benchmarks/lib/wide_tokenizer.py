@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 TOKENS = 248_044
-"""Of the 4B model's tokenizer, its added ones left out."""
+"""Tokens of the 4B model's tokenizer, its added ones left out."""
 _LONGEST = 14
 
 

@@ -24,7 +24,7 @@ class Conversation:
     said: int
     """Tokens of each answer."""
     cut: float
-    """Where the last message follows: at the end, or at this part of what was said behind the first answer."""
+    """Place of the last message: at the end, or at this part of what was said behind the first answer."""
     last: Tokens
     host: bool
     """Whether only the host has it when the last message comes."""
@@ -36,7 +36,7 @@ class Conversation:
 
 
 def conversations(count: int, vocab_size: int, seed: int, shrink: float) -> list[Conversation]:
-    """Of every kind as many, in turn."""
+    """Conversations of every kind, as many of each, in turn."""
     random = np.random.default_rng(seed)
 
     def some(bounds: tuple[int, int]) -> Tokens:

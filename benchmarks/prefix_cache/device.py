@@ -1,4 +1,4 @@
-"""What the prefix cache asks of the device: `python -m benchmarks.prefix_cache.device --out FILE`. Needs a GPU.
+"""Work of the prefix cache on the device: `python -m benchmarks.prefix_cache.device --out FILE`. Needs a GPU.
 
 Random weights of a shape, the engine's own runner with its graphs, no engine around it. Results are checked before they
 are timed: kernels against float64, snapshots against those of separate steps, payloads bit for bit. Milliseconds are
@@ -47,7 +47,7 @@ from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.requests.request import Request
 from services.engine.requests.sampling_params import SamplingParams
-from services.engine.scheduler.chunk_segments import links
+from services.engine.scheduler.chunk_segments import segments
 from services.engine.scheduler.step_plan import Chunk, StateCopy, StepPlan, StepResult
 from services.pod.memory import WAITING_WRITES
 from tests.kernels.gpu.delta.support import Chain, chain_segments, exact_conv, exact_delta, mixer
@@ -143,7 +143,7 @@ def in_steps(plan: StepPlan) -> list[StepPlan]:
     """A step for each link of the only chunk, and a copy of the state behind each but the last."""
     (whole,) = plan.chunks
     steps: list[StepPlan] = []
-    for link in links(whole):
+    for link in segments(whole):
         copied = [] if link.samples else [StateCopy(whole.slot, link.out_slot)]
         steps.append(StepPlan([link._replace(out_slot=0)], copies_after=copied))
     return steps
@@ -188,7 +188,7 @@ def check_kernels(config: Qwen3_5Config, device: torch.device) -> dict[str, floa
 
 
 def check_snapshots(bench: Bench, tokens: int) -> dict[str, float]:
-    """How far the snapshots of a chunk are from those of separate steps, relatively, beside how far the states behind
+    """Distance of the snapshots of a chunk from those of separate steps, relatively, beside how far the states behind
     the whole prompt in one step and in several are, which is rounding."""
     plan = bench.prompt(tokens, snapshots_of(tokens, 2))
     slots = [slot for _, slot in plan.chunks[0].snapshots]

@@ -47,7 +47,7 @@ from benchmarks.prefix_cache.workloads import ADAPTERS, VOCAB, Workload, make_wo
 from services.engine.executors.cpu.cache_transfer import CpuCacheTransfer
 from services.engine.executors.cpu.runner import ModelRunner
 from services.engine.kv_cache.keys import Tier
-from services.engine.kv_offload.manager import TierLimits, TierManager
+from services.engine.kv_offload.manager import TierConfig, TierManager
 from services.engine.models.batch import CacheBuffers
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.config import Qwen3_5Config
@@ -81,13 +81,13 @@ CONFIG = Qwen3_5Config(
 )
 _WAYS = ("tokens", "tiers", "chunks")
 BOUND = 1e-4
-"""Of log-probabilities in chunks."""
+"""Largest difference of log-probabilities in chunks."""
 _MOST_STEPS = 5_000
-"""Of one workload; more means that somebody starves."""
+"""Most steps of one workload; more means that somebody starves."""
 PLACES = ("device", *(tier.value for tier in Tier))
-"""Where cached tokens come from."""
+"""Places that cached tokens come from."""
 _HOST_BYTES, _DISK_BYTES, _STORE_BYTES = 96 * 1024, 192 * 1024, 512 * 1024
-"""Of the tiers: some eight entries, twice as many and some forty."""
+"""Sizes of the tiers: some eight entries, twice as many and some forty."""
 _PATIENCE = 30.0
 """Seconds for a load."""
 _ALONE = 256
@@ -96,7 +96,7 @@ _ALONE = 256
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a request got."""
+    """Answer to a request."""
 
     finished: Finished
     tokens: Sequence[SampledToken]
@@ -104,7 +104,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Totals:
-    """Of all workloads that were compared."""
+    """Totals of all workloads that were compared."""
 
     workloads: int = 0
     requests: int = 0
@@ -219,7 +219,7 @@ class Bench:
             return self._serve(workload, config, cache, None, threading.Event())
         woken = threading.Event()
         with tempfile.TemporaryDirectory(dir=self._tiers) as directory:
-            limits = TierLimits(
+            limits = TierConfig(
                 True,
                 _HOST_BYTES,
                 1e9,
@@ -287,7 +287,7 @@ class Bench:
                 if plan is None:
                     woken.wait(0.01)
                 scheduler.take_events(tiers.take_events())
-                tiers.submit(scheduler.take_jobs())
+                tiers.submit(scheduler.take_commands())
                 while forgets and len(answers) >= ended:
                     ended += 2
                     _forget(scheduler, tiers, forgets.popleft())
@@ -335,7 +335,7 @@ class Bench:
         return TokenByToken(runner).execute if self.token_by_token else runner.execute
 
     def _cache(self, num_blocks: int, block_size: int, num_slots: int) -> CacheBuffers:
-        """As others may have left it."""
+        """Cache as others may have left it."""
         cache = self.model.allocate_cache(num_blocks, block_size, num_slots)
         spoil(cache)
         return cache
@@ -350,12 +350,12 @@ def _rest(tiers: TierManager) -> None:
 
 
 def _forget(scheduler: Scheduler, tiers: TierManager, count: int) -> None:
-    """When all is saved that is to be, the device forgets everything, and so do the first of the tiers."""
+    """Waits until all is saved that is to be; then the device and the first tiers forget everything."""
     _rest(tiers)
     # A save that has ended lets the scheduler ask for the next one.
     while events := tiers.take_events():
         scheduler.take_events(events)
-        tiers.submit(scheduler.take_jobs())
+        tiers.submit(scheduler.take_commands())
         _rest(tiers)
     scheduler.clear_cache()
     index = tiers._index
@@ -380,7 +380,7 @@ def spoil(cache: CacheBuffers) -> None:
 
 
 def splits(bench: Bench, workload: Workload, draw: Random) -> float:
-    """By how much a log-probability changes if a prompt is computed in pieces instead of at once, without any cache:
+    """Change of a log-probability if a prompt is computed in pieces instead of at once, without any cache:
     the most of all requests of a workload."""
     most = 0.0
     for answer in bench.serve(workload):

@@ -63,7 +63,7 @@ PEERS: dict[str, dict[str, Any]] = {
 }
 PEER = "vLLM 0.26.0, one H200, 2026-11-21, prefix caching on (block 528, mamba mode align), a run of its own"
 _ROOM = 0.97
-"""Of the KV blocks for histories."""
+"""Share of the KV blocks for histories."""
 _SNAPSHOTS = ((100, 320), (0, 144))
 """State snapshots on a GPU of at least so many GiB: some 54 MB each."""
 _WARM_UP_SEED = 1_000_000
@@ -112,7 +112,8 @@ def _compiled(engine: InProcessEngine) -> AbstractContextManager[list[str]]:
 
 
 def _short(workload: Workload) -> Workload:
-    """As many requests at once, a few tokens each: whatever an engine compiles or captures for this workload."""
+    """Workload of as many requests at once, a few tokens each: whatever an engine compiles or captures for this
+    workload."""
     kept = workload.order[: workload.concurrency]
     sessions = tuple(
         replace(session, turns=tuple(replace(turn, out=min(turn.out, 8)) for turn in session.turns[:2]))
@@ -265,8 +266,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def engine_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """What the workloads need, chosen here and not by the engine: 256 sequences, as many snapshots as sessions and
-    more, nothing for training, all else for KV."""
+    """Settings that the workloads need, chosen here and not by the engine: 256 sequences, as many snapshots as sessions
+    and more, nothing for training, all else for KV."""
     from torch import cuda
 
     given: dict[str, Any] = dict(pair.split("=", 1) for pair in options.set)

@@ -157,13 +157,13 @@ def _submission(name: str, ask: Ask) -> Any:
 
 @dataclass(slots=True)
 class Apart:
-    """How far answers are from those that they are compared with."""
+    """Distance of answers from those that they are compared with."""
 
     distances: list[float] = field(default_factory=list)
     equal: int = 0
 
     def add(self, tokens: Sequence[SampledToken], others: Sequence[SampledToken]) -> None:
-        """Of the same answer to the same prompt.
+        """Adds the same answer to the same prompt.
 
         Raises:
             ValueError: of another answer.
@@ -178,7 +178,7 @@ class Apart:
         return Apart(self.distances + other.distances, self.equal + other.equal)
 
     def figures(self) -> dict[str, float]:
-        """Of at least one token."""
+        """Figures of at least one token."""
         values = np.array(self.distances)
         return {
             "mean": _short(values.mean()),
@@ -194,7 +194,7 @@ def _short(value: float | np.floating[Any]) -> float:
 
 
 class Measurement:
-    """What the conversations showed, group by group.
+    """Results of the conversations, group by group.
 
     Args:
         answer: tokens of each answer that is compared.
@@ -339,7 +339,7 @@ def measure(engine: InProcessEngine, talks: Sequence[Conversation], *, answer: i
 
 
 def _reversed(talk: Conversation) -> Conversation:
-    """As long, and nothing in common."""
+    """Conversation that is as long and has nothing in common."""
     return replace(talk, turns=tuple(turn[::-1] for turn in talk.turns))
 
 

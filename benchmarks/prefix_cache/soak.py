@@ -42,9 +42,9 @@ from services.engine.compute_sharing.host_lock import SliceGate
 from services.engine.executors.cpu.cache_transfer import CpuCacheTransfer
 from services.engine.executors.cpu.runner import ModelRunner
 from services.engine.executors.runner import OpenStep, Runner, StepHandle
-from services.engine.kv_offload.manager import TierLimits, TierManager
-from services.engine.loop.kept_completions import RolloutMemory
+from services.engine.kv_offload.manager import TierConfig, TierManager
 from services.engine.loop.loop import EngineLoop
+from services.engine.loop.rollout_buffer import RolloutBuffer
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.observability.events import EngineEvent, EventStream, StepDone, StepFailed
@@ -64,7 +64,7 @@ _LONGEST = 200
 _MOST_OUTPUT = 16
 _IN_FLIGHT = 24
 _HISTORIES = 48
-"""That requests go on behind."""
+"""Histories that requests go on behind."""
 _STUCK_SECONDS = 60.0
 _LISTED = 10
 """Findings listed in the output."""
@@ -72,10 +72,10 @@ _LISTED = 10
 
 @dataclass(slots=True)
 class _Work:
-    """What the runner was given of one request."""
+    """Tokens of one request that the runner was given."""
 
     first: int
-    """Where its first chunk begins."""
+    """Position at which its first chunk begins."""
     end: int
     computed: int = 0
     again: int = 0
@@ -187,7 +187,7 @@ class _Steps:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of the traffic."""
+    """Result of the traffic."""
 
     requests: int = 0
     ends: dict[str, int] = field(default_factory=dict)
@@ -222,7 +222,7 @@ class Soak:
         cache = loaded.allocate_cache(config.num_blocks, config.block_size, config.num_slots)
         self._tiers: TierManager | None = None
         if tiers:
-            limits = TierLimits(True, _HOST_BYTES, 5e9, 2.0)
+            limits = TierConfig(True, _HOST_BYTES, 5e9, 2.0)
             transfer = CpuCacheTransfer(cache, "soak")
             self._tiers = TierManager(transfer, limits, EventStream(), lambda: self.loop.wake())
         runner = ModelRunner(
@@ -239,7 +239,7 @@ class Soak:
             CountedRunner(runner, self.ledger),
             BaseOnly(),
             SliceGate(0.05),
-            RolloutMemory(64, 60.0),
+            RolloutBuffer(64, 60.0),
             max_waiting=4 * _IN_FLIGHT,
             events=EventStream(self._steps.listen),
             tiers=self._tiers,
@@ -375,7 +375,7 @@ class Soak:
         return scheduler.counts()
 
     def _check_empty(self) -> None:
-        """When nothing is left."""
+        """Checks that nothing is left."""
         ledger = self.ledger
         if self._tiers is not None:
             # What is being saved is held; a save that ends lets the loop ask for the next one.

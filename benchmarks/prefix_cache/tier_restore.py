@@ -1,4 +1,4 @@
-"""What going on with a history costs by where it lies: `python -m benchmarks.prefix_cache.tier_restore --model
+"""Cost of going on with a history by where it lies: `python -m benchmarks.prefix_cache.tier_restore --model
 qwen3.5-4b --random`.
 
 Histories of 8,192 random tokens and an answer of 16; then one request at a time with 256 tokens behind one of them,
@@ -47,7 +47,7 @@ _EACH = 6
 """Histories for each place."""
 _NEW, _OUT = 256, 16
 _SETTLE_SECONDS = 180.0
-"""For the tiers to have done what they were told."""
+"""Time for the tiers to have done what they were told."""
 _SAMPLED = 64
 """Pages of a file that are looked for in memory."""
 _PAGE = 4096

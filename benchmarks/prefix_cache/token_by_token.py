@@ -20,10 +20,10 @@ class TokenByToken:
         """Runs a plan without speculation.
 
         Raises:
-            ValueError: it has guesses, or reads prompts.
+            ValueError: it has draft tokens, or reads prompts.
         """
         if plan.reads or any(chunk.num_draft_tokens or chunk.out_slot for chunk in plan.chunks):
-            raise ValueError("a plan that guesses or reads prompts cannot be run token by token")
+            raise ValueError("a plan with draft tokens or prompt reads cannot be run token by token")
         return StepResult([token for step in single_steps(plan) for token in self._runner.execute(step).tokens])
 
 
@@ -36,7 +36,7 @@ def single_steps(plan: StepPlan) -> list[StepPlan]:
 
 
 def _singles(chunk: Chunk) -> list[tuple[Chunk, list[StateCopy]]]:
-    """Its tokens as chunks, each with the snapshots behind it."""
+    """Tokens of a chunk as chunks, each with the snapshots behind it."""
     last = chunk.start + len(chunk.token_ids) - 1
     snapshots: dict[int, list[StateCopy]] = {}
     for position, slot in chunk.snapshots:

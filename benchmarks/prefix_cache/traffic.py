@@ -30,7 +30,7 @@ class Sent:
     prompt: tuple[int, ...]
     at: float
     first: float = 0.0
-    """When its first token was told."""
+    """Time at which its first token was told."""
     finished: Finished | None = None
     error: Exception | None = None
     ended: float = 0.0
@@ -53,7 +53,7 @@ class Traffic:
         self._lock = threading.Lock()
         self._histories: dict[int, tuple[int, ...]] = {}
         self._turns: dict[int, int] = defaultdict(int)
-        """Of each session, that were sent."""
+        """Turns of each session that were sent."""
 
     def run(self) -> list[Sent]:
         """All requests, in the order in which they were sent.
@@ -90,8 +90,8 @@ class Traffic:
 
     def _send(self, number: int) -> Sent:
         from services.engine.requests.adapter import AdapterChoice
+        from services.engine.requests.conversation_session import SessionName
         from services.engine.requests.sampling_params import SamplingParams
-        from services.engine.requests.sessions import SessionName
         from services.engine.requests.submission import Submission
 
         session, turn = self._workload.sessions[number], self._turns[number]
@@ -123,7 +123,7 @@ class Traffic:
 
 
 def report(workload: Workload, sent: Sequence[Sent]) -> dict[str, Any]:
-    """What the requests of a workload say."""
+    """Figures of a workload's requests."""
     first, last = min(each.at for each in sent), max(each.ended for each in sent)
     out = sum(len(each.finished.output_ids) for each in sent if each.finished)
     prompts = sum(len(each.prompt) for each in sent)

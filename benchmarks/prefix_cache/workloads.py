@@ -30,7 +30,7 @@ class Ask:
     behind: int | None
     """The earlier request with whose prompt and answer its prompt begins; None: with nobody's."""
     keep: int
-    """How many tokens of those."""
+    """Number of tokens that are kept of those."""
     own: tuple[int, ...]
     """The rest of the prompt."""
     sampling: SamplingParams
@@ -55,7 +55,7 @@ class Workload:
 
     asks: tuple[Ask, ...]
     lengths: tuple[int, ...]
-    """Of the prompts."""
+    """Lengths of the prompts."""
     config: SchedulerConfig
     arrivals: int
     """Requests that come before each step, at most; one comes when what it begins with is known."""
@@ -105,8 +105,8 @@ def make_workload(draw: Random) -> Workload:
 
 
 def _cut(draw: Random, prompt: int, answer: int) -> int:
-    """Where to leave a prompt and its answer: at the end, so that the next turn follows; at the end of the prompt,
-    which makes an equal one; around the ends of blocks; or anywhere."""
+    """Position at which to leave a prompt and its answer: at the end, so that the next turn follows; at the end of the
+    prompt, which makes an equal one; around the ends of blocks; or anywhere."""
     history = prompt + answer
     kind = draw.randint(0, 5)
     if kind <= 1:

@@ -32,7 +32,7 @@ _BLOCK = 16
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a prompt is cut: lengths of prefill pieces, and how many tokens at its end are decodes."""
+    """Cut of a prompt: lengths of prefill pieces, and how many tokens at its end are decodes."""
 
     name: str
     pieces: tuple[int, ...]

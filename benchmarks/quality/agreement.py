@@ -1,4 +1,4 @@
-"""How far sampler and trainer are apart: `python -m benchmarks.quality.agreement`.
+"""Difference of sampler's and trainer's log-probabilities: `python -m benchmarks.quality.agreement`.
 
 The engine samples completions by an adapter in a slot, token by token through recurrent states and paged KV; the
 trainer reads the same tokens packed, in chunks. Both say log-probabilities of the sampled tokens at temperature 1. One
@@ -42,7 +42,7 @@ RANK = 16
 
 
 SHARP = 0.3
-"""Of the final norm: with a tied head the random model repeats its last token, so likely as this makes it."""
+"""Factor of the final norm: with a tied head the random model repeats its last token, so likely as this makes it."""
 _OUTWARD = ("out_proj", "o_proj", "down_proj")
 """Whose random weights are small (benchmarks.lib.random_checkpoint, gentle)."""
 

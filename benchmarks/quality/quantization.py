@@ -1,4 +1,4 @@
-"""What quantization costs in quality: `python -m benchmarks.quality.quantization [--engine] [--json FILE]`.
+"""Cost of quantization in quality: `python -m benchmarks.quality.quantization [--engine] [--json FILE]`.
 
 Two figures for each way to store weights, KV and states:
 - perplexity of models/tiny on the replies of held-out conversations of its recipe (trained weights);
@@ -73,7 +73,8 @@ def perplexity(logprobs: Sequence[float]) -> float:
 
 
 def relative_error(logprobs: Sequence[float], reference: Sequence[float], tokens: int) -> float:
-    """Of the logits of each prompt's ``tokens`` candidates, which a log-probability is up to a constant."""
+    """Relative error of the logits of each prompt's ``tokens`` candidates, which a log-probability is up to a
+    constant."""
     mine, truth = (torch.tensor(values, dtype=torch.float64).view(-1, tokens) for values in (logprobs, reference))
     mine, truth = (values - values.mean(1, keepdim=True) for values in (mine, truth))
     return float((mine - truth).norm() / truth.norm())

@@ -34,7 +34,7 @@ _FP8_MAX = 448.0
 _FORCED = 100.0
 """Bias that has the engine sample the token whose log-probability is wanted; the log-probability is without it."""
 _SCORE_SECONDS = 240.0
-"""For the engine to answer all queries."""
+"""Time for the engine to answer all queries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How weights, KV and states are stored; the names of the settings."""
+    """Storage of weights, KV and states; the names of the settings."""
 
     quantization: Quantization = "none"
     kv_cache_dtype: str = "auto"

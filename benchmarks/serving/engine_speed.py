@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from services.common.errors import TemperError
 from services.engine.compute_sharing.host_lock import SliceGate
 from services.engine.executors.cpu.runner import ModelRunner
-from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
+from services.engine.loop.rollout_buffer import RolloutBuffer
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.requests.adapter import BASE_PIN, AdapterChoice, AdapterPin, PrivateVersion
@@ -30,7 +30,7 @@ from services.engine.settings import EngineSettings
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is generated: greedy, no end of text, so that every run has the same length.
+    """Workload that is generated: greedy, no end of text, so that every run has the same length.
 
     Args:
         prompt_tokens: length of each prompt; prompts differ, so that no prefix is shared.
@@ -88,7 +88,7 @@ class EngineUnderTest:
             ModelRunner(model, cache, lora, num_slots=slots, eos_token_ids=[]),
             BaseOnly(),
             SliceGate(settings.tpot_slo_ms / 1000),
-            RolloutMemory(0, 1.0),
+            RolloutBuffer(0, 1.0),
         )
         self._loop.start()
         self._runs = 0

@@ -1,4 +1,4 @@
-"""What one decode step costs the engine loop's thread, without a model: planning, tokens, books, publishing.
+"""Cost of one decode step for the engine loop's thread, without a model: planning, tokens, books, publishing.
 
     python -m benchmarks.serving.host_step [--sequences 1 64 256] [--steps 400]
 
@@ -21,8 +21,8 @@ from typing import TypeVar
 from services.common.errors import TemperError
 from services.engine.compute_sharing.host_lock import SliceGate
 from services.engine.executors.runner import CompletedStep, OpenStep
-from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.request_tracker import RequestTracker
+from services.engine.loop.rollout_buffer import RolloutBuffer
 from services.engine.loop.step_pipeline import StepPipeline
 from services.engine.observability.events import EventStream
 from services.engine.requests.adapter import BASE_PIN, AdapterChoice, AdapterPin, PrivateVersion
@@ -36,7 +36,7 @@ _PROMPT = 512
 _T = TypeVar("_T")
 
 
-class Stopwatch:
+class StepTimer:
     """Microseconds by name, of the present step."""
 
     def __init__(self) -> None:
@@ -95,10 +95,10 @@ def measure(sequences: int, steps: int) -> dict[str, float]:
         max_model_len=4 * _PROMPT + steps,
         prefix_cache=False,
     )
-    watch = Stopwatch()
+    watch = StepTimer()
     runner = NullRunner()
     pipeline = StepPipeline(config, runner, SliceGate(0.05), EventStream(), time.monotonic)
-    tracker = RequestTracker(pipeline, BaseOnly(), RolloutMemory(0, 1.0), EventStream(), 1.0, time.monotonic)
+    tracker = RequestTracker(pipeline, BaseOnly(), RolloutBuffer(0, 1.0), EventStream(), 1.0, time.monotonic)
     for n in range(sequences):
         prompt = tuple(range(n, n + _PROMPT))
         sampling = SamplingParams(max_tokens=steps + 9)

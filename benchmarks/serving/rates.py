@@ -93,7 +93,7 @@ def main() -> None:
         "--profile", type=Path, metavar="FILE", help="timeline of a decode (.json or .json.gz) per case"
     )
     parser.add_argument(
-        "--acceptance", type=float, metavar="SHARE", help="with --set speculative=mtp: so many guesses are right"
+        "--acceptance", type=float, metavar="SHARE", help="with --set speculative=mtp: so many draft tokens are right"
     )
     parser.add_argument("--seconds", type=float, default=540.0, help="start no case after this")
     parser.add_argument("--out", type=Path, help="directory for serving.jsonl")
@@ -179,7 +179,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _mix(pipeline: StepPipeline, tokens: int) -> None:
-    """From now on steps with decodes hold up to so many prompt tokens."""
+    """Sets how many prompt tokens a step with decodes holds, at most."""
     pipeline.scheduler.config = replace(pipeline.scheduler.config, mixed_prefill_tokens=tokens)
 
 

@@ -33,12 +33,12 @@ from services.engine.scheduler.scheduler import Scheduler
 from services.engine.scheduler.step_plan import StepPlan, StepResult
 
 _DECODE_MS = ((0, 2.0), (1, 2.45), (8, 2.95), (16, 3.3), (64, 4.5), (256, 9.2))
-"""Of a step by its decodes, without what their contexts cost."""
+"""Milliseconds of a step by its decodes, without the cost of their contexts."""
 _CONTEXT_SECONDS = 32_768 / 4.3e12
-"""To read the keys and values of one token."""
+"""Time to read the keys and values of one token."""
 _TOKEN_SECONDS = 1 / 80_000
 _ATTENTION = 1.56e-5
-"""What a token of a prompt costs more for each token before it, as a part of itself."""
+"""Additional cost of a prompt's token for each token before it, as a part of itself."""
 _BEHIND = 0.0005
 """Seconds until a client sends the next turn."""
 CONFIG = SchedulerConfig(
@@ -54,11 +54,11 @@ CONFIG = SchedulerConfig(
     token_seconds=_TOKEN_SECONDS,
     attention_cost=_ATTENTION,
 )
-"""As a pod of a 4B model has it on an H200."""
+"""Settings as a pod of a 4B model has them on an H200."""
 
 
 def step_seconds(plan: StepPlan) -> float:
-    """How long a step runs on the device."""
+    """Time of a step on the device."""
     decodes = plan.num_decodes
     at = max(1, bisect_left(_DECODE_MS, (decodes, 0.0)))
     (low, less), (high, more) = _DECODE_MS[at - 1 : at + 1] if at < len(_DECODE_MS) else _DECODE_MS[-2:]
@@ -92,7 +92,7 @@ class _Sent:
 
 @dataclass(slots=True)
 class Simulated:
-    """What came of a workload."""
+    """Result of a workload."""
 
     seconds: float = 0.0
     out_tokens: int = 0

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _NAME = "bench-live"
 _SYNC_SECONDS = 60.0
 _MOST_WAVES = 8
-"""Without swaps: enough for a p99."""
+"""Most waves without swaps: enough for a p99."""
 
 
 def measure_swaps(engine: InProcessEngine, case: Case, swaps: int, *, seconds: float = float("inf")) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the GPU does while the engine decodes: torch profiler's timeline and the share of it without work."""
+"""Timeline of the GPU while the engine decodes: torch profiler's timeline and the share of it without work."""
 
 from __future__ import annotations
 

@@ -22,18 +22,18 @@ _NEAR = 4
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of some schemas."""
+    """Result of some schemas."""
 
     schemas: int = 0
-    """That were accepted."""
+    """Schemas that were accepted."""
     refused: int = 0
     answers: int = 0
-    """That ended by themselves."""
+    """Answers that ended by themselves."""
     cut: int = 0
     near: int = 0
     """Values near an answer."""
     taken: int = 0
-    """Of those, that the grammar takes."""
+    """Those of them that the grammar takes."""
     missed: int = 0
     """Valid ones that it does not take: that is allowed."""
     problems: list[str] = field(default_factory=list)

@@ -319,7 +319,7 @@ def main() -> None:
 
 
 def with_engine(options: argparse.Namespace, common: dict[str, Any]) -> None:
-    """What needs a model."""
+    """Measurements that need a model."""
     from services.pod.preflight import use_kernel_cache
 
     directory = checkpoint(options.model, options.scratch, options.layers)

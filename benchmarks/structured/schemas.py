@@ -195,7 +195,7 @@ class SchemaMaker:
         }
 
     def _both(self, depth: int) -> Schema:
-        """What two schemas ask for at once; each lets the other's names pass."""
+        """Schema of what two schemas ask for at once; each lets the other's names pass."""
         first, second = self._object(depth - 1), self._object(depth - 1)
         second["properties"] = {
             key: value for key, value in second["properties"].items() if key not in first["properties"]

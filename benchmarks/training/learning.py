@@ -1,4 +1,4 @@
-"""What each training method teaches: `python -m benchmarks.training.learning --out benchmarks/results/learning`.
+"""Effect of each training method: `python -m benchmarks.training.learning --out benchmarks/results/learning`.
 
 The tiny model half believes that dates lie one day late. SFT, DPO, KTO, GRPO with rollouts of its own and distillation
 each get questions about dates, three seeds; every few steps two things are measured on held-out questions:
@@ -176,7 +176,7 @@ def ordered(host: PolicyHost, run: JobRun, items: Sequence[Item]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Of a curve."""
+    """Point of a curve."""
 
     steps: int
     right: float
@@ -196,7 +196,7 @@ class Curve:
     seed: int
     points: tuple[Point, ...]
     seconds: float
-    """Of training, without the questions."""
+    """Seconds of training, without the questions."""
 
 
 def learn(host: PodHost, method: str, seed: int, every: int) -> tuple[Curve, dict[str, bytes]]:

@@ -58,7 +58,7 @@ def random_parents(shape: tuple[int, int], count: int, rank: int, decay: float, 
 
 
 def merge_settings(method: str, parents: int, rank: int) -> MergeSettings:
-    """As a job would ask for it; all but weighted merges are cut to the parents' rank."""
+    """Settings as a job would have them; all but weighted merges are cut to the parents' rank."""
     sources = [{"adapter": f"parent-{place}", "weight": 1.0 / (place + 1)} for place in range(parents)]
     cut = None if method == "weighted" else rank
     return MergeSettings.model_validate(

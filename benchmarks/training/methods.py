@@ -1,4 +1,4 @@
-"""Where a step's time goes, method by method: `python -m benchmarks.training.methods --methods
+"""Times of a step's parts, method by method: `python -m benchmarks.training.methods --methods
 sft,dpo,kto,grpo,generate,opd`.
 
 Prepared jobs as a pod runs them, on an engine that is otherwise idle: Qwen3.5-4B's shape with random weights (for opd
@@ -80,15 +80,15 @@ EVEN = {"type": "regex", "match": "full", "pattern": "(?:[^a-z]*[a-z][^a-z]*[a-z
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a step."""
+    """Sizes of a step."""
 
     examples: int
     prompt_tokens: int
     new_tokens: int
     prompts: int
-    """Of GRPO."""
+    """Prompts of a step of GRPO."""
     completions: int
-    """Of each of them."""
+    """Completions of each prompt."""
 
     @property
     def longest(self) -> int:

@@ -1,4 +1,4 @@
-"""From an adapter in training to the next request that it answers: published, served, asked."""
+"""Time from an adapter in training to the next request that it answers: published, served, asked."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def measure_trl(
     from trl.experimental.gkd import GKDConfig, GKDTrainer
 
     class Clock(TrainerCallback):
-        """When each step begins and ends."""
+        """Clock that notes when each step begins and ends."""
 
         def __init__(self) -> None:
             self.seconds: list[float] = []

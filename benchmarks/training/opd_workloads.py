@@ -13,7 +13,7 @@ RANK, MODULES = 16, ["q_proj", "v_proj"]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a step samples."""
+    """Samples of a step."""
 
     name: str
     prompts: int

@@ -1,4 +1,5 @@
-"""What benchmarks of training jobs share: checkpoints, a pod without its servers, steps of a job with their parts."""
+"""Parts that benchmarks of training jobs share: checkpoints, a pod without its servers, steps of a job with their
+parts."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from benchmarks.lib.random_checkpoint import SHAPES, TINY, config_of, write
 from benchmarks.lib.recorder import put_line
 from services.common.adapters.registry import AdapterRegistry
 from services.engine.models.registry import read_config
-from services.pod.engine import Engine, build_engine, settle, use_threads
+from services.pod.engine import Engine, build_engine, tune_interpreter, use_threads
 from services.pod.host import PodHost
 from services.pod.training import pod_host
 from services.trainer.jobs.base import JobRun
@@ -100,7 +101,7 @@ def training_pod(
     use_threads(chosen)
     registry = registry or GeneratedAdapters(read_config(model), count=0, rank=1)
     engine = build_engine(chosen, registry, None)
-    settle()
+    tune_interpreter()
     engine.start()
     try:
         yield TrainingPod(engine, pod_host(chosen, TrainerSettings(), engine), registry)
@@ -145,7 +146,7 @@ def with_rest(whole: float, parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each name, over all rows; nothing where a row has none."""
+    """Median of each name over all rows; nothing where a row has none."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: round(statistics.median(row.get(name, 0.0) for row in rows), 4) for name in names}
 
@@ -174,15 +175,15 @@ def measure_steps(host: PodHost, run: JobRun, warm_up: int) -> Steps:
 
 
 def end_job(host: PodHost) -> None:
-    """As the trainer's worker does behind a job: the next one finds the memory of this one free. Nothing of its run may
+    """Ends a job as the trainer's worker does: the next one finds the memory of this one free. Nothing of its run may
     be held any more."""
-    host.ledger.release_job()
+    host.memory_budget.release_job()
     gc.collect()
-    host.ledger.settle()
+    host.memory_budget.settle()
 
 
 def forget_peak(host: PodHost) -> None:
-    """Where the device can: from here on counts what peak_gb() says."""
+    """Resets the peak that peak_gb() reads, where the device can."""
     if host.model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
 

@@ -49,7 +49,7 @@ from services.trainer.losses import negative_log_likelihood
 from services.trainer.optimizer import AdapterOptimizer
 
 _PEAK_FLOPS = 989e12
-"""Of an H100 or H200 in bfloat16, dense, from NVIDIA's data sheet."""
+"""Peak rate of an H100 or H200 in bfloat16, dense, from NVIDIA's data sheet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """From "4x2048".
+        """Case of the text "4x2048".
 
         Raises:
             ValueError: it is not two numbers, or a document has no token to predict.
@@ -77,7 +77,7 @@ class Case:
 
 
 def model_flops(config: ModelConfig, case: Case) -> float:
-    """Of a forward and of the backward in the activations, without what is computed again."""
+    """Floating-point operations of a forward and of the backward in the activations, without what is computed again."""
     linear = sum(out * into for layer in range(config.num_layers) for out, into in config.linear_shapes(layer).values())
     weights = 4.0 * (linear + config.vocab_size * config.hidden_size) * case.total
     # Causal: half of all pairs. Two products forward, five backward (FlashAttention-2, arXiv 2307.08691, §3.1).

@@ -1,4 +1,4 @@
-"""What keeps the delta rule's step from the speed of memory: `python -m benchmarks.tuning.probe_delta`.
+"""Limits that keep the delta rule's step from the speed of memory: `python -m benchmarks.tuning.probe_delta`.
 
 Kernels that only read the same states as `kernels.gpu.delta.step`, or multiply them in place, in blocks of some
 keys; the step itself that writes states back in every step or lets writes wait (`kernels.gpu.delta.waiting_writes`), by
@@ -32,7 +32,7 @@ from tests.kernels.gpu.delta.support import mixer
 _KEY_HEADS, _HEADS, _DIM = 16, 32, 128
 _SLOTS = 520
 _ROW_BYTES = 4 * _HEADS * _DIM * _DIM
-"""Of a row's states."""
+"""Bytes of a row's states."""
 
 
 @triton.jit

@@ -54,7 +54,7 @@ class Chain:
 
     name: str
     triggers: tuple[str, ...]
-    """When each lets the next one start: "first", before its wait; "after" it; "never", by ending."""
+    """Point at which each lets the next one start: "first", before its wait; "after" it; "never", by ending."""
     programs: int
     pdl: bool = True
 
@@ -161,7 +161,7 @@ def _times(chain: Chain, device: torch.device) -> Tensor:
 
 
 def report(rows: list[dict[str, object]]) -> str:
-    """For people."""
+    """Table for people."""
     lines = ["programmatic launch, microseconds (below 0: before)"]
     for row in rows:
         figures = "  ".join(f"{key} {value:+.2f}" for key, value in row.items() if isinstance(value, float))

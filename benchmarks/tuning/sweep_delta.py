@@ -38,7 +38,7 @@ from tests.kernels.gpu.delta.support import Mixer, exact_delta, mixer
 SHAPE = DeltaShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
 STATE = (SHAPE.value_heads, SHAPE.key_dim, SHAPE.value_dim)
 BYTES = 2 * 4 * SHAPE.value_size * SHAPE.key_dim
-"""Of a row's state, read and written."""
+"""Bytes of a row's state, read and written."""
 ROWS = (1, 8, 64, 256)
 PREFILLS = ((1, 512), (16, 512), (1, 3840), (2, 4096))
 SLOTS = 520
@@ -74,7 +74,7 @@ CONV_PREFILLS = [
 """Rows, channels and warps of a program."""
 
 Case = tuple[str, Any]
-"""What is measured, and the variant."""
+"""Kernel that is measured, and its variant."""
 
 
 def main() -> None:

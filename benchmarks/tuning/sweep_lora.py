@@ -1,4 +1,4 @@
-"""What adapters cost a product, and every sensible cut of their kernels, at the 4B shape:
+"""Cost of adapters in a product, and every sensible cut of their kernels, at the 4B shape:
 `python -m benchmarks.tuning.sweep_lora [--parts pairs,shrink,expand] [--seconds N] --out FILE`.
 
 8 adapters of rank 16, row i uses adapter i mod 8. "pairs": a product with all that the engine launches for it, in
@@ -32,7 +32,7 @@ _PAIRS = ("in_delta", "gate_up", "out", "down")
 _NORMED = ("in_delta", "gate_up")
 _PREFETCHES = (0, 512, 1024, 2048)
 _LAUNCHES = 24
-"""In a graph, at least."""
+"""Fewest launches in a graph."""
 _PROCESSES = 16
 
 
@@ -42,13 +42,13 @@ class Entry:
 
     part: str
     name: str
-    """Of MATRICES."""
+    """Name in MATRICES."""
     rows: int
     adapters: bool = True
     cut: tuple[Any, ...] = ()
     """Arguments of ShrinkConfig or ExpandConfig."""
     config: SkinnyConfig | None = None
-    """Of a pair; None: a kernel for each of norm, product, adapters and activation."""
+    """Variant of a pair; None: a kernel for each of norm, product, adapters and activation."""
 
     def key(self) -> dict[str, Any]:
         key: dict[str, Any] = {"part": self.part, "name": self.name, "rows": self.rows, "adapters": self.adapters}

@@ -53,7 +53,7 @@ _CONFIGS = [
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How spread out the logits are: flat as random weights make them, peaked as a trained model's."""
+    """Shape of the logits' distribution: flat as random weights make them, peaked as a trained model's."""
 
     name: str
     scale: float
@@ -64,7 +64,7 @@ _FLAT, _PEAKED = Shape("flat", 1.0), Shape("peaked", 4.0)
 
 @dataclass(slots=True)
 class Checks:
-    """What was compared and what differed."""
+    """Counts of what was compared and what differed."""
 
     rows: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -126,7 +126,7 @@ def check(fields: dict[str, Any], name: str, logits: Tensor, checks: Checks) -> 
 
 
 def host_seconds(rows: int, fields: dict[str, Any], device: torch.device) -> dict[str, float]:
-    """What the loop thread spends on a step with the same requests as before: prepare, launch, read."""
+    """Time that the loop thread spends on a step with the same requests as before: prepare, launch, read."""
     logits = make_logits(rows, _FLAT, device)
     sampler = make_sampler(rows, device)
     chunks = make_chunks(rows, fields)

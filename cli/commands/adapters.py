@@ -47,7 +47,7 @@ def _metrics(metrics: dict[str, Any]) -> str:
 
 
 def _origin(version: dict[str, Any]) -> str:
-    """What it was made from."""
+    """Origin of a version in words."""
     lineage = version.get("lineage")
     if lineage:
         return " + ".join(f"{one['weight']:g}·{one['version']}" for one in lineage["parents"])

@@ -131,7 +131,7 @@ def watch(client: Client, output: Output, batch_id: str, timeout: float | None) 
 
 
 def _states(client: Client, batch_id: str, timeout: float | None) -> Iterator[dict[str, Any]]:
-    """What the server says of a batch, again and again, until it has ended."""
+    """States of a batch as the server says them, until it has ended."""
     began = time.monotonic()
     away_since: float | None = None
     while True:

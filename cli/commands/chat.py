@@ -19,7 +19,7 @@ from cli.settings import CliSettings
 
 @dataclass(slots=True)
 class Answer:
-    """What a streamed completion adds up to."""
+    """Answer that the chunks of a stream add up to."""
 
     text: str = ""
     reasoning: str = ""

@@ -8,12 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from cli import job_files as jobfile
+from cli import job_files
 from cli.http.client import Client, path
 from cli.http.context import connected
 from cli.http.job_events import TERMINAL, conclude, watch
 from cli.options import Json, Url
 from cli.output import CliError, ExitCode, Output
+from services.common.jobs import JOBS
 
 app = typer.Typer(name="train", help="Submit, watch and cancel training jobs.", no_args_is_help=True)
 
@@ -24,7 +25,7 @@ Timeout = Annotated[float | None, typer.Option(help="Seconds to wait for the end
 @app.command()
 def submit(
     target: Annotated[
-        str, typer.Argument(metavar="FILE|sft|dpo|kto|grpo|opd", help='A JSON job with "kind", or a kind with --data.')
+        str, typer.Argument(metavar=f"FILE|{'|'.join(JOBS)}", help='A JSON job with "kind", or a kind with --data.')
     ],
     data: Annotated[
         Path | None, typer.Option(help="JSONL: examples, scored completions (grpo), or prompts (opd).")
@@ -63,8 +64,8 @@ def submit(
             "attach": attach,
         }
         job = build(target, data, {key: value for key, value in options.items() if value is not None})
-        jobfile.apply_settings(job, settings or [])
-        jobfile.check(job)
+        job_files.apply_settings(job, settings or [])
+        job_files.check(job)
         headers = {} if idempotency_key is None else {"idempotency-key": idempotency_key}
         kind = job.pop("kind")
         accepted = client.post(path("v1", "train", kind), job, headers=headers)
@@ -82,17 +83,17 @@ def build(target: str, data: Path | None, options: dict[str, Any]) -> dict[str, 
     Raises:
         CliError: they do not make a job.
     """
-    if target in jobfile.data_kinds():
+    if target in JOBS:
         if data is None:
             raise CliError(f"temper train submit {target} needs --data FILE.jsonl", ExitCode.USAGE)
         if "adapter" not in options:
             raise CliError(f"temper train submit {target} needs --adapter NAME", ExitCode.USAGE)
-        return {"kind": target, **jobfile.data(target, data), **options}
+        return {"kind": target, **job_files.data(target, data), **options}
     if data is not None:
-        kinds = ", ".join(jobfile.data_kinds())
+        kinds = ", ".join(JOBS)
         what = "a job file has its own data" if Path(target).exists() else f"{target!r} is none"
         raise CliError(f"--data goes with a kind ({kinds}); {what}", ExitCode.USAGE)
-    return {**jobfile.read_job(Path(target)), **options}
+    return {**job_files.read_job(Path(target)), **options}
 
 
 @app.command()

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_MODEL = ROOT / "models" / "tiny"
 EXIT_FAILED = 1
 _ALIVE_SECONDS = 5.0
-"""For an answer of a process that works: as long as the chart's probes give it."""
+"""Timeout for an answer of a process that works: as long as the chart's probes give it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class UpOptions:
 
     @property
     def exposed(self) -> bool:
-        """Whether other machines may reach the gateway."""
+        """True if other machines may reach the gateway."""
         try:
             return not ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -64,7 +64,7 @@ class UpOptions:
 
     @property
     def url(self) -> str:
-        """Where a client on this machine reaches the gateway."""
+        """URL at which a client on this machine reaches the gateway."""
         host = {"127.0.0.1": "localhost", "0.0.0.0": "localhost", "::": "localhost", "": "localhost"}.get(
             self.host, self.host
         )
@@ -122,7 +122,7 @@ class Terminal(Console):
 
 
 class Told:
-    """What is told of the processes: a line on the terminal for each change, and the file that says what runs now.
+    """Reporter of the processes' states: a line on the terminal for each change, and the file that says what runs now.
 
     A full disk ends nothing that works.
     """

@@ -1,4 +1,4 @@
-"""What the demo asks of a running Temper: answers with the openai client, training jobs over the HTTP API."""
+"""Requests of the demo to a running Temper: answers with the openai client, training jobs over the HTTP API."""
 
 from __future__ import annotations
 

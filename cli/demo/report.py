@@ -1,4 +1,4 @@
-"""What the demo leaves behind: a table and a plot in the terminal, demo-report.png, demo-report.json."""
+"""Report of the demo: a table and a plot in the terminal, demo-report.png, demo-report.json."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 GOAL = 0.25
-"""By how much the mean reward on held-out items must rise for the demo to count as a success."""
+"""Rise of the mean reward on held-out items that is needed for the demo to count as a success."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class Round:
     adapter: str
     """The version that the round published and that answers since."""
     reward_sampled: float
-    """Of the sampled answers it learned from, at temperature 1, before it learned."""
+    """Mean reward of the sampled answers it learned from, at temperature 1, before it learned."""
     reward_held_out: float
-    """Of greedy answers to held-out questions, after it learned."""
+    """Mean reward of greedy answers to held-out questions, after it learned."""
     seconds_sampling: float
     seconds_training: float
 
@@ -50,7 +50,7 @@ class Report:
     held_out_items: int
     seed: int
     seconds: float
-    """From start to stop, the start of all processes included."""
+    """Seconds from start to stop, the start of all processes included."""
 
     @property
     def gain(self) -> float:

@@ -1,4 +1,4 @@
-"""What every command that talks to a gateway does around its own work."""
+"""Context of every command that talks to a gateway."""
 
 from __future__ import annotations
 

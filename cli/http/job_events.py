@@ -126,7 +126,7 @@ def conclude(output: Output, job: dict[str, Any]) -> None:
 
 
 def _learnt(metrics: dict[str, float]) -> str:
-    """How its own examples were known before the first step, and are after the last one."""
+    """Loss on the job's own examples before the first step and after the last one, in words."""
     if "loss_before" not in metrics or "loss_after" not in metrics:
         return ""
     return f" (loss on its examples {metrics['loss_before']:.3g} → {metrics['loss_after']:.3g})"

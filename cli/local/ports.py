@@ -71,7 +71,7 @@ def claim_ports(count: int, *, avoid: Collection[int] = ()) -> list[ClaimedPort]
 
 
 def free_ports(count: int, *, avoid: Collection[int] = ()) -> list[int]:
-    """As claim_ports(), for use at once: nobody keeps them."""
+    """Same as claim_ports(), for use at once: nobody keeps them."""
     claims = claim_ports(count, avoid=avoid)
     for claim in claims:
         claim.release()
@@ -79,7 +79,7 @@ def free_ports(count: int, *, avoid: Collection[int] = ()) -> list[int]:
 
 
 def port_is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now (as a server would: TIME_WAIT does not count)."""
+    """True if a server could listen there now (as a server would: TIME_WAIT does not count)."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror:

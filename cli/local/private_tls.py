@@ -29,7 +29,7 @@ class PrivateTls:
     key: Path
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """With which a gRPC client reaches a server that has the same files."""
+        """Credentials with which a gRPC client reaches a server that has the same files."""
         certificate = self.certificate.read_bytes()
         return grpc.ssl_channel_credentials(certificate, self.key.read_bytes(), certificate)
 

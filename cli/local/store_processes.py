@@ -34,7 +34,7 @@ _PROBE_BODY = b"x" * 4096
 """Long enough to lie in a volume: the filer keeps the shortest objects to itself."""
 _IDLE_SECONDS = 2
 _MEMORY_SHARE = 4
-"""Of the machine's memory Valkey's data may have one in so many parts; models have the rest."""
+"""Share of the machine's memory, one in so many parts, that Valkey's data may have; models have the rest."""
 _VOLUMES = 1000
 """Files of objects, at least one a bucket. SeaweedFS's own limit is the free disk divided by their largest
 size (128 MB): with 6 GB free every write to the 49th bucket fails."""
@@ -59,7 +59,7 @@ class LocalServer:
     probe: Callable[[], bool]
     leftovers: tuple[Path, ...] = ()
     claims: Sequence[ClaimedPort] = ()
-    """Of its ports: nobody else is given them while this object is there."""
+    """Claims of its ports: nobody else is given them while this object is there."""
     stop_grace: float = 10.0
 
     def is_ready(self) -> bool:
@@ -219,7 +219,7 @@ def _valkey_answers(port: int, password: str | None) -> bool:
 
 
 def _s3_answers(port: int, access_key: str, secret_key: str) -> bool:
-    """Whether an object of an earlier start can be read: after a crash the server lists buckets seconds before that."""
+    """True if an object of an earlier start can be read: after a crash the server lists buckets seconds before that."""
     pool = urllib3.PoolManager(timeout=urllib3.Timeout(_PROBE_SECONDS), retries=False)
     client = Minio(f"{LOOPBACK}:{port}", access_key, secret_key, secure=False, region="us-east-1", http_client=pool)
     try:

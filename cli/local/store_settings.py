@@ -1,4 +1,4 @@
-"""What `temper up` remembers about its local stores: credentials and ports, in the data directory."""
+"""Settings of the local stores that `temper up` remembers: credentials and ports, in the data directory."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ meanwhile, and must not raise."""
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """When a process that died is started again.
+    """Policy for starting a process again that died.
 
     A process that was ready once is started again for ever: what it lacks may come back. One that has never been ready
     is given up. One that was ready and ended by itself with status 0 was asked to, by somebody else: no failure.
@@ -108,7 +108,7 @@ class Service:
 
 
 class Phase(enum.StrEnum):
-    """Where a service is."""
+    """Phase of a service."""
 
     WAITING = "waiting"
     STARTING = "starting"

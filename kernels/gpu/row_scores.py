@@ -11,7 +11,7 @@ from kernels.row_scores import RowScores, ranked
 
 
 def row_scores(logits: Tensor, targets: Tensor, alternatives: int) -> RowScores:
-    """As the reference's; nothing here waits for the device.
+    """Twin of the reference's row_scores(); nothing here waits for the device.
 
     Args:
         logits: [N, vocab], rows contiguous.

@@ -1,4 +1,4 @@
-"""Where the sequences of a prefill lie in the flat batch, as device buffers of fixed capacity.
+"""Layout of a prefill's sequences in the flat batch, as device buffers of fixed capacity.
 
 Everything that varies from step to step is read on the device, so that a captured CUDA graph serves every batch that
 fits its capacity. Padding computes nothing: a padding segment has no rows, a padding tile ends at once.
@@ -85,7 +85,7 @@ class Segments:
         out_slots: Sequence[int] | None = None,
         links: Sequence[int] | None = None,
     ) -> Segments:
-        """For segments of these lengths, in order and without gaps, from row ``first_row`` on.
+        """Layout of segments of these lengths, in order and without gaps, from row ``first_row`` on.
 
         Args:
             max_segments, max_tiles: capacity to pad to; 0: none.

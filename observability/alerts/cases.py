@@ -1,4 +1,4 @@
-"""What the cases of alerts are written with."""
+"""Helpers to write the test cases of alerts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GATEWAY = {**PLACE, "pod": "r-gateway-0"}
 
 
 def series(name: str, labels: Mapping[str, str], **more: str) -> str:
-    """As promtool writes a series."""
+    """Series in promtool's notation."""
     inside = ",".join(f'{label}="{value}"' for label, value in {**labels, **more}.items())
     return f"{name}{{{inside}}}"
 
@@ -29,7 +29,7 @@ def rising(step: float, start: float = 0, minutes: int = 240) -> str:
 
 
 def once(before: float, minute: int, after: float, minutes: int = 240) -> str:
-    """One value, and another from a minute on."""
+    """Values of a series: one value, and another from a minute on."""
     return f"{before:g}x{minute - 1} {after:g}x{minutes}"
 
 

@@ -1,4 +1,4 @@
-"""Processes, pods, GPUs and what they stand on."""
+"""Cluster dashboard: processes, pods, GPUs and nodes."""
 
 from __future__ import annotations
 

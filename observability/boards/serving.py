@@ -1,4 +1,4 @@
-"""How requests fare: from the client's side down to the engine's steps."""
+"""Serving dashboard: requests, from the client's side down to the engine's steps."""
 
 from __future__ import annotations
 

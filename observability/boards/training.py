@@ -1,4 +1,4 @@
-"""What is trained, how far it is, and what waits."""
+"""Training dashboard: running jobs, their progress, and the queue."""
 
 from __future__ import annotations
 

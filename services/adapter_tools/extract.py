@@ -33,7 +33,7 @@ RECORD = "temper_extract.json"
 _INDEX = "model.safetensors.index.json"
 _HIGHEST_RANK = 2**16
 _ENTRIES = 2**20
-"""Of a matrix that are in float64 at once."""
+"""Entries of a matrix that are in float64 at once."""
 _COPY_BYTES = 16 * 2**20
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OTHER_FILES = (".json", ".jinja", ".txt", ".model")
@@ -46,7 +46,7 @@ class _Entry:
 
     name: str
     dtype: str
-    """As safetensors writes it."""
+    """Type as safetensors writes it."""
     shape: tuple[int, ...]
     source: memoryview
     """The base's bytes."""
@@ -72,7 +72,7 @@ class Extraction:
     """Layer → ‖what rounding to the checkpoint's dtype changed‖ / ‖the adapter's delta‖."""
 
     def summary(self) -> dict[str, Any]:
-        """For people and JSON."""
+        """Summary for people and JSON."""
         worst = max(self.lost, key=lambda path: self.lost[path])
         return {
             "out": str(self.out),

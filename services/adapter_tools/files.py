@@ -19,7 +19,7 @@ class AdapterDirectory:
     """What lies in the directory."""
 
     files: dict[str, bytes]
-    """By name, PEFT's."""
+    """Files by PEFT's names."""
     manifest: Manifest | None
 
     @classmethod

@@ -27,7 +27,7 @@ from services.adapter_tools.workshop import ALONE, Workshop
 from services.common.jobs import SPARSE_METHODS, MergeSettings
 
 _MARGIN = 1.15
-"""For what is not counted, and for what an allocator rounds up."""
+"""Factor for what is not counted, and for what an allocator rounds up."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,13 @@ from services.adapter_tools.workshop import Workshop
 _OVERSAMPLING = 8
 """Vectors of a block beyond those that are asked for."""
 _LOOK_COLUMNS = 48
-"""Of the basis, between two looks at how far the iteration is; at least one block."""
+"""Columns of the basis, between two looks at how far the iteration is; at least one block."""
 _CONVERGED = {torch.float64: 1e-7, torch.float32: 1e-6}
-"""Of the energy that is not captured: what the columns since the last look have added when the iteration ends."""
+"""Share of the energy that is not captured: what the columns since the last look have added when the iteration ends."""
 _ROUNDING = {torch.float64: 1e-15, torch.float32: 1e-10}
-"""Of the whole energy: what the captured energy is exact to."""
+"""Share of the whole energy: what the captured energy is exact to."""
 _WHOLE_SHARE = 0.75
-"""Of the side: a larger basis costs as much as all eigenvectors."""
+"""Share of the side: a larger basis costs as much as all eigenvectors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ class DenseMatrix:
         return self.numbers if self.tall else self.numbers.T
 
     def across(self, x: Tensor) -> Tensor:
-        """From the smaller side to the larger: [side, n] float64 to [other side, n] in the matrix' dtype. Inside a
-        turn."""
+        """Product from the smaller side to the larger: [side, n] float64 to [other side, n] in the matrix' dtype.
+        Inside a turn."""
         narrow = x.to(self.numbers.dtype)
         out = narrow.new_empty(max(self.numbers.shape), x.shape[1])
         for rows in self.shop.pieces(self._standing.shape):

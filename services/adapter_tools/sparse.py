@@ -32,10 +32,10 @@ class Weighted:
     """One parent's delta of a layer."""
 
     factors: Factors
-    """Its scale included."""
+    """Factors of the delta, its scale included."""
     weight: float
     index: int
-    """Its place among the sources, which DARE's random entries depend on."""
+    """Place among the sources, which DARE's random entries depend on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ import torch
 
 _NUMBERS = {"cpu": 2**19}
 _NUMBERS_ELSEWHERE = 2**21
-"""Of a piece. On one CPU core a piece's product with 24 columns and back takes two milliseconds; on a GPU smaller ones
-would be launches more than work."""
+"""Numbers of a piece. On one CPU core a piece's product with 24 columns and back takes two milliseconds; on a GPU
+smaller ones would be launches more than work."""
 
 
 class Gate(Protocol):
@@ -54,7 +54,7 @@ class Workshop:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     gate: Gate = field(default_factory=OpenGate)
     numbers: int | None = None
-    """Of a piece at most, but at least one row; None: what suits the device."""
+    """Numbers of a piece at most, but at least one row; None: what suits the device."""
 
     def __post_init__(self) -> None:
         if self.numbers is not None and self.numbers < 1:

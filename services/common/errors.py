@@ -68,7 +68,7 @@ class NotFound(TemperError):
 
 
 class Gone(NotFound):
-    """What the request names existed and does not any more; the message says what happened to it."""
+    """The named object existed and does not any more; the message says what happened to it."""
 
     code = "gone"
 

@@ -8,7 +8,7 @@ import time
 
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 PATTERN = f"[{_ALPHABET}]{{26}}"
-"""Of a ulid, as a regular expression."""
+"""Pattern of a ulid, as a regular expression."""
 
 
 def ulid(milliseconds: int | None = None, low: int | None = None) -> str:
@@ -32,5 +32,5 @@ def ulid_of(text: str, milliseconds: int) -> str:
 
 
 def key_of(owner: str) -> str:
-    """What stands for an owner in the names of keys and objects: whatever an owner is called, it is no path."""
+    """Name of an owner in keys and objects: whatever an owner is called, it is no path."""
     return hashlib.sha256(owner.encode()).hexdigest()[:32]

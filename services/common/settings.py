@@ -11,7 +11,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
 class CommonSettings(BaseSettings):
-    """Where the stores are and how to log."""
+    """Settings of every service: stores and logs."""
 
     model_config = SettingsConfigDict(env_prefix="TEMPER_", extra="ignore", frozen=True)
 

@@ -15,7 +15,7 @@ from types import FrameType
 import structlog
 
 CLOSE_SECONDS = 10
-"""What a service may need beyond the times that its settings give to others: see docs/guides/operations.md."""
+"""Time that a service may need beyond the times that its settings give to others: see docs/guides/operations.md."""
 _SAME_WISH_SECONDS = 2.0
 """A signal this soon after the first is the same wish: a terminal's Ctrl-C reaches the whole process group, and the
 supervisor passes it on."""

@@ -1,4 +1,4 @@
-"""The engine pod's one settings class: engine, adapters, gRPC server and the limits of its trainer thread."""
+"""Settings of an engine pod: engine, adapters, gRPC server and the limits of its trainer thread."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class EngineSettings(CommonSettings):
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Recurrent states of DeltaNet layers on the GPU; bfloat16 halves their memory and traffic and costs accuracy."""
     batch_invariant: bool = False
-    """Greedy output of a request does not depend on what else runs on the GPU; costs speed."""
+    """Greedy output of a request does not depend on other requests on the GPU; costs speed."""
     speculative: Literal["none", "mtp"] = "none"
-    """mtp: the checkpoint's own mtp layer guesses a token ahead, steps check it; the tokens of a request are those
-    without it. Meant for few requests on a GPU; costs a second state slot a sequence and the overlap of steps."""
+    """mtp: the checkpoint's own mtp layer proposes a draft token, and steps verify it; the tokens of a request do not
+    change. Meant for few requests on a GPU; costs a second state slot a sequence and the overlap of steps."""
     cuda_graphs: int = Field(256, ge=0, le=256)
     """Largest decode batch that runs as a CUDA graph; 0: none."""
     programmatic_launch: bool = True
@@ -49,7 +49,7 @@ class EngineSettings(CommonSettings):
     block_size: int = Field(16, ge=1, le=1024)
     """Tokens of one KV block."""
     num_blocks: int = Field(0, ge=0)
-    """KV blocks, scratch block 0 included; 0: as many as fit kv_cache_bytes."""
+    """Number of KV blocks, scratch block 0 included; 0: as many as fit kv_cache_bytes."""
     kv_cache_bytes: ByteSize = Field(ByteSize(0), ge=0)
     """Budget of the paged KV cache, e.g. "2GiB"; 0: 256 MiB on cpu, what the plan leaves on cuda."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
@@ -59,14 +59,14 @@ class EngineSettings(CommonSettings):
     state_snapshots: int = Field(0, ge=0)
     """State slots kept for the prefix cache; 0: 64 on cpu, 8 to 1,024 on cuda, a seventh of what the rest leaves."""
     snapshot_interval: int = Field(0, ge=0)
-    """Tokens between two states that are kept of a long text in which no message ends; 0: as many as the KV of takes
-    twice the memory of a state."""
+    """Tokens between two saved states of a long text in which no message ends; 0: as many tokens as have KV of twice
+    the size of a state."""
     session_seconds: float = Field(600.0, ge=0)
-    """For so long after a request of a session its history is kept before others."""
+    """Time after a request of a session for which its conversation stays pinned in the prefix cache."""
     max_sessions: int = Field(4096, ge=1)
-    """Sessions that are remembered; the one that was not used for longest is forgotten first."""
+    """Most sessions that are remembered; the least recently used one is forgotten first."""
     prefix_cache: bool = True
-    """Reuse KV and state of equal prompt beginnings."""
+    """Reuse KV and states of equal prompt prefixes."""
     max_model_len: int = Field(0, ge=0)
     """Longest prompt + completion in tokens; 0: the checkpoint's context, at most what the KV cache holds."""
     token_budget: int = Field(0, ge=0)
@@ -75,67 +75,68 @@ class EngineSettings(CommonSettings):
     """Most prefill tokens of a step that also decodes: bounds the time between tokens; 0: what the budget leaves on
     cpu, 3840 on cuda (4096 tokens a step beside 256 decodes, some 60 ms on an H200)."""
     memory_fraction: float = Field(0.9, gt=0, le=1)
-    """Share of the device's memory that the plan may hand out."""
+    """Share of the device's memory that the memory plan may allocate."""
 
     # Tiers.
     tiers: str = "host"
-    """Where the prefix cache goes on below the device's memory, separated by commas: host (memory of the machine), disk
-    (a directory), store (the bucket, shared by all engines of the same model). Empty: nowhere."""
+    """Tiers of the prefix cache below the device's memory, separated by commas: host (memory of the machine), disk (a
+    directory), store (the bucket, shared by all engines of the same model). Empty: none."""
     tier_host_bytes: ByteSize = Field(ByteSize(0), ge=0)
     """Memory of the machine for the tiers; 0: 256 MiB on cpu, an eighth of the memory, at most 32 GiB, on cuda. Without
     host in tiers it is only the way to the others."""
     tier_disk_dir: Path | None = None
     """Directory of the disk tier, one engine's own; none: prefix-cache in cache_dir."""
     tier_disk_bytes: ByteSize = Field(ByteSize(32 * _GIB), gt=0)
-    """Of all files there."""
+    """Most bytes of all files of the disk tier."""
     tier_store_bytes: ByteSize = Field(ByteSize(256 * _GIB), gt=0)
-    """Of all objects of the model, whichever engine has put them there."""
+    """Most bytes of all objects of the model in the store tier, from all engines together."""
     tier_store_poll_seconds: float = Field(30.0, gt=0)
-    """How often the store is asked for what other engines have put there."""
+    """Interval at which the store is listed for entries of other engines."""
     tier_store_after_uses: int = Field(1, ge=0)
-    """Hits after which an entry is put into the store; 0: all are."""
+    """Hits after which an entry is saved to the store; 0: every entry is."""
     tier_close_seconds: float = Field(5.0, ge=0)
-    """After SIGTERM, how long what the device and the host have of sessions may still be written to disk and store."""
+    """Longest time after SIGTERM in which sessions on device and host are still written to disk and store."""
     tier_load_seconds: float = Field(2.0, gt=0)
-    """How long a request waits at most for what it could reuse to be loaded; then it computes."""
+    """Longest wait of a request for a load from a tier; then it computes."""
     tier_load_share: float = Field(0.75, gt=0)
-    """The same as a part of the computing that a load saves. A load that is expected to take two thirds of that or more
-    is not begun; one that takes well longer than expected is given up."""
+    """Longest wait for a load as a share of the computation that it saves. A load that is expected to take two thirds
+    of that or more is not begun; one that takes much longer than expected is given up."""
 
     # Adapters.
     adapter_slots: int = Field(8, ge=2, le=256)
-    """LoRA versions resident at once, the base not counted. A swap needs one beside the version it replaces."""
+    """Adapter versions on the device at once, the base not counted. A swap needs one slot beside the replaced
+    version's."""
     max_lora_rank: int = Field(32, ge=1, le=256)
     """Highest rank that fits an adapter slot."""
     adapter_poll_seconds: float = Field(2.0, gt=0)
-    """How often the pointers in the object store are read; an event on Redis makes it sooner."""
+    """Interval at which the pointers in the object store are read; an event on Redis triggers it earlier."""
     adapter_wait_seconds: float = Field(30.0, gt=0)
-    """How long a request waits for its adapter to load or for a slot, if its deadline is not earlier."""
+    """Longest wait of a request for its adapter to load or for a slot, if its deadline is not earlier."""
 
     # Requests.
     max_waiting: int = Field(256, ge=0)
-    """Requests that may wait for their first step; more are refused as overloaded."""
+    """Most requests that wait for their first step; more are refused as overloaded."""
     tpot_slo_ms: float = Field(50.0, gt=0)
-    """Time per output token that training slices may not push decodes beyond."""
+    """Goal for the time per output token that training slices keep."""
     constraint_max_bytes: int = Field(256 * 1024, ge=1)
     """Longest source of a constraint (JSON schema, regular expression, grammar, choices); more is refused."""
     constraint_compile_seconds: float = Field(5.0, gt=0)
-    """How long a request waits for its constraint to be compiled; what takes longer is refused."""
+    """Longest wait of a request for its constraint to be compiled; a slower one is refused."""
     constraint_threads: int = Field(2, ge=1, le=64)
-    """Constraints compiled at once."""
+    """Most constraints that are compiled at once."""
     constraint_cache_entries: int = Field(256, ge=0)
-    """Compiled constraints that are kept for further requests."""
+    """Most compiled constraints that are cached."""
     constraint_cache_bytes: ByteSize = Field(ByteSize(8 * 1024 * 1024), ge=0)
-    """Of the sources of what is kept."""
+    """Most bytes of the sources of cached constraints."""
     constraint_step_fuel: int = Field(200_000, ge=1)
     """Work of the lexer for the mask of one token, 14 units a microsecond; a request that needs more ends with an
     error."""
     constraint_max_states: int = Field(20_000, ge=1)
-    """States that the lexer of one request may have, 1 to 2 kB each; a request that needs more ends with an error."""
+    """Most states of the lexer of one request, 1 to 2 kB each; a request that needs more ends with an error."""
     mask_threads: int = Field(0, ge=0, le=64)
     """CPU threads that make the masks of a step; 0: half of this process's cores, at most 8."""
     rollouts_max: int = Field(4096, ge=0)
-    """Finished completions remembered for {completion_id, reward}."""
+    """Most finished completions that are kept for {completion_id, reward}."""
     rollouts_ttl_seconds: float = Field(3600.0, gt=0)
 
     # Training.
@@ -144,34 +145,35 @@ class EngineSettings(CommonSettings):
     max_train_tokens: int = Field(4096, ge=1)
     """Longest training example in tokens."""
     train_memory_bytes: ByteSize = Field(ByteSize(0), ge=0)
-    """What a training job may use; 0: a quarter of what weights, states and adapters leave."""
+    """Memory that a training job may use; 0: a quarter of what weights, states and adapters leave."""
     teacher_model: Path | None = None
     """Directory of a second checkpoint with the same tokenizer, which opd jobs may learn from (teacher "checkpoint");
     it stays in memory beside the model."""
     teacher_quantization: Literal["none", "fp8", "int4"] = "none"
-    """The same as quantization, of the second checkpoint."""
+    """Quantization of the second checkpoint, with the same values as quantization."""
 
     # Process.
     grpc_host: str = "127.0.0.1"
     grpc_port: int = Field(50051, ge=0, le=65535)
     """0: any free port (it is logged)."""
     engine_name: str = Field("", max_length=128)
-    """What metrics of gateways call this engine. Empty: the host's name, which a StatefulSet keeps through restarts."""
+    """Name of this engine in the metrics of gateways. Empty: the host's name, which a StatefulSet keeps over
+    restarts."""
     health_port: int = Field(0, ge=0, le=65535)
-    """Port of grpc.health.v1 alone, in plaintext, from the start of the process on (the services' own port has it from
-    when they serve); 0: none. On grpc_host."""
+    """Port of grpc.health.v1 alone, in plaintext, from the start of the process on (the services' own port has it once
+    they serve); 0: none. It is on grpc_host."""
     startup_wait_seconds: float = Field(0.0, ge=0)
-    """How long to wait for Redis and the object store at start; 0: their absence is an error at once. A password that
-    is refused always is."""
+    """Longest wait for Redis and the object store at start; 0: their absence is an error at once. A refused password
+    always is."""
     watchdog_seconds: float = Field(300.0, ge=0)
-    """One step, or the event loop, that goes on for so long counts as hung, and liveness is off; 0: never. It is not
-    looked at before the engine serves, so compiling and capturing at the start do not count."""
+    """Time after which a step, or the event loop, counts as hung and liveness is off; 0: never. It does not apply
+    before the engine serves, so compiling and capturing at the start do not count."""
     max_message_bytes: int = Field(64 * 1024 * 1024, ge=1024 * 1024)
     """Longest gRPC message in either direction."""
     drain_seconds: float = Field(30.0, ge=0)
-    """After SIGTERM, how long running requests may still finish."""
+    """Time after SIGTERM in which running requests may still finish."""
     exit_with_parent: bool = False
-    """End when the process that started this one is gone, so that nothing is left behind."""
+    """End when the parent process is gone, so that no process is left behind."""
 
     @field_validator("tier_disk_dir", mode="before")
     @classmethod
@@ -197,14 +199,14 @@ class EngineSettings(CommonSettings):
         if self.speculative != "none" and self.batch_invariant:
             raise ValueError(
                 "batch_invariant and speculative contradict each other: what a row is computed with would depend on "
-                "what was guessed; set TEMPER_SPECULATIVE=none or TEMPER_BATCH_INVARIANT=false"
+                "the draft tokens; set TEMPER_SPECULATIVE=none or TEMPER_BATCH_INVARIANT=false"
             )
         if self.num_blocks == 1:
             raise ValueError("num_blocks must be 0 (automatic) or at least 2: block 0 is scratch")
         return self
 
     def resolved_device(self, cuda_available: bool) -> Literal["cpu", "cuda"]:
-        """The device to use.
+        """Device to use.
 
         Raises:
             ValueError: cuda is asked for and there is none.
@@ -216,7 +218,7 @@ class EngineSettings(CommonSettings):
         return self.device
 
     def for_device(self, device: Literal["cpu", "cuda"]) -> EngineSettings:
-        """The same settings with every 0 that means "by device" filled in."""
+        """Settings with every 0 that means "by device" filled in."""
         cuda = device == "cuda"
         sequences = self.max_num_seqs or (256 if cuda else 64)
         rows = MOST_VERIFIED if self.speculative != "none" else 1
@@ -232,12 +234,12 @@ class EngineSettings(CommonSettings):
         )
 
     def termination_seconds(self, trainer_drain_seconds: float) -> float:
-        """SIGTERM to exit, at most: what Kubernetes' terminationGracePeriodSeconds has to allow."""
+        """Longest time from SIGTERM to exit, which Kubernetes' terminationGracePeriodSeconds has to allow."""
         return max(self.drain_seconds, trainer_drain_seconds) + self.tier_close_seconds + CLOSE_SECONDS
 
     @property
     def kernel_cache_dir(self) -> Path:
-        """Where Triton keeps what it compiled.
+        """Directory where Triton keeps compiled kernels.
 
         Raises:
             ValueError: cache_dir starts with ~ and this user has no home directory.
@@ -249,7 +251,7 @@ class EngineSettings(CommonSettings):
 
     @property
     def tier_directory(self) -> Path:
-        """Where the disk tier is.
+        """Directory of the disk tier.
 
         Raises:
             ValueError: it starts with ~ and this user has no home directory.
@@ -261,7 +263,7 @@ class EngineSettings(CommonSettings):
             raise ValueError(f"TEMPER_TIER_DISK_DIR={directory}: {error}; set it to a full path") from error
 
     def tier_host_memory(self, device: Literal["cpu", "cuda"], memory: int) -> int:
-        """Bytes of the machine's memory for the tiers, where this process may use ``memory`` bytes in all."""
+        """Bytes of the machine's memory for the tiers, if this process may use ``memory`` bytes in all."""
         if self.tier_host_bytes:
             return int(self.tier_host_bytes)
         return min(memory // 8, 32 * _GIB) if device == "cuda" else _GIB // 4

@@ -120,7 +120,7 @@ class GatewaySettings(ListenSettings, CommonSettings):
     batch_concurrency: int = Field(32, ge=1, le=4096)
     """Requests of batches that this gateway runs at a time."""
     batch_priority: int = Field(100, ge=-(2**31), lt=2**31)
-    """Of a batch's request that sets none. Users' requests have 0, and lower is served first."""
+    """Priority of a batch's request that sets none. Users' requests have 0, and lower is served first."""
     batch_max_requests: int = Field(50_000, ge=1)
     """Lines of a batch's input file."""
     batch_max_unfinished: int = Field(100, ge=1, le=1000)
@@ -173,10 +173,10 @@ class GatewaySettings(ListenSettings, CommonSettings):
     response_max_bytes: int = Field(4 * 2**20, ge=1024)
     """Largest response, stored chat or conversation, with everything that belongs to it, in bytes of JSON."""
     responses_max_bytes: int = Field(256 * 2**20, ge=0)
-    """Of all responses, stored chats and conversations together; the oldest make room for new ones. Redis holds the
-    jobs, too. 0: none is kept."""
+    """Bytes of all responses, stored chats and conversations together; the oldest make room for new ones. Redis holds
+    the jobs, too. 0: none is kept."""
     responses_key_max_bytes: int = Field(64 * 2**20, ge=0)
-    """Of what one API key keeps of them; its own oldest make room. Without keys, of all together."""
+    """Bytes of what one API key keeps of them; its own oldest make room. Without keys, of all together."""
     max_background_responses: int = Field(64, ge=0)
     """Background responses that one gateway runs at a time; more are answered with 503. 0: none."""
     response_beat_seconds: float = Field(1.0, gt=0)
@@ -261,7 +261,7 @@ class GatewaySettings(ListenSettings, CommonSettings):
 
     @property
     def key_limits(self) -> Limits:
-        """Of keys that have none of their own."""
+        """Limits of keys that have none of their own."""
         return Limits(self.key_requests_per_minute, self.key_tokens_per_minute, self.key_concurrent_requests)
 
     @field_validator("cors_allow_origins")

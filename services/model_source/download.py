@@ -1,4 +1,5 @@
-"""From a source into a directory: several files at a time, resumed where they stopped, checked against the source."""
+"""Download from a source into a directory: several files at a time, resumed where they stopped, checked against the
+source."""
 
 from __future__ import annotations
 

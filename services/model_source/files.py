@@ -103,7 +103,8 @@ def check_complete(files: Sequence[RemoteFile], place: str) -> None:
 
 
 def without_strays(files: Iterable[RemoteFile], index: Path | None) -> list[RemoteFile]:
-    """Without the weights that the index does not name: some repositories have them twice, in another sharding."""
+    """Files without the weights that the index does not name: some repositories have them twice, in another
+    sharding."""
     if index is None:
         return list(files)
     try:

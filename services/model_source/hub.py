@@ -1,8 +1,9 @@
-"""A checkpoint in a repository of the Hugging Face hub, by its HTTP API (https://huggingface.co/docs/hub/api).
+"""Checkpoint source: a repository of the Hugging Face hub, by its HTTP API (https://huggingface.co/docs/hub/api).
 
-Not the huggingface_hub package: it reads its settings from the environment and has a cache of its own, and of it all we
-need three GET requests. A redirect to the storage of large files never carries the token: urllib3 drops Authorization
-when the host changes (`Retry.DEFAULT_REMOVE_HEADERS_ON_REDIRECT`).
+The huggingface_hub package does not check checksums, loses unfinished chunks and sends the token to other hosts
+(measured in docs/decisions/own-code.md); we need three kinds of GET request. A redirect to the storage of large files
+never carries the token: urllib3 drops Authorization when the host changes
+(`Retry.DEFAULT_REMOVE_HEADERS_ON_REDIRECT`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ _HEX = re.compile("[0-9a-f]{40,64}")
 
 
 class HubSource:
-    """The files at the top of a repository, at the commit that ``revision`` is when it is first asked for."""
+    """Source that lists and opens the files at the top of a repository, at one commit.
+
+    The commit is the one that ``revision`` names when the list is first asked for.
+    """
 
     def __init__(self, settings: ModelSourceSettings, repository: str, revision: str) -> None:
         self._endpoint, self._repository, self._revision = settings.hf_endpoint, repository, revision
@@ -123,7 +127,7 @@ class HubSource:
 
 
 def _file(entry: Any) -> RemoteFile | None:
-    """One entry of the hub's list; None if it is no part of a checkpoint."""
+    """File of one entry in the hub's list; None if it is no part of a checkpoint."""
     if not isinstance(entry, dict) or entry.get("type") != "file":
         return None
     name, size, oid, lfs = (entry.get(key) for key in ("path", "size", "oid", "lfs"))

@@ -24,7 +24,7 @@ class ModelSourceSettings(CommonSettings):
     """What `python -m services.model_source --digest DIR` prints for a good copy: 64 hexadecimal digits. "unchecked":
     any checkpoint will do."""
     model_s3_endpoint: str = ""
-    """Of the server that has the checkpoint; empty: s3_endpoint. The same for the following four."""
+    """Address of the server that has the checkpoint; empty: s3_endpoint. The same for the following four."""
     model_s3_access_key: SecretStr | None = None
     model_s3_secret_key: SecretStr | None = None
     """Both keys set and empty: the bucket is public, and nothing is signed."""
@@ -35,7 +35,7 @@ class ModelSourceSettings(CommonSettings):
     hf_endpoint: str = "https://huggingface.co"
     """The hub or a mirror of it."""
     hf_token: SecretStr = SecretStr("")
-    """For checkpoints that the hub does not give to everybody."""
+    """Token for checkpoints that the hub does not give to everybody."""
     model_connections: int = Field(4, ge=1, le=32)
     """Files fetched at a time."""
     model_timeout_seconds: float = Field(30.0, gt=0)

@@ -83,7 +83,7 @@ class Target:
             raise self._not_writable(error) from error
 
     def digest(self) -> str | None:
-        """Of the checkpoint that is there; None if there is none that can be read."""
+        """Digest of the checkpoint that is there; None if there is none that can be read."""
         return _digest_or_none(self.path)
 
     def has(self, files: Sequence[RemoteFile], source: str) -> bool:

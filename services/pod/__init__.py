@@ -1,1 +1,1 @@
-"""The engine's process: wires engine and trainer together."""
+"""Pod: the process that wires engine and trainer together."""

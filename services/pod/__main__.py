@@ -27,7 +27,8 @@ async def _run(
 
 
 def main() -> int:
-    """Returns the exit status: 0 after a drain, 1 with one line on stderr when the pod cannot start or go on."""
+    """Runs the pod. Returns the exit status: 0 after a drain, 1 with one line on stderr if it cannot start or
+    continue."""
     probes: HealthServer | None = None
     try:
         settings, trainer = read_settings()

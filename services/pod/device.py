@@ -1,4 +1,4 @@
-"""The device of a pod, and what it must be able to do for the settings. Errors come before anything is loaded."""
+"""Device of a pod, and the check that it can run the settings, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TRITON = (3, 6)
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What settings and memory plan need to know of a device."""
+    """Properties of a device that the settings and the memory plan depend on."""
 
     kind: Literal["cpu", "cuda"]
     name: str = "cpu"
@@ -47,7 +47,7 @@ class Device:
 
     @classmethod
     def of(cls, settings: EngineSettings) -> Device:
-        """The device that the settings choose.
+        """Device that the settings choose.
 
         Raises:
             InvalidRequest: cuda is asked for and there is none.
@@ -70,10 +70,10 @@ def _triton_version() -> str:
 
 
 def check_device(settings: EngineSettings, device: Device) -> None:
-    """Refuses settings that the device cannot run, and a place for compiled kernels that cannot be written to.
+    """Refuses settings that the device cannot run, and a directory for compiled kernels that cannot be written.
 
     Raises:
-        InvalidRequest: names the variable, what it needs and what to set instead.
+        InvalidRequest: the message names the variable, what it needs and what to set instead.
     """
     if device.kind == "cpu":
         _check_cpu(settings)

@@ -22,15 +22,15 @@ from services.common.storage.object_store import ObjectStore
 from services.common.text.tokenizer import TextCodec
 from services.engine.adapters.loader import AdapterLoader
 from services.engine.adapters.manager import AdapterManager
-from services.engine.adapters.slot_table import AdapterLimits
+from services.engine.adapters.slot_table import AdapterConfig
 from services.engine.constraints.compiler import CompilerLimits, ConstraintCompiler
 from services.engine.constraints.grammars import GrammarLimits
 from services.engine.constraints.vocabulary import Vocabulary
 from services.engine.kv_cache.keys import Tier
 from services.engine.kv_cache.memory_plan import MemoryPlan
 from services.engine.kv_offload.manager import TierManager
-from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
+from services.engine.loop.rollout_buffer import RolloutBuffer
 from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.config import ModelConfig
 from services.engine.models.interface import CausalLM, resolve_dtype
@@ -41,7 +41,7 @@ from services.engine.models.registry import load_model, read_config
 from services.engine.observability.events import EventStream
 from services.engine.observability.status import TierStatus
 from services.engine.scheduler.config import SchedulerConfig
-from services.engine.server.session_manager import SessionManager
+from services.engine.server.conversation_session_manager import ConversationSessionManager
 from services.engine.settings import EngineSettings
 from services.pod.device import Device, check_device
 from services.pod.memory import device_bytes, plan, state_slots, storage, teacher_storage
@@ -51,20 +51,20 @@ from services.pod.tiers import build_tiers
 
 VERSION = "0.1.0"
 _RATE = {"cuda": 5e14, "cpu": 2e10}
-"""Floating-point operations a second of a long prompt, as a first guess; an H200 was measured at 5.4e14."""
+"""First estimate of the floating-point operations a second for a long prompt; an H200 was measured at 5.4e14."""
 _SWITCH_SECONDS = 0.0005
-"""How long another thread may hold the GIL while the loop's wants it; Python's 5 ms are two steps of a GPU."""
+"""Longest time that another thread holds the GIL while the loop's wants it; Python's 5 ms are two steps of a GPU."""
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The parts of a serving engine."""
+    """Parts of a serving engine."""
 
     model: CausalLM
     teacher: CausalLM | None
-    """The second model that jobs may distil from."""
+    """Second model, which jobs may distil from."""
     codec: TextCodec
     base_digest: str
     memory: MemoryPlan
@@ -74,7 +74,7 @@ class Engine:
     """Reads an adapter's files strictly, without loading them."""
     loop: EngineLoop
     tiers: TierManager | None
-    sessions: SessionManager
+    sessions: ConversationSessionManager
     constraints: ConstraintCompiler
     description: pb.Model
 
@@ -90,14 +90,14 @@ class Engine:
         self.adapters.start(self.loop)
 
     def tier_status(self) -> Mapping[Tier, TierStatus]:
-        """What the tiers hold now; {} where there are none."""
+        """Status of every tier; {}: there are none."""
         return {} if self.tiers is None else self.tiers.status()
 
     def stop(self, seconds: float = 0.0) -> None:
-        """Ends what still runs and all threads.
+        """Ends all requests and threads.
 
         Args:
-            seconds: for what the tiers have not written yet.
+            seconds: longest wait for what the tiers have not written yet.
         """
         self.adapters.stop()
         self.constraints.close()
@@ -106,9 +106,9 @@ class Engine:
             self.tiers.close(seconds)
 
 
-def settle() -> None:
-    """Called once everything is loaded, so that this process does not hold up steps: the garbage collector need not
-    walk over what stays anyway (a full collection took 260 ms), and threads hand over the GIL soon."""
+def tune_interpreter() -> None:
+    """Tunes the interpreter for short steps, once everything is loaded: the garbage collector skips what stays anyway
+    (a full collection took 260 ms), and threads hand over the GIL soon."""
     gc.collect()
     gc.freeze()
     sys.setswitchinterval(_SWITCH_SECONDS)
@@ -130,8 +130,8 @@ def build_engine(
 
     Args:
         adapter_events: publications and attachments; None: the pointers are polled.
-        events: told what happens in the engine.
-        store: for the tier that is in the object store.
+        events: stream for the engine's events.
+        store: object store, for the store tier.
 
     Raises:
         CheckpointRejected: the model directory is incomplete or foreign.
@@ -148,7 +148,7 @@ def build_engine(
             f"{settings.model}: the tokenizer has {codec.vocab_size} tokens, the model {config.vocab_size}"
         )
     storage(settings, hardware).check(config)
-    # Planned before anything is loaded: what does not fit is refused with the numbers.
+    # Planned before anything is loaded: a plan that does not fit is refused with its numbers.
     dtype = resolve_dtype(settings.dtype, device)
     teacher_config = second_config(settings, codec)
     if teacher_config is not None:
@@ -177,7 +177,7 @@ def build_engine(
             device,
             invariant=settings.batch_invariant,
         )
-        computer = build_runner(
+        executor = build_runner(
             model,
             lora,
             settings,
@@ -194,14 +194,14 @@ def build_engine(
         registry,
         adapter_events,
         AdapterLoader(registry, lora, binder.bind, base_digest=base_digest, events=stream),
-        AdapterLimits(settings.adapter_slots, settings.adapter_poll_seconds, settings.adapter_wait_seconds),
+        AdapterConfig(settings.adapter_slots, settings.adapter_poll_seconds, settings.adapter_wait_seconds),
         stream,
     )
-    gate = build_gate(computer.runner, device, settings.tpot_slo_ms / 1000)
+    gate = build_gate(executor.runner, device, settings.tpot_slo_ms / 1000)
     tiers = build_tiers(
         settings,
         hardware,
-        computer,
+        executor,
         base_digest,
         stream,
         wake=lambda: loop.wake(),
@@ -209,16 +209,18 @@ def build_engine(
     )
     loop = EngineLoop(
         limits,
-        computer.runner,
+        executor.runner,
         adapters,
         gate,
-        RolloutMemory(settings.rollouts_max, settings.rollouts_ttl_seconds),
+        RolloutBuffer(settings.rollouts_max, settings.rollouts_ttl_seconds),
         max_waiting=settings.max_waiting,
         adapter_wait_seconds=settings.adapter_wait_seconds,
         events=stream,
         tiers=tiers,
     )
-    sessions = SessionManager(loop, tiers, durable={"disk", "store"} & set(settings.tiers.split(",")) != set())
+    sessions = ConversationSessionManager(
+        loop, tiers, durable={"disk", "store"} & set(settings.tiers.split(",")) != set()
+    )
     description = pb.Model(
         name=settings.served_model_name,
         digest=base_digest,
@@ -257,7 +259,7 @@ def build_engine(
 
 
 def compiler_limits(settings: EngineSettings) -> CompilerLimits:
-    """What compiling constraints may take."""
+    """Limits of compiling constraints."""
     return CompilerLimits(
         GrammarLimits(
             max_bytes=settings.constraint_max_bytes,
@@ -279,7 +281,7 @@ def _limits(
     eos_token_ids: Sequence[int],
     device: torch.device,
 ) -> SchedulerConfig:
-    """What the scheduler may hand out.
+    """Configuration of the scheduler.
 
     Raises:
         InvalidRequest: the settings contradict each other.

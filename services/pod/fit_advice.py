@@ -1,4 +1,4 @@
-"""What to change when the model does not fit the device: the variables and chart values, with the bytes of each."""
+"""Advice for a model that does not fit the device: variables and chart values to change, with the bytes of each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from services.engine.kv_cache.memory_plan import Footprint, format_bytes
 from services.engine.settings import EngineSettings
 
 
-def way_out(
+def fit_advice(
     settings: EngineSettings,
     footprint: Footprint,
     *,
@@ -14,12 +14,12 @@ def way_out(
     cuda: bool,
     weights_by_quantization: dict[str, int],
 ) -> str:
-    """Several lines for whoever sets up the engine.
+    """Advice in several lines for whoever sets up the engine.
 
     Args:
-        settings: those that did not fit, every 0 filled in.
-        available: bytes of the device that are free, of which memory_fraction may be used.
-        weights_by_quantization: bytes of the weights under settings that this device can run.
+        settings: settings that did not fit, every 0 filled in.
+        available: free bytes of the device, of which memory_fraction may be used.
+        weights_by_quantization: bytes of the weights for each quantization that this device can run.
     """
     smaller = [
         f"TEMPER_QUANTIZATION={name} (weights {format_bytes(size)} instead of {format_bytes(footprint.weights)})"

@@ -1,4 +1,4 @@
-"""The serving side of a pod as the trainer sees it."""
+"""Serving side of a pod as the trainer uses it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from services.engine.models.training_memory.arena import Arena
 from services.pod.rollouts import EngineRollouts
 from services.pod.runner import Gate
 from services.trainer.jobs.adapter_run import USUAL_TOKENS
-from services.trainer.memory.budget import TrainingLedger
+from services.trainer.memory.budget import MemoryBudget
 from services.trainer.memory.estimate import Workload, estimate
 
 _MOST_FOR_GRAPHS = 0.75
-"""Of training's memory, before a job has said what it needs: adapters and heads need some, too."""
+"""Largest share of training's memory for graphs before a job is known: adapters and heads need some, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodHost:
-    """Implements services.trainer.host.policy_host.PolicyHost."""
+    """Policy host of a pod. Implements services.trainer.host.policy_host.PolicyHost."""
 
     model: CausalLM
     codec: TextCodec
@@ -36,8 +36,8 @@ class PodHost:
     rollouts: EngineRollouts
     webhooks: Webhooks
     teacher: CausalLM | None = None
-    ledger: TrainingLedger = field(init=False)
-    """Who holds how much of train_memory_bytes."""
+    memory_budget: MemoryBudget = field(init=False)
+    """Memory budget of training: the holders of train_memory_bytes."""
 
     def __post_init__(self) -> None:
         memory = None
@@ -46,14 +46,14 @@ class PodHost:
             graphs = estimate(self.model.config, usual).captured
             fits = graphs <= _MOST_FOR_GRAPHS * self.train_memory_bytes
             memory = Arena(self.model.device, self.train_memory_bytes, graphs if fits else 0)
-        object.__setattr__(self, "ledger", TrainingLedger(self.train_memory_bytes, memory))
+        object.__setattr__(self, "memory_budget", MemoryBudget(self.train_memory_bytes, memory))
 
     def adapter_files(self, version: AdapterVersion) -> Mapping[str, bytes]:
         """See services.trainer.host.policy_host.PolicyHost."""
         return self.adapters.files(version)
 
     def sync_adapters(self, version: AdapterVersion | None, timeout: float) -> None:
-        """Reads the pointers now; returns once they are served and ``version`` is loaded.
+        """Reads the pointers now; returns once they are live and ``version`` is loaded.
 
         Raises:
             TemperError: the store is away, the version does not bind, or no slot became free in ``timeout`` seconds.

@@ -1,4 +1,4 @@
-"""The memory plan of a pod: what the model needs, out of what the device has, before anything is loaded."""
+"""Memory plan of a pod: the model's needs and the device's memory, computed before anything is loaded."""
 
 from __future__ import annotations
 
@@ -24,38 +24,39 @@ from services.engine.models.lora.targets import target_shapes
 from services.engine.scheduler.step_plan import MOST_VERIFIED
 from services.engine.settings import EngineSettings
 from services.pod.device import Device
-from services.pod.fit_advice import way_out
+from services.pod.fit_advice import fit_advice
 from services.trainer.memory.estimate import Workload, estimate
 
 _LOGIT_COPIES = 4
-"""Float32 [rows, vocabulary] tensors that sampling has alive at once."""
+"""Number of float32 [rows, vocabulary] tensors that sampling has at once."""
 _ACTIVATION_COPIES = 8
-"""Tensors as wide as the widest layer that a step has alive at once."""
+"""Number of tensors as wide as the widest layer that a step has at once."""
 _GRAPH_COPIES = 4
-"""The same in the memory that all CUDA graphs share, which no other step may use."""
+"""The same number in the memory that all CUDA graphs share and no other step may use."""
 _GRAPH_FIXED = 512 * 2**20
-"""Some hundred captured graphs, kernels, the workspaces of matrix products."""
+"""Bytes of some hundred captured graphs, kernels, and the workspaces of matrix products."""
 _CAPTURED_PREFILL = 2048
 """Tokens of the longest prefill that is captured, alone or beside decodes."""
 _SPLITS = 8
-"""Parts of a context in decode attention where the batch is large."""
+"""Parts of a context in decode attention with a large batch."""
 _SAMPLER_ROW = 64 * 2**10
-"""Histograms and partial results of a row."""
+"""Bytes of the histograms and partial results of a sampled row."""
 _USUAL_RANK, _USUAL_TOKENS = 16, 1024
-"""Of a modest job: its adapter, on all linear layers, and its largest microbatch."""
+"""Rank and largest microbatch of a modest job, with its adapter on all linear layers."""
 WAITING_WRITES = 8
-"""Of a recurrent state: a step of many decodes moves 76 KB a head instead of 128; with 4 it would be 83, with 16 75."""
+"""Late writes of a recurrent state: a step of many decodes moves 76 KB a head instead of 128; 4 would move 83, 16
+75."""
 _SNAPSHOTS_ON_CPU = 64
 _SNAPSHOT_SHARE = 0.15
 _LEAST_SNAPSHOTS, _MOST_SNAPSHOTS = 8, 1024
 _STAGING = 64 * 2**20
-"""Of copies between caches and host memory."""
+"""Bytes of the staging buffer for copies between caches and host memory."""
 _SEQUENCES = (192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
-"""Numbers of sequences to fall back to where memory is short."""
+"""Numbers of sequences to try where memory is short."""
 
 
 def device_bytes(device: Device) -> int:
-    """Bytes this process may count on before it loads anything.
+    """Bytes that this process may use, before it loads anything.
 
     On CUDA: what is free on the card now; on CPU: the machine's memory or the container's limit, the lower one.
     """
@@ -66,8 +67,8 @@ def device_bytes(device: Device) -> int:
 
 
 def storage(settings: EngineSettings, device: Device) -> Storage:
-    """How this pod keeps weight matrices. A quantized model's head is fp8 wherever the GPU has it: the largest matrix
-    of a step, and the one whose rounding matters least in int4."""
+    """Storage of this pod's weight matrices. A quantized model's head is fp8 wherever the GPU has it: it is the largest
+    matrix of a step, and an int4 model's rounding matters least there."""
     return Storage(
         quantization=settings.quantization,
         float8_head=settings.quantization != "none" and device.has_float8,
@@ -76,7 +77,7 @@ def storage(settings: EngineSettings, device: Device) -> Storage:
 
 
 def teacher_storage(settings: EngineSettings, device: Device) -> Storage:
-    """How this pod keeps the weight matrices of the second model."""
+    """Storage of the second model's weight matrices."""
     return Storage(
         quantization=settings.teacher_quantization,
         float8_head=settings.teacher_quantization != "none" and device.has_float8,
@@ -84,7 +85,7 @@ def teacher_storage(settings: EngineSettings, device: Device) -> Storage:
 
 
 def formats(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, device: Device) -> Formats:
-    """How this pod stores numbers."""
+    """Number formats of this pod."""
     return Formats(
         itemsize=dtype.itemsize,
         storage=storage(settings, device),
@@ -97,7 +98,7 @@ def formats(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, d
 
 
 def _teacher_bytes(teacher: ModelConfig, settings: EngineSettings, dtype: torch.dtype, device: Device) -> int:
-    """Its weights, and one of its matrices decoded where they are quantized."""
+    """Bytes of the second model: its weights, and one decoded matrix if they are quantized."""
     stored = Formats(
         itemsize=dtype.itemsize,
         storage=teacher_storage(settings, device),
@@ -116,7 +117,7 @@ def footprint(
     device: Device,
     teacher: ModelConfig | None = None,
 ) -> Footprint:
-    """Bytes the model needs of each thing, and a second one that jobs distil from; the settings are those of the device
+    """Footprint of the model, and of a second one that jobs distil from; the settings are those of the device
     (for_device)."""
     taught = 0 if teacher is None else _teacher_bytes(teacher, settings, dtype, device)
     stored = formats(config, settings, dtype, device)
@@ -137,7 +138,7 @@ def footprint(
     rows, slots = settings.max_num_seqs, state_slots(settings)
     context = settings.max_model_len or config.max_position_embeddings
     decoded = 0
-    if settings.quantization != "none":  # of a long prefill and of training, one at a time
+    if settings.quantization != "none":  # for a long prefill or for training, one at a time
         decoded = config.hidden_size * max(widest_output(config), config.vocab_size) * dtype.itemsize
     partial = answers * config.num_heads * _SPLITS * (config.head_dim + 2) * 4
     tables = slots * -(-context // settings.block_size) * 4
@@ -164,7 +165,8 @@ def footprint(
 
 
 def _graph_bytes(config: ModelConfig, settings: EngineSettings, captured: int, row: int) -> int:
-    """What graphs keep: the tensors of the largest captured step, a decoded matrix where its prefill needs one."""
+    """Bytes that graphs keep: the tensors of the largest captured step, and a decoded matrix if its prefill needs
+    one."""
     prefill = min(_CAPTURED_PREFILL, settings.token_budget)
     rows = max(captured + min(settings.mixed_prefill_tokens, _CAPTURED_PREFILL), prefill)
     if settings.speculative != "none":
@@ -175,8 +177,8 @@ def _graph_bytes(config: ModelConfig, settings: EngineSettings, captured: int, r
 
 
 def snapshots(settings: EngineSettings, footprint: Footprint, budget: int, kind: str) -> int:
-    """State slots for the prefix cache where the settings do not say: on a GPU a part of what everything else leaves,
-    beside KV of some hundred tokens each."""
+    """Default number of state slots for the prefix cache: on a GPU a share of what everything else leaves, each as
+    large as the KV of some hundred tokens."""
     if kind == "cpu":
         return _SNAPSHOTS_ON_CPU
     fixed = footprint.weights + footprint.workspace + footprint.sampler + footprint.graphs + footprint.teacher
@@ -185,13 +187,14 @@ def snapshots(settings: EngineSettings, footprint: Footprint, budget: int, kind:
 
 
 def state_slots(settings: EngineSettings) -> int:
-    """State slots to allocate: scratch, one a sequence (two with speculation), and the prefix cache's snapshots."""
+    """Number of state slots to allocate: scratch, one a sequence (two with speculation), and the prefix cache's
+    snapshots."""
     return 1 + _running_slots(settings) + (settings.state_snapshots if settings.prefix_cache else 0)
 
 
 def waiting_writes(settings: EngineSettings, kind: str) -> int:
-    """Writes that a recurrent state on a GPU is behind, at most. Speculation takes states back to where a guess was
-    wrong, and needs them whole."""
+    """Most writes that a recurrent state on a GPU is late. Speculation goes back to the state before a rejected draft
+    token, so it needs complete states."""
     return WAITING_WRITES if kind == "cuda" and settings.speculative == "none" else 0
 
 
@@ -207,13 +210,13 @@ def plan(
     available: int,
     teacher: ModelConfig | None = None,
 ) -> tuple[EngineSettings, MemoryPlan]:
-    """Divides the device.
+    """Plans the memory of the device.
 
     Args:
-        settings: as read; a max_num_seqs of 0 becomes the most, up to the device's default, that leaves half of what
-            weights, workspace, adapters and snapshots do not take to KV and training.
+        settings: settings as read. A max_num_seqs of 0 becomes the highest number, up to the device's default, that
+            leaves KV and training half of what weights, workspace, adapters and snapshots do not take.
         available: device_bytes().
-        teacher: of the second model, if there is to be one.
+        teacher: config of the second model, if there is one.
 
     Returns:
         The settings with every 0 filled in, and the plan.
@@ -224,7 +227,7 @@ def plan(
     try:
         return _fitted(config, settings, dtype, device, available, teacher)
     except DoesNotFit as error:
-        raise DoesNotFit(f"{error.message}\n{_way_out(config, settings, dtype, device, available)}") from error
+        raise DoesNotFit(f"{error.message}\n{_fit_advice(config, settings, dtype, device, available)}") from error
 
 
 def _fitted(
@@ -264,7 +267,7 @@ def _with_snapshots(
     available: int,
     teacher: ModelConfig | None,
 ) -> EngineSettings:
-    """The same settings with a state_snapshots of 0 filled in."""
+    """Settings with a state_snapshots of 0 filled in."""
     if settings.state_snapshots or not settings.prefix_cache:
         return settings
     needs = footprint(config, settings, dtype, device, teacher)
@@ -272,16 +275,18 @@ def _with_snapshots(
     return settings.model_copy(update={"state_snapshots": count})
 
 
-def _way_out(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, device: Device, available: int) -> str:
+def _fit_advice(
+    config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, device: Device, available: int
+) -> str:
     chosen = settings.model_copy(update={"max_num_seqs": settings.max_num_seqs or _SEQUENCES[-1]})
     chosen = chosen.for_device(device.kind)
     smaller: dict[str, int] = {}
     if device.kind == "cuda" and settings.quantization == "none":
         for name in ("fp8", "int4") if device.has_float8 else ("int4",):
-            with contextlib.suppress(InvalidRequest):  # shapes that cannot be quantized so
+            with contextlib.suppress(InvalidRequest):  # shapes that cannot be quantized like this
                 quantized = chosen.model_copy(update={"quantization": name})
                 smaller[name] = footprint(config, quantized, dtype, device).weights
-    return way_out(
+    return fit_advice(
         chosen,
         footprint(config, chosen, dtype, device),
         available=available,
@@ -314,14 +319,14 @@ def _plan(
 
 
 def _training_bytes(settings: EngineSettings) -> int | None:
-    """None: the plan decides."""
+    """Memory of training that the settings ask for; None: the plan decides."""
     if not settings.trainer:
         return 0
     return int(settings.train_memory_bytes) or None
 
 
 def _usual_job(config: ModelConfig, dtype: torch.dtype) -> int:
-    """What a modest job needs: without it a card that has hardly room for the model would serve, and refuse every
+    """Bytes of a modest job. Without this minimum a device with hardly room for the model would serve, and refuse every
     job."""
     numbers = sum(_USUAL_RANK * (out + into) for out, into in target_shapes(config).values())
     work = Workload(numbers, _USUAL_RANK, _USUAL_TOKENS, dtype.itemsize, "full", fused=True)

@@ -1,6 +1,6 @@
-"""What must hold before a pod starts: settings, port, Redis, object store, model directory. Errors are one line.
+"""Preflight checks of a pod: settings, port, Redis, object store, model directory. Errors are one line.
 
-No torch here: whoever mistypes an address learns it at once.
+No torch here, so a mistyped address is reported at once.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from services.trainer.settings import TrainerSettings
 _REDIS_SECONDS = 3.0
 _PAUSE_SECONDS = 1.0
 _SAY_SECONDS = 10.0
-"""Between two lines of the log about what is waited for."""
+"""Seconds between two log lines while waiting for a server."""
 
 log = structlog.get_logger(__name__)
 
 
 def read_settings() -> tuple[EngineSettings, TrainerSettings]:
-    """The settings of engine and trainer from the environment.
+    """Reads the settings of engine and trainer from the environment.
 
     Raises:
         InvalidRequest: one of them is malformed; the message names the variables.
@@ -47,10 +47,10 @@ def read_settings() -> tuple[EngineSettings, TrainerSettings]:
 
 
 def check_all(settings: EngineSettings) -> None:
-    """Everything that can be known before torch is imported and the model is loaded.
+    """Runs all checks that are possible before torch is imported and the model is loaded.
 
     Raises:
-        TemperError: the first thing that is wrong, in one line.
+        TemperError: the first check that fails, in one line.
     """
     check_model_directory(settings)
     check_port(settings)
@@ -60,8 +60,9 @@ def check_all(settings: EngineSettings) -> None:
 
 
 def _wait_for(check: Callable[[], None], what: str, settings: EngineSettings, deadline: float) -> None:
-    """Repeats a check while its server is away, until the deadline: on a first install all start at once, and an engine
-    that crashes meanwhile waits ever longer for its next start. What a server refuses is refused at once."""
+    """Repeats a check while its server is away, until the deadline: on a first install everything starts at once, and
+    an engine that crashes meanwhile would wait ever longer for its next start. A refusal by the server fails at
+    once."""
     said = float("-inf")
     began = time.monotonic()
     while True:
@@ -84,12 +85,12 @@ def _wait_for(check: Callable[[], None], what: str, settings: EngineSettings, de
             time.sleep(min(_PAUSE_SECONDS, max(0.0, deadline - now)))
         else:
             if said > 0:
-                log.info(f"{what} is there", waited=round(time.monotonic() - began, 1))
+                log.info(f"{what} answers", waited=round(time.monotonic() - began, 1))
             return
 
 
 def check_tls(settings: EngineSettings) -> Certificates | None:
-    """The certificates that the settings name, None if they name none.
+    """Certificates that the settings name; None: they name none.
 
     Raises:
         InvalidRequest: they cannot be used; the message names the variable and the file.
@@ -104,18 +105,18 @@ def check_tls(settings: EngineSettings) -> Certificates | None:
 
 
 def check_model_directory(settings: EngineSettings) -> None:
-    """Raises CheckpointRejected if there is no checkpoint to load."""
+    """Raises CheckpointRejected if the model directory has no checkpoint."""
     for name in ("config.json", "tokenizer.json"):
         if not (settings.model / name).is_file():
             raise CheckpointRejected(f"TEMPER_MODEL={settings.model}: there is no {name} in that directory")
 
 
 def use_kernel_cache(settings: EngineSettings) -> None:
-    """Tells Triton where to keep compiled kernels. Triton reads the variable when it is imported, so this comes first;
-    a TRITON_CACHE_DIR that is already set stays.
+    """Sets the directory where Triton keeps compiled kernels. Triton reads the variable when it is imported, so this
+    comes first. A TRITON_CACHE_DIR that is already set stays.
 
     Raises:
-        InvalidRequest: there is no such place.
+        InvalidRequest: the directory cannot be determined.
     """
     try:
         os.environ.setdefault("TRITON_CACHE_DIR", str(settings.kernel_cache_dir))
@@ -124,10 +125,10 @@ def use_kernel_cache(settings: EngineSettings) -> None:
 
 
 def check_port(settings: EngineSettings) -> None:
-    """Finds a taken port before minutes of loading; the server's own bind has the last word.
+    """Finds a taken port before minutes of loading; the server's own bind decides.
 
     Raises:
-        Unavailable: it is taken or the address is not ours.
+        Unavailable: the port is taken, or the address is not this machine's.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -145,7 +146,8 @@ def check_port(settings: EngineSettings) -> None:
 
 
 def check_redis(settings: EngineSettings) -> None:
-    """Raises Unavailable, naming the URL without its password, if Redis does not answer; Refused if it refuses us."""
+    """Raises Unavailable if Redis does not answer, and Refused if it refuses user and password. Messages name the URL
+    without its password."""
     url = settings.redis_url.get_secret_value()
     try:
         client = client_of(settings, socket_timeout=_REDIS_SECONDS, socket_connect_timeout=_REDIS_SECONDS)
@@ -181,7 +183,7 @@ def _first_line(error: Exception) -> str:
 
 
 def without_password(url: str) -> str:
-    """A URL that may be logged."""
+    """URL without its password, for logs."""
     parts = urllib.parse.urlsplit(url)
     if parts.password is None:
         return url

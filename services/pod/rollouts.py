@@ -1,4 +1,4 @@
-"""The engine beside the trainer as a sampler: rollouts are requests like any other, behind all others."""
+"""Rollouts of training jobs from the pod's own engine: requests like any other, with the lowest priority."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from services.engine.requests.submission import Submission
 from services.trainer.host.rollouts import Completion, Policy, RolloutRequest, RolloutSampling, ScoreRequest
 
 _PRIORITY = 2**31
-"""Behind everything that a protobuf int32 can ask for."""
+"""Priority behind everything that a protobuf int32 can ask for."""
 _LOOK_SECONDS = 0.05
-"""Between two looks whether the job may go on."""
+"""Seconds between two checks whether the job may continue."""
 
 
 class EngineRollouts:
-    """Implements services.trainer.host.rollouts.RolloutSource.
+    """Rollout source of a pod. Implements services.trainer.host.rollouts.RolloutSource.
 
     Args:
-        vocab_size: of the model.
+        vocab_size: vocabulary size of the model.
         sequences: most rollouts in the engine at once.
-        timeout_seconds: of a call that has no deadline.
+        timeout_seconds: timeout of a call without a deadline.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class EngineRollouts:
         self._loop = loop
         self._private = private
         self._vocab_size = vocab_size
-        # More could not run, and would only be preempted by each other.
+        # More could not run and would only preempt each other.
         self._sequences = min(sequences, loop.config.max_num_seqs)
         self._timeout = timeout_seconds
         self._calls = itertools.count()
         self._scoring = f"score:{secrets.token_hex(16)}"
-        """What salts of scores begin with: no client can send it, and no process before this one has used it."""
+        """Prefix of the cache salts of scores: no client can send it, and no earlier process has used it."""
 
     def check(self, prompt_tokens: int, max_tokens: int) -> None:
         """See RolloutSource.check."""
@@ -70,7 +70,7 @@ class EngineRollouts:
     @contextmanager
     def policy(self, lora: LoraParams, interrupt: Callable[[], None] = lambda: None) -> Iterator[PrivateVersion]:
         """See RolloutSource.policy."""
-        # By way of the files of a version, so that what samples is bit by bit what will be published.
+        # Through the files of a version, so that the sampling weights equal the published ones bit by bit.
         with self._private.loaded(lora.to_files(""), interrupt) as version:
             yield version
 
@@ -123,7 +123,8 @@ class EngineRollouts:
                 request.prompt,
                 SamplingParams.forcing(request.completion, request.temperature),
                 adapter,
-                # Only of this call: whether the cache still has a prompt of an earlier one must not show in the bits.
+                # Salt of this call only: the bits must not depend on whether the cache still has an earlier call's
+                # prompt.
                 cache_salt=f"{self._scoring}:{call}",
                 priority=_PRIORITY,
                 background=True,
@@ -144,7 +145,7 @@ class EngineRollouts:
     def _run(
         self, submissions: Sequence[Submission], interrupt: Callable[[], None], deadline: float | None
     ) -> list[Finished]:
-        """What became of each, in their order."""
+        """Runs the submissions and returns their results, in order."""
         deadline = time.monotonic() + self._timeout if deadline is None else deadline
         batch = _Batch(self._loop, submissions, self._sequences)
         try:
@@ -155,7 +156,7 @@ class EngineRollouts:
 
 
 class _Batch:
-    """The requests of one call: as many in the engine as may be, the next one when one ends."""
+    """Requests of one call: as many in the engine as allowed, and the next one when one ends."""
 
     def __init__(self, loop: EngineLoop, submissions: Sequence[Submission], sequences: int) -> None:
         self._loop = loop
@@ -170,8 +171,8 @@ class _Batch:
         self._closed = False
 
     def run(self, interrupt: Callable[[], None], deadline: float) -> dict[str, Finished]:
-        """Blocks until all have ended. Raises the first error of a request, and what ``interrupt`` raises."""
-        # All at one boundary: which rollouts share a step does not depend on how the threads take turns.
+        """Blocks until all requests have ended. Raises the first error of a request, and what ``interrupt`` raises."""
+        # Submitted at one boundary, so that which rollouts share a step does not depend on thread timing.
         begun = self._loop.call_at_boundary(self._fill)
         while True:
             with self._changed:
@@ -192,7 +193,7 @@ class _Batch:
             interrupt()
 
     def close(self) -> None:
-        """Aborts what is left."""
+        """Aborts the requests that are left."""
         with self._changed:
             self._closed = True
             if self._live:
@@ -215,7 +216,7 @@ class _Batch:
                 self._live += 1
 
     def _take(self, updates: list[SequenceUpdate]) -> None:
-        """The sink of all of them."""
+        """Takes the updates of all requests; their sink."""
         with self._changed:
             for update in updates:
                 if update.finish_reason is None:
@@ -238,7 +239,7 @@ def _choice(policy: Policy) -> AdapterChoice | PrivateVersion:
     if isinstance(policy, AdapterVersion):
         return AdapterChoice(name=policy.name, version=policy.version)
     if not isinstance(policy, PrivateVersion):
-        raise TypeError(f"{policy!r} is no policy of this engine")
+        raise TypeError(f"{policy!r} is not a policy of this engine")
     return policy
 
 
@@ -252,5 +253,5 @@ def _completion(finished: Finished) -> Completion:
 
 def _scores(request: ScoreRequest, finished: Finished) -> array[float]:
     if tuple(finished.output_ids) != request.completion:
-        raise TemperError("the engine took other tokens than it was given")
+        raise TemperError("the engine returned other tokens than the forced ones")
     return array("f", finished.sampling_logprobs)

@@ -1,4 +1,4 @@
-"""What runs the steps of a pod, by device: the executor with its caches, and the gate that training shares it by."""
+"""Executor of a pod by device: the runner with its caches, and the compute gate that training shares the device by."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Computer:
-    """What computes, and how its caches are copied."""
+class DeviceExecutor:
+    """Runner of the device's steps, and the copies of its caches."""
 
     runner: Runner
     transfer: Callable[[str], CacheTransfer]
-    """Makes the way between the caches and the host's memory, for an identity (see Layout.fingerprint)."""
+    """Makes the cache transfer to host memory for a cache identity (see Layout.fingerprint)."""
 
 
 def build_runner(
@@ -43,18 +43,18 @@ def build_runner(
     num_blocks: int,
     max_model_len: int,
     eos_token_ids: Sequence[int],
-) -> Computer:
+) -> DeviceExecutor:
     """Allocates the caches; on a GPU it also compiles the kernels and captures the CUDA graphs.
 
     Args:
-        settings: those of the device (see EngineSettings.for_device).
+        settings: settings of the device (see EngineSettings.for_device).
         num_blocks: KV blocks, scratch block 0 included.
     """
     slots, speculative = state_slots(settings), settings.speculative == "mtp"
     if model.device.type == "cpu":
         cache = model.allocate_cache(num_blocks, settings.block_size, slots)
         plain = ModelRunner(model, cache, lora, num_slots=slots, eos_token_ids=eos_token_ids, speculative=speculative)
-        return Computer(plain, lambda identity: CpuCacheTransfer(cache, identity))
+        return DeviceExecutor(plain, lambda identity: CpuCacheTransfer(cache, identity))
     # Imported here: a pod without a GPU needs no Triton.
     from services.engine.executors.cuda.cache_transfer import CudaCacheTransfer
     from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
@@ -92,11 +92,11 @@ def build_runner(
     )
     runner.warm_up()
     log.info("graphs captured", graphs=runner.captures)
-    return Computer(runner, lambda identity: CudaCacheTransfer(device_cache, runner.stream, identity))
+    return DeviceExecutor(runner, lambda identity: CudaCacheTransfer(device_cache, runner.stream, identity))
 
 
 def prefill_alignment(settings: EngineSettings) -> int:
-    """Where prefill chunks must end for a prompt's bits not to depend on how it was cut."""
+    """Alignment of prefill chunks, so that a prompt's bits do not depend on how it was split."""
     if not settings.batch_invariant:
         return 1
     from services.engine.executors.cuda.shapes import INVARIANT_ALIGNMENT
@@ -108,13 +108,13 @@ Gate: TypeAlias = SliceGate | StreamGate
 
 
 def build_gate(runner: Runner, device: torch.device, tpot_goal_seconds: float) -> Gate:
-    """Where steps are queued on a stream, the order is kept there; where they compute in the caller, on the host."""
+    """Compute gate of a device: on the device's streams for CUDA, else on the host."""
     if device.type != "cuda":
         return SliceGate(tpot_goal_seconds)
     # Imported here: a pod without a GPU needs no Triton.
-    from services.engine.compute_sharing.device_queue import CudaLane
+    from services.engine.compute_sharing.device_queue import CudaDeviceQueue
     from services.engine.executors.cuda.runner import CudaRunner
 
     if not isinstance(runner, CudaRunner) or (stream := runner.stream.stream) is None:
         raise TypeError(f"steps of a {type(runner).__name__} are not queued on a stream of {device}")
-    return StreamGate(tpot_goal_seconds, CudaLane(lambda: stream), CudaLane(torch.cuda.current_stream))
+    return StreamGate(tpot_goal_seconds, CudaDeviceQueue(lambda: stream), CudaDeviceQueue(torch.cuda.current_stream))

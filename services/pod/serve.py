@@ -1,4 +1,4 @@
-"""The life of a pod after its checks: load, serve, drain."""
+"""Life of a pod after its checks: load, serve, drain."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from services.engine.observability.exports import Sources, export
 from services.engine.observability.metrics import EngineMetrics
 from services.engine.observability.request_traces import RequestTraces
 from services.engine.observability.status import TierStatus
+from services.engine.server.conversation_session_service import ConversationSessionService
 from services.engine.server.health import HealthReporter, ProcessHealth, Vitals
 from services.engine.server.service import Serving, bind, make_server
-from services.engine.server.session_service import SessionService
 from services.engine.settings import EngineSettings
-from services.pod.engine import Engine, build_engine, settle, use_threads
+from services.pod.engine import Engine, build_engine, tune_interpreter, use_threads
 from services.pod.training import Training
-from services.pod.training_sessions import SessionsService
+from services.pod.training_sessions import TrainingSessionsService
 from services.trainer.settings import TrainerSettings
 
 _WATCH_SECONDS = 0.5
 _CLOSE_SECONDS = 0.5
-"""After draining: for the last frames to leave."""
+"""Time for the last frames to be sent after draining, seconds."""
 
 log = structlog.get_logger(__name__)
 
@@ -56,11 +56,11 @@ async def serve(
     """Runs a pod until ``stop`` is set, then drains it.
 
     Args:
-        health: told how it goes.
+        health: health of the process, kept current.
         certificates: for TLS; None: plaintext.
 
     Raises:
-        TemperError: it cannot start, or a thread died that it needs; one line says why.
+        TemperError: it cannot start, or a thread that it needs has died; the message is one line.
     """
     started = time.monotonic()
     parent = os.getppid()
@@ -71,7 +71,7 @@ async def serve(
     adapter_events = AdapterEvents(settings)
     if certificates is not None:
         certificates.export(metrics.registry)
-    if settings.metrics_port:  # while it loads, too: a target that does not answer counts as down
+    if settings.metrics_port:  # also while loading: a target that does not answer counts as down
         _serve_metrics(settings.metrics_host, settings.metrics_port, metrics.registry)
     tracer = open_tracer(settings, "engine")
     traces = RequestTraces(tracer) if tracer.on else None
@@ -79,13 +79,13 @@ async def serve(
     loading = asyncio.create_task(asyncio.to_thread(build_engine, settings, registry, adapter_events, events, store))
     engine = await _unless_stopped(loading, stop)
     training = Training(settings, trainer, engine, registry, store, metrics.registry, tracer)
-    settle()
+    tune_interpreter()
     try:
         await asyncio.to_thread(engine.start)
         await _serve(settings, engine, training, metrics, stop, parent, started, health, certificates, tracer)
     finally:
         await asyncio.to_thread(training.drain)
-        # The adapters' event thread would otherwise wait on for as long as a poll takes.
+        # Otherwise the adapters' event thread would wait until its next poll ends.
         adapter_events.close()
         await asyncio.to_thread(engine.stop, settings.tier_close_seconds)
         if traces is not None:
@@ -120,8 +120,8 @@ async def _serve(
     )
     server = make_server(serving, reporter.servicer, settings.max_message_bytes, tracer)
     if training.sessions is not None:
-        sessions_pb2_grpc.add_SessionsServicer_to_server(SessionsService(training.sessions), server)
-    sessions = SessionService(engine.sessions)
+        sessions_pb2_grpc.add_SessionsServicer_to_server(TrainingSessionsService(training.sessions), server)
+    sessions = ConversationSessionService(engine.sessions)
     histories_pb2_grpc.add_HistoriesServicer_to_server(sessions, server)
     port = bind(server, settings.grpc_host, settings.grpc_port, certificates)
     export(metrics, sources(settings, engine, lambda: bool(training.job_id()), engine.tier_status))
@@ -129,9 +129,9 @@ async def _serve(
     health.serving(Vitals.of(loop, lambda: training.alive, lambda: engine.adapters.alive))
     await reporter.publish()
     await server.start()
-    beside = [asyncio.create_task(reporter.run())]
+    background_tasks = [asyncio.create_task(reporter.run())]
     if certificates is not None:
-        beside.append(asyncio.create_task(_follow(certificates)))
+        background_tasks.append(asyncio.create_task(_follow(certificates)))
     log.info(
         "ready",
         address=f"{settings.grpc_host}:{port}",
@@ -140,31 +140,31 @@ async def _serve(
         seconds=round(time.monotonic() - started, 1),
     )
     try:
-        ill = await _watch(stop, lambda: _ailment(engine, training), settings.exit_with_parent, parent)
+        reason = await _watch(stop, lambda: _dead_thread(engine, training), settings.exit_with_parent, parent)
         if not loop.alive:
-            raise Unavailable(ill)
+            raise Unavailable(reason)
         health.drain()
         await reporter.publish()
         await _drain(settings, engine, training)
-        if ill:  # what streams there were have ended as they should
-            raise Unavailable(ill)
+        if reason:  # the streams have ended regularly
+            raise Unavailable(reason)
     finally:
-        for task in beside:
+        for task in background_tasks:
             task.cancel()
-        await asyncio.gather(*beside, return_exceptions=True)
+        await asyncio.gather(*background_tasks, return_exceptions=True)
         await asyncio.to_thread(loop.stop)
         await server.stop(_CLOSE_SECONDS)
         sessions.close()
 
 
 async def _unless_stopped(loading: asyncio.Task[Engine], stop: asyncio.Event) -> Engine:
-    """What was loaded. Asked to stop before that, the process ends at once: nothing has been begun, and a thread that
-    loads cannot be told."""
+    """Waits for the loaded engine. If the pod is asked to stop before, the process exits at once: nothing has begun,
+    and a loading thread cannot be interrupted."""
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         log.info("asked to stop while loading")
-        for child in multiprocessing.active_children():  # those that compile kernels
+        for child in multiprocessing.active_children():  # processes that compile kernels
             child.terminate()
         sys.stderr.flush()
         os._exit(0)
@@ -187,8 +187,8 @@ def _serve_metrics(host: str, port: int, registry: CollectorRegistry) -> None:
         ) from error
 
 
-def _ailment(engine: Engine, training: Training) -> str:
-    """What has died without which this process cannot do its work; empty: nothing."""
+def _dead_thread(engine: Engine, training: Training) -> str:
+    """Message about a needed thread that has died; empty: all run."""
     if not engine.loop.alive:
         return "the engine loop died; its log has the reason"
     if not training.alive:
@@ -196,12 +196,12 @@ def _ailment(engine: Engine, training: Training) -> str:
     return "" if engine.adapters.alive else "the thread that loads adapters died; its log has the reason"
 
 
-async def _watch(stop: asyncio.Event, ailment: Callable[[], str], with_parent: bool, parent: int) -> str:
-    """Waits for the end: empty when asked to stop, else what has died."""
+async def _watch(stop: asyncio.Event, dead_thread: Callable[[], str], with_parent: bool, parent: int) -> str:
+    """Waits until the pod must end. Returns "" if it was asked to stop, else the message about a dead thread."""
     while not stop.is_set():
-        if ill := ailment():
-            log.critical(ill)
-            return ill
+        if reason := dead_thread():
+            log.critical(reason)
+            return reason
         if with_parent and os.getppid() != parent:
             log.warning("the parent process is gone, stopping")
             return ""
@@ -219,13 +219,13 @@ async def _drain(settings: EngineSettings, engine: Engine, training: Training) -
         asyncio.to_thread(training.drain),
     )
     if not trained:
-        log.warning("the trainer was still busy, another one will take its job over")
+        log.warning("the trainer was still busy; another one will take over its job")
     if not drained:
         log.warning("requests left after drain_seconds are ended", seconds=settings.drain_seconds)
 
 
 def stop_on_signals(stop: asyncio.Event, health: ProcessHealth) -> None:
-    """SIGTERM and SIGINT drain; another one later ends the process at once."""
+    """Drains on SIGTERM and SIGINT; a further signal later ends the process at once."""
     wishes = Wishes()
 
     def handle(number: int) -> None:
@@ -244,11 +244,11 @@ def sources(
     training: Callable[[], bool],
     tiers: Callable[[], Mapping[Tier, TierStatus]] = dict,
 ) -> Sources:
-    """For services.engine.observability.exports.
+    """Sources for services.engine.observability.exports.
 
     Args:
-        training: whether a job runs.
-        tiers: what is in the tiers below the device; left out: there are none.
+        training: tells whether a job runs.
+        tiers: returns the status of the tiers; by default there are none.
     """
     return Sources(
         model_name=settings.served_model_name,
@@ -264,10 +264,11 @@ def sources(
 
 
 def device_memory(device: torch.device) -> Callable[[], Mapping[str, int]]:
-    """A reader of bytes by kind: total (of the card), reserved (by this process' allocator), allocated (of that).
+    """Reader of the device's bytes by kind: total (of the device), reserved (by this process' allocator), allocated (of
+    that).
 
-    It asks the allocator's books, not the driver, so a scrape never waits for the device nor disturbs a capture of CUDA
-    graphs. What other processes take is in no kind; DCGM's exporter has it.
+    It asks the allocator, not the driver, so a scrape never waits for the device or disturbs a capture of CUDA graphs.
+    Memory of other processes is not included; DCGM's exporter has it.
     """
     if device.type != "cuda":
         return dict

@@ -1,4 +1,4 @@
-"""The second model of a pod: what opd jobs may learn from besides the base and its adapters."""
+"""Teacher: the second model of a pod, which opd jobs may learn from besides the base and its adapters."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TeacherModel:
-    """Loaded beside the model that serves."""
+    """Teacher model, loaded beside the model that serves."""
 
     model: CausalLM
     digest: str
 
 
 def second_config(settings: EngineSettings, codec: TextCodec) -> ModelConfig | None:
-    """The config of the checkpoint that the settings name, None if they name none.
+    """Config of the teacher checkpoint that the settings name; None: they name none.
 
     Args:
-        codec: of the model that serves.
+        codec: tokenizer of the model that serves.
 
     Raises:
         CheckpointRejected: the directory is incomplete, or its tokens are not those of the model that serves.
-        InvalidRequest: the pod would have no use for it.
+        InvalidRequest: the pod could not use it.
     """
     if settings.teacher_model is None:
         if settings.teacher_quantization != "none":
@@ -59,10 +59,10 @@ def second_config(settings: EngineSettings, codec: TextCodec) -> ModelConfig | N
 
 
 def check_same_vocabulary(student: TextCodec, teacher: TextCodec, what: str) -> None:
-    """A token id means the same to both. Templates may differ: the teacher reads token ids.
+    """Checks that each token id means the same to both models. Templates may differ: the teacher reads token ids.
 
     Raises:
-        CheckpointRejected: it does not.
+        CheckpointRejected: the vocabularies differ.
     """
     if student.digest == teacher.digest:
         return
@@ -71,14 +71,14 @@ def check_same_vocabulary(student: TextCodec, teacher: TextCodec, what: str) -> 
         return
     different = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     raise CheckpointRejected(
-        f"{what}: a teacher with another vocabulary: it has {len(theirs)} tokens and the model that serves "
+        f"{what}: the teacher has another vocabulary: it has {len(theirs)} tokens and the model that serves "
         f"{len(ours)}, and {len(different)} of them differ (the first: {different[0]!r}). A distribution over other "
-        "tokens cannot be learnt from: name a checkpoint of the same family and generation"
+        "tokens cannot be learned from: name a checkpoint of the same family and generation"
     )
 
 
 def load_teacher(settings: EngineSettings, student: CausalLM, storage: Storage) -> TeacherModel | None:
-    """Loads the checkpoint that the settings name, in the dtype and on the device of the model that serves.
+    """Loads the teacher checkpoint, in the dtype and on the device of the model that serves.
 
     Raises:
         CheckpointRejected: its files are incomplete or foreign.

@@ -1,4 +1,4 @@
-"""The tiers of a pod: what keeps more histories than its device does."""
+"""Tiers of a pod: offload of the prefix cache below its device."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from services.common.errors import InvalidRequest
 from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.machine import machine_bytes
 from services.engine.kv_cache.keys import Tier
-from services.engine.kv_offload.manager import TierLimits, TierManager
+from services.engine.kv_offload.manager import TierConfig, TierManager
 from services.engine.observability.events import EventStream
 from services.engine.settings import EngineSettings
 from services.pod.device import Device
-from services.pod.runner import Computer
+from services.pod.runner import DeviceExecutor
 
 log = structlog.get_logger(__name__)
 
 
-def identity(settings: EngineSettings, base_digest: str) -> str:
-    """What KV and states depend on beside their own formats: the checkpoint, and how its weights are kept."""
+def cache_identity(settings: EngineSettings, base_digest: str) -> str:
+    """Hash of what KV and states depend on beside their own formats: the checkpoint, and how its weights are stored."""
     parts = (base_digest, settings.quantization, settings.speculative, settings.batch_invariant)
     return hashlib.blake2b(repr(parts).encode(), digest_size=20).hexdigest()
 
@@ -30,13 +30,13 @@ def identity(settings: EngineSettings, base_digest: str) -> str:
 def build_tiers(
     settings: EngineSettings,
     hardware: Device,
-    computer: Computer,
+    executor: DeviceExecutor,
     base_digest: str,
     events: EventStream,
     wake: Callable[[], None],
     store: ObjectStore | None,
 ) -> TierManager | None:
-    """The tiers that the settings ask for, not started; None: they ask for none, or for no prefix cache.
+    """Tiers that the settings ask for, not started; None: they ask for none, or for no prefix cache.
 
     Raises:
         InvalidRequest: a directory, or the machine's memory, cannot be used as asked.
@@ -44,7 +44,7 @@ def build_tiers(
     limits = tier_limits(settings, hardware.kind, machine_bytes())
     if limits is None or not settings.prefix_cache:
         return None
-    transfer = computer.transfer(identity(settings, base_digest))
+    transfer = executor.transfer(cache_identity(settings, base_digest))
     transfer.warm_up()
     try:
         tiers = TierManager(transfer, limits, events, wake, store)
@@ -56,22 +56,22 @@ def build_tiers(
 
 
 _HOST_RATE = {"cuda": 40e9, "cpu": 5e9}
-"""Bytes a second between the host's memory and the caches, as a first guess."""
+"""First estimate of the bytes a second between host memory and the caches."""
 
 
-def tier_limits(settings: EngineSettings, device: Literal["cpu", "cuda"], memory: int) -> TierLimits | None:
-    """What the settings ask for; None: no tiers.
+def tier_limits(settings: EngineSettings, device: Literal["cpu", "cuda"], memory: int) -> TierConfig | None:
+    """Configuration of the tiers from the settings; None: there are no tiers.
 
     Args:
         memory: bytes of the machine's memory that this process may use.
 
     Raises:
-        ValueError: the disk tier's directory is no path.
+        ValueError: the disk tier's directory is not a path.
     """
     tiers = {Tier(name) for name in settings.tiers.split(",") if name}
     if not tiers:
         return None
-    return TierLimits(
+    return TierConfig(
         host=Tier.HOST in tiers,
         host_bytes=settings.tier_host_memory(device, memory),
         host_rate=_HOST_RATE[device],

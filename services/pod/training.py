@@ -1,4 +1,4 @@
-"""The trainer thread beside the engine, if the settings want one."""
+"""Trainer thread beside the engine, if the settings ask for one."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from services.engine.settings import EngineSettings
 from services.pod.engine import Engine
 from services.pod.host import PodHost
 from services.pod.rollouts import EngineRollouts
-from services.trainer.api_sessions.manager import SessionDesk
-from services.trainer.api_sessions.storage import SessionStorage
 from services.trainer.jobs import prepare_run
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.runtime.publish import Publisher
 from services.trainer.runtime.worker import TrainerWorker
 from services.trainer.settings import TrainerSettings
+from services.trainer.training_sessions.manager import TrainingSessionManager
+from services.trainer.training_sessions.storage import SessionStorage
 
 
 class Training:
-    """Starts and drains the worker; without one there is never a job."""
+    """Starts and drains the trainer's worker; without one there is never a job."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Training:
     ) -> None:
         self._worker: TrainerWorker | None = None
         self._drained: bool | None = None
-        self.sessions: SessionDesk | None = None
+        self.sessions: TrainingSessionManager | None = None
         self._events: AdapterEvents | None = None
         self._webhooks: Webhooks | None = None
         if settings.trainer:
@@ -51,7 +51,9 @@ class Training:
             publisher = Publisher(registry, self._events, host, trainer.adapter_sync_seconds)
             storage = SessionStorage(store, registry, publisher, engine.base_digest)
             counters = TrainerMetrics(metrics)
-            self.sessions = SessionDesk(host, trainer, storage, instance=secrets.token_hex(6), metrics=counters)
+            self.sessions = TrainingSessionManager(
+                host, trainer, storage, instance=secrets.token_hex(6), metrics=counters
+            )
             self._worker = TrainerWorker(
                 host,
                 trainer,
@@ -64,7 +66,7 @@ class Training:
             )
 
     def described(self, model: engine_pb2.Model) -> engine_pb2.Model:
-        """What a gateway hears of the model, with what jobs may ask of this process."""
+        """Model description for gateways, with the webhooks that jobs of this process may use."""
         found = engine_pb2.Model()
         found.CopyFrom(model)
         if self._webhooks is not None:
@@ -73,16 +75,16 @@ class Training:
         return found
 
     def job_id(self) -> str:
-        """The running job, empty when idle."""
+        """Id of the running job, empty when idle."""
         return (self._worker.current_job or "") if self._worker is not None else ""
 
     @property
     def alive(self) -> bool:
-        """Whether the trainer can do its work, if there is to be one; asked once it has been started."""
+        """True if the trainer works, or there is none; asked once it has been started."""
         return self._worker is None or self._worker.alive
 
     def session_counts(self) -> tuple[str, int, int]:
-        """This process's instance id, open sessions and how many there may be."""
+        """This process's instance id, and the number of open training sessions and of possible ones."""
         if self.sessions is None:
             return "", 0, 0
         return self.sessions.instance, *self.sessions.counts
@@ -92,18 +94,18 @@ class Training:
             self._worker.start()
 
     def stop_soon(self) -> None:
-        """Tells the worker that the engine beside it is about to refuse its rollouts."""
+        """Tells the worker that the engine will soon refuse its rollouts."""
         if self._worker is not None:
             self._worker.stop_soon()
 
     def drain(self) -> bool:
-        """Ends the sessions, has the running job checkpointed and requeued and ends the thread; False if it was still
-        busy."""
+        """Ends the training sessions, checkpoints and requeues the running job, and ends the thread; False: it was
+        still busy."""
         if self.sessions is not None:
             self.sessions.shut_down()
         if self._worker is None:
             return True
-        if self._drained is None:  # a worker that was busy for so long is not waited for a second time
+        if self._drained is None:  # the pod does not wait a second time for a busy worker
             self._drained = self._worker.drain()
             if self._events is not None:
                 self._events.close()
@@ -111,7 +113,7 @@ class Training:
 
 
 def pod_host(settings: EngineSettings, trainer: TrainerSettings, engine: Engine) -> PodHost:
-    """The engine as its trainer sees it."""
+    """Policy host of the engine, for its trainer."""
     return PodHost(
         model=engine.model,
         codec=engine.codec,
@@ -134,7 +136,7 @@ def pod_host(settings: EngineSettings, trainer: TrainerSettings, engine: Engine)
 
 
 def webhooks_of(trainer: TrainerSettings) -> Webhooks:
-    """What jobs of this process may send samples to."""
+    """Webhooks that jobs of this process may send samples to."""
     secret = trainer.reward_webhook_secret
     return Webhooks(
         allowed=trainer.webhook_prefixes,

@@ -152,7 +152,8 @@ class AdapterOptimizer(MasterOptimizer):
         return {"grad_norm": norm, "learning_rate": rate}
 
     def rest(self, index: int) -> dict[str, float]:
-        """In the place of step(), where there was nothing to learn from: moments of earlier steps move nothing."""
+        """Stands in the place of step(), where there was nothing to learn from: moments of earlier steps move
+        nothing."""
         return {"grad_norm": 0.0, "learning_rate": self._rate(index)}
 
     def _rate(self, index: int) -> float:

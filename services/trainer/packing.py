@@ -1,4 +1,4 @@
-"""From documents to packed token batches.
+"""Packing of documents into token batches.
 
 Documents (services/common/jobs/documents.py) of a microbatch lie one behind another without padding;
 `CausalLM.forward_train` keeps them apart.

@@ -36,9 +36,9 @@ class TrainerSettings(CommonSettings):
     reward_webhook_secret: SecretStr | None = Field(None, min_length=16)
     """Signs the requests to webhooks (HMAC-SHA256); without it there are none."""
     reward_webhook_timeout_seconds: float = Field(30.0, gt=0)
-    """Of one request to a webhook."""
+    """Timeout of one request to a webhook."""
     reward_webhook_attempts: int = Field(4, ge=1)
-    """Of one request to a webhook that cannot be reached or answers with 429 or 5xx."""
+    """Attempts of one request to a webhook that cannot be reached or answers with 429 or 5xx."""
     adapter_sync_seconds: float = Field(30.0, gt=0)
     """How long a finished job waits until the engine beside it serves the new version."""
     adapter_versions_kept: int | None = Field(None, ge=1)

@@ -17,7 +17,7 @@ the engine says of given tokens. teacher, reference: forwards of who is learnt f
 forward: all forwards of the policy, with head and loss. backward. optimizer: clipping and update."""
 
 
-class Stopwatch:
+class StepTimer:
     """Seconds by part of one step, turns of the engine in between included.
 
     On a GPU the parts are measured between events on the stream, since calls return before the work is done; nothing

@@ -24,7 +24,7 @@ from services.trainer.jobs import prepare_run
 from services.trainer.runtime.worker import TrainerWorker
 from services.trainer.settings import TrainerSettings
 from tests.rollout_support import Pod, running_pod, wait_for
-from tests.unit.trainer.test_webhook import SECRET, ok, serving
+from tests.unit.common.jobs.scorers.test_webhook import SECRET, ok, serving
 
 QUICK = {
     "prompts": [f"Say {n}" for n in range(4)],

@@ -191,7 +191,7 @@ async def test_a_trainer_that_died_says_so_and_loses_its_job_to_another(
         if go_on.is_set():
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    workers[0]._host.ledger.settle = settle  # type: ignore[method-assign]
+    workers[0]._host.memory_budget.settle = settle  # type: ignore[method-assign]
     side.add(lambda: go_on.wait(30) and None)
     job = await queue.submit(spec(steps="3"))
     deadline = time.monotonic() + 20

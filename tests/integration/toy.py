@@ -27,8 +27,8 @@ from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.logging import configure_logging
 from services.trainer.jobs.base import RunState
-from services.trainer.memory.budget import TrainingLedger
-from services.trainer.parents import Origin
+from services.trainer.memory.budget import MemoryBudget
+from services.trainer.parent_versions import ParentVersion
 from services.trainer.runtime.worker import TrainerWorker
 from services.trainer.settings import TrainerSettings
 
@@ -43,7 +43,7 @@ class ToyHost:
 
     def __init__(self, crash_marker: Path | None = None) -> None:
         self.synced: list[AdapterVersion | None] = []
-        self.ledger = TrainingLedger(0)
+        self.memory_budget = MemoryBudget(0)
         self._crash_marker = crash_marker
 
     def sync_adapters(self, version: AdapterVersion | None, timeout: float) -> None:
@@ -69,7 +69,7 @@ class ToyMerge:
 
     notes = ()
 
-    def __init__(self, spec: MergeJob, sources: Sequence[Origin]) -> None:
+    def __init__(self, spec: MergeJob, sources: Sequence[ParentVersion]) -> None:
         self._spec, self._sources = spec, sources
         self.lora = ToyLora(torch.zeros(SIZE))
         self.total_steps = len(sources)
@@ -172,7 +172,7 @@ class ToyRun:
         return self._step
 
 
-def prepare(spec: Spec, host: Any, parent: Mapping[str, bytes] | None, sources: Sequence[Origin] = ()) -> Any:
+def prepare(spec: Spec, host: Any, parent: Mapping[str, bytes] | None, sources: Sequence[ParentVersion] = ()) -> Any:
     if isinstance(spec, MergeJob):
         return ToyMerge(spec, sources)
     if "refuse" in spec.metadata:

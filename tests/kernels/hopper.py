@@ -43,7 +43,7 @@ class Compiled:
 
 
 class _Hopper:
-    """What Triton asks of a driver before it compiles."""
+    """Answers that Triton asks of a driver before it compiles."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget

@@ -1,4 +1,4 @@
-"""How much rounding alone moves gradients of the random checkpoints: `python -m tests.parity.conditioning [SEED ...]`.
+"""Effect of rounding alone on gradients of the random checkpoints: `python -m tests.parity.conditioning [SEED ...]`.
 
 All of a step's arithmetic is done in float64, then again with up to an ulp of float32 added to or taken from the result
 of each product, norm, activation and running sum. What that changes is what no float32 code can promise to be within.

@@ -1,22 +1,20 @@
-"""Small random models for the fused forward, and a run of it in step with the plain one."""
+"""Small random models for the fused forward, and runners of them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from services.common.jobs import LoraSettings
-from services.engine.executors.cpu.runner import ModelRunner
 from services.engine.executors.cuda.compile_ahead import compiler_pool
 from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
 from services.engine.models.batch import CacheBuffers
@@ -35,12 +33,7 @@ from services.engine.models.qwen3_5.weights import (
     MtpWeights,
 )
 from services.engine.models.weights.matrix import DenseMatrix, Matrix, quantize
-from services.engine.requests.outputs import Finished
-from services.engine.requests.prompt_scoring import PromptReport
-from services.engine.requests.request import Request
 from services.engine.scheduler.config import SchedulerConfig
-from services.engine.scheduler.scheduler import Scheduler
-from services.engine.scheduler.step_plan import PENDING, Chunk, StepPlan
 
 TINY = Qwen3_5Config(
     vocab_size=61,
@@ -61,7 +54,7 @@ TINY = Qwen3_5Config(
     max_position_embeddings=4096,
     tie_word_embeddings=False,
 )
-"""As few programs a kernel as there can be: the interpreter runs them one after the other."""
+"""Smallest model: as few programs a kernel as there can be: the interpreter runs them one after the other."""
 
 
 def random_model(
@@ -133,15 +126,22 @@ def random_model(
     return Qwen3_5(config, weights)
 
 
-def decoded(model: Qwen3_5) -> Qwen3_5:
-    """A quantized model's numbers as plain matrices, on the CPU."""
+def decoded(model: Qwen3_5, dtype: torch.dtype | None = None) -> Qwen3_5:
+    """A quantized model's numbers as plain matrices, on the CPU.
+
+    Args:
+        dtype: what it computes in; None: the same.
+    """
+
+    def here(x: Tensor) -> Tensor:
+        return x.to("cpu", dtype if x.is_floating_point() else None)
 
     def plain(matrix: Matrix) -> Matrix:
-        return DenseMatrix(matrix.dense().cpu())
+        return DenseMatrix(here(matrix.dense()))
 
     def moved(weights: Any, **matrices: Matrix) -> Any:
         tensors = {field.name: getattr(weights, field.name) for field in fields(weights)}
-        tensors = {name: value.cpu() for name, value in tensors.items() if isinstance(value, Tensor)}
+        tensors = {name: here(value) for name, value in tensors.items() if isinstance(value, Tensor)}
         return replace(weights, **tensors, **matrices)
 
     def layer(weights: LayerWeights) -> LayerWeights:
@@ -266,146 +266,3 @@ def in_float64() -> Iterator[None]:
 def computing_as(model: Qwen3_5) -> AbstractContextManager[None]:
     """Inside, a model of float64 computes all of it in that."""
     return in_float64() if model.dtype == torch.float64 else nullcontext()
-
-
-class InStep:
-    """Runs every plan with the plain runner and with the CUDA runner, and compares their logits.
-
-    Args:
-        model: of the plain runner. Of float64: all of that runner computes in it, so that the difference is the
-            error of the CUDA runner alone and not of two.
-        fused: of the CUDA runner; the same weights, possibly as quantized matrices.
-        adapters: random adapters to load, in slots from 1 on.
-        tolerance: largest difference of two logits.
-        pending: hide the tokens of decodes from the CUDA runner, which then takes them from its own last step.
-        late: of cuda_runner().
-    """
-
-    def __init__(
-        self,
-        model: Qwen3_5,
-        fused: Qwen3_5,
-        limits: SchedulerConfig,
-        *,
-        adapters: int = 0,
-        options: RunnerOptions | None = None,
-        kv_dtype: torch.dtype | None = None,
-        state_dtype: torch.dtype = torch.float32,
-        largest_graph: int = 0,
-        tolerance: float = 2e-4,
-        pending: bool = False,
-        late: bool | None = None,
-    ) -> None:
-        self.scheduler = Scheduler(limits)
-        self.tolerance, self._pending = tolerance, pending
-        self._model = model
-        with computing_as(model):
-            cache = model.allocate_cache(limits.num_blocks, limits.block_size, limits.num_slots)
-        spoil(cache)
-        eos = sorted(limits.eos_token_ids)
-        self.plain_lora = random_adapters(model, adapters)
-        self.plain = ModelRunner(
-            model,
-            cache,
-            self.plain_lora,
-            num_slots=limits.num_slots,
-            eos_token_ids=eos,
-            speculative=limits.speculative,
-        )
-        self.lora = random_adapters(fused, adapters)
-        self.runner = cuda_runner(
-            fused,
-            limits,
-            self.lora,
-            options=options,
-            kv_dtype=kv_dtype,
-            state_dtype=state_dtype,
-            largest_graph=largest_graph,
-            late=late,
-        )
-        self.expected: list[Tensor] = []
-        """Logits of the last step, the plain runner's."""
-        self.ours: list[Tensor] = []
-        """The same by the CUDA runner."""
-        _record(model, "logits", self.expected)
-        _record(self.runner.forward, "logits", self.ours)
-        _record(self.runner.forward, "guess_logits", self.ours)
-        self.steps = 0
-        self.compares_logits = True
-        self.reports = 0
-        """Compared so far."""
-        self.errors: list[float] = []
-
-    def run(self, requests: Sequence[Request], *, arrivals: int = 99) -> dict[str, Finished]:
-        """All requests, ``arrivals`` new ones a step; their results, with the tokens that the plain runner samples."""
-        coming = list(requests)
-        results: dict[str, Finished] = {}
-        while coming or self.scheduler.has_work:
-            for request in coming[:arrivals]:
-                self.scheduler.add(request)
-            del coming[:arrivals]
-            plan = self.scheduler.schedule(0.0)
-            assert plan is not None
-            for update in self.scheduler.update(plan, self._step(plan), 0.0):
-                if update.finished is not None:
-                    results[update.request_id] = update.finished
-        return results
-
-    def _step(self, plan: StepPlan) -> Any:
-        self.expected.clear()
-        self.ours.clear()
-        with computing_as(self._model):
-            result = self.plain.launch(plan).result()
-        ours = self.runner.launch(self._hidden(plan) if self._pending else plan).result()
-        self.steps += 1
-        assert len(ours.tokens) == len(result.tokens)
-        for logits, expected in zip(self.ours, self.expected, strict=True) if self.compares_logits else ():
-            error = float((logits.double().cpu() - expected.double().cpu()).abs().max())
-            assert error <= self.tolerance, (error, [(len(chunk.token_ids), chunk.start) for chunk in plan.chunks])
-            self.errors.append(error)
-        for mine, theirs in zip(ours.tokens, result.tokens, strict=True):
-            assert mine.error is None
-            if self.tolerance < 1e-3:
-                assert mine.token_id == theirs.token_id
-                assert abs(mine.sampling_logprob - theirs.sampling_logprob) < 10 * self.tolerance
-        assert len(ours.draft_token_ids) == len(result.draft_token_ids)
-        if self.tolerance < 1e-3:
-            assert list(ours.draft_token_ids) == list(result.draft_token_ids)
-        self._compare_reports(ours.reports, result.reports)
-        return result
-
-    def _compare_reports(self, ours: Sequence[PromptReport], plain: Sequence[PromptReport]) -> None:
-        """Of prompts."""
-        assert len(ours) == len(plain)
-        self.reports += len(ours)
-        for mine, theirs in zip(ours, plain, strict=True):
-            parts, expected_parts = ((each.pooled, *(each.scores or ())) for each in (mine, theirs))
-            for part, expected in zip(parts, expected_parts, strict=True):
-                if expected is None or part is None:
-                    assert part is expected
-                elif expected.dtype == np.float32:
-                    assert part.dtype == np.float32
-                    np.testing.assert_allclose(part, expected, rtol=1e-4, atol=self.tolerance)
-                else:
-                    assert part.dtype == expected.dtype
-                    assert part.tolist() == expected.tolist()
-
-    @staticmethod
-    def _hidden(plan: StepPlan) -> StepPlan:
-        def hidden(chunk: Chunk) -> Chunk:
-            known = chunk.start < len(chunk.request.prompt_token_ids)
-            return chunk._replace(token_ids=(PENDING,)) if chunk.is_decode and not known else chunk
-
-        return replace(plan, chunks=[hidden(chunk) for chunk in plan.chunks])
-
-
-def _record(target: Any, name: str, into: list[Tensor]) -> None:
-    """Keeps what a method that computes logits returns."""
-    logits = getattr(target, name)
-
-    def recording(x: Tensor) -> Tensor:
-        out: Tensor = logits(x)
-        into.append(out)
-        return out
-
-    setattr(target, name, recording)

@@ -46,8 +46,8 @@ def rounded_activations(chosen: Sequence[Tensor] | None = None, *, allowed: floa
     many rows that were.
 
     Args:
-        chosen: from recorded_roundings(), one for each product, padding behind the rows. None: each number goes to the
-            nearest.
+        chosen: from recorded_roundings(), one for each product of a step, which may be computed here in several parts:
+            a row follows the chosen row that is nearest to it. None: each number goes to the nearest.
         allowed: how much farther, in the root mean square, choices may be from what is rounded here than the nearest
             numbers are: the two forwards differ before they round, too.
     """
@@ -55,14 +55,15 @@ def rounded_activations(chosen: Sequence[Tensor] | None = None, *, allowed: floa
     rows: list[int] = []
 
     def rounded(x: Tensor) -> Tensor:
-        following = None if chosen is None else chosen[len(rows)][: len(x)]
-        rows.append(len(x))
         scale = x.float().abs().amax(1, keepdim=True) / FP8_MAX
         number = x.float() / scale
+        following = None if chosen is None else chosen[len(rows) % len(chosen)].to(number.dtype)
+        rows.append(len(x))
         code = _nearest(number)
         if following is not None:
-            assert (following - number).norm() <= allowed * (code - number).norm()
-            code = following
+            nearest = torch.cdist(number, following, compute_mode="donot_use_mm_for_euclid_dist").argmin(1)
+            assert (following[nearest] - number).norm() <= allowed * (code - number).norm()
+            code = following[nearest]
         return (code * scale).to(x.dtype)
 
     with pytest.MonkeyPatch.context() as patch:

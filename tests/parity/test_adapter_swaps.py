@@ -20,10 +20,10 @@ from services.common.adapters.names import AdapterVersion
 from services.common.jobs import LoraSettings
 from services.engine.adapters.loader import AdapterLoader
 from services.engine.adapters.manager import AdapterManager
-from services.engine.adapters.slot_table import AdapterLimits
+from services.engine.adapters.slot_table import AdapterConfig
 from services.engine.compute_sharing.host_lock import SliceGate
-from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
+from services.engine.loop.rollout_buffer import RolloutBuffer
 from services.engine.models.lora.binding import bind_adapter
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.trainable import LoraParams
@@ -85,8 +85,8 @@ def pod(registry: Versions, slots: int, *, prefix_cache: bool, graphs: int) -> I
     runner = cuda_runner(model, limits, lora, largest_graph=graphs)
     bind = partial(bind_adapter, config=TINY, max_rank=4)
     loader = AdapterLoader(registry, lora, bind, base_digest="")
-    adapters = AdapterManager(registry, None, loader, AdapterLimits(slots, 60.0, SECONDS))
-    loop = EngineLoop(limits, runner, adapters, SliceGate(0.05), RolloutMemory(1, 1.0))
+    adapters = AdapterManager(registry, None, loader, AdapterConfig(slots, 60.0, SECONDS))
+    loop = EngineLoop(limits, runner, adapters, SliceGate(0.05), RolloutBuffer(1, 1.0))
     loop.start()
     adapters.start(loop)
     try:

@@ -14,7 +14,7 @@ from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.models.training_forward import TrainableForward
 from services.engine.models.training_memory.arena import Arena
 from services.engine.settings import EngineSettings
-from services.pod.engine import Engine, build_engine, settle
+from services.pod.engine import Engine, build_engine, tune_interpreter
 from services.pod.host import PodHost
 from services.pod.training import pod_host
 from services.trainer.jobs import adapter_run
@@ -29,7 +29,7 @@ MIB = 2**20
 
 
 def driver_calls() -> int:
-    """How often torch has asked the driver for memory, or given some back."""
+    """Number of times that torch has asked the driver for memory, or given some back."""
     stats = torch.cuda.memory_stats()
     return int(stats["num_device_alloc"]) + int(stats["num_device_free"])
 
@@ -181,7 +181,7 @@ def pod() -> Iterator[tuple[Engine, PodHost]]:
         }
     )
     engine = build_engine(settings, MemoryRegistry(), None)
-    settle()
+    tune_interpreter()
     engine.start()
     try:
         yield engine, pod_host(settings, TrainerSettings(), engine)
@@ -220,11 +220,11 @@ def test_out_of_memory_ends_the_job_and_nothing_else(
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
     del run
-    host.ledger.release_job()
-    host.ledger.settle()
+    host.memory_budget.release_job()
+    host.memory_budget.settle()
     # cuBLAS has workspaces for the trainer's streams by now; rests that the engine did not use went back as well.
     assert reserved() <= held + 100 * MIB, "what it took beyond is given back"
-    arena = host.ledger._memory
+    arena = host.memory_budget._memory
     assert isinstance(arena, Arena)
     rest, before = arena.nbytes - arena.graph_bytes, reserved()
     assert rest >= 140 * MIB
@@ -245,4 +245,4 @@ def test_a_job_that_cannot_fit_is_refused_before_it_takes_anything(pod: tuple[En
     with pytest.raises(DoesNotFit, match=r"the memory plan leaves 600\.0 MiB for training"):
         SftRun.prepare(sft(400, max_tokens_per_microbatch=60_000, recompute="none"), host, None)
     assert driver_calls() - before <= 2, "its adapter"
-    assert not host.ledger.held()
+    assert not host.memory_budget.held()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ import tests.kernels.gpu.interpreter  # noqa: F401
 from services.engine.executors.cache_payload import Pieces
 from services.engine.executors.cpu.cache_transfer import CpuCacheTransfer
 from services.engine.executors.cuda.cache_transfer import CudaCacheTransfer
+from services.engine.executors.cuda.pinned_memory import CudaRuntime, PinnedMemory
 from services.engine.executors.cuda.stream import EngineStream
 from services.engine.kv_offload.entry_format import WORD, checksum, weights
 from services.engine.kv_offload.messages import Bytes, CacheTransfer
@@ -107,6 +109,7 @@ def sums_of(device: Device, payload: Bytes, blocks: int, state: bool) -> list[in
     return [checksum(item, weight) for item in items]
 
 
+Open = Callable[..., Device]
 KINDS = ["torch", "bfloat16", "float8", "waiting"]
 
 
@@ -115,10 +118,23 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture
+def open_device() -> Iterator[Open]:
+    """Makes devices, whose transfers are closed at the end."""
+    with ExitStack() as stack:
+
+        def opened(kind: str, config: ModelConfig, identity: str = "model") -> Device:
+            device = Device(kind, config, identity)
+            stack.callback(device.transfer.close)
+            return device
+
+        yield opened
+
+
 @pytest.mark.parametrize("sizes", [[10**9], [24, 1000, 3, 0, 77777], [4096]], ids=["whole", "odd", "pages"])
 @pytest.mark.parametrize("config", [SMALL, ODD], ids=["small", "odd"])
-def test_there_and_back(kind: str, config: ModelConfig, sizes: list[int]) -> None:
-    device = Device(kind, config)
+def test_there_and_back(open_device: Open, kind: str, config: ModelConfig, sizes: list[int]) -> None:
+    device = open_device(kind, config)
     transfer, layout = device.transfer, device.transfer.layout
     source, target = [5, 17, 3, 38], [9, 1, 30, 4]
     before = device.everything()
@@ -141,9 +157,9 @@ def test_there_and_back(kind: str, config: ModelConfig, sizes: list[int]) -> Non
     assert [states[slot] for slot in (0, 1, 3, 4, 5)] == [before[1][slot] for slot in (0, 1, 3, 4, 5)]
 
 
-def test_parts_of_a_payload(kind: str) -> None:
+def test_parts_of_a_payload(open_device: Open, kind: str) -> None:
     """Blocks from the middle on with the state, blocks without it, and the state alone."""
-    device = Device(kind, SMALL)
+    device = open_device(kind, SMALL)
     transfer, layout = device.transfer, device.transfer.layout
     size, before = layout.block_bytes, device.everything()
     memory = transfer.host_memory(3 * size + layout.slot_bytes)
@@ -159,8 +175,8 @@ def test_parts_of_a_payload(kind: str) -> None:
     assert states[1] == before[1][1]
 
 
-def test_one_wrong_bit_shows(kind: str) -> None:
-    device = Device(kind, SMALL)
+def test_one_wrong_bit_shows(open_device: Open, kind: str) -> None:
+    device = open_device(kind, SMALL)
     transfer, layout = device.transfer, device.transfer.layout
     memory = transfer.host_memory(2 * layout.block_bytes + layout.slot_bytes)
     sums = transfer.save([5, 17], 2, [memory], transfer.fence())
@@ -171,8 +187,8 @@ def test_one_wrong_bit_shows(kind: str) -> None:
         memory[at] ^= 64
 
 
-def test_pieces_of_another_size_are_refused(kind: str) -> None:
-    device = Device(kind, SMALL)
+def test_pieces_of_another_size_are_refused(open_device: Open, kind: str) -> None:
+    device = open_device(kind, SMALL)
     transfer, layout = device.transfer, device.transfer.layout
     before = device.everything()
     for size in (layout.block_bytes - 8, layout.block_bytes + 8, layout.block_bytes + layout.slot_bytes):
@@ -226,11 +242,32 @@ def test_a_save_sees_the_steps_before_its_fence() -> None:
     assert bool((memory == 9).all())
 
 
-def test_the_fingerprint_is_of_all_that_the_bytes_depend_on(kind: str) -> None:
-    plain = Device(kind, SMALL).transfer.layout
-    assert Device(kind, SMALL).transfer.layout == plain
-    others = [Device(kind, SMALL, "another").transfer.layout, Device(kind, ODD).transfer.layout]
-    others += [Device(kind, replace(SMALL, layer_types=SMALL.layer_types * 2)).transfer.layout]
+@pytest.mark.cuda
+def test_memory_of_a_dropped_transfer_can_be_mapped_and_pinned_again() -> None:
+    cache = DeviceCache.allocate(
+        SMALL, torch.bfloat16, DEVICE, num_blocks=BLOCKS, block_size=BLOCK_SIZE, num_slots=SLOTS
+    )
+    for _ in range(20):
+        memory = CudaCacheTransfer(cache, EngineStream(DEVICE), "model").host_memory(2**22)
+        assert torch.from_numpy(memory).is_pinned()
+        del memory
+
+
+@pytest.mark.cuda
+def test_a_failed_registration_leaves_no_error_for_the_next_launch() -> None:
+    runtime = CudaRuntime(DEVICE)
+    memory = PinnedMemory(runtime).allocate(2**20)
+    address = memory.__array_interface__["data"][0]
+    assert runtime.register(address, 2**20) == 712
+    runtime.clear_error()
+    assert torch.full((4,), 2, device=DEVICE).add(1).tolist() == [3] * 4
+
+
+def test_the_fingerprint_is_of_all_that_the_bytes_depend_on(open_device: Open, kind: str) -> None:
+    plain = open_device(kind, SMALL).transfer.layout
+    assert open_device(kind, SMALL).transfer.layout == plain
+    others = [open_device(kind, SMALL, "another").transfer.layout, open_device(kind, ODD).transfer.layout]
+    others += [open_device(kind, replace(SMALL, layer_types=SMALL.layer_types * 2)).transfer.layout]
     assert len({layout.fingerprint for layout in (plain, *others)}) == 4
 
 

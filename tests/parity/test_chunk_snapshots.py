@@ -18,10 +18,11 @@ from services.engine.requests.adapter import AdapterPin
 from services.engine.requests.prompt_scoring import PromptRead
 from services.engine.requests.request import Pooling, Request
 from services.engine.requests.sampling_params import SamplingParams
-from services.engine.scheduler.chunk_segments import links
+from services.engine.scheduler.chunk_segments import segments
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.step_plan import BlockCopy, Chunk, StateCopy, StepPlan, StepResult
-from tests.parity.fused_models import TINY, _record, cuda_runner, random_adapters, random_model, spoil
+from tests.parity.fused_models import TINY, cuda_runner, random_adapters, random_model, spoil
+from tests.parity.in_step import record
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = 2e-4
@@ -54,7 +55,7 @@ def chunk(request: Request, start: int, end: int, slot: int, first_block: int, *
 def in_steps(plan: StepPlan) -> list[StepPlan]:
     """The same without snapshots inside of chunks: a step for each of their links."""
     steps: list[StepPlan] = []
-    chains = [links(chunk) for chunk in plan.chunks]
+    chains = [segments(chunk) for chunk in plan.chunks]
     for turn in range(max(map(len, chains))):
         chunks: list[Chunk] = []
         copies: list[StateCopy] = []
@@ -86,7 +87,7 @@ class Plain:
             model, self.cache, lora, num_slots=LIMITS.num_slots, eos_token_ids=[0], speculative=speculative
         )
         self.logits: list[Tensor] = []
-        _record(model, "logits", self.logits)
+        record(model, "logits", self.logits)
 
     def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
         self.logits.clear()
@@ -97,7 +98,7 @@ class Plain:
 
 
 def by_request(plans: Sequence[StepPlan], results: Sequence[StepResult]) -> dict[str, tuple[int, float]]:
-    """What was sampled for each request."""
+    """Tokens that were sampled for each request."""
     found: dict[str, tuple[int, float]] = {}
     for plan, result in zip(plans, results, strict=True):
         rows = [row for each in plan.chunks for row in each.rows]
@@ -178,8 +179,8 @@ def test_prompts_are_read_through_snapshots() -> None:
     np.testing.assert_allclose(other.pooled, one.pooled, rtol=1e-4, atol=1e-4)
 
 
-def test_guesses_behind_a_prompt_with_snapshots() -> None:
-    """The guesses read the mtp layer's keys of all rows; one that is right is as likely as without snapshots."""
+def test_draft_tokens_behind_a_prompt_with_snapshots() -> None:
+    """The draft tokens read the mtp layer's keys of all rows; one that is right is as likely as without snapshots."""
     request, second = prompt("a", 50), prompt("b", 30)
     chunks = [chunk(request, 0, 50, 3, 5), chunk(second, 0, 30, 4, 20)]
     marked = [chunks[0]._replace(snapshots=((20, 10), (33, 11))), chunks[1]._replace(snapshots=((8, 12),))]
@@ -224,7 +225,7 @@ class Fused:
         self.runner = cuda_runner(model, limits, lora, largest_graph=largest_graph, waiting_writes=waiting_writes)
         self.cache = self.runner._cache
         self.logits: list[Tensor] = []
-        _record(self.runner.forward, "logits", self.logits)
+        record(self.runner.forward, "logits", self.logits)
 
     def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
         self.logits.clear()
@@ -274,7 +275,7 @@ def test_chains_and_ordinary_chunks_on_the_device(largest_graph: int) -> None:
     fused.check_states(parts, [2, 3, 4, 12, 13, 14, 15, 16])
 
 
-def test_reads_and_guesses_on_the_device() -> None:
+def test_reads_and_draft_tokens_on_the_device() -> None:
     """Of a step with chains: rows are found where they would be without."""
     scored = prompt("a", 70, prompt_logprobs=2, pooling=Pooling.MEAN)
     second = prompt("b", 30)

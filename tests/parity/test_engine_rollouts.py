@@ -16,7 +16,7 @@ from services.engine.requests.request import Request
 from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
-from services.trainer.jobs.grpo import GrpoRun
+from services.trainer.jobs.grpo_run import GrpoRun
 from tests.tokenizer_support import qwen_like_tokenizer
 from tests.training_support import CPU, TrainingHost, random_adapter, write_checkpoint
 

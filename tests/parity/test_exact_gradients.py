@@ -17,7 +17,7 @@ from torch import Tensor
 
 from services.common.jobs import GrpoJob
 from services.trainer.host.rollouts import ScoreRequest
-from services.trainer.jobs.grpo import GrpoRun
+from services.trainer.jobs.grpo_run import GrpoRun
 from services.trainer.sampling.replay import with_values
 from tests.parity.test_grpo_gradients import CLIP_HIGH, CLIP_LOW, SCALE, rollouts
 from tests.tokenizer_support import qwen_like_tokenizer

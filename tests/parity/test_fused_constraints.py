@@ -78,7 +78,7 @@ def asked() -> list[Request]:
 
 
 def outputs(runner: Runner, limits: SchedulerConfig) -> dict[str, list[int]]:
-    """Of all requests, two of which come at a time."""
+    """Outputs of all requests, two of which come at a time."""
     pipeline = StepPipeline(limits, runner, SliceGate(1.0), EventStream(), lambda: 0.0)
     coming = asked()
     found: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Speculation on the GPU's runner: the plain runner's tokens and guesses, and the tokens of a run without guesses."""
+"""Speculation on the GPU's runner: the plain runner's tokens and drafts, and the tokens of a run without any."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import tests.kernels.gpu.interpreter  # noqa: F401
 from services.engine.requests.request import Request
 from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.step_plan import Chunk, StepPlan
-from tests.parity.fused_models import TINY, InStep, cuda_runner, random_adapters, random_model
+from tests.parity.fused_models import TINY, cuda_runner, random_adapters, random_model
+from tests.parity.in_step import InStep
 from tests.parity.test_fused import DEVICE, LIMITS, requests
 
 SPECULATIVE = replace(LIMITS, speculative=True, num_slots=20)
 
 
 class Steered(InStep):
-    """Every other guess is the token that will be sampled: it is known from a run without guesses."""
+    """Every other draft token is the token that will be sampled: it is known from a run without draft tokens."""
 
     def __init__(self, *args: Any, outputs: dict[str, list[int]], **options: Any) -> None:
         super().__init__(*args, **options)
@@ -28,16 +29,16 @@ class Steered(InStep):
 
     def _step(self, plan: StepPlan) -> Any:
         result = super()._step(plan)
-        self.kinds |= {"decode" if c.is_decode else "guess" if c.num_draft_tokens else "other" for c in plan.chunks}
+        self.kinds |= {"decode" if c.is_decode else "draft" if c.num_draft_tokens else "other" for c in plan.chunks}
         sampled = iter(result.tokens)
-        guesses = []
-        for chunk, guess in zip((c for c in plan.chunks if c.samples), result.draft_token_ids, strict=True):
+        drafts = []
+        for chunk, draft in zip((c for c in plan.chunks if c.samples), result.draft_token_ids, strict=True):
             first, *_ = [next(sampled) for _ in range(chunk.sampled_rows)]
             right = chunk.num_draft_tokens and first.token_id == chunk.token_ids[-1]
             output = self._outputs[chunk.request.request_id]
             at = chunk.output_count + 1 + right
-            guesses.append(output[at] if guess >= 0 and at < len(output) and at % 3 else guess)
-        return replace(result, draft_token_ids=guesses)
+            drafts.append(output[at] if draft >= 0 and at < len(output) and at % 3 else draft)
+        return replace(result, draft_token_ids=drafts)
 
 
 def steered(made: list[Request], *, graphs: int = 0, adapters: int = 0, arrivals: int = 99) -> Steered:
@@ -63,14 +64,14 @@ def test_states_that_are_behind_are_refused() -> None:
         cuda_runner(model, SPECULATIVE, random_adapters(model, 0), waiting_writes=3)
 
 
-def test_guesses_right_and_wrong() -> None:
-    """Prompts beside answers, one answer that nothing is guessed for, greedy and with noise."""
+def test_draft_tokens_right_and_wrong() -> None:
+    """Prompts beside answers, one answer that nothing is drafted for, greedy and with noise."""
     made = requests(3, 5, tokens=6)
     made[1] = replace(made[1], sampling=SamplingParams(seed=4, temperature=0.8, max_tokens=6, ignore_eos=True))
     edited = SamplingParams(temperature=0.0, presence_penalty=0.5, max_tokens=4, ignore_eos=True)
     made.append(replace(requests(2, 2, 4)[2], sampling=edited))
     run = steered(made, arrivals=2)
-    assert run.kinds == {"decode", "guess", "other"}
+    assert run.kinds == {"decode", "draft", "other"}
 
 
 @pytest.mark.cuda

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from services.common.jobs import GrpoJob
-from services.trainer.jobs.grpo import GrpoRun
+from services.trainer.jobs.grpo_run import GrpoRun
 from tests.tokenizer_support import qwen_like_tokenizer
 from tests.training_support import (
     TrainingHost,

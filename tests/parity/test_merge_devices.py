@@ -15,11 +15,11 @@ from services.adapter_tools.workshop import ALONE, Workshop
 from services.common.adapters.names import AdapterVersion
 from services.common.jobs import MergeJob, MergeSettings
 from services.engine.compute_sharing.device_order import StreamGate
-from services.engine.compute_sharing.device_queue import CudaLane
+from services.engine.compute_sharing.device_queue import CudaDeviceQueue
 from services.engine.models.lora.binding import bind_adapter
 from services.trainer.jobs.merge import MergeRun
-from services.trainer.memory.budget import TrainingLedger
-from services.trainer.parents import Origin
+from services.trainer.memory.budget import MemoryBudget
+from services.trainer.parent_versions import ParentVersion
 from tests.parity.adapters import adapter_files, make_adapter
 from tests.parity.conftest import Pair
 
@@ -29,9 +29,9 @@ METHODS = ["ties", "dare_linear", "dare_ties"]
 
 
 def gate() -> StreamGate:
-    """Of a pod whose engine is idle."""
+    """Gate of a pod whose engine is idle."""
     engine = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    return StreamGate(0.02, CudaLane(lambda: engine), CudaLane(torch.cuda.current_stream))
+    return StreamGate(0.02, CudaDeviceQueue(lambda: engine), CudaDeviceQueue(torch.cuda.current_stream))
 
 
 def parents(shape: tuple[int, int]) -> list[Weighted]:
@@ -94,7 +94,7 @@ def test_a_job_on_a_gpu_is_that_of_the_cpu(pairs: dict[str, Pair], tmp_path: Any
     for seed in (1, 2):
         make_adapter(pair.path, tmp_path / str(seed), seed=seed)
         files.append(adapter_files(tmp_path / str(seed)))
-    origins = [Origin(AdapterVersion(f"p{n}", 1), f"digest-{n}", part) for n, part in enumerate(files)]
+    origins = [ParentVersion(AdapterVersion(f"p{n}", 1), f"digest-{n}", part) for n, part in enumerate(files)]
     sources = [{"adapter": f"p{n}@1"} for n in range(2)]
     spec = MergeJob.model_validate(
         {"adapter": "merged", "sources": sources, "method": method, "rank": 6, "density": 0.9}
@@ -106,7 +106,7 @@ def test_a_job_on_a_gpu_is_that_of_the_cpu(pairs: dict[str, Pair], tmp_path: Any
             gate=gate(),
             max_lora_rank=32,
             train_memory_bytes=2**30,
-            ledger=TrainingLedger(2**30),
+            memory_budget=MemoryBudget(2**30),
         )
         run = MergeRun(spec, host, origins)
         for index in range(run.total_steps):

@@ -173,7 +173,7 @@ def test_what_a_step_reports(pod: Pod) -> None:
 
 @pytest.mark.parametrize(("lmbda", "sampled"), [(0.0, 0), (0.4, 200), (1.0, 500)])
 def test_lmbda_is_the_share_that_is_sampled(pod: Pod, lmbda: float, sampled: int) -> None:
-    from services.trainer.sampling.lessons import drawn
+    from services.trainer.sampling.distillation_samples import drawn
 
     spec = job(lmbda=lmbda, prompts=asked(4, answers=lmbda < 1))
     draws = [drawn(spec, number, place) for number in range(50) for place in range(10)]
@@ -340,7 +340,7 @@ def test_without_a_second_checkpoint_none_teaches() -> None:
 def test_a_teacher_with_another_vocabulary_does_not_start(tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path, qwen_like_tokenizer())
     with (
-        pytest.raises(CheckpointRejected, match=r"teacher with another vocabulary.*differ"),
+        pytest.raises(CheckpointRejected, match=r"teacher has another vocabulary.*differ"),
         running_pod(teacher_model=other),
     ):
         pass
@@ -371,7 +371,7 @@ def test_a_smaller_padding_than_the_student_s_cuts_what_it_does_not_know(tmp_pat
         )
         history = [run.step(index) for index in range(run.total_steps)]
         assert history[0]["cut_completions"] > 0
-        assert all(max(lesson.document.token_ids) < 416 for lesson in run._lessons.given)
+        assert all(max(sample.document.token_ids) < 416 for sample in run._round.given)
         assert history[1]["divergence"] < history[0]["divergence"]
         with pytest.raises(InvalidRequest, match=r"teacher's vocabulary of 416"):
             prepared(pod, teacher="checkpoint", prompts=[{"prompt_token_ids": [418]}], prompts_per_round=1)

@@ -28,7 +28,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
 
 
 def prompts() -> list[tuple[int, ...]]:
-    """Of lengths around blocks and chunks; the last three begin alike."""
+    """Prompts of lengths around blocks and chunks; the last three begin alike."""
     generator = torch.Generator().manual_seed(9)
     made = [tuple(torch.randint(6, 211, (length,), generator=generator).tolist()) for length in (1, 2, 33, 64, 90)]
     return [*made, (*made[-1][:50], 7, 8), (*made[-1][:50], 9)]

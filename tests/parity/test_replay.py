@@ -149,14 +149,14 @@ def test_a_call_that_ends_early_leaves_nothing(pod: Pod) -> None:
 
 
 def test_beside_speculation() -> None:
-    """Nothing is guessed of given tokens, while the requests beside them are guessed for."""
+    """Nothing is drafted of given tokens, while the requests beside them are drafted for."""
     with running_pod(speculative="mtp") as pod:
         asked = requests(pod, 3, each=4)
         found = pod.host.rollouts.generate(asked, WARM, None)
-        guessed = pod.engine.loop.status().counts.num_draft_tokens
-        assert guessed > 0
+        drafted = pod.engine.loop.status().counts.num_draft_tokens
+        assert drafted > 0
         scored = pod.host.rollouts.score(again(asked, found, WARM), None)
-        assert pod.engine.loop.status().counts.num_draft_tokens == guessed
+        assert pod.engine.loop.status().counts.num_draft_tokens == drafted
         pod.settle()
     for mine, one in zip(scored, found, strict=True):
         torch.testing.assert_close(torch.tensor(mine), torch.tensor(one.logprobs), rtol=1e-5, atol=1e-4)

@@ -19,13 +19,13 @@ from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoJob
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.trainer.jobs import prepare_run
-from services.trainer.jobs.rollout import RolloutRun
+from services.trainer.jobs.grpo import RolloutRun
 from tests.rollout_support import TIMEOUT, Pod, running_pod, wait_for
 from tests.training_support import Stepped, stepped, without_times
-from tests.unit.trainer.test_webhook import SECRET, Seen, ok, serving
+from tests.unit.common.jobs.scorers.test_webhook import SECRET, Seen, ok, serving
 
 GAIN = 0.25
-"""What the held-out reward rises by at least; 0.41, 0.52 and 0.41 with seeds 0, 1 and 2."""
+"""Least rise of the held-out reward; 0.41, 0.52 and 0.41 with seeds 0, 1 and 2."""
 
 
 def prompts(items: list[Item]) -> list[dict[str, Any]]:

@@ -99,7 +99,7 @@ def test_a_policy_that_left_samples_nothing(pod: Pod) -> None:
         assert not pod.engine.adapters.snapshot().loaded or all(
             "private" not in loaded.pin.version for loaded in pod.engine.adapters.snapshot().loaded
         )
-    with pytest.raises(ModelNotFound, match="taken out of its slot"):
+    with pytest.raises(ModelNotFound, match="removed from its slot"):
         pod.host.rollouts.generate(requests(pod, 1), GREEDY, policy)
 
 

@@ -14,8 +14,8 @@ from services.common.errors import TemperError
 from services.common.jobs import LoraSettings
 from services.engine.compute_sharing.host_lock import SliceGate
 from services.engine.executors.cpu.runner import ModelRunner
-from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
+from services.engine.loop.rollout_buffer import RolloutBuffer
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.model import Qwen3_5
@@ -103,7 +103,7 @@ def test_answers_and_gradients_are_those_of_each_alone(pairs: dict[str, Pair]) -
         ModelRunner(model, cache, lora, num_slots=config.num_slots, eos_token_ids=[]),
         NoAdapters(),
         gate,
-        RolloutMemory(0, 1.0),
+        RolloutBuffer(0, 1.0),
     )
     steps = 6
     alone = gradients(model, SliceGate(0.02), steps)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from services.common.jobs import LoraSettings
 from services.common.jobs.training_sessions import Datum, Forward, ForwardBackward, LossConfig, OptimStep
-from services.trainer.api_sessions.policy import SessionPolicy, Shape
 from services.trainer.jobs.adapter_run import starting_adapter
+from services.trainer.training_sessions.policy import SessionPolicy, Shape
 from tests.tokenizer_support import qwen_like_tokenizer
 from tests.training_support import (
     TrainingHost,
@@ -55,7 +55,7 @@ def reference_loss(name: str, config: LossConfig, logp: Tensor, datum: Datum, *,
 
 
 def reference_logprobs(model: PeftModel, datum: Datum, temperature: float) -> Tensor:
-    """Of every predicted token."""
+    """Log-probability of every predicted token."""
     logits = model(input_ids=torch.tensor([datum.inputs]), use_cache=False).logits[0].float()
     chosen = torch.tensor(datum.predicted).unsqueeze(1)
     return (logits / temperature).log_softmax(-1).gather(1, chosen).squeeze(1)
@@ -109,7 +109,7 @@ def score(policy: SessionPolicy, call: Forward | ForwardBackward) -> dict[str, A
 
 @pytest.fixture(scope="module")
 def usual(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainingHost, dict[str, bytes], PeftModel]:
-    """What prepared() makes, once; nothing changes it but gradients."""
+    """Result of prepared(), made once; nothing changes it but gradients."""
     return prepared(tmp_path_factory.mktemp("usual"))
 
 

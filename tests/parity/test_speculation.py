@@ -1,4 +1,4 @@
-"""Speculation with the mtp layer: the tokens are those without it, whatever is guessed, batched, split or preempted."""
+"""Speculation with the mtp layer: the tokens are those without it, whatever is drafted, batched, split or preempted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from models.tiny.recipe.data import DIRECTORY, END, SKILLS, chat_template, held_out_items, prompt_text
 from models.tiny.recipe.train_mtp import Mtp
 from services.common.errors import CheckpointRejected
-from services.engine.executors.cpu.mtp import Guesser
+from services.engine.executors.cpu.mtp import MtpDrafter
 from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.observability.status import Counts
@@ -71,34 +71,34 @@ def test_the_layer_is_transformers_layer(name: str, tmp_path: Path) -> None:
             end = min(begin + size, 69)
             batch = driver.batch([(place, tokens[begin:end].tolist())])
             states, step = model.forward_all(batch, driver.cache, None)
-            rows.append(model.logits(model.guess(states, tokens[begin + 1 : end + 1], step, driver.cache)))
+            rows.append(model.logits(model.draft(states, tokens[begin + 1 : end + 1], step, driver.cache)))
             place.done = end
         assert (torch.cat(rows) - expected).abs().max() < 2e-4
 
 
 class Oracle:
-    """Replaces what the layer guessed by the token that will be sampled, about every other time."""
+    """Replaces what the layer drafted by the token that will be sampled, about every other time."""
 
     def __init__(self, known: list[Finished]) -> None:
         self._known = {result.request.request_id: list(result.output_ids) for result in known}
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        plain = Guesser.guess
+        plain = MtpDrafter.draft
 
-        def guess(guesser: Guesser, hidden: Tensor, step: object, chunks: list[Chunk], tokens: list) -> list[int]:
-            guesses = plain(guesser, hidden, step, chunks, tokens)
+        def draft(drafter: MtpDrafter, hidden: Tensor, step: object, chunks: list[Chunk], tokens: list) -> list[int]:
+            drafts = plain(drafter, hidden, step, chunks, tokens)
             sampled = iter(tokens)
             ours = []
-            for chunk, guessed in zip((c for c in chunks if c.samples), guesses, strict=True):
+            for chunk, drafted in zip((c for c in chunks if c.samples), drafts, strict=True):
                 drawn = [next(sampled).token_id for _ in range(chunk.sampled_rows)]
                 right = chunk.num_draft_tokens and drawn[0] == chunk.token_ids[-1]
                 count = chunk.output_count + 1 + right
                 output = self._known[chunk.request.request_id]
-                use = guessed >= 0 and count < len(output) and hash((count, chunk.request.arrival)) % 5 < 3
-                ours.append(output[count] if use else guessed)
+                use = drafted >= 0 and count < len(output) and hash((count, chunk.request.arrival)) % 5 < 3
+                ours.append(output[count] if use else drafted)
             return ours
 
-        monkeypatch.setattr(Guesser, "guess", guess)
+        monkeypatch.setattr(MtpDrafter, "draft", draft)
 
 
 def requests(**sampling: object) -> list[Request]:
@@ -130,7 +130,7 @@ def requests(**sampling: object) -> list[Request]:
         (13, {"num_blocks": 10}, True),
         (3, {"num_blocks": 34, "block_size": 4, "num_slots": 18}, True),
     ],
-    ids=["at once", "bad guesses", "one by one", "small chunks", "few blocks", "few small blocks"],
+    ids=["at once", "bad drafts", "one by one", "small chunks", "few blocks", "few small blocks"],
 )
 def test_tokens_are_the_same(
     grouped: Pair, arrivals: int, changes: dict[str, int], oracle: bool, monkeypatch: pytest.MonkeyPatch
@@ -172,8 +172,8 @@ def test_a_checkpoint_without_the_layer(tmp_path: Path) -> None:
         Qwen3_5.from_directory(tmp_path, dtype="float32", device="cpu", mtp=True)
 
 
-def test_the_tiny_model_guesses_well() -> None:
-    """Held-out prompts of every skill, greedy and at temperature 1: most guesses of the trained layer are right."""
+def test_the_tiny_model_drafts_well() -> None:
+    """Held-out prompts of every skill, greedy and at temperature 1: most drafts of the trained layer are right."""
     tokenizer, template = Tokenizer.from_file(str(DIRECTORY / "tokenizer.json")), chat_template()
     end = tokenizer.token_to_id(END)
     model = Qwen3_5.from_directory(DIRECTORY, dtype="float32", device="cpu", mtp=True)

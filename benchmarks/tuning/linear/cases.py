@@ -71,7 +71,7 @@ def weight_of(shape: Shape, kind: Kind, device: torch.device, dense: Tensor | No
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a layer's product needs besides its weight."""
+    """Inputs of a layer's product besides its weight."""
 
     x: Tensor
     gain: Tensor

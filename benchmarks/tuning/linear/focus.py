@@ -1,4 +1,4 @@
-"""What decides the speed of 1 to 64 rows, in a minute: the most important cuts first, the result written after each.
+"""Search for the speed of 1 to 64 rows, in a minute: the most important cuts first, the result written after each.
 
 Run by ``python -m benchmarks.tuning.linear.sweep --focus --out FILE``. Every figure contains what surrounds the product
 (norm, activation, residual), whatever the number of kernels.
@@ -110,7 +110,7 @@ def _streams() -> Iterator[Entry]:
 
 
 def _fp8() -> Iterator[Entry]:
-    """What the table has."""
+    """Entries that the table has."""
     for shape in (_GATE_UP, _DOWN, _IN_PROJ, _OUT_PROJ):
         for rows in (1, 8, 16, 64):
             config = choose(rows, shape.outputs, shape.inputs, "fp8", shape.swiglu)

@@ -236,7 +236,7 @@ class DecodeStep:
         return kernel
 
     def kind_of(self, name: str) -> Kind:
-        """How the matrices of a name are stored."""
+        """Storage of the matrices of a name."""
         weights = self.weights
         return weight_kind(weights.head.weight if name == "head" else weights.layers[0].gate_up.weight)
 
@@ -251,7 +251,7 @@ class DecodeStep:
             yield
 
     def chosen(self, name: str, rows: int) -> SkinnyConfig | None:
-        """How such products are cut up now; None: not at all."""
+        """Current cut of such products; None: not at all."""
         outputs, inputs = min(self.shapes()[name])
         kind = self.kind_of(name)
         if rows > skinny_configs.most_rows(outputs, inputs, kind):
@@ -260,7 +260,7 @@ class DecodeStep:
 
 
 def one_of_each(config: Qwen3_5Config) -> Qwen3_5Config:
-    """As few layers as launch every kernel: one of each kind behind another."""
+    """Config with as few layers as launch every kernel: one of each kind behind another."""
     return replace(config, layer_types=("linear_attention", "linear_attention", "full_attention"))
 
 

@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes, and what a change of one part of it brings, inside the step itself.
+"""Time of a decode step's parts, and of changes of one part, inside the step itself.
 
 ``python -m benchmarks.tuning.step.sweep --out FILE`` on a Hopper GPU, a minute or two. Layers and head of the 4B shape
 with random weights, without the sampler, are captured as a CUDA graph for each number of rows; then again without one
@@ -105,7 +105,7 @@ class Timer:
             return self._compare(self._tried[0], self._whole[best.rows, best.adapters][0])
 
     def keep(self, variant: Variant) -> None:
-        """What was tried last is the whole step from now on."""
+        """Keeps a variant: what was tried last is the whole step from now on."""
         self._whole[variant.rows, variant.adapters] = self._tried
 
     def _capture(self, variant: Variant) -> tuple[torch.cuda.CUDAGraph, Tensor]:

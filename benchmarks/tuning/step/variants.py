@@ -1,5 +1,5 @@
-"""What benchmarks.tuning.step.sweep times: a decode step as it is, without parts of it, and with products cut up
-otherwise."""
+"""Variants that benchmarks.tuning.step.sweep times: a decode step as it is, without parts of it, and with products cut
+up otherwise."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Variant:
     skipped: tuple[str, ...] = ()
     """Kernels."""
     left_out: frozenset[str] = frozenset()
-    """Of MATRICES."""
+    """Names in MATRICES that are left out."""
     pdl: bool = True
     ordinary: frozenset[str] = frozenset()
     """Kernels and MATRICES whose launches wait for the end of the kernel ahead."""
@@ -62,9 +62,9 @@ class Variant:
     cut: tuple[tuple[str, SkinnyConfig | None], ...] = ()
     """Matrices and how they are cut up; None: torch's product."""
     attention: tuple[int, DecodeConfig] | None = None
-    """Of DecodeStep.launch()."""
+    """Attention argument of DecodeStep.launch()."""
     launches: int = 0
-    """Of what is skipped, in a step."""
+    """Launches of a step that are skipped."""
 
     @property
     def key(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Variant:
 
 
 def variants(step: DecodeStep, rows: int, adapters: bool, kernels: Counter[str]) -> Iterator[Variant]:
-    """What is measured beside the whole step.
+    """Variants that are measured beside the whole step.
 
     Args:
         kernels: launches of the whole step by kernel.

@@ -33,8 +33,8 @@ _USUAL_MAX_SPLITS = 32
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """How a launch is cut. A row of c keys gets ``min(splits, c / min_keys)`` splits, rounded up, and if those had more
-    than max_keys each as many times ``splits`` as it takes; but never more than are launched."""
+    """Tile sizes and splits of a launch. A row of c keys gets ``min(splits, c / min_keys)`` splits, rounded up, and if
+    those had more than max_keys each as many times ``splits`` as it takes; but never more than are launched."""
 
     block_keys: int
     """Keys of one step of the inner loop."""
@@ -46,7 +46,7 @@ class DecodeConfig:
     once would have all others wait for them."""
     min_keys: int = 64
     max_keys: int = 8192
-    """So that one long row among many does not keep the others waiting."""
+    """Most keys of a split, so that one long row among many does not keep the others waiting."""
     merge: int = 8
     """Splits merged at once; more take registers, and with them programs from a multiprocessor."""
 
@@ -341,8 +341,7 @@ def paged_decode(
         out: [B, heads · head_dim], where to write the result.
         config: decode_config() if None.
         pdl: launch before the kernels ahead have finished (kernels.gpu.launch.programmatic): they may write no more of
-        ``slots``,
-            ``positions``, ``tables`` and the pages than the newest position.
+            ``slots``, ``positions``, ``tables`` and the pages than the newest position.
 
     Returns:
         [B, heads · head_dim] in q's dtype.

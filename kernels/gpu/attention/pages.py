@@ -74,7 +74,7 @@ class KvPages:
 
     @staticmethod
     def bytes_per_block(block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """What allocate() takes for one block: keys, values and their scales."""
+        """Bytes that allocate() takes for one block: keys, values and their scales."""
         scale = 4 if dtype == torch.float8_e4m3fn else 0
         return 2 * block_size * kv_heads * (head_dim * dtype.itemsize + scale)
 

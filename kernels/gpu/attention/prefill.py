@@ -29,7 +29,7 @@ _HOPPER = (9, 0)
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """How a launch is cut."""
+    """Tile sizes of a launch."""
 
     block_rows: int
     """Tokens times query heads of a group (rounded up to a power of two) of one program."""
@@ -41,7 +41,7 @@ class PrefillConfig:
     tail_stages: int
     """The same for the last steps, which need the causal mask."""
     overlapped: bool = False
-    """By the kernel of `kernels.gpu.attention.prefill_hopper`, which has its own cut."""
+    """True for the kernel of `kernels.gpu.attention.prefill_hopper`, which has its own cut."""
 
 
 OVERLAPPED = PrefillConfig(hopper.BLOCK_ROWS, hopper.BLOCK_KEYS, hopper.WARPS, 2, 2, overlapped=True)
@@ -60,7 +60,7 @@ def prefill_config(kv: KvPages, heads: int) -> PrefillConfig:
 
 
 def overlaps(kv: KvPages, heads: int) -> bool:
-    """Whether OVERLAPPED knows such pages and heads."""
+    """True if the OVERLAPPED kernel knows such pages and heads."""
     group = heads // kv.kv_heads
     return (kv.keys.dtype, kv.head_dim, kv.block_size) == (torch.bfloat16, hopper.DIM, 16) and group in (2, 4, 8, 16)
 

@@ -19,14 +19,15 @@ from kernels.gpu.attention.pages import KvPages
 from kernels.gpu.elementary import inverse_root
 
 _MANY_ROWS = 256
-"""From here on a program takes several heads, so that a rotation's cosines serve more than one."""
+"""Number of rows from which on a program takes several heads, so that a rotation's cosines serve more than one."""
 
 
 @triton.jit
 def cosine_sine(angle):
-    """Of float32 angles of any size. Quarter turns are taken off in float64: float32 leaves too little of an angle of
-    1e5, and the device library's own reduction of such angles goes through local memory. The polynomials on the rest,
-    within π/4, are those of Cephes' cosf and sinf (Moshier, Methods and Programs for Mathematical Functions)."""
+    """Cosine and sine of float32 angles of any size. Quarter turns are taken off in float64: float32 leaves too little
+    of an angle of 1e5, and the device library's own reduction of such angles goes through local memory. The polynomials
+    on the rest, within π/4, are those of Cephes' cosf and sinf (Moshier, Methods and Programs for Mathematical
+    Functions)."""
     quarters = angle.to(tl.float64) * 0.6366197723675814
     whole = tl.floor(quarters + 0.5)
     x = ((quarters - whole) * 1.5707963267948966).to(tl.float32)
@@ -155,8 +156,7 @@ def qk_norm_rope_write(
         out: [T, heads, head_dim], where to write the queries.
         rows_a_program, heads_a_program, num_warps: chosen by T if 0.
         pdl: launch before the kernels ahead have finished (kernels.gpu.launch.programmatic): none of them may write
-        ``positions``,
-            ``row_slots`` or ``tables``.
+            ``positions``, ``row_slots`` or ``tables``.
 
     Returns:
         Queries [T, heads, head_dim] in projected's dtype, contiguous.

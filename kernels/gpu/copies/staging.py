@@ -20,7 +20,7 @@ _BLOCK = 2048
 
 @triton.jit
 def weights_of(word):
-    """Of the words of an item with these numbers, int64."""
+    """Checksum weights of the words of an item with these numbers, int64."""
     z = (word + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB

@@ -163,7 +163,7 @@ def _scan_kernel(
 
 @dataclass(frozen=True, slots=True)
 class ChunkConfig:
-    """How the work is cut and how exact its products are.
+    """Tile sizes, and how exact the products are.
 
     Raises:
         ValueError: a number of terms other than 1 or 2.
@@ -190,7 +190,7 @@ class ChunkConfig:
 
 # With 2 stages Triton asks for the next tile behind the work on this one and then waits for it.
 FEW = ChunkConfig(block_v=32, num_warps=4, num_stages=3)
-"""One sequence: its tiles follow one another, and what each takes is what counts."""
+"""Tile sizes for one sequence: its tiles follow one another, so the time of each counts."""
 MANY = ChunkConfig(block_v=64, num_warps=4, num_stages=3)
 """Two sequences of 32 heads fill the device with one program a multiprocessor."""
 EXACT = ChunkConfig(block_v=32, num_warps=4, num_stages=1)

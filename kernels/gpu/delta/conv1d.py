@@ -200,8 +200,8 @@ def _conv_prefill_kernel(
 
 
 def rows_of_program(rows: int) -> int:
-    """Of so many decodes those that one program of conv_decode() takes: with one each, 256 rows are 8,192 programs of
-    one warp, and an H200 took 23 µs for what it reads in 8."""
+    """Number of decodes that one program of conv_decode() takes out of ``rows``: with one each, 256 rows are 8,192
+    programs of one warp, and an H200 took 23 µs for what it reads in 8."""
     return 1 if rows <= 32 else 2 if rows <= 96 else 4
 
 
@@ -217,7 +217,7 @@ def conv_decode(
     num_warps: int = 1,
     pdl: bool = False,
 ) -> Tensor:
-    """One token of each of B sequences; their states move on by one token, in place.
+    """Convolution of one token of each of B sequences; their states move on by one token, in place.
 
     Args:
         projected: [B, width ≥ conv_dim], the convolution's inputs in the first conv_dim columns; rows contiguous.
@@ -227,8 +227,7 @@ def conv_decode(
         out: [B, conv_dim], where to write.
         row_block, block, num_warps: rows (a power of two; 0: rows_of_program()), channels and warps of a program.
         pdl: launch before the kernels ahead have finished (kernels.gpu.launch.programmatic): none of them may write
-        ``state`` or
-            ``slots``.
+            ``state`` or ``slots``.
 
     Returns:
         [B, conv_dim] in projected's dtype.

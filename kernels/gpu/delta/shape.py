@@ -27,8 +27,8 @@ class DeltaShape:
 
     @classmethod
     def of(cls, mixed: Tensor, projected: Tensor, state: Tensor) -> DeltaShape:
-        """From the convolution's output [T, conv_dim], the projections [T, width] and the pool of states [num_slots,
-        value_heads, key_dim, value_dim].
+        """Shape from the convolution's output [T, conv_dim], the projections [T, width] and the pool of states
+        [num_slots, value_heads, key_dim, value_dim].
 
         Raises:
             ValueError: they contradict each other, or rows are not contiguous.

@@ -1,4 +1,5 @@
-"""One token of the gated delta rule: gates, L2 norms, recurrence and gated RMSNorm in one pass over the state.
+"""Decode step of the gated delta rule, one token a sequence: gates, L2 norms, recurrence and gated RMSNorm in one pass
+over the state.
 
 Reference: `kernels.gated_delta.recurrent_gated_delta` with `gates`, and `kernels.rms_norm.{l2_normalize,
 gated_rms_norm}`. Formula: Yang et al., Gated Delta Networks, arXiv 2412.06464, eq. 10. With `waiting_writes` the pass
@@ -32,18 +33,18 @@ from kernels.gpu.delta.waiting_writes import (
 from kernels.gpu.elementary import exponential, inverse_root, sigmoid, silu, softplus
 
 _MANY_ROWS = 64
-"""From here on programs that start early are in the way of those that work: inside a step on an H200 a launch of 256
-rows takes 306 µs with and 293 without programmatic launch; of 128 rows it is 2 µs, of 64 a few tenths."""
+"""Number of rows from which on programs that start early are in the way of those that work: inside a step on an H200 a
+launch of 256 rows takes 306 µs with and 293 without programmatic launch; of 128 rows it is 2 µs, of 64 a few tenths."""
 
 
 LATE_ROWS = 48
-"""From here on writes wait. A step of fewer rows waits for programs rather than for bytes, and those that hold a whole
-state have it before the kernel ahead is done: inside a step on an H200 16, 32, 48, 64 rows take 3,238, 3,920, 4,577,
-5,035 µs written back at once and 3,517, 3,957, 4,470, 4,690 late; 256 rows 12,480 and 10,468."""
+"""Number of rows from which on writes wait. A step of fewer rows waits for programs rather than for bytes, and those
+that hold a whole state have it before the kernel ahead is done: inside a step on an H200 16, 32, 48, 64 rows take
+3,238, 3,920, 4,577, 5,035 µs written back at once and 3,517, 3,957, 4,470, 4,690 late; 256 rows 12,480 and 10,468."""
 
 
 class Mixer(NamedTuple):
-    """What the rule is computed from and where its results go, as kernels take it; see gated_delta_step."""
+    """Arguments of the rule as kernels take them: inputs, state and output; see gated_delta_step."""
 
     mixed: Any
     mixed_stride: Any
@@ -70,7 +71,7 @@ def _add_triples(a, b, c, d, e, f):
 
 
 class Inputs(NamedTuple):
-    """What one token brings to a head, as loaded."""
+    """Inputs of one token to a head, as loaded."""
 
     q: Any
     k: Any
@@ -84,7 +85,7 @@ class Inputs(NamedTuple):
 
 
 class Token(NamedTuple):
-    """What follows from it, float32; the norms of q and k are factors of results."""
+    """Values computed from the inputs, float32; the norms of q and k are factors of results."""
 
     q: Any
     k: Any
@@ -95,7 +96,7 @@ class Token(NamedTuple):
     k_norm: Any
     qk: Any
     gate: Any
-    """Of the output, the norm's weight with it."""
+    """Gate of the output, multiplied by the norm's weight."""
 
 
 @triton.jit
@@ -119,7 +120,7 @@ def load_inputs(
     VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Of the value dimensions j."""
+    """Values of the dimensions j."""
     inside = j < VALUE_DIM
     channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
     q, k = load_query_key(row, head, tl.arange(0, BLOCK_K), mixer, KEY_HEADS, HEADS, KEY_DIM)
@@ -161,7 +162,7 @@ def prepared(inputs):
 
 @triton.jit
 def write_and_output(token, read, o, scale):
-    """What the token adds to the state, k ⊗ δ, and its output, from Sᵀk and Sᵀq of the old state: o = exp(g) Sᵀq +
+    """Change of the state by the token, k ⊗ δ, and its output, from Sᵀk and Sᵀq of the old state: o = exp(g) Sᵀq +
     (k·q) δ needs no second look at the new one, so that no sum waits for another."""
     decay = exponential(token.log_decay)
     delta = token.k_norm * token.beta * (token.v - decay * token.k_norm * read)
@@ -284,7 +285,7 @@ def _late_step_kernel(
 
 @triton.jit
 def _add_products(read, o, s, row, head, i, mixer, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr):
-    """Of the key dimensions i of a state with the token's key and query."""
+    """Adds the products of the key dimensions i of a state with the token's key and query."""
     q, k = load_query_key(row, head, i, mixer, KEY_HEADS, HEADS, KEY_DIM)
     more, other = tl.reduce((s * k.to(tl.float32)[:, None], s * q.to(tl.float32)[:, None]), 0, add_pairs)
     return read + more, o + other
@@ -316,7 +317,7 @@ def launch_parts(
     shape: DeltaShape,
     pdl: bool,
 ) -> tuple[Mixer, dict[str, Any]]:
-    """What a launch of this kernel and one of gated_delta_verify have in common: an argument, and constants."""
+    """Argument and constants that launches of this kernel and of gated_delta_verify have in common."""
     mixer = Mixer(
         mixed=mixed,
         mixed_stride=mixed.stride(0),
@@ -360,8 +361,8 @@ def gated_delta_step(
     part: int = 32,
     pdl: bool = False,
 ) -> Tensor:
-    """One token of each of B sequences; their states move on in place, each element read and written once, or with
-    ``waiting`` read once and written every ``waiting.room`` tokens.
+    """Gated delta rule of one token of each of B sequences; their states move on in place, each element read and
+    written once, or with ``waiting`` read once and written every ``waiting.room`` tokens.
 
     All arithmetic is float32.
 
@@ -383,8 +384,7 @@ def gated_delta_step(
             of which three instead of two share a multiprocessor.
         part: key dimensions that a program whose write waits has in registers at once, a power of two.
         pdl: launch before the kernels ahead have finished (kernels.gpu.launch.programmatic): none of them may write
-        ``state``,
-            ``waiting`` or ``slots``.
+            ``state``, ``waiting`` or ``slots``.
 
     Returns:
         [B, value_size] in mixed's dtype: rms_norm(o) · silu(z).

@@ -1,4 +1,4 @@
-"""What the chunked gated delta rule needs of each tile before it knows the state. See `gated_delta_chunk`."""
+"""Tiles of the chunked gated delta rule: what each needs before the state is known. See `gated_delta_chunk`."""
 
 # Triton's language: constants are upper case, kernels have no annotations that mypy knows.
 # ruff: noqa: N803
@@ -128,7 +128,7 @@ def _store_terms(base, places, x, mask, count, TERMS: tl.constexpr):
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """What the scan needs of all tiles, by the row of the flat batch."""
+    """Inputs of the scan for all tiles, by the row of the flat batch."""
 
     factors: Tensor
     """[5, value_heads, T] float32: β; β exp(G)/|k|; exp(G)/|q|, scaled; exp(G_L − G)/|k|; exp(G_L), at a tile's first
@@ -177,7 +177,8 @@ def prepare_tiles(
 
 
 def constants(mixed: Tensor, projected: Tensor, shape: DeltaShape, terms: int, pdl: bool) -> dict[str, int]:
-    """What both kernels are compiled for. With strides among it, a tile's rows are one address and fixed offsets."""
+    """Constants that both kernels are compiled for. With strides among it, a tile's rows are one address and fixed
+    offsets."""
     return {
         "KEY_HEADS": shape.key_heads,
         "HEADS": shape.value_heads,

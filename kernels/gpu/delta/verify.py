@@ -1,8 +1,8 @@
 """The gated delta rule over segments of a few tokens, one token after the other with the state in registers.
 
 Reference: `kernels.gated_delta.chunk_gated_delta`, with gates and gated norm as in `gated_delta_step`. For speculative
-decoding: a state is read from one slot and written to another, so that it is still there if a guess was wrong. Tokens
-are computed exactly as `gated_delta_step` computes them one at a time; tiles of 64 would be mostly padding.
+decoding: a state is read from one slot and written to another, so that it is still there if a draft token was wrong.
+Tokens are computed exactly as `gated_delta_step` computes them one at a time; tiles of 64 would be mostly padding.
 """
 
 # Triton's language: constants are upper case, kernels have no annotations that mypy knows.
@@ -94,8 +94,7 @@ def gated_delta_verify(
         out: [T, value_size], where to write; rows outside the segments stay as they are.
         num_warps: of a program, which has one head of one segment.
         pdl: launch before the kernels ahead have finished (kernels.gpu.launch.programmatic): none of them may write
-        ``state`` or
-            ``segments``.
+            ``state`` or ``segments``.
 
     Returns:
         [T, value_size] in mixed's dtype: rms_norm(o) · silu(z); rows outside the segments are undefined.

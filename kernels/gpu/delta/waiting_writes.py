@@ -26,7 +26,7 @@ from torch import Tensor
 from kernels.gpu.elementary import exponential_for
 
 MOST = 8
-"""Of a head: the first of a span is then at most 7, and leaves the sign of its byte alone."""
+"""Most waiting writes of a head: the first of a span is then at most 7, and leaves the sign of its byte alone."""
 
 
 class Waiting(NamedTuple):
@@ -71,7 +71,7 @@ class WaitingWrites:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> WaitingWrites:
-        """For states [*leading, heads, key_dim, value_dim]."""
+        """Buffers for states [*leading, heads, key_dim, value_dim]."""
         places = (*leading, heads)
         return cls(
             spans=torch.zeros(*places, value_dim, dtype=torch.int8, device=device),
@@ -101,7 +101,7 @@ class WaitingWrites:
         return WaitingWrites(*(pool[layer] for pool in self.pools()))
 
     def arguments(self, state: Tensor) -> Waiting:
-        """For a kernel that works on these states.
+        """Arguments for a kernel that works on these states.
 
         Raises:
             ValueError: they belong to states of another shape, or are not contiguous.
@@ -116,7 +116,7 @@ class WaitingWrites:
 
 
 NONE = Waiting(None, None, None, None)
-"""Of states that are always written back."""
+"""Arguments for states that are always written back."""
 
 
 @triton.jit
@@ -152,7 +152,7 @@ def products_of_writes(
     BLOCK_K: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """By what a state has faded, and what its products with a key and a query, [j] each, lack."""
+    """Decay of a state since it was written, and what its products with a key and a query, [j] each, lack."""
     i = tl.arange(0, BLOCK_K)[None, :]
     p = tl.arange(0, BLOCK_W)
     waits = (p >= first) & (p < end)
@@ -183,7 +183,7 @@ def add_write(
     ROOM: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One more waits."""
+    """Adds one waiting write."""
     i = tl.arange(0, BLOCK_K)
     here = place * ROOM + end
     tl.store(waiting.keys + here * KEY_DIM + i, token.k.to(waiting.keys.dtype.element_ty), mask=i < KEY_DIM)
@@ -206,6 +206,6 @@ def settled(s, waiting, place, first, end, i, j, KEY_DIM: tl.constexpr, VALUE_DI
 
 @triton.jit
 def none_waits(waiting, place, head, j, VALUE_DIM: tl.constexpr, ROOM: tl.constexpr):
-    """For a state that was written: heads begin at different places, so that later a few of them are written back in
-    every step instead of all in one."""
+    """Empties the waiting writes of a state that was written: heads begin at different places, so that later a few of
+    them are written back in every step instead of all in one."""
     set_span(waiting, place, j, head % ROOM, head % ROOM, VALUE_DIM)

@@ -1,4 +1,4 @@
-"""What a kernel may do before the one ahead of it has finished (programmatic dependent launch).
+"""Programmatic dependent launch: what a kernel may do before the one ahead of it has finished.
 
 Every kernel of a decode step first lets the next one start (`gdc_launch_dependents`), then does what needs nothing of
 the kernels ahead, then waits for the one right ahead (`gdc_wait`), which has waited for its own. So a kernel may be

@@ -22,7 +22,7 @@ from kernels.quantize import Fp8Weight
 
 @dataclass(frozen=True, slots=True)
 class Fp8Config:
-    """How fp8_linear() cuts its work."""
+    """Tile sizes of fp8_linear()."""
 
     block_m: int = 128
     block_n: int = 256

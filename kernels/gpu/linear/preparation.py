@@ -1,4 +1,4 @@
-"""What a product takes of x beside x itself, in one kernel: x times its norm's weight, the same in float8, and A x of
+"""Inputs of a product that are made of x, in one kernel: x times its norm's weight, the same in float8, and A x of
 each row's adapter. Reference: kernels/rms_norm.py, kernels/quantize.py, kernels/lora.py.
 
 An RMSNorm's 1/rms is left to who uses the product, here and in all of `kernels.gpu.linear.skinny`: it is a factor of a
@@ -40,13 +40,13 @@ _FLOAT8 = tl.constexpr(2)
 _MAX = tl.constexpr(FP8_MAX)
 _GROUP = tl.constexpr(GROUP)
 _ROWS_ALONE = ShrinkConfig(1, 1, 16, 1, 4)
-"""As many warps as with adapters, whatever their cut says: a row's sum of squares does not depend on whether some row
-has one."""
+"""Launch of rows without adapters. As many warps as with them, whatever their cut says: a row's sum of squares does not
+depend on whether some row has one."""
 
 
 @triton.jit
 def _weigh_row(x, gain, values, squares, row, x_stride, K: tl.constexpr, PDL: tl.constexpr, HOLD: tl.constexpr):
-    """One row times the norm's weight, in its dtype, and its sum of squares."""
+    """Row times the norm's weight, in its dtype, and its sum of squares."""
     k = tl.arange(0, triton.next_power_of_2(K))
     weight = tl.load(gain + k, mask=k < K, other=0.0)
     if PDL:
@@ -60,7 +60,7 @@ def _weigh_row(x, gain, values, squares, row, x_stride, K: tl.constexpr, PDL: tl
 def _quantize_row(
     x, gain, values, scale, squares, row, x_stride, K: tl.constexpr, PDL: tl.constexpr, HOLD: tl.constexpr
 ):
-    """One row in float8, in the pair order of Fp8Weight."""
+    """Row in float8, in the pair order of Fp8Weight."""
     blocks: tl.constexpr = triton.next_power_of_2(K // _GROUP)
     half: tl.constexpr = _GROUP // 2
     block = tl.arange(0, blocks)[:, None]

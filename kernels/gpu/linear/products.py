@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def streams(rows: int, weight: Weight, invariant: bool) -> bool:
-    """Whether the product of these rows goes through `skinny_linear`."""
+    """True if the product of these rows goes through `skinny_linear`."""
     outputs, inputs = weight.shape
     return invariant or rows <= most_rows(outputs, inputs, weight_kind(weight))
 
@@ -24,7 +24,7 @@ _MOST_CONVOLVED = 32
 
 
 def convolves(rows: int, weight: Weight, invariant: bool) -> bool:
-    """Whether a product of so many rows takes a convolution along."""
+    """True if a product of ``rows`` rows computes a convolution as well."""
     return rows <= _MOST_CONVOLVED and streams(rows, weight, invariant)
 
 
@@ -46,7 +46,7 @@ def normed(x: Tensor, norm: Norm | None, addend: Tensor | None, *, pdl: bool) ->
 def finished(
     result: Tensor, inputs: Tensor, *, swiglu: bool = False, lora: LoraRows | None = None, pdl: bool = False
 ) -> Tensor:
-    """What follows a product of many rows: adapters, added in place, and the activation.
+    """Epilogue of a product of many rows: adapters, added in place, and the activation.
 
     Args:
         result: [T, N], what the product of ``inputs`` [T, K] gave or was added to.

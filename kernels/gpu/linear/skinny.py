@@ -76,7 +76,8 @@ class Convolution:
 
 @dataclass(frozen=True, slots=True)
 class SplitWorkspace:
-    """Where programs that share K leave their sums. One serves all products of a stream, one after the other."""
+    """Workspace in which programs that share K leave their sums. One serves all products of a stream, one after the
+    other."""
 
     partials: Tensor
     """[any] float32."""

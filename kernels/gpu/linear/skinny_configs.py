@@ -11,7 +11,7 @@ Kind = Literal["none", "fp8", "int4"]
 
 @dataclass(frozen=True, slots=True)
 class SkinnyConfig:
-    """How a product is cut up.
+    """Tile sizes of a product.
 
     Raises:
         ValueError: sizes that the kernels do not have.
@@ -31,10 +31,10 @@ class SkinnyConfig:
     splits: int = 1
     """Programs that share K (dot, tma)."""
     prefetch: int = 0
-    """What is asked of L2 before the kernel ahead has ended. dot, tma: that many bytes of each row; the others: all of
+    """Prefetch into L2 before the kernel ahead has ended. dot, tma: that many bytes of each row; the others: all of
     the tile that many tiles further on (not int4)."""
     stagger: bool = False
-    """Whether programs begin at different columns (tma)."""
+    """True if programs begin at different columns (tma)."""
     slots: int = 8
     """Adapters that expansion takes side by side, their B held in registers meanwhile (not vector)."""
 
@@ -96,7 +96,7 @@ def most_rows(outputs: int, inputs: int, kind: Kind) -> int:
 
 
 def starts_early(rows: int, *, swiglu: bool, adds: bool, adapters: bool) -> bool:
-    """Whether a product is launched before the kernel ahead of it has ended (kernels.gpu.launch.programmatic), if
+    """True if a product is launched before the kernel ahead of it has ended (kernels.gpu.launch.programmatic), if
     anything is.
 
     With all of them early a step is slower than with none: programs settle where those of the kernel ahead leave room,
@@ -116,7 +116,7 @@ def starts_early(rows: int, *, swiglu: bool, adds: bool, adapters: bool) -> bool
 
 
 def invariant() -> tuple[SkinnyConfig, int]:
-    """One variant, and rows of a program, for any number of rows: a row's bits then do not depend on how many there
+    """Variant, and rows of a program, for any number of rows: a row's bits then do not depend on how many there
     are."""
     return SkinnyConfig("dot", 64, 128, warps=4, stages=3, slots=4), 64
 
@@ -187,4 +187,4 @@ _MEASURED: dict[tuple[Kind, int, int], _Measured] = {
         (64, _tma(64, 256, 3, 4)),
     ),
 }
-"""By kind, outputs and inputs."""
+"""Measured variants by kind, outputs and inputs."""

@@ -105,7 +105,7 @@ def _load_scale(pointers, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _load_zero(pointers, INTERPRETED: tl.constexpr):
-    """As int32."""
+    """Loads a zero point as int32."""
     if INTERPRETED:
         return tl.load(pointers).to(tl.int32)
     else:  # noqa: RET505
@@ -197,7 +197,7 @@ def int4_vector_kernel(
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: BLOCK_N rows of the weight, 16 at a time, all of K held in registers, a group a warp and turn; all
+    """Program for BLOCK_N rows of the weight, 16 at a time, all of K held in registers, a group a warp and turn; all
     rows of x (ROWS: a power of two that holds them), those of 8 / ROWS turns together."""
     groups: tl.constexpr = K // GROUP
     turns: tl.constexpr = (groups + WARPS - 1) // WARPS

@@ -63,7 +63,7 @@ def vector_kernel(
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: BLOCK_N rows of the weight, all of K held in registers, against each row of x in turn."""
+    """Program for BLOCK_N rows of the weight, all of K held in registers, against each row of x in turn."""
     tile = tl.program_id(0)
     row = weight_rows(tile, N, BLOCK_N, SWIGLU)
     columns, inside, _, _ = tile_columns(tile, N, BLOCK_N, SWIGLU)
@@ -221,7 +221,7 @@ def dot_kernel(
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: BLOCK_N rows of the weight, a SPLITS-th of K, BLOCK_M rows of x."""
+    """Program for BLOCK_N rows of the weight, a SPLITS-th of K, BLOCK_M rows of x."""
     tile = tl.program_id(0)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = weight_rows(tile, N, BLOCK_N, SWIGLU)

@@ -1,5 +1,5 @@
-"""What the kernels of `skinny_linear` share: which rows a program reads, decoding of quantized weights, prefetch, and
-everything that follows the product."""
+"""Parts that the kernels of `skinny_linear` share: which rows a program reads, decoding of quantized weights, prefetch,
+and everything that follows the product."""
 
 # Triton's language: constants are upper case, kernels have no annotations that mypy knows.
 # ruff: noqa: N803
@@ -25,12 +25,12 @@ _LINE = tl.constexpr(128)
 
 
 class Around(NamedTuple):
-    """What surrounds a product of few rows, as a kernel takes it."""
+    """Prologue and epilogue of a product of few rows, as a kernel takes them."""
 
     squares: Any
     """[parts, T] float32, summed over parts: Σx² of each row, where x comes through a norm; or None."""
     eps: Any
-    """Of that norm."""
+    """Epsilon of that norm."""
     residual: Any
     """[T, width] or None, and the stride of its rows."""
     residual_stride: Any
@@ -237,7 +237,7 @@ def finish(
     CONV: tl.constexpr,
     residual=None,
 ):
-    """What follows the product acc [BLOCK_M, BLOCK_N], adapters included: the norm's scale (from the sums of squares of
+    """Epilogue of the product acc [BLOCK_M, BLOCK_N], adapters included: the norm's scale (from the sums of squares of
     squares_ahead(); None: no norm), activation, convolution, residual, store; and what the norm that reads the result
     next wants. CONV: the convolution's length, 0 if there is none; ``kept`` is what conv_ahead() loaded,
     ``residual`` what residual_ahead() did, if they were called before."""

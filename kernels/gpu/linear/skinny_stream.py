@@ -72,7 +72,7 @@ def stream_kernel(
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: BLOCK_N rows of the weight, all of K, BLOCK_M rows of x."""
+    """Program for BLOCK_N rows of the weight, all of K, BLOCK_M rows of x."""
     tile = tl.program_id(0)
     if PDL:
         gdc_launch_dependents()

@@ -65,7 +65,7 @@ def tma_kernel(
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: BLOCK_N rows of the weight (with SWIGLU half of them gate rows), a SPLITS-th of K, BLOCK_M rows of
+    """Program for BLOCK_N rows of the weight (with SWIGLU half of them gate rows), a SPLITS-th of K, BLOCK_M rows of
     x. ``x`` and ``weight`` are descriptors of tiles of BLOCK_K columns, ``values`` is the weight itself."""
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -151,7 +151,7 @@ def tma_kernel(
 
 
 def tile_descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """How the copy engine finds tiles [rows, columns] of a matrix; past its end they are zero.
+    """Descriptor with which the copy engine finds tiles [rows, columns] of a matrix; past its end they are zero.
 
     A matrix whose rows do not begin at multiples of 16 bytes is copied first.
     """

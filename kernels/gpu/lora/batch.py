@@ -42,8 +42,8 @@ class Adapters(NamedTuple):
 
 
 Shape = tuple[tuple[int, ...], int, int, int]
-"""What of it is known when a kernel is compiled (LORA in kernels): ends of the targets, R, splits, and how many slots
-one product takes side by side."""
+"""Part of a batch that is known when a kernel is compiled (LORA in kernels): ends of the targets, R, splits, and how
+many slots one product takes side by side."""
 
 
 def shape_of(adapters: Adapters, lora: LoraRows, most_slots: int) -> Shape:

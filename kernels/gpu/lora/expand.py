@@ -92,7 +92,7 @@ def _expand_kernel(
 
 @dataclass(frozen=True, slots=True)
 class ExpandConfig:
-    """How expand_add() cuts its work."""
+    """Tile sizes of expand_add()."""
 
     block_m: int
     block_n: int

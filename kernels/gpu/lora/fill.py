@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Of the numbers in a file."""
+"""Codes of the dtypes of numbers in a file."""
 _FIELDS = (
     "source",  # bytes from the start of the staged piece, a multiple of the item size
     "format",  # one of FORMATS
@@ -30,9 +30,9 @@ _FIELDS = (
     "ordered",  # 1: column c comes from the source's column order[c]
 )
 ENTRY = np.dtype([(name, np.int64) for name in _FIELDS])
-"""One matrix on its way: [rank, columns] as the target has it, whichever way round the source is."""
+"""Entry of one matrix that is copied: [rank, columns] as the target has it, whichever way round the source is."""
 WORDS = len(_FIELDS)
-"""Of an entry."""
+"""Words of an entry."""
 _TILE = 4096
 """Elements of one program."""
 

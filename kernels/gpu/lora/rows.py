@@ -33,7 +33,7 @@ class LoraRows:
     """[slots, max_rank, N]: Bᵀ times the adapter's scale, the columns of all targets side by side as in the group's
     fused output."""
     ends: tuple[int, ...]
-    """One past the last column of each target, ascending; the last is N. Up to 4 targets."""
+    """Ends of the targets' columns, ascending; the last is N. Up to 4 targets."""
     ranks: Tensor
     """[slots] int32: the largest rank of the slot's adapter; rows of a beyond it are not read, rows of b are zeros."""
     row_adapters: Tensor

@@ -29,7 +29,7 @@ _MOST_GATHERED = 256
 
 
 class Shrinking(NamedTuple):
-    """What is shrunk, with what and to where, as kernels take it."""
+    """Arguments of a shrinking product as kernels take them: input, matrices, output."""
 
     x: Any
     """[T, K], and the stride of its rows."""
@@ -42,7 +42,7 @@ class Shrinking(NamedTuple):
     row_adapters: Any = None
     active: Any = None
     ranks: Any = None
-    """Of LoraRows."""
+    """Ranks of LoraRows."""
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def shrink_row(
     PDL: tl.constexpr,
     HOLD: tl.constexpr,
 ):
-    """One row, BLOCK_R (target, rank) pairs, one stretch of K, everything at once."""
+    """Program for one row, BLOCK_R (target, rank) pairs, one stretch of K, everything at once."""
     slot = tl.load(job.row_adapters + row)
     rank = tl.load(job.ranks + slot)
     pairs = part * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -214,7 +214,7 @@ def shrink_slot(
     PDL: tl.constexpr,
     HOLD: tl.constexpr,
 ):
-    """One active slot, BLOCK_M rows, BLOCK_R (target, rank) pairs, one stretch of K."""
+    """Program for one active slot, BLOCK_M rows, BLOCK_R (target, rank) pairs, one stretch of K."""
     live = index < tl.load(job.active)
     slot = tl.load(job.active + 1 + index, mask=live, other=0)
     rank = tl.load(job.ranks + slot)
@@ -244,7 +244,7 @@ def shrink_slot(
 
 @dataclass(frozen=True, slots=True)
 class ShrinkConfig:
-    """How A x is cut up.
+    """Tile sizes of the product A x.
 
     Raises:
         ValueError: sizes that tensor cores do not take.
@@ -262,7 +262,7 @@ class ShrinkConfig:
     stages: int = 1
     """Loads in flight where rows are not gathered; all, where they are."""
     gathered: bool = False
-    """Whether a program's rows are some of one slot, wherever they are, instead of neighbours."""
+    """True if a program's rows are some of one slot, wherever they are, instead of neighbours."""
 
     def __post_init__(self) -> None:
         if self.gathered and (self.block_m < 8 or self.block_r < 16 or self.block_k % (32 * self.warps)):
@@ -270,7 +270,7 @@ class ShrinkConfig:
 
     @property
     def step(self) -> int:
-        """What a program's stretch of K is a multiple of."""
+        """Number that a program's stretch of K is a multiple of."""
         return 16 if self.block_m == 1 else self.block_k
 
     def turns(self, rows: int, slots: int) -> int:
@@ -282,14 +282,15 @@ class ShrinkConfig:
         return slots * -(-rows // self.block_m)
 
     def most(self, rows: int) -> int:
-        """As how many rows a kernel takes ``rows`` if it gathers them, 0 if not: few numbers, few compiled kernels."""
+        """Number of rows as which a kernel takes ``rows`` if it gathers them, 0 if not: few numbers, few compiled
+        kernels."""
         if not self.gathered:
             return 0
         return next(most for most in (16, 64, _MOST_GATHERED, rows) if most >= rows)
 
 
 INVARIANT = ShrinkConfig(64, 16, 128, 4, 4, 3)
-"""For any number of rows."""
+"""Tile sizes for any number of rows."""
 
 
 def shrink_config(rows: int, depth: int, pairs: int) -> ShrinkConfig:

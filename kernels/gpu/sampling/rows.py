@@ -1,4 +1,4 @@
-"""What the sampling kernels share: the table of a row's parameters, edits of logits, noise, and distance bins.
+"""Parts that the sampling kernels share: the table of a row's parameters, edits of logits, noise, and distance bins.
 
 References: services/engine/executors/cpu/sampling_params.py (edits) and services/engine/executors/rng.py (noise).
 """
@@ -44,16 +44,16 @@ FORCED = tl.constexpr(64)
 
 NO_TOKEN = tl.constexpr(2147483647)
 FIRST_BLOCK = tl.constexpr(-(1 << 31))
-"""noise.FIRST_BLOCK."""
+"""rng.FIRST_BLOCK."""
 
 COUNT_MASK = tl.constexpr((1 << 24) - 1)
-"""Of a token word: how often the token was generated."""
+"""Bits of a token word that count how often the token was generated."""
 IN_PROMPT = tl.constexpr(1 << 24)
 MASKED_EARLY = tl.constexpr(1 << 25)
 """The token may not come before min_tokens."""
 
 BINS = tl.constexpr(2048)
-"""Of one histogram level. Three levels resolve a distance of logits to 2**-28."""
+"""Bins of one histogram level. Three levels resolve a distance of logits to 2**-28."""
 FIRST_LEVEL = tl.constexpr(64.0)
 """Bins of the first level a unit of logits: 2048 of them reach down to exp(-32) of the most likely token, below which
 tokens count as equal (a row of a million such tokens has a probability of 1e-8)."""
@@ -113,7 +113,7 @@ def _mix(z):
 
 @triton.jit
 def row_keys(request):
-    """The two 32-bit keys of noise.row_keys (splitmix64) for the row's seed and counter."""
+    """The two 32-bit keys of rng.row_keys (splitmix64) for the row's seed and counter."""
     low = tl.load(request.parameters + SEED_LOW).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(request.parameters + SEED_HIGH).to(tl.uint32, bitcast=True).to(tl.uint64)
     gamma = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
@@ -124,7 +124,7 @@ def row_keys(request):
 
 @triton.jit
 def uniform(column, keys):
-    """The draw of noise.exponential for each token before its logarithm: float32 in [2**-32, 1 - 2**-24]."""
+    """The draw of rng.exponential for each token before its logarithm: float32 in [2**-32, 1 - 2**-24]."""
     key_low, key_high = keys
     x = column.to(tl.uint32) * 0x9E3779B1 + key_low
     x ^= x >> 16
@@ -214,7 +214,7 @@ def distance_bins(logits, best):
 
 @triton.jit
 def allowed(logits, best, lowest, cut_high, cut_low):
-    """Whether a token passes the filters of its row: at most as far from the best as the cut, and min_p."""
+    """True if a token passes the filters of its row: at most as far from the best as the cut, and min_p."""
     first, second, third = distance_bins(logits, best)
     low = second * BINS + third
     return ((first < cut_high) | ((first == cut_high) & (low <= cut_low))) & (logits >= lowest)
@@ -222,7 +222,7 @@ def allowed(logits, best, lowest, cut_high, cut_low):
 
 @triton.jit
 def is_last(ticket, programs):
-    """Whether this program is the last of ``programs`` to get here; all that the others wrote is then visible.
+    """True if this program is the last of ``programs`` to get here; all that the others wrote is then visible.
 
     The last one puts the ticket back to 0.
     """

@@ -51,13 +51,14 @@ _MIN_BLOCKS = 16
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
-    """How the kernels are cut; measured by benchmarks/tuning/sweep_sampling.py. Results depend on ``block`` alone."""
+    """Block sizes and warps of the kernels; measured by benchmarks/tuning/sweep_sampling.py. Results depend on
+    ``block`` alone."""
 
     block: int = 1024
     """Logits of one program, a power of two. Tokens of rows without filters depend on it: the reference's is the
     same."""
     plain_warps: int = 2
-    """Of the scan in batches without top_p."""
+    """Warps of the scan in batches without top_p."""
     scan_warps: int = 4
     select_warps: int = 4
     narrow_warps: int = 8
@@ -88,7 +89,7 @@ class SamplingBuffers:
     def allocate(
         cls, max_rows: int, vocab: int, device: torch.device | str, config: SamplingConfig = SamplingConfig()
     ) -> SamplingBuffers:
-        """For batches up to ``max_rows`` (57 KiB a row at a vocabulary of 248,320)."""
+        """Buffers for batches up to ``max_rows`` (57 KiB a row at a vocabulary of 248,320)."""
         block = min(config.block, triton.next_power_of_2(vocab))
         blocks = max(_MIN_BLOCKS, triton.next_power_of_2(triton.cdiv(vocab, block)))
 
@@ -214,8 +215,8 @@ def sample_rows(
     def launch(
         kernel: Any, num_warps: int, *, each_block: bool = True, few_registers: bool = False, **constants: Any
     ) -> None:
-        """In a program for each block of each row, or for each row: these look at no edits, so that one compiled form
-        does for all."""
+        """Launches a program for each block of each row, or for each row: these look at no edits, so that one compiled
+        form does for all."""
         kernel[(triton.cdiv(vocab, config.block), rows) if each_block else (rows,)](
             batch,
             tables if each_block else tables._replace(words=None, biases=None, mask_rows=None, masks=None),
@@ -233,7 +234,7 @@ def sample_rows(
         )
 
     def fits(warps: int) -> bool:
-        """Whether a race does with 64 registers a thread."""
+        """True if a race needs at most 64 registers a thread."""
         return config.block <= 256 * warps
 
     if not nucleus:

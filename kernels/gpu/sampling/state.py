@@ -1,4 +1,4 @@
-"""What the sampling kernels are given, what they leave for each other and for the host, how a row begins and ends."""
+"""State of the sampling kernels: their arguments, results for each other and for the host, begin and end of a row."""
 
 # Triton's language: constants are upper case and their conditions stand alone; kernels have no annotations for mypy.
 # ruff: noqa: N803, SIM102
@@ -114,11 +114,11 @@ class Tables(NamedTuple):
     masses: Any
     counts: Any
     mass_scale: Any
-    """What a probability mass of 1 is in the integer histograms."""
+    """Value of a probability mass of 1 in the integer histograms."""
 
 
 class Row(NamedTuple):
-    """Where a kernel finds what others left about a row."""
+    """Pointers to what other kernels left about a row."""
 
     index: Any
     floats: Any
@@ -129,7 +129,7 @@ class Row(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What a row's request asks for, and its logits."""
+    """Parameters of a row's request, and its logits."""
 
     slot: Any
     output_count: Any
@@ -142,7 +142,7 @@ class Request(NamedTuple):
 
 @triton.jit
 def open_row(tables, axis: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr):
-    """How every kernel begins: lets the next one start, waits for the one ahead; the row of this program."""
+    """Begin of every kernel: lets the next one start, waits for the one ahead; the row of this program."""
     row = tl.program_id(axis).to(tl.int64)
     if PDL:
         gdc_launch_dependents()
@@ -174,7 +174,7 @@ def request_of(row, slot, batch, tables):
 
 @triton.jit
 def load_request(row, batch, tables):
-    """Of a row that is no padding."""
+    """Parameters of a row that is no padding."""
     return request_of(row, tl.load(batch.step + row.index), batch, tables)
 
 
@@ -188,7 +188,7 @@ def load_block(request, block, tables, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_final(request, block, tables, BLOCK: tl.constexpr):
-    """As load_block, with all edits and the temperature applied."""
+    """Same as load_block, with all edits and the temperature applied."""
     column, inside, raw = load_block(request, block, tables, BLOCK)
     return column, inside, edited_logits(raw, column, inside, request, tables)
 

@@ -134,7 +134,7 @@ def _forward_kernel(
 
 @dataclass(frozen=True, slots=True)
 class AttentionCut:
-    """How a launch is cut."""
+    """Tile sizes of a launch."""
 
     rows: int
     """Tokens times query heads of a group (rounded up to a power of two) of one program or step."""

@@ -55,8 +55,8 @@ def _normalizer(base, width, inverse_temperature, BLOCK: tl.constexpr):
 
 @triton.jit
 def _common(ratio, beta, DTYPE: tl.constexpr):
-    """Of ratio = log(t / s) and m = β t + (1 − β) s: log(m / s) is max(ratio, 0) + this, log(t / m) min(ratio, 0) −
-    this."""
+    """Common part for ratio = log(t / s) and m = β t + (1 − β) s: log(m / s) is max(ratio, 0) + this, log(t / m)
+    min(ratio, 0) − this."""
     low = exponential_for(-tl.abs(ratio), DTYPE)
     return tl.log(tl.where(ratio > 0, beta + (1.0 - beta) * low, 1.0 - beta + beta * low))
 

@@ -1,4 +1,4 @@
-"""Where the documents of a packed training batch lie, as the kernels want it."""
+"""Layout of the documents in a packed training batch, as the kernels take it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Documents:
 
     @classmethod
     def build(cls, lengths: Sequence[int], device: torch.device | str, *, room: int = 0) -> Documents:
-        """For documents of these lengths, each at least 1, in order and without gaps.
+        """Layout of documents of these lengths, each at least 1, in order and without gaps.
 
         Args:
             room: documents to make room for, with as many tiles as so many could have in as many rows; 0: these.

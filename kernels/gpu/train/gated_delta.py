@@ -95,7 +95,7 @@ def _forward_kernel(
 
 @dataclass(frozen=True, slots=True)
 class ScanCut:
-    """How the work of a scan is cut."""
+    """Tile sizes of a scan."""
 
     block_v: int
     """Value dimensions of a program."""
@@ -121,7 +121,7 @@ def choose_cut(shape: DeltaShape, documents: Documents, dtype: torch.dtype) -> S
 
 @dataclass(frozen=True, slots=True)
 class DeltaTrace:
-    """What the backward reads of a forward, beside its tiles."""
+    """Results of a forward that the backward reads, beside its tiles."""
 
     writes: Tensor
     """[T, value_size]: W, what each token really wrote."""
@@ -186,7 +186,7 @@ def gated_delta_forward(
 
 
 def scan_constants(mixed: Tensor, projected: Tensor, shape: DeltaShape) -> dict[str, int]:
-    """What the scans are compiled for."""
+    """Constants that the scans are compiled for."""
     names = ("KEY_HEADS", "HEADS", "KEY_DIM", "VALUE_DIM", "BLOCK_K", "MIXED_STRIDE")
     known = constants(mixed, projected, shape, 1, False)
     return {name: known[name] for name in names} | {"TILE_ROWS": TILE}

@@ -1,10 +1,10 @@
 """Trains the mtp layer: `python -m models.tiny.recipe.train_mtp [--out DIR] [--minutes 1]`, on a GPU or a CPU.
 
-The layer guesses the token after next, for speculative decoding. The model is frozen and is the teacher: the loss is
-the cross entropy of the guess to the model's own distribution one token later, over the replies, because what counts is
-how often the guess is the token that the model will choose. Names and order of the tensors are those of Qwen's
-checkpoints (see vLLM's qwen3_next_mtp): fc over [norm(embedding of token t + 1), norm(normed hidden state t)], one
-full-attention layer, norm, the model's head.
+The layer drafts the token after next, for speculative decoding. The model is frozen and is the teacher: the loss is
+the cross entropy of the draft token to the model's own distribution one token later, over the replies, because what
+counts is how often the draft token is the token that the model will choose. Names and order of the tensors are those of
+Qwen's checkpoints (see vLLM's qwen3_next_mtp): fc over [norm(embedding of token t + 1), norm(normed hidden state t)],
+one full-attention layer, norm, the model's head.
 """
 
 from __future__ import annotations
@@ -82,15 +82,15 @@ class Lesson:
 
 
 def lesson_loss(model: Qwen3_5ForCausalLM, layer: Mtp, lesson: Lesson) -> tuple[Tensor, Tensor]:
-    """Sum of the cross entropies to the model's own distribution, and how many guesses hit its first choice."""
+    """Sum of the cross entropies to the model's own distribution, and how many draft tokens hit its first choice."""
     with torch.no_grad():
         teacher = model.lm_head(lesson.hidden[:, 1:][lesson.chosen]).float()
         positions = torch.arange(lesson.tokens.shape[1] - 1, device=model.device)[None]
         rotation = model.model.rotary_emb(lesson.hidden, positions)
         embedded = model.model.embed_tokens(lesson.tokens[:, 1:])
-    guess = model.lm_head(layer(embedded, lesson.hidden[:, :-1], rotation)[lesson.chosen]).float()
-    loss = functional.cross_entropy(guess, teacher.softmax(-1), reduction="sum")
-    return loss, (guess.argmax(-1) == teacher.argmax(-1)).sum()
+    draft = model.lm_head(layer(embedded, lesson.hidden[:, :-1], rotation)[lesson.chosen]).float()
+    loss = functional.cross_entropy(draft, teacher.softmax(-1), reduction="sum")
+    return loss, (draft.argmax(-1) == teacher.argmax(-1)).sum()
 
 
 def save(layer: Mtp, out: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where the parts of an adapter lie in the bucket; services/common/adapters/registry.py has the whole layout."""
+"""Object keys of an adapter's parts in the bucket; services/common/adapters/registry.py has the whole layout."""
 
 from __future__ import annotations
 

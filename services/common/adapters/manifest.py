@@ -1,4 +1,4 @@
-"""What a version of an adapter is made of and where it came from: manifest.json."""
+"""Manifest of an adapter version, manifest.json: its files and its origin."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from services.common.errors import AdapterRejected
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 PICKLED = (".bin", ".pt", ".pth")
-"""How the names of weights end that torch.save wrote: reading them would run what is in them."""
+"""Name endings of weights that torch.save wrote: reading them would run what is in them."""
 SAFE_ONLY = (
     f"weights are taken as {WEIGHTS} only, because reading a file of torch.save runs what is in it: load the adapter "
     "with PEFT where you trust it, and save_pretrained(DIRECTORY) writes it so"
 )
 _TORCH_SAVE = (b"PK\x03\x04", b"\x80\x02")
-"""What such files begin with, now and before torch 1.6."""
+"""First bytes of such files, now and before torch 1.6."""
 
 
 def is_pickled(data: bytes) -> bool:
-    """Whether weights are of torch.save, whatever they are called."""
+    """True if weights are of torch.save, whatever they are called."""
     return data.startswith(_TORCH_SAVE)
 
 
 def instead_of(path: Path) -> str | None:
-    """What to do about weights that are missing where there are some of torch.save."""
+    """Advice where weights are missing and there are some of torch.save."""
     if path.name != WEIGHTS:
         return None
     found = next((old for end in PICKLED if (old := path.with_suffix(end)).is_file()), None)
@@ -56,11 +56,11 @@ class LineageParent(BaseModel):
     """"name@n"."""
     weight: float
     digest: str
-    """Of its weights: what it was, should it be removed."""
+    """Digest of its weights: what it was, should it be removed."""
 
 
 class Lineage(BaseModel):
-    """How a version was made of several others, without training."""
+    """Origin of a version that was made of several others, without training."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -80,7 +80,7 @@ class Lineage(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What a version is made of and where it came from."""
+    """Files of a version and its origin."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -96,7 +96,7 @@ class Manifest(BaseModel):
     parent: str | None = None
     """"name@n" that training started from."""
     lineage: Lineage | None = None
-    """Of a version that was merged; parent is None then."""
+    """Lineage of a version that was merged; parent is None then."""
     created_at: float
     """Unix seconds."""
     metrics: dict[str, float] = Field(default_factory=dict)

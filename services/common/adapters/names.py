@@ -50,7 +50,8 @@ NAME_SCHEMA: Mapping[str, Any] = {
     "maxLength": 64,
     "pattern": r"^(?!base$)(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]*$",
 }
-"""What ``check_adapter_name`` takes, as JSON Schema says it: for descriptions, the check has the better messages."""
+"""Names that ``check_adapter_name`` accepts, as JSON Schema says it: for descriptions, the check has the better
+messages."""
 _FREE = r"(?!base(@|$))(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 _NUMBER = r"@0*[1-9][0-9]{0,14}"
 POLICY_SCHEMA: Mapping[str, Any] = {"pattern": f"^(base|{_FREE}({_NUMBER})?)$"}
@@ -105,7 +106,7 @@ AdapterRef = Annotated[str, field_check(_check_adapter_ref), WithJsonSchema(_REF
 
 
 def parse_adapter_version(text: str) -> AdapterVersion:
-    """Of "name@n".
+    """Version of "name@n".
 
     Raises:
         InvalidRequest: the name or the number is malformed or missing.

@@ -35,12 +35,12 @@ class Pointers:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """What a rollback did."""
+    """Result of a rollback."""
 
     before: AdapterVersion
     after: AdapterVersion
     attached: AdapterVersion | None
-    """What is attached to the base model now, if it is of this adapter."""
+    """Version that is attached to the base model now, if it is of this adapter."""
 
 
 class AdapterPointers(ABC):
@@ -54,7 +54,7 @@ class AdapterPointers(ABC):
 
     @property
     def store(self) -> ObjectStore:
-        """Where everything lies."""
+        """Store in which everything lies."""
         return self._store
 
     @abstractmethod
@@ -75,7 +75,7 @@ class AdapterPointers(ABC):
         return AdapterVersion(name, int(pointer[0]["version"]))
 
     def attached(self) -> AdapterVersion | None:
-        """What the base model's name answers with; None: the base model itself."""
+        """Version that the base model's name answers with; None: the base model itself."""
         pointer = self._read_json(self._attachment)
         return _parse_attachment(pointer[0]) if pointer is not None else None
 

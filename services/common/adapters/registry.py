@@ -70,7 +70,7 @@ class AdapterRegistry(AdapterPointers):
         return manifest
 
     def config(self, version: AdapterVersion) -> dict[str, Any]:
-        """What adapter_config.json of a version says.
+        """Contents of a version's adapter_config.json.
 
         Raises:
             ModelNotFound: no such version.
@@ -84,7 +84,7 @@ class AdapterRegistry(AdapterPointers):
         return parsed_config(data)
 
     def was_published(self, version: AdapterVersion) -> bool:
-        """Whether there is, or was before it was deleted, such a version."""
+        """True if there is such a version, or was before it was deleted."""
         return version.version <= self._newest(version.name)
 
     def files(self, version: AdapterVersion) -> dict[str, bytes]:
@@ -108,7 +108,7 @@ class AdapterRegistry(AdapterPointers):
         return files
 
     def published(self, name: str, job_id: str) -> Manifest | None:
-        """What this job published, if it got so far; the pointer may not have moved yet."""
+        """Version that this job published, if it got so far; the pointer may not have moved yet."""
         record = self._read_json(job_key(check_adapter_name(name), job_id))
         return self._read_manifest(AdapterVersion(name, int(record[0]["version"]))) if record is not None else None
 

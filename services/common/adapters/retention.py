@@ -37,10 +37,10 @@ _STALE_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """What is kept of an adapter: a version that either rule keeps, stays."""
+    """Rules for keeping versions of an adapter: a version that either rule keeps, stays."""
 
     keep: int | None = None
-    """That many of the newest versions."""
+    """Number of newest versions that are kept."""
     days: float | None = None
     """Versions that are younger."""
 
@@ -63,7 +63,7 @@ class RetentionPolicy:
 
 @dataclass(slots=True)
 class Pruned:
-    """What a policy did to an adapter, or would do."""
+    """Result of a policy on an adapter, done or only planned."""
 
     removed: list[Manifest] = field(default_factory=list)
     kept: dict[int, str] = field(default_factory=dict)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -11,10 +13,51 @@ from pydantic_core import PydanticCustomError
 from services.common.adapters.names import POLICY_SCHEMA, AdapterName
 from services.common.jobs.fields.acceptance import Better, PublishIf, check_publish_if
 from services.common.jobs.fields.lora import LoraSettings
+from services.common.jobs.scorers.base import ScorerSpec
+from services.common.text.tokenizer import TextCodec
 from services.common.validation.json_rules import Rules, if_any, true_only_with
 from services.common.validation.strict_models import SentModel, absent
 
 Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Defaults of a kind of job: how fast it learns, and how often it goes through its examples."""
+
+    learning_rate: float
+    """At a hidden size of 2560 (4B)."""
+    epochs: int = 1
+    least_steps: int = 1
+    """Optimizer steps below which a job makes further epochs: one step moves an adapter by about one learning rate a
+    number, however much the examples have to say."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedLimits:
+    """What a job is checked against: the tokenizer of the model that the engines serve, and their limits. 0: unknown,
+    as with engines of earlier releases."""
+
+    codec: TextCodec
+    vocab_size: int
+    max_train_tokens: int
+    """Tokens of a document."""
+    max_model_len: int
+    """Tokens of the context."""
+    teacher: str
+    """Name of the second model that the engines have loaded; empty: none."""
+    teacher_vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class DataRows:
+    """How the rows of a JSONL file become a field of a job."""
+
+    field: str
+    model: type[SentModel]
+    """Schema of an element of the field."""
+    element: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    """Makes an element of a row; raises InvalidRequest."""
 
 
 class OptimizerSettings(SentModel):
@@ -47,7 +90,11 @@ class PublishingJob(SentModel):
 
 
 class JobBase(PublishingJob):
-    """Fields of every training job."""
+    """Fields of every training job, and what its kind says of itself.
+
+    A new kind is a subclass in services/common/jobs/kinds, a module of the same name in services/trainer/jobs with a
+    function `prepare`, and a line in services/common/jobs/registry.py.
+    """
 
     start_from: str | None = Field(None, json_schema_extra=dict(POLICY_SCHEMA))
     """"name" or "name@n" to continue from. Default: the adapter's own current version if it exists, else a new
@@ -59,7 +106,7 @@ class JobBase(PublishingJob):
     """Shorthand for optimizer.learning_rate."""
     optimizer: OptimizerSettings = OptimizerSettings()
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """For prompts that are rendered with the chat template, e.g. {"enable_thinking": true}."""
+    """Arguments of the chat template for prompts that it renders, e.g. {"enable_thinking": true}."""
     prompt_format: Literal["chat", "raw"] = "chat"
     """How a plain-string prompt is read: as one user message, or as text that is used as it is."""
     max_tokens_per_microbatch: int | None = Field(None, ge=1)
@@ -74,9 +121,35 @@ class JobBase(PublishingJob):
     publish_if: PublishIf | None = None
     """Publish only if an evaluation improved; otherwise the job fails and nothing changes."""
 
+    pace: ClassVar[Pace]
+    """Defaults of what the job leaves open."""
+    request_examples: ClassVar[Mapping[str, Mapping[str, Any]]]
+    """Named bodies for the API's description. Each is accepted as it is by `temper up`."""
     json_rules: ClassVar[Rules] = (
         true_only_with("gradient_checkpointing", if_any(recompute={"enum": ["full", None]})),
     )
+
+    @abstractmethod
+    def check_tokens(self, served: ServedLimits) -> None:
+        """Tokenizes and checks all data of the job. Blocking: call it in a thread.
+
+        Raises:
+            InvalidRequest: an example is over the limit and the job's policy is to refuse, nothing is left to train
+                on, a token id is outside the vocabulary, or the chat template refuses a conversation.
+        """
+
+    @classmethod
+    @abstractmethod
+    def data_rows(cls, rows: Sequence[Mapping[str, Any]]) -> DataRows:
+        """How rows of a JSONL file become the data of the job.
+
+        Raises:
+            InvalidRequest: the rows cannot be the data of one job.
+        """
+
+    def scorers(self) -> Sequence[tuple[str, ScorerSpec]]:
+        """The scorers that the job uses, each with its place in the job."""
+        return ()
 
     @property
     def eval_metrics(self) -> Mapping[str, Better]:

@@ -1,4 +1,4 @@
-"""From examples to the token sequences that are learnt, as the gateway's endpoints would send them to the engine.
+"""Examples become the token sequences that are learnt, as the gateway's endpoints would send them to the engine.
 
 A document is one sequence the model reads from its start; of its tokens only those a model would have generated itself
 (the completion and the token that ends it) are trained on. The gateway makes them to check a job, the trainer to run

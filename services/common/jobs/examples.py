@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import ClassVar, Generic, Literal, TypeAlias, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar, get_args
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from services.common.jobs.base import JobBase
+from services.common.jobs.base import DataRows, JobBase
 from services.common.jobs.fields.acceptance import Better
 from services.common.jobs.permutation import permutation
 from services.common.validation.json_rules import SOME, Rule, Rules, either, has, if_any
@@ -55,9 +55,13 @@ class ExampleJob(JobBase, Generic[E]):
     """Examples an optimizer step. It is cut into microbatches of max_tokens_per_microbatch whose gradients add up."""
     shuffle: bool = True
 
-    kind: Literal["sft", "dpo", "kto"]
+    kind: str
     evaluated: ClassVar[Mapping[str, Better]]
-    """Metrics of an evaluation, and which way is better; each method has its own."""
+    """Metrics of an evaluation, and which way is better; each kind has its own."""
+    least_loss_fall: ClassVar[float]
+    """Share of its value at the start that the loss on the job's own examples falls by where something is learnt."""
+    loss_in_nats: ClassVar[bool] = False
+    """The loss is in nats a token, so that its value alone tells how well the examples are known."""
     json_rules: ClassVar[Rules] = (either(HOLDS_NOTHING_OUT, has(examples={"minItems": 2})),)
 
     @model_validator(mode="after")
@@ -96,6 +100,12 @@ class ExampleJob(JobBase, Generic[E]):
     def evaluation_way_out(self) -> str:
         """See JobBase."""
         return "give eval_examples, or hold some examples out with eval_fraction"
+
+    @classmethod
+    def data_rows(cls, rows: Sequence[Mapping[str, Any]]) -> DataRows:
+        """See JobBase."""
+        del rows
+        return DataRows("examples", get_args(cls.model_fields["examples"].annotation)[0])
 
     def numbered_examples(self) -> Iterator[tuple[str, E]]:
         """Every example with its place in the job, "examples[3]"."""

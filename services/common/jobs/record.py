@@ -61,7 +61,7 @@ class Job(StrictModel):
     """What the user should know: of the data, of what is continued, and of a lesson that was hardly learnt."""
     metadata: dict[str, str] = Field(default_factory=dict)
     key_id: str | None = None
-    """Of the API key that submitted it; null: there were no keys."""
+    """Id of the API key that submitted it; null: there were no keys."""
 
 
 class JobEvent(StrictModel):

@@ -1,4 +1,5 @@
-"""Every kind of job. A method is added to ``TrainingSpec`` here; mypy then names each place that must know it."""
+"""Every kind of job. A kind that trains is one line in ``TrainingSpec``; the routes, the rules of access, the command
+line and the trainer find it by that."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from services.common.jobs.kinds.sft import SftJob
 
 TrainingSpec: TypeAlias = SftJob | DpoJob | KtoJob | GrpoJob | OpdJob
 """A job that trains."""
-Spec: TypeAlias = SftJob | DpoJob | KtoJob | GrpoJob | OpdJob | MergeJob
+Spec: TypeAlias = TrainingSpec | MergeJob
 JobSpec = Annotated[Spec, Field(discriminator="kind")]
 JOBS: Mapping[str, type[TrainingSpec]] = {
     str(model.model_fields["kind"].default): model for model in get_args(TrainingSpec)
 }
-"""The request of each method, by its name."""
+"""Schemas of the jobs that train, by their `kind`."""
 KINDS: tuple[str, ...] = tuple(str(model.model_fields["kind"].default) for model in get_args(Spec))
 """All that a job may be."""

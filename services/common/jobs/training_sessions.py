@@ -113,7 +113,7 @@ class Datum(SentModel):
     """A token of weight 0 is not scored. None: 1 for every token that has one before it."""
     advantages: list[Factor] | None = None
     logprobs: list[Annotated[float, Field(ge=-1e9, le=1e-3)]] | None = None
-    """Of the policy that sampled: ``sampling_logprobs`` of a response."""
+    """Log-probabilities of the policy that sampled: ``sampling_logprobs`` of a response."""
 
     json_rules: ClassVar[Rules] = (
         either(given("targets"), has(token_ids={"minItems": 2})),
@@ -153,13 +153,13 @@ class Datum(SentModel):
 
     @property
     def effective_weights(self) -> list[float]:
-        """Of each predicted token."""
+        """Weight of each predicted token."""
         if self.weights is None:
             return [1.0] * len(self.inputs)
         return self._aligned(self.weights)
 
     def aligned(self, name: Literal["advantages", "logprobs"]) -> list[float]:
-        """Of each predicted token. Raises ValueError if the list was not given."""
+        """Value of each predicted token. Raises ValueError if the list was not given."""
         values = getattr(self, name)
         if values is None:
             raise ValueError(f"{name} was not given")

@@ -20,7 +20,7 @@ BLANKS: Ranges = (
 r"""ECMA-262's ``\s``: WhiteSpace and LineTerminator, section 22.2.2.9."""
 LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 ESCAPED: Ranges = ((0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
-"""What stands escaped in a string of JSON."""
+"""Characters that stand escaped in a string of JSON."""
 _SHORT = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}
 
 _CATEGORY = re.compile(r"(?:(?:gc|General_Category)=)?(\w+)", re.ASCII)

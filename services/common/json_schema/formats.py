@@ -146,7 +146,7 @@ def bounds_of(shape: str) -> tuple[int, int] | None:
 
 
 def says_nothing(shape: str, schema: Mapping[Any, Any]) -> bool:
-    """Whether a format that has no pattern is but an annotation of a text: by its name, or for a pattern beside it."""
+    """True if a format that has no pattern is but an annotation of a text: by its name, or for a pattern beside it."""
     members = schema.get("allOf")
     beside = [schema, *(members if isinstance(members, list) else ())]
     described = any(isinstance(each, Mapping) and each.keys() & {"pattern", "enum", "const"} for each in beside)

@@ -20,7 +20,7 @@ _PLACES = 15
 """Digits of a fraction that is bounded: as many as a double keeps."""
 _EDGE = Fraction(2**53)
 _MOST_PLACES = 80
-"""Where a bound has more than that: each is three levels of an expression, and 250 are read."""
+"""Most decimal places of a bound: each is three levels of an expression, and 250 are read."""
 _MOST_DIGITS = 4000
 _MOST_LISTED = 2048
 _MOST_ENDINGS = 1000
@@ -84,7 +84,7 @@ class Numbers:
 
     @property
     def listed(self) -> list[Fraction] | None:
-        """Its members in order, if they are few and each has a place; None otherwise."""
+        """Members in order, if they are few and each has a place; None otherwise."""
         if self.values is not None:
             return sorted(value for value in self.values if value in self)
         step = self._whole_step if self.is_whole else self.step
@@ -97,12 +97,12 @@ class Numbers:
         return [value for value in members if value in self and (value.denominator == 1 or abs(value) < _told(value))]
 
     def texts(self) -> list[str] | None:
-        """How its members are written, if they are few; None otherwise."""
+        """Texts of the members, if they are few; None otherwise."""
         listed = self.listed
         return None if listed is None else list(map(written, listed))
 
     def multiples(self) -> tuple[Fraction, Fraction | None, Fraction | None] | None:
-        """Its step, its least and its largest member, if it is all multiples of a step in between; None otherwise."""
+        """Step, least and largest member, if it is all multiples of a step in between; None otherwise."""
         step = self._whole_step if self.is_whole else self.step
         if step is None or self.values is not None:
             return None
@@ -117,7 +117,7 @@ class Numbers:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all members are integers."""
+        """True if all members are integers."""
         return self.whole or (self.step is not None and self.step.denominator == 1)
 
     @property
@@ -126,7 +126,7 @@ class Numbers:
 
     @property
     def empty(self) -> bool:
-        """Whether it has no member that can be written."""
+        """True if no member can be written."""
         listed = self.listed
         if listed is not None:
             return not listed
@@ -162,7 +162,7 @@ class Numbers:
         endings = range(0, 10**digits, step)
 
         def magnitudes(low: int, high: int | None) -> Iterator[str]:
-            """Of those that are not negative."""
+            """Grammar of the members that are not negative."""
             scale = 10**digits
 
             def range_of(ending: int) -> tuple[int, int | None]:
@@ -241,7 +241,7 @@ def _told(value: Fraction) -> Fraction:
 
 
 def _beyond(bound: Fraction, towards: float) -> Fraction:
-    """What lies between an exclusive bound and all numbers that a reader's double tells from it."""
+    """Number between an exclusive bound and all numbers that a reader's double tells from it."""
     try:
         nearest = float(bound)
     except OverflowError:

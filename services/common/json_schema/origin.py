@@ -1,4 +1,4 @@
-"""Where a schema inside a grammar comes from: so a refusal names the request's field, the function and the place."""
+"""Origin of a schema inside a grammar: so a refusal names the request's field, the function and the place."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What must, or must not, stand ahead or behind."""
+    """Lookaround: what must, or must not, stand ahead or behind."""
 
     item: Tree
     ahead: bool
@@ -282,7 +282,7 @@ class _Reader:
         return _one(0x08) if self._take("b") else self._escape()
 
     def _escape(self) -> Characters:
-        """What stands behind a backslash."""
+        """Characters of an escape, whose backslash is read already."""
         character = self._next()
         if character.lower() in _CLASSES:
             ranges = _CLASSES[character.lower()]

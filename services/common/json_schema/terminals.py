@@ -112,7 +112,7 @@ def _looked(look: Look, quoted: bool) -> str:
 
 
 def _may_be_empty(items: Iterable[Tree], anchor: str) -> bool:
-    """Whether a sequence can be the empty text, which it must be beside an anchor; nothing else can be said."""
+    """True if a sequence can be the empty text, which it must be beside an anchor; nothing else can be said."""
     for item in items:
         match item:
             case Repeat(least=0) | Begin() | End():

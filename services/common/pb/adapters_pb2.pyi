@@ -41,7 +41,7 @@ class SyncResponse(_message.Message):
     ATTACHED_FIELD_NUMBER: _builtins.int
     LOADED_FIELD_NUMBER: _builtins.int
     attached: _builtins.str
-    """Version attached to the base model's name, empty when none."""
+    """Version attached to the base model's name; empty: none."""
     @_builtins.property
     def loaded(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadedAdapter]: ...
     def __init__(
@@ -71,7 +71,7 @@ class LoadedAdapter(_message.Message):
     digest: _builtins.str
     slot: _builtins.int
     requests: _builtins.int
-    """Requests that are pinned to it."""
+    """Number of requests that are pinned to it."""
     def __init__(
         self,
         *,

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class AdaptersStub:
-    """The adapters of one engine. The object store is the truth; these calls make an engine look at it now.
+    """Adapters of one engine. The object store decides which versions are current; these calls make an engine read it now.
     """
 
     def __init__(self, channel):
@@ -49,11 +49,11 @@ class AdaptersStub:
 
 
 class AdaptersServicer:
-    """The adapters of one engine. The object store is the truth; these calls make an engine look at it now.
+    """Adapters of one engine. The object store decides which versions are current; these calls make an engine read it now.
     """
 
     def Sync(self, request, context):
-        """Reads the pointers again, loads what is new and returns after the flip.
+        """Reads the pointers, loads new versions and returns after the flip.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,7 +89,7 @@ def add_AdaptersServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Adapters:
-    """The adapters of one engine. The object store is the truth; these calls make an engine look at it now.
+    """Adapters of one engine. The object store decides which versions are current; these calls make an engine read it now.
     """
 
     @staticmethod

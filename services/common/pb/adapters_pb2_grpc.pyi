@@ -28,14 +28,14 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdaptersStub:
-    """The adapters of one engine. The object store is the truth; these calls make an engine look at it now."""
+    """Adapters of one engine. The object store decides which versions are current; these calls make an engine read it now."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdaptersAsyncStub: ...
     Sync: _grpc.UnaryUnaryMultiCallable[_adapters_pb2.SyncRequest, _adapters_pb2.SyncResponse]
-    """Reads the pointers again, loads what is new and returns after the flip."""
+    """Reads the pointers, loads new versions and returns after the flip."""
     Validate: _grpc.StreamUnaryMultiCallable[_engine_pb2.FileChunk, _adapters_pb2.ValidateResponse]
     """Binds the files of an adapter strictly to this engine's model, without loading or storing them: an upload is
     checked by this before it becomes a version. Chunks of one name are concatenated in order.
@@ -43,18 +43,18 @@ class AdaptersStub:
 
 @_typing.type_check_only
 class AdaptersAsyncStub(AdaptersStub):
-    """The adapters of one engine. The object store is the truth; these calls make an engine look at it now."""
+    """Adapters of one engine. The object store decides which versions are current; these calls make an engine read it now."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Sync: _aio.UnaryUnaryMultiCallable[_adapters_pb2.SyncRequest, _adapters_pb2.SyncResponse]  # type: ignore[assignment]
-    """Reads the pointers again, loads what is new and returns after the flip."""
+    """Reads the pointers, loads new versions and returns after the flip."""
     Validate: _aio.StreamUnaryMultiCallable[_engine_pb2.FileChunk, _adapters_pb2.ValidateResponse]  # type: ignore[assignment]
     """Binds the files of an adapter strictly to this engine's model, without loading or storing them: an upload is
     checked by this before it becomes a version. Chunks of one name are concatenated in order.
     """
 
 class AdaptersServicer(metaclass=_abc_1.ABCMeta):
-    """The adapters of one engine. The object store is the truth; these calls make an engine look at it now."""
+    """Adapters of one engine. The object store decides which versions are current; these calls make an engine read it now."""
 
     @_abc_1.abstractmethod
     def Sync(
@@ -62,7 +62,7 @@ class AdaptersServicer(metaclass=_abc_1.ABCMeta):
         request: _adapters_pb2.SyncRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_adapters_pb2.SyncResponse, _abc.Awaitable[_adapters_pb2.SyncResponse]]:
-        """Reads the pointers again, loads what is new and returns after the flip."""
+        """Reads the pointers, loads new versions and returns after the flip."""
 
     @_abc_1.abstractmethod
     def Validate(

@@ -38,7 +38,7 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     """Something other than a model or adapter version."""
     ERROR_CODE_CONFLICT: _ErrorCode.ValueType  # 10
     ERROR_CODE_GONE: _ErrorCode.ValueType  # 11
-    """It existed, and the message says what happened to it."""
+    """It existed; the message tells what happened to it."""
     ERROR_CODE_DOES_NOT_FIT: _ErrorCode.ValueType  # 12
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper): ...
@@ -56,7 +56,7 @@ ERROR_CODE_NOT_FOUND: ErrorCode.ValueType  # 9
 """Something other than a model or adapter version."""
 ERROR_CODE_CONFLICT: ErrorCode.ValueType  # 10
 ERROR_CODE_GONE: ErrorCode.ValueType  # 11
-"""It existed, and the message says what happened to it."""
+"""It existed; the message tells what happened to it."""
 ERROR_CODE_DOES_NOT_FIT: ErrorCode.ValueType  # 12
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
 
@@ -97,15 +97,15 @@ class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.Value
     DESCRIPTOR: _descriptor.EnumDescriptor
     POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
     POOLING_LAST: _Pooling.ValueType  # 1
-    """That of the last token."""
+    """Hidden state of the last token."""
     POOLING_MEAN: _Pooling.ValueType  # 2
 
 class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
-    """How the hidden states of a prompt (after the final norm) become one vector. It is not normalised."""
+    """Pooling of a prompt's hidden states (after the final norm) into one vector, which is not normalised."""
 
 POOLING_UNSPECIFIED: Pooling.ValueType  # 0
 POOLING_LAST: Pooling.ValueType  # 1
-"""That of the last token."""
+"""Hidden state of the last token."""
 POOLING_MEAN: Pooling.ValueType  # 2
 Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
 
@@ -190,18 +190,18 @@ class SamplingParams(_message.Message):
     min_tokens: _builtins.int
     max_tokens: _builtins.int
     top_logprobs: _builtins.int
-    """How many alternatives to report a token; unset: none, and no raw log-probabilities either."""
+    """Alternatives to report for each token; unset: none, and no raw log-probabilities either."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]: ...
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def constraint(self) -> Global___Constraint:
-        """What the output must look like; unset: anything."""
+        """Constraint of the output; unset: there is none."""
 
     @_builtins.property
     def thinking(self) -> Global___Thinking:
-        """The output begins inside the model's reasoning; unset: it does not, or nothing depends on where it ends."""
+        """Reasoning that the output begins in; unset: it begins in none, or nothing depends on where it ends."""
 
     def __init__(
         self,
@@ -240,9 +240,9 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class Constraint(_message.Message):
-    """A language that the output belongs to, enforced by masks. A request ends when nothing more may follow. With
-    `thinking`, it is the language of what follows the reasoning. What cannot be compiled within the engine's limits of
-    time and size is refused with ERROR_CODE_INVALID_REQUEST before anything is generated.
+    """Constraint of the output, enforced by masks. A request ends when nothing more may follow. With `thinking`, the
+    constraint applies to the answer behind the reasoning. A constraint that cannot be compiled within the engine's
+    limits of time and size is refused with ERROR_CODE_INVALID_REQUEST before anything is generated.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -259,7 +259,7 @@ class Constraint(_message.Message):
     lark: _builtins.str
     """A grammar in llguidance's variant of Lark; its start rule is `start`."""
     param: _builtins.str
-    """The request field that a refusal names."""
+    """Request field that a refusal names."""
     @_builtins.property
     def choices(self) -> Global___Choices:
         """One of some texts."""
@@ -305,7 +305,7 @@ Global___Choices: _TypeAlias = Choices  # noqa: Y015
 
 @_typing.final
 class Thinking(_message.Message):
-    """Reasoning ends with a token of its own, `</think>`."""
+    """Reasoning, which ends with a token of its own, `</think>`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -315,14 +315,14 @@ class Thinking(_message.Message):
     CALL_TOKEN_ID_FIELD_NUMBER: _builtins.int
     end_token_id: _builtins.int
     budget: _builtins.int
-    """Tokens that may be generated before the reasoning is closed; unset: as many as the model wants."""
+    """Most tokens of the reasoning; unset: there is no limit."""
     call_token_id: _builtins.int
-    """A token with which the answer may begin before the reasoning is closed: `<tool_call>`. The output may end behind an
-    answer of the constraint's language that begins so; if it goes on otherwise, all of that was reasoning.
+    """Token with which the answer may begin before the reasoning is closed: `<tool_call>`. The output may end behind an
+    answer that fulfils the constraint; if it goes on, all of that was reasoning.
     """
     @_builtins.property
     def closing_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """What closes it when the budget is used up; its last token is end_token_id. Empty: that token alone."""
+        """Tokens that close it when the budget is used up; the last one is end_token_id. Empty: that token alone."""
 
     def __init__(
         self,
@@ -349,7 +349,7 @@ Global___Thinking: _TypeAlias = Thinking  # noqa: Y015
 
 @_typing.final
 class AdapterRef(_message.Message):
-    """Which policy answers. The engine resolves it to an immutable version when it admits the request."""
+    """Adapter that answers. The engine resolves it to an immutable version when it admits the request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -357,7 +357,7 @@ class AdapterRef(_message.Message):
     BASE_FIELD_NUMBER: _builtins.int
     NAMED_FIELD_NUMBER: _builtins.int
     attached: _builtins.bool
-    """Whatever is attached to the base model's name now (the base itself when nothing is)."""
+    """The version attached to the base model's name now (the base itself if there is none)."""
     base: _builtins.bool
     """The base without an adapter."""
     @_builtins.property
@@ -387,7 +387,7 @@ class NamedAdapter(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     version: _builtins.int
-    """0 means the version that CURRENT points to."""
+    """Version number; 0: the one that CURRENT points to."""
     def __init__(
         self,
         *,
@@ -434,17 +434,17 @@ class GenerateRequest(_message.Message):
     keep_rollout: _builtins.bool
     """Keep the finished completion for GetRollouts."""
     prompt_logprobs: _builtins.int
-    """Report the log-probabilities of the prompt's tokens, with so many alternatives a token; unset: none. Nothing of
-    such a prompt is taken from the prefix cache.
+    """Report the log-probabilities of the prompt's tokens, with so many alternatives for each; unset: none. Such a prompt
+    does not use the prefix cache.
     """
     pooling: Global___Pooling.ValueType
-    """Report a vector of the prompt. Nothing of such a prompt is taken from the prefix cache."""
+    """Report a vector of the prompt. Such a prompt does not use the prefix cache."""
     prompt_logprobs_from: _builtins.int
-    """With `prompt_logprobs`: only of the prompt's tokens from this place on (0 and 1: of all that have one). What lies
-    before may come from the prefix cache.
+    """With `prompt_logprobs`: first prompt token to report (0 and 1: all that have a log-probability). The tokens before
+    it may come from the prefix cache.
     """
     owner: _builtins.str
-    """Id of the API key that may train on the kept rollout; empty where there are no keys."""
+    """Id of the API key that may train on the kept rollout; empty: there are no keys."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -453,13 +453,13 @@ class GenerateRequest(_message.Message):
     def adapter(self) -> Global___AdapterRef: ...
     @_builtins.property
     def session(self) -> Global___SessionRef:
-        """Requests of one session share a history: what they have computed is kept for a while, before other things, and can be
-        saved, exported and deleted (temper.v1.Histories). Unset: of no session.
+        """Conversation session of the request; unset: none. The cache entries of its conversation stay pinned for a while,
+        and can be saved, exported and deleted (temper.v1.Histories).
         """
 
     @_builtins.property
     def boundaries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Positions in the prompt where a message ends and another may follow, ascending: good places to go on from later."""
+        """Positions in the prompt where a message ends, ascending: later requests may branch off there."""
 
     def __init__(
         self,
@@ -492,14 +492,14 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class SessionRef(_message.Message):
-    """Sessions of different owners have nothing to do with each other, whatever their names."""
+    """Name of a conversation session. Sessions of different owners are separate, even under one name."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     OWNER_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     owner: _builtins.str
-    """Of an API key; empty where there are no keys."""
+    """Id of the API key; empty: there are no keys."""
     name: _builtins.str
     def __init__(
         self,
@@ -523,9 +523,9 @@ class AbortRequest(_message.Message):
     KEEP_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     keep_tokens: _builtins.int
-    """0: the client is gone, nothing is kept. Otherwise the gateway ended the text here (a stop string): the request
-    counts as finished with FINISH_REASON_STOP after this many tokens, and its rollout is kept cut to them. An update
-    with `kept` says when that is so, also of a request that had ended by itself.
+    """0: the client is gone, and nothing is kept. Otherwise the gateway ended the text here (at a stop string): the
+    request counts as finished with FINISH_REASON_STOP after this many tokens, and its rollout is cut to them. An
+    update with `kept` confirms that, also for a request that had ended by itself.
     """
     def __init__(
         self,
@@ -593,7 +593,7 @@ Global___TopLogprobs: _TypeAlias = TopLogprobs  # noqa: Y015
 
 @_typing.final
 class Update(_message.Message):
-    """What one step added to one request."""
+    """Update of a request by one step."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -616,8 +616,8 @@ class Update(_message.Message):
     adapter: _builtins.str
     """"name@n" on the first update; empty for the base."""
     kept: _builtins.bool
-    """An abort with `keep_tokens` is carried out: GetRollouts knows the completion, cut to these tokens. Such an update
-    has nothing else, and comes behind the last one of its request.
+    """True once an abort with `keep_tokens` is done: GetRollouts has the completion, cut to these tokens. Such an update
+    has nothing else and follows the last one of its request.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -635,13 +635,13 @@ class Update(_message.Message):
     def error(self) -> Global___Error: ...
     @_builtins.property
     def prompt_logprobs(self) -> Global___PromptLogprobs:
-        """Of the prompt tokens in their order, the first token left out; may come in several updates, before the first
-        token of the output or with it.
+        """Log-probabilities of the prompt tokens in order, without the first token. They may come in several updates, before
+        the first output token or with it.
         """
 
     @_builtins.property
     def embedding(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """With `pooling`, once, in the same frame as the first token of the output and before it or with it."""
+        """Vector of the prompt, with `pooling`: once, in the frame of the first output token, before it or with it."""
 
     def __init__(
         self,
@@ -669,7 +669,7 @@ Global___Update: _TypeAlias = Update  # noqa: Y015
 
 @_typing.final
 class PromptLogprobs(_message.Message):
-    """log softmax(logits) of the plain model at each position, of the prompt's own next token."""
+    """Log-probabilities log softmax(logits) of the plain model, at each position for the prompt's own next token."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -681,13 +681,13 @@ class PromptLogprobs(_message.Message):
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     @_builtins.property
     def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The same number of alternatives a position, most likely first, one position behind the other."""
+        """Alternatives, the same number for each position, most likely first, position by position."""
 
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     @_builtins.property
     def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of each position's own token: 1 if no other was likelier, 2 if one was, and so on."""
+        """Rank of each position's own token: 1 if no other was likelier, 2 if one was, and so on."""
 
     def __init__(
         self,
@@ -764,7 +764,7 @@ class Model(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     digest: _builtins.str
-    """sha256 over the checkpoint's config and tensors: what adapters are bound to."""
+    """Base digest: sha256 over the checkpoint's config and tensors, which adapters are bound to."""
     max_model_len: _builtins.int
     vocab_size: _builtins.int
     dtype: _builtins.str
@@ -775,27 +775,27 @@ class Model(_message.Message):
     max_lora_rank: _builtins.int
     """Highest LoRA rank that fits an adapter slot."""
     tokenizer_digest: _builtins.str
-    """sha256 over the tokenizer files, so that a gateway refetches only what changed."""
+    """sha256 over the tokenizer files, so that a gateway fetches them again only if they changed."""
     version: _builtins.str
     teacher: _builtins.str
     """Digest of the second checkpoint that jobs may distil from; empty: there is none."""
     tells_kept: _builtins.bool
     """Updates with `kept` are sent."""
     teacher_vocab_size: _builtins.int
-    """Of the second checkpoint; 0: there is none, or an engine of an earlier release does not say."""
+    """Vocabulary size of the second checkpoint; 0: there is none, or the engine is of an earlier release."""
     engine: _builtins.str
-    """What metrics and logs call the engine, the same after a restart; empty: an engine of an earlier release."""
+    """Name of the engine in metrics and logs, the same after a restart; empty: the engine is of an earlier release."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def linear_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Paths of the linear layers that an adapter may change, "layers.3.self_attn.q_proj"; none: an engine of an earlier
-        release does not say.
+        """Paths of the linear layers that an adapter may change, "layers.3.self_attn.q_proj"; none: the engine is of an
+        earlier release.
         """
 
     @_builtins.property
     def webhooks(self) -> Global___RewardWebhooks:
-        """Absent: the engine takes no jobs, or is of an earlier release and does not say."""
+        """Webhooks of jobs; absent: the engine takes no jobs, or is of an earlier release."""
 
     def __init__(
         self,
@@ -829,14 +829,14 @@ Global___Model: _TypeAlias = Model  # noqa: Y015
 
 @_typing.final
 class RewardWebhooks(_message.Message):
-    """Where jobs may have scored what they sample."""
+    """Webhooks that may score the samples of jobs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ALLOWED_FIELD_NUMBER: _builtins.int
     SIGNED_FIELD_NUMBER: _builtins.int
     signed: _builtins.bool
-    """There is a secret to sign requests with; without it none are sent."""
+    """True if there is a secret to sign requests with; without one no requests are sent."""
     @_builtins.property
     def allowed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """URL prefixes, each with its scheme."""
@@ -933,17 +933,17 @@ class EngineStatus(_message.Message):
     blocks_used: _builtins.int
     blocks_total: _builtins.int
     blocks_cached: _builtins.int
-    """Blocks held only by the prefix cache: free for the asking."""
+    """Blocks held only by the prefix cache, which are evicted on demand."""
     slots_used: _builtins.int
     slots_total: _builtins.int
     draining: _builtins.bool
     job_id: _builtins.str
-    """The running training job, empty when idle."""
+    """Id of the running training job, empty when idle."""
     attached_adapter: _builtins.str
-    """Version attached to the base model's name, empty when none."""
+    """Version attached to the base model's name; empty: none."""
     max_waiting: _builtins.int
     instance: _builtins.str
-    """Another for each process: the ids of training sessions begin with it. Empty when the engine trains nothing."""
+    """Instance id, new for each process: the ids of training sessions begin with it. Empty: the engine does not train."""
     sessions_open: _builtins.int
     sessions_max: _builtins.int
     @_builtins.property
@@ -1014,7 +1014,7 @@ class Rollout(_message.Message):
     adapter: _builtins.str
     finish_reason: Global___FinishReason.ValueType
     owner: _builtins.str
-    """Of the request that sampled it."""
+    """Id of the API key of the request that sampled it."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property

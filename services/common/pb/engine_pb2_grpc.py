@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class EngineStub:
-    """The engine: one GPU, tokens in, tokens out. Text lives in the gateway.
+    """Engine: one device, tokens in, tokens out. The gateway handles text.
     """
 
     def __init__(self, channel):
@@ -68,7 +68,7 @@ class EngineStub:
 
 
 class EngineServicer:
-    """The engine: one GPU, tokens in, tokens out. Text lives in the gateway.
+    """Engine: one device, tokens in, tokens out. The gateway handles text.
     """
 
     def Stream(self, request_iterator, context):
@@ -80,7 +80,7 @@ class EngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """One request on its own call, for tools. Cancelling the call aborts the request.
+        """One request as a call of its own, for tools. Cancelling the call aborts the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,7 +106,7 @@ class EngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetRollouts(self, request, context):
-        """Finished completions that the engine still remembers, so that a client may score {completion_id, reward}.
+        """Finished completions that the engine still keeps, so that a client may send just {completion_id, reward}.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -154,7 +154,7 @@ def add_EngineServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Engine:
-    """The engine: one GPU, tokens in, tokens out. Text lives in the gateway.
+    """Engine: one device, tokens in, tokens out. The gateway handles text.
     """
 
     @staticmethod

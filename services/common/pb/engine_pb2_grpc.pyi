@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class EngineStub:
-    """The engine: one GPU, tokens in, tokens out. Text lives in the gateway."""
+    """Engine: one device, tokens in, tokens out. The gateway handles text."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -38,17 +38,17 @@ class EngineStub:
     down with the new tokens of all requests of this stream. When the stream ends, its requests are aborted.
     """
     Generate: _grpc.UnaryStreamMultiCallable[_engine_pb2.GenerateRequest, _engine_pb2.Update]
-    """One request on its own call, for tools. Cancelling the call aborts the request."""
+    """One request as a call of its own, for tools. Cancelling the call aborts the request."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetModelRequest, _engine_pb2.Model]
     GetTokenizerFiles: _grpc.UnaryStreamMultiCallable[_engine_pb2.GetTokenizerFilesRequest, _engine_pb2.FileChunk]
     """tokenizer.json, tokenizer_config.json, chat_template.jinja, generation_config.json: whichever exist."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetStatusRequest, _engine_pb2.EngineStatus]
     GetRollouts: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetRolloutsRequest, _engine_pb2.GetRolloutsResponse]
-    """Finished completions that the engine still remembers, so that a client may score {completion_id, reward}."""
+    """Finished completions that the engine still keeps, so that a client may send just {completion_id, reward}."""
 
 @_typing.type_check_only
 class EngineAsyncStub(EngineStub):
-    """The engine: one GPU, tokens in, tokens out. Text lives in the gateway."""
+    """Engine: one device, tokens in, tokens out. The gateway handles text."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Stream: _aio.StreamStreamMultiCallable[_engine_pb2.ClientFrame, _engine_pb2.EngineFrame]  # type: ignore[assignment]
@@ -56,16 +56,16 @@ class EngineAsyncStub(EngineStub):
     down with the new tokens of all requests of this stream. When the stream ends, its requests are aborted.
     """
     Generate: _aio.UnaryStreamMultiCallable[_engine_pb2.GenerateRequest, _engine_pb2.Update]  # type: ignore[assignment]
-    """One request on its own call, for tools. Cancelling the call aborts the request."""
+    """One request as a call of its own, for tools. Cancelling the call aborts the request."""
     GetModel: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetModelRequest, _engine_pb2.Model]  # type: ignore[assignment]
     GetTokenizerFiles: _aio.UnaryStreamMultiCallable[_engine_pb2.GetTokenizerFilesRequest, _engine_pb2.FileChunk]  # type: ignore[assignment]
     """tokenizer.json, tokenizer_config.json, chat_template.jinja, generation_config.json: whichever exist."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetStatusRequest, _engine_pb2.EngineStatus]  # type: ignore[assignment]
     GetRollouts: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetRolloutsRequest, _engine_pb2.GetRolloutsResponse]  # type: ignore[assignment]
-    """Finished completions that the engine still remembers, so that a client may score {completion_id, reward}."""
+    """Finished completions that the engine still keeps, so that a client may send just {completion_id, reward}."""
 
 class EngineServicer(metaclass=_abc_1.ABCMeta):
-    """The engine: one GPU, tokens in, tokens out. Text lives in the gateway."""
+    """Engine: one device, tokens in, tokens out. The gateway handles text."""
 
     @_abc_1.abstractmethod
     def Stream(
@@ -83,7 +83,7 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_engine_pb2.Update], _abc.AsyncIterator[_engine_pb2.Update]]:
-        """One request on its own call, for tools. Cancelling the call aborts the request."""
+        """One request as a call of its own, for tools. Cancelling the call aborts the request."""
 
     @_abc_1.abstractmethod
     def GetModel(
@@ -113,6 +113,6 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.GetRolloutsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.GetRolloutsResponse, _abc.Awaitable[_engine_pb2.GetRolloutsResponse]]:
-        """Finished completions that the engine still remembers, so that a client may score {completion_id, reward}."""
+        """Finished completions that the engine still keeps, so that a client may send just {completion_id, reward}."""
 
 def add_EngineServicer_to_server(servicer: EngineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

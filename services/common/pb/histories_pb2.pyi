@@ -235,22 +235,22 @@ class History(_message.Message):
     SAVED_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     tokens: _builtins.int
-    """Of the longest history that is kept."""
+    """Tokens of the longest cached conversation."""
     requests: _builtins.int
-    """That have ended here."""
+    """Number of requests that have ended here."""
     adapter: _builtins.str
-    """"name@n" of the last request; empty for the base."""
+    """Adapter version "name@n" of the last request; empty for the base."""
     created_unix_ms: _builtins.int
     used_unix_ms: _builtins.int
     expires_unix_ms: _builtins.int
-    """When it is no longer kept before other things."""
+    """End of its pin in the cache."""
     saved: _builtins.bool
-    """Its whole history is in the disk or store tier."""
+    """True if the whole conversation is in the disk or store tier."""
     @_builtins.property
     def session(self) -> _engine_pb2.SessionRef: ...
     @_builtins.property
     def bytes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Bytes of its history by tier: "device", "host", "disk", "store"."""
+        """Bytes of the cached conversation by tier: "device", "host", "disk", "store"."""
 
     def __init__(
         self,

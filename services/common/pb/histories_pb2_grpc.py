@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class HistoriesStub:
-    """What the prefix cache keeps of sessions: conversations whose requests carry GenerateRequest.session.
+    """Conversation sessions: cached conversations whose requests have GenerateRequest.session.
     """
 
     def __init__(self, channel):
@@ -68,47 +68,47 @@ class HistoriesStub:
 
 
 class HistoriesServicer:
-    """What the prefix cache keeps of sessions: conversations whose requests carry GenerateRequest.session.
+    """Conversation sessions: cached conversations whose requests have GenerateRequest.session.
     """
 
     def List(self, request, context):
-        """By owner, last used first.
+        """Sessions of an owner, last used first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request, context):
-        """NOT_FOUND: there is no such session, or nothing of it is kept any more.
+        """NOT_FOUND: there is no such session, or nothing of it is cached any more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Save(self, request, context):
-        """Brings what is kept of a session to every tier that there is (disk, object store), and waits for that: another
-        engine of the same model goes on with it, as does this one after a restart.
+        """Saves the cache entries of a session to every tier (disk, object store), and waits for that. Another engine of the
+        same model can then resume the conversation, as can this one after a restart.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Delete(self, request, context):
-        """Forgets a session and, in every tier, what only it has use for.
+        """Deletes a session and, in every tier, the entries that only it uses.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Export(self, request, context):
-        """A session as one file, in pieces of at most 1 MiB.
+        """Exports a session as one file, in pieces of at most 1 MiB.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Import(self, request_iterator, context):
-        """The first message names the session, all together carry such a file. INVALID_REQUEST: it is damaged, or of another
+        """Imports such a file. The first message names the session. INVALID_REQUEST: the file is damaged, or of another
         model or configuration.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -157,7 +157,7 @@ def add_HistoriesServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Histories:
-    """What the prefix cache keeps of sessions: conversations whose requests carry GenerateRequest.session.
+    """Conversation sessions: cached conversations whose requests have GenerateRequest.session.
     """
 
     @staticmethod

@@ -27,53 +27,53 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class HistoriesStub:
-    """What the prefix cache keeps of sessions: conversations whose requests carry GenerateRequest.session."""
+    """Conversation sessions: cached conversations whose requests have GenerateRequest.session."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> HistoriesAsyncStub: ...
     List: _grpc.UnaryUnaryMultiCallable[_histories_pb2.ListHistoriesRequest, _histories_pb2.ListHistoriesResponse]
-    """By owner, last used first."""
+    """Sessions of an owner, last used first."""
     Get: _grpc.UnaryUnaryMultiCallable[_histories_pb2.GetHistoryRequest, _histories_pb2.History]
-    """NOT_FOUND: there is no such session, or nothing of it is kept any more."""
+    """NOT_FOUND: there is no such session, or nothing of it is cached any more."""
     Save: _grpc.UnaryUnaryMultiCallable[_histories_pb2.SaveHistoryRequest, _histories_pb2.History]
-    """Brings what is kept of a session to every tier that there is (disk, object store), and waits for that: another
-    engine of the same model goes on with it, as does this one after a restart.
+    """Saves the cache entries of a session to every tier (disk, object store), and waits for that. Another engine of the
+    same model can then resume the conversation, as can this one after a restart.
     """
     Delete: _grpc.UnaryUnaryMultiCallable[_histories_pb2.DeleteHistoryRequest, _histories_pb2.DeleteHistoryResponse]
-    """Forgets a session and, in every tier, what only it has use for."""
+    """Deletes a session and, in every tier, the entries that only it uses."""
     Export: _grpc.UnaryStreamMultiCallable[_histories_pb2.ExportHistoryRequest, _histories_pb2.HistoryChunk]
-    """A session as one file, in pieces of at most 1 MiB."""
+    """Exports a session as one file, in pieces of at most 1 MiB."""
     Import: _grpc.StreamUnaryMultiCallable[_histories_pb2.ImportHistoryRequest, _histories_pb2.History]
-    """The first message names the session, all together carry such a file. INVALID_REQUEST: it is damaged, or of another
+    """Imports such a file. The first message names the session. INVALID_REQUEST: the file is damaged, or of another
     model or configuration.
     """
 
 @_typing.type_check_only
 class HistoriesAsyncStub(HistoriesStub):
-    """What the prefix cache keeps of sessions: conversations whose requests carry GenerateRequest.session."""
+    """Conversation sessions: cached conversations whose requests have GenerateRequest.session."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     List: _aio.UnaryUnaryMultiCallable[_histories_pb2.ListHistoriesRequest, _histories_pb2.ListHistoriesResponse]  # type: ignore[assignment]
-    """By owner, last used first."""
+    """Sessions of an owner, last used first."""
     Get: _aio.UnaryUnaryMultiCallable[_histories_pb2.GetHistoryRequest, _histories_pb2.History]  # type: ignore[assignment]
-    """NOT_FOUND: there is no such session, or nothing of it is kept any more."""
+    """NOT_FOUND: there is no such session, or nothing of it is cached any more."""
     Save: _aio.UnaryUnaryMultiCallable[_histories_pb2.SaveHistoryRequest, _histories_pb2.History]  # type: ignore[assignment]
-    """Brings what is kept of a session to every tier that there is (disk, object store), and waits for that: another
-    engine of the same model goes on with it, as does this one after a restart.
+    """Saves the cache entries of a session to every tier (disk, object store), and waits for that. Another engine of the
+    same model can then resume the conversation, as can this one after a restart.
     """
     Delete: _aio.UnaryUnaryMultiCallable[_histories_pb2.DeleteHistoryRequest, _histories_pb2.DeleteHistoryResponse]  # type: ignore[assignment]
-    """Forgets a session and, in every tier, what only it has use for."""
+    """Deletes a session and, in every tier, the entries that only it uses."""
     Export: _aio.UnaryStreamMultiCallable[_histories_pb2.ExportHistoryRequest, _histories_pb2.HistoryChunk]  # type: ignore[assignment]
-    """A session as one file, in pieces of at most 1 MiB."""
+    """Exports a session as one file, in pieces of at most 1 MiB."""
     Import: _aio.StreamUnaryMultiCallable[_histories_pb2.ImportHistoryRequest, _histories_pb2.History]  # type: ignore[assignment]
-    """The first message names the session, all together carry such a file. INVALID_REQUEST: it is damaged, or of another
+    """Imports such a file. The first message names the session. INVALID_REQUEST: the file is damaged, or of another
     model or configuration.
     """
 
 class HistoriesServicer(metaclass=_abc_1.ABCMeta):
-    """What the prefix cache keeps of sessions: conversations whose requests carry GenerateRequest.session."""
+    """Conversation sessions: cached conversations whose requests have GenerateRequest.session."""
 
     @_abc_1.abstractmethod
     def List(
@@ -81,7 +81,7 @@ class HistoriesServicer(metaclass=_abc_1.ABCMeta):
         request: _histories_pb2.ListHistoriesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_histories_pb2.ListHistoriesResponse, _abc.Awaitable[_histories_pb2.ListHistoriesResponse]]:
-        """By owner, last used first."""
+        """Sessions of an owner, last used first."""
 
     @_abc_1.abstractmethod
     def Get(
@@ -89,7 +89,7 @@ class HistoriesServicer(metaclass=_abc_1.ABCMeta):
         request: _histories_pb2.GetHistoryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_histories_pb2.History, _abc.Awaitable[_histories_pb2.History]]:
-        """NOT_FOUND: there is no such session, or nothing of it is kept any more."""
+        """NOT_FOUND: there is no such session, or nothing of it is cached any more."""
 
     @_abc_1.abstractmethod
     def Save(
@@ -97,8 +97,8 @@ class HistoriesServicer(metaclass=_abc_1.ABCMeta):
         request: _histories_pb2.SaveHistoryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_histories_pb2.History, _abc.Awaitable[_histories_pb2.History]]:
-        """Brings what is kept of a session to every tier that there is (disk, object store), and waits for that: another
-        engine of the same model goes on with it, as does this one after a restart.
+        """Saves the cache entries of a session to every tier (disk, object store), and waits for that. Another engine of the
+        same model can then resume the conversation, as can this one after a restart.
         """
 
     @_abc_1.abstractmethod
@@ -107,7 +107,7 @@ class HistoriesServicer(metaclass=_abc_1.ABCMeta):
         request: _histories_pb2.DeleteHistoryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_histories_pb2.DeleteHistoryResponse, _abc.Awaitable[_histories_pb2.DeleteHistoryResponse]]:
-        """Forgets a session and, in every tier, what only it has use for."""
+        """Deletes a session and, in every tier, the entries that only it uses."""
 
     @_abc_1.abstractmethod
     def Export(
@@ -115,7 +115,7 @@ class HistoriesServicer(metaclass=_abc_1.ABCMeta):
         request: _histories_pb2.ExportHistoryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_histories_pb2.HistoryChunk], _abc.AsyncIterator[_histories_pb2.HistoryChunk]]:
-        """A session as one file, in pieces of at most 1 MiB."""
+        """Exports a session as one file, in pieces of at most 1 MiB."""
 
     @_abc_1.abstractmethod
     def Import(
@@ -123,7 +123,7 @@ class HistoriesServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_histories_pb2.ImportHistoryRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_histories_pb2.History, _abc.Awaitable[_histories_pb2.History]]:
-        """The first message names the session, all together carry such a file. INVALID_REQUEST: it is damaged, or of another
+        """Imports such a file. The first message names the session. INVALID_REQUEST: the file is damaged, or of another
         model or configuration.
         """
 

@@ -240,16 +240,16 @@ class Future(_message.Message):
     """"forward_backward", "optim_step", …"""
     state: Global___FutureState.ValueType
     running: _builtins.bool
-    """It has begun."""
+    """True once it has begun."""
     ahead: _builtins.int
-    """Calls of the session that come before it."""
+    """Number of the session's calls that come before it."""
     missing_seq: _builtins.int
-    """The sequence number that it waits for and that nobody has sent; 0: none."""
+    """Sequence number that it waits for and that was not sent yet; 0: none."""
     result_json: _builtins.bytes
-    """When done."""
+    """Result, when done."""
     @_builtins.property
     def error(self) -> _engine_pb2.Error:
-        """When failed."""
+        """Error, when failed."""
 
     def __init__(
         self,
@@ -281,7 +281,7 @@ class FutureAnswer(_message.Message):
     FUTURE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def error(self) -> _engine_pb2.Error:
-        """The call could not be taken or is unknown. When set, there is nothing else."""
+        """Set if the call could not be taken or is unknown; then there is nothing else."""
 
     @_builtins.property
     def future(self) -> Global___Future: ...

@@ -27,8 +27,8 @@ if _version_not_supported:
 
 class SessionsStub:
     """Training sessions of one engine: an adapter with its optimizer in the trainer's memory, driven call by call.
-    Calls and results are JSON by the models of services/common/jobs/training_sessions.py: one schema for HTTP and for here.
-    Every request says whose it is: `owner` is the id of an API key, empty where there are no keys. A session belongs to the
+    Calls and results are JSON by the models of services/common/jobs/training_sessions.py, the same schema as over HTTP.
+    Every request names its owner: the id of an API key, empty if there are no keys. A session belongs to the
     owner that opened it; to others it does not exist.
     """
 
@@ -72,8 +72,8 @@ class SessionsStub:
 
 class SessionsServicer:
     """Training sessions of one engine: an adapter with its optimizer in the trainer's memory, driven call by call.
-    Calls and results are JSON by the models of services/common/jobs/training_sessions.py: one schema for HTTP and for here.
-    Every request says whose it is: `owner` is the id of an API key, empty where there are no keys. A session belongs to the
+    Calls and results are JSON by the models of services/common/jobs/training_sessions.py, the same schema as over HTTP.
+    Every request names its owner: the id of an API key, empty if there are no keys. A session belongs to the
     owner that opened it; to others it does not exist.
     """
 
@@ -97,14 +97,14 @@ class SessionsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Close(self, request, context):
-        """Calls that have not ended fail.
+        """Closes a session; calls that have not ended fail.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Submit(self, request, context):
-        """Puts a call into its session's line. The same call again is the same future.
+        """Queues a call of a session. The same call again returns the same future.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -160,8 +160,8 @@ def add_SessionsServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Sessions:
     """Training sessions of one engine: an adapter with its optimizer in the trainer's memory, driven call by call.
-    Calls and results are JSON by the models of services/common/jobs/training_sessions.py: one schema for HTTP and for here.
-    Every request says whose it is: `owner` is the id of an API key, empty where there are no keys. A session belongs to the
+    Calls and results are JSON by the models of services/common/jobs/training_sessions.py, the same schema as over HTTP.
+    Every request names its owner: the id of an API key, empty if there are no keys. A session belongs to the
     owner that opened it; to others it does not exist.
     """
 

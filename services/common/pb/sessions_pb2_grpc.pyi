@@ -28,8 +28,8 @@ GRPC_VERSION: str
 
 class SessionsStub:
     """Training sessions of one engine: an adapter with its optimizer in the trainer's memory, driven call by call.
-    Calls and results are JSON by the models of services/common/jobs/training_sessions.py: one schema for HTTP and for here.
-    Every request says whose it is: `owner` is the id of an API key, empty where there are no keys. A session belongs to the
+    Calls and results are JSON by the models of services/common/jobs/training_sessions.py, the same schema as over HTTP.
+    Every request names its owner: the id of an API key, empty if there are no keys. A session belongs to the
     owner that opened it; to others it does not exist.
     """
 
@@ -42,17 +42,17 @@ class SessionsStub:
     Get: _grpc.UnaryUnaryMultiCallable[_sessions_pb2.GetSessionRequest, _sessions_pb2.SessionAnswer]
     List: _grpc.UnaryUnaryMultiCallable[_sessions_pb2.ListSessionsRequest, _sessions_pb2.ListSessionsResponse]
     Close: _grpc.UnaryUnaryMultiCallable[_sessions_pb2.CloseSessionRequest, _sessions_pb2.SessionAnswer]
-    """Calls that have not ended fail."""
+    """Closes a session; calls that have not ended fail."""
     Submit: _grpc.UnaryUnaryMultiCallable[_sessions_pb2.SubmitCallRequest, _sessions_pb2.FutureAnswer]
-    """Puts a call into its session's line. The same call again is the same future."""
+    """Queues a call of a session. The same call again returns the same future."""
     Wait: _grpc.UnaryUnaryMultiCallable[_sessions_pb2.WaitFutureRequest, _sessions_pb2.FutureAnswer]
     """Returns when the call has ended, or after wait_ms."""
 
 @_typing.type_check_only
 class SessionsAsyncStub(SessionsStub):
     """Training sessions of one engine: an adapter with its optimizer in the trainer's memory, driven call by call.
-    Calls and results are JSON by the models of services/common/jobs/training_sessions.py: one schema for HTTP and for here.
-    Every request says whose it is: `owner` is the id of an API key, empty where there are no keys. A session belongs to the
+    Calls and results are JSON by the models of services/common/jobs/training_sessions.py, the same schema as over HTTP.
+    Every request names its owner: the id of an API key, empty if there are no keys. A session belongs to the
     owner that opened it; to others it does not exist.
     """
 
@@ -62,16 +62,16 @@ class SessionsAsyncStub(SessionsStub):
     Get: _aio.UnaryUnaryMultiCallable[_sessions_pb2.GetSessionRequest, _sessions_pb2.SessionAnswer]  # type: ignore[assignment]
     List: _aio.UnaryUnaryMultiCallable[_sessions_pb2.ListSessionsRequest, _sessions_pb2.ListSessionsResponse]  # type: ignore[assignment]
     Close: _aio.UnaryUnaryMultiCallable[_sessions_pb2.CloseSessionRequest, _sessions_pb2.SessionAnswer]  # type: ignore[assignment]
-    """Calls that have not ended fail."""
+    """Closes a session; calls that have not ended fail."""
     Submit: _aio.UnaryUnaryMultiCallable[_sessions_pb2.SubmitCallRequest, _sessions_pb2.FutureAnswer]  # type: ignore[assignment]
-    """Puts a call into its session's line. The same call again is the same future."""
+    """Queues a call of a session. The same call again returns the same future."""
     Wait: _aio.UnaryUnaryMultiCallable[_sessions_pb2.WaitFutureRequest, _sessions_pb2.FutureAnswer]  # type: ignore[assignment]
     """Returns when the call has ended, or after wait_ms."""
 
 class SessionsServicer(metaclass=_abc_1.ABCMeta):
     """Training sessions of one engine: an adapter with its optimizer in the trainer's memory, driven call by call.
-    Calls and results are JSON by the models of services/common/jobs/training_sessions.py: one schema for HTTP and for here.
-    Every request says whose it is: `owner` is the id of an API key, empty where there are no keys. A session belongs to the
+    Calls and results are JSON by the models of services/common/jobs/training_sessions.py, the same schema as over HTTP.
+    Every request names its owner: the id of an API key, empty if there are no keys. A session belongs to the
     owner that opened it; to others it does not exist.
     """
 
@@ -103,7 +103,7 @@ class SessionsServicer(metaclass=_abc_1.ABCMeta):
         request: _sessions_pb2.CloseSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sessions_pb2.SessionAnswer, _abc.Awaitable[_sessions_pb2.SessionAnswer]]:
-        """Calls that have not ended fail."""
+        """Closes a session; calls that have not ended fail."""
 
     @_abc_1.abstractmethod
     def Submit(
@@ -111,7 +111,7 @@ class SessionsServicer(metaclass=_abc_1.ABCMeta):
         request: _sessions_pb2.SubmitCallRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sessions_pb2.FutureAnswer, _abc.Awaitable[_sessions_pb2.FutureAnswer]]:
-        """Puts a call into its session's line. The same call again is the same future."""
+        """Queues a call of a session. The same call again returns the same future."""
 
     @_abc_1.abstractmethod
     def Wait(

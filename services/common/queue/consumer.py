@@ -75,7 +75,7 @@ class JobConsumer(Delivery[Job, Spec]):
         return self._owned(scripts.PARENT, claimed, [], [claimed.fence, parent or ""]) or None
 
     def recorded_parent(self, claimed: ClaimedJob) -> tuple[bool, str | None]:
-        """Whether an earlier attempt resolved the parent, and to what (None: a new adapter)."""
+        """True if an earlier attempt resolved the parent, and the result (None: a new adapter)."""
         parent: Any = call(lambda: self._redis.hget(scripts.job_key(claimed.id), "parent"))
         return parent is not None, parent or None
 

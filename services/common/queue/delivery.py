@@ -54,7 +54,7 @@ class Claimed(Generic[Record, Spec]):
     spec: Spec
     fence: str
     attempt: int
-    """From 1."""
+    """Number of the attempt, from 1."""
     entry: str
     spec_sha: str
     """Lower-case hex SHA-256 of the spec as it is stored: the same for a release that reads it with more fields."""
@@ -77,7 +77,7 @@ class Delivery(ABC, Generic[Record, Spec]):
     """
 
     fields: ClassVar[Sequence[str]]
-    """Of the hash, that a record is made of."""
+    """Fields of the hash that a record is made of."""
     spec: ClassVar[TypeAdapter[Any]]
     """Parses what was submitted."""
 
@@ -146,7 +146,7 @@ class Delivery(ABC, Generic[Record, Spec]):
         return answer == "OK"
 
     def fail(self, claimed: Claimed[Record, Spec], reason: str) -> None:
-        """For good: a retry could not help. Raises JobLost."""
+        """Fails the record for good: a retry could not help. Raises JobLost."""
         self._finish(claimed, JobState.FAILED, reason)
 
     def cancelled(self, claimed: Claimed[Record, Spec]) -> None:

@@ -1,4 +1,4 @@
-"""How much waits and runs in a queue on Redis, for metrics.
+"""Depth of a queue on Redis for metrics: waiting and running records.
 
 Ended jobs stay visible for weeks, so what is counted is found from the stream of work, which has only those that have
 not ended, and from the lines behind them (services/common/queue/lua.py says where a job can be).

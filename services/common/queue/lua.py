@@ -1,4 +1,4 @@
-"""How jobs lie in Redis, and the Lua scripts that change them. Both faces of the queue use these and nothing else.
+"""Keys of jobs in Redis, and the Lua scripts that change them. Both faces of the queue use these and nothing else.
 
 A `Space` is one queue with its keys; the scripts are the same for all. Those of training jobs (TRAINING) are:
     temper:jobs                 stream of work: entries {job: id}, or {spec: JSON, idempotency_key?} straight from CI
@@ -104,7 +104,7 @@ def line_key(adapter: str) -> str:
 
 
 def idempotency_key(key: str, key_id: str = "") -> str:
-    """Of a submission by an API key, whose id stands before a space, which no client can send."""
+    """Key of a submission by an API key, whose id stands before a space, which no client can send."""
     return TRAINING.idempotency_key(f"{key_id} {key}" if key_id else key)
 
 

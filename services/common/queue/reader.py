@@ -23,9 +23,9 @@ class Ledger(ABC, Generic[Record]):
     """The records of one queue. For one asyncio loop; every method may raise Unavailable."""
 
     fields: ClassVar[Sequence[str]]
-    """Of the hash, that a record is made of."""
+    """Fields of the hash that a record is made of."""
     called: ClassVar[str]
-    """What a record is, in messages."""
+    """Noun for a record in messages."""
 
     def __init__(self, settings: CommonSettings, space: scripts.Space) -> None:
         self._redis = connect_async(settings)
@@ -43,7 +43,7 @@ class Ledger(ABC, Generic[Record]):
         await call_async(self._redis.ping)
 
     async def depth(self) -> QueueDepth:
-        """How much waits and runs, whoever's it is."""
+        """Waiting and running records of all owners."""
         return await measure(self._redis, self._space)
 
     async def get(self, job_id: str) -> Record:

@@ -40,7 +40,7 @@ FIELDS = (
     "key_id",
     "schema",
 )
-"""What a Job is made of; the spec, which may be megabytes, is read only by its owner."""
+"""Fields that a Job is made of; the spec, which may be megabytes, is read only by its owner."""
 
 _ONCE_EPOCHS = {"sft": 3, "dpo": 1, "kto": 1}
 _ONCE_LEARNING_RATE = 1e-4
@@ -69,8 +69,9 @@ def _canonical(document: Any) -> str:
 
 
 def spec_sha(spec: Spec) -> str:
-    """What an idempotency key stands for: lower-case hex SHA-256 of the canonical JSON. What the job leaves open is
-    in it as the first release wrote it, in numbers, so that a submission from before an upgrade is known again."""
+    """Fingerprint that an idempotency key stands for: lower-case hex SHA-256 of the canonical JSON. What the job leaves
+    open is in it as the first release wrote it, in numbers, so that a submission from before an upgrade is known
+    again."""
     document = spec.model_dump(mode="json")
     if spec.kind in _ONCE_EPOCHS:
         document.setdefault("epochs", _ONCE_EPOCHS[spec.kind])
@@ -152,7 +153,7 @@ def _version(text: str) -> AdapterVersion | None:
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Without NaN and infinity, which JSON does not have."""
+    """Metrics without NaN and infinity, which JSON does not have."""
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 

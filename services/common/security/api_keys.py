@@ -24,20 +24,21 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from services.common.errors import InvalidRequest
 
 PREFIX = "tp-"
-"""Of every key, so that people and secret scanners recognise one."""
+"""Prefix of every key, so that people and secret scanners recognise one."""
 PATTERN = r"\btp-[A-Za-z0-9_-]{43}"
 """A key in a text."""
 KEY_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-"""Of what logs call a key."""
+"""Pattern of the id that logs show for a key."""
 ANONYMOUS = "anonymous"
-"""Who calls a gateway without keys."""
+"""Id of callers of a gateway without keys."""
 MAX_FILE_BYTES = 16 * 2**20
 MAX_PER_MINUTE = 100_000_000
-"""So that the arithmetic of the limits stays exact in 53 bits: see services/gateway/rate_limits/token_bucket.py."""
+"""Highest limit, so that the arithmetic of the limits stays exact in 53 bits: see
+services/gateway/rate_limits/token_bucket.py."""
 
 
 class Scope(enum.StrEnum):
-    """What a key may do."""
+    """Permission of a key."""
 
     INFERENCE = "inference"
     """Completions and everything else that only uses the model."""
@@ -76,9 +77,9 @@ class ApiKey(_Strict):
     """One key, without the key."""
 
     id: str = Field(pattern=KEY_ID_PATTERN)
-    """What logs call it."""
+    """Id of the key in logs."""
     name: str = Field("", max_length=200)
-    """For people."""
+    """Name of the key for people."""
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     scopes: tuple[Scope, ...]
     limits: KeyLimits = KeyLimits()
@@ -124,7 +125,7 @@ def new_key() -> str:
 
 
 def digest(key: str) -> str:
-    """What is kept of a key: lower-case hex SHA-256."""
+    """Digest that is kept of a key: lower-case hex SHA-256."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 

@@ -38,7 +38,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Where the parts are."""
+    """Paths of certificate, key and CA."""
 
     cert: Path
     key: Path
@@ -53,13 +53,13 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """What the files held when they were read, checked."""
+    """Contents of the files when they were read, checked."""
 
     cert: bytes
     key: bytes
     ca: bytes
     not_after: datetime
-    """When the first certificate between this service's and its CA's ends, both included."""
+    """End of validity: when the first certificate between this service's and its CA's ends, both included."""
 
     @property
     def fingerprint(self) -> str:
@@ -117,7 +117,7 @@ class Certificates:
 
     @property
     def current(self) -> Material:
-        """What handshakes use."""
+        """Material that handshakes use."""
         return self._current
 
     def refresh(self) -> bool:
@@ -153,7 +153,7 @@ class Certificates:
         gauge.set_function(lambda: self._current.not_after.timestamp())
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a server that demands a certificate of the CA; each handshake takes what is current."""
+        """Credentials for a server that demands a certificate of the CA; each handshake takes what is current."""
 
         def configuration() -> grpc.ServerCertificateConfiguration:
             now = self._current
@@ -162,7 +162,7 @@ class Certificates:
         return grpc.dynamic_ssl_server_credentials(configuration(), configuration, True)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a client, with what is current: a channel that is there keeps what it was made with."""
+        """Credentials for a client, with what is current: a channel that is there keeps what it was made with."""
         now = self._current
         return grpc.ssl_channel_credentials(now.ca, now.key, now.cert)
 
@@ -244,7 +244,7 @@ def _check_usage(leaf: x509.Certificate, path: Path) -> None:
 def _path(
     leaf: x509.Certificate, intermediates: Sequence[x509.Certificate], authorities: Sequence[x509.Certificate]
 ) -> list[x509.Certificate] | None:
-    """From the leaf to one of the authorities; None: there is no way."""
+    """Chain from the leaf to one of the authorities; None: there is none."""
     path = [leaf]
     while len(path) <= _LONGEST_CHAIN:
         issuer = next((ca for ca in authorities if _issued(path[-1], ca)), None)

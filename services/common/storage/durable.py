@@ -1,4 +1,4 @@
-"""What is written is there after the power has gone: the names in a directory, too."""
+"""Writes that survive a power failure: the names in a directory, too."""
 
 from __future__ import annotations
 

@@ -27,8 +27,9 @@ CONNECT_SECONDS = 2.0
 READ_SECONDS = 5.0
 """Silence after which a server counts as frozen; larger bodies get a second more for every 20 MB."""
 CONDITION_SECONDS = 10.0
-"""What a conditional write gets on top. SeaweedFS decides conditions under a lock of the object's, and who finds it
-taken asks again after a whole second (its `weed/cluster/lock_client.go`): the last of N at once waits for up to N."""
+"""Time that a conditional write gets on top. SeaweedFS decides conditions under a lock of the object's, and who finds
+it taken asks again after a whole second (its `weed/cluster/lock_client.go`): the last of N at once waits for up to
+N."""
 RETRY_SECONDS = 4.0
 """No attempt starts later than this after the first one, so a call on a frozen server ends after one read timeout."""
 ATTEMPTS = 4
@@ -72,7 +73,7 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True)
 class ListedObject:
-    """What a listing says of an object."""
+    """Entry of a listing."""
 
     key: str
     size: int

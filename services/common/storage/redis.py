@@ -26,7 +26,7 @@ BLOCK_SECONDS = 2.0
 RETRY_SECONDS = 2.0
 """Refused connections are retried for this long; a command that timed out is not repeated."""
 ASYNC_CONNECTIONS = 1000
-"""Of one gateway: a client that follows a job's events holds one."""
+"""Most connections of one gateway: a client that follows a job's events holds one."""
 
 _NOT_UTF8 = "backslashreplace"
 """Pipelines write to the stream as well: bytes that are no text must not be an exception in every reader, for ever."""
@@ -116,7 +116,7 @@ async def call_async(operation: Callable[[], Awaitable[T]]) -> T:
 
 
 def unavailable(error: Exception) -> Unavailable:
-    """Without the URL, which may hold a password."""
+    """Error for a client, without the URL, which may hold a password."""
     text = (str(error) or type(error).__name__).splitlines()[0][:200]
     return Unavailable(f"Redis (TEMPER_REDIS_URL) is away: {text}")
 

@@ -1,4 +1,4 @@
-"""What TEMPER_REDIS_URL names: one server, or the primary of several that Sentinels watch."""
+"""Parsed TEMPER_REDIS_URL: one server, or the primary of several that Sentinels watch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class SentinelUrl:
 
     sentinels: tuple[tuple[str, int], ...]
     service: str
-    """What the Sentinels call the primary."""
+    """Name of the primary at the Sentinels."""
     database: int
     username: str | None = None
     password: str | None = field(default=None, repr=False)
-    """Of the servers, and of the Sentinels as well."""
+    """Password of the servers, and of the Sentinels as well."""
     tls: bool = False
 
     @property
     def login(self) -> dict[str, Any]:
-        """What servers and Sentinels are told alike, in the words of redis-py."""
+        """Options for connections to servers and to Sentinels, in the words of redis-py."""
         return {"username": self.username, "password": self.password, "ssl": self.tls}
 
 

@@ -1,4 +1,4 @@
-"""How a client proves to an S3 server who it is: with a pair of keys, or by the identity of its pod or instance."""
+"""Credentials for an S3 server: with a pair of keys, or by the identity of its pod or instance."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from services.common.settings import CommonSettings
 
 _TOKEN_SERVICE = "https://sts.amazonaws.com"
 _SECONDS = 3.0
-"""Of one request for credentials: a machine without a metadata service has to find out before anybody gives up."""
+"""Timeout of one request for credentials: a machine without a metadata service has to find out before anybody gives
+up."""
 
 
 def store_credentials(settings: CommonSettings) -> Provider:
-    """Of the object store."""
+    """Credentials for the object store."""
     if settings.s3_credentials == "chain":
         return AmbientCredentials(settings)
     return StaticProvider(settings.s3_access_key.get_secret_value(), settings.s3_secret_key.get_secret_value())
 
 
 def s3_url(endpoint: str, secure: bool) -> str:
-    """Of a server that is named host:port."""
+    """URL of a server that is named host:port."""
     return f"{'https' if secure else 'http'}://{endpoint}"
 
 

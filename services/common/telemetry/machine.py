@@ -1,4 +1,4 @@
-"""What the machine has, or the container's share of it."""
+"""Memory and cores of the machine, or the container's share of them."""
 
 from __future__ import annotations
 

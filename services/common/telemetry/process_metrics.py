@@ -1,4 +1,4 @@
-"""What every process of Temper says about itself."""
+"""Metrics that every process of Temper has about itself."""
 
 from __future__ import annotations
 

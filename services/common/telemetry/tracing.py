@@ -53,7 +53,7 @@ def checked(traceparent: str) -> str:
 
 
 def sampled(traceparent: str) -> bool:
-    """Whether whoever began the trace keeps it. The text is a checked one."""
+    """True if whoever began the trace keeps it. The text is a checked one."""
     return bool(traceparent) and bool(int(traceparent[53:55], 16) & 1)
 
 
@@ -63,7 +63,8 @@ def trace_id(traceparent: str) -> str:
 
 
 def exemplar(traceparent: str) -> dict[str, str] | None:
-    """What a histogram keeps beside a measured value, so that a graph leads to a trace; None if there is none."""
+    """Labels that a histogram keeps beside a measured value, so that a graph leads to a trace; None if there is
+    none."""
     return {"trace_id": trace_id(traceparent)} if sampled(traceparent) else None
 
 
@@ -83,7 +84,7 @@ class Span(Protocol):
 
     @property
     def recorded(self) -> bool:
-        """Whether anybody will see it: attributes that are dear to compute are not needed otherwise."""
+        """True if anybody will see the span: attributes that are dear to compute are not needed otherwise."""
         ...
 
     def set(self, attributes: Attributes) -> None:
@@ -91,7 +92,7 @@ class Span(Protocol):
         ...
 
     def rename(self, name: str) -> None:
-        """What it is called after all."""
+        """Changes the span's name."""
         ...
 
     def event(self, name: str, attributes: Attributes | None = None) -> None:
@@ -99,11 +100,11 @@ class Span(Protocol):
         ...
 
     def fail(self, kind: str, message: str = "") -> None:
-        """It did not do what it should; ``kind`` becomes error.type."""
+        """Marks the span as failed; ``kind`` becomes error.type."""
         ...
 
     def end(self, at: float | None = None) -> None:
-        """It is over: now, or at a time in Unix seconds. Called once."""
+        """Ends the span: now, or at a time in Unix seconds. Called once."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -118,7 +119,7 @@ class Tracer(Protocol):
 
     @property
     def on(self) -> bool:
-        """Whether spans go anywhere."""
+        """True if spans are exported."""
         ...
 
     def start(
@@ -377,7 +378,7 @@ def running(traceparent: str) -> Iterator[None]:
 
 
 def log_fields(traceparent: str) -> dict[str, str]:
-    """What a line of the log about this context has."""
+    """Fields of a log line about this context."""
     return {"trace_id": traceparent[3:35], "span_id": traceparent[36:52]} if traceparent else {}
 
 

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def installed_version() -> str:
-    """Of the installed package; "unknown" in a source tree that is not installed."""
+    """Version of the installed package; "unknown" in a source tree that is not installed."""
     try:
         return version("temper")
     except PackageNotFoundError:

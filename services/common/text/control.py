@@ -70,7 +70,7 @@ class ControlTokens:
         self._tail_at_start = re.compile(rf"(\A\s*+|\A)(?={either(tails)})")
 
     def suspicious(self, value: Any) -> bool:
-        """Whether any string in ``value`` contains a control token or could be completed to one by its neighbours."""
+        """True if any string in ``value`` contains a control token or could be completed to one by its neighbours."""
         return any(
             self._token.search(text) or self._head_at_end.search(text) or self._tail_at_start.match(text)
             for text in _strings(value)

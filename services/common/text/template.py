@@ -23,7 +23,7 @@ from services.common.errors import CheckpointRejected, InvalidRequest
 RESERVED_KWARGS = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "documents"}
 )
-"""What chat_template_kwargs must not replace."""
+"""Names that chat_template_kwargs must not replace."""
 
 
 class _GenerationTag(jinja2.ext.Extension):

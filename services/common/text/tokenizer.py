@@ -16,7 +16,7 @@ from services.common.text.instructions import placed
 from services.common.text.template import ChatTemplate, absent, cut_at, normalize_messages
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
-"""What a codec is built from; only the first must exist."""
+"""Files that a codec is built from; only the first must exist."""
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -344,7 +344,7 @@ class TextCodec:
         return tuple(dict.fromkeys(found))
 
     def _find_turn_start(self) -> int | None:
-        """What the template begins the turn with that the model is to write."""
+        """First token of the turn that the model is to write, as the template begins it."""
         if self._template is None:
             return None
         asked = [{"role": "user", "content": "a"}]
@@ -364,5 +364,5 @@ def _content(value: Any) -> str:
 
 
 def _is_speech(turn: Mapping[str, Any], key: str) -> bool:
-    """Whether this is what the model itself said in an earlier turn, thinking and tool markup included."""
+    """True if this is what the model itself said in an earlier turn, thinking and tool markup included."""
     return turn.get("role") == "assistant" and key in ("content", "reasoning_content", "thinking", "reasoning")

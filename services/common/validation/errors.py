@@ -1,4 +1,4 @@
-"""What is wrong with data, in the words of whoever wrote it: pydantic's errors without pydantic."""
+"""Messages about invalid data, in the words of whoever wrote it: pydantic's errors without pydantic."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Told:
 
     error: Mapping[str, Any]
     path: Sequence[int | str]
-    """Of the value at fault, without the tags of unions."""
+    """Path of the value at fault, without the tags of unions."""
 
     @property
     def unknown(self) -> bool:
@@ -45,12 +45,13 @@ class Told:
         return str(self.error["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")
 
     def guess(self, model: Any, body: Any) -> str:
-        """What may have been meant by an unknown field, by the models that may stand in its place."""
+        """Suggestion for an unknown field, by the models that may stand in its place."""
         return guess(str(self.path[-1]), fields_at(model, self.path[:-1], body))
 
 
 def most_telling(errors: Sequence[Mapping[str, Any]], body: Any, *, source: str = "body") -> Told | None:
-    """Of the errors of a union the one deepest in the body, of those the first of a value that has a type of the union.
+    """Most telling error of a union: the one deepest in the body, of those the first of a value that has a type of the
+    union.
 
     Args:
         source: what locations begin with that are places in the body; "" if all are.
@@ -93,7 +94,7 @@ def _walk(location: Sequence[int | str], body: Any, *, missing: bool) -> list[in
 
 
 def _is_tag(segment: int | str, body: Mapping[Any, Any], rest: Sequence[int | str]) -> bool:
-    """Whether a segment that is a key, too, is a union's tag, as `text` of the blocks that have a `text`: nothing is
+    """True if a segment that is a key, too, is a union's tag, as `text` of the blocks that have a `text`: nothing is
     inside that key, and the location goes on beside it."""
     return not isinstance(body[segment], Mapping | list) and any(later in body for later in rest)
 
@@ -123,7 +124,7 @@ def _inside(value: Any, segment: int | str) -> Any:
 
 
 def _fitting(models: list[type[BaseModel]], value: Any) -> list[type[BaseModel]]:
-    """Those with which no constant in the object disagrees."""
+    """Models with which no constant in the object disagrees."""
     return [model for model in models if not isinstance(value, Mapping) or _agrees(model, value)]
 
 
@@ -141,7 +142,7 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def problem(error: ValidationError, model: Any, data: Any) -> str:
-    """What is wrong with data that is no ``model``, with its place, and how much more there is."""
+    """Message about data that is no ``model``, with its place, and how much more there is."""
     errors = error.errors(include_url=False)
     told = most_telling(errors, data, source="")
     if told is None:

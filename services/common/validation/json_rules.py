@@ -31,7 +31,7 @@ def has(**fields: Rule | bool | float | str) -> Rule:
 
 
 def if_any(**fields: Rule | bool | float | str) -> Rule:
-    """What these fields hold if the object has them: for a value that is the default or goes with it."""
+    """Rule for these fields if the object has them: for a value that is the default or goes with it."""
     return {
         "properties": {name: rule if isinstance(rule, Mapping) else {"const": rule} for name, rule in fields.items()}
     }
@@ -58,7 +58,7 @@ def both(*rules: Rule) -> Rule:
 
 
 def where(condition: Rule, rule: Rule) -> Rule:
-    """Where the condition holds, the rule does."""
+    """Rule that holds where the condition holds."""
     return never(both(condition, never(rule)))
 
 

@@ -1,1 +1,1 @@
-"""Which adapter version is in which slot: pins, downloads, the flip of an alias."""
+"""Adapters of an engine: slots, pins, downloads, and the flip of an alias."""

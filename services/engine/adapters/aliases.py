@@ -1,4 +1,4 @@
-"""What names and the attachment mean on this engine: they follow the pointers in the object store."""
+"""Aliases: the versions that adapter names and the attachment mean on this engine. They follow the object store."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ log = structlog.get_logger(__name__)
 
 
 class Loop(Protocol):
-    """What the manager needs of the engine loop."""
+    """Engine loop as the adapter manager uses it. It is a Protocol because the loop is in a layer above this one."""
 
     def call_at_boundary(self, function: Callable[[], None]) -> Future[None]:
         """Runs a function on the loop thread between two steps; the future fails if the loop has stopped."""
         ...
 
     def retry_adapters(self) -> None:
-        """A request that waited for its adapter may try `pin` again."""
+        """Lets requests that wait for their adapter try `pin` again."""
         ...
 
 
 class Aliases:
-    """The attached version and the current versions of names. A name that is in use means a new version only once that
-    is loaded, and never if it does not bind. `refresh` is for the I/O thread; all else needs the lock.
+    """Aliases: the attached version and the current version of each name. A name in use gets a new version only once
+    that is loaded, and never if it does not bind. `refresh` is for the I/O thread; all else needs the lock.
 
     Args:
         changed: guards ``table``, and what aliases mean.
@@ -66,17 +66,17 @@ class Aliases:
         self.attached: AdapterVersion | None = None
         self.current: dict[str, int] = {}
         self._applied: str | None = None
-        """Fingerprint of the pointers that all of this follows from; None: of none."""
+        """Fingerprint of the applied pointers; None: the latest ones are not applied as a whole."""
         self.waiting: set[AdapterChoice] = set()
-        """Those that will mean another version as soon as it has a slot."""
+        """Aliases that get another version as soon as it has a slot."""
 
     @property
     def settled(self) -> bool:
-        """Whether the pointers of the last look are all live."""
+        """True if the pointers of the last look are all live."""
         return self._applied is not None
 
     def version_of(self, choice: AdapterChoice) -> AdapterVersion | None:
-        """The version that a choice means now; None: the base, or a name that is not known yet."""
+        """Version that a choice means now; None: the base, or a name that is not known yet."""
         if choice.attached:
             return self.attached
         if choice.name is None:
@@ -85,13 +85,13 @@ class Aliases:
         return None if number is None else AdapterVersion(choice.name, number)
 
     def learn(self, version: AdapterVersion) -> None:
-        """Takes in the current version of a name that the pointers did not have when they were looked at."""
+        """Adds the current version of a name that was not among the pointers at the last look."""
         self.current.setdefault(version.name, version.version)
-        # Compare again, also if they look as before.
+        # Apply the pointers again, even if they have not changed.
         self._applied = None
 
     def refresh(self, loop: Loop) -> bool:
-        """Reads and applies the pointers; False if a version that should be live has no slot yet."""
+        """Reads and applies the pointers; False: a version that should be live has no slot yet."""
         pointers = self._registry.pointers()
         if pointers.fingerprint == self._applied:
             return True
@@ -116,14 +116,14 @@ class Aliases:
         return True
 
     def _go_live(self, alias: AdapterChoice, version: AdapterVersion) -> bool:
-        """Loads a version that an alias will point to; False if it is refused, or waits for a slot."""
+        """Loads a version that an alias will point to; False: it is refused, or waits for a slot."""
         try:
             self._ensure(alias, version)
         except NoFreeSlot:
             self.waiting.add(alias)
             return False
         except (AdapterRejected, NotFound) as error:
-            log.error("adapter refused, what served before stays live", version=str(version), reason=error.message)
+            log.error("adapter refused, the version before it stays live", version=str(version), reason=error.message)
             return False
         return True
 
@@ -132,7 +132,7 @@ class Aliases:
             return self._table.get(version) is not None
 
     def _forget_replaced(self, current: Mapping[str, int]) -> None:
-        """Forgets versions whose adapter was deleted, or deleted and made again with other content."""
+        """Forgets versions whose adapter was deleted, or deleted and created again with other content."""
         with self._changed:
             loaded = [entry for entry in self._table.published if entry[0] != self.attached]
         for version, resident in loaded:
@@ -149,7 +149,7 @@ class Aliases:
             return False
 
     def _flip(self, loop: Loop, attached: AdapterVersion | None, current: dict[str, int]) -> None:
-        """Makes aliases mean new versions, on the loop thread between two steps; nothing if they mean them already."""
+        """Gives aliases their new versions, on the loop thread between two steps, unless they have them."""
         if (attached, current) == (self.attached, self.current):
             return
 

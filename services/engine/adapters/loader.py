@@ -1,4 +1,4 @@
-"""From a version in the object store to weights in a LoRA slot."""
+"""Adapter loader: loads a version from the object store into an adapter slot."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class AdapterLoader:
-    """Blocking. Thread-safe: weights of one adapter at a time are on their way.
+    """Loads adapters. Calls block and are thread-safe; one adapter is copied at a time.
 
     Args:
-        bind: reads an adapter's files strictly, but need not look at the values, which ``lora`` does; raises
+        bind: reads an adapter's files strictly, but need not check the values, which ``lora`` does; raises
             AdapterRejected that names the tensor or field.
-        base_digest: of the checkpoint that serves; adapters of another one are refused.
-        events: told of the phases of each load.
+        base_digest: digest of the served checkpoint; adapters of another one are refused.
+        events: stream for the phases of each load.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class AdapterLoader:
         return digest
 
     def check(self, version: AdapterVersion) -> None:
-        """Looks whether there is such a version, and of this base model. Raises as load does."""
+        """Checks that the version exists and belongs to this base model. Raises as load does."""
         self._manifest(version)
 
     def files(self, version: AdapterVersion) -> tuple[str, Mapping[str, bytes]]:
-        """The version's digest and its files, downloaded and verified. Raises as load does, but binds nothing."""
+        """Digest and files of a version, downloaded and verified. Raises as load does, but binds nothing."""
         return self._manifest(version).digest, self._registry.files(version)
 
     def _manifest(self, version: AdapterVersion) -> Manifest:

@@ -1,10 +1,10 @@
-"""Adapter versions on one engine: found, verified, loaded and swapped without stopping a step.
+"""Adapter manager: finds, verifies, loads and swaps adapter versions without stopping a step.
 
-One I/O thread talks to the object store. It downloads, verifies digests, binds strictly and copies into a spare slot;
-nothing reads that slot yet. Then the aliases (attached version, current versions of names) are flipped on the loop
-thread between two steps. A request pins the version it got at admission, so an answer never mixes versions. Versions
-that find no slot wait in line for one; see docs/decisions/adapter-slots-in-turn.md. When the store or Redis is away,
-what is loaded goes on serving.
+One I/O thread talks to the object store. It downloads a version, verifies its digests, binds it strictly and copies it
+into a free slot, which nothing reads yet. Then the loop thread flips the aliases (attached version, current versions of
+names) between two steps. A request pins its version at admission, so an answer never mixes versions. Versions without a
+slot wait in a queue; see docs/decisions/adapter-slots-in-turn.md. When the store or Redis is away, loaded versions
+continue to serve.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from services.engine.adapters.aliases import Aliases, Loop
 from services.engine.adapters.loader import AdapterLoader
 from services.engine.adapters.placement import NoFreeSlot, Placement
 from services.engine.adapters.private_versions import PrivateVersions
-from services.engine.adapters.slot_table import AdapterLimits, Resident, SlotTable
+from services.engine.adapters.slot_table import AdapterConfig, Resident, SlotTable
 from services.engine.observability.events import AdapterLoadFailed, EventStream
 from services.engine.observability.status import AdapterSnapshot, LoadedAdapter
 from services.engine.requests.adapter import BASE_PIN, AdapterChoice, AdapterPin, PrivateVersion
 
 _FAILURE_SECONDS = 2.0
-"""How long a failed choice is answered with its error before the store is asked again."""
+"""Time for which a failed choice gets its error again before the store is asked."""
 _AWAITED_SECONDS = 5.0
-"""How long a version that was loaded for waiting requests is kept for them."""
+"""Time for which a version that was loaded for waiting requests keeps its slot."""
 _REMEMBERED = 1024
-"""Failures remembered at most."""
+"""Most failures that are remembered."""
 _START_SECONDS = 60.0
-"""Longest wait for the attached version at the start."""
+"""Longest wait for the attached version at the start, seconds."""
 
 log = structlog.get_logger(__name__)
 
@@ -47,16 +47,16 @@ class _Sync:
     version: AdapterVersion | None
     future: Future[None]
     lacks_slot: bool = False
-    """Whether it has been tried, and nothing but a slot was missing."""
+    """True if it was tried and only a slot was missing."""
 
 
 class AdapterManager:
     """Resolves and pins adapter versions; thread-safe. Implements services.engine.loop.request_tracker.AdapterResolver.
 
     Args:
-        adapter_events: publications and attachments, which are looked at at once; None: only polling.
+        adapter_events: events of publications and attachments; None: the store is only polled.
         loader: its slots 1 to ``limits.num_slots`` are this manager's.
-        events: told of swaps and failures.
+        events: stream for swaps and failures.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class AdapterManager:
         registry: AdapterRegistry,
         adapter_events: AdapterEvents | None,
         loader: AdapterLoader,
-        limits: AdapterLimits,
+        limits: AdapterConfig,
         events: EventStream | None = None,
     ) -> None:
         self._registry = registry
@@ -73,11 +73,11 @@ class AdapterManager:
         self._events = events or EventStream()
         self._loop: Loop | None = None
         self._stopping = threading.Event()
-        # Guarded by the condition's lock.
+        # Guarded by the lock of the condition.
         self._changed = threading.Condition()
         self._table = SlotTable(
             limits.num_slots,
-            # Before half of the wait is over, every version that can has been asked to give up its slot.
+            # Before half of the wait is over, every version that may give up its slot has been asked to.
             drain_seconds=limits.wait_seconds / (2 * limits.num_slots),
             turn_seconds=limits.turn_seconds,
         )
@@ -89,18 +89,18 @@ class AdapterManager:
             freed=self._slot_freed,
             wait_seconds=limits.wait_seconds,
         )
-        """Policies of training jobs, in the same slots."""
+        """Private versions of training jobs, in the same slots."""
         self._placement = Placement(self._changed, self._table, loader, self._kept, self._events)
         self._aliases = Aliases(
             registry,
             self._changed,
             self._table,
-            ensure=self._placement.ensure,
+            ensure=self._placement.ensure_loaded,
             flipped=lambda: self._failures.clear(),
             events=self._events,
         )
         self._wanted: dict[AdapterChoice, None] = {}
-        """What requests wait for, oldest first."""
+        """Choices that requests wait for, oldest first."""
         self._awaited: dict[AdapterVersion, float] = {}
         self._failures: dict[AdapterChoice, tuple[float, TemperError]] = {}
         self._syncs: list[_Sync] = []
@@ -111,7 +111,9 @@ class AdapterManager:
         self._unreachable: tuple[float, Unavailable] | None = None
         self._threads = [threading.Thread(target=self._run, name="adapters", daemon=True)]
         if adapter_events is not None:
-            listening = threading.Thread(target=self._listen, args=(adapter_events,), name="nudges", daemon=True)
+            listening = threading.Thread(
+                target=self._listen, args=(adapter_events,), name="adapter-events", daemon=True
+            )
             self._threads.append(listening)
 
     # Any thread.
@@ -128,7 +130,7 @@ class AdapterManager:
         self.sync(None, timeout=_START_SECONDS)
 
     def stop(self) -> None:
-        """Ends the threads; what waits for them gets Unavailable."""
+        """Ends the threads; callers that wait for them get Unavailable."""
         self._stopping.set()
         with self._changed:
             self._signal(look=False)
@@ -141,14 +143,14 @@ class AdapterManager:
             _settle(sync.future, Unavailable("the engine is shutting down"))
 
     def pin(self, choice: AdapterChoice | PrivateVersion) -> AdapterPin | None:
-        """The version that answers a request, held until `release`; never blocks.
+        """Pins the version that answers a request, until `release`; never blocks.
 
         Returns:
             None while it is being loaded or waits for a slot; `Loop.retry_adapters` follows.
 
         Raises:
             ModelNotFound: there is no such adapter.
-            AdapterRejected: that version does not bind.
+            AdapterRejected: the version does not bind.
             Unavailable: it is not loaded and the store does not answer.
         """
         with self._changed:
@@ -171,7 +173,7 @@ class AdapterManager:
             return None
 
     def give_up(self, choice: AdapterChoice | PrivateVersion) -> None:
-        """No request waits for that choice any more: others may have the slot that it waited for."""
+        """Gives up a choice that no request waits for any more; others may get the slot that it waited for."""
         with self._changed:
             if isinstance(choice, AdapterChoice) and choice in self._wanted:
                 del self._wanted[choice]
@@ -180,7 +182,7 @@ class AdapterManager:
                     self._signal(look=False)
 
     def overdue(self, choice: AdapterChoice | PrivateVersion) -> TemperError:
-        """Why a request has not got its pin in all the time that it may wait."""
+        """Error for a request that has waited for its pin as long as it may."""
         wait = self._limits.wait_seconds
         with self._changed:
             version = self._aliases.version_of(choice) if isinstance(choice, AdapterChoice) else choice
@@ -201,7 +203,7 @@ class AdapterManager:
                 self._slot_freed()
 
     def sync(self, version: AdapterVersion | None, timeout: float) -> None:
-        """Reads the pointers now and returns once they are served and ``version``, if given, is loaded.
+        """Reads the pointers now; returns once they are live and ``version``, if given, is loaded.
 
         Raises:
             AdapterRejected: ``version`` does not bind.
@@ -222,12 +224,12 @@ class AdapterManager:
             if sync.lacks_slot:
                 raise self._slots_busy(timeout) from None
             raise Unavailable(
-                f"{version or 'what is attached'} was not loaded within {timeout:g} s, although no slot was missing: "
+                f"{version or 'the attached adapter'} was not loaded in {timeout:g} s, although no slot was missing: "
                 "the object store is slow or away, or steps take long; try again"
             ) from None
 
     def files(self, version: AdapterVersion) -> Mapping[str, bytes]:
-        """A version's files, straight from the object store.
+        """Files of a version, read from the object store.
 
         Raises:
             ModelNotFound: there is no such version.
@@ -238,7 +240,7 @@ class AdapterManager:
 
     @property
     def alive(self) -> bool:
-        """Whether adapters can be loaded, once started; what liveness asks."""
+        """True while adapters can be loaded, once started; part of liveness."""
         return self._stopping.is_set() or self._threads[0].is_alive()
 
     def snapshot(self) -> AdapterSnapshot:
@@ -254,16 +256,16 @@ class AdapterManager:
     def _pin_private(self, version: PrivateVersion) -> AdapterPin:
         resident = self._table.get(version)
         if resident is None:
-            raise ModelNotFound("the job's policy has been taken out of its slot")
+            raise ModelNotFound("the job's policy was removed from its slot")
         return self._table.acquire(resident)
 
     def _slot_freed(self) -> None:
-        """Whoever waits for a slot tries again."""
+        """Wakes the I/O thread if something waits for a slot."""
         if self._wanted or self._syncs or not self._aliases.settled:
             self._signal(look=True)
 
     def _kept(self) -> set[AdapterVersion]:
-        """Versions that stay in their slots although no request is pinned to them."""
+        """Versions that keep their slots although no request is pinned to them."""
         now = time.monotonic()
         self._awaited = {v: until for v, until in self._awaited.items() if until > now}
         attached = self._aliases.attached
@@ -280,7 +282,7 @@ class AdapterManager:
     def _slots_busy(self, waited: float) -> Overloaded:
         return Overloaded(
             f"all {self._limits.num_slots} adapter slots are in use, and none became free in {waited:g} s: the "
-            "attached adapter and the policies of jobs keep theirs, other adapters until their running requests end; "
+            "attached adapter and the policies of jobs keep theirs, others keep theirs until their requests end; "
             "try again, or raise TEMPER_ADAPTER_SLOTS"
         )
 
@@ -293,7 +295,7 @@ class AdapterManager:
             except Exception as error:
                 if not isinstance(error, TemperError):
                     log.exception("waiting for adapter events failed")
-                # Mostly Redis is away; polling still finds everything.
+                # Usually Redis is away; polling still finds everything.
                 self._stopping.wait(self._limits.poll_seconds)
                 continue
             if happened:
@@ -312,12 +314,12 @@ class AdapterManager:
                 wanted = list(self._wanted)
                 queued = len(self._table.queue)
                 syncs, self._syncs = self._syncs, []
-                # Syncs are told of the pointers: what was not settled at the last look may be now.
+                # Syncs wait for the pointers: those that were not applied at the last look may be applicable now.
                 unsettled = bool(syncs) and not self._aliases.settled
                 look = self._look_now or unsettled or time.monotonic() >= due
                 self._look_now = False
             for sync in syncs:
-                sync.lacks_slot = False  # from here on it is the store that it waits for
+                sync.lacks_slot = False  # from here on it waits for the store
             if self._stopping.is_set():
                 with self._changed:
                     self._syncs.extend(syncs)
@@ -337,19 +339,19 @@ class AdapterManager:
                 asked = {_choice(sync.version) for sync in unfinished if sync.version is not None}
                 self._table.retain({*self._wanted, *asked, *self._aliases.waiting})
                 if self._wanted and len(self._table.queue) < queued:
-                    self._signal(look=False)  # versions that gave way to those that have a slot now go on
+                    self._signal(look=False)  # versions that gave way to those that now have a slot take requests again
             if settled and self._loop is not None:
                 self._loop.retry_adapters()
 
     def _look(self) -> tuple[bool, TemperError | None]:
-        """Reads and applies the pointers: whether all of them are live now, and why not if that failed."""
+        """Reads and applies the pointers. Returns whether all are live now, and the error if that failed."""
         try:
             if self._loop is None:
                 raise RuntimeError("start() was not called")
             finished = self._aliases.refresh(self._loop)
         except TemperError as error:
             if not self._store_away:
-                log.warning("adapter store away, serving what is loaded", reason=error.message)
+                log.warning("adapter store is away, loaded versions serve on", reason=error.message)
             self._store_away = True
             return False, error
         except Exception as error:  # a bug must not end the thread that every later swap needs
@@ -362,7 +364,7 @@ class AdapterManager:
         return finished, None
 
     def _finish(self, sync: _Sync, finished: bool, error: TemperError | None) -> bool:
-        """Answers a sync if that is possible now."""
+        """Answers a sync if that is possible now; False: it waits on."""
         if error is not None:
             return _settle(sync.future, error)
         if sync.future.cancelled():
@@ -371,7 +373,7 @@ class AdapterManager:
             return False
         try:
             if sync.version is not None:
-                self._placement.ensure(_choice(sync.version), sync.version)
+                self._placement.ensure_loaded(_choice(sync.version), sync.version)
         except NoFreeSlot:
             return False
         except TemperError as problem:
@@ -382,10 +384,10 @@ class AdapterManager:
         return _settle(sync.future, None)
 
     def _serve(self, choice: AdapterChoice) -> bool:
-        """Loads what requests wait for; False if it has to wait for a slot, or gives its own to those that do."""
+        """Loads a version that requests wait for; False: it waits for a slot, or gives way to others that do."""
         try:
             if self._unreachable is not None and time.monotonic() < self._unreachable[0]:
-                raise self._unreachable[1]  # one timeout a while is enough, however many choices wait
+                raise self._unreachable[1]  # one timeout is enough, however many choices wait
             with self._changed:
                 version = self._aliases.version_of(choice)
             if version is None and choice.name is not None:
@@ -393,7 +395,7 @@ class AdapterManager:
                 with self._changed:
                     self._aliases.learn(version)
             if version is not None:
-                loaded = self._placement.ensure(choice, version)
+                loaded = self._placement.ensure_loaded(choice, version)
                 with self._changed:
                     resident = self._table.get(version)
                     if not loaded and resident is not None and not self._takes_requests(resident):
@@ -433,7 +435,7 @@ def _not_found(choice: AdapterChoice) -> ModelNotFound:
 
 
 def _settle(future: Future[None], error: TemperError | None) -> bool:
-    """Answers a sync unless its caller gave up; always True, for the callers' convenience."""
+    """Answers a sync unless its caller gave up; always returns True, for the callers' convenience."""
     try:
         if error is None:
             future.set_result(None)

@@ -1,4 +1,4 @@
-"""Versions of the object store in slots: loaded there when somebody asks for one, or waiting for a slot."""
+"""Placement of published versions into adapter slots: loads a requested version, or queues it for a slot."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from services.engine.observability.events import AdapterLoadFailed, EventStream,
 from services.engine.requests.adapter import AdapterChoice
 
 _REMEMBERED = 1024
-"""Refused versions remembered at most."""
+"""Most refused versions that are remembered."""
 
 log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
 
 
 class NoFreeSlot(Exception):
-    """A version waits for a slot; try again when a request ends."""
+    """No slot is free: the version waits for one; try again when a request ends."""
 
 
 class Placement:
@@ -32,7 +32,7 @@ class Placement:
 
     Args:
         changed: guards ``table``.
-        keep: versions that stay although no request is pinned to them; called with the lock held.
+        keep: returns versions that stay although no request is pinned to them; called with the lock held.
     """
 
     def __init__(
@@ -50,17 +50,17 @@ class Placement:
         self._events = events
         self._rejected: dict[AdapterVersion, AdapterRejected] = {}
 
-    def ensure(self, claim: AdapterChoice, version: AdapterVersion) -> bool:
-        """Loads a version into a slot, unless it is in one.
+    def ensure_loaded(self, claim: AdapterChoice, version: AdapterVersion) -> bool:
+        """Loads a version into a slot unless it is in one.
 
         Args:
-            claim: who asks, and waits for a slot if there is none.
+            claim: choice that asks for it and waits if there is no slot.
 
         Returns:
             Whether it had to be loaded.
 
         Raises:
-            NoFreeSlot: it waits for one.
+            NoFreeSlot: it waits for a slot.
             AdapterRejected: it does not bind; it is not tried again.
             ModelNotFound: there is no such version.
             Unavailable: the object store does not answer.
@@ -73,7 +73,9 @@ class Placement:
         if version in self._rejected:
             raise self._rejected[version]
         if not waits:
-            self._try(version, lambda: self._loader.check(version))  # nobody gives way to what is not there
+            self._try(
+                version, lambda: self._loader.check(version)
+            )  # nothing gives way to a version that does not exist
         with self._changed:
             slot = self._table.take(claim, version, self._keep())
         if slot is None:
@@ -91,7 +93,7 @@ class Placement:
         return True
 
     def _try(self, version: AdapterVersion, call: Callable[[], _T]) -> _T:
-        """Does a part of a load; a failure is counted, and remembered if it is for good."""
+        """Runs a part of a load; a failure is counted, and a permanent one is remembered."""
         try:
             return call()
         except BaseException as error:

@@ -1,8 +1,8 @@
-"""Policies that only one training job knows: weights in an adapter slot that no version in the store stands for.
+"""Private versions: policies of training jobs in adapter slots, without a version in the store.
 
-A rollout job samples from the adapter that it trains, many times before it publishes one. Its weights go into a slot as
-those of a version do, but under a handle of their own: nothing that a client can send makes one, it is in no list, and
-its digest was never used before, so that no cache entry of an earlier round is found under it.
+A rollout job samples from the adapter that it trains, many times before it publishes a version. Its weights go into a
+slot like those of a version, but under a handle of their own. A client cannot name the handle, no list has it, and its
+digest is new, so no cache entry of an earlier round matches it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from services.engine.adapters.slot_table import SlotTable
 
 _PAUSE_SECONDS = 0.05
-"""Between two looks for a free slot."""
+"""Time between two looks for a free slot, seconds."""
 
 
 class PrivateVersions:
-    """Puts policies into slots of the adapter manager and takes them out again. Thread-safe.
+    """Loads policies into slots of the adapter manager and removes them again. Thread-safe.
 
     Args:
         changed: guards ``table``.
-        keep: versions that stay although no request is pinned to them; called with the lock held.
-        freed: told, with the lock held, when a slot may have become free.
-        wait_seconds: how long a policy waits for a slot.
+        keep: returns versions that stay although no request is pinned to them; called with the lock held.
+        freed: called, with the lock held, when a slot may have become free.
+        wait_seconds: longest wait of a policy for a slot.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class PrivateVersions:
 
     @contextmanager
     def loaded(self, files: Mapping[str, bytes], interrupt: Callable[[], None]) -> Iterator[PrivateVersion]:
-        """The policy is in a slot while the block runs, and is unfindable afterwards, however the block ends. Requests
-        that are still pinned to it then end with it; their slot is free once the last one has.
+        """Context manager with a policy in a slot. However the block ends, the policy cannot be requested afterwards.
+        Requests that are pinned to it still end with it; the slot is free once the last one has.
 
         Args:
-            files: as of a published version.
-            interrupt: called while a slot is waited for; may raise.
+            files: the same files as of a published version.
+            interrupt: called while waiting for a slot; may raise.
 
         Raises:
             Overloaded: no slot became free in time.

@@ -1,9 +1,8 @@
-"""Which adapter version is in which LoRA slot, how many requests are pinned to it, and who waits for a slot. No torch,
-no I/O.
+"""Slot table: the adapter version in each slot, the number of its pins, and the queue for slots. No torch, no I/O.
 
-Slots are given first come, first served. While more versions wait than there are slots that nobody is pinned to, the
-least recently asked for of the others take no new requests, until those that they have are done: so a slot becomes free
-whatever arrives, and no version keeps one for ever. Not thread-safe: AdapterManager holds its lock around every call.
+Slots are given first come, first served. While more versions wait than there are slots without pins, the least recently
+requested of the other versions drain: they take no new requests until theirs are done. So a slot becomes free whatever
+arrives, and no version keeps one for ever. Not thread-safe: AdapterManager holds its lock around every call.
 """
 
 from __future__ import annotations
@@ -17,26 +16,26 @@ from services.engine.requests.adapter import BASE_PIN, AdapterChoice, AdapterPin
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterLimits:
-    """The manager's part of the engine's settings."""
+class AdapterConfig:
+    """Configuration of the adapter manager, from the engine's settings."""
 
     num_slots: int
     poll_seconds: float
     wait_seconds: float
-    """How long a request, or a job's policy, may wait for a slot."""
+    """Longest wait of a request, or of a job's policy, for a slot."""
     turn_seconds: float = 1.0
-    """How long a version takes new requests at least once it has a slot, whoever waits for one."""
+    """Least time for which a version takes new requests once it has a slot."""
 
 
 Version = AdapterVersion | PrivateVersion
-"""What can be in a slot."""
+"""Version that can be in a slot."""
 Claim = AdapterChoice | PrivateVersion
-"""Who waits for a slot: all requests with a choice, or a job with its policy."""
+"""Claim on a slot: that of all requests with a choice, or of a job with its policy."""
 
 
 @dataclass(slots=True)
 class Resident:
-    """A version whose weights are in a slot."""
+    """Resident version: its weights are in a slot."""
 
     version: Version
     pin: AdapterPin
@@ -44,18 +43,17 @@ class Resident:
     requests: int = 0
     last_used: int = 0
     forgotten: bool = False
-    """Its version may not be found any more; the slot is free once the last request ends."""
+    """True if the version cannot be requested any more; the slot is free once the last request ends."""
     draining_since: float | None = None
-    """Since when it takes no new requests because others wait for its slot; None: it takes them."""
+    """Begin of draining: it takes no new requests because others wait for its slot; None: it takes them."""
 
 
 class SlotTable:
-    """Slots 1 to ``num_slots``; slot 0 is the base and not counted.
+    """Slot table of slots 1 to ``num_slots``; slot 0 is the base and not counted.
 
     Args:
-        drain_seconds: how long the requests of a version that takes no new ones may last before another version takes
-            no new ones either.
-        turn_seconds: how long a version takes new requests at least once it has a slot: loading it is to be worth it.
+        drain_seconds: time for which a version may drain before another one drains as well.
+        turn_seconds: least time for which a version takes new requests once it has a slot, so that loading it pays.
     """
 
     def __init__(
@@ -74,7 +72,7 @@ class SlotTable:
         self._by_slot: dict[int, Resident] = {}
         self._by_version: dict[Version, Resident] = {}
         self._queue: dict[Claim, Version] = {}
-        """Who waits for a slot, and for what to be in it; oldest first."""
+        """Waiting claims and the version that each wants in a slot, oldest first."""
         self._clock = 0
 
     def get(self, version: Version) -> Resident | None:
@@ -82,22 +80,22 @@ class SlotTable:
 
     @property
     def published(self) -> Iterable[tuple[AdapterVersion, Resident]]:
-        """Every version of the store that can be found, in slot order."""
+        """Every published version that can be requested, in slot order."""
         residents = [self._by_slot[slot] for slot in sorted(self._by_slot)]
         return [(r.version, r) for r in residents if isinstance(r.version, AdapterVersion) and not r.forgotten]
 
     @property
     def queue(self) -> Collection[Claim]:
-        """Who waits for a slot, oldest first."""
+        """Waiting claims, oldest first."""
         return self._queue.keys()
 
     def take(self, claim: Claim, version: Version, keep: Collection[AdapterVersion]) -> int | None:
-        """A slot to load into, unless those that wait for longer need all there are: a free one, else that of the least
-        recently used version without requests. Who gets none waits from now on, until `take`, `leave` or `retain`.
+        """Takes a slot to load into, unless older claims need all of them: a free one, else that of the least recently
+        used version without requests. Without one, the claim waits until `take`, `leave` or `retain`.
 
         Args:
-            keep: versions that stay although no request is pinned to them. A private version always does: there is
-                nothing to load it from again.
+            keep: versions that stay although no request is pinned to them. A private version always does,
+                because it cannot be loaded again.
 
         Returns:
             The slot, owned by the caller until `put` or `give_back`; None if there is none yet.
@@ -115,26 +113,26 @@ class SlotTable:
         return victim.pin.slot
 
     def leave(self, claim: Claim) -> None:
-        """Somebody does not wait for a slot any more, if they did."""
+        """Removes a claim from the queue, if it waits."""
         self._queue.pop(claim, None)
 
     def retain(self, claims: Collection[Claim]) -> None:
-        """Nobody waits for a slot any more but these and jobs."""
+        """Removes all claims from the queue but these and those of jobs."""
         kept = {
             one: version for one, version in self._queue.items() if one in claims or isinstance(one, PrivateVersion)
         }
         self._queue = kept
 
     def takes_requests(self, resident: Resident, keep: Collection[AdapterVersion]) -> bool:
-        """Whether a version takes new requests: its slot is not to become free for those that wait for one."""
+        """True if a version takes new requests, i.e. it does not drain for a waiting claim."""
         return not self._queue or resident.pin.slot not in self._draining(keep)
 
     def _waiting_versions(self) -> list[Version]:
         return list(dict.fromkeys(self._queue.values()))
 
     def _evictable(self, keep: Collection[AdapterVersion]) -> tuple[list[Resident], list[Resident]]:
-        """Versions that others may take the place of, the least recently used first: those without requests, and those
-        with some."""
+        """Versions that may lose their slot, the least recently used first: those without requests, and those with
+        some."""
         idle: list[Resident] = []
         busy: list[Resident] = []
         for resident in sorted(self._by_slot.values(), key=lambda resident: resident.last_used):
@@ -146,8 +144,8 @@ class SlotTable:
         return idle, busy
 
     def _draining(self, keep: Collection[AdapterVersion]) -> set[int]:
-        """Slots whose versions take no new requests. Chooses them: as many as versions wait, half of all at most, so
-        that the steps stay full; and others beside those that keep everybody waiting for too long."""
+        """Slots whose versions take no new requests. It chooses as many as there are waiting versions, at most half of
+        all slots so that the steps stay full, and further ones beside those that have drained for too long."""
         now = self._now()
         idle, busy = self._evictable(keep)
         short_of = len(self._waiting_versions()) - len(self._free)
@@ -167,7 +165,7 @@ class SlotTable:
         return {*reserved, *(resident.pin.slot for resident in busy if resident.draining_since is not None)}
 
     def give_back(self, slot: int) -> None:
-        """Returns a slot that was taken and not filled."""
+        """Returns a slot that was taken, but not filled."""
         self._free.append(slot)
 
     def put(self, version: Version, digest: str, slot: int) -> Resident:
@@ -179,7 +177,7 @@ class SlotTable:
         return resident
 
     def forget(self, version: Version) -> None:
-        """Makes a version unfindable (deleted, replaced); requests that are pinned to it still end with it."""
+        """Removes a version that was deleted or replaced; requests that are pinned to it still end with it."""
         resident = self._by_version.pop(version)
         resident.forgotten = True
         self._free_if_done(resident)
@@ -195,7 +193,7 @@ class SlotTable:
         """Ends the pin of one request.
 
         Returns:
-            True if that left a version without requests, so that its slot can be taken.
+            True if the version has no requests left, so that its slot can be taken.
 
         Raises:
             ValueError: there is no such pin.

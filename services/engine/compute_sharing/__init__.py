@@ -1,1 +1,1 @@
-"""Who computes when: the engine's steps and the trainer's pieces on one device."""
+"""Compute gate: the engine's steps and the trainer's pieces share one device."""

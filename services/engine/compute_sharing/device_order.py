@@ -1,14 +1,14 @@
-"""Sharing a device that works through queues: the order of decode steps and training pieces is kept on the device.
+"""StreamGate: the compute gate of a GPU. The order of decode steps and training pieces is kept on the device.
 
-`gate.SliceGate` hands the device over on the host: the engine waits for the trainer's slice to end before it launches,
-and for its step to end before it lets the trainer go on. On a GPU each handover leaves the device idle for some tenths
-of a millisecond of a 3 ms step. Here both queue their work ahead, each behind what the other queued last: a step, then
-as much training as the goal leaves, then the next step, back to back.
+`host_lock.SliceGate` hands the device over on the host: the engine waits for the trainer's slice to end before it
+launches, and for its step to end before it lets the trainer continue. On a GPU each handover leaves the device idle for
+some tenths of a millisecond of a 3 ms step. Here both queue their work ahead, each behind what the other queued last: a
+step, then as much training as the goal leaves, then the next step, back to back.
 
-The trainer's pieces (a layer, a tile of the head) are measured on the device. It may queue one while it has credit:
-each launch of a step brings what the step leaves of the goal for the time per output token, at least a minimal share of
-the step. An idle engine leaves the device to the trainer, which then queues a few pieces ahead at most, for the next
-step to be soon.
+The trainer's pieces (a layer, a tile of the head) are measured on the device. The trainer may queue one while it has
+credit. Each launch of a step adds as credit what the step leaves of the goal for the time per output token, at least a
+minimal share of the step. While the engine is idle, the trainer has the device and queues only a few pieces ahead, so
+that the next step starts soon.
 """
 
 from __future__ import annotations
@@ -22,98 +22,101 @@ from dataclasses import dataclass
 from typing import Protocol
 
 _AHEAD = 2
-"""Pieces queued on an idle device: the one at work, and the one that follows without a gap."""
+"""Most pieces queued while the engine is idle: the running one, and the one that follows without a gap."""
 _ENQUEUE_SECONDS = 0.0005
-"""How long a step waits for a piece that is just being queued; one that takes longer runs beside it."""
+"""Longest wait of a step for a piece that is being queued; a longer one runs concurrently."""
 _WEIGHT = 0.2
-"""Of the newest step in the moving average of their times."""
+"""Weight of the newest step in the moving average of step times."""
 
 
 class Mark(Protocol):
-    """A point in a queue of the device."""
+    """Mark: a point in a queue of the device. It is a Protocol because the CUDA implementation needs torch and this
+    module does not."""
 
     def passed(self) -> bool:
-        """Whether the device is beyond it."""
+        """True if the device is past the mark."""
         ...
 
     def wait(self) -> None:
-        """Returns when the device is beyond it; the thread sleeps."""
+        """Returns when the device is past the mark; the thread sleeps."""
         ...
 
     def seconds_since(self, earlier: Mark) -> float:
-        """Device time between two marks that have been passed."""
+        """Seconds of device time between two passed marks."""
         ...
 
 
-class Lane(Protocol):
-    """A queue of the device."""
+class DeviceQueue(Protocol):
+    """Queue of the device. It is a Protocol for the same reason as Mark."""
 
     def mark(self) -> Mark:
-        """The point behind all that is queued now."""
+        """Mark behind all work that is queued now."""
         ...
 
     def follow(self, mark: Mark) -> None:
-        """What is queued from now on starts behind the mark."""
+        """Makes all work that is queued from now on start behind the mark."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """A step or a piece between two marks."""
+    """Step or piece between two marks."""
 
     begin: Mark
     end: Mark
     number: int = 0
     expected: float = 0.0
-    """Seconds that it was taken for when it was queued."""
+    """Expected seconds when it was queued."""
 
     def seconds(self) -> float:
         return self.end.seconds_since(self.begin)
 
 
 class StreamGate:
-    """Implements trainer.host.ComputeGate for one trainer thread and ports.EngineGate for the one engine loop thread.
+    """Compute gate of a GPU: ComputeGate for the one trainer thread and EngineGate for the one loop thread.
 
     Args:
-        tpot_goal_seconds: what a step and the training before it may take together.
+        tpot_goal_seconds: goal for the time of a step and the training before it together.
         engine, trainer: the queues that the two threads use.
-        minimal_share: of each step's duration, granted to training whatever the goal says.
+        minimal_share: share of each step's duration that training gets whatever the goal is.
 
     Raises:
         ValueError: the goal is not positive, or the share not in (0, 1].
     """
 
     contended = False
-    """The engine's steps overlap as ever."""
+    """False: the engine's steps overlap while a trainer computes."""
 
-    def __init__(self, tpot_goal_seconds: float, engine: Lane, trainer: Lane, *, minimal_share: float = 0.1) -> None:
+    def __init__(
+        self, tpot_goal_seconds: float, engine: DeviceQueue, trainer: DeviceQueue, *, minimal_share: float = 0.1
+    ) -> None:
         if tpot_goal_seconds <= 0 or not 0 < minimal_share <= 1:
             raise ValueError(
                 f"tpot_goal_seconds {tpot_goal_seconds} must be positive and minimal_share {minimal_share} in (0, 1]"
             )
         self.tpot_goal_seconds = tpot_goal_seconds
-        """What a step and the training before it may take together."""
+        """Goal for the time of a step and the training before it together."""
         self._share = minimal_share
         self._engine, self._trainer = engine, trainer
         self._changed = threading.Condition()
         self._engine_idle = True
         self._training = False
         self._queueing: Mark | None = None
-        """Where the piece begins that the trainer is queueing now."""
+        """Begin of the piece that the trainer is queueing now; None: it queues none."""
         self._pieces: deque[_Work] = deque()
-        """Of the trainer, queued and not known to be done; oldest first."""
+        """Pieces of the trainer that are queued and not known to be done, oldest first."""
         self._steps: deque[_Work] = deque()
-        """The same of the engine."""
+        """Steps of the engine that are queued and not known to be done, oldest first."""
         self._engine_tail: Mark | None = None
         self._trainer_tail: Mark | None = None
         self._number = 0
-        """Of the next piece since training() was entered."""
+        """Number of the next piece, counted since training() was entered."""
         self._measured: dict[int, float] = {}
-        """Seconds of each piece by its number, as it was the last time: one microbatch is much like the one before. A
-        number that is new is taken for the longest."""
+        """Latest seconds of each piece by its number: microbatches are much alike. A new number is expected to take as
+        long as the longest."""
         self._step_seconds: float | None = None
         self._grant = 0.0
-        """What the last launch brought; no more is ever saved up."""
+        """Credit that the last launch added, which is also the most that is saved up."""
         self._credit = 0.0
         """Seconds of training that steps have left room for and that have not been queued yet."""
         self.training_waited = 0.0
@@ -122,17 +125,19 @@ class StreamGate:
     # The engine.
 
     def acquire(self) -> None:
-        """By the loop thread before the first of overlapping steps."""
+        """Ends the engine's idle time; called by the loop thread before the first of overlapping steps."""
         with self._changed:
             self._engine_idle = False
 
     def release(self, step_seconds: float) -> None:
-        """By the loop thread when no step is in flight. What a step takes is measured on the device."""
+        """Does nothing: the duration of a step is measured on the device. Called by the loop thread when no step is in
+        flight."""
         del step_seconds
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """Around the launch of a step: it is queued behind the trainer's pieces, and brings credit for more."""
+        """Context manager around the launch of a step: it is queued behind the trainer's pieces, and adds credit for
+        more."""
         with self._changed:
             if self._queueing is not None:
                 self._changed.wait_for(lambda: self._queueing is None, _ENQUEUE_SECONDS)
@@ -152,8 +157,8 @@ class StreamGate:
                 self._changed.notify_all()
 
     def engine_idle(self) -> None:
-        """By the loop thread before it goes to sleep, or waits for a tier: training is unhindered until the next
-        step."""
+        """Gives the device to the trainer until the next step. Called by the loop thread before it sleeps or waits for
+        a tier."""
         with self._changed:
             self._engine_idle = True
             self._credit = 0.0
@@ -163,7 +168,7 @@ class StreamGate:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Around whatever the trainer queues; give_way() cuts it into pieces.
+        """Context manager around the trainer's work; give_way() divides it into pieces.
 
         Raises:
             RuntimeError: it is entered twice.
@@ -182,7 +187,7 @@ class StreamGate:
                 self._training = False
 
     def give_way(self) -> None:
-        """Inside training(), before a piece is queued: returns when its turn has come.
+        """Waits until the next piece may be queued. Called inside training(), before each piece.
 
         Raises:
             RuntimeError: called outside training().
@@ -219,7 +224,7 @@ class StreamGate:
         self._measure()
 
     def _blocked_by(self) -> Mark | _Credit | None:
-        """What the next piece has to wait for."""
+        """Mark or credit that the next piece has to wait for; None: it may be queued."""
         if not self._measured and self._pieces:
             return self._pieces[0].end
         if not self._engine_idle:
@@ -227,7 +232,7 @@ class StreamGate:
         return self._pieces[-_AHEAD].end if len(self._pieces) >= _AHEAD else None
 
     def _measure(self) -> None:
-        """Takes note of what is done by now."""
+        """Measures the pieces and steps that are done."""
         while self._pieces and self._pieces[0].end.passed():
             piece = self._pieces.popleft()
             seconds = self._measured[piece.number] = piece.seconds()
@@ -240,4 +245,4 @@ class StreamGate:
 
 @dataclass(frozen=True, slots=True)
 class _Credit:
-    """The next launch of a step, or its end."""
+    """Wait for credit, which the next launch or end of a step brings."""

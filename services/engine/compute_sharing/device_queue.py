@@ -10,7 +10,7 @@ from services.engine.compute_sharing.device_order import Mark
 
 
 class CudaMark:
-    """Implements stream_gate.Mark."""
+    """Mark on a CUDA stream."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
@@ -31,22 +31,22 @@ class CudaMark:
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
-class CudaLane:
-    """Implements stream_gate.Lane.
+class CudaDeviceQueue:
+    """CUDA stream as a DeviceQueue.
 
     Args:
-        stream: the stream that the thread's work goes to at the time of the call.
+        stream: returns the stream that the thread's work goes to.
     """
 
     def __init__(self, stream: Callable[[], torch.cuda.Stream]) -> None:
         self._stream = stream
 
     def mark(self) -> CudaMark:
-        """See Lane."""
+        """See DeviceQueue."""
         return CudaMark(self._stream())
 
     def follow(self, mark: Mark) -> None:
-        """See Lane."""
+        """See DeviceQueue."""
         if not isinstance(mark, CudaMark):
             raise TypeError(f"a mark of another kind of device: {type(mark).__name__}")
         self._stream().wait_event(mark.event)

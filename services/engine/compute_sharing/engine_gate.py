@@ -11,21 +11,21 @@ class EngineGate(Protocol):
 
     @property
     def contended(self) -> bool:
-        """Whether a trainer computes or waits to: the gate should be released after each step."""
+        """True if a trainer computes or waits to: the gate should be released after each step."""
         ...
 
     def acquire(self) -> None:
-        """Waits until the device is the engine's."""
+        """Waits until the engine has the device."""
         ...
 
     def release(self, step_seconds: float) -> None:
-        """No step is in flight; the last one computed for so long."""
+        """Releases the gate when no step is in flight; the last one has computed for so many seconds."""
         ...
 
     def launching(self) -> AbstractContextManager[None]:
-        """Around each launch of a step."""
+        """Context manager around each launch of a step."""
         ...
 
     def engine_idle(self) -> None:
-        """There is nothing to run, or what there is waits for something else than the device."""
+        """Tells that the engine has nothing to run, or that its requests wait for something other than the device."""
         ...

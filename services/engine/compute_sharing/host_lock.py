@@ -1,7 +1,7 @@
-"""Sharing the device between decode steps and training: who computes now, and for how long.
+"""SliceGate: the compute gate of a CPU. Decode steps and training take turns on the host.
 
-The engine takes the gate for each step, or, while nobody trains, for as long as its steps overlap; the trainer holds
-it while it computes and offers it back between layers.
+The engine takes the gate for each step, or, while nobody trains, for as long as its steps overlap. The trainer holds
+the gate while it computes and offers it back between layers.
 
 A busy engine still lets the trainer have a slice after each step, so long as the step and the wait for the slice stay
 within the goal for the time per output token, and a minimal share of the step's time even if the goal is out of reach.
@@ -25,11 +25,11 @@ class _Turn(enum.Enum):
 
 
 class SliceGate:
-    """Implements trainer.host.ComputeGate for one trainer thread, and its counterpart for the one engine loop thread.
+    """Compute gate of a CPU: ComputeGate for the one trainer thread and EngineGate for the one loop thread.
 
     Args:
-        tpot_goal_seconds: what a step and the training slice before it may take together.
-        minimal_share: of each step's duration, granted to training whatever the goal says.
+        tpot_goal_seconds: goal for the time of a step and the training slice before it together.
+        minimal_share: share of each step's duration that training gets whatever the goal is.
         synchronize: waits until the device has done what the trainer queued (CUDA); None where calls return when
             the work is done.
         clock: monotonic seconds.
@@ -48,7 +48,7 @@ class SliceGate:
                 f"tpot_goal_seconds {tpot_goal_seconds} must be positive and minimal_share {minimal_share} in (0, 1]"
             )
         self.tpot_goal_seconds = tpot_goal_seconds
-        """What a step and the training slice before it may take together."""
+        """Goal for the time of a step and the training slice before it together."""
         self._share = minimal_share
         self._synchronize = synchronize
         self._clock = clock
@@ -58,7 +58,7 @@ class SliceGate:
         self._engine_waits_since: float | None = None
         self._trainer_waits = False
         self._training = False
-        """Whether somebody is inside training()."""
+        """True while a thread is inside training()."""
         self._credit = 0.0
         """Seconds that the trainer may make the engine wait; negative: it has overrun."""
         self.training_waited = 0.0
@@ -66,12 +66,13 @@ class SliceGate:
 
     @property
     def contended(self) -> bool:
-        """Whether somebody computes in ``training()`` or waits there: the engine should release the gate after each
+        """True while a thread computes in ``training()`` or waits there: the engine should release the gate after each
         step."""
         return self._training
 
     def acquire(self) -> None:
-        """By the loop thread before it launches a step on an idle device; waits for the trainer's slice to end."""
+        """Takes the gate for the engine; waits for the trainer's slice to end. Called by the loop thread before it
+        launches a step on an idle device."""
         with self._changed:
             if self._turn is _Turn.ENGINE or self._engine_waits_since is not None:
                 raise RuntimeError("two engine steps at the same time")
@@ -85,25 +86,25 @@ class SliceGate:
                 self._engine_waits_since = None
 
     def release(self, step_seconds: float) -> None:
-        """By the loop thread when the results of all its steps are in.
+        """Releases the gate. Called by the loop thread when the results of all its steps are in.
 
         Args:
-            step_seconds: how long the last step computed; what the trainer's next slice is measured by.
+            step_seconds: duration of the last step, by which the trainer's next slice is measured.
         """
         with self._changed:
             grant = max(self.tpot_goal_seconds - step_seconds, self._share * step_seconds)
             self._credit = min(self._credit + grant, grant)
-            # Straight into the trainer's hands: otherwise the next step could be faster than its thread.
+            # Handed to the trainer directly: otherwise the next step could be faster than its thread.
             self._turn = _Turn.TRAINER if self._trainer_waits and self._credit > 0 else _Turn.NOBODY
             self._changed.notify_all()
 
     def launching(self) -> AbstractContextManager[None]:
-        """Around each launch of a step, which holds the gate already."""
+        """Context manager around each launch of a step, which holds the gate already."""
         return nullcontext()
 
     def engine_idle(self) -> None:
-        """Told by the loop thread before it goes to sleep, or waits for a tier: training is unhindered until the next
-        step, which then has to wait for one layer only."""
+        """Gives the device to the trainer until the next step, which then waits for one layer only. Called by the loop
+        thread before it sleeps or waits for a tier."""
         with self._changed:
             self._engine_idle = True
             self._credit = 0.0
@@ -111,7 +112,8 @@ class SliceGate:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Held by the trainer thread while it computes; entering waits for the engine's turn to end."""
+        """Context manager that the trainer thread holds while it computes; entering waits for the engine's turn to
+        end."""
         with self._changed:
             if self._training:
                 raise RuntimeError("training() is entered twice")

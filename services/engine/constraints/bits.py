@@ -1,4 +1,4 @@
-"""Masks over the vocabulary as bits, in llguidance's layout."""
+"""Token masks: bits over the vocabulary, in llguidance's layout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 Bits = npt.NDArray[np.int32]
-"""A mask, [words] int32: bit ``t % 32`` of word ``t // 32`` says whether token ``t`` is allowed."""
+"""Mask, [words] int32: bit ``t % 32`` of word ``t // 32`` tells whether token ``t`` is allowed."""
 
 
 def allow(row: Bits, tokens: Iterable[int]) -> None:
@@ -26,7 +26,7 @@ def forbid(row: Bits, tokens: Iterable[int]) -> None:
 
 
 def allows(row: Bits, token: int) -> bool:
-    """Whether a token's bit is set."""
+    """True if a token's bit is set."""
     return bool((int(row[token >> 5]) >> (token & 31)) & 1)
 
 

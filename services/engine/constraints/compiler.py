@@ -1,4 +1,4 @@
-"""Compiled grammars for the requests of an engine: off the threads that serve, cached, bounded in time and number."""
+"""Constraint compiler: compiles grammars on threads of its own, cached and bounded in time and number."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _Key = tuple[ConstraintKind, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class CompilerLimits:
-    """What compiling may take of an engine."""
+    """Limits of compiling constraints."""
 
     grammar: GrammarLimits = field(default_factory=GrammarLimits)
     seconds: float = 5.0
-    """How long a request waits for its grammar to be compiled, and before for its turn."""
+    """Longest wait of a request for its turn, and then for its grammar to be compiled."""
     threads: int = 2
     waiting: int = 64
-    """Grammars that may wait for their turn."""
+    """Most grammars that wait for their turn."""
     cache_entries: int = 256
     cache_bytes: int = 8 * 1024 * 1024
-    """Of the sources of what is cached."""
+    """Most bytes of the sources of cached grammars."""
 
     def __post_init__(self) -> None:
         if self.seconds <= 0 or self.threads < 1 or min(self.waiting, self.cache_entries, self.cache_bytes) < 0:
@@ -44,16 +44,17 @@ class CompilerLimits:
 
 
 class _Job:
-    """One grammar on its way. Its thread cannot be stopped, only not be waited for: what it does is bounded."""
+    """Compilation of one grammar. Its thread cannot be stopped, but its work is bounded, and nobody has to wait for
+    it."""
 
     def __init__(self, compiled: Callable[[], CompiledGrammar], pool: ThreadPoolExecutor) -> None:
         self.began = asyncio.Event()
         self.late = False
-        """It took too long; whoever asks for the same meanwhile need not wait."""
+        """True if it took too long; other requests for the same grammar do not wait for it."""
         loop = asyncio.get_running_loop()
 
         def run() -> CompiledGrammar:
-            # The service may be gone when its turn comes.
+            # The event loop may have ended when the turn comes.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self.began.set)
             return compiled()
@@ -63,13 +64,13 @@ class _Job:
 
 
 class ConstraintCompiler:
-    """Makes the matchers of requests. Used on the thread of one asyncio loop, which it never blocks.
+    """Compiles the constraints of requests. Used on the thread of one asyncio loop, which it never blocks.
 
-    Equal constraints are compiled once, and at the same time once, too. What is refused is not cached: it is refused
-    again, soon.
+    Equal constraints are compiled once, even when they come at the same time. A refusal is not cached, because it is
+    quick.
 
     Args:
-        events: told how each request's grammar was had.
+        events: stream for the result of each request's grammar.
     """
 
     def __init__(
@@ -94,11 +95,11 @@ class ConstraintCompiler:
 
     @property
     def cached_bytes(self) -> int:
-        """Of the sources."""
+        """Bytes of the sources of cached grammars."""
         return self._bytes
 
     async def matcher(self, sampling: SamplingParams) -> OutputMatcher | None:
-        """What goes with a request; None if nothing of it is masked.
+        """Matcher for a request; None if nothing of it is masked.
 
         Raises:
             InvalidRequest: the constraint cannot be compiled within the limits; ``param`` is the constraint's.
@@ -110,7 +111,7 @@ class ConstraintCompiler:
         return (await self._compiled(constraint)).matcher(sampling)
 
     def close(self) -> None:
-        """Nothing more is compiled; what has begun ends by itself."""
+        """Stops compiling; compilations that have begun end by themselves."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _compiled(self, constraint: Constraint) -> CompiledGrammar:
@@ -155,7 +156,7 @@ class ConstraintCompiler:
             self._keep(key, done.result())
 
     async def _wait(self, job: _Job) -> CompiledGrammar:
-        """Waits for a job's turn, then for its end; for each as long as the limit says."""
+        """Waits for a compilation's turn, then for its end, each within the limit."""
         limit = self._limits.seconds
         if job.late:
             raise self._too_slow()
@@ -170,7 +171,7 @@ class ConstraintCompiler:
             job.late = True
             raise self._too_slow() from None
         except asyncio.CancelledError:
-            if job.done.cancelled():  # one that waited for the same gave it up
+            if job.done.cancelled():  # another request for the same grammar gave it up
                 raise self._busy() from None
             raise
 

@@ -1,4 +1,4 @@
-"""Compiles one grammar, within limits of size and work."""
+"""Compilation of one grammar, within limits of size and work."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from services.engine.constraints.vocabulary import Vocabulary
 from services.engine.requests.sampling_params import Constraint, ConstraintKind, SamplingParams
 
 _NOTHING_FOLLOWS = "NoExtensionBias"
-"""What llguidance says of a language without any text."""
+"""Error text of llguidance for a language without any text."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """What one grammar may cost. llguidance counts its work in units of fuel, 14 to 50 of them a microsecond."""
+    """Limits of one grammar. llguidance counts its work in units of fuel, 14 to 50 for each microsecond."""
 
     max_bytes: int = 256 * 1024
-    """Of the source."""
+    """Most bytes of the source."""
     step_fuel: int = 200_000
-    """Of the lexer, for the mask of one token: some 15 ms of one thread."""
+    """Fuel of the lexer for the mask of one token: some 15 ms of one thread."""
     initial_fuel: int = 1_000_000
-    """Of the lexer, once, when it is built."""
+    """Fuel of the lexer to build it, once."""
     step_items: int = 50_000
-    """Of the parser, for the mask of one token: some 3 ms."""
+    """Items of the parser for the mask of one token: some 3 ms."""
     max_symbols: int = 500_000
-    """Of all rules."""
+    """Most symbols of all rules together."""
     max_states: int = 20_000
-    """That the lexer of one request may have; each has 1 to 2 kB."""
+    """Most states of the lexer of one request; each has 1 to 2 kB."""
 
     def __post_init__(self) -> None:
         if (
@@ -49,23 +49,24 @@ class GrammarLimits:
             max_items_in_row=self.step_items,
             max_lexer_states=self.max_states,
             max_grammar_size=self.max_symbols,
-            # Errors would have parts of the output, which go to no log.
+            # Verbose errors have parts of the output, which must not get into a log.
             verbose_errors=False,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """A language over the vocabulary, at its beginning. Copied for each request, never advanced itself."""
+    """Compiled grammar over the vocabulary, at its beginning. It is copied for each request and never advanced
+    itself."""
 
     vocabulary: Vocabulary
     kind: ConstraintKind
     prototype: LLMatcher
     size: int
-    """Bytes of its source."""
+    """Bytes of the source."""
 
     def matcher(self, sampling: SamplingParams) -> OutputMatcher:
-        """For one request with this constraint."""
+        """Matcher for one request with this constraint."""
         constraint = sampling.constraint
         return OutputMatcher(
             self.vocabulary,
@@ -78,16 +79,16 @@ class CompiledGrammar:
 
 
 def budget_matcher(vocabulary: Vocabulary, sampling: SamplingParams) -> OutputMatcher:
-    """For a request with a thinking budget and no constraint."""
+    """Matcher for a request with a thinking budget and no constraint."""
     stops = sampling.stop_token_ids | vocabulary.eos_ids
     return OutputMatcher(vocabulary, None, sampling.thinking, stops, param="thinking")
 
 
 def compile_grammar(vocabulary: Vocabulary, constraint: Constraint, limits: GrammarLimits) -> CompiledGrammar:
-    """Compiles a constraint up to the mask of its first token. Takes no GIL most of the time.
+    """Compiles a constraint and checks it with the mask of its first token. Mostly runs without the GIL.
 
     Raises:
-        Refused: it is malformed, asks for what is not enforced, is over a limit, or nothing fulfils it.
+        Refused: it is malformed, cannot be enforced, is over a limit, or no output fulfils it.
     """
     if constraint.size > limits.max_bytes:
         raise Refused(f"it has {constraint.size} bytes, the limit is {limits.max_bytes} (TEMPER_CONSTRAINT_MAX_BYTES)")

@@ -1,4 +1,4 @@
-"""The masks of one step, made at once for all of its rows. No torch here."""
+"""Masks of one step, made together for all of its rows. No torch here."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def _no_bits() -> npt.NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True)
 class RowMasks:
-    """Masks of some of the rows that a step samples; all other rows may take any token."""
+    """Masks of some of the sampled rows of a step; all other rows may take any token."""
 
     rows: Sequence[int] = ()
-    """Numbers of the rows among the sampled ones, ascending."""
+    """Indices of the rows among the sampled ones, ascending."""
     bits: npt.NDArray[np.int32] = field(default_factory=_no_bits)
-    """[len(rows), words] int32, bit ``t % 32`` of word ``t // 32`` for token ``t``. A buffer that the next step's masks
-    go to as well."""
+    """[len(rows), words] int32, bit ``t % 32`` of word ``t // 32`` for token ``t``. The next step's masks overwrite the
+    buffer."""
 
     def __post_init__(self) -> None:
         if self.bits.ndim != 2 or len(self.bits) != len(self.rows) or not self.bits.flags.c_contiguous:
@@ -35,11 +35,11 @@ class RowMasks:
 
 
 NO_MASKS = RowMasks()
-"""Of a step whose rows may take any token."""
+"""Masks of a step whose rows may all take any token."""
 
 
 class MaskMaker:
-    """Makes masks in a buffer that it keeps. Used by one thread."""
+    """Makes masks in a buffer that it reuses. Used by one thread."""
 
     def __init__(self) -> None:
         self._bits = _no_bits()
@@ -50,10 +50,10 @@ class MaskMaker:
         """Masks for the next token of some matchers.
 
         Args:
-            wanted: numbers of sampled rows, ascending, and their matchers, all of one vocabulary.
+            wanted: indices of sampled rows, ascending, and their matchers, all of one vocabulary.
 
         Returns:
-            The masks of those that have one, and the places in ``wanted`` of those that failed, whose rows are not
+            Masks of the rows that have one, and the places in ``wanted`` of matchers that failed, whose rows are not
             masked.
         """
         masked = [

@@ -1,7 +1,7 @@
-"""What may follow the output of one request so far: its reasoning, then the language of its answer.
+"""Output matcher: the tokens that may follow the output of one request, first in its reasoning, then in its answer.
 
-The matcher of a sequence knows the tokens that the host knows. It never runs ahead and never back, so a sequence that
-is preempted keeps it as it is.
+The matcher of a sequence has taken the tokens that the host knows. It never moves ahead of them or back, so a preempted
+sequence keeps it unchanged.
 """
 
 from __future__ import annotations
@@ -21,50 +21,50 @@ if TYPE_CHECKING:
     from services.engine.constraints.vocabulary import Vocabulary
 
 _NEWLINE_TOKENS = 2
-"""That may stand between the reasoning and the answer: templates write `</think>` and two newlines."""
+"""Most newline tokens between the reasoning and the answer: templates write `</think>` and two newlines."""
 _EXCLUDED = "doesn't satisfy the grammar"
-"""In what llguidance says of a token that does not belong; anything else is a limit."""
+"""Part of llguidance's error for a token that is not allowed; any other error is a limit."""
 _REGULAR_ENDS = frozenset({"NoExtension", "NoExtensionBias", "EndOfSentence"})
 
 
 class ConstraintBroken(TemperError):
-    """A mask could not be made, or a token was sampled that it excludes: the request ends, its text is not to be
-    trusted. Others are not affected."""
+    """A mask could not be made, or an excluded token was sampled. The request ends, because its text cannot be trusted;
+    other requests are not affected."""
 
 
 class ConstraintUnusable(ConstraintBroken, InvalidRequest):
-    """By its own doing: the engine is sound, and a simpler constraint is the way out. A caller of engines must not take
-    it for a fault of this one."""
+    """The constraint itself cannot be enforced here: the engine works, and a simpler constraint helps. A gateway must
+    not count it as a fault of this engine."""
 
 
 class _Phase(enum.Enum):
     REASONING = enum.auto()
     CLOSING = enum.auto()
-    """The budget is used up: the tokens that close the reasoning follow one by one."""
+    """The budget is used up: the closing tokens follow one by one."""
     GAP = enum.auto()
-    """Behind the reasoning: newlines may come before the answer."""
+    """The reasoning has ended: newlines may come before the answer."""
     ANSWER = enum.auto()
     FREE = enum.auto()
-    """Nothing more is constrained."""
+    """The rest of the output is not constrained."""
 
 
 class OutputMatcher:
     """The constraint of one request, from its first token to its last. One thread uses it at a time.
 
-    Inside the reasoning of a request with a grammar every token is allowed but those that end the output: a reasoning
-    without its answer would not be of the language. Without a grammar the model may end wherever it likes; the budget
-    is all that is enforced.
+    Inside the reasoning of a request with a grammar, every token is allowed but those that end the output: reasoning
+    without an answer would violate the grammar. Without a grammar the model may end anywhere; only the budget is
+    enforced.
 
-    An answer may begin within the reasoning, where the request says with which token. Nothing of it is masked, for it
-    may be a thought, but it is followed through the grammar: where it is complete, the output may end.
+    An answer may begin within the reasoning, if the request names the token that begins it. It is not masked, because
+    it may be a thought, but the grammar follows it: where it is complete, the output may end.
 
     Args:
-        grammar: a copy of a compiled grammar, at its beginning, which nobody else uses; None: there is only a budget.
+        grammar: copy of a compiled grammar for this request, at its beginning; None: there is only a budget.
         thinking: set if the output begins inside the reasoning.
-        stop_ids: tokens that end the output; allowed where the answer is complete. One that the grammar takes for text
-            ends it there as well, as a stop string does.
-        param: the request field that failures name.
-        names_tokens: the grammar is one that may name added tokens.
+        stop_ids: tokens that end the output; allowed where the answer is complete. A stop token that is also text of
+            the grammar ends the output as well, as a stop string does.
+        param: request field that failures name.
+        names_tokens: whether the grammar may name added tokens.
     """
 
     __slots__ = (
@@ -100,16 +100,15 @@ class OutputMatcher:
         self._newlines_left = _NEWLINE_TOKENS
         self._reasoned = 0
         self._closed = 0
-        """Closing tokens so far."""
+        """Number of closing tokens so far."""
         self._early: LLMatcher | None = None
-        """Follows an answer that has begun within the reasoning."""
+        """Matcher of an answer that has begun within the reasoning; None: there is none."""
         self._phase = _Phase.ANSWER if grammar is not None else _Phase.FREE
         if thinking is not None:
             self._phase = _Phase.CLOSING if thinking.budget == 0 else _Phase.REASONING
 
     def may_mask(self, count: int) -> bool:
-        """Whether the token behind the first ``count`` tokens of the output may need a mask, some of which may be
-        pending."""
+        """True if the token behind the first ``count`` output tokens, pending ones included, may need a mask."""
         if self._grammar is not None:
             return True
         if self._thinking is None or self._thinking.budget is None or self._phase is _Phase.FREE:
@@ -118,11 +117,12 @@ class OutputMatcher:
 
     @property
     def masks(self) -> bool:
-        """Whether the next token is chosen under a mask."""
+        """True if the next token is sampled under a mask."""
         return self._grammar is not None or self._phase is _Phase.CLOSING
 
     def begin_mask(self, row: Bits) -> LLMatcher | None:
-        """Writes the mask of the next token, or returns what writes it first; then ``end_mask`` completes it."""
+        """Writes the mask of the next token, or returns the grammar that must write it; then ``end_mask`` completes
+        it."""
         if self._thinking is not None and self._phase is _Phase.CLOSING:
             row[:] = 0
             allow(row, (self._thinking.closing[self._closed],))
@@ -135,7 +135,7 @@ class OutputMatcher:
         return self._grammar
 
     def end_mask(self, row: Bits) -> None:
-        """Completes what the grammar wrote: the tokens that end the output, newlines before an answer.
+        """Completes the grammar's mask: adds the tokens that end the output, and newlines before an answer.
 
         Raises:
             ConstraintUnusable: the grammar reached its limits, or nothing may follow.
@@ -151,16 +151,14 @@ class OutputMatcher:
         if self._phase is _Phase.GAP and self._newlines_left:
             np.bitwise_or(row, self.vocabulary.newlines, out=row)
         if not row.any():
-            raise ConstraintUnusable(
-                f"{self._param}: no token of the model can go on with the output", param=self._param
-            )
+            raise ConstraintUnusable(f"{self._param}: no token of the model can continue the output", param=self._param)
 
     def advance(self, token_id: int) -> bool:
-        """Takes in a token that does not end the output; returns whether the answer is complete, so that nothing more
-        may follow.
+        """Takes a token that does not end the output; returns True if the answer is complete, so that nothing more may
+        follow.
 
         Raises:
-            ConstraintBroken: the token does not belong there.
+            ConstraintBroken: the token is not allowed here.
         """
         thinking = self._thinking
         if thinking is not None and self._phase is _Phase.REASONING:
@@ -196,10 +194,10 @@ class OutputMatcher:
         return True
 
     def _follow(self, token_id: int, thinking: Thinking) -> None:
-        """Takes in a token of the reasoning where it may belong to an answer."""
+        """Takes a token of the reasoning that may belong to an answer."""
         begins = token_id == thinking.call_token_id
         if self._early is not None:
-            # Behind a call, text goes on with the thoughts, even where the language has text.
+            # Text behind a call belongs to the reasoning, even where the grammar has text.
             over = self._early.is_accepting() and not begins and not allows(self.vocabulary.newlines, token_id)
             if over or not self._early.consume_token(token_id):
                 self._early = None
@@ -213,7 +211,7 @@ class OutputMatcher:
         self._phase = _Phase.FREE if self._grammar is None else _Phase.GAP
 
     def _is_gap(self, token_id: int, grammar: LLMatcher) -> bool:
-        """Whether a token stands before the answer; one that may begin the answer does."""
+        """True if a token is a newline before the answer and not the beginning of the answer."""
         newline = self._newlines_left > 0 and allows(self.vocabulary.newlines, token_id)
         return newline and grammar.validate_tokens([token_id]) == 0
 
@@ -229,5 +227,5 @@ class OutputMatcher:
 
     def _excluded(self, token_id: int) -> ConstraintBroken:
         return ConstraintBroken(
-            f"{self._param}: token {token_id} does not belong to the output here", param=self._param
+            f"{self._param}: token {token_id} is not allowed at this point of the output", param=self._param
         )

@@ -1,14 +1,14 @@
-"""Why a grammar is not compiled."""
+"""Refusal of a grammar that cannot be compiled."""
 
 from __future__ import annotations
 
 
 class Refused(Exception):
-    """A grammar cannot be compiled; the message says why, for whoever sent it.
+    """Refusal of a grammar that cannot be compiled; the message tells the client why.
 
     Args:
-        message: why.
-        field: of the request, if it is known better than by the constraint.
+        message: reason.
+        field: request field, if it is not that of the constraint.
     """
 
     def __init__(self, message: str, field: str | None = None) -> None:

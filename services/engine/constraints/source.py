@@ -1,4 +1,4 @@
-"""What a request says to the grammar that llguidance compiles: always its Lark, with no text forced."""
+"""Source of a grammar: a request's constraint as the Lark text that llguidance compiles, with no text forced."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ _TERMINAL = re.compile(r"[A-Z]\w*: ")
 _LONGEST_REASON = 300
 _SCHEMA_RULE = "temper-schema-"
 _OF_TOOLS = "tools"
-"""The field of grammars that a gateway writes."""
+"""Request field of grammars that a gateway writes."""
 
 
 def lark_of(constraint: Constraint, reserved: Mapping[str, int], probe: Probe) -> str:
-    """The grammar of a constraint.
+    """Lark text of a constraint.
 
     Args:
         reserved: added tokens that no grammar may name.
-        probe: of terminals.
+        probe: answers questions about terminals.
 
     Raises:
-        Refused: it asks for what cannot be enforced.
+        Refused: the constraint cannot be enforced.
     """
     text = constraint.source[0]
     if constraint.kind is ConstraintKind.JSON_SCHEMA:
@@ -62,7 +62,8 @@ def lark_of(constraint: Constraint, reserved: Mapping[str, int], probe: Probe) -
 
 
 def _regex(text: str) -> str:
-    """Anchors at both ends say nothing of an expression that matches all of the output; elsewhere they are refused."""
+    """Lark of a regular expression. Anchors at both ends are dropped, because it must match the whole output; elsewhere
+    they are refused."""
     text = text.removeprefix("^")
     if text.endswith("$") and (len(text) - len(text[:-1].rstrip("\\"))) % 2:
         text = text[:-1]
@@ -72,20 +73,21 @@ def _regex(text: str) -> str:
 
 
 def _string(text: str) -> str:
-    """A text as a string of Lark, which reads the escapes of JSON."""
+    """String of Lark for a text; Lark reads the escapes of JSON."""
     try:
         text.encode()
     except UnicodeEncodeError:
         raise Refused("a choice has a lone surrogate, which no output can have") from None
-    # The one control character that JSON leaves as it is and Lark does not take.
+    # The only control character that JSON leaves unescaped and Lark does not accept.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def check_lark(text: str, reserved: Mapping[str, int]) -> None:
-    """
+    """Checks a client's Lark grammar.
+
     Raises:
-        Refused: the grammar has a directive for llguidance itself, names tokens that it may not, or has attributes
-            that mean nothing here.
+        Refused: the grammar has a directive for llguidance itself, names reserved tokens, or has attributes without
+            effect here.
     """
     if "%llguidance" in text:
         raise Refused("%llguidance directives are set by the engine; leave them out")
@@ -103,7 +105,7 @@ def check_lark(text: str, reserved: Mapping[str, int]) -> None:
 
 
 def _check_needed(text: str, probe: Probe) -> None:
-    """What a gateway says must have a text."""
+    """Refuses a grammar if a terminal that the gateway marks as needed has no text."""
     terminals = "\n".join(line for line in text.split("\n") if _TERMINAL.match(line))
     for name, origin in all_needed(text):
         try:
@@ -116,7 +118,7 @@ def _check_needed(text: str, probe: Probe) -> None:
 
 
 def _with_schemas(text: str, probe: Probe) -> str:
-    """The grammar with each schema in it (``%json {…}``) as one that stands alone is compiled."""
+    """Replaces each schema in a grammar (``%json {…}``) by a rule, compiled as a schema of its own."""
     parts: list[str] = []
     schemas: list[str] = []
     done = at = 0
@@ -135,8 +137,8 @@ def _with_schemas(text: str, probe: Probe) -> str:
 
 
 def reason_of(message: str, constraint: Constraint) -> str:
-    """What llguidance says of a grammar, in one line, without the excerpt of a source that is ours, and without its
-    lines if the client has not written them."""
+    """Error of llguidance about a grammar, in one line: without the excerpt of our own source, and without line numbers
+    if the client did not write the grammar."""
     text = _EXCERPT.split(message, maxsplit=1)[0]
     text = _PLACE.sub(lambda found: f"line {max(int(found[1]) - 1, 1)}, column {found[2]}: ", text)
     if constraint.kind is not ConstraintKind.LARK or constraint.param == _OF_TOOLS:

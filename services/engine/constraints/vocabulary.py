@@ -1,4 +1,4 @@
-"""The model's tokens as llguidance sees them: one trie for all grammars of an engine."""
+"""Vocabulary for llguidance: one trie of the model's tokens for all grammars of an engine."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from services.engine.constraints.schema.probe import Probe
 
 NO_FORCING = '%llguidance {"no_forcing": true}\n'
 """First line of every grammar. Without it llguidance tokenizes text that must follow with the checkpoint's tokenizer,
-which takes `<|im_end|>` in it for the control token: a schema's constant could then end the answer in its middle."""
+which reads `<|im_end|>` in it as the control token: a schema's constant could then end the answer half-way."""
 _MOST_THREADS = 8
 _NEWLINES = "start: /\\n{1,4}/"
 
 
 class Vocabulary:
-    """Immutable; used by many threads.
+    """Vocabulary of the model. Immutable; used by many threads.
 
-    A grammar's text is made of ordinary tokens only. Added tokens (`<|im_end|>`, `<tool_call>`) are no text: a grammar
-    in Lark names those that it wants, and only such as are not marked special.
+    A grammar's text consists of ordinary tokens only. Added tokens (`<|im_end|>`, `<tool_call>`) are not text: a Lark
+    grammar names those that it wants, and only ones that are not marked special.
 
     Args:
-        codec: with the checkpoint's tokenizer.json.
+        codec: has the checkpoint's tokenizer.json.
         size: width of the model's logits; ids that the tokenizer does not know are never allowed.
-        threads: that make the masks of a step; 0: half of this process's cores, at most 8.
+        threads: threads that make the masks of a step; 0: half of this process's cores, at most 8.
 
     Raises:
         CheckpointRejected: llguidance cannot read the tokenizer.
@@ -59,12 +59,12 @@ class Vocabulary:
         self.nameable = ~self.bits(set(self.reserved.values()) - self.eos_ids)
         """Mask of all tokens but the reserved ones; those that end an answer are let through."""
         self.probe = Probe()
-        """Answers what schemas are compiled by."""
+        """Probe by which schemas are compiled."""
         self.newlines = self._newlines()
         """Mask of the tokens that are newlines and nothing else."""
 
     def bits(self, tokens: Iterable[int]) -> Bits:
-        """A mask of these tokens alone."""
+        """Mask of these tokens alone."""
         row = np.zeros(self.words, dtype=np.int32)
         allow(row, tokens)
         return row

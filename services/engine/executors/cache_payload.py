@@ -1,4 +1,5 @@
-"""What the two implementations of CacheTransfer share: how a payload is cut, padded and named. No torch here."""
+"""Layout of cache payloads, shared by both implementations of CacheTransfer: how they are cut, padded and named. No
+torch here."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from services.engine.kv_offload.entry_format import WORD
 from services.engine.kv_offload.messages import Bytes, Layout
 
 FORMAT = 1
-"""Of payloads: another one whenever their bytes come to mean something else."""
+"""Version of the payload format: it changes whenever the bytes come to mean something else."""
 _SLOT_UNIT = 16
 """Bytes: a state is a whole number of them, with zeros at its end."""
 

@@ -22,9 +22,9 @@ class ReadRows:
     targets: npt.NDArray[np.int32]
     """[N]: the token behind each."""
     counts: SequenceABC[int]
-    """How many of them each read has."""
+    """Number of rows of each read."""
     alternatives: SequenceABC[int]
-    """How many each read wants."""
+    """Number of likeliest tokens that each read wants."""
     pooled: SequenceABC[tuple[int, int]]
     """[M]: rows to sum up for each vector, as (begin, end)."""
     vectors: SequenceABC[int]
@@ -60,7 +60,7 @@ class ReadRows:
         return max((k for k, count in zip(self.alternatives, self.counts, strict=True) if count), default=0)
 
     def reports(self, scores: PromptScores, vectors: Floats) -> list[PromptReport]:
-        """One for each read.
+        """Reports, one for each read.
 
         Args:
             scores: of all rows, with most_alternatives or as many as there are tokens.

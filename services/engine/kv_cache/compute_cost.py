@@ -1,21 +1,21 @@
-"""What computing tokens takes, learned from the steps that ran: the currency in which the prefix cache compares."""
+"""Cost of computing tokens, in seconds, learned from finished steps. The prefix cache compares by it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 _RECENT = 0.1
-"""Weight of the newest step."""
+"""Weight of the newest step in the moving average."""
 _ENOUGH = 128
-"""Tokens of a step that says something: what a shorter one takes is its launches and the reading of the weights."""
+"""Fewest tokens of a step that is measured. A shorter step mostly measures launches and reading the weights."""
 
 
 class ComputeCost:
-    """Seconds of prefill: a token costs the same wherever it stands, but for the attention to all tokens before it.
+    """Cost of prefill. Every token costs the same, plus its attention to all tokens before it.
 
     Args:
-        token_seconds: first guess, of a token at the beginning of a prompt.
-        attention: what the attention to one earlier token costs, as a part of everything else about a token.
+        token_seconds: first estimate for a token at the beginning of a prompt.
+        attention: cost of the attention to one earlier token, as a share of everything else about a token.
     """
 
     def __init__(self, token_seconds: float, attention: float) -> None:
@@ -25,11 +25,11 @@ class ComputeCost:
         self._attention = attention
 
     def seconds(self, start: int, end: int) -> float:
-        """Of the tokens in [start, end) of one prompt."""
+        """Seconds to compute the tokens in [start, end) of one prompt."""
         return self.token_seconds * self._weight(start, end)
 
     def observe(self, runs: Iterable[tuple[int, int]], seconds: float) -> None:
-        """A step of nothing but these prefill chunks, as (start, end), has taken so long."""
+        """Learns from a step that computed only these prefill chunks, given as (start, end), in so many seconds."""
         runs = list(runs)
         if sum(end - start for start, end in runs) < _ENOUGH or seconds <= 0:
             return

@@ -1,4 +1,4 @@
-"""Keys of the prefix cache: tokens as bytes, the namespace that requests share, and the tiers that copies lie in.
+"""Keys of the prefix cache: tokens as bytes, cache namespaces, and tiers.
 
 A token is a little-endian uint32, so that comparing and hashing prompts are calls into C.
 """
@@ -13,11 +13,12 @@ from collections.abc import Iterable
 from typing import NewType
 
 Key = NewType("Key", bytes)
-"""Of an entry: KEY_BYTES of BLAKE2b over the key of the entry before and the tokens."""
+"""Key of an entry: KEY_BYTES of BLAKE2b over the key of the entry before it and its tokens."""
 
 
-Space = NewType("Space", bytes)
-"""Of histories that may be shared: a hash of adapter digest and cache salt. The first entry's predecessor."""
+Namespace = NewType("Namespace", bytes)
+"""Cache namespace: hash of adapter digest and cache salt. Requests share a prefix only within one; it takes the place
+of the parent's key in the key of a first entry."""
 
 
 KEY_BYTES = 20
@@ -28,49 +29,49 @@ TOKEN_BYTES = 4
 
 
 class Tier(enum.Enum):
-    """Where copies lie, fastest first."""
+    """Tier of the offload, fastest first."""
 
     HOST = "host"
     DISK = "disk"
     STORE = "store"
 
 
-def space_of(adapter_digest: str, cache_salt: str) -> Space:
-    """The name of what requests under this adapter version and salt may share."""
+def namespace_of(adapter_digest: str, cache_salt: str) -> Namespace:
+    """Cache namespace of an adapter version and a cache salt."""
     digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"temper space")
     for part in (adapter_digest.encode(), cache_salt.encode()):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
-    return Space(digest.digest())
+    return Namespace(digest.digest())
 
 
 _CODE = "I" if array("I").itemsize == TOKEN_BYTES else "L"
 
 
-def encode(token_ids: Iterable[int]) -> bytes:
-    """TOKEN_BYTES a token."""
+def tokens_to_bytes(token_ids: Iterable[int]) -> bytes:
+    """Token ids as bytes, TOKEN_BYTES each."""
     tokens = array(_CODE, token_ids)
     if sys.byteorder == "big":
         tokens.byteswap()
     return tokens.tobytes()
 
 
-def decode(tokens: bytes) -> list[int]:
-    """The inverse of encode()."""
+def bytes_to_tokens(tokens: bytes) -> list[int]:
+    """The inverse of tokens_to_bytes()."""
     ids = array(_CODE, tokens)
     if sys.byteorder == "big":
         ids.byteswap()
     return ids.tolist()
 
 
-def shared(label: bytes, tokens: bytes, at: int) -> int:
-    """How many tokens of ``label`` stand in ``tokens`` from token ``at`` on as well."""
+def common_tokens(label: bytes, tokens: bytes, at: int) -> int:
+    """Length of the common prefix of ``label`` and of ``tokens`` from token ``at`` on, in tokens."""
     offset = at * TOKEN_BYTES
     most = min(len(label), len(tokens) - offset)
-    # Whole labels are compared where they lie; slices would be copies of them.
+    # Whole labels are compared in place; slices would copy them.
     if tokens.startswith(label, offset) if most == len(label) else label.startswith(tokens[offset:]):
         return most // TOKEN_BYTES
-    # Halving: each comparison ends at the first difference, so all of them together read the label about twice.
+    # Bisection. A comparison ends at the first difference, so all of them together read the label about twice.
     low, high = 0, most // TOKEN_BYTES
     while high - low > 1:
         middle = (low + high) // 2

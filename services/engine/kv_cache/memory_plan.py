@@ -1,7 +1,7 @@
-"""Who gets how many bytes of the device, decided once at start. No torch here: bytes in, bytes out.
+"""Memory plan: the device's bytes divided among weights, caches and training, once at start. No torch here.
 
-What cannot fit is refused with the numbers before anything is allocated, so that nothing ends in an out-of-memory error
-in the middle of a request or a job.
+A plan that does not fit is refused, with its numbers, before anything is allocated. So no request or job runs out of
+memory half-way.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from dataclasses import dataclass
 from services.common.errors import DoesNotFit
 
 _TRAINING_SHARE = 0.25
-"""Of what weights, states, adapters and workspace leave, when nobody says what training gets; KV gets the rest."""
+"""Default share of training in what weights, states, adapters and workspace leave; KV gets the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What the model needs of each thing, in bytes."""
+    """Sizes of the model's parts, in bytes."""
 
     weights: int
     block: int
-    """KV of one block in all full-attention layers."""
+    """Size of one KV block in all full-attention layers."""
     slot: int
     """Recurrent and convolution state of one sequence in all DeltaNet layers."""
     adapter_slot: int
-    """One LoRA slot of the highest rank."""
+    """Size of one adapter slot of the highest rank."""
     workspace: int
     """Activations and logits of the largest step, allocator slack."""
     sampler: int = 0
     """Tables of the sampler that stay on the device."""
     graphs: int = 0
-    """What captured CUDA graphs keep for themselves."""
+    """Memory that captured CUDA graphs keep."""
     teacher: int = 0
     """Weights of the second model that jobs distil from."""
 
@@ -43,7 +43,7 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The division of ``budget`` bytes."""
+    """Division of ``budget`` bytes."""
 
     budget: int
     weights: int
@@ -53,7 +53,7 @@ class MemoryPlan:
     kv: int
     training: int
     num_blocks: int
-    """Scratch block 0 included."""
+    """Number of KV blocks, scratch block 0 included."""
     block_size: int
     sampler: int = 0
     graphs: int = 0
@@ -65,20 +65,20 @@ class MemoryPlan:
 
     @property
     def unclaimed(self) -> int:
-        """What weights, adapters and working space leave to states, KV and training."""
+        """Bytes that weights, adapters and workspace leave to states, KV and training."""
         return self.budget - self.total + self.states + self.kv + self.training
 
     @property
     def capacity_tokens(self) -> int:
-        """The longest sequence whose KV fits, alone."""
+        """Tokens of the longest sequence whose KV fits when it runs alone."""
         return (self.num_blocks - 1) * self.block_size
 
     def model_len(self, context: int, wanted: int = 0) -> int:
-        """The longest prompt + output to accept.
+        """Longest prompt and output together that is accepted, in tokens.
 
         Args:
-            context: what the checkpoint can do, tokens.
-            wanted: what the settings ask for; 0: as much as context and KV allow.
+            context: context length of the checkpoint, tokens.
+            wanted: length that the settings ask for; 0: as much as context and KV allow.
 
         Raises:
             DoesNotFit: ``wanted`` is more than that.
@@ -95,12 +95,12 @@ class MemoryPlan:
         return wanted or possible
 
     def table(self) -> str:
-        """One line a purpose, for logs and error messages."""
+        """Table with one line for each purpose, for logs and error messages."""
         rows = [*self.parts().items(), ("total", self.total), ("budget", self.budget)]
         return "\n".join(f"{name:<10}{format_bytes(value):>12}" for name, value in rows)
 
     def parts(self) -> dict[str, int]:
-        """Purpose → bytes."""
+        """Bytes of each purpose."""
         return {
             "weights": self.weights,
             "teacher": self.teacher,
@@ -127,17 +127,17 @@ def plan_memory(
     training_floor: int = 0,
     useful_blocks: int | None = None,
 ) -> MemoryPlan:
-    """Divides the device.
+    """Divides the device's memory.
 
     Args:
-        budget: bytes that may be handed out in all.
+        budget: bytes that may be allocated in all.
         num_slots: state slots, scratch and snapshots included.
         adapter_slots: LoRA slots, the base's empty one included.
         num_blocks: KV blocks, scratch included; 0: as many as fit ``kv_bytes``.
-        kv_bytes: 0: what is left over.
-        training_bytes: None: a quarter of what is left over.
-        training_floor: what training is to get of it even if that is more than a quarter, but no more than a half.
-        useful_blocks: no more KV blocks than this when the number is chosen here.
+        kv_bytes: memory for KV; 0: what is left over.
+        training_bytes: memory for training; None: a quarter of what is left over.
+        training_floor: least memory for training, even if it is more than that quarter, but at most half.
+        useful_blocks: most KV blocks where their number is chosen here.
 
     Raises:
         DoesNotFit: the parts are more than the budget, or no KV block fits.
@@ -169,7 +169,7 @@ def plan_memory(
     )
     if plan.total > budget:
         raise DoesNotFit(
-            f"the device lacks {format_bytes(plan.total - budget)}: {format_bytes(plan.total)} are asked for, of "
+            f"the device lacks {format_bytes(plan.total - budget)}: {format_bytes(plan.total)} are needed, of "
             f"{format_bytes(budget)}; lower max_num_seqs, state_snapshots, adapter_slots, kv_cache_bytes or "
             f"train_memory_bytes\n{plan.table()}"
         )
@@ -182,7 +182,7 @@ def plan_memory(
 
 
 def format_bytes(count: int) -> str:
-    """Bytes for people: "1.50 GiB"."""
+    """Size in a readable unit: "1.50 GiB"."""
     value = float(count)
     for unit in ("B", "KiB", "MiB"):
         if abs(value) < 1024:

@@ -1,15 +1,16 @@
-"""Reuse of computed histories: which of them have their KV and, at some places, their state on the device or in a tier.
+"""Prefix cache: reuse of the KV and states of computed token prefixes, on the device and in the tiers.
 
-A hit needs both, so it reaches to the deepest snapshot whose KV is there, at whatever token that is: blocks are shared
-as they are, and of the last one, where the snapshot ends inside of it, the sequence that goes on gets a copy.
-The KV of a node is on the device only if that of all nodes above is. Nodes that nothing below or in them makes useful,
-neither a snapshot nor an entry of a tier, are removed.
+A hit needs the KV of a prefix and a state snapshot at its end. So it reaches to the deepest snapshot whose KV is there,
+at any token. The sequence shares the blocks; if the snapshot ends inside a block, the sequence gets a copy of that one.
+The KV of a node is on the device only if that of all nodes above is. A node is removed when neither it nor any node
+below it has a snapshot or an entry of a tier.
 
-What is evicted first is what saves the least time a byte (see Worth): of snapshots their slot, of leaves their blocks.
-Both only forget, so that nothing waits for an eviction; what is to outlive the device is copied to the tiers before.
+Snapshots lose their slot and leaves their blocks in the order of the time that they save for each byte (see
+EvictionQueue). An eviction copies nothing, so nothing waits for it: what the tiers should keep was saved to them
+before.
 
-Nodes are found by the tokens themselves, and histories kept apart by a hash of adapter digest and cache salt (160 bits
-of BLAKE2b): no other policy's KV is ever taken for a hit.
+Nodes are found by the tokens themselves. Prefixes of different adapters or cache salts are kept apart by namespaces
+(160 bits of BLAKE2b), so KV of another policy is never a hit.
 """
 
 from __future__ import annotations
@@ -19,39 +20,38 @@ from dataclasses import dataclass
 
 from services.engine.kv_cache.block_pool import BlockPool, IntegrityError
 from services.engine.kv_cache.compute_cost import ComputeCost
-from services.engine.kv_cache.eviction import Worth
-from services.engine.kv_cache.keys import TOKEN_BYTES, Space
-from services.engine.kv_cache.radix_tree import Node, Path, Pending, RadixTree
-from services.engine.kv_cache.state_pool import SlotPool
+from services.engine.kv_cache.eviction import EvictionQueue
+from services.engine.kv_cache.keys import TOKEN_BYTES, Namespace
+from services.engine.kv_cache.radix_tree import InFlightNodes, Node, PrefixMatch, RadixTree
+from services.engine.kv_cache.state_pool import StatePool
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of what the device holds, bytes."""
+    """Sizes of a KV block and of a state slot, bytes."""
 
     block: int = 1
     slot: int = 1
 
 
 class PrefixCache:
-    """Owns the references of its nodes to blocks, and the slots of all snapshots. Not thread-safe.
+    """Prefix cache of the device. Owns its nodes' references to blocks and the slots of all snapshots. Not thread-safe.
 
     Args:
-        cost: what computing takes.
-        useful: whether a tier makes a node useful that has no snapshot on the device.
-        reload: seconds to get a snapshot back from a tier; None: no tier has it.
+        cost: time that computing tokens takes.
+        reload_seconds: seconds to get a snapshot back from a tier; None: no tier has it.
         clock: monotonic seconds.
     """
 
     def __init__(
         self,
         blocks: BlockPool,
-        slots: SlotPool,
+        slots: StatePool,
         block_size: int,
         sizes: Sizes,
         cost: ComputeCost,
         clock: Callable[[], float],
-        reload: Callable[[Node], float | None] = lambda _: None,
+        reload_seconds: Callable[[Node], float | None] = lambda _: None,
     ) -> None:
         self._blocks = blocks
         self._slots = slots
@@ -59,25 +59,26 @@ class PrefixCache:
         self._sizes = sizes
         self._cost = cost
         self._clock = clock
-        self._reload = reload
+        self._reload_seconds = reload_seconds
         self.tree = RadixTree()
-        self._snapshots: Worth[Node] = Worth()
-        """Nodes with a slot."""
-        self._leaves: Worth[Node] = Worth()
-        """Nodes with blocks, below which no node has any."""
+        self._snapshots: EvictionQueue[Node] = EvictionQueue()
+        """Nodes that have a snapshot on the device."""
+        self._leaves: EvictionQueue[Node] = EvictionQueue()
+        """Nodes that have blocks while no node below them has any."""
         self._kept: dict[Node, float] = {}
-        """Until when their snapshots go only when nothing else is left."""
+        """End of each node's pin, on the clock."""
         self.evicted_bytes = 0
-        """Since the start."""
+        """Bytes evicted since the start."""
 
     @property
     def num_snapshots(self) -> int:
         return len(self._snapshots)
 
-    # Looking up.
+    # Lookup.
 
-    def hit(self, path: Path, limit: int, unit: int) -> Node | None:
-        """The deepest node of a path to go on from at once, that ends at a multiple of ``unit`` up to ``limit``."""
+    def hit(self, path: PrefixMatch, limit: int, unit: int) -> Node | None:
+        """Deepest node of a match that a sequence can resume from now; its end is a multiple of ``unit``, at most
+        ``limit``."""
         found: Node | None = None
         for node in path.nodes:
             if node.end > limit or node.blocks is None or node.pending is not None:
@@ -86,69 +87,75 @@ class PrefixCache:
                 found = node
         return found
 
-    def resident(self, path: Path) -> int:
-        """How many nodes of a path have their KV on the device."""
+    def resident(self, path: PrefixMatch) -> int:
+        """Number of nodes of a match whose KV is on the device."""
         return next((at for at, node in enumerate(path.nodes) if node.blocks is None), len(path.nodes))
 
-    def table(self, nodes: Sequence[Node]) -> list[int]:
-        """The blocks of a history up to the end of the last of these nodes, a path from behind the root."""
+    def block_table(self, nodes: Sequence[Node]) -> list[int]:
+        """Block table of the prefix that these nodes spell, a path from below the root."""
         table: list[int] = []
         for node in nodes:
             if node.blocks is None:
-                raise IntegrityError("a path without its KV is taken for a hit")
-            # Where a node begins inside of a block, its own copy of that block has the tokens before it, too.
+                raise IntegrityError("a hit includes a node without KV")
+            # A node that begins inside a block has a copy of that block with the tokens before it, too.
             del table[node.start // self._block_size :]
             table += node.blocks
         return table
 
-    def history_bytes(self, node: Node) -> int:
-        """What the device has of a history up to this node: its blocks, and the snapshot at its end."""
+    def prefix_bytes(self, node: Node) -> int:
+        """Bytes on the device of the prefix that ends at a node: its blocks, and the snapshot at its end."""
         blocks = sum(len(each.blocks or ()) for each in node.path())
         return self._sizes.block * blocks + (self._sizes.slot if node.slot else 0)
 
-    # Using.
+    # Use.
 
     def pin(self, node: Node) -> None:
-        """Keeps what a node holds from eviction while a step or a copy reads it."""
+        """Keeps a node's blocks and snapshot from eviction while a step or a copy reads them."""
         node.pins += 1
         self._hold(node)
 
     def unpin(self, node: Node) -> None:
         if node.pins < 1:
-            raise IntegrityError("a node is unpinned that is not pinned")
+            raise IntegrityError("a node is unpinned, but was not pinned")
         node.pins -= 1
         self._hold(node)
         self.prune(node)
 
     def touch(self, node: Node) -> None:
-        """A history goes on from its snapshot."""
-        for worth in (self._snapshots, self._leaves):
-            if node in worth:
-                worth.touch(node)
+        """Counts a use: a sequence resumed from the node's snapshot."""
+        for queue in (self._snapshots, self._leaves):
+            if node in queue:
+                queue.touch(node)
 
     def keep(self, node: Node, until: float) -> None:
-        """What it holds goes only when nothing else is left, until a time on the clock; 0: no longer."""
-        for worth in (self._snapshots, self._leaves):
-            if node in worth:
-                worth.pin(node, until)
+        """Evicts a node's blocks and snapshot only when nothing else is left, until a time on the clock; 0 ends
+        that."""
+        for queue in (self._snapshots, self._leaves):
+            if node in queue:
+                queue.pin(node, until)
         if until and node.slot:
             self._kept[node] = until
         else:
             self._kept.pop(node, None)
 
-    # Adding.
+    # Insertion.
 
     def insert(
-        self, space: Space, tokens: bytes, blocks: Sequence[int], slot: int, pending: Pending | None = None
+        self,
+        namespace: Namespace,
+        tokens: bytes,
+        blocks: Sequence[int],
+        slot: int,
+        pending: InFlightNodes | None = None,
     ) -> Node:
-        """Adds a computed history and the snapshot behind it; the cache owns ``slot`` from here on.
+        """Adds a computed prefix and the snapshot at its end; the cache owns ``slot`` from here on.
 
         Args:
-            blocks: its KV from the first token on, held by the caller. Where the device has it already, the cache keeps
-                its own.
-            pending: of the step in flight that computes the last of it; None: all of it is there.
+            blocks: its KV from the first token on, held by the caller. Where the cache has KV already, it keeps its
+                own.
+            pending: nodes of the step in flight that computes the end of the prefix; None: it is computed.
         """
-        node = self.reach(space, tokens)
+        node = self.ensure_node(namespace, tokens)
         for each in node.path():
             if each.blocks is None:
                 self._fill(each, blocks)
@@ -164,28 +171,28 @@ class PrefixCache:
         self._hold(node)
         return node
 
-    def confirm(self, pending: Pending) -> list[Node]:
-        """The step has run. Returns the nodes, new or with a new snapshot, that are certain now."""
+    def confirm(self, pending: InFlightNodes) -> list[Node]:
+        """Confirms the nodes of a step that has run. Returns those that are new or have a new snapshot."""
         certain = [node for node in pending.nodes if node.pending is pending]
         for node in certain:
             node.pending = None
         pending.nodes = []
         return certain
 
-    def discard(self, pending: Pending) -> None:
-        """The step has failed: forgets what it should have computed, and all that was computed behind it."""
+    def discard(self, pending: InFlightNodes) -> None:
+        """Removes the nodes of a step that has failed, and all nodes below them."""
         nodes, pending.nodes = pending.nodes, []
         for node in nodes:
             if node.pending is pending:
                 self._forget(node)
 
-    def _await(self, node: Node, pending: Pending | None) -> None:
+    def _await(self, node: Node, pending: InFlightNodes | None) -> None:
         if pending is not None and node.pending is None:
             node.pending = pending
             pending.nodes.append(node)
 
     def _forget(self, node: Node) -> None:
-        """Drops what the device has of a node and below."""
+        """Drops the blocks and snapshots of a node and of all nodes below it."""
         for child in list(node.children.values()):
             self._forget(child)
         self._drop_slot(node)
@@ -194,21 +201,20 @@ class PrefixCache:
             self._drop_blocks(node)
         self.prune(node)
 
-    def reach(self, space: Space, tokens: bytes) -> Node:
-        """The node of a history, made if there is none."""
-        node, end = self.tree.root(space), len(tokens) // TOKEN_BYTES
+    def ensure_node(self, namespace: Namespace, tokens: bytes) -> Node:
+        """Node at the end of a prefix, made if there is none."""
+        node, end = self.tree.root(namespace), len(tokens) // TOKEN_BYTES
         while node.end < end:
-            node, rest = self.tree.next(node, tokens)
+            node, rest = self.tree.descend(node, tokens)
             if rest is not None and rest.blocks is not None:
                 self._share_blocks(node, rest, rest.blocks)
                 self._await(node, rest.pending)
         return node
 
-    # Giving up.
+    # Eviction.
 
     def evict_slot(self) -> bool:
-        """Gives up the snapshot that is worth the least, and the blocks that only it made useful; False: there is
-        none."""
+        """Evicts the snapshot of the lowest priority and the blocks that only it needed; False: there is none."""
         node = self._snapshots.pop_least(self._clock())
         if node is None:
             return False
@@ -218,7 +224,7 @@ class PrefixCache:
         return True
 
     def evict_blocks(self) -> bool:
-        """Gives up the leaf that is worth the least and its blocks; False if there is none."""
+        """Evicts the blocks of the leaf of the lowest priority; False: there is none."""
         node = self._leaves.pop_least(self._clock())
         if node is None:
             return False
@@ -229,18 +235,18 @@ class PrefixCache:
         return True
 
     def drop(self, node: Node) -> None:
-        """Gives up what the device has of a node, unless somebody reads it or something on the device stands on it."""
+        """Drops a node's blocks and snapshot, unless it is pinned or a node below it has blocks."""
         if node.pins or any(child.blocks is not None for child in node.children.values()):
             return
         self._forget(node)
 
     def clear(self) -> None:
-        """Gives up all that no step in flight reads."""
+        """Evicts everything that no step in flight reads."""
         while self.evict_blocks():
             pass
 
     def prune(self, node: Node) -> None:
-        """Removes a node that is of no use, and those above that were of use only for it."""
+        """Removes a node that has no use any more, and the nodes above that were only needed for it."""
         while node.parent is not None and not node.pins:
             if node.children or node.slot or node.key is not None or node.saving:
                 break
@@ -249,13 +255,13 @@ class PrefixCache:
                 self._drop_blocks(node)
             node = self.tree.remove(node)
 
-    # For the integrity check.
+    # Integrity check.
 
     def held_blocks(self) -> Iterator[int]:
-        """Every cached block, once for each node that it is in."""
+        """Every cached block, once for each node that has it."""
         for node in self.tree:
             if not (node.children or node.slot or node.key is not None or node.saving or node.pins):
-                raise IntegrityError(f"a node that ends at {node.end} is of no use")
+                raise IntegrityError(f"a node that ends at {node.end} has no use, but was not removed")
             if node.blocks is None:
                 if node.slot or any(child.blocks is not None for child in node.children.values()):
                     raise IntegrityError(f"a node that ends at {node.end} lacks its KV")
@@ -268,14 +274,14 @@ class PrefixCache:
             yield from node.blocks
 
     def held_slots(self) -> Iterator[int]:
-        """Every snapshot's slot."""
+        """Slot of every snapshot."""
         for node in self.tree:
             if (node.slot > 0) != (node in self._snapshots):
-                raise IntegrityError("a snapshot is not listed, or one without a slot is")
+                raise IntegrityError("the queue of snapshots differs from the nodes that have a slot")
             if node.slot:
                 yield node.slot
 
-    # Books of single nodes.
+    # Single nodes.
 
     def _count(self, start: int, end: int) -> int:
         return -(-end // self._block_size) - start // self._block_size
@@ -284,21 +290,21 @@ class PrefixCache:
         return self._sizes.block * len(node.blocks or ()) + (self._sizes.slot if node.slot else 0)
 
     def _price(self, node: Node) -> float:
-        """Seconds to have a node's snapshot again: to compute from the one above it, or to load it."""
+        """Seconds to get a node's snapshot back: computed from the snapshot above it, or loaded."""
         above = node.parent
         while above is not None and not above.slot:
             above = above.parent
         computing = self._cost.seconds(0 if above is None else above.end, node.end)
-        loading = self._reload(node)
+        loading = self._reload_seconds(node)
         return computing if loading is None else min(computing, loading)
 
     def _hold(self, node: Node) -> None:
-        for worth in (self._snapshots, self._leaves):
-            if node in worth:
-                worth.hold(node, node.pins > 0)
+        for queue in (self._snapshots, self._leaves):
+            if node in queue:
+                queue.hold(node, node.pins > 0)
 
     def _fill(self, node: Node, blocks: Sequence[int]) -> None:
-        """The device has its KV from now on."""
+        """Gives a node its blocks."""
         first = node.start // self._block_size
         node.blocks = list(blocks[first : first + self._count(node.start, node.end)])
         for block in node.blocks:
@@ -308,7 +314,7 @@ class PrefixCache:
         self._list_leaf(node)
 
     def _list_leaf(self, node: Node) -> None:
-        """Lists it if it is one."""
+        """Adds a node to the leaves if it is one."""
         if node.parent is None or node.blocks is None or any(c.blocks is not None for c in node.children.values()):
             return
         uses = self._snapshots.uses(node) if node.slot else 1
@@ -318,7 +324,7 @@ class PrefixCache:
         self._hold(node)
 
     def _share_blocks(self, upper: Node, lower: Node, blocks: list[int]) -> None:
-        """Divides the blocks of a node that has been cut in two; one that both have a part of is in both."""
+        """Divides the blocks of a node that was split; the block that the split lies in belongs to both."""
         first = upper.start // self._block_size
         upper.blocks = blocks[: self._count(upper.start, upper.end)]
         lower.blocks = blocks[lower.start // self._block_size - first :]

@@ -1,6 +1,6 @@
-"""A radix tree over histories of tokens: nodes are runs of any length, and a path from the root spells a history.
+"""Radix tree over token prefixes: a node is a run of tokens of any length, and a path from the root spells a prefix.
 
-Only the structure lives here; what nodes hold of a history, and when it goes, is the prefix cache's.
+This module has the structure only. The prefix cache decides what nodes hold and when it is evicted.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from services.engine.kv_cache.keys import TOKEN_BYTES, Key, Space, shared
+from services.engine.kv_cache.keys import TOKEN_BYTES, Key, Namespace, common_tokens
 
 
-class Pending:
-    """A step in flight, and the nodes that were added for what it computes when it was planned. Their memory can be
-    given to later steps, but nobody goes on from them before it has run."""
+class InFlightNodes:
+    """Nodes that a step in flight computes. They are added when the step is planned: later steps may get their memory,
+    but no sequence resumes from them before the step has run."""
 
     __slots__ = ("nodes",)
 
@@ -22,7 +22,7 @@ class Pending:
 
 
 class Node:
-    """The tokens from ``start`` to ``end`` of all histories below it."""
+    """Node of the radix tree: the tokens from ``start`` to ``end`` of every prefix that passes it."""
 
     __slots__ = (
         "blocks",
@@ -30,43 +30,43 @@ class Node:
         "end",
         "key",
         "label",
+        "namespace",
         "parent",
         "pending",
         "pins",
         "saving",
         "slot",
-        "space",
         "start",
         "transient",
     )
 
-    def __init__(self, space: Space, parent: Node | None, label: bytes, start: int) -> None:
-        self.space = space
+    def __init__(self, namespace: Namespace, parent: Node | None, label: bytes, start: int) -> None:
+        self.namespace = namespace
         self.parent = parent
-        """None: the root, or no longer in the tree."""
+        """Parent node; None: the root, or a node that is no longer in the tree."""
         self.label = label
-        """Its tokens, TOKEN_BYTES each."""
+        """Tokens of the node, TOKEN_BYTES each."""
         self.start = start
         self.end = start + len(label) // TOKEN_BYTES
         self.children: dict[bytes, Node] = {}
-        """By their first token."""
+        """Child nodes by their first token."""
         self.blocks: list[int] | None = None
-        """KV on the device, of the blocks ``start // block_size`` to the one of the last token; None: it is not there.
-        Where a node begins inside of a block, that block has the tokens before it as well."""
+        """KV blocks on the device, from ``start // block_size`` to the block of the last token; None: not on the
+        device. If the node begins inside a block, that block has the tokens before it as well."""
         self.slot = 0
-        """Of the state behind its last token, on the device; 0: it is not there."""
-        self.pending: Pending | None = None
-        """Of the step in flight that computes its KV or writes its state; None: what there is is certain."""
+        """Slot of the state snapshot behind the last token, on the device; 0: there is none."""
+        self.pending: InFlightNodes | None = None
+        """Step in flight that computes the KV or writes the state; None: both are computed."""
         self.pins = 0
-        """Steps and copies under way that read the slot or the blocks."""
+        """Number of steps and copies in progress that read the slot or the blocks."""
         self.key: Key | None = None
-        """Under which the tiers have the state, and the KV from the entry before; None: they have not."""
+        """Key of the tiers' entry that ends here; None: there is none."""
         self.saving = False
         self.transient = False
-        """Nobody goes on from it once the requests that live now have ended: it is not for the tiers."""
+        """True where no later request will resume from the node, so that it is not saved to the tiers."""
 
     def path(self) -> list[Node]:
-        """From behind the root down to this node."""
+        """Nodes from below the root down to this one."""
         nodes: list[Node] = []
         node: Node = self
         while node.parent is not None:
@@ -76,7 +76,7 @@ class Node:
         return nodes
 
     def tokens(self, start: int = 0) -> bytes:
-        """Those of its history from ``start`` on."""
+        """Tokens of the prefix that ends here, from ``start`` on."""
         labels = [node.label for node in self.path() if node.end > start]
         first = self
         while first.parent is not None and first.start > start:
@@ -85,22 +85,22 @@ class Node:
 
 
 @dataclass(slots=True)
-class Path:
-    """How far a history is in the tree."""
+class PrefixMatch:
+    """Match of a token sequence with the tree."""
 
     nodes: list[Node] = field(default_factory=list)
-    """Those whose tokens it has all of, without the root."""
-    shared: int = 0
-    """Tokens that are in the tree: up to the end of the last node, or into one of its children."""
-    parting: Node | None = None
-    """The child inside of which the history goes another way; None: it does so nowhere, or at the end of a node."""
+    """Nodes that match as a whole, from below the root."""
+    matched: int = 0
+    """Number of matching tokens: up to the end of the last node, or into one of its children."""
+    diverging: Node | None = None
+    """Child inside which the tokens diverge; None: they do not, or at the end of a node."""
 
 
 class RadixTree:
-    """All histories, by the space that they are shared in."""
+    """Radix tree with one root for each cache namespace."""
 
     def __init__(self) -> None:
-        self._roots: dict[Space, Node] = {}
+        self._roots: dict[Namespace, Node] = {}
 
     def __iter__(self) -> Iterator[Node]:
         """Every node but the roots, parents first."""
@@ -110,83 +110,82 @@ class RadixTree:
             yield from children
             stack.extend(children)
 
-    def root(self, space: Space) -> Node:
-        """Made if there is none."""
-        root = self._roots.get(space)
+    def root(self, namespace: Namespace) -> Node:
+        """Root of a namespace, made if there is none."""
+        root = self._roots.get(namespace)
         if root is None:
-            root = self._roots[space] = Node(space, None, b"", 0)
+            root = self._roots[namespace] = Node(namespace, None, b"", 0)
             root.blocks = []
         return root
 
-    def find(self, space: Space, tokens: bytes, before: Path | None = None) -> Path:
-        """The path of a history as far as it is there.
+    def find(self, namespace: Namespace, tokens: bytes, before: PrefixMatch | None = None) -> PrefixMatch:
+        """Longest match of a token sequence.
 
         Args:
-            before: what was found for this history, or for a beginning of it, at some time: what has been compared
-                then is not compared again.
+            before: an earlier match of this sequence, or of a prefix of it. Its tokens are not compared again.
         """
-        path, node = self._resume(space, before)
+        match, node = self._resume(namespace, before)
         while node is not None:
-            path.shared = at = node.end
+            match.matched = at = node.end
             child = node.children.get(tokens[at * TOKEN_BYTES : (at + 1) * TOKEN_BYTES])
             if child is None:
-                return path
-            if before is not None and child is before.parting:
-                path.shared, path.parting = before.shared, child
-                return path
-            same = shared(child.label, tokens, at)
+                return match
+            if before is not None and child is before.diverging:
+                match.matched, match.diverging = before.matched, child
+                return match
+            same = common_tokens(child.label, tokens, at)
             if same < child.end - child.start:
-                path.shared = at + same
-                if path.shared * TOKEN_BYTES < len(tokens):
-                    path.parting = child
-                return path
-            path.nodes.append(child)
+                match.matched = at + same
+                if match.matched * TOKEN_BYTES < len(tokens):
+                    match.diverging = child
+                return match
+            match.nodes.append(child)
             node = child
-        return path
+        return match
 
-    def _resume(self, space: Space, before: Path | None) -> tuple[Path, Node | None]:
-        """A path up to the deepest node that was on the way before and still is, and that node or the root."""
+    def _resume(self, namespace: Namespace, before: PrefixMatch | None) -> tuple[PrefixMatch, Node | None]:
+        """Match up to the deepest node of an earlier match that is still in the tree, and that node or the root."""
         for node in reversed(before.nodes if before is not None else ()):
             if node.parent is not None:
-                # Not the nodes as they were: some may have been cut in two.
-                return Path(node.path()), node
-        return Path(), self._roots.get(space)
+                # Not the nodes of the earlier match: some may have been split since.
+                return PrefixMatch(node.path()), node
+        return PrefixMatch(), self._roots.get(namespace)
 
-    def next(self, node: Node, tokens: bytes) -> tuple[Node, Node | None]:
-        """The child of ``node`` on the way of a longer history, made or cut so that the history has all of its tokens.
+    def descend(self, node: Node, tokens: bytes) -> tuple[Node, Node | None]:
+        """Child of ``node`` towards the end of ``tokens``, made or split so that all of its tokens match.
 
         Returns:
-            The child, and what was cut: the node that now follows it, None if none was.
+            The child, and the node that was split off below it; None: nothing was split.
         """
         at = node.end
         first = tokens[at * TOKEN_BYTES : (at + 1) * TOKEN_BYTES]
         child = node.children.get(first)
         if child is None:
-            child = node.children[first] = Node(node.space, node, tokens[at * TOKEN_BYTES :], at)
+            child = node.children[first] = Node(node.namespace, node, tokens[at * TOKEN_BYTES :], at)
             return child, None
-        same = shared(child.label, tokens, at)
+        same = common_tokens(child.label, tokens, at)
         if same == child.end - child.start:
             return child, None
         return self._cut(child, same), child
 
     def _cut(self, node: Node, count: int) -> Node:
-        """Puts a node of its first ``count`` tokens before the rest of a node."""
+        """Splits a node behind its first ``count`` tokens; returns the upper part."""
         if node.parent is None:
             raise ValueError("a root has no tokens to cut")
         split = count * TOKEN_BYTES
-        upper = Node(node.space, node.parent, node.label[:split], node.start)
+        upper = Node(node.namespace, node.parent, node.label[:split], node.start)
         node.parent.children[upper.label[:TOKEN_BYTES]] = upper
         node.parent, node.label, node.start = upper, node.label[split:], upper.end
         upper.children[node.label[:TOKEN_BYTES]] = node
         return upper
 
     def remove(self, node: Node) -> Node:
-        """Takes a node without children out; returns its parent. A root without children goes as well."""
+        """Removes a node without children and returns its parent. A root without children is removed as well."""
         parent = node.parent
         if parent is None or node.children:
             raise ValueError("only nodes without children can be removed")
         del parent.children[node.label[:TOKEN_BYTES]]
         node.parent = None
         if parent.parent is None and not parent.children:
-            del self._roots[parent.space]
+            del self._roots[parent.namespace]
         return parent

@@ -1,4 +1,4 @@
-"""Where on its way through a prompt a prefill leaves snapshots of the state."""
+"""Snapshot policy: positions in a prompt at which a prefill saves the state."""
 
 from __future__ import annotations
 
@@ -6,49 +6,51 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 _KV_SHARE = 0.5
-"""Snapshots on the way may take this much of the memory that the KV of the same tokens takes."""
+"""Memory of the snapshots inside a prompt, as a share of the memory of the same tokens' KV."""
 
 _TILE = 64
-"""Tokens that the kernels compute a prompt by (kernels.gpu.segments.TILE), counted from where the computing begins. A
-snapshot elsewhere is a tile more to compute."""
+"""Tokens of a tile in which the kernels compute a prompt (kernels.gpu.segments.TILE), counted from the first computed
+token. A snapshot inside a tile costs one more tile."""
 _SHORT = 2048
-"""A prompt with fewer tokens to compute has one such tile at most: a second one takes an H200 4 % of its time at 512
-and 1,024 tokens, 0.2 % at 2,048 (`benchmarks.prefix_cache.device`)."""
+"""Prompts with fewer tokens to compute have at most one snapshot inside a tile. A second one costs an H200 4 % of the
+prefill's time at 512 and 1,024 tokens and 0.2 % at 2,048 (`benchmarks.prefix_cache.device`)."""
 
 
 def interval(slot_bytes: int, token_bytes: float) -> int:
-    """Tokens between two snapshots of a long text in which nothing says where others will go on.
+    """Tokens between two snapshots of a long text without known branching points.
 
-    A snapshot saves at most the computing of one interval, as does the KV of these tokens with it, so that what it may
-    cost is measured by that: 48 MiB beside 32 KiB a token (4B, float32 states) are 3,072 tokens. To copy a state takes
-    an H200 25 µs, as computing two tokens does: time does not matter.
+    A snapshot saves at most the computation of one interval, just as the KV of those tokens does. So its memory is
+    compared with theirs: 48 MiB at 32 KiB a token (4B, float32 states) give 3,072 tokens. Copying a state takes an H200
+    25 µs, as long as computing two tokens, so time does not matter.
     """
     return max(1, round(slot_bytes / (_KV_SHARE * token_bytes)))
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPolicy:
-    """Chooses positions; each is a number of tokens, behind which the state is kept."""
+    """Chooses snapshot positions. A position is a number of tokens; the state behind them is saved."""
 
     unit: int
-    """They are multiples of it."""
+    """Positions are multiples of this."""
     gap: int
-    """Between two, and behind where the computing begins, there are at least so many tokens."""
+    """Least tokens between two positions, and between the first computed token and a position."""
     interval: int
 
     def positions(self, computed: int, limit: int, shared: Iterable[int], boundaries: Sequence[int]) -> tuple[int, ...]:
-        """For a prompt of which the first ``computed`` tokens come from the cache.
+        """Snapshot positions of a prompt whose first ``computed`` tokens come from the cache.
 
         Args:
-            limit: the last one.
-            shared: where others that are known today go on, the most important first.
-            boundaries: where messages end, ascending: where a conversation may go on.
+            limit: highest position.
+            shared: positions at which other known requests branch off, the most important first.
+            boundaries: ends of messages, ascending; a conversation may continue there.
 
         Returns:
-            Ascending: all of ``shared`` that are possible; the end of the prompt, or of its last message if that is
-            near; the end of the first message, which others may begin with; and on long ways some between, an interval
-            apart, at ends of messages if there are any. In a short prompt all but the most important one lie up to a
-            tile before that.
+            Positions, ascending:
+            - all possible ones of ``shared``;
+            - the end of the prompt, or of its last message if that is near;
+            - the end of the first message, which other prompts may begin with;
+            - in long prompts further ones an interval apart, at ends of messages if there are any.
+            In a short prompt all but the most important one are moved forward to the beginning of their tile.
         """
         chosen: list[int] = []
         short = limit - computed < _SHORT

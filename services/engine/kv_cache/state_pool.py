@@ -1,4 +1,4 @@
-"""Which state slot belongs to whom. Slot 0 is scratch and never handed out."""
+"""State pool: the state slots of sequences and snapshots. Slot 0 is scratch and never handed out."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from services.engine.kv_cache.block_pool import IntegrityError
 
 
-class SlotPool:
-    """State slots; each is held by exactly one live sequence or one prefix snapshot.
+class StatePool:
+    """State slots. Each taken slot belongs to exactly one live sequence or one prefix snapshot.
 
     Args:
         num_slots: slots in the state buffers, scratch slot 0 included.
@@ -23,7 +23,7 @@ class SlotPool:
 
     @property
     def total(self) -> int:
-        """Usable slots."""
+        """Number of usable slots."""
         return self._num_slots - 1
 
     @property
@@ -31,7 +31,7 @@ class SlotPool:
         return len(self._free)
 
     def take(self) -> int | None:
-        """Hands out a free slot, None when there is none."""
+        """Hands out a free slot; None: there is none."""
         if not self._free:
             return None
         slot = self._free.pop()
@@ -39,14 +39,14 @@ class SlotPool:
         return slot
 
     def release(self, slot: int) -> None:
-        """Raises IntegrityError if the slot is not taken."""
+        """Returns a slot to the pool; raises IntegrityError if it is not taken."""
         if slot not in self._taken:
             raise IntegrityError(f"slot {slot} is released but not taken")
         self._taken.remove(slot)
         self._free.append(slot)
 
     def check(self, held: Iterable[int]) -> None:
-        """Compares the books with what the holders say.
+        """Compares the taken slots with those that the holders say they have.
 
         Raises:
             IntegrityError: a slot is leaked, lost or shared.

@@ -1,1 +1,1 @@
-"""Cache entries below the device: host memory, disk, object store."""
+"""Offload of cache entries below the device: host memory, disk, object store."""

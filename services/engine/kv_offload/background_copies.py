@@ -1,5 +1,5 @@
-"""Copies in the background: entries are fetched from disk or store to the host, and written to and removed from them in
-order."""
+"""Background copies: entries are fetched from disk or store to the host, and written to disk and store and removed from
+them in order."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from services.engine.kv_cache.keys import Key, Tier
 from services.engine.kv_offload.entry_format import Header
 from services.engine.kv_offload.host_memory import Run
 from services.engine.kv_offload.index import Buffer, Index, Record
-from services.engine.kv_offload.messages import Bytes, Entry, Event, Persisted
+from services.engine.kv_offload.messages import Bytes, Entry, Persisted, TierEvent
 from services.engine.kv_offload.worker import Bandwidth, CopyFailed, FailureLog, Worker
 from services.engine.observability.events import CopySaved, EventStream
 
 FIRST_RANK, ERASE_RANK, FORCED_RANK, WRITE_RANK, TOUCH_RANK = range(5)
 _MOST_WAITING = 1024
-"""Copies that wait to be made although nobody asked for them; further ones are not."""
+"""Most copies that wait to be made without a request for them; further ones are not made."""
 _FETCH_SECONDS = 60.0
-"""How long bytes may take that a Persist needs from another tier."""
+"""Longest read from another tier that a Persist waits for."""
 
 
 class Target(Protocol):
-    """Where copies are made. Every method may raise CopyFailed."""
+    """Storage that copies are written to. Every method may raise CopyFailed."""
 
     def write(self, header: Header, payload: Sequence[Bytes]) -> None: ...
 
@@ -31,10 +31,10 @@ class Target(Protocol):
 
 
 class LowerTier:
-    """Copies of one tier. An entry comes after the one that it stands on, and leaves before. Thread-safe.
+    """Copies of one tier below the host. A parent is written before its children and removed after them. Thread-safe.
 
     Args:
-        failed: told, under the index's lock, that a copy which was asked for is not going to be there.
+        failed: called, under the index's lock, when a requested copy will not be made.
     """
 
     def __init__(
@@ -54,18 +54,18 @@ class LowerTier:
         self._events = events
         self._failures = failures
         self._failed = failed
-        self._doomed: dict[Key, None] = {}
-        """Copies that no record has any more and that are still to be removed."""
+        self._to_remove: dict[Key, None] = {}
+        """Keys of copies that no record has any more and that are still to be removed."""
         self._wanted: set[Key] = set()
-        """Copies that wait to be made although nobody asked for them."""
+        """Keys of copies that wait to be made without a request for them."""
         self.worker = Worker(f"tiers-{tier.value}")
 
     def want(self, record: Record, *, forced: bool = False, buffer: Buffer | None = None) -> None:
-        """Makes a copy of an entry soon; the caller holds the index's lock.
+        """Schedules a copy of an entry; the caller holds the index's lock.
 
         Args:
-            forced: it was asked for, so it may be fetched from another tier for this.
-            buffer: its bytes, if no tier keeps them.
+            forced: whether the copy was requested, so that the entry may be fetched from another tier for it.
+            buffer: bytes of the entry, if no tier keeps them.
         """
         key = record.entry.key
         if self.tier in record.tiers:
@@ -78,38 +78,38 @@ class LowerTier:
         if buffer is not None:
             buffer.readers += 1
         self.worker.put(
-            lambda: self._bring(record, buffer, forced),
+            lambda: self._copy_with_parents(record, buffer, forced),
             rank=FORCED_RANK if forced else WRITE_RANK,
             failed=lambda: self._done(record, buffer, forced, False),
         )
 
     def erase(self, key: Key) -> None:
-        """Removes a copy soon that no record has any more; the caller holds the index's lock."""
-        self._doomed[key] = None
+        """Schedules the removal of a copy that no record has any more; the caller holds the index's lock."""
+        self._to_remove[key] = None
         self.worker.put(self._erase, rank=ERASE_RANK)
 
-    def _bring(self, record: Record, buffer: Buffer | None, forced: bool) -> None:
+    def _copy_with_parents(self, record: Record, buffer: Buffer | None, forced: bool) -> None:
         with self._index.lock:
             chain = [record]
             while (parent := chain[-1].parent) is not None and self.tier not in parent.tiers:
                 chain.append(parent)
-        well = True
+        succeeded = True
         for link in reversed(chain):
-            well = well and self._bring_one(link, buffer if link is record else None, forced)
-        self._done(record, buffer, forced, well)
+            succeeded = succeeded and self._copy(link, buffer if link is record else None, forced)
+        self._done(record, buffer, forced, succeeded)
 
-    def _done(self, record: Record, buffer: Buffer | None, forced: bool, well: bool) -> None:
+    def _done(self, record: Record, buffer: Buffer | None, forced: bool, succeeded: bool) -> None:
         with self._index.lock:
             if not forced:
                 self._wanted.discard(record.entry.key)
-            elif not well:
+            elif not succeeded:
                 self._failed(record.entry.key, self.tier)
             if buffer is not None:
                 self._index.release(record, buffer)
             self._index.unclaim(record)
 
-    def _bring_one(self, record: Record, buffer: Buffer | None, forced: bool) -> bool:
-        """Makes one copy, whose predecessor is there; False: it could not be."""
+    def _copy(self, record: Record, buffer: Buffer | None, forced: bool) -> bool:
+        """Makes one copy, whose parent is there; False: it could not be made."""
         index, parent = self._index, record.parent
         with index.lock:
             if self.tier in record.tiers:
@@ -144,11 +144,11 @@ class LowerTier:
             except CopyFailed as error:
                 if error.reason != "full":
                     raise
-                # Others need the room as well: then this tier has to do with what it has.
+                # Somebody else fills the disk too: this tier makes room by evicting its own copies.
                 self._give_up(record, size)
                 self._target.write(header, payload)
         except CopyFailed as error:
-            self._failures.tell(self.tier, error.reason, str(error))
+            self._failures.record(self.tier, error.reason, str(error))
             return False
         with index.lock:
             if index.is_live(record):
@@ -159,16 +159,16 @@ class LowerTier:
         return True
 
     def _make_room(self, record: Record, size: int) -> None:
-        """Raises CopyFailed: there cannot be so much."""
-        limit = self._index.books[self.tier].limit
+        """Evicts copies until ``size`` bytes fit the limit; raises CopyFailed if they cannot."""
+        limit = self._index.usage[self.tier].limit
         if size > limit:
-            raise CopyFailed("full", f"an entry of {size:,} bytes, where the limit is {limit:,}")
+            raise CopyFailed("full", f"the entry has {size:,} bytes, the limit is {limit:,}")
         with self._index.lock:
             while self.size + size > limit:
                 if not self._evict(record):
-                    raise CopyFailed("full", f"no room for {size:,} bytes beside what is needed")
+                    raise CopyFailed("full", f"no room for {size:,} bytes beside the entries that are needed")
         self._erase()
-        if record.entry.key in self._doomed:
+        if record.entry.key in self._to_remove:
             raise CopyFailed("unreadable", "an earlier copy cannot be removed")
 
     def _give_up(self, record: Record, size: int) -> None:
@@ -181,59 +181,61 @@ class LowerTier:
     @property
     def size(self) -> int:
         """Bytes of this tier that count towards its limit."""
-        return self._index.books[self.tier].size
+        return self._index.usage[self.tier].size
 
     def _evict(self, record: Record) -> bool:
-        """Gives up the copy that is worth least, but not the one that this record stands on."""
+        """Evicts the copy of the lowest priority, but not the parent of this record."""
         return self._index.evict(self.tier, record.entry.parent)
 
     def _erase(self) -> None:
-        """Removes what is doomed; what cannot be removed is tried again before the next write."""
-        for key in list(self._doomed):
+        """Removes the copies to remove; what cannot be removed is tried again before the next write."""
+        for key in list(self._to_remove):
             try:
                 self._target.remove(key)
             except CopyFailed as error:
-                self._failures.tell(self.tier, error.reason, str(error))
+                self._failures.record(self.tier, error.reason, str(error))
                 return
-            self._doomed.pop(key, None)
+            self._to_remove.pop(key, None)
 
 
 class _Persist:
-    def __init__(self, ticket: int, wanted: set[tuple[Key, Tier]]) -> None:
-        self.ticket = ticket
+    def __init__(self, persist_id: int, wanted: set[tuple[Key, Tier]]) -> None:
+        self.persist_id = persist_id
         self.wanted = wanted
         self.missing: list[tuple[Key, Tier]] = []
 
 
-class Persists:
-    """Tells Persisted of each. Not thread-safe.
+class PersistTracker:
+    """Tracks each Persist until its copies are made or have failed, then sends Persisted. Not thread-safe.
 
     Args:
-        tiers: those that entries are brought to.
+        tiers: tiers that entries are copied to.
     """
 
-    def __init__(self, tiers: Collection[Tier], tell: Callable[[Event], None]) -> None:
+    def __init__(self, tiers: Collection[Tier], send_event: Callable[[TierEvent], None]) -> None:
         self._tiers = tiers
-        self._tell = tell
+        self._send_event = send_event
         self._open: list[_Persist] = []
 
-    def begin(self, ticket: int, wanted: Collection[tuple[Key, Tier]], missing: Collection[tuple[Key, Tier]]) -> None:
-        """One that waits for these copies; others are known to be missing."""
-        persist = _Persist(ticket, set(wanted))
+    def begin(
+        self, persist_id: int, wanted: Collection[tuple[Key, Tier]], missing: Collection[tuple[Key, Tier]]
+    ) -> None:
+        """Begins a Persist that waits for the wanted copies; others are known to be missing."""
+        persist = _Persist(persist_id, set(wanted))
         persist.missing.extend(missing)
         self._open.append(persist)
         self._end_those_done()
 
     def kept(self, key: Key, tier: Tier) -> None:
-        """The copy is there."""
+        """Records that a copy was made."""
         self._settle(key, tier, missing=False)
 
     def failed(self, key: Key, tier: Tier) -> None:
-        """It could not be made."""
+        """Records that a copy could not be made."""
         self._settle(key, tier, missing=True)
 
     def gone(self, key: Key) -> None:
-        """The entry is no more."""
+        """Records that an entry was removed."""
         for tier in self._tiers:
             self._settle(key, tier, missing=True)
 
@@ -248,26 +250,26 @@ class Persists:
     def _end_those_done(self) -> None:
         for persist in [persist for persist in self._open if not persist.wanted]:
             self._open.remove(persist)
-            self._tell(Persisted(persist.ticket, tuple(persist.missing)))
+            self._send_event(Persisted(persist.persist_id, tuple(persist.missing)))
 
 
 _THREADS = 4
-"""Entries that are read at once; each by several threads more."""
+"""Number of entries that are read at once, each by several more threads."""
 
 
 class Source(Protocol):
-    """A tier that entries can be read from."""
+    """Storage that entries are read from."""
 
     def read(self, entry: Entry, target: Sequence[Bytes]) -> Header:
-        """Raises CopyFailed."""
+        """Reads the payload of an entry into ``target``; raises CopyFailed."""
         ...
 
 
 class Fetcher:
-    """Reads entries into the arena. Thread-safe.
+    """Reads entries from disk and store into the host's arena. Thread-safe.
 
     Args:
-        sources: fastest first.
+        sources: storage of each tier, fastest first.
     """
 
     def __init__(
@@ -278,15 +280,15 @@ class Fetcher:
         self._bandwidth = bandwidth
         self._failures = failures
         self._ended: dict[Tier, float] = {}
-        """When the last read of each tier ended."""
+        """End of the last read of each tier."""
         self.worker = Worker("tiers-fetch", _THREADS)
 
     def begin(self, record: Record, until: float, run: Run | None = None) -> Buffer:
-        """A new buffer of this entry, which is going to be filled; the caller holds the index's lock.
+        """Begins to read an entry into a new buffer; the caller holds the index's lock.
 
         Args:
-            until: a time of time.monotonic() after which nobody wants it any more.
-            run: memory for it; without one others may have to go.
+            until: time of time.monotonic() after which nobody needs it any more.
+            run: memory for it; None: other entries may be evicted for it.
         """
         buffer = self._index.new_buffer(record)
         buffer.run = run
@@ -299,7 +301,7 @@ class Fetcher:
         return buffer
 
     def fetch(self, record: Record, until: float) -> Buffer | None:
-        """Waits until the bytes are in the arena; None: they do not get there. The caller releases the buffer."""
+        """Waits until the bytes are in the arena; None: they could not be read. The caller releases the buffer."""
         with self._index.lock:
             buffer = record.buffer
             if buffer is None:
@@ -310,7 +312,7 @@ class Fetcher:
             return self._wait(record, buffer, until)
 
     def warm(self, record: Record, until: float) -> bool:
-        """Waits until the bytes are in the arena, if there is room for them; False: there is none."""
+        """Reads an entry into free memory of the arena and waits for it; False: there is no free memory."""
         with self._index.lock:
             if record.buffer is not None or Tier.DISK not in record.tiers:
                 return True
@@ -324,7 +326,7 @@ class Fetcher:
             return True
 
     def _wait(self, record: Record, buffer: Buffer, until: float) -> Buffer | None:
-        """Until the buffer is ready; otherwise it is released."""
+        """Waits until the buffer is ready; if that fails, releases it and returns None."""
         while buffer.state == "filling" and (left := until - time.monotonic()) > 0:
             self._index.lock.wait(left)
         if buffer.state == "ready":
@@ -337,7 +339,7 @@ class Fetcher:
         size = index.layout.payload_bytes(entry)
         run = buffer.run or self._take_room(size, until)
         if run is None:
-            self._failures.tell(Tier.HOST, "full", f"no room for {size:,} bytes of an entry that is to be loaded")
+            self._failures.record(Tier.HOST, "full", f"no room for {size:,} bytes of an entry to load")
             self._give_up(record, buffer)
             return
         buffer.run = run
@@ -353,7 +355,7 @@ class Fetcher:
                 self._failed(record, tier, error)
                 continue
             with index.lock:
-                # Reads at the same time are served one after the other: this one's time began with the last one's end.
+                # Concurrent reads are served one after the other: this one's time begins with the last one's end.
                 began, ended = max(began, self._ended.get(tier, 0.0)), time.monotonic()
                 self._ended[tier] = ended
                 self._bandwidth.measured(tier, size, ended - began)
@@ -363,7 +365,7 @@ class Fetcher:
         self._give_up(record, buffer)
 
     def _take_room(self, size: int, until: float) -> Run | None:
-        """Waits for readers of others, if it has to."""
+        """Allocates memory; waits for readers of other buffers if need be."""
         index = self._index
         with index.lock:
             while (run := index.take_room(size)) is None:
@@ -376,10 +378,10 @@ class Fetcher:
     def _failed(self, record: Record, tier: Tier, error: CopyFailed) -> None:
         with self._index.lock:
             if tier not in record.tiers or not self._index.is_live(record):
-                return  # it was dropped while it was read: no wonder
+                return  # it was dropped while it was read
             if error.reason not in ("slow", "away"):
                 self._index.drop(record, tier, erase=error.reason != "missing")
-        self._failures.tell(tier, error.reason, str(error))
+        self._failures.record(tier, error.reason, str(error))
 
     def _give_up(self, record: Record, buffer: Buffer) -> None:
         with self._index.lock:

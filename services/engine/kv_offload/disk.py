@@ -1,4 +1,4 @@
-"""Disk tier: entries as files of one directory, which is the index.
+"""Disk tier: one file for each entry in a directory, which is also the index.
 
 A file is written under another name, flushed and renamed, so after a crash it is there as a whole or not at all. Its
 name is the entry's key; everything else in the directory is left alone.
@@ -29,9 +29,9 @@ from services.engine.kv_offload.entry_format import (
     HeaderRejected,
     decode,
     encode,
+    entry_bytes,
     header_bytes,
     header_length,
-    item_bytes,
     spans,
 )
 from services.engine.kv_offload.index import Index, Record
@@ -40,10 +40,10 @@ from services.engine.kv_offload.worker import Bandwidth, CopyFailed, FailureLog,
 from services.engine.observability.events import CopyFailure, EventStream
 
 _THREADS = 8
-"""That read one entry: a single one gets a third of what a fast disk, or the page cache, has to give."""
+"""Threads that read one entry: a single one gets a third of the speed of a fast disk or of the page cache."""
 _READ_BYTES = 4 * 2**20
 _PROBE_BYTES = 32 * 2**20
-"""What is read to see how fast the disk is: a slow one takes a third of a second."""
+"""Bytes read to measure the disk's speed: a slow disk takes a third of a second."""
 _WRITE_BYTES = 64 * 2**20
 _MOST_PIECES = 1024
 """IOV_MAX of Linux."""
@@ -53,22 +53,22 @@ _UNFINISHED = re.compile(r"[0-9a-f]{40}\.entry\.new")
 
 
 class DirectoryInUse(Exception):
-    """Another engine has it, or it cannot be used at all; the message names the setting."""
+    """The directory belongs to another engine or cannot be used; the message names the setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A file that was there at the start."""
+    """File of an entry that was there at the start."""
 
     header: Header
     size: int
     used: float
-    """When it was last used, or made: seconds since 1970."""
+    """Time of the last use, or of creation: seconds since 1970."""
 
 
 class DiskFiles:
-    """Blocking. ``read`` may be called by several threads, the rest by one at a time; every method may raise
-    CopyFailed.
+    """Files of the disk tier. Calls block. ``read`` may be called by several threads, the rest by one at a time; every
+    method may raise CopyFailed.
 
     Raises:
         DirectoryInUse: the directory cannot be made or locked.
@@ -98,13 +98,13 @@ class DiskFiles:
             ) from error
 
     def close(self) -> None:
-        """The directory may be another engine's from now on."""
+        """Unlocks the directory: another engine may use it from now on."""
         self._readers.shutdown(wait=False, cancel_futures=True)
         os.close(self._lock)
 
     def scan(self) -> tuple[list[FoundFile], list[tuple[CopyFailure, str]]]:
-        """What is there, in no order, and what was wrong with the other files: those that are damaged, or of another
-        model, are removed."""
+        """Lists the entries of the directory, in no order, and the failures of the other files. Damaged files and those
+        of another model are removed."""
         try:
             names = os.listdir(self._directory)
         except OSError as error:
@@ -126,7 +126,7 @@ class DiskFiles:
         return self._read(entry, target)
 
     def probe(self, entry: Entry) -> tuple[int, float]:
-        """Reads the beginning of an entry's payload as a load does, and forgets it: how many bytes, in how many
+        """Measures the disk: reads the beginning of an entry's payload as a load does, and drops it. Returns bytes and
         seconds."""
         memory = np.full(min(_PROBE_BYTES, self._layout.payload_bytes(entry)), 1, np.uint8)  # the pages are there
         began = time.monotonic()
@@ -134,7 +134,7 @@ class DiskFiles:
         return len(memory), time.monotonic() - began
 
     def _read(self, entry: Entry, target: Sequence[Bytes]) -> Header:
-        """The payload's beginning, as much as these pieces hold."""
+        """Reads the beginning of the payload, as much as the pieces hold."""
         begin = header_bytes(entry, self._layout)
         with self._opened(entry) as descriptor:
             tasks: list[Future[None]] = []
@@ -143,13 +143,13 @@ class DiskFiles:
                     tasks.append(self._readers.submit(_read_into, descriptor, begin + offset, pieces))
                 header = _header(descriptor, entry.key, self._layout)
             finally:
-                wait(tasks)  # the descriptor and the memory are theirs until then
+                wait(tasks)  # they use the descriptor and the memory until then
             for task in tasks:
                 task.result()
         return header
 
     def write(self, header: Header, payload: Sequence[Bytes]) -> None:
-        """Makes the file; when this returns it is there for good."""
+        """Writes the file of an entry; when this returns it is durable."""
         name = _name(header.entry.key)
         new = f"{name}.new"
         data = encode(header, self._layout)
@@ -168,7 +168,7 @@ class DiskFiles:
             raise _failure(error, "writing") from error
 
     def remove(self, key: Key) -> None:
-        """None there is fine."""
+        """Removes the file of an entry, if there is one."""
         try:
             os.unlink(self._directory / _name(key))
         except FileNotFoundError:
@@ -177,35 +177,36 @@ class DiskFiles:
             raise _failure(error, "removing") from error
 
     def touch(self, keys: Sequence[Key], when: float) -> None:
-        """Notes that they were used then; those that are not there, or cannot be noted, are passed over."""
+        """Records the time of use of entries in their files; errors are ignored."""
         for key in keys:
             with suppress(OSError):  # it only orders what is read first after a restart
                 os.utime(self._directory / _name(key), (when, when))
 
     @contextmanager
     def _opened(self, entry: Entry) -> Iterator[int]:
-        """The file of an entry, which has the length that it has to have."""
-        size = item_bytes(entry, self._layout)
+        """Opens the file of an entry and checks its length."""
+        size = entry_bytes(entry, self._layout)
         try:
             with _open(self._directory / _name(entry.key), os.O_RDONLY) as descriptor:
                 if os.fstat(descriptor).st_size != size:
-                    raise CopyFailed("damaged", f"a file of {os.fstat(descriptor).st_size:,} bytes instead of {size:,}")
+                    found = os.fstat(descriptor).st_size
+                    raise CopyFailed("damaged", f"the file has {found:,} bytes instead of {size:,}")
                 yield descriptor
         except OSError as error:
             raise _failure(error, "reading") from error
 
     def _look(self, name: str) -> FoundFile | tuple[CopyFailure, str]:
-        """What a file is; it is removed if it is nothing."""
+        """Reads the header of a file; a file without a valid one is removed."""
         path = self._directory / name
         try:
             with _open(path, os.O_RDONLY) as descriptor:
                 header = _header(descriptor, bytes.fromhex(name.partition(".")[0]), self._layout)
                 found = os.fstat(descriptor)
-            size = item_bytes(header.entry, self._layout)
+            size = entry_bytes(header.entry, self._layout)
             if found.st_size != size:
-                raise CopyFailed("damaged", f"a file of {found.st_size:,} bytes instead of {size:,}")
+                raise CopyFailed("damaged", f"the file has {found.st_size:,} bytes instead of {size:,}")
             return FoundFile(header, size, found.st_mtime)
-        except OSError as error:  # which says nothing about the file: it stays, and is not used
+        except OSError as error:  # tells nothing about the file: it stays, and is not used
             failure = _failure(error, "reading")
             return failure.reason, f"{name}: {failure}"
         except CopyFailed as error:
@@ -228,7 +229,7 @@ def _name(key: Key) -> str:
 
 
 def _header(descriptor: int, key: bytes, layout: Layout) -> Header:
-    """Raises CopyFailed: it is that of another entry, or of none."""
+    """Reads the header of a file; raises CopyFailed if it is not that of the entry."""
     try:
         length = header_length(os.pread(descriptor, PREFIX_BYTES, 0))
         data = bytearray(length)
@@ -237,17 +238,17 @@ def _header(descriptor: int, key: bytes, layout: Layout) -> Header:
     except HeaderRejected as error:
         raise CopyFailed("damaged", str(error)) from error
     if header.entry.key != key:
-        raise CopyFailed("damaged", "the file of another entry")
+        raise CopyFailed("damaged", "the file has the header of another entry")
     return header
 
 
 def _read_into(descriptor: int, offset: int, pieces: Sequence[memoryview]) -> None:
-    """Raises CopyFailed: there are fewer bytes."""
+    """Reads a file into the pieces; raises CopyFailed if it ends too early."""
     left = list(pieces)
     while left:
         done = os.preadv(descriptor, left[:_MOST_PIECES], offset)
         if not done:
-            raise CopyFailed("damaged", f"a file that ends at {offset:,}")
+            raise CopyFailed("damaged", f"the file ends at {offset:,}")
         offset += done
         left = _behind(left, done)
 
@@ -261,7 +262,7 @@ def _write_from(descriptor: int, offset: int, pieces: Sequence[memoryview]) -> N
 
 
 def _behind(pieces: list[memoryview], count: int) -> list[memoryview]:
-    """What follows the first ``count`` bytes."""
+    """Pieces behind the first ``count`` bytes."""
     first = 0
     while first < len(pieces) and count >= len(pieces[first]):
         count -= len(pieces[first])
@@ -285,19 +286,19 @@ _YIELD_SECONDS = 0.01
 
 
 _WARM_SECONDS = 60.0
-"""How long one entry may take; then the disk is not there for warming up."""
+"""Longest read of one entry while warming up; a slower one ends the warming up."""
 
 
 log = structlog.get_logger(__name__)
 
 
 class DiskTier(LowerTier):
-    """Before anything is written, the disk's speed is measured, and what is there is told. Then it is read into the
-    host's memory as long as that has room, last used first.
+    """Disk tier. Before anything is written, it measures the disk's speed and announces the entries that are there.
+    Then it reads them into host memory while that has room, last used first.
 
     Args:
-        busy: whether loads are under way, to which the warming up yields.
-        warm: the host is a tier.
+        busy: tells whether loads are in progress; the warming up yields to them.
+        warm: whether the host is a tier.
     """
 
     def __init__(
@@ -323,7 +324,7 @@ class DiskTier(LowerTier):
         self.worker.put(self._scan, rank=FIRST_RANK)
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Notes a use of entries, for the next start."""
+        """Records a use of entries, for the order after the next start."""
         now = time.time()
         self.worker.put(lambda: self._files.touch(keys, now), rank=TOUCH_RANK)
 
@@ -335,15 +336,15 @@ class DiskTier(LowerTier):
         try:
             found, wrong = self._files.scan()
         except CopyFailed as error:
-            self._failures.tell(Tier.DISK, error.reason, str(error))
+            self._failures.record(Tier.DISK, error.reason, str(error))
             return
         for reason, message in wrong:
-            self._failures.tell(Tier.DISK, reason, message)
+            self._failures.record(Tier.DISK, reason, message)
         if found:
             self._probe(max(found, key=lambda file: file.used))
         kept = self._keep(found)
         with self._index.lock:
-            limit = self._index.books[Tier.DISK].limit
+            limit = self._index.usage[Tier.DISK].limit
             while self.size > limit and self._index.evict(Tier.DISK, None):
                 pass
         self._erase()
@@ -359,17 +360,17 @@ class DiskTier(LowerTier):
             self.warmer.put(lambda: self._warm_up([record for _, record in order]))
 
     def _probe(self, file: FoundFile) -> None:
-        """Learns how fast the disk is, before anybody is told of anything that could be loaded."""
+        """Measures the disk's speed before any entry is announced."""
         try:
             size, seconds = self._files.probe(file.header.entry)
-        except CopyFailed as error:  # whoever loads it will see, too, and drop it
-            self._failures.tell(Tier.DISK, error.reason, str(error))
+        except CopyFailed as error:  # whoever loads it will fail, too, and drop it
+            self._failures.record(Tier.DISK, error.reason, str(error))
             return
         self._bandwidth.measured(Tier.DISK, size, seconds)
         log.info("tier_disk_probed", mib=round(size / 2**20, 1), seconds=round(seconds, 4))
 
     def _keep(self, found: Sequence[FoundFile]) -> list[tuple[FoundFile, Record]]:
-        """Tells the files that have their chain; the others are removed."""
+        """Announces the files whose parents are there; the others are removed."""
         kept: list[tuple[FoundFile, Record]] = []
         for file in sorted(found, key=lambda file: file.header.entry.start):
             entry = file.header.entry
@@ -385,7 +386,7 @@ class DiskTier(LowerTier):
                     self._index.unclaim(record)
                     kept.append((file, record))
             if record is None:
-                self._failures.tell(Tier.DISK, "missing", "a file without the one that it stands on")
+                self._failures.record(Tier.DISK, "missing", "a file whose parent entry is missing")
         return kept
 
     def _warm_up(self, records: Sequence[Record]) -> None:

@@ -1,8 +1,8 @@
-"""An entry as bytes: a header, and behind it the payload. A file of the disk tier, an object in the store and an item
-of an exported session are all of this format.
+"""Format of an entry as bytes: a header and, behind it, the payload. Files of the disk tier, objects in the store and
+the entries of an exported session all have it.
 
 The header is a whole number of pages:
-    fixed       magic, version, length of the header, digest of the layout, key, parent, space, start, end, seconds,
+    fixed       magic, version, length of the header, digest of the layout, key, parent, namespace, start, end, seconds,
                 length of the payload, number of checksums; little-endian
     tokens      uint32 each
     checksums   int64 each: of every block, then of the state
@@ -20,49 +20,49 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from services.engine.kv_cache.keys import KEY_BYTES, TOKEN_BYTES, Key, Space
+from services.engine.kv_cache.keys import KEY_BYTES, TOKEN_BYTES, Key, Namespace
 from services.engine.kv_offload.messages import Bytes, Entry, Layout
 
 MAGIC = b"TEMPERKV"
 VERSION = 1
 PAGE = 4096
-"""Bytes; the payload begins at a multiple."""
+"""Bytes of a page; the payload begins at a multiple."""
 MOST_BYTES = 64 * 2**20
-"""Of a header: that of an entry of some ten million tokens."""
+"""Longest header in bytes: that of an entry of some ten million tokens."""
 MOST_SECONDS = 1e6
-"""To compute an entry: more would let it stay for ever."""
+"""Longest time to compute an entry that a header may state: more would let it stay for ever."""
 _DIGEST = 32
 _FIXED = struct.Struct(f"<8sII{_DIGEST}s{KEY_BYTES}sB{KEY_BYTES}s{KEY_BYTES}sQQdQQ")
 _PREFIX = struct.Struct("<8sII")
 PREFIX_BYTES = _PREFIX.size
-"""What header_length needs to see."""
+"""Bytes that header_length needs."""
 
 
 class HeaderRejected(Exception):
-    """These bytes are no entry that this engine can use; the message says why."""
+    """The bytes are no entry that this engine can use; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What is known of a payload."""
+    """Header of an entry: everything but its payload."""
 
     entry: Entry
     checksums: npt.NDArray[np.int64]
-    """[blocks + 1], of each block and of the state."""
+    """[blocks + 1] checksums: of each block, then of the state."""
 
 
 def header_bytes(entry: Entry, layout: Layout) -> int:
-    """Length of its header."""
+    """Length of an entry's header, bytes."""
     return _length(len(entry.tokens), entry.num_blocks(layout.block_size) + 1)
 
 
-def item_bytes(entry: Entry, layout: Layout) -> int:
-    """Length of header and payload."""
+def entry_bytes(entry: Entry, layout: Layout) -> int:
+    """Length of an entry's header and payload, bytes."""
     return header_bytes(entry, layout) + layout.payload_bytes(entry)
 
 
 def encode(header: Header, layout: Layout) -> bytes:
-    """The header's bytes."""
+    """Encodes a header."""
     entry, checksums = header.entry, header.checksums
     length = _length(len(entry.tokens), len(checksums))
     fixed = _FIXED.pack(
@@ -73,7 +73,7 @@ def encode(header: Header, layout: Layout) -> bytes:
         entry.key,
         entry.parent is not None,
         entry.parent or bytes(KEY_BYTES),
-        entry.space,
+        entry.namespace,
         entry.start,
         entry.end,
         entry.seconds,
@@ -86,25 +86,25 @@ def encode(header: Header, layout: Layout) -> bytes:
 
 
 def header_length(prefix: bytes) -> int:
-    """How long the header is that begins with these PREFIX_BYTES or more.
+    """Length of the header that begins with these PREFIX_BYTES or more.
 
     Raises:
-        HeaderRejected: it is no header, or an impossible one.
+        HeaderRejected: the bytes are no header, or an impossible one.
     """
     if len(prefix) < PREFIX_BYTES:
         raise HeaderRejected(f"truncated: {len(prefix)} bytes of a header")
     magic, version, length = _PREFIX.unpack_from(prefix)
     if magic != MAGIC:
-        raise HeaderRejected("it does not begin as an entry does")
+        raise HeaderRejected("it does not begin like an entry")
     if version != VERSION:
         raise HeaderRejected(f"format version {version}, this engine reads {VERSION}")
     if not _FIXED.size + _DIGEST <= length <= MOST_BYTES or length % PAGE:
-        raise HeaderRejected(f"a header of {length} bytes")
+        raise HeaderRejected(f"impossible length of {length} bytes")
     return int(length)
 
 
 def decode(data: bytes, layout: Layout) -> Header:
-    """The header that these bytes begin with.
+    """Decodes the header that these bytes begin with.
 
     Raises:
         HeaderRejected: it is truncated, damaged, of another version or of another layout.
@@ -114,9 +114,9 @@ def decode(data: bytes, layout: Layout) -> Header:
         raise HeaderRejected(f"truncated: {len(data)} of {length} bytes of a header")
     covered = data[: length - _DIGEST]
     if _digest(covered) != data[length - _DIGEST : length]:
-        raise HeaderRejected("damaged: the digest of the header is another")
-    (_, _, _, made_for, key, has_parent, parent, space, start, end, seconds, payload, checksums) = _FIXED.unpack_from(
-        covered
+        raise HeaderRejected("damaged: the digest of the header does not match")
+    (_, _, _, made_for, key, has_parent, parent, namespace, start, end, seconds, payload, checksums) = (
+        _FIXED.unpack_from(covered)
     )
     if made_for != _layout_digest(layout):
         raise HeaderRejected("it belongs to another model or configuration")
@@ -127,12 +127,12 @@ def decode(data: bytes, layout: Layout) -> Header:
         raise HeaderRejected("contradicts itself: malformed fields")
     body = _FIXED.size
     if any(covered[body + tokens + 8 * checksums :]):
-        raise HeaderRejected("contradicts itself: bytes where there are none")
+        raise HeaderRejected("contradicts itself: the padding is not zero")
     try:
         entry = Entry(
             Key(key),
             Key(parent) if has_parent else None,
-            Space(space),
+            Namespace(namespace),
             start,
             end,
             covered[body : body + tokens],
@@ -160,7 +160,8 @@ def _layout_digest(layout: Layout) -> bytes:
 
 
 def spans(pieces: Sequence[Bytes], most: int) -> Iterator[tuple[int, list[memoryview]]]:
-    """(offset, memory) of portions of at most ``most`` bytes, each of memory from one piece or several."""
+    """Splits pieces of memory into portions of at most ``most`` bytes, given as (offset, memory); a portion may span
+    several pieces."""
     offset = length = 0
     portion: list[memoryview] = []
     for piece in pieces:
@@ -178,7 +179,7 @@ def spans(pieces: Sequence[Bytes], most: int) -> Iterator[tuple[int, list[memory
 
 
 WORD = 8
-"""Bytes; what is summed is a whole number of them."""
+"""Bytes of a word; checksummed data is a whole number of words."""
 
 
 _GAMMA = 0x9E3779B97F4A7C15
@@ -191,7 +192,7 @@ _SECOND = 0x94D049BB133111EB
 
 
 def weights(words: int) -> npt.NDArray[np.int64]:
-    """[words], of the words in their order: SplitMix64 (Steele, Lea & Flood 2014) from 1 on, made odd."""
+    """[words] weights of the checksum: SplitMix64 (Steele, Lea & Flood 2014) from 1 on, made odd."""
     z = (np.arange(1, words + 1, dtype=np.uint64)) * np.uint64(_GAMMA)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(_FIRST)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(_SECOND)
@@ -201,9 +202,9 @@ def weights(words: int) -> npt.NDArray[np.int64]:
 def checksum(data: Bytes, weight: npt.NDArray[np.int64]) -> int:
     """Checksum of [WORD · n] contiguous bytes under the first n weights: Σ wᵢ xᵢ mod 2⁶⁴, between -2⁶³ and 2⁶³ - 1.
 
-    A multilinear hash over 64-bit words with odd weights (Lemire & Kaser, Strongly universal string hashing is fast,
-    arXiv 1202.4961): any change of one word shows, and a swap, a shift or another page in its place goes unnoticed
-    with a probability of 2⁻⁶³ or so. It is made for devices: one multiplication and one sum a word, in any order.
+    It is a multilinear hash over 64-bit words with odd weights (Lemire & Kaser, Strongly universal string hashing is
+    fast, arXiv 1202.4961). It detects any change of one word; a swap, a shift or a wrong page goes unnoticed with a
+    probability of about 2⁻⁶³. It suits devices: one multiplication and one addition for each word, in any order.
     """
     words = data.view(np.int64)
     return int((words * weight[: len(words)]).sum(dtype=np.int64))

@@ -1,4 +1,4 @@
-"""Export and import of entries as items of a session's file, on threads that may wait."""
+"""Export and import of the entries of a session file, on threads that may wait."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from services.engine.kv_offload.messages import Bytes, Entry
 
 PIECE_BYTES = 2**20
 _FETCH_SECONDS = 60.0
-_UNSUPPORTED = "an item of the session stands on another that is not there"
+_UNSUPPORTED = "the parent of an entry of the session is missing"
 _CHUNK_BYTES = 2**18
-"""What is summed at once, a multiple of WORD: it stays in a core's cache."""
+"""Bytes that are summed at once, a multiple of WORD: they stay in a core's cache."""
 
 
-class Items:
-    """Thread-safe; every method blocks.
+class EntryExchange:
+    """Export and import of single entries. Thread-safe; every method blocks.
 
     Args:
-        taken: told, under the index's lock, of an entry whose bytes are in the arena; it takes them further down.
+        taken: called, under the index's lock, with an entry whose bytes are in the arena; it copies them to lower
+            tiers.
     """
 
     def __init__(self, index: Index, fetcher: Fetcher, taken: Callable[[Record, Buffer], None]) -> None:
@@ -45,11 +46,11 @@ class Items:
         self._fetcher = fetcher
         self._taken = taken
         self._weights = np.empty(0, np.int64)
-        """Made when they are needed first."""
+        """Weights of the checksums; made on first use."""
 
-    def read(self, key: Key) -> Iterator[bytes]:
-        """An entry as header and payload, in pieces of at most PIECE_BYTES. Until the last one is taken, or the
-        iterator is closed, the entry stays in memory.
+    def export_entry(self, key: Key) -> Iterator[bytes]:
+        """Exports an entry as header and payload, in pieces of at most PIECE_BYTES. The entry stays in memory until the
+        last piece is taken or the iterator is closed.
 
         Raises, before the first piece:
             NotFound: no tier has it.
@@ -73,8 +74,8 @@ class Items:
             raise
         return self._pieces(record, buffer)
 
-    def take_in(self, pieces: Iterable[bytes]) -> Entry:
-        """Takes exactly one item, in pieces of any size; the one that it stands on has to be there.
+    def import_entry(self, pieces: Iterable[bytes]) -> Entry:
+        """Imports exactly one entry, in pieces of any size; its parent must be there.
 
         Raises:
             InvalidRequest: it is damaged, or of another model or configuration.
@@ -85,7 +86,7 @@ class Items:
             prefix = source.take(PREFIX_BYTES)
             header = decode(prefix + source.take(header_length(prefix) - PREFIX_BYTES), self._index.layout)
         except HeaderRejected as error:
-            raise InvalidRequest(f"an item of the session cannot be used: {error}") from error
+            raise InvalidRequest(f"an entry of the session cannot be used: {error}") from error
         index, entry = self._index, header.entry
         size = index.layout.payload_bytes(entry)
         with index.lock:
@@ -106,7 +107,7 @@ class Items:
         return entry
 
     def _new_buffer(self, record: Record, size: int) -> Buffer | None:
-        """None: it is not needed."""
+        """Buffer for an imported entry; None: a copy is there already."""
         if record.tiers or record.buffer is not None:
             return None
         if not self._index.stands(record):
@@ -125,7 +126,7 @@ class Items:
                 source.read_into(index.arena.pieces(buffer.run))
             source.end()
             if not np.array_equal(self._sums(header.entry, buffer), header.checksums):
-                raise InvalidRequest("an item of the session is damaged: its checksums are not those of its bytes")
+                raise InvalidRequest("an entry of the session is damaged: its checksums do not match its bytes")
         except BaseException:
             with index.lock:
                 index.failed(record, buffer)
@@ -137,7 +138,7 @@ class Items:
             index.release(record, buffer)
 
     def _sums(self, entry: Entry, buffer: Buffer) -> npt.NDArray[np.int64]:
-        """[blocks + 1], of the bytes that are there."""
+        """[blocks + 1] checksums of the bytes in a buffer."""
         layout, arena = self._index.layout, self._index.arena
         if buffer.run is None:
             raise RuntimeError("a buffer without memory is read")
@@ -169,7 +170,7 @@ class Items:
 
 
 class _Source:
-    """Pieces of bytes, read in other portions. Raises InvalidRequest where they end too early."""
+    """Reads pieces of bytes in portions of other sizes. Raises InvalidRequest if they end too early."""
 
     def __init__(self, pieces: Iterable[bytes]) -> None:
         self._pieces = iter(pieces)
@@ -194,22 +195,22 @@ class _Source:
             size -= len(self._next(size))
 
     def end(self) -> None:
-        """Raises InvalidRequest: there is more."""
+        """Raises InvalidRequest if there are more bytes."""
         if self._rest or any(self._pieces):
-            raise InvalidRequest("an item of the session is longer than it says")
+            raise InvalidRequest("an entry of the session is longer than its header says")
 
     def _next(self, most: int) -> memoryview:
         while not self._rest:
             piece = next(self._pieces, None)
             if piece is None:
-                raise InvalidRequest("an item of the session is truncated")
+                raise InvalidRequest("an entry of the session is truncated")
             self._rest = memoryview(piece)
         part, self._rest = self._rest[:most], self._rest[most:]
         return part
 
 
 def _sum(portion: Iterable[memoryview], weight: npt.NDArray[np.int64]) -> int:
-    """The checksum of bytes that follow each other."""
+    """Checksum of memory pieces that follow each other."""
     data = [np.frombuffer(view, np.uint8) for view in portion]
     whole = data[0] if len(data) == 1 else np.concatenate(data)
     step = _CHUNK_BYTES // WORD

@@ -1,4 +1,4 @@
-"""Copies between device and host: loads, from wherever the copies are, and saves."""
+"""Copies between device and host: loads, from whichever tier has the entries, and saves."""
 
 from __future__ import annotations
 
@@ -11,28 +11,38 @@ import numpy as np
 from services.engine.kv_cache.keys import Key, Tier
 from services.engine.kv_offload.background_copies import Fetcher
 from services.engine.kv_offload.index import Buffer, Index, Record
-from services.engine.kv_offload.messages import Bytes, CacheTransfer, Event, Fence, Load, Loaded, Part, Released, Save
+from services.engine.kv_offload.messages import (
+    Bytes,
+    CacheTransfer,
+    Fence,
+    Load,
+    Loaded,
+    Part,
+    Released,
+    Save,
+    TierEvent,
+)
 from services.engine.kv_offload.worker import Bandwidth, FailureLog, Worker
 from services.engine.observability.events import CopyLoaded, CopySaved, EventStream
 
 LOAD_RANK = 0
-"""Of copies to the device; those from it come after."""
+"""Rank of copies to the device; those from it come after."""
 
 
 class _Loading:
-    """A load under way. Its parts go to the device one by one, each as soon as its bytes are on the host."""
+    """Load in progress. Its parts go to the device one by one, each as soon as its bytes are on the host."""
 
-    def __init__(self, job: Load, fence: Fence) -> None:
-        self.job = job
+    def __init__(self, command: Load, fence: Fence) -> None:
+        self.command = command
         self.fence = fence
-        self.left = len(job.parts)
+        self.left = len(command.parts)
         self.failed: set[Key] = set()
         self.parts: list[_Part] = []
         self.began = time.monotonic()
 
 
 class _Part:
-    """A part of a load."""
+    """Part of a load: one entry."""
 
     def __init__(self, load: _Loading, part: Part, record: Record, size: int) -> None:
         self.load = load
@@ -42,25 +52,25 @@ class _Part:
         """Bytes that go to the device."""
         self.state: Literal["waiting", "copying", "done"] = "waiting"
         self.tier = Tier.HOST
-        """Whose load it counts as."""
+        """Tier that the load is counted for."""
         self.buffer: Buffer | None = None
-        """What it waits for."""
+        """Buffer that it waits for or copies from."""
         self.began = time.monotonic()
 
     @property
     def filling(self) -> bool:
-        """Whether its bytes are still to come from a lower tier."""
+        """True while its bytes are still coming from a lower tier."""
         return self.buffer is not None and self.buffer.state == "filling"
 
 
 class Loads:
-    """Takes loads and answers each. Thread-safe.
+    """Runs loads and answers each with Loaded. Thread-safe.
 
     Args:
-        device: does the copies.
-        timer: ends those that take too long.
-        seconds: after which a load that still waits for bytes has failed.
-        slow: told of a tier that was too slow for one.
+        device: worker that does the copies.
+        timer: worker that ends loads that take too long.
+        seconds: time after which a load that still waits for bytes fails.
+        slow: called with a tier that was too slow for a load.
     """
 
     def __init__(
@@ -75,7 +85,7 @@ class Loads:
         device: Worker,
         timer: Worker,
         seconds: float,
-        tell: Callable[[Event], None],
+        send_event: Callable[[TierEvent], None],
         slow: Callable[[Tier], None],
     ) -> None:
         self._index = index
@@ -87,25 +97,25 @@ class Loads:
         self._device = device
         self._timer = timer
         self._seconds = seconds
-        self._tell = tell
+        self._send_event = send_event
         self._slow = slow
         self._loads: dict[int, _Loading] = {}
-        """By their tickets, those that have not been answered."""
+        """Loads that have not been answered, by number."""
 
     @property
     def under_way(self) -> int:
-        """Loads that have not been answered."""
+        """Number of loads that have not been answered."""
         return len(self._loads)
 
-    def begin(self, job: Load, fence: Fence) -> None:
+    def begin(self, command: Load, fence: Fence) -> None:
         """Starts a load."""
-        load = _Loading(job, fence)
+        load = _Loading(command, fence)
         with self._index.lock:
-            self._loads[job.ticket] = load
-            if not job.parts:
+            self._loads[command.load_id] = load
+            if not command.parts:
                 self._answer(load)
                 return
-            for wanted in job.parts:
+            for wanted in command.parts:
                 record = self._index.find(wanted.key)
                 if record is None or not self._fits(record, wanted):
                     self._end(load, wanted.key)
@@ -116,11 +126,11 @@ class Loads:
         until = time.monotonic() + self._seconds
         self._timer.put(lambda: self._expire(load.parts), at=until, failed=lambda: self._close(load.parts))
 
-    def give_up(self, ticket: int) -> None:
-        """Ends a load that nobody waits for any more, if it has not ended; it was slower than expected, and that is
-        learnt."""
+    def give_up(self, load_id: int) -> None:
+        """Ends a load that nobody waits for any more, if it has not ended. It was slower than expected, which the
+        bandwidth learns."""
         with self._index.lock:
-            load = self._loads.get(ticket)
+            load = self._loads.get(load_id)
             if load is None:
                 return
             left = [part for part in load.parts if part.state != "done"]
@@ -128,13 +138,13 @@ class Loads:
                 return
             size, seconds = sum(part.size for part in left), time.monotonic() - load.began
             slow = next((part.tier for part in left if part.filling), Tier.HOST)
-            self._failures.tell(slow, "late", f"{size:,} bytes of a load were not there after {seconds:.3f} s")
-            # What only waits for the device has come; each copy to it is measured by itself.
+            self._failures.record(slow, "late", f"{size:,} bytes of a load had not arrived after {seconds:.3f} s")
+            # Parts that only wait for the device have arrived; each copy to it is measured by itself.
             if slow is not Tier.HOST:
                 self._bandwidth.late(slow, seconds)
             load.failed.update(part.record.entry.key for part in left)
             for part in left:
-                # One that waits for the device finds that its load has failed when it is its turn.
+                # A part that waits for the device notices in its turn that its load has failed.
                 if part.state == "waiting":
                     self._finish(part, part.record.entry.key)
 
@@ -147,7 +157,7 @@ class Loads:
         return len(part.blocks) * layout.block_bytes + (layout.slot_bytes if part.slot else 0)
 
     def _seek(self, part: _Part) -> None:
-        """Looks for the bytes; the caller holds the lock."""
+        """Finds the bytes of a part or begins to fetch them; the caller holds the lock."""
         record, buffer = part.record, part.record.buffer
         if part.load.failed:
             self._finish(part, None)
@@ -205,7 +215,9 @@ class Loads:
             return
         with self._index.lock:
             if self._index.spoil(part.record, buffer):
-                self._failures.tell(part.tier, "damaged", f"{part.size:,} bytes of an entry are not those written")
+                self._failures.record(
+                    part.tier, "damaged", f"{part.size:,} bytes of an entry differ from those written"
+                )
                 if part.tier is not Tier.HOST:
                     self._index.drop(part.record, part.tier)
             self._leave(part, buffer)
@@ -221,13 +233,13 @@ class Loads:
             pieces += arena.pieces(buffer.run, buffer.run.size - layout.slot_bytes)
         return pieces
 
-    def _copied(self, part: _Part, buffer: Buffer, well: bool | None) -> None:
-        """Ends a part; ``well``: None is a failure of the copy itself."""
+    def _copied(self, part: _Part, buffer: Buffer, succeeded: bool | None) -> None:
+        """Ends a part; ``succeeded`` is None if the copy itself failed."""
         with self._index.lock:
             if part.state != "copying" or part.buffer is not buffer:
                 return
             self._leave(part, buffer)
-            self._finish(part, part.record.entry.key if well is None else None)
+            self._finish(part, part.record.entry.key if succeeded is None else None)
 
     def _leave(self, part: _Part, buffer: Buffer) -> None:
         self._bandwidth.end(Tier.HOST, part.size)
@@ -235,19 +247,19 @@ class Loads:
         part.buffer = None
 
     def _expire(self, parts: Sequence[_Part]) -> None:
-        """Those that still wait for bytes have waited long enough; others may have been given up, but the tier that
-        has not brought them is too slow all the same."""
+        """Fails the parts that still wait for bytes. Parts that were given up before count as too slow for their tier
+        as well."""
         with self._index.lock:
             for part in parts:
                 if part.state == "waiting" or part.filling:
                     tier = part.tier if part.buffer is None else part.buffer.origin or Tier.HOST
-                    self._failures.tell(tier, "slow", f"an entry did not come within {self._seconds} s")
+                    self._failures.record(tier, "slow", f"an entry did not arrive within {self._seconds} s")
                     self._slow(tier)
                     if part.state == "waiting":
                         self._finish(part, part.record.entry.key)
 
     def _close(self, parts: Sequence[_Part]) -> None:
-        """The engine stops."""
+        """Ends waiting parts because the engine stops."""
         with self._index.lock:
             for part in parts:
                 if part.state == "waiting":
@@ -258,7 +270,7 @@ class Loads:
         self._end(part.load, failed)
 
     def _end(self, load: _Loading, failed: Key | None) -> None:
-        """One part less."""
+        """Counts the end of a part and answers the load after its last one."""
         if failed is not None:
             load.failed.add(failed)
         load.left -= 1
@@ -266,23 +278,23 @@ class Loads:
             self._answer(load)
 
     def _answer(self, load: _Loading) -> None:
-        del self._loads[load.job.ticket]
-        failed = dict.fromkeys(part.key for part in load.job.parts if part.key in load.failed)
-        self._tell(Loaded(load.job.ticket, tuple(failed)))
+        del self._loads[load.command.load_id]
+        failed = dict.fromkeys(part.key for part in load.command.parts if part.key in load.failed)
+        self._send_event(Loaded(load.command.load_id, tuple(failed)))
 
 
 SAVE_RANK = 1
-"""Of copies from the device: a load does not wait behind them."""
+"""Rank of copies from the device: a load does not wait behind them."""
 
 
 class Saves:
-    """Takes saves and answers each with Released. Thread-safe.
+    """Runs saves and answers each with Released. Thread-safe.
 
-    An entry that some tier has already is not saved again. One whose predecessor no tier has is given up, as is one
-    that finds no room.
+    An entry that some tier has already is not saved again. A save is given up if no tier has the entry's parent, or if
+    there is no room.
 
     Args:
-        saved: told of an entry whose bytes are in the arena; it takes them further down.
+        saved: called with an entry whose bytes are in the arena; it copies them to lower tiers.
     """
 
     def __init__(
@@ -293,7 +305,7 @@ class Saves:
         failures: FailureLog,
         *,
         device: Worker,
-        tell: Callable[[Event], None],
+        send_event: Callable[[TierEvent], None],
         saved: Callable[[Record, Buffer], None],
     ) -> None:
         self._index = index
@@ -301,61 +313,63 @@ class Saves:
         self._events = events
         self._failures = failures
         self._device = device
-        self._tell = tell
+        self._send_event = send_event
         self._saved = saved
 
-    def begin(self, job: Save, fence: Fence) -> None:
+    def begin(self, command: Save, fence: Fence) -> None:
         """Starts a save."""
         with self._index.lock:
-            known = self._index.find(job.entry.key)
+            known = self._index.find(command.entry.key)
             if known is not None and self._is_there(known):
-                self._tell(Released(job.entry.key))
+                self._send_event(Released(command.entry.key))
                 return
-            record = self._index.expect(job.entry)
+            record = self._index.expect(command.entry)
             if record is None:
-                self._failures.tell(Tier.HOST, "missing", "an entry came before the one that it stands on")
-                self._tell(Released(job.entry.key))
+                self._failures.record(Tier.HOST, "missing", "an entry came before its parent")
+                self._send_event(Released(command.entry.key))
                 return
             expected = record
         self._device.put(
-            lambda: self._save(job, fence, expected), rank=SAVE_RANK, failed=lambda: self._end(job, expected, None)
+            lambda: self._save(command, fence, expected),
+            rank=SAVE_RANK,
+            failed=lambda: self._end(command, expected, None),
         )
 
     def _is_there(self, record: Record) -> bool:
-        """Whether there is nothing to save."""
+        """True if a tier has the entry already, so that there is nothing to save."""
         return record.buffer is not None or bool(record.tiers - {Tier.HOST})
 
-    def _save(self, job: Save, fence: Fence, record: Record) -> None:
-        entry, index = job.entry, self._index
+    def _save(self, command: Save, fence: Fence, record: Record) -> None:
+        entry, index = command.entry, self._index
         size = index.layout.payload_bytes(entry)
         with index.lock:
             if not index.stands(record) or self._is_there(record):
-                self._end(job, record, None)
+                self._end(command, record, None)
                 return
             run = index.take_room(size)
             if run is None:
-                self._failures.tell(Tier.HOST, "full", f"no room for {size:,} bytes of an entry")
-                self._end(job, record, None)
+                self._failures.record(Tier.HOST, "full", f"no room for {size:,} bytes of an entry")
+                self._end(command, record, None)
                 return
             buffer = index.new_buffer(record)
             buffer.run = run
         try:
             began = time.monotonic()
-            sums = self._transfer.save(job.blocks, job.slot, index.arena.pieces(run), fence)
+            sums = self._transfer.save(command.blocks, command.slot, index.arena.pieces(run), fence)
             seconds = time.monotonic() - began
         except BaseException:
             with index.lock:
                 index.failed(record, buffer)
-            self._failures.tell(Tier.HOST, "unreadable", f"copying {size:,} bytes from the device failed")
+            self._failures.record(Tier.HOST, "unreadable", f"copying {size:,} bytes from the device failed")
             raise
         with index.lock:
             index.ready(record, buffer, np.array(sums, np.int64), None)
-            self._end(job, record, buffer)
+            self._end(command, record, buffer)
         self._events.emit(CopySaved(Tier.HOST, size, seconds))
 
-    def _end(self, job: Save, record: Record, buffer: Buffer | None) -> None:
+    def _end(self, command: Save, record: Record, buffer: Buffer | None) -> None:
         with self._index.lock:
-            self._tell(Released(job.entry.key))
+            self._send_event(Released(command.entry.key))
             if buffer is not None:
                 if self._index.is_live(record):
                     self._saved(record, buffer)

@@ -1,4 +1,4 @@
-"""The host memory of the tiers: one buffer, handed out in pages."""
+"""Host memory of the tiers: one buffer, allocated in pages."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from services.engine.kv_cache.block_pool import IntegrityError
 from services.engine.kv_offload.messages import Bytes
 
 ALIGNMENT = 4096
-"""Bytes of which a page is a multiple."""
+"""Alignment of a page, bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """Memory for ``size`` bytes: (first page, pages) of each piece, in order."""
+    """Allocated memory for ``size`` bytes: (first page, pages) of each piece, in order."""
 
     size: int
     pages: tuple[tuple[int, int], ...]
 
 
 class HostArena:
-    """Pages of a buffer, in as few contiguous pieces as there can be: a copy of few pieces is fast. Not thread-safe.
+    """Allocator of a buffer's pages, in as few contiguous pieces as possible, which copies fast. Not thread-safe.
 
     Args:
-        memory: what is handed out; a last part that is shorter than a page is not used.
-        unit: bytes that are better not divided; pages are as large, rounded up.
+        memory: buffer to allocate from; a last part that is shorter than a page is not used.
+        unit: bytes of a block, which is better not divided; a page has as many, rounded up.
     """
 
     def __init__(self, memory: Bytes, unit: int) -> None:
@@ -39,12 +39,12 @@ class HostArena:
 
     @property
     def limit(self) -> int:
-        """Bytes that can be handed out."""
+        """Bytes that can be allocated."""
         return self._total * self._page
 
     @property
     def free(self) -> int:
-        """Bytes that nobody has."""
+        """Bytes that are free."""
         return self._free_pages * self._page
 
     def room(self, size: int) -> int:
@@ -52,7 +52,7 @@ class HostArena:
         return self._pages(size) * self._page
 
     def take(self, size: int) -> Run | None:
-        """Memory for so many bytes; None: less is free."""
+        """Allocates memory for so many bytes; None: less is free."""
         wanted = self._pages(size)
         if wanted > self._free_pages:
             return None
@@ -76,13 +76,13 @@ class HostArena:
         return Run(size, tuple(sorted(taken)))
 
     def give_back(self, run: Run) -> None:
-        """Raises IntegrityError if a part of it is free already."""
+        """Frees a run; raises IntegrityError if a part of it is free already."""
         for first, pages in run.pages:
             self._insert(first, pages)
         self._free_pages += sum(pages for _, pages in run.pages)
 
     def pieces(self, run: Run, begin: int = 0, end: int | None = None) -> list[Bytes]:
-        """The memory of bytes [begin, end) of a run, in order; to its end without one."""
+        """Memory of the bytes [begin, end) of a run, in order; without ``end`` up to its end."""
         end = run.size if end is None else end
         if not 0 <= begin <= end <= run.size:
             raise ValueError(f"bytes {begin} to {end} of {run.size}")
@@ -97,7 +97,7 @@ class HostArena:
         return found
 
     def check(self, held: Iterable[Run]) -> None:
-        """Compares the books with what the holders say.
+        """Compares the free pages with the runs that the holders say they have.
 
         Raises:
             IntegrityError: a page is leaked, lost or handed out twice.

@@ -1,9 +1,9 @@
-"""Index of the tiers: entries, their copies and bytes, and what is evicted when there is no room.
+"""Index of the tiers: entries, their copies and bytes, and eviction where there is no room.
 
-Entries are a forest. One is known only while the entry before it is: when the last copy of an entry goes,
-everything behind it goes as well, deepest first. On disk and in the store an entry stands on its parent's copy there,
-so only leaves are evicted; from the host any entry goes that a lower tier has, and of the others only those that
-nothing stands on. Whatever is being read or written stays.
+Entries form a forest. An entry is known only while its parent is: when the last copy of an entry goes, all of its
+descendants go as well, deepest first. On disk and in the store a copy needs its parent's copy there, so only leaves are
+evicted. The host may evict any entry that a lower tier has, and of the others only leaves. An entry that is being read
+or written is not evicted.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import numpy as np
 import numpy.typing as npt
 
 from services.engine.kv_cache.block_pool import IntegrityError
-from services.engine.kv_cache.eviction import Worth
+from services.engine.kv_cache.eviction import EvictionQueue
 from services.engine.kv_cache.keys import Key, Tier
-from services.engine.kv_offload.entry_format import item_bytes
+from services.engine.kv_offload.entry_format import entry_bytes
 from services.engine.kv_offload.host_memory import HostArena, Run
-from services.engine.kv_offload.messages import Dropped, Entry, Event, Kept, Layout
+from services.engine.kv_offload.messages import Entry, Layout, Removed, Stored, TierEvent
 from services.engine.observability.events import CopyEvicted, EventStream
 from services.engine.observability.status import TierStatus
 
 
 class Buffer:
-    """Bytes of an entry in the arena: its host copy, or on their way from one place to another."""
+    """Buffer in the arena with the bytes of an entry: its host copy, or a copy in transit."""
 
     __slots__ = ("checksums", "kept", "origin", "readers", "run", "state", "waiters")
 
@@ -36,17 +36,17 @@ class Buffer:
         self.checksums: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self.state: Literal["filling", "ready", "failed"] = "filling"
         self.readers = 1
-        """Who reads or writes the bytes; the first one is who fills it."""
+        """Number of readers and writers of the bytes; the first one fills the buffer."""
         self.kept = False
-        """It is the host tier's copy."""
+        """True if it is the host tier's copy."""
         self.origin: Tier | None = None
-        """Where the bytes come from; None: from the device, or from outside."""
+        """Tier that the bytes come from; None: from the device, or imported."""
         self.waiters: list[Callable[[bool], None]] = []
-        """Called, under the lock, when the bytes are there, or are not going to be."""
+        """Calls to make, under the lock, when the bytes are there (True) or will not be (False)."""
 
 
 class Record:
-    """An entry that some tier has or is about to have."""
+    """Record of an entry that some tier has or is about to have."""
 
     __slots__ = ("buffer", "children", "claims", "entry", "parent", "persisted", "pinned_until", "tiers", "uses")
 
@@ -55,38 +55,38 @@ class Record:
         self.parent = parent
         self.children: set[Record] = set()
         self.tiers: set[Tier] = set()
-        """Those that have a copy."""
+        """Tiers that have a copy."""
         self.buffer: Buffer | None = None
         self.claims = 0
-        """Jobs that may still make a first copy."""
+        """Number of commands that may still make a first copy."""
         self.uses = 0
-        """How often it was told that it was made or served a hit."""
+        """Number of times that it was made or served a hit."""
         self.pinned_until = 0.0
         self.persisted = False
-        """It is to be in every tier."""
+        """True if it must be in every tier."""
 
 
-class Books:
-    """One tier's copies."""
+class TierUsage:
+    """Copies and bytes of one tier."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.size = 0
-        """Bytes of all copies."""
+        """Bytes of all copies together."""
         self.sizes: dict[Key, int] = {}
-        self.kids: dict[Key, int] = {}
-        """How many copies of the tier stand on this entry."""
-        self.worth: Worth[Key] = Worth()
+        self.num_children: dict[Key, int] = {}
+        """Number of an entry's children that the tier has copies of."""
+        self.eviction: EvictionQueue[Key] = EvictionQueue()
 
 
 class Index:
-    """Not thread-safe: whoever calls holds ``lock``.
+    """Index of entries and their copies. Not thread-safe: callers hold ``lock``.
 
     Args:
-        limits: bytes of each tier that there is.
-        tell: gets the events, in their order.
-        erase: gets a copy of a lower tier whose bytes are to go.
-        price: seconds that loading so many bytes from a tier takes.
+        limits: most bytes of each configured tier.
+        send_event: called with each event, in order.
+        erase: called with a copy of a lower tier whose bytes must be removed.
+        price: returns the seconds that loading so many bytes from a tier takes.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Index:
         limits: Mapping[Tier, int],
         events: EventStream,
         *,
-        tell: Callable[[Event], None],
+        send_event: Callable[[TierEvent], None],
         erase: Callable[[Tier, Key], None],
         price: Callable[[Tier, int], float],
     ) -> None:
@@ -104,18 +104,18 @@ class Index:
         self.arena = arena
         self.lock = threading.Condition(threading.RLock())
         """Notified when a buffer is filled and when one has fewer readers."""
-        self.books = {tier: Books(limit) for tier, limit in limits.items()}
+        self.usage = {tier: TierUsage(limit) for tier, limit in limits.items()}
         self._events = events
-        self._tell = tell
+        self._send_event = send_event
         self._erase = erase
         self._price = price
         self._records: dict[Key, Record] = {}
         self._detached: set[Buffer] = set()
-        """Buffers that no record has any more, but somebody still reads."""
+        """Buffers that no record has any more and somebody still reads."""
         self.known: list[Callable[[Record], None]] = []
-        """Called when an entry gets its first copy."""
+        """Calls to make when an entry gets its first copy."""
         self.gone: list[Callable[[Key], None]] = []
-        """Called when a record is removed."""
+        """Calls to make when a record is removed."""
 
     # Records.
 
@@ -123,19 +123,19 @@ class Index:
         return self._records.get(key)
 
     def is_live(self, record: Record) -> bool:
-        """Whether it has not been forgotten or lost meanwhile."""
+        """True unless the record was removed meanwhile."""
         return self._records.get(record.entry.key) is record
 
     def records(self) -> Iterator[Record]:
         return iter(list(self._records.values()))
 
     def stands(self, record: Record) -> bool:
-        """Whether the host may keep it now: it is live, and what it stands on has a copy."""
+        """True if the host may keep the entry now: it is live, and its parent has a copy."""
         parent = record.parent
-        return self.is_live(record) and (parent is None or bool(parent.tiers) or Tier.HOST not in self.books)
+        return self.is_live(record) and (parent is None or bool(parent.tiers) or Tier.HOST not in self.usage)
 
     def expect(self, entry: Entry) -> Record | None:
-        """The record of an entry that is to come, with a claim on it; None: the entry before it is not known."""
+        """Record of an entry that will be copied, with a claim on it; None: its parent is not known."""
         record = self._records.get(entry.key)
         if record is None:
             parent = None if entry.parent is None else self._records.get(entry.parent)
@@ -148,7 +148,7 @@ class Index:
         return record
 
     def unclaim(self, record: Record) -> None:
-        """A job that expected a copy has ended."""
+        """Ends the claim of a command that expected a copy."""
         record.claims -= 1
         if not record.claims and not record.tiers and self.is_live(record):
             self._die(record)
@@ -156,36 +156,36 @@ class Index:
     # Copies.
 
     def keep(self, record: Record, tier: Tier, size: int) -> None:
-        """A tier has a copy of a live record from now on."""
+        """Records that a tier has a copy of a live record."""
         if tier in record.tiers:
             return
         key, parent = record.entry.key, record.entry.parent
         first = not record.tiers
         record.tiers.add(tier)
-        books = self.books[tier]
-        books.size += size
-        books.sizes[key] = size
-        books.worth.add(key, record.entry.seconds, size, uses=max(1, record.uses))
+        usage = self.usage[tier]
+        usage.size += size
+        usage.sizes[key] = size
+        usage.eviction.add(key, record.entry.seconds, size, uses=max(1, record.uses))
         if record.pinned_until:
-            books.worth.pin(key, record.pinned_until)
+            usage.eviction.pin(key, record.pinned_until)
         if tier is not Tier.HOST:
-            if books.kids.get(key):
-                books.worth.hold(key, True)
+            if usage.num_children.get(key):
+                usage.eviction.hold(key, True)
             if parent is not None:
-                books.kids[parent] = books.kids.get(parent, 0) + 1
-                if parent in books.worth:
-                    books.worth.hold(parent, True)
+                usage.num_children[parent] = usage.num_children.get(parent, 0) + 1
+                if parent in usage.eviction:
+                    usage.eviction.hold(parent, True)
         self._reprice(record)
-        self._tell(Kept(record.entry, tier))
+        self._send_event(Stored(record.entry, tier))
         if first:
             for call in self.known:
                 call(record)
 
     def drop(self, record: Record, tier: Tier, *, erase: bool = True) -> None:
-        """A tier has no copy any more, so nobody may have those behind it.
+        """Removes a tier's copy; if it was the last one, all descendants are removed as well.
 
         Args:
-            erase: its bytes are there and are to go.
+            erase: whether its bytes are there and must be removed.
         """
         if tier not in record.tiers or not self.is_live(record):
             return
@@ -199,7 +199,7 @@ class Index:
         self._reprice(record)
 
     def forget(self, record: Record) -> None:
-        """Drops it and all behind it everywhere."""
+        """Removes an entry and all its descendants from every tier."""
         if self.is_live(record):
             self._die(record)
 
@@ -221,31 +221,32 @@ class Index:
 
     def _take_away(self, record: Record, tier: Tier, erase: bool) -> None:
         key, parent = record.entry.key, record.entry.parent
-        books = self.books[tier]
+        usage = self.usage[tier]
         record.tiers.discard(tier)
-        books.size -= books.sizes.pop(key)
-        books.worth.remove(key)
+        usage.size -= usage.sizes.pop(key)
+        usage.eviction.remove(key)
         if tier is not Tier.HOST and parent is not None:
-            left = books.kids[parent] - 1
+            left = usage.num_children[parent] - 1
             if left:
-                books.kids[parent] = left
+                usage.num_children[parent] = left
             else:
-                del books.kids[parent]
-                if parent in books.worth:
-                    books.worth.hold(parent, False)
-        self._tell(Dropped(key, tier))
+                del usage.num_children[parent]
+                if parent in usage.eviction:
+                    usage.eviction.hold(parent, False)
+        self._send_event(Removed(key, tier))
         if tier is Tier.HOST:
             self._detach(record)
         elif erase:
             self._erase(tier, key)
 
     def _reprice(self, record: Record) -> None:
-        """What losing a copy costs: making it again, or loading it from where it is then."""
+        """Updates the eviction priorities of an entry's copies: losing one costs computing it, or loading it from a
+        lower tier."""
         key, seconds = record.entry.key, record.entry.seconds
         for tier in reversed(Tier):
             if tier in record.tiers:
-                size = self.books[tier].sizes[key]
-                self.books[tier].worth.update(key, seconds, size)
+                size = self.usage[tier].sizes[key]
+                self.usage[tier].eviction.update(key, seconds, size)
                 seconds = min(seconds, self._price(tier, size))
 
     # Use.
@@ -253,32 +254,32 @@ class Index:
     def use(self, record: Record) -> None:
         record.uses += 1
         for tier in record.tiers:
-            self.books[tier].worth.touch(record.entry.key)
+            self.usage[tier].eviction.touch(record.entry.key)
 
     def pin(self, record: Record, until: float) -> None:
         record.pinned_until = until
         for tier in record.tiers:
-            self.books[tier].worth.pin(record.entry.key, until)
+            self.usage[tier].eviction.pin(record.entry.key, until)
 
     # Buffers.
 
     def new_buffer(self, record: Record) -> Buffer:
-        """A buffer that is going to be filled by the caller, who ends with ``ready`` or ``failed``."""
+        """Buffer that the caller fills, and then calls ``ready`` or ``failed``."""
         if record.buffer is not None:
             raise IntegrityError("a second buffer of one entry")
         record.buffer = Buffer()
         return record.buffer
 
     def ready(self, record: Record, buffer: Buffer, checksums: npt.NDArray[np.int64], origin: Tier | None) -> None:
-        """The bytes are there. The caller still reads them, until ``release``."""
+        """Marks a buffer as filled. The caller remains a reader until ``release``."""
         buffer.checksums, buffer.origin, buffer.state = checksums, origin, "ready"
-        if Tier.HOST in self.books and buffer.run is not None and self.is_live(record) and record.buffer is buffer:
+        if Tier.HOST in self.usage and buffer.run is not None and self.is_live(record) and record.buffer is buffer:
             buffer.kept = True
             self.keep(record, Tier.HOST, self.arena.room(buffer.run.size))
         self._answer(buffer, True)
 
     def failed(self, record: Record, buffer: Buffer) -> None:
-        """They are not going to be; the caller no longer writes."""
+        """Marks a buffer as failed; the caller no longer writes to it."""
         buffer.state = "failed"
         if record.buffer is buffer:
             self._detach(record)
@@ -286,7 +287,7 @@ class Index:
         self.release(record, buffer)
 
     def spoil(self, record: Record, buffer: Buffer) -> bool:
-        """The bytes are damaged: nobody gets them any more. False: somebody has found that out before."""
+        """Drops a buffer whose bytes are damaged; False: that was found out before."""
         if record.buffer is not buffer:
             return False
         if buffer.kept:
@@ -296,7 +297,7 @@ class Index:
         return True
 
     def release(self, record: Record, buffer: Buffer) -> None:
-        """One reader less."""
+        """Removes a reader of a buffer."""
         buffer.readers -= 1
         if buffer.readers < 0:
             raise IntegrityError("a buffer is released that nobody reads")
@@ -333,18 +334,18 @@ class Index:
     # Room.
 
     def take_room(self, size: int, *, evict: bool = True) -> Run | None:
-        """Memory of the arena, for which others may have to go; None: too much of it is in use."""
+        """Allocates memory of the arena, evicting host copies if need be; None: too much of it is in use."""
         run = self.arena.take(size)
-        if run is not None or not evict or Tier.HOST not in self.books:
+        if run is not None or not evict or Tier.HOST not in self.usage:
             return run
 
         def may_go(key: Key) -> bool:
             record = self._records[key]
-            # One that is to come counts as a child: what it stands on stays.
+            # An expected entry counts as a child: its parent stays.
             return not self._is_read(key) and (len(record.tiers) > 1 or not record.children)
 
-        books = self.books[Tier.HOST]
-        can = sum(size for key, size in books.sizes.items() if not self._is_read(key))
+        usage = self.usage[Tier.HOST]
+        can = sum(size for key, size in usage.sizes.items() if not self._is_read(key))
         if self.arena.free + can < self.arena.room(size):
             return None
         while run is None:
@@ -354,19 +355,19 @@ class Index:
         return run
 
     def evict(self, tier: Tier, keep: Key | None) -> bool:
-        """Gives up the leaf of a lower tier that is worth least; False: there is none.
+        """Evicts the leaf of the lowest priority from a lower tier; False: there is none.
 
         Args:
-            keep: this entry stays.
+            keep: entry that is not evicted.
         """
         return self._evict(tier, lambda key: key != keep)
 
     def _evict(self, tier: Tier, may_go: Callable[[Key], bool]) -> bool:
-        books = self.books[tier]
-        key = books.worth.pop_least(time.monotonic(), may_go)
+        usage = self.usage[tier]
+        key = usage.eviction.pop_least(time.monotonic(), may_go)
         if key is None:
             return False
-        self._events.emit(CopyEvicted(tier, books.sizes[key]))
+        self._events.emit(CopyEvicted(tier, usage.sizes[key]))
         self.drop(self._records[key], tier)
         return True
 
@@ -375,28 +376,32 @@ class Index:
         return buffer is None or buffer.readers > 0
 
     def file_bytes(self, record: Record) -> int:
-        """Of a copy on disk or in the store."""
-        return item_bytes(record.entry, self.layout)
+        """Bytes of an entry's copy on disk or in the store."""
+        return entry_bytes(record.entry, self.layout)
 
-    # For people and tests.
+    # Status and integrity check.
 
     def status(self) -> dict[Tier, TierStatus]:
-        return {tier: TierStatus(len(books.sizes), books.size, books.limit) for tier, books in self.books.items()}
+        return {tier: TierStatus(len(usage.sizes), usage.size, usage.limit) for tier, usage in self.usage.items()}
 
     def check(self) -> None:
-        """Raises IntegrityError: the books contradict each other."""
+        """Raises IntegrityError if records, tiers and memory contradict each other."""
         buffers = {record.buffer for record in self._records.values() if record.buffer is not None} | self._detached
         self.arena.check(buffer.run for buffer in buffers if buffer.run is not None)
-        for tier, books in self.books.items():
+        for tier, usage in self.usage.items():
             keys = {key for key, record in self._records.items() if tier in record.tiers}
-            if not keys == set(books.sizes) or books.size != sum(books.sizes.values()) or len(books.worth) != len(keys):
-                raise IntegrityError(f"the books of the {tier.value} tier differ from what its records say")
+            if (
+                not keys == set(usage.sizes)
+                or usage.size != sum(usage.sizes.values())
+                or len(usage.eviction) != len(keys)
+            ):
+                raise IntegrityError(f"the sizes of the {tier.value} tier differ from what its records say")
         for key, record in self._records.items():
             parent = record.entry.parent
             if parent is not None and (parent not in self._records or record not in self._records[parent].children):
-                raise IntegrityError("an entry is known whose parent is not")
+                raise IntegrityError("an entry is known, but its parent is not")
             if not record.tiers and not record.claims:
-                raise IntegrityError("an entry is known that nobody has")
+                raise IntegrityError("an entry is known, but no tier has it")
             if record.entry.key != key or (Tier.HOST in record.tiers) != (
                 record.buffer is not None and record.buffer.kept
             ):

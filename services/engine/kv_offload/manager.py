@@ -1,4 +1,4 @@
-"""TierManager: all tiers below the device, put together, and how much each may hold."""
+"""TierManager: all tiers below the device, put together, and their configuration."""
 
 from __future__ import annotations
 
@@ -14,21 +14,18 @@ import structlog
 from services.common.storage.object_store import ObjectStore
 from services.engine.kv_cache.block_pool import IntegrityError
 from services.engine.kv_cache.keys import Key, Tier
-from services.engine.kv_offload.background_copies import WRITE_RANK, Fetcher, LowerTier, Persists, Source
+from services.engine.kv_offload.background_copies import WRITE_RANK, Fetcher, LowerTier, PersistTracker, Source
 from services.engine.kv_offload.disk import DiskFiles, DiskTier
-from services.engine.kv_offload.export import Items
+from services.engine.kv_offload.export import EntryExchange
 from services.engine.kv_offload.host_copies import Loads, Saves
 from services.engine.kv_offload.host_memory import HostArena
 from services.engine.kv_offload.index import Buffer, Index, Record
 from services.engine.kv_offload.messages import (
     CacheTransfer,
     Entry,
-    Event,
     Fence,
     Forget,
     GiveUp,
-    Job,
-    Kept,
     Layout,
     Load,
     Loaded,
@@ -37,6 +34,9 @@ from services.engine.kv_offload.messages import (
     Pin,
     Released,
     Save,
+    Stored,
+    TierCommand,
+    TierEvent,
     Use,
 )
 from services.engine.kv_offload.object_store import StoreObjects, StoreTier
@@ -46,19 +46,20 @@ from services.engine.observability.status import TierStatus
 
 _MOMENT = 0.002
 _SETTLE_SECONDS = 60.0
-"""For copies from and to the device to end when nothing new is to be copied; waits for bytes have ended by then."""
+"""Longest wait for the device's copies to end when no new ones begin; waits for bytes have ended by then."""
 _END_SECONDS = 2.0
-"""For the threads to end, beyond what closing may take."""
+"""Longest wait for the threads to end, beyond the time for closing."""
 
 log = structlog.get_logger(__name__)
 
 
 class TierManager:
-    """Implements Tiers. Its threads do everything; whatever fails is a miss, counted and logged.
+    """All tiers below the device, as the loop thread uses them. No method that the loop calls blocks, except
+    ``settle``. The tiers' threads do the work; a failure is a miss, counted and logged.
 
     Args:
         wake: called on any thread when there are events; it must not block.
-        store: used if the limits speak of one.
+        store: object store, used if the configuration has a store tier.
 
     Raises:
         DirectoryInUse: the disk's directory cannot be used.
@@ -67,7 +68,7 @@ class TierManager:
     def __init__(
         self,
         transfer: CacheTransfer,
-        limits: TierLimits,
+        limits: TierConfig,
         events: EventStream,
         wake: Callable[[], None],
         store: ObjectStore | None = None,
@@ -75,7 +76,7 @@ class TierManager:
         self._transfer = transfer
         self._wake = wake
         self._closed = False
-        self._events: deque[Event] = deque()
+        self._events: deque[TierEvent] = deque()
         self._layout = transfer.layout
         sizes = {}
         arena = HostArena(transfer.host_memory(limits.host_bytes), self._layout.block_bytes)
@@ -99,14 +100,14 @@ class TierManager:
             arena,
             sizes,
             events,
-            tell=self._tell,
+            send_event=self._send_event,
             erase=lambda tier, key: self._lower[tier].erase(key),
             price=self._bandwidth.price,
         )
-        self._persists = Persists(tuple(sizes), self._tell)
-        self._index.gone.append(self._persists.gone)
+        self._persist_tracker = PersistTracker(tuple(sizes), self._send_event)
+        self._index.gone.append(self._persist_tracker.gone)
         self._index.known.append(self._known)
-        self._jobs, self._device = Worker("tiers-jobs"), Worker("tiers-device")
+        self._commands, self._device = Worker("tiers-jobs"), Worker("tiers-device")
         self._fetcher = Fetcher(self._index, sources, self._bandwidth, failures)
         self._loads = Loads(
             self._index,
@@ -116,16 +117,16 @@ class TierManager:
             events,
             failures,
             device=self._device,
-            timer=self._jobs,
+            timer=self._commands,
             seconds=limits.load_seconds,
-            tell=self._tell,
+            send_event=self._send_event,
             slow=self._slow,
         )
         self._saves = Saves(
-            self._index, transfer, events, failures, device=self._device, tell=self._tell, saved=self._saved
+            self._index, transfer, events, failures, device=self._device, send_event=self._send_event, saved=self._saved
         )
-        self._items = Items(self._index, self._fetcher, self._saved)
-        parts = (self._fetcher, events, failures, self._persists.failed)
+        self._exchange = EntryExchange(self._index, self._fetcher, self._saved)
+        parts = (self._fetcher, events, failures, self._persist_tracker.failed)
         self._disk = self._store = None
         if self._files is not None:
             self._disk = DiskTier(
@@ -147,7 +148,7 @@ class TierManager:
         }
 
     def start(self) -> None:
-        """Begins to work, with what is on disk and in the store."""
+        """Starts the threads, which first read what is on disk and in the store."""
         for worker in self._workers():
             worker.start()
 
@@ -155,87 +156,87 @@ class TierManager:
     def layout(self) -> Layout:
         return self._layout
 
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Takes jobs that may begin when the steps that have been launched so far are done."""
-        copies = any(isinstance(job, Save | Load) for job in jobs)
+    def submit(self, commands: Sequence[TierCommand]) -> None:
+        """Takes commands that may begin when the steps that have been launched so far are done."""
+        copies = any(isinstance(command, Save | Load) for command in commands)
         fence = self._transfer.fence() if copies else None
-        self._jobs.put(lambda: self._take(jobs, fence), failed=lambda: self._refuse(jobs))
+        self._commands.put(lambda: self._take(commands, fence), failed=lambda: self._refuse(commands))
 
-    def take_events(self) -> list[Event]:
-        """What has happened since the last call."""
+    def take_events(self) -> list[TierEvent]:
+        """Events since the last call; ``wake`` was called for each."""
         events = []
         while self._events:
             events.append(self._events.popleft())
         return events
 
     def seconds(self, tier: Tier, size: int) -> float:
-        """How long a load of so many bytes takes from this tier, with the wait for those that are under way; infinitely
-        long while the store is left alone."""
+        """Seconds that a load of so many bytes takes from a tier, by recent measurements, with the wait for loads in
+        progress; infinite while the store is backed off."""
         if tier is Tier.STORE and self._objects is not None and self._objects.pause:
             return math.inf
         return self._bandwidth.seconds(tier, size)
 
     def settle(self, seconds: float = _SETTLE_SECONDS) -> None:
-        """Waits until nothing is copied from or to the device; a load that waits for bytes fails before long.
+        """Waits until no copy from or to the device is in progress; a load that waits for bytes fails before long.
 
         Raises:
-            IntegrityError: something still is after ``seconds``.
+            IntegrityError: a copy is still in progress after ``seconds``.
         """
         until = time.monotonic() + seconds
-        while self._loads.under_way or not (self._jobs.wait_idle(0.0) and self._device.wait_idle(0.0)):
+        while self._loads.under_way or not (self._commands.wait_idle(0.0) and self._device.wait_idle(0.0)):
             if time.monotonic() >= until:
                 raise IntegrityError(
                     f"the tiers still copy after {seconds:g} s, {self._loads.under_way} loads among it: the device's "
-                    "memory cannot be handed out anew"
+                    "memory cannot be reused"
                 )
             time.sleep(_MOMENT)
 
-    def tell_all(self) -> None:
-        """Tells Kept of every copy again, parents first."""
+    def resend_all(self) -> None:
+        """Sends Stored of every copy again, parents first, to a new scheduler."""
         with self._index.lock:
             for record in sorted(self._index.records(), key=lambda record: record.entry.start):
                 for tier in sorted(record.tiers, key=lambda tier: tier.value):
-                    self._tell(Kept(record.entry, tier))
+                    self._send_event(Stored(record.entry, tier))
 
-    def read(self, key: Key) -> Iterator[bytes]:
-        """See Items.read."""
-        return self._items.read(key)
+    def export_entry(self, key: Key) -> Iterator[bytes]:
+        """See EntryExchange.export_entry."""
+        return self._exchange.export_entry(key)
 
-    def take_in(self, pieces: Iterable[bytes]) -> Entry:
-        """See Items.take_in."""
-        return self._items.take_in(pieces)
+    def import_entry(self, pieces: Iterable[bytes]) -> Entry:
+        """See EntryExchange.import_entry."""
+        return self._exchange.import_entry(pieces)
 
     def status(self) -> dict[Tier, TierStatus]:
-        """Every tier now."""
+        """Status of every tier."""
         with self._index.lock:
             return self._index.status()
 
     def check(self) -> None:
-        """Raises IntegrityError: memory is leaked, or the books contradict each other."""
+        """Raises IntegrityError if memory is leaked or the index contradicts itself."""
         with self._index.lock:
             self._index.check()
 
     def wait_idle(self, seconds: float) -> bool:
-        """Waits until all that was submitted is done, in the lower tiers as well; False: it is not in this time."""
+        """Waits until all submitted commands are done, in the lower tiers as well; False: they are not in this time."""
         until = time.monotonic() + seconds
         workers = self._workers()
         while True:
             if not all(worker.wait_idle(until) for worker in workers):
                 return False
-            if all(worker.wait_idle(0.0) for worker in workers):  # none has given another one anything meanwhile
+            if all(worker.wait_idle(0.0) for worker in workers):  # no worker has given another one work meanwhile
                 return True
 
     def close(self, seconds: float) -> None:
-        """Answers every job and ends the threads. What is pinned is brought to disk and store, and what waits for the
-        disk is written, as far as the time allows."""
+        """Answers every command and ends the threads. As far as the time allows, pinned entries are copied to disk
+        and store, and what waits for the disk is written."""
         if self._closed:
             return
         self._closed = True
         until = time.monotonic() + seconds
         if self._disk is not None:
             self._disk.stop_warming()
-        self._jobs.wait_idle(until)
-        self._jobs.close(until)
+        self._commands.wait_idle(until)
+        self._commands.close(until)
         self._device.wait_idle(until)
         now = time.monotonic()
         with self._index.lock:
@@ -244,7 +245,7 @@ class TierManager:
                 for tier in self._lower.values():
                     tier.want(record, forced=True)
         if self._store is not None:
-            self._store.worker.forgo(WRITE_RANK)
+            self._store.worker.cancel(WRITE_RANK)
         for tier in self._lower.values():
             tier.worker.wait_idle(until)
         end = max(until, time.monotonic()) + _END_SECONDS
@@ -259,51 +260,51 @@ class TierManager:
             self._transfer.close()
 
     def _workers(self) -> list[Worker]:
-        workers = [self._jobs, self._device, self._fetcher.worker, *(tier.worker for tier in self._lower.values())]
+        workers = [self._commands, self._device, self._fetcher.worker, *(tier.worker for tier in self._lower.values())]
         if self._disk is not None:
             workers.append(self._disk.warmer)
         if self._store is not None:
             workers.append(self._store.poller)
         return workers
 
-    def _tell(self, event: Event) -> None:
+    def _send_event(self, event: TierEvent) -> None:
         self._events.append(event)
-        if isinstance(event, Kept):
-            self._persists.kept(event.entry.key, event.tier)
+        if isinstance(event, Stored):
+            self._persist_tracker.kept(event.entry.key, event.tier)
         self._wake()
 
-    def _take(self, jobs: Sequence[Job], fence: Fence) -> None:
-        # All at once: no room is made for the first save by giving up what the last one stands on.
+    def _take(self, commands: Sequence[TierCommand], fence: Fence) -> None:
+        # All under one lock: making room for the first save must not evict the parent of the last one.
         with self._index.lock:
-            for job in jobs:
+            for command in commands:
                 try:
-                    self._begin(job, fence)
+                    self._begin(command, fence)
                 except Exception:
-                    log.exception("tier_job_failed", job=type(job).__name__)
-                    self._refuse([job])
+                    log.exception("tier_job_failed", command=type(command).__name__)
+                    self._refuse([command])
 
-    def _begin(self, job: Job, fence: Fence) -> None:
-        match job:
+    def _begin(self, command: TierCommand, fence: Fence) -> None:
+        match command:
             case Save():
-                self._saves.begin(job, fence)
+                self._saves.begin(command, fence)
             case Load():
-                self._loads.begin(job, fence)
+                self._loads.begin(command, fence)
             case GiveUp():
-                self._loads.give_up(job.ticket)
+                self._loads.give_up(command.load_id)
             case Persist():
-                self._persist(job)
+                self._persist(command)
             case Use():
-                self._use(job)
+                self._use(command)
             case Pin():
                 with self._index.lock:
-                    for record in self._found(job.keys):
-                        self._index.pin(record, job.until)
+                    for record in self._found(command.keys):
+                        self._index.pin(record, command.until)
             case Forget():
                 with self._index.lock:
-                    for record in self._found(job.keys):
+                    for record in self._found(command.keys):
                         self._index.forget(record)
                     if self._store is not None:
-                        self._store.forget(job.keys)
+                        self._store.forget(command.keys)
 
     def _found(self, keys: Iterable[Key]) -> Iterator[Record]:
         for key in keys:
@@ -311,42 +312,42 @@ class TierManager:
             if record is not None:
                 yield record
 
-    def _use(self, job: Use) -> None:
+    def _use(self, command: Use) -> None:
         with self._index.lock:
-            for record in self._found(job.keys):
+            for record in self._found(command.keys):
                 self._index.use(record)
                 if self._store is not None and record.tiers:
                     self._store.consider(record)
         if self._disk is not None:
-            self._disk.touch(job.keys)
+            self._disk.touch(command.keys)
 
-    def _persist(self, job: Persist) -> None:
-        """The host is no place to persist in, unless it is all there is."""
+    def _persist(self, command: Persist) -> None:
+        """Begins a Persist. The host counts as durable only if there is no other tier."""
         with self._index.lock:
             targets = tuple(self._lower) or (Tier.HOST,)
             wanted, missing = [], []
-            for key in job.keys:
+            for key in command.keys:
                 record = self._index.find(key)
                 for tier in targets:
                     if record is None or (tier is Tier.HOST and not record.claims and tier not in record.tiers):
                         missing.append((key, tier))
                     elif tier not in record.tiers:
                         wanted.append((key, tier))
-            self._persists.begin(job.ticket, wanted, missing)
-            for record in self._found(job.keys):
+            self._persist_tracker.begin(command.persist_id, wanted, missing)
+            for record in self._found(command.keys):
                 record.persisted = True
-                if record.tiers:  # otherwise it is about to be saved
+                if record.tiers:  # otherwise a save of it is in progress
                     for lower in self._lower.values():
                         lower.want(record, forced=True)
 
     def _known(self, record: Record) -> None:
-        """An entry has got its first copy; it may have been asked for in the others meanwhile."""
+        """Copies an entry that has its first copy to the other tiers, if a Persist asked for that meanwhile."""
         if record.persisted:
             for lower in self._lower.values():
                 lower.want(record, forced=True)
 
     def _saved(self, record: Record, buffer: Buffer) -> None:
-        """An entry's bytes are in the arena, and are to go further down."""
+        """Copies an entry whose bytes are in the arena to the lower tiers."""
         given = None if buffer.kept else buffer
         if self._disk is not None:
             self._disk.want(record, forced=record.persisted, buffer=given)
@@ -359,31 +360,33 @@ class TierManager:
         if tier is Tier.STORE and self._objects is not None:
             self._objects.failed()
 
-    def _refuse(self, jobs: Sequence[Job]) -> None:
-        """Answers jobs that nobody is going to do."""
-        for job in jobs:
-            if isinstance(job, Save):
-                self._tell(Released(job.entry.key))
-            elif isinstance(job, Load):
-                self._tell(Loaded(job.ticket, tuple(part.key for part in job.parts)))
-            elif isinstance(job, Persist):
+    def _refuse(self, commands: Sequence[TierCommand]) -> None:
+        """Answers commands that will not be done."""
+        for command in commands:
+            if isinstance(command, Save):
+                self._send_event(Released(command.entry.key))
+            elif isinstance(command, Load):
+                self._send_event(Loaded(command.load_id, tuple(part.key for part in command.parts)))
+            elif isinstance(command, Persist):
                 targets = tuple(self._lower) or (Tier.HOST,)
-                self._tell(Persisted(job.ticket, tuple((key, tier) for key in job.keys for tier in targets)))
+                self._send_event(
+                    Persisted(command.persist_id, tuple((key, tier) for key in command.keys for tier in targets))
+                )
 
 
 @dataclass(frozen=True, slots=True)
-class TierLimits:
-    """The tiers of an engine."""
+class TierConfig:
+    """Configuration of an engine's tiers."""
 
     host: bool
-    """Whether the host keeps copies; without it, its memory is only the way to the others."""
+    """True if the host keeps copies; otherwise its memory is only a buffer for the other tiers."""
     host_bytes: int
     host_rate: float
-    """Bytes a second between the host and the device, as a first guess."""
+    """First estimate of the bytes a second between host and device."""
     load_seconds: float
-    """After which a load that still waits for bytes has failed."""
+    """Time after which a load that still waits for bytes fails."""
     disk_dir: Path | None = None
-    """None: no disk."""
+    """Directory of the disk tier; None: there is no disk tier."""
     disk_bytes: int = 0
     store: bool = False
     store_bytes: int = 0

@@ -1,11 +1,11 @@
-"""What is kept below the device's memory, and how the engine's loop and the caches of a device speak of it. No torch.
+"""Messages of the offload: entries, commands of the loop thread to the tiers, and their events. No torch.
 
-An entry is what lies between two state snapshots of one history: the KV blocks from the end of the entry before it to
-its own end, and the snapshot there. So a history is a chain of entries, each named by a hash of all tokens up to its
-end, and the same chain has the same names in every engine of the same model.
+An entry is the part of a prefix between two state snapshots: the KV blocks from the end of the entry before it to its
+own end, and the snapshot there. So a prefix is a chain of entries. The key of each is a hash of all tokens up to its
+end, so the same chain has the same keys in every engine of the same model.
 
-The loop thread owns the radix tree, which says what could be reused. The tiers own bytes: they take jobs (Save, Load,
-and so on) and tell events, in the order in which things happened. Neither waits for the other.
+The loop thread owns the radix tree, which says what could be reused. The tiers own bytes: they take commands (Save,
+Load, and so on) and tell events, in the order in which things happened. Neither waits for the other.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from services.engine.kv_cache.keys import KEY_BYTES, TOKEN_BYTES, Key, Space, Tier
+from services.engine.kv_cache.keys import KEY_BYTES, TOKEN_BYTES, Key, Namespace, Tier
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The part of a history from ``start`` to ``end``.
+    """Entry: the part of a prefix from ``start`` to ``end``.
 
     Raises:
         ValueError: the parts contradict each other.
@@ -33,41 +33,41 @@ class Entry:
 
     key: Key
     parent: Key | None
-    """Of the entry that ends where this one begins; None: this one begins at 0."""
-    space: Space
+    """Key of the entry that ends where this one begins; None: this one begins at 0."""
+    namespace: Namespace
     start: int
     end: int
     tokens: bytes
-    """Those in [start, end), TOKEN_BYTES each."""
+    """Tokens in [start, end), TOKEN_BYTES each."""
     seconds: float
-    """What computing them took or would take: what a hit saves."""
+    """Time to compute the tokens, which a hit saves."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.end or len(self.tokens) != TOKEN_BYTES * (self.end - self.start):
             raise ValueError(f"an entry from {self.start} to {self.end} with {len(self.tokens)} bytes of tokens")
-        if (self.parent is None) != (self.start == 0) or len(self.space) != KEY_BYTES or self.seconds < 0:
+        if (self.parent is None) != (self.start == 0) or len(self.namespace) != KEY_BYTES or self.seconds < 0:
             raise ValueError(f"malformed entry from {self.start} to {self.end}")
-        if self.key != self.key_of(self.parent, self.space, self.tokens):
-            raise ValueError("the key of an entry is not that of its tokens")
+        if self.key != self.key_of(self.parent, self.namespace, self.tokens):
+            raise ValueError("the key of an entry does not match its tokens")
 
     @staticmethod
-    def key_of(parent: Key | None, space: Space, tokens: bytes) -> Key:
-        """The name of these tokens behind that entry."""
-        digest = hashlib.blake2b(space if parent is None else parent, digest_size=KEY_BYTES, person=b"temper entry")
+    def key_of(parent: Key | None, namespace: Namespace, tokens: bytes) -> Key:
+        """Key of an entry with these tokens behind a parent."""
+        digest = hashlib.blake2b(namespace if parent is None else parent, digest_size=KEY_BYTES, person=b"temper entry")
         digest.update(tokens)
         return Key(digest.digest())
 
     @classmethod
-    def behind(cls, parent: Entry | None, space: Space, tokens: bytes, seconds: float) -> Entry:
-        """The entry of these tokens behind ``parent``; None: at the beginning."""
+    def behind(cls, parent: Entry | None, namespace: Namespace, tokens: bytes, seconds: float) -> Entry:
+        """Entry of these tokens behind ``parent``; None: at the beginning."""
         start = 0 if parent is None else parent.end
         key = None if parent is None else parent.key
         end = start + len(tokens) // TOKEN_BYTES
-        return cls(cls.key_of(key, space, tokens), key, space, start, end, tokens, seconds)
+        return cls(cls.key_of(key, namespace, tokens), key, namespace, start, end, tokens, seconds)
 
     def first_block(self, block_size: int) -> int:
-        """The block of the history that its first token lies in. If that is not the block's first token, the block is
-        in this entry and in the one before."""
+        """Number of the prefix's block that the entry's first token lies in. If that is not the block's first token,
+        the block is in this entry and in the one before."""
         return self.start // block_size
 
     def num_blocks(self, block_size: int) -> int:
@@ -76,7 +76,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a device keeps blocks and states; only engines with equal layouts can use each other's entries.
+    """Layout of a device's blocks and states; only engines with equal layouts can use each other's entries.
 
     An entry's payload is its blocks, ``block_bytes`` each (of all layers, in an order of the device's own), then its
     state, ``slot_bytes``.
@@ -85,7 +85,7 @@ class Layout:
     fingerprint: str
     """Hash of everything that the bytes depend on: checkpoint, dtypes, block size, format version."""
     block_size: int
-    """Tokens."""
+    """Tokens of a block."""
     block_bytes: int
     slot_bytes: int
 
@@ -93,60 +93,60 @@ class Layout:
         return entry.num_blocks(self.block_size) * self.block_bytes + self.slot_bytes
 
 
-# Jobs: from the loop thread.
+# Commands, from the loop thread.
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Copy an entry from the device to the host, and from there on down. The blocks and the slot are kept as they are
-    until Released is told."""
+    """Command to copy an entry from the device to the host and on to lower tiers. The blocks and the slot do not change
+    until Released is sent."""
 
     entry: Entry
     blocks: Sequence[int]
-    """On the device, entry.num_blocks() of them."""
+    """Blocks on the device, entry.num_blocks() of them."""
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is wanted of one entry."""
+    """Part of one entry to load."""
 
     key: Key
     skip: int
-    """Blocks at its beginning that are not."""
+    """Blocks at the beginning of the entry that are not loaded."""
     blocks: Sequence[int]
-    """Where the following ones go, on the device; there may be more behind them that are not wanted."""
+    """Target blocks on the device for the following ones; further blocks of the entry are not loaded."""
     slot: int = 0
-    """Where its state goes; 0: it is not wanted."""
+    """Target slot of the state; 0: the state is not loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Copy entries of one history to the device. Nothing else touches the targets until Loaded is told."""
+    """Command to copy entries of one prefix to the device. Nothing else touches the targets until Loaded is sent."""
 
-    ticket: int
-    """Chosen by the loop thread, another for each load."""
+    load_id: int
+    """Number of the load, unique, chosen by the loop thread."""
     parts: Sequence[Part]
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Nobody waits for this load any more. It ends as soon as nothing writes to its targets; what is being read already
-    is, for the tiers on the way."""
+    """Command to give up a load that nobody waits for any more. It ends as soon as nothing writes to its targets. Reads
+    that have begun go on, for the tiers that they pass."""
 
-    ticket: int
+    load_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """These entries, one chain, served a hit or were made: for whom to evict first."""
+    """Command to count a use of entries of one chain, for the eviction order: they served a hit or were made."""
 
     keys: Sequence[Key]
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Evict these only when nothing else is left, until a time of time.monotonic()."""
+    """Command to pin entries until a time of time.monotonic(): they are evicted only when nothing else is left."""
 
     keys: Sequence[Key]
     until: float
@@ -154,29 +154,29 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """Bring these entries, one chain, to every tier that there is, then tell Persisted."""
+    """Command to copy entries of one chain to every tier, then send Persisted."""
 
-    ticket: int
+    persist_id: int
     keys: Sequence[Key]
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Remove these entries and all behind them from every tier, the store included."""
+    """Command to remove entries and all their descendants from every tier, the store included."""
 
     keys: Sequence[Key]
 
 
-Job: TypeAlias = Save | Load | GiveUp | Use | Pin | Persist | Forget
+TierCommand: TypeAlias = Save | Load | GiveUp | Use | Pin | Persist | Forget
 
 
-# Events: to the loop thread.
+# Events, to the loop thread.
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """A tier has a copy from now on; entries that were there when the engine started, or that another engine has left
-    in the store, are told as well, parents first."""
+class Stored:
+    """Event: a tier has a copy from now on. It is also sent for entries that were there when the engine started and for
+    those that another engine has put into the store, parents first."""
 
     entry: Entry
     tier: Tier
@@ -184,14 +184,14 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """A Save has read what it needs, or was given up."""
+    """Event: a Save has read its blocks and slot, or was given up."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
-    """A tier has it no more."""
+class Removed:
+    """Event: a tier has no copy any more."""
 
     key: Key
     tier: Tier
@@ -199,96 +199,64 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A Load has ended; every byte of it was checked."""
+    """Event: a Load has ended; every byte of it was checked."""
 
-    ticket: int
+    load_id: int
     failed: Sequence[Key] = ()
-    """Entries that could not be read or were damaged; then nothing of the load may be used."""
+    """Entries that could not be read or were damaged. If there are any, nothing of the load may be used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Persisted:
-    """A Persist has ended."""
+    """Event: a Persist has ended."""
 
-    ticket: int
+    persist_id: int
     missing: Sequence[tuple[Key, Tier]] = ()
-    """What could not be brought where."""
+    """Copies that could not be made, as (key, tier)."""
 
 
-Event: TypeAlias = Kept | Released | Dropped | Loaded | Persisted
-
-
-class Tiers(Protocol):
-    """All tiers below the device, as the loop thread sees them. No method blocks."""
-
-    @property
-    def layout(self) -> Layout: ...
-
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Takes jobs that may begin when the steps that have been launched so far are done."""
-        ...
-
-    def take_events(self) -> list[Event]:
-        """What has happened since the last call; ``wake`` was called when there was something."""
-        ...
-
-    def seconds(self, tier: Tier, size: int) -> float:
-        """How long a load of so many bytes takes from this tier, by what was measured of late; the wait for loads that
-        are under way included."""
-        ...
-
-    def settle(self) -> None:
-        """Waits until nothing is copied from or to the device any more.
-
-        Raises:
-            IntegrityError: something still is after a long time.
-        """
-        ...
-
-    def tell_all(self) -> None:
-        """Tells Kept of every copy again, to books that are made anew."""
-        ...
+TierEvent: TypeAlias = Stored | Released | Removed | Loaded | Persisted
 
 
 # The device's side.
 
 
 Fence: TypeAlias = Any
-"""A point on the device's queue of steps."""
+"""Point in the device's queue of steps."""
 
 
 class CacheTransfer(Protocol):
     """Copies between the caches of a device and host memory. ``fence`` is for the loop thread, the rest for one thread
     of the tiers.
 
-    What it writes to the host and reads from there is a payload (see Layout) or blocks of one, given as pieces of
-    memory that follow each other; a piece may end anywhere.
+    On the host, the bytes are a payload (see Layout) or blocks of one, given as pieces of memory that follow each
+    other; a piece may end anywhere.
 
-    A checksum is that of one block or one state (see checksums): the device computes it of what it read or wrote, so
-    that it covers whatever happens to the bytes between a save and a load.
+    A checksum covers one block or one state (see entry_format.checksum). The device computes it from what it read or
+    wrote, so it covers everything that happens to the bytes between a save and a load.
     """
 
     @property
     def layout(self) -> Layout: ...
 
     def warm_up(self) -> None:
-        """Compiles what there is to compile, before the first request."""
+        """Compiles the kernels before the first request."""
         ...
 
     def close(self) -> None:
-        """Gives host memory back; nothing may be on its way."""
+        """Frees the host memory; no copy may be in progress."""
         ...
 
     def fence(self) -> Fence:
-        """The point behind all steps launched so far."""
+        """Fence behind all steps launched so far."""
         ...
 
     def host_memory(self, size: int) -> Bytes:
-        """[size] bytes of memory from and to which copies are fast (pinned, on a GPU)."""
+        """[size] bytes of host memory for fast copies (pinned, on a GPU)."""
         ...
 
     def save(self, blocks: Sequence[int], slot: int, target: Sequence[Bytes], after: Fence) -> Sequence[int]:
-        """Copies blocks and a state (slot 0: none) to the host, and waits for that.
+        """Copies blocks and a state (slot 0: none) to the host, and waits until that is done.
 
         Returns:
             The checksum of each block, then that of the state.
@@ -296,12 +264,9 @@ class CacheTransfer(Protocol):
         ...
 
     def load(self, source: Sequence[Bytes], blocks: Sequence[int], slot: int, after: Fence) -> Sequence[int]:
-        """Copies blocks and a state (slot 0: none) to the device, and waits for that.
+        """Copies blocks and a state (slot 0: none) to the device, and waits until that is done.
 
         Returns:
             The checksum of each block, then that of the state.
         """
         ...
-
-
-# For people and dashboards.

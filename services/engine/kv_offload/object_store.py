@@ -1,7 +1,7 @@
 """Store tier: entries as objects of a bucket that all engines of a fleet share.
 
-Objects: prefix-cache/{fingerprint of the layout}-{version of the format}/{key}. An object never changes, and whoever
-makes it first makes it as good as any other.
+Objects: prefix-cache/{fingerprint of the layout}-{version of the format}/{key}. An object never changes; every engine
+would write the same bytes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from services.engine.kv_offload.entry_format import (
     HeaderRejected,
     decode,
     encode,
+    entry_bytes,
     header_bytes,
     header_length,
-    item_bytes,
     spans,
 )
 from services.engine.kv_offload.index import Buffer, Index, Record
@@ -39,18 +39,19 @@ from services.engine.kv_offload.worker import CopyFailed, FailureLog, Worker
 from services.engine.observability.events import CopyEvicted, EventStream
 
 MOST_BYTES = 4 * 2**30
-"""Of an object: S3 takes 5 GiB in one PUT."""
+"""Largest object: S3 takes 5 GiB in one PUT."""
 _CONNECTIONS = 8
 _READ_BYTES = 8 * 2**20
 _HEADER_BYTES = 64 * 2**10
-"""What is read of an object to see its header: enough for one of 15000 tokens."""
+"""Bytes read of an object to get its header: enough for one of 15000 tokens."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
-"""Seconds that the store is left alone after a failure, doubled with each in a row."""
+"""Backoff after a failure of the store, seconds; doubled with each failure in a row."""
 _NAME = re.compile(r"[0-9a-f]{40}")
 
 
 class StoreObjects:
-    """Blocking and thread-safe. Every method may raise CopyFailed, at once while the store is left alone."""
+    """Objects of the store tier. Calls block and are thread-safe. Every method may raise CopyFailed, at once during a
+    backoff."""
 
     def __init__(self, store: ObjectStore, layout: Layout, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
@@ -60,23 +61,23 @@ class StoreObjects:
         self._pool = ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="tiers-store-read")
         self._lock = threading.Lock()
         self._failures = 0
-        self._alone_until = 0.0
+        self._backoff_until = 0.0
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     @property
     def pause(self) -> float:
-        """Seconds for which the store is still left alone."""
-        return max(0.0, self._alone_until - self._clock())
+        """Seconds left of the backoff; 0: there is none."""
+        return max(0.0, self._backoff_until - self._clock())
 
     def failed(self) -> None:
-        """It was too slow for somebody, or does not answer: it is left alone for a while."""
+        """Begins a backoff, because the store was too slow or did not answer."""
         with self._lock:
-            if self._clock() >= self._alone_until:
+            if self._clock() >= self._backoff_until:
                 pause = min(_FIRST_PAUSE * 2**self._failures, _LONGEST_PAUSE)
                 self._failures = min(self._failures + 1, 16)
-                self._alone_until = self._clock() + pause
+                self._backoff_until = self._clock() + pause
 
     def listing(self) -> Mapping[Key, ListedObject]:
         """All objects of this layout."""
@@ -86,7 +87,7 @@ class StoreObjects:
         return {Key(bytes.fromhex(name)): listed for name, listed in names if _NAME.fullmatch(name)}
 
     def headers(self, wanted: Mapping[Key, ListedObject]) -> Iterator[tuple[Key, Header | CopyFailed]]:
-        """Those of listed objects, and what is wrong with the others."""
+        """Headers of listed objects, or the failure of each that could not be read."""
         return zip(
             wanted, self._pool.map(self._header, wanted, (listed.size for listed in wanted.values())), strict=True
         )
@@ -98,7 +99,7 @@ class StoreObjects:
             return error
 
     def header(self, key: Key, size: int) -> Header:
-        """That of an object of so many bytes."""
+        """Reads the header of an object of so many bytes."""
         with self._asking():
             data = self._range(key, 0, min(size, _HEADER_BYTES))
             try:
@@ -119,16 +120,16 @@ class StoreObjects:
                     tasks.append(self._pool.submit(self._read_into, entry.key, begin + offset, pieces))
                 data = self._range(entry.key, 0, begin)
             finally:
-                wait(tasks)  # the memory is theirs until then
+                wait(tasks)  # they use the memory until then
             for task in tasks:
                 task.result()
         try:
-            return self._checked(data, entry.key, item_bytes(entry, self._layout))
+            return self._checked(data, entry.key, entry_bytes(entry, self._layout))
         except HeaderRejected as error:
             raise CopyFailed("damaged", f"object {entry.key.hex()}: {error}") from error
 
     def write(self, header: Header, payload: Sequence[Bytes]) -> None:
-        """Makes the object; that somebody else has made it is as good."""
+        """Writes the object, unless another engine has written it."""
         with self._asking():
             # numpy copies without the interpreter's lock: bytes.join would stop all threads for a tenth of a second.
             item = np.concatenate([np.frombuffer(encode(header, self._layout), np.uint8), *payload])
@@ -138,7 +139,7 @@ class StoreObjects:
                 return
 
     def remove(self, key: Key) -> None:
-        """None there is fine."""
+        """Removes an object, if it is there."""
         with self._asking():
             self._store.delete(self._name(key))
 
@@ -154,7 +155,7 @@ class StoreObjects:
         length = sum(map(len, pieces))
         whole = (
             pieces[0] if len(pieces) == 1 else memoryview(bytearray(length))
-        )  # a question for each would take longer
+        )  # one request for each piece would take longer
         if self._store.read_into(self._name(key), offset, whole) != length:
             raise CopyFailed("damaged", f"object {key.hex()} ends before {offset + length:,}")
         if len(pieces) > 1:
@@ -164,14 +165,14 @@ class StoreObjects:
 
     def _checked(self, data: bytes, key: Key, size: int) -> Header:
         header = decode(data, self._layout)
-        if header.entry.key != key or item_bytes(header.entry, self._layout) != size:
-            raise HeaderRejected("the object of another entry, or of another length")
+        if header.entry.key != key or entry_bytes(header.entry, self._layout) != size:
+            raise HeaderRejected("the object has the header of another entry, or another length")
         return header
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
         if pause := self.pause:
-            raise CopyFailed("away", f"left alone for another {pause:.0f} s after failures")
+            raise CopyFailed("away", f"not asked for another {pause:.0f} s after failures")
         try:
             yield
         except ObjectNotFound as error:
@@ -185,12 +186,12 @@ class StoreObjects:
 
 
 _REMEMBERED = 10_000
-"""Forgotten keys, so that what others have put behind them is removed as well."""
+"""Most forgotten keys that are remembered, so that their children from other engines are removed as well."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Stranger:
-    """An object whose predecessor is not known here."""
+class _Orphan:
+    """Object whose parent entry is not known here."""
 
     entry: Entry
     size: int
@@ -198,13 +199,13 @@ class _Stranger:
 
 
 class StoreTier(LowerTier):
-    """What others put there is found by listing it now and then.
+    """Store tier. It finds the entries of other engines by listing the bucket periodically.
 
-    The limit is for the fleet: whoever finds more removes the leaves that are worth least to itself.
+    The limit counts for the whole fleet: an engine that finds more removes the leaves of its lowest priority.
 
     Args:
-        poll_seconds: between two listings.
-        after_uses: hits after which an entry is put there; 0: all are.
+        poll_seconds: time between two listings.
+        after_uses: hits after which an entry is saved to the store; 0: every entry is.
     """
 
     def __init__(
@@ -223,29 +224,29 @@ class StoreTier(LowerTier):
         self._objects = objects
         self._poll_seconds = poll_seconds
         self._after_uses = after_uses
-        self._strangers: dict[Key, _Stranger] = {}
-        self._behind: dict[Key, set[Key]] = {}
-        """The strangers that wait for an entry."""
+        self._orphans: dict[Key, _Orphan] = {}
+        self._orphans_of: dict[Key, set[Key]] = {}
+        """Orphans by the key of their missing parent."""
         self._forgotten: OrderedDict[Key, None] = OrderedDict()
-        self._coming: deque[Entry] = deque()
-        """Entries that have got their first copy, while those behind one of them are looked for."""
-        self._greeting = False
+        self._new_parents: deque[Entry] = deque()
+        """Entries with a new first copy whose orphans are still to be adopted."""
+        self._adopting = False
         self.poller = Worker("tiers-store-poll")
         self.poller.put(self._poll)
-        index.known.append(self._greet)
+        index.known.append(self._adopt)
 
     @property
     def size(self) -> int:
-        return super().size + sum(stranger.size for stranger in self._strangers.values())
+        return super().size + sum(orphan.size for orphan in self._orphans.values())
 
     def consider(self, record: Record, buffer: Buffer | None = None) -> None:
-        """Puts an entry there if it was used enough; the caller holds the index's lock."""
-        # To have been made counts as a use.
+        """Saves an entry to the store if it was used enough; the caller holds the index's lock."""
+        # Making the entry counts as a use.
         if not self._after_uses or record.uses > self._after_uses:
             self.want(record, buffer=buffer)
 
     def forget(self, keys: Collection[Key]) -> None:
-        """Removes entries whether or not they are known here; the caller holds the index's lock."""
+        """Removes entries from the store even if they are not known here; the caller holds the index's lock."""
         for key in keys:
             self._forgotten[key] = None
             self._forgotten.move_to_end(key)
@@ -255,57 +256,57 @@ class StoreTier(LowerTier):
 
     def _make_room(self, record: Record, size: int) -> None:
         if size > MOST_BYTES:
-            raise CopyFailed("full", f"an entry of {size:,} bytes, where an object has {MOST_BYTES:,} at most")
+            raise CopyFailed("full", f"the entry has {size:,} bytes, an object at most {MOST_BYTES:,}")
         with self._index.lock:
             self._forgotten.pop(record.entry.key, None)
         super()._make_room(record, size)
 
     def _evict(self, record: Record | None) -> bool:
-        if self._strangers:
-            key = min(self._strangers, key=lambda key: self._strangers[key].modified)
-            self._events.emit(CopyEvicted(Tier.STORE, self._strangers[key].size))
-            self._leave(key)
+        if self._orphans:
+            key = min(self._orphans, key=lambda key: self._orphans[key].modified)
+            self._events.emit(CopyEvicted(Tier.STORE, self._orphans[key].size))
+            self._remove_orphan(key)
             self.erase(key)
             return True
         return self._index.evict(Tier.STORE, None if record is None else record.entry.parent)
 
     def _erase(self) -> None:
-        if self._doomed:
+        if self._to_remove:
             super()._erase()
-            if self._doomed:
+            if self._to_remove:
                 self.worker.put(self._erase, rank=ERASE_RANK, at=time.monotonic() + self._objects.pause + 1.0)
 
     def _poll(self) -> None:
         try:
             with self._index.lock:
-                before = set(self._index.books[Tier.STORE].sizes) | set(self._strangers)
+                before = set(self._index.usage[Tier.STORE].sizes) | set(self._orphans)
             listed = self._objects.listing()
             self._compare(listed, before)
         except CopyFailed as error:
-            self._failures.tell(Tier.STORE, error.reason, str(error))
+            self._failures.record(Tier.STORE, error.reason, str(error))
         finally:
             pause = max(self._poll_seconds, self._objects.pause)
             self.poller.put(self._poll, at=time.monotonic() + pause)
 
     def _compare(self, listed: Mapping[Key, ListedObject], before: Collection[Key]) -> None:
-        """Tells what has come and what has gone.
+        """Takes in new and missing objects of a listing.
 
         Args:
-            before: the objects that were known when the listing began.
+            before: objects that were known when the listing began.
         """
         with self._index.lock:
             for key in before - listed.keys():
                 record = self._index.find(key)
                 if record is not None:
                     self._index.drop(record, Tier.STORE, erase=False)
-                self._leave(key)
-            known = self._index.books[Tier.STORE].sizes.keys() | self._strangers.keys() | self._doomed.keys()
+                self._remove_orphan(key)
+            known = self._index.usage[Tier.STORE].sizes.keys() | self._orphans.keys() | self._to_remove.keys()
             new = {key: found for key, found in listed.items() if key not in known}
         entries = []
         for key, header in self._objects.headers(new):
             if isinstance(header, CopyFailed):
-                if header.reason != "missing":  # which it may be by now
-                    self._failures.tell(Tier.STORE, header.reason, str(header))
+                if header.reason != "missing":  # it may have been removed since the listing
+                    self._failures.record(Tier.STORE, header.reason, str(header))
                 if header.reason == "damaged":
                     with self._index.lock:
                         self.erase(key)
@@ -313,22 +314,22 @@ class StoreTier(LowerTier):
                 entries.append(header.entry)
         for entry in sorted(entries, key=lambda entry: entry.start):
             with self._index.lock:
-                self._meet(entry, new[entry.key])
+                self._found(entry, new[entry.key])
         with self._index.lock:
-            limit = self._index.books[Tier.STORE].limit
+            limit = self._index.usage[Tier.STORE].limit
             while self.size > limit and self._evict(None):
                 pass
 
-    def _meet(self, entry: Entry, listed: ListedObject) -> None:
-        """An object that was not known."""
+    def _found(self, entry: Entry, listed: ListedObject) -> None:
+        """Takes in an object that was not known: as an entry, as an orphan, or to be removed."""
         if entry.key in self._forgotten or entry.parent in self._forgotten:
             self.forget([entry.key])
-        elif not self._know(entry, listed.size) and entry.parent is not None:
-            self._strangers[entry.key] = _Stranger(entry, listed.size, listed.modified.timestamp())
-            self._behind.setdefault(entry.parent, set()).add(entry.key)
+        elif not self._add_known(entry, listed.size) and entry.parent is not None:
+            self._orphans[entry.key] = _Orphan(entry, listed.size, listed.modified.timestamp())
+            self._orphans_of.setdefault(entry.parent, set()).add(entry.key)
 
-    def _know(self, entry: Entry, size: int) -> bool:
-        """False: its predecessor is not known."""
+    def _add_known(self, entry: Entry, size: int) -> bool:
+        """Adds an entry to the index; False: its parent is not known."""
         parent = None if entry.parent is None else self._index.find(entry.parent)
         if entry.parent is not None and (parent is None or not parent.tiers):
             return False
@@ -340,27 +341,27 @@ class StoreTier(LowerTier):
         self._index.unclaim(record)
         return True
 
-    def _greet(self, record: Record) -> None:
-        """An entry has got its first copy: those behind it are strangers no longer."""
-        self._coming.append(record.entry)
-        if self._greeting:  # no recursion: a chain may be long
+    def _adopt(self, record: Record) -> None:
+        """Adds the orphans of an entry that has its first copy."""
+        self._new_parents.append(record.entry)
+        if self._adopting:  # not recursive: a chain may be long
             return
-        self._greeting = True
+        self._adopting = True
         try:
-            while self._coming:
-                for key in list(self._behind.get(self._coming.popleft().key, ())):
-                    stranger = self._strangers[key]
-                    self._leave(key)
-                    self._know(stranger.entry, stranger.size)
+            while self._new_parents:
+                for key in list(self._orphans_of.get(self._new_parents.popleft().key, ())):
+                    orphan = self._orphans[key]
+                    self._remove_orphan(key)
+                    self._add_known(orphan.entry, orphan.size)
         finally:
-            self._greeting = False
+            self._adopting = False
 
-    def _leave(self, key: Key) -> None:
-        """No stranger any more."""
-        stranger = self._strangers.pop(key, None)
-        if stranger is None or stranger.entry.parent is None:
+    def _remove_orphan(self, key: Key) -> None:
+        """Removes an object from the orphans, if it is one."""
+        orphan = self._orphans.pop(key, None)
+        if orphan is None or orphan.entry.parent is None:
             return
-        waiting = self._behind[stranger.entry.parent]
+        waiting = self._orphans_of[orphan.entry.parent]
         waiting.discard(key)
         if not waiting:
-            del self._behind[stranger.entry.parent]
+            del self._orphans_of[orphan.entry.parent]

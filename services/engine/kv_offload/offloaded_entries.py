@@ -1,4 +1,4 @@
-"""Which entries of the tiers belong to which nodes of the tree, and which tiers have them."""
+"""Offloaded entries: the tree's node of each entry, and the tiers that have it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from services.engine.kv_offload.messages import Entry
 
 @dataclass(slots=True)
 class OffloadedEntry:
-    """An entry that a tier has, or that is being saved."""
+    """Entry that a tier has or that is being saved, with its node."""
 
     entry: Entry
     node: Node
     tiers: set[Tier] = field(default_factory=set)
-    """Empty: it is being saved."""
+    """Tiers that have the entry; empty: it is being saved."""
 
     @property
     def fastest(self) -> Tier | None:
@@ -27,17 +27,17 @@ class OffloadedEntry:
 
 
 class OffloadedEntries:
-    """All entries by their keys. A node's ``key`` is that of its entry here, if it has one.
+    """Offloaded entries by key. A node's ``key`` is that of its entry here, if it has one.
 
     Args:
-        cache: whose tree the nodes are of.
+        cache: prefix cache whose tree has the nodes.
     """
 
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
         self._stored: dict[Key, OffloadedEntry] = {}
         self._alternates: dict[Node, list[Key]] = {}
-        """Further entries of one history: another engine has cut it into entries otherwise."""
+        """Further entries that end at a node: another engine has divided the prefix into other entries."""
 
     def __contains__(self, key: Key) -> bool:
         return key in self._stored
@@ -46,26 +46,26 @@ class OffloadedEntries:
         return None if key is None else self._stored.get(key)
 
     def above(self, node: Node) -> OffloadedEntry | None:
-        """That of the last node above this one that has one, also if it is still being saved."""
+        """Entry of the nearest node above that has one, even if it is still being saved."""
         at = node.parent
         while at is not None and self.get(at.key) is None:
             at = at.parent
         return None if at is None else self.get(at.key)
 
     def add(self, entry: Entry, node: Node) -> None:
-        """A node's state is being saved."""
+        """Adds the entry of a node that is being saved."""
         node.key = entry.key
         self._stored[entry.key] = OffloadedEntry(entry, node)
 
     def kept(self, entry: Entry, tier: Tier) -> Node | None:
-        """A tier has an entry, which may be new here; returns its node, None if what it stands on is not known."""
+        """Records that a tier has an entry, which may be new here. Returns its node; None: its parent is not known."""
         stored = self._stored.get(entry.key)
         if stored is None:
             above = self.get(entry.parent)
             if entry.parent is not None and above is None:
                 return None
-            history = entry.tokens if above is None else above.node.tokens() + entry.tokens
-            node = self._cache.reach(entry.space, history)
+            prefix = entry.tokens if above is None else above.node.tokens() + entry.tokens
+            node = self._cache.ensure_node(entry.namespace, prefix)
             stored = self._stored[entry.key] = OffloadedEntry(entry, node)
             if node.key is None:
                 node.key = entry.key
@@ -75,7 +75,7 @@ class OffloadedEntries:
         return stored.node
 
     def remove(self, stored: OffloadedEntry) -> None:
-        """Nothing has an entry any more."""
+        """Removes an entry that no tier has any more."""
         key, node = stored.entry.key, stored.node
         del self._stored[key]
         others = self._alternates.pop(node, [])
@@ -88,7 +88,8 @@ class OffloadedEntries:
         self._cache.prune(node)
 
     def chain(self, node: Node) -> list[OffloadedEntry]:
-        """The entries of a history up to this node or the last above that has one, if they can be read; or none."""
+        """Entries of the prefix up to this node, or up to the nearest node above that has one; [] if one cannot be
+        read."""
         at: Node | None = node
         while at is not None and (at.key is None or not self._stored[at.key].tiers):
             at = at.parent
@@ -104,7 +105,7 @@ class OffloadedEntries:
         return chain
 
     def lineage(self, node: Node) -> list[Key]:
-        """Keys of a history's entries in its order, those that are being saved as well."""
+        """Keys of a prefix's entries in order, also of those that are being saved."""
         keys: list[Key] = []
         at: Node | None = node
         while at is not None and at.key is None:
@@ -115,15 +116,17 @@ class OffloadedEntries:
             stored = self.get(stored.entry.parent)
         return keys[::-1]
 
-    def unkept(self) -> Iterator[Key]:
-        """Those that no tier has yet."""
+    def unsaved(self) -> Iterator[Key]:
+        """Keys of entries that no tier has yet."""
         return (key for key, stored in self._stored.items() if not stored.tiers)
 
     def check(self) -> None:
-        """Raises IntegrityError if entries and nodes do not belong together."""
+        """Raises IntegrityError if entries and nodes contradict each other."""
         for stored in self._stored.values():
-            if stored.node.end != stored.entry.end or stored.node.space != stored.entry.space:
-                raise IntegrityError(f"an entry that ends at {stored.entry.end} is at a node of {stored.node.end}")
+            if stored.node.end != stored.entry.end or stored.node.namespace != stored.entry.namespace:
+                raise IntegrityError(
+                    f"an entry that ends at {stored.entry.end} is at a node that ends at {stored.node.end}"
+                )
         for node in self._cache.tree:
             if node.key is not None and node.key not in self._stored:
                 raise IntegrityError(f"a node that ends at {node.end} has an entry that is not listed")

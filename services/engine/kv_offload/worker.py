@@ -1,4 +1,4 @@
-"""What the tiers run on: worker threads, the log of failed copies, and the measured bandwidth of each tier."""
+"""Workers of the tiers: threads, the log of failed copies, and the measured bandwidth of each tier."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def _nothing() -> None:
 
 
 class Worker:
-    """Does calls in threads of its own, the lowest rank first and equal ones in their order. A call that raises is
-    logged, and its ``failed`` is called, as it is for what is still waiting when the worker closes: so each call is
-    answered. Thread-safe.
+    """Worker threads with a priority queue: the lowest rank first, equal ranks in order. Each call is answered: if it
+    raises, that is logged and its ``failed`` is called, as for calls that still wait when the worker closes.
+    Thread-safe.
     """
 
     def __init__(self, name: str, threads: int = 1) -> None:
@@ -47,7 +47,7 @@ class Worker:
             thread.start()
 
     def put(self, call: Call, *, rank: int = 0, at: float = 0.0, failed: Call = _nothing) -> None:
-        """Does it soon, or at a time of time.monotonic()."""
+        """Queues a call, to run soon or at a time of time.monotonic()."""
         with self._changed:
             if not self._closed:
                 if at > time.monotonic():
@@ -60,11 +60,11 @@ class Worker:
 
     @property
     def waiting(self) -> int:
-        """Calls that wait for a thread; those for later do not count."""
+        """Number of calls that wait for a thread, without those for later."""
         return len(self._ready)
 
     def wait_idle(self, until: float) -> bool:
-        """Waits until nothing is to do just now; False: there still was at that time of time.monotonic()."""
+        """Waits until no call runs or waits for a thread; False: one does at ``until``, a time of time.monotonic()."""
         with self._changed:
             while self._ready or self._running:
                 left = until - time.monotonic()
@@ -73,8 +73,8 @@ class Worker:
                 self._changed.wait(left)
             return True
 
-    def forgo(self, rank: int) -> None:
-        """Leaves undone what waits with this rank or a higher one."""
+    def cancel(self, rank: int) -> None:
+        """Cancels the waiting calls of this rank or a higher one."""
         with self._changed:
             left = [entry[3] for entry in self._ready if entry[0] >= rank]
             self._ready = [entry for entry in self._ready if entry[0] < rank]
@@ -83,7 +83,7 @@ class Worker:
             self._safely(failed)
 
     def close(self, until: float) -> bool:
-        """Ends the threads when they have done what they are doing; False: one still does at that time."""
+        """Ends the threads after their present calls; False: one still runs at ``until``."""
         with self._changed:
             self._closed = True
             left = [entry[3] for entry in self._ready] + [entry[4] for entry in self._later]
@@ -113,7 +113,7 @@ class Worker:
                     self._changed.notify_all()
 
     def _take(self) -> tuple[Call, Call] | None:
-        """The next call and its answer to a failure, None when closed. Waits."""
+        """Waits for the next call; returns it with its ``failed``, or None when closed."""
         while not self._closed:
             now = time.monotonic()
             while self._later and self._later[0][0] <= now:
@@ -139,7 +139,7 @@ _LOG_SECONDS = 10.0
 
 
 class CopyFailed(Exception):
-    """A copy could not be read or written."""
+    """Failure to read or write a copy."""
 
     def __init__(self, reason: CopyFailure, message: str) -> None:
         super().__init__(message)
@@ -152,57 +152,58 @@ class FailureLog:
     def __init__(self, events: EventStream) -> None:
         self._events = events
         self._lock = threading.Lock()
-        self._said: dict[tuple[Tier, CopyFailure], float] = {}
-        self._silent: dict[tuple[Tier, CopyFailure], int] = {}
+        self._logged_at: dict[tuple[Tier, CopyFailure], float] = {}
+        self._suppressed: dict[tuple[Tier, CopyFailure], int] = {}
 
-    def tell(self, tier: Tier, reason: CopyFailure, message: str) -> None:
-        """Counts one, and logs it unless another like it was logged a moment ago."""
+    def record(self, tier: Tier, reason: CopyFailure, message: str) -> None:
+        """Counts a failure, and logs it unless one like it was logged shortly before."""
         self._events.emit(CopyNotMade(tier, reason))
         kind, now = (tier, reason), time.monotonic()
         with self._lock:
-            if now < self._said.get(kind, -_LOG_SECONDS) + _LOG_SECONDS:
-                self._silent[kind] = self._silent.get(kind, 0) + 1
+            if now < self._logged_at.get(kind, -_LOG_SECONDS) + _LOG_SECONDS:
+                self._suppressed[kind] = self._suppressed.get(kind, 0) + 1
                 return
-            self._said[kind] = now
-            silent = self._silent.pop(kind, 0)
-        log.warning("tier_trouble", tier=tier.value, trouble=reason, reason=message, more_before=silent)
+            self._logged_at[kind] = now
+            suppressed = self._suppressed.pop(kind, 0)
+        log.warning("tier_copy_failed", tier=tier.value, reason=reason, error=message, suppressed=suppressed)
 
 
 _GAIN = 0.3
-"""Of a new measurement. The first one of a tier counts as a whole, the second as half: before, there is but a guess."""
+"""Weight of a new measurement. The first one of a tier counts whole and the second half, because before them there is
+only an estimate."""
 
 
 _MOST = 8.0
-"""A measurement counts as at most so many times what was expected, or as that part of it: a hiccup is no rule."""
+"""Limit of the ratio between a measured and the expected time, in both directions, against outliers."""
 
 
 _HALF_LIFE = 60.0
-"""Seconds without a measurement after which half of what was learnt to be slower than the guess is forgotten. Of a tier
-that is thought slow nothing is loaded, so it would be thought slow forever."""
+"""Seconds without a measurement after which half of the slowness beyond the first estimate is forgotten. Nothing is
+loaded from a tier that seems slow, so it would seem slow forever."""
 
 
 @dataclass(slots=True)
-class _Line:
+class _TierSpeed:
     latency: float
-    """Seconds."""
+    """Latency, seconds."""
     rate: float
-    """Seconds a byte."""
+    """Seconds for each byte."""
     measured: int
-    """How often it was; some guesses are as good as measurements."""
-    guess: tuple[float, float] = (0.0, 0.0)
-    """Latency and rate before anything was measured."""
+    """Number of measurements; a good first estimate counts as some."""
+    estimate: tuple[float, float] = (0.0, 0.0)
+    """First estimate of latency and rate."""
     at: float = 0.0
-    """When it was measured last."""
+    """Time of the last measurement."""
     queued: int = 0
-    """Bytes that are under way."""
+    """Bytes of the loads in progress."""
 
     def __post_init__(self) -> None:
-        self.guess = (self.latency, self.rate)
+        self.estimate = (self.latency, self.rate)
 
     def now(self, at: float) -> tuple[float, float]:
-        """Latency and rate, as far as they are still believed."""
+        """Latency and rate, with slowness decayed since the last measurement."""
         belief = 0.5 ** ((at - self.at) / _HALF_LIFE)
-        latency, rate = self.guess
+        latency, rate = self.estimate
         return (
             min(self.latency, latency) + max(0.0, self.latency - latency) * belief,
             min(self.rate, rate) + max(0.0, self.rate - rate) * belief,
@@ -216,64 +217,64 @@ class _Line:
 class Bandwidth:
     """Latency and bandwidth of each tier. Thread-safe; reading takes no lock.
 
-    An error of what was expected is put down to latency and bandwidth by their shares of it, so small loads correct the
-    one and large loads the other.
+    An error of the expected time is attributed to latency and bandwidth by their shares of it. So small loads correct
+    the latency and large ones the bandwidth.
 
     Args:
-        host_rate: bytes a second between host memory and the device, as a first guess.
+        host_rate: first estimate of the bytes a second between host memory and the device.
         clock: monotonic seconds.
     """
 
     def __init__(self, host_rate: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._lock = threading.Lock()
         self._clock = clock
-        self._lines: Mapping[Tier, _Line] = {
-            Tier.HOST: _Line(100e-6, 1 / host_rate, measured=2),  # buses differ less than disks
-            Tier.DISK: _Line(1e-3, 1 / 3e9, measured=0),
-            Tier.STORE: _Line(20e-3, 1 / 0.3e9, measured=0),
+        self._speeds: Mapping[Tier, _TierSpeed] = {
+            Tier.HOST: _TierSpeed(100e-6, 1 / host_rate, measured=2),  # buses differ less than disks
+            Tier.DISK: _TierSpeed(1e-3, 1 / 3e9, measured=0),
+            Tier.STORE: _TierSpeed(20e-3, 1 / 0.3e9, measured=0),
         }
 
     def seconds(self, tier: Tier, size: int) -> float:
-        """From now until so many bytes of this tier are on the device, what is under way before them included."""
-        at, host = self._clock(), self._lines[Tier.HOST]
+        """Seconds until so many bytes of a tier are on the device, with the loads in progress before them."""
+        at, host = self._clock(), self._speeds[Tier.HOST]
         total = host.seconds(size + host.queued, at)
         if tier is not Tier.HOST:
-            line = self._lines[tier]
-            total += line.seconds(size + line.queued, at)
+            speed = self._speeds[tier]
+            total += speed.seconds(size + speed.queued, at)
         return total
 
     def price(self, tier: Tier, size: int) -> float:
-        """What a load of so many bytes takes where nothing else is under way."""
+        """Seconds that a load of so many bytes takes when no other is in progress."""
         at = self._clock()
-        host = self._lines[Tier.HOST].seconds(size, at)
-        return host if tier is Tier.HOST else host + self._lines[tier].seconds(size, at)
+        host = self._speeds[Tier.HOST].seconds(size, at)
+        return host if tier is Tier.HOST else host + self._speeds[tier].seconds(size, at)
 
     def measured(self, tier: Tier, size: int, seconds: float) -> None:
-        """Bytes came from this tier to the host, or from the host to the device, in so much time."""
+        """Learns from bytes that came from a tier to the host, or from the host to the device, in so many seconds."""
         with self._lock:
-            line, at = self._lines[tier], self._clock()
-            latency, rate = line.now(at)
+            speed, at = self._speeds[tier], self._clock()
+            latency, rate = speed.now(at)
             expected = latency + rate * size
             error = min(max(seconds / expected, 1 / _MOST), _MOST) - 1
             share = latency / expected
-            line.measured += 1
-            gain = max(_GAIN, 1 / line.measured)
-            line.latency = latency * (1 + gain * error * share)
-            line.rate = rate * (1 + gain * error * (1 - share))
-            line.at = at
+            speed.measured += 1
+            gain = max(_GAIN, 1 / speed.measured)
+            speed.latency = latency * (1 + gain * error * share)
+            speed.rate = rate * (1 + gain * error * (1 - share))
+            speed.at = at
 
     def late(self, tier: Tier, seconds: float) -> None:
-        """Of what is under way from this tier, some has not come in so much time: it all takes at least as long."""
-        size = self._lines[tier].queued
-        if seconds > self._lines[tier].seconds(size, self._clock()):
+        """Learns that the loads in progress from a tier take at least so many seconds together."""
+        size = self._speeds[tier].queued
+        if seconds > self._speeds[tier].seconds(size, self._clock()):
             self.measured(tier, size, seconds)
 
     def begin(self, tier: Tier, size: int) -> None:
-        """So many bytes are to come from this tier."""
+        """Counts bytes of a load that begins."""
         with self._lock:
-            self._lines[tier].queued += size
+            self._speeds[tier].queued += size
 
     def end(self, tier: Tier, size: int) -> None:
-        """They have come, or will not."""
+        """Counts bytes of a load that has ended."""
         with self._lock:
-            self._lines[tier].queued -= size
+            self._speeds[tier].queued -= size

@@ -1,1 +1,1 @@
-"""The loop thread: one iteration a step, the only writer of the scheduler."""
+"""Engine loop: one thread that runs the steps, the only writer of the scheduler."""

@@ -1,8 +1,8 @@
-"""The engine loop: one thread that owns the scheduler and runs its steps.
+"""Engine loop: one thread that owns the scheduler and runs its steps.
 
-Everything from outside comes in through one queue and is done between two steps (their planning, if they overlap), so
-that adapter flips, aborts and new requests never race with a plan. Updates go out once a step and sink. An idle loop
-sleeps on the queue.
+All calls from outside come in through one queue and are done between two steps (between their planning, if they
+overlap). So adapter flips, aborts and new requests never race with a plan. Each sink gets its updates once a step. An
+idle loop sleeps on the queue.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
 from services.common.errors import Overloaded, TemperError, Unavailable
 from services.engine.compute_sharing.engine_gate import EngineGate
 from services.engine.executors.runner import Runner
-from services.engine.kv_offload.messages import Tiers
-from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.request_tracker import AdapterResolver, RequestTracker
+from services.engine.loop.rollout_buffer import RolloutBuffer
 from services.engine.loop.step_pipeline import StepPipeline
 from services.engine.observability.events import EventStream
 from services.engine.observability.status import LoopStatus
@@ -30,30 +29,33 @@ from services.engine.requests.submission import Sink, Submission
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
 
+if TYPE_CHECKING:
+    from services.engine.kv_offload.manager import TierManager
+
 _log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
 
 _FAILURES_UNTIL_UNHEALTHY = 3
 _STALL_SECONDS = 0.005
-"""How late a load is given up at most that everybody waits for."""
+"""Poll interval while all requests wait for a tier, which bounds how late a load is given up."""
 _QUIET_SECONDS = 0.2
-"""How long nothing happens before the books are checked, which takes tens of milliseconds for 100,000 blocks."""
+"""Idle time before the integrity check, which takes tens of milliseconds for 100,000 blocks."""
 
 
 class EngineLoop:
-    """Continuous batching as a thread. All public methods are thread-safe.
+    """Engine loop: continuous batching on a thread of its own. All public methods are thread-safe.
 
     Args:
-        config: limits of the scheduler.
+        config: configuration of the scheduler.
         runner: executes plans; used on the loop thread only.
         resolver: pins adapter versions; used on the loop thread only.
-        gate: shares the device with the trainer.
-        rollouts: where finished completions go whose submission says ``keep_rollout``.
-        max_waiting: requests that may wait for their first step; more are refused.
-        adapter_wait_seconds: how long a request waits for its adapter to load.
-        events: told of steps and requests.
-        clock: monotonic seconds; deadlines are on it.
-        tiers: what keeps more histories than the device does; None: nothing does. It calls ``wake``.
+        gate: compute gate that shares the device with the trainer.
+        rollouts: buffer for finished completions whose submission has ``keep_rollout``.
+        max_waiting: most requests that wait for their first step; more are refused.
+        adapter_wait_seconds: longest wait of a request for its adapter.
+        events: stream for the events of steps and requests.
+        clock: monotonic seconds; deadlines are on this clock.
+        tiers: offload below the device, which calls ``wake``; None: there is none.
     """
 
     def __init__(
@@ -62,13 +64,13 @@ class EngineLoop:
         runner: Runner,
         resolver: AdapterResolver,
         gate: EngineGate,
-        rollouts: RolloutMemory,
+        rollouts: RolloutBuffer,
         *,
         max_waiting: int = 256,
         adapter_wait_seconds: float = 30.0,
         events: EventStream | None = None,
         clock: Callable[[], float] = time.monotonic,
-        tiers: Tiers | None = None,
+        tiers: TierManager | None = None,
     ) -> None:
         self.config = config
         self.rollouts = rollouts
@@ -83,7 +85,7 @@ class EngineLoop:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock = threading.Lock()
         self._queued = 0
-        """Users' submissions that _status does not count yet; with _status, _accepting and _closed under the lock."""
+        """Users' submissions that _status does not count yet. The lock guards it, _status, _accepting and _closed."""
         self._accepting = True
         self._closed = False
         self._drained = threading.Event()
@@ -91,16 +93,16 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
 
         self._woken = False
-        """Whether the tiers' call is among the commands."""
+        """True while a wake-up by the tiers is among the commands."""
         self._busy_since: float | None = None
-        """When the loop thread began what it does now; None: it waits for work. Written by that thread only."""
+        """Begin of the loop thread's present iteration; None: it waits for work. Written by that thread only."""
 
-        # Of the loop thread alone.
+        # Used by the loop thread only.
         self._seen = 0
-        """Submissions that came in since _status was published."""
+        """Submissions taken since _status was published."""
         self._stopping = False
         self._checked = False
-        """Whether the books were checked since something last came in."""
+        """True once the integrity check has run since the last command."""
 
     # From other threads.
 
@@ -108,12 +110,12 @@ class EngineLoop:
         self._thread.start()
 
     def submit(self, submission: Submission, sink: Sink) -> None:
-        """Queues a request; ``sink`` gets its updates, the last of which has a finish reason.
+        """Queues a request; ``sink`` gets its updates, and the last one has a finish reason.
 
         Raises:
-            ValueError: it needs a matcher and has none, or the other way round.
+            ValueError: it needs a matcher and has none, or has one and needs none.
             ContextLengthExceeded, InvalidRequest: it can never fit.
-            Overloaded: too many requests wait already; never of a background request.
+            Overloaded: too many requests wait already; never raised for a background request.
             Unavailable: the engine is draining or has stopped.
         """
         if submission.sampling.masked != (submission.matcher is not None):
@@ -126,25 +128,25 @@ class EngineLoop:
                 self._queued += 1
             self._commands.put(partial(self._submit, submission, sink, self._clock()))
 
-    def abort(self, request_id: str, keep_tokens: int = 0, told: Sink | None = None) -> None:
+    def abort(self, request_id: str, keep_tokens: int = 0, on_kept: Sink | None = None) -> None:
         """Ends a request at the next boundary; unknown ids are ignored.
 
         Args:
             keep_tokens: 0: the client is gone, the last update says ABORT. Otherwise the text ended (at a stop string)
                 with this many tokens: the last update says STOP and the rollout is cut to them, also if the request
                 has just ended by itself.
-            told: gets an update with ``kept`` when all that is done.
+            on_kept: sink for an update with ``kept`` when all of this is done.
         """
-        self._commands.put(partial(self._tracker.abort, request_id, keep_tokens, told))
+        self._commands.put(partial(self._tracker.abort, request_id, keep_tokens, on_kept))
 
     def abort_all(self, sink: Sink) -> None:
-        """Ends all requests of a sink that is gone; it gets no more updates."""
+        """Ends all requests of a sink, which gets no more updates."""
         self._commands.put(partial(self._tracker.abort_all, sink))
 
     def call_at_boundary(self, function: Callable[[], _T]) -> Future[_T]:
         """Runs a function on the loop thread between two steps (at once if called there).
 
-        The future has its result or exception; Unavailable if the loop has stopped.
+        The future gets its result or exception, or Unavailable if the loop has stopped.
         """
         future: Future[_T] = Future()
         call = partial(self._call, function, future)
@@ -159,8 +161,8 @@ class EngineLoop:
         return future
 
     def call_with_scheduler(self, function: Callable[[Scheduler], _T]) -> Future[_T]:
-        """Same, with the scheduler of the moment, after what the tiers have told has been taken in and before they are
-        given what the function wants of them."""
+        """Runs a function at a boundary with the present scheduler. Events of the tiers are taken in before, and the
+        commands that the function gives them are submitted after it."""
 
         def call() -> _T:
             self._pipeline.serve_tiers()
@@ -171,11 +173,11 @@ class EngineLoop:
         return self.call_at_boundary(call)
 
     def retry_adapters(self) -> None:
-        """Told by the adapter manager when an adapter is loaded, has failed to load, or a slot is free."""
+        """Called by the adapter manager when an adapter is loaded or has failed to load, or a slot is free."""
         self._commands.put(self._mark_retry)
 
     def wake(self) -> None:
-        """Told by the tiers when they have done something."""
+        """Called by the tiers when they have events."""
         if not self._woken:
             self._woken = True
             self._commands.put(self._serve_tiers)
@@ -185,22 +187,22 @@ class EngineLoop:
 
     @property
     def alive(self) -> bool:
-        """Whether the loop's thread runs; what liveness asks."""
+        """True while the loop's thread runs; part of liveness."""
         return self._thread.is_alive()
 
     @property
     def stuck_seconds(self) -> float:
-        """For how long the loop thread has been at one iteration; 0: it waits for work."""
+        """Seconds that the loop thread has been in its present iteration; 0: it waits for work."""
         since = self._busy_since
         return 0.0 if since is None else max(0.0, self._clock() - since)
 
     @property
     def healthy(self) -> bool:
-        """Whether the loop is alive and its steps succeed; what readiness asks."""
+        """True while the loop is alive and its steps succeed; part of readiness."""
         return self._status.healthy and self._thread.is_alive()
 
     def drain(self, timeout: float) -> bool:
-        """Refuses new requests and waits for the present ones; False if some are left after ``timeout`` seconds."""
+        """Refuses new requests and waits for the present ones; False: some are left after ``timeout`` seconds."""
         with self._lock:
             self._accepting = False
             if self._closed:
@@ -209,7 +211,7 @@ class EngineLoop:
         return self._drained.wait(timeout)
 
     def stop(self) -> None:
-        """Ends all requests with Unavailable and the thread; returns when it is gone."""
+        """Ends all requests with Unavailable, and the thread; returns when it has ended."""
         with self._lock:
             self._accepting = False
             self._commands.put(self._mark_stopping)
@@ -221,7 +223,8 @@ class EngineLoop:
             raise Unavailable("the engine is draining or has stopped: use another one")
 
     def _check_room(self) -> None:
-        """Background requests give way to all others, so they neither run nor wait in the way of one."""
+        """Raises Overloaded if too many requests wait. Background requests do not count: they give way to all
+        others."""
         counts = self._status.counts
         live = self._queued + counts.waiting + counts.running + self._status.waiting_for_adapters
         waiting = live - self._status.background - self.config.max_num_seqs
@@ -238,7 +241,7 @@ class EngineLoop:
                 except Exception as error:
                     self._recover(error)
         except Exception as error:
-            _log.critical("the engine loop cannot go on, it ends", exc_info=error)
+            _log.critical("the engine loop cannot continue and ends", exc_info=error)
         finally:
             self._close()
 
@@ -255,7 +258,7 @@ class EngineLoop:
         self._publish_status()
 
     def _idle(self) -> None:
-        """Sleeps until something comes in or a request has waited too long for its adapter."""
+        """Sleeps until a command comes in or a request has waited too long for its adapter."""
         self._gate.engine_idle()
         self._publish_status()
         if self._tracker.retry:
@@ -277,8 +280,8 @@ class EngineLoop:
         command()
 
     def _await_tiers(self) -> None:
-        """Sleeps until something comes in or a request may have waited long enough for a tier. No step is in flight, so
-        the device is the trainer's."""
+        """Sleeps until a command comes in or a request may have waited long enough for a tier. No step is in flight, so
+        the trainer gets the device."""
         self._gate.engine_idle()
         self._busy_since = None
         try:
@@ -302,7 +305,7 @@ class EngineLoop:
             command()
 
     def _recover(self, error: Exception) -> None:
-        """After a bug outside the model's step: ends all requests and starts again with clean books."""
+        """Recovers from a bug outside the model's step: ends all requests and starts again with a new scheduler."""
         _log.critical("engine loop failed, its requests are ended", exc_info=error, requests=len(self._tracker))
         ending = TemperError(f"the engine loop failed ({type(error).__name__})")
         self._tracker.fail_all(self._pipeline.reset(error, ending), ending)
@@ -327,7 +330,7 @@ class EngineLoop:
         with self._lock:
             self._closed = True
             self._accepting = False
-        # Nothing is queued from here on, but what is must be answered.
+        # No command is queued from here on; those that are must be answered.
         self._take_commands()
         self._pipeline.discard()
         self._tracker.fail_all([], Unavailable("the engine is shutting down"))
@@ -349,7 +352,7 @@ class EngineLoop:
             future.set_exception(error)
         else:
             future.set_result(result)
-        # It may have been an adapter flip.
+        # The call may have been an adapter flip.
         self._tracker.retry = True
 
     def _mark_retry(self) -> None:

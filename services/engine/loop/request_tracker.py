@@ -1,4 +1,4 @@
-"""Requests from their submission to their last update: their sinks, their adapters, what is told of them.
+"""Request tracker: requests from submission to last update, with their sinks, adapter pins and updates.
 
 Used by the loop thread only, between two steps.
 """
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from services.common.errors import DeadlineExceeded, InvalidRequest
-from services.engine.loop.kept_completions import Rollout, RolloutMemory
+from services.engine.loop.rollout_buffer import Rollout, RolloutBuffer
 from services.engine.loop.step_pipeline import StepPipeline
 from services.engine.observability.events import EventStream, RequestDone
 from services.engine.requests.outputs import SequenceUpdate
@@ -36,13 +36,14 @@ _log = structlog.get_logger(__name__)
 
 
 class AdapterResolver(Protocol):
-    """Called on the loop thread only; no method blocks."""
+    """Source of adapter pins, called on the loop thread only; no method blocks. services.engine.adapters.manager has
+    the one of a pod; benchmarks without adapters have their own."""
 
     def pin(self, choice: AdapterChoice | PrivateVersion) -> AdapterPin | None:
-        """The version that answers a request, held until ``release``.
+        """Pins the version that answers a request, until ``release``.
 
         Returns:
-            None while it is being loaded, or waits for a slot; the loop asks again after ``EngineLoop.retry_adapters``
+            None while it is loading or waits for a slot; the loop asks again after ``EngineLoop.retry_adapters``
             or a boundary call.
 
         Raises:
@@ -51,46 +52,46 @@ class AdapterResolver(Protocol):
         ...
 
     def release(self, pin: AdapterPin) -> None:
-        """The request has ended, and no step in flight computes for it any more; called once for each pin."""
+        """Releases a pin once its request has ended and no step in flight computes for it any more."""
         ...
 
     def give_up(self, choice: AdapterChoice | PrivateVersion) -> None:
-        """No request waits for its pin to that choice any more, and the last of them did not get one."""
+        """Gives up a choice: no request waits for it any more, and the last one did not get its pin."""
         ...
 
     def overdue(self, choice: AdapterChoice | PrivateVersion) -> TemperError:
-        """What to tell a request that has waited for its pin for as long as any may."""
+        """Error for a request that has waited for its pin as long as it may."""
         ...
 
 
 @dataclass(slots=True)
 class _Live:
-    """A request between its submission and its last update."""
+    """Request between its submission and its last update."""
 
     submission: Submission
     sink: Sink
     submitted_at: float
     pin: AdapterPin | None = None
-    """None while its adapter is loading."""
+    """Adapter pin; None while its adapter is loading."""
 
 
 class RequestTracker:
-    """Pins adapters, hands requests to the scheduler, and updates to the sinks.
+    """Pins adapters, hands requests to the scheduler and their updates to the sinks.
 
     Args:
-        pipeline: whose scheduler gets the requests.
+        pipeline: step pipeline whose scheduler gets the requests.
         resolver: pins adapter versions.
-        rollouts: where finished completions go whose submission says ``keep_rollout``.
-        events: told of requests that have ended.
-        adapter_wait_seconds: how long a request waits for its adapter to load or for a slot.
-        clock: seconds; deadlines are on it.
+        rollouts: buffer for finished completions whose submission has ``keep_rollout``.
+        events: stream for the events of ended requests.
+        adapter_wait_seconds: longest wait of a request for its adapter to load or for a slot.
+        clock: seconds; deadlines are on this clock.
     """
 
     def __init__(
         self,
         pipeline: StepPipeline,
         resolver: AdapterResolver,
-        rollouts: RolloutMemory,
+        rollouts: RolloutBuffer,
         events: EventStream,
         adapter_wait_seconds: float,
         clock: Callable[[], float],
@@ -107,7 +108,7 @@ class RequestTracker:
         self._arrivals = 0
         self._background = 0
         self.retry = False
-        """Whether adapters that were loading may be there now."""
+        """True if adapters that were loading may be there now."""
 
     def __len__(self) -> int:
         return len(self._live)
@@ -121,7 +122,7 @@ class RequestTracker:
         return self._background
 
     def submit(self, submission: Submission, sink: Sink, submitted_at: float) -> None:
-        """Takes a request in; its updates, if only one with an error, go to ``sink``."""
+        """Takes a request; its updates, or one with an error, go to ``sink``."""
         name = submission.request_id
         if name in self._live:
             error = InvalidRequest(f"request_id {name!r} is in use", param="request_id")
@@ -131,7 +132,7 @@ class RequestTracker:
         self._background += submission.background
         self._pin(name)
 
-    def abort(self, name: str, keep_tokens: int, told: Sink | None = None) -> None:
+    def abort(self, name: str, keep_tokens: int, on_kept: Sink | None = None) -> None:
         """Ends a request, or cuts the rollout of one that has ended; see EngineLoop.abort."""
         if name in self._live:
             update = self._pipeline.scheduler.abort(name, keep_tokens)
@@ -139,22 +140,22 @@ class RequestTracker:
             self.publish([update if update is not None else SequenceUpdate(name, finish_reason=FinishReason.ABORT)])
         elif keep_tokens > 0:
             self._rollouts.cut(name, keep_tokens)
-        if told is not None:
-            self._send(told, [SequenceUpdate(name, kept=True)])
+        if on_kept is not None:
+            self._send(on_kept, [SequenceUpdate(name, kept=True)])
 
     def abort_all(self, sink: Sink) -> None:
-        """Ends all requests of a sink without telling it."""
+        """Ends all requests of a sink without an update."""
         for name in [name for name, live in self._live.items() if live.sink == sink]:
             update = self._pipeline.scheduler.abort(name)
             self._end(name, None if update is None else update.finished)
 
     def fail_all(self, updates: list[SequenceUpdate], ending: TemperError) -> None:
-        """Publishes the last updates that there are, and ends all other requests with an error."""
+        """Publishes the given last updates, and ends all other requests with an error."""
         ended = {update.request_id for update in updates}
         self.publish([*updates, *(_failed(name, ending) for name in self._live if name not in ended)])
 
     def publish(self, updates: list[SequenceUpdate]) -> None:
-        """Gives each sink its updates, after the books of ended requests are closed."""
+        """Sends each sink its updates, after ended requests were removed."""
         by_sink: dict[Sink, list[SequenceUpdate]] = {}
         for update in updates:
             live = self._live.get(update.request_id)
@@ -176,11 +177,11 @@ class RequestTracker:
         if retry:
             refused: set[AdapterChoice | PrivateVersion] = set()
             for name in list(self._loading):
-                # A failing sink may have taken it with it.
+                # A failing sink may have ended the request.
                 if name in self._loading and (choice := self._live[name].submission.adapter) not in refused:
                     self._pin(name)
                     if name in self._loading:
-                        refused.add(choice)  # the others that wait for it would hear the same
+                        refused.add(choice)  # other requests for it would get the same answer
         now = self._clock()
         late = [name for name in self._loading if self._loading_until(name) <= now]
         self.publish([_failed(name, self._too_late(name, now)) for name in late])
@@ -192,7 +193,7 @@ class RequestTracker:
         return min(self._loading_until(name) for name in self._loading) - self._clock()
 
     def _pin(self, name: str) -> None:
-        """Pins the adapter and hands the request to the scheduler, or to those whose adapter is loading."""
+        """Pins the adapter and hands the request to the scheduler, or lets it wait for its adapter."""
         live = self._live[name]
         try:
             live.pin = self._resolver.pin(live.submission.adapter)
@@ -226,7 +227,7 @@ class RequestTracker:
         try:
             sink(updates)
         except Exception:
-            _log.exception("a sink failed, its requests are ended")
+            _log.exception("a sink failed; its requests are ended")
             self.abort_all(sink)
 
     def _end(self, name: str, finished: Finished | None) -> None:
@@ -239,7 +240,7 @@ class RequestTracker:
             if all(self._live[other].submission.adapter != choice for other in self._loading):
                 self._resolver.give_up(choice)
         if live.pin is not None:
-            # Not before: a step in flight may still compute a token for it, with the weights in that slot.
+            # Not earlier: a step in flight may still compute a token for it, with the weights in that slot.
             self._pipeline.scheduler.when_landed(partial(self._resolver.release, live.pin))
         if finished is None:
             return

@@ -1,8 +1,8 @@
-"""Steps in flight: plans, launches and collects them, as many at a time as the runner overlaps.
+"""Step pipeline: plans, launches and collects steps, as many at a time as the runner overlaps.
 
-While step N runs, step N+1 is planned and launched; then the results of N are collected, and what the loop does with
-them (publishing, new requests, the plan of N+2) happens while N+1 runs. A trainer that wants the device ends that: from
-the next boundary on the gate is taken for one step at a time.
+While step N runs, step N+1 is planned and launched. Then the results of N are collected, and the loop's work with them
+(publishing, new requests, the plan of N+2) happens while N+1 runs. If a trainer wants the device, the gate is taken for
+one step at a time from the next boundary on.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -17,19 +18,21 @@ from services.common.errors import TemperError
 from services.engine.compute_sharing.engine_gate import EngineGate
 from services.engine.constraints.masks import NO_MASKS
 from services.engine.executors.runner import OpenStep, Runner, StepHandle
-from services.engine.kv_offload.messages import Tiers
 from services.engine.observability.events import EventStream, StepDone, StepFailed
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
 from services.engine.scheduler.step_plan import StepPlan, StepResult
 
+if TYPE_CHECKING:
+    from services.engine.kv_offload.manager import TierManager
+
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _FailedLaunch:
-    """Stands in for the handle of a step that could not be launched, so that its failure is met in turn."""
+    """Handle of a step that could not be launched: its failure is reported in turn."""
 
     error: Exception
 
@@ -39,15 +42,15 @@ class _FailedLaunch:
 
 @dataclass(slots=True)
 class _LaunchedStep:
-    """One launched step."""
+    """Launched step."""
 
     plan: StepPlan
     handle: StepHandle
     began: float
-    """When its planning began."""
+    """Begin of its planning."""
     launched: float
     open: OpenStep | None = None
-    """The handle, until its masks are there."""
+    """Handle of a masked step until it has its masks; None otherwise."""
     mask_seconds: float = 0.0
 
 
@@ -55,8 +58,8 @@ class StepPipeline:
     """Runs the scheduler's steps. Used by the loop thread only.
 
     Args:
-        clock: seconds, that of the requests' deadlines.
-        tiers: what keeps more histories than the device does; None: nothing does.
+        clock: seconds, the clock of the requests' deadlines.
+        tiers: offload below the device; None: there is none.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class StepPipeline:
         gate: EngineGate,
         events: EventStream,
         clock: Callable[[], float],
-        tiers: Tiers | None = None,
+        tiers: TierManager | None = None,
     ) -> None:
         self._config = config
         self._tiers = tiers
@@ -75,32 +78,32 @@ class StepPipeline:
         self._events = events
         self._clock = clock
         self._in_flight: deque[_LaunchedStep] = deque()
-        """Oldest first; the gate is held while there are any."""
+        """Steps in flight, oldest first; the gate is held while there are any."""
         self._collected = 0.0
-        """When the latest results came in."""
+        """Time of the latest results."""
         self.scheduler = Scheduler(config, runner.depth, tiers)
         self.stalled = False
-        """Whether requests wait for nothing but a tier: there is no use in advancing before it tells something."""
+        """True if all requests wait for a tier, so that advancing is useless before it sends an event."""
         self.steps = 0
         self.failed_steps = 0
         self.failures_in_a_row = 0
 
     @property
     def busy(self) -> bool:
-        """Whether ``advance`` has something to do."""
+        """True if ``advance`` has something to do."""
         return bool(self._in_flight) or self.scheduler.has_work
 
     def advance(self, waiting_for_adapters: int) -> list[SequenceUpdate]:
-        """Launches the next step if one more may be in flight; then collects the oldest unless still one more may.
+        """Launches the next step if one more may be in flight; then collects the oldest, unless one more still may be.
 
         Args:
             waiting_for_adapters: for the metrics.
 
         Returns:
-            What there is to publish.
+            Updates to publish.
 
         Raises:
-            IntegrityError: the books are broken; ``reset`` is the way out.
+            IntegrityError: the scheduler's state is inconsistent; ``reset`` recovers from it.
         """
         began = self._clock()
         depth = 1 if self._gate.contended else self._runner.depth
@@ -112,7 +115,7 @@ class StepPipeline:
             if plan is not None:
                 launched = self._launch(plan, began)
                 updates += self._seal_oldest(waiting_for_adapters)
-                # A failure is met now, before anything is planned on top of it.
+                # A failure is handled now, before anything is planned on top of it.
                 while not launched and self._in_flight:
                     updates += self._collect(waiting_for_adapters)
         # Without a plan there is nothing to run before the next results.
@@ -123,23 +126,23 @@ class StepPipeline:
         return updates
 
     def serve_tiers(self) -> None:
-        """Takes in what the tiers have done, and hands them what they are to do; between two steps."""
+        """Takes the tiers' events and submits the commands for them, between two steps."""
         if self._tiers is None:
             return
-        self._hear_tiers()
-        # Everything planned so far has been launched: what they copy stands behind it.
-        jobs = self.scheduler.take_jobs()
-        if jobs:
-            self._tiers.submit(jobs)
+        self._take_tier_events()
+        # Everything planned so far has been launched, so their copies run after it.
+        commands = self.scheduler.take_commands()
+        if commands:
+            self._tiers.submit(commands)
 
-    def _hear_tiers(self) -> None:
-        """Takes in what the tiers have done."""
+    def _take_tier_events(self) -> None:
+        """Takes the tiers' events."""
         events = [] if self._tiers is None else self._tiers.take_events()
         if events:
             self.scheduler.take_events(events)
 
     def discard(self) -> None:
-        """Waits for what is in flight and drops the results."""
+        """Waits for the steps in flight and drops their results."""
         while self._in_flight:
             step = self._in_flight.popleft()
             try:
@@ -147,27 +150,26 @@ class StepPipeline:
                     step.open.seal(NO_MASKS)
                 step.handle.result()
             except Exception:
-                _log.exception("a step that nobody waits for failed")
+                _log.exception("a discarded step failed")
             if not self._in_flight:
                 self._gate.release(0.0)
         self.scheduler.discard()
 
     def reset(self, error: Exception, ending: TemperError) -> list[SequenceUpdate]:
-        """After an error outside a step: clean books; returns the last updates of the requests that it had.
+        """Replaces the scheduler after an error outside a step; returns the last updates of its requests.
 
         Raises:
-            IntegrityError: the tiers still copy, so that nothing can be handed out again.
+            IntegrityError: the tiers still copy, so that no memory can be reused.
         """
         self.count_failure(error)
         self.discard()
         updates = self.scheduler.abandon(ending)
         if self._tiers is not None:
-            # Nothing may be written any more to memory that the new books hand out. The device is the trainer's
-            # meanwhile.
+            # No copy may write to memory that the new scheduler allocates. The trainer has the device meanwhile.
             self._gate.engine_idle()
             self._tiers.settle()
             self._tiers.take_events()
-            self._tiers.tell_all()
+            self._tiers.resend_all()
         self.scheduler = Scheduler(self._config, self._runner.depth, self._tiers)
         return updates
 
@@ -198,20 +200,20 @@ class StepPipeline:
         opened = step.open
         began = self._clock()
         masks, updates = self.scheduler.masks(step.plan)
-        # From here on it can be collected, whatever comes of it.
+        # From here on the step can be collected, even if sealing fails.
         step.open = None
         step.mask_seconds = self._clock() - began
         try:
             with self._gate.launching():
                 opened.seal(masks)
         except Exception as error:
-            # Met now, as that of a launch.
+            # Handled now, like the failure of a launch.
             step.handle = _FailedLaunch(error)
             updates += self._collect(waiting_for_adapters)
         return updates
 
     def _collect(self, waiting_for_adapters: int) -> list[SequenceUpdate]:
-        """Waits for the oldest step; what waits for its tokens is then sealed."""
+        """Collects the oldest step, and then gives the next one its masks if it waits for these tokens."""
         updates = self._take_oldest(waiting_for_adapters)
         return updates + self._seal_oldest(waiting_for_adapters)
 
@@ -226,8 +228,9 @@ class StepPipeline:
                 computed = now - max(step.launched, before)
                 if not self._in_flight:
                     self._gate.release(computed)
-            # What a step leaves is saved behind what the tiers have: not behind what they gave up while it ran.
-            self._hear_tiers()
+            # First take the tiers' events: a step's snapshot must not be saved behind an entry that was removed
+            # meanwhile.
+            self._take_tier_events()
             updates = self.scheduler.update(plan, result, now)
         except Exception as error:
             return self._fail(plan, error)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """One step over ``S`` sequences and ``T`` tokens, flattened without padding; decodes (one token each) first."""
+    """Batch of one step over ``S`` sequences and ``T`` tokens, flattened without padding; decodes (one token each)
+    first."""
 
     token_ids: Tensor
     """[T] int64."""
@@ -46,11 +47,11 @@ class CacheBuffers:
     """
 
     keys: Sequence[Tensor]
-    """One a full-attention layer, and one for the mtp layer if it is loaded: [num_blocks, block_size, kv_heads,
+    """Key pool of each full-attention layer, and of the mtp layer if it is loaded: [num_blocks, block_size, kv_heads,
     head_dim]."""
     values: Sequence[Tensor]
     conv_states: Sequence[Tensor]
-    """One a DeltaNet layer: [num_slots, conv_dim, kernel - 1], model dtype."""
+    """Convolution state pool of each DeltaNet layer: [num_slots, conv_dim, kernel - 1], model dtype."""
     recurrent_states: Sequence[Tensor]
-    """One a DeltaNet layer: [num_slots, value_heads, key_dim, value_dim] float32."""
+    """Recurrent state pool of each DeltaNet layer: [num_slots, value_heads, key_dim, value_dim] float32."""
     block_size: int

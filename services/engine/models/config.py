@@ -1,4 +1,4 @@
-"""What the engine, the pod and the trainer know of a checkpoint's architecture before anything is loaded: its config.
+"""Architecture of a checkpoint as config.json has it: what engine, pod and trainer know before anything is loaded.
 
 An architecture implements ModelConfig and services.engine.models.interface.CausalLM, and has its line in
 services.engine.models.registry. Without torch: what fetches a model reads configs too.
@@ -37,13 +37,13 @@ class TrainingNumbers:
     """Numbers a token that one layer's mixer takes in a training step, (of the model's dtype, float32)."""
 
     plain: tuple[int, int]
-    """What torch's autograd keeps of it."""
+    """Numbers that torch's autograd keeps of the layer."""
     inside: tuple[int, int]
-    """What the forward on a GPU keeps between the mixer's projections."""
+    """Numbers that the forward on a GPU keeps between the mixer's projections."""
     backward: int
-    """What the backward on a GPU works in besides the projections' outputs, of the model's dtype."""
+    """Numbers of scratch memory of the backward on a GPU beside the projections' outputs, of the model's dtype."""
     selective_keeps_inside: bool
-    """Whether recompute="selective" keeps ``inside``."""
+    """True if recompute="selective" keeps ``inside``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class ModelConfig(ABC):
     max_position_embeddings: int
     tie_word_embeddings: bool
     module_prefix: Literal["model.", "model.language_model."] = "model."
-    """Where the text model sits in the class that config.json names: PEFT writes it into every adapter's keys. It is
+    """Prefix of the text model in the class that config.json names: PEFT writes it into every adapter's keys. It is
     not part of the checkpoint's digest: the same weights take the same adapters."""
     original_max_position_embeddings: int | None = None
     """The context that the checkpoint had before it was lengthened, where config.json says so: in its digest it stands
@@ -93,7 +93,7 @@ class ModelConfig(ABC):
 
     @property
     def cache_layout(self) -> CacheLayout:
-        """What a sequence leaves in the caches."""
+        """Sizes of what a sequence leaves in the caches."""
         return CacheLayout(self.num_layers, self.num_kv_heads, self.head_dim)
 
     @abstractmethod

@@ -16,7 +16,7 @@ import torch
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    """What the block launches on the current stream, which must not be the default one, becomes the graph.
+    """Graph capture of what the block launches on the current stream, which must not be the default one.
 
     Args:
         pool: where what is allocated inside lies.

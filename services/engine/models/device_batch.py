@@ -38,19 +38,19 @@ class StepRows:
     segments: Segments | None
     """The other rows; None: there are none."""
     short: bool = False
-    """The segments have a few tokens each, answers with guesses in them: they are computed as decodes are."""
+    """The segments have a few tokens each, answers with draft tokens in them: they are computed as decodes are."""
     next_ids: Tensor | None = None
     """[T]: the token behind each row's, for the mtp layer; what the step samples itself is filled in later."""
 
     @property
     def mixed(self) -> bool:
-        """Whether some rows are computed as decodes are and others as prefills are."""
+        """True if some rows are computed as decodes are and others as prefills are."""
         return self.decodes > 0 and self.segments is not None and not self.short
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeAttention:
-    """How decode attention runs for one batch size."""
+    """Launch parameters of decode attention for one batch size."""
 
     splits: int
     """Parts into which each context is cut, at most."""
@@ -67,7 +67,7 @@ class DeviceCache:
     Preallocated and updated in place. Block 0 and slot 0 are scratch: padding writes there and nobody reads it."""
 
     stacked: StackedPages
-    """Of all full-attention layers, and of the mtp layer if it is used."""
+    """Pages of all full-attention layers, and of the mtp layer if it is used."""
     pages: Sequence[KvPages]
     """Each layer's, views of ``stacked``."""
     conv: Tensor
@@ -76,7 +76,8 @@ class DeviceCache:
     """[linear layers, num_slots, value_heads, key_dim, value_dim] float32 or bfloat16."""
     block_size: int
     waiting: WaitingWrites | None = None
-    """What is not in ``recurrent`` yet, [linear layers, num_slots, ...]; None: states are always written back."""
+    """Writes that are not in ``recurrent`` yet, [linear layers, num_slots, ...]; None: states are always written
+    back."""
 
     @property
     def num_slots(self) -> int:

@@ -1,4 +1,4 @@
-"""How many bytes a model takes, from its config alone: nothing is loaded to find out that it does not fit.
+"""Memory of a model in bytes, from its config alone: nothing is loaded to find out that it does not fit.
 
 Tests hold these figures against the tensors themselves.
 """
@@ -21,10 +21,10 @@ _HEAD_COPY_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """How weight matrices are kept."""
+    """Storage of weight matrices."""
 
     quantization: Quantization = "none"
-    """Of the matrices of the layers."""
+    """Format of the layers' matrices."""
     float8_head: bool = False
     """The head is an fp8 matrix of its own, also where the embedding is tied to it."""
     invariant: bool = False
@@ -49,7 +49,7 @@ PLAIN = Storage()
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """How numbers are stored."""
+    """Storage of weights, keys, values and states."""
 
     itemsize: int
     """Bytes of a number of the model's dtype."""
@@ -58,11 +58,11 @@ class Formats:
     """A tied head is a second copy of the embedding in another memory order."""
     kv_float8: bool = False
     mtp: bool = False
-    """With the layer that predicts the token after next."""
+    """True if the mtp layer, which drafts the token after next, is loaded."""
     state_itemsize: int = 4
     """Bytes of a number of a recurrent state."""
     waiting_writes: int = 0
-    """Of a recurrent state, kept beside it until it is written back."""
+    """Writes of a recurrent state that are kept beside it until it is written back."""
 
 
 def matrix_bytes(out: int, into: int, itemsize: int, quantization: Quantization) -> int:
@@ -120,6 +120,6 @@ def widest_output(config: ModelConfig) -> int:
 
 
 def copies_head(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a tied head is a second copy of the embedding in the faster memory order; only the CPU cares."""
+    """True if a tied head is a second copy of the embedding in the faster memory order; only the CPU cares."""
     small = config.vocab_size * config.hidden_size * dtype.itemsize <= _HEAD_COPY_BYTES
     return config.tie_word_embeddings and device.type == "cpu" and small

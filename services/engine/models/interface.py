@@ -59,12 +59,12 @@ class DeviceForward(Protocol):
         """[R, hidden] of layers() to final hidden states."""
         ...
 
-    def guess(self, x: Tensor, rows: StepRows, attention: DecodeAttention | None) -> Tensor:
-        """[T, hidden] of the mtp layer, for guess_logits()."""
+    def draft(self, x: Tensor, rows: StepRows, attention: DecodeAttention | None) -> Tensor:
+        """Output of the mtp layer, [T, hidden], for draft_logits()."""
         ...
 
-    def guess_logits(self, y: Tensor) -> Tensor:
-        """[R, hidden] of guess() to logits [R, vocab] of the draft tokens."""
+    def draft_logits(self, y: Tensor) -> Tensor:
+        """[R, hidden] of draft() to logits [R, vocab] of the draft tokens."""
         ...
 
 
@@ -81,8 +81,8 @@ class CapturedForwards(Protocol):
 
 
 class CausalLM(ABC):
-    """One copy of the frozen weights, used by the engine loop and the trainer thread alike. Nothing here changes after
-    construction, so both may call it at once; the caches belong to the caller."""
+    """Language model with one copy of the frozen weights, used by the engine loop and the trainer thread alike. Nothing
+    here changes after construction, so both may call it at once; the caches belong to the caller."""
 
     config: ModelConfig
 
@@ -118,7 +118,7 @@ class CausalLM(ABC):
 
     @property
     def has_mtp(self) -> bool:
-        """Whether the layer that predicts the token after next is loaded."""
+        """True if the mtp layer, which drafts the token after next, is loaded."""
         return False
 
     # Serving.
@@ -176,18 +176,18 @@ class CausalLM(ABC):
         """Runs one step, updating the caches in place.
 
         Returns:
-            [T, hidden]: final hidden states, normed, of all rows; and the step as guess() takes it.
+            [T, hidden]: final hidden states, normed, of all rows; and the step as draft() takes it.
         """
 
     def begin_step(self, batch: ForwardBatch, cache: CacheBuffers) -> Any:  # noqa: ARG002
         """Clears the states of sequences that start in a batch which is then run piece by piece.
 
         Returns:
-            The whole batch as guess() takes it.
+            The whole batch as draft() takes it.
         """
         return None
 
-    def guess(self, hidden: Tensor, next_ids: Tensor, step: Any, cache: CacheBuffers) -> Tensor:
+    def draft(self, hidden: Tensor, next_ids: Tensor, step: Any, cache: CacheBuffers) -> Tensor:
         """Runs the mtp layer behind forward_all(): row by row, one token further; adapters play no part.
 
         Args:
@@ -322,7 +322,7 @@ class CausalLM(ABC):
         temperature: float,
         give_way: Callable[[], None] = lambda: None,
     ) -> Divergence:
-        """How far this model's next-token distributions are from a teacher's, over the tokens that both heads have
+        """Divergence of this model's next-token distributions from a teacher's, over the tokens that both heads have
         (checkpoints pad their vocabularies differently); differentiable in ``hidden`` only.
 
         Args:

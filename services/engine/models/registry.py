@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Architecture(NamedTuple):
-    """Where an architecture's classes are, each as "module:class"."""
+    """Classes of an architecture, each as "module:class"."""
 
     config: str
     model: str
@@ -39,9 +39,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen3_5ForCausalLM": _QWEN3_5,
     "Qwen3_5ForConditionalGeneration": _QWEN3_5,
 }
-"""By an entry of `architectures` in config.json."""
+"""Architectures by an entry of `architectures` in config.json."""
 _MODEL_TYPES: dict[str, str] = {"qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5": "Qwen3_5ForConditionalGeneration"}
-"""By `model_type`, for a config.json whose `architectures` names none of them."""
+"""Entries of `architectures` by `model_type`, for a config.json whose `architectures` names none of them."""
 
 
 def find_architecture(data: Mapping[str, Any]) -> Architecture:

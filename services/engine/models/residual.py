@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Residual:
-    """What the layers add to, [T, hidden], and what the product that added last left for the norm that reads it next.
+    """Residual stream [T, hidden], and what the product that added last left for the norm that reads it next.
 
     A product of many rows that adds to its output costs a pass over memory; the norm adds in passing. So such a product
     may leave its result here as an addend, and who reads takes it along. A product of few rows adds, and multiplies

@@ -1,4 +1,4 @@
-"""What a training job runs: forwards over packed documents that autograd can go back through."""
+"""Training forwards of a job: forwards over packed documents that autograd can go back through."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Spans of single gRPC calls, such as Sync, Validate and those of sessions, whose caller says that it traces them.
+"""Spans of single gRPC calls, such as Sync, Validate and those of sessions, if the caller traces them.
 
 The stream of a gateway carries the contexts of its requests in its frames
-(services/engine/observability/request_traces.py); what is asked all the time, health and status, has no span.
+(services/engine/observability/request_traces.py); frequent calls, health and status, have no span.
 """
 
 from __future__ import annotations

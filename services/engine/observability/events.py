@@ -62,7 +62,7 @@ class GrammarDone:
     """The grammar of a request was found or made. Emitted on the thread that takes requests in."""
 
     result: str
-    """One of "cached", "compiled", "refused" and "overloaded"."""
+    """Result: "cached", "compiled", "refused" or "overloaded"."""
     seconds: float
 
 
@@ -115,9 +115,9 @@ class CopyEvicted:
     size: int
 
 
-TierEvent: TypeAlias = CopyLoaded | CopySaved | CopyNotMade | CopyEvicted
+CopyEvent: TypeAlias = CopyLoaded | CopySaved | CopyNotMade | CopyEvicted
 EngineEvent: TypeAlias = (
-    StepDone | StepFailed | RequestDone | GrammarDone | AdapterPhaseDone | AdapterLoadFailed | TierEvent
+    StepDone | StepFailed | RequestDone | GrammarDone | AdapterPhaseDone | AdapterLoadFailed | CopyEvent
 )
 Listener: TypeAlias = Callable[[EngineEvent], None]
 

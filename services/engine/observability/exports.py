@@ -1,4 +1,4 @@
-"""What an engine process exports besides its counters: read when somebody scrapes, by the scrape's thread."""
+"""Exported gauges of an engine process, read at each scrape by the scrape's thread."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from services.engine.observability.vllm_metrics import VllmCollector
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where the values are; every callable is fast, thread-safe and does no I/O."""
+    """Sources of the values; every callable is fast, thread-safe and does no I/O."""
 
     model_name: str
     status: Callable[[], LoopStatus]
     adapters: Callable[[], AdapterSnapshot]
     training: Callable[[], bool]
-    """Whether a job runs."""
+    """Tells whether a training job runs."""
     adapter_slots: int
     memory: MemoryPlan
     device_memory: Callable[[], Mapping[str, int]]
-    """Bytes of the device by kind, as they are now; {} where the plan is all there is."""
+    """Present bytes of the device by kind; {} where only the plan is known."""
     training_waited: Callable[[], float]
-    """Seconds that the trainer has waited for its turns."""
+    """Returns the seconds that the trainer has waited for its turns."""
     tiers: Callable[[], Mapping[Tier, TierStatus]] = dict
-    """Those below the device; {} where there are none."""
+    """Returns the tiers below the device; {}: there are none."""
 
 
 def export(metrics: EngineMetrics, sources: Sources) -> None:
-    """Adds them to the registry of ``metrics``."""
+    """Registers the collectors in the registry of ``metrics``."""
     registry = metrics.registry
     registry.register(
         StateCollector(sources.model_name, sources.status, sources.adapters, sources.training, sources.adapter_slots)
@@ -50,13 +50,13 @@ def export(metrics: EngineMetrics, sources: Sources) -> None:
 
 
 class _DeviceCollector(Collector):
-    """Who has the device's memory, and who waits for its turn to compute."""
+    """Collector of the device's memory by owner, and of the trainer's wait for its turns."""
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
 
     def collect(self) -> Iterator[Metric]:
-        """For the registry."""
+        """Metrics for the registry."""
         plan = self._sources.memory
         planned = GaugeMetricFamily(
             "temper_engine_memory_plan_bytes",

@@ -128,7 +128,7 @@ class EngineMetrics:
             ["reason"],
             registry=registry,
         )
-        # From the start on, at zero: the first increase of a series that was not there is none to Prometheus.
+        # Present from the start, at zero: Prometheus does not see the first increase of a new series.
         for phase in get_args(AdapterPhase):
             self._swaps.labels(phase)
         for reason in get_args(LoadFailure):
@@ -180,7 +180,7 @@ class EngineMetrics:
         self._decoded.inc(stats.decodes)
         self._prefilled.inc(stats.prefill_tokens)
         self.step_length.observe(stats.decodes + stats.prefill_tokens)
-        # Of a new scheduler, after an error, it begins at 0 again.
+        # A new scheduler, after an error, counts from 0 again.
         self.tiers.evicted(None, max(0, stats.counts.evicted_bytes - self._evicted_bytes))
         self._evicted_bytes = stats.counts.evicted_bytes
         if stats.mask_seconds:
@@ -210,7 +210,7 @@ class EngineMetrics:
 
 
 class StateCollector(Collector):
-    """Gauges read when somebody asks: nothing to keep current on the loop thread."""
+    """Collector of gauges that are read at each scrape, so that the loop thread does not update them."""
 
     def __init__(
         self,
@@ -286,8 +286,8 @@ class StateCollector(Collector):
         yield self._lora_info(snapshot)
 
     def _lora_info(self, snapshot: AdapterSnapshot) -> Metric:
-        """As the Gateway API inference extension reads it: "running" are all adapters in slots, by the names that
-        clients ask for, so that it sends requests where their adapter is; the value is a time, the newest counts.
+        """Adapter series for the Gateway API inference extension: "running" are all adapters in slots, by the names
+        that clients use, so that it routes requests to their adapter; the value is a time, and the newest counts.
         https://gateway-api-inference-extension.sigs.k8s.io/ (Model Server Protocol)"""
         info = GaugeMetricFamily(
             "vllm:lora_requests_info",

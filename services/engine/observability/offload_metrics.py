@@ -1,4 +1,4 @@
-"""Metrics of the prefix cache's tiers: what hits are worth, what moves, what fails, and what there is."""
+"""Metrics of the prefix cache's tiers: hits and the time that they save, copies, failures, and sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from services.engine.kv_cache.keys import Tier
-from services.engine.observability.events import CopyEvicted, CopyFailure, CopyLoaded, CopyNotMade, CopySaved, TierEvent
+from services.engine.observability.events import CopyEvent, CopyEvicted, CopyFailure, CopyLoaded, CopyNotMade, CopySaved
 from services.engine.observability.status import TierStatus
 
 _DEVICE = "device"
@@ -23,7 +23,7 @@ _COPIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 class TierMetrics:
     """Metrics of the tiers, counted where an event is emitted, on any thread.
 
-    Every series is there from the start on, at zero: the first increase of one that was not is none to Prometheus.
+    Every series is present from the start, at zero: Prometheus does not see the first increase of a new series.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -77,7 +77,7 @@ class TierMetrics:
             for reason in get_args(CopyFailure):
                 self._failures.labels(tier, reason)
 
-    def listen(self, event: TierEvent) -> None:
+    def listen(self, event: CopyEvent) -> None:
         """Counts an event of a tier."""
         match event:
             case CopyLoaded(tier, size, seconds):
@@ -92,13 +92,14 @@ class TierMetrics:
                 self.evicted(tier, size)
 
     def hit(self, tier: Tier | None, tokens: int, seconds: float) -> None:
-        """Prompt tokens came from this tier (None: from the device), which saved so much computing, less the load."""
+        """Counts prompt tokens that came from a tier (None: from the device), and the computing that this saved, less
+        the load."""
         self._hits.labels(_name(tier)).inc(tokens)
-        # A load that took longer than computing would have has saved nothing; a counter cannot fall.
+        # A load that took longer than computing has saved nothing; a counter cannot fall.
         self._saved.labels(_name(tier)).inc(max(0.0, seconds))
 
     def evicted(self, tier: Tier | None, size: int) -> None:
-        """Bytes were given up for others; None: on the device."""
+        """Counts evicted bytes; None: on the device."""
         self._evicted.labels(_name(tier)).inc(size)
 
 
@@ -106,14 +107,14 @@ class TierCollector(Collector):
     """Gauges of the tiers that there are, read when somebody scrapes.
 
     Args:
-        status: of each tier now; fast, thread-safe and without I/O.
+        status: returns the status of each tier; fast, thread-safe and without I/O.
     """
 
     def __init__(self, status: Callable[[], Mapping[Tier, TierStatus]]) -> None:
         self._status = status
 
     def collect(self) -> Iterator[Metric]:
-        """For the registry."""
+        """Metrics for the registry."""
         entries = GaugeMetricFamily("temper_engine_tier_entries", "Entries in a tier.", labels=["tier"])
         size = GaugeMetricFamily("temper_engine_tier_bytes", "Bytes in a tier.", labels=["tier"])
         limit = GaugeMetricFamily("temper_engine_tier_limit_bytes", "Bytes that a tier may have.", labels=["tier"])

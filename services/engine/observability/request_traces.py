@@ -1,7 +1,7 @@
-"""Spans of requests, made when they have ended: of what the loop has noted anyway, on a thread of their own.
+"""Spans of requests, made when a request has ended, from times that the loop records anyway, on a thread of their own.
 
-While a request runs nothing is done for its trace; the loop's thread puts one event into a queue at its end, and only
-of requests that somebody traces.
+While a request runs nothing is done for its trace. At its end the loop's thread puts one event into a queue, only for
+requests that are traced.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from services.engine.requests.outputs import Finished
 from services.engine.requests.request import FinishReason
 
 _WAITING = 4096
-"""Ended requests whose spans are not made yet; more are not traced."""
+"""Most ended requests whose spans are not made yet; further ones are not traced."""
 _POLL_SECONDS = 0.5
 
 
 class RequestTraces:
-    """Spans of the requests whose clients trace them."""
+    """Makes the spans of traced requests."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -32,13 +32,13 @@ class RequestTraces:
         self._thread.start()
 
     def listen(self, event: EngineEvent) -> None:
-        """Takes in a request that has ended, if somebody traces it."""
+        """Queues a request that has ended, if it is traced."""
         if isinstance(event, RequestDone) and sampled(event.finished.request.traceparent):
-            with suppress(Full):  # a trace less, not a step later
+            with suppress(Full):  # rather lose a trace than delay a step
                 self._ended.put_nowait(event)
 
     def close(self) -> None:
-        """Makes the spans that wait; the tracer sends them when it is closed."""
+        """Makes the waiting spans; the tracer sends them when it is closed."""
         self._closed.set()
         self._thread.join(_POLL_SECONDS * 4)
 

@@ -1,4 +1,4 @@
-"""State of the engine's parts as gauges and health checks read it: plain values, made anew after each step."""
+"""Status of the engine's parts for gauges and health checks: plain values, made after each step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from services.engine.requests.adapter import AdapterPin
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What is in use now. ``used`` is by live sequences, ``cached`` by the prefix cache alone."""
+    """Counts of the scheduler. ``used`` is held by live sequences, ``cached`` only by the prefix cache."""
 
     running: int
     waiting: int
@@ -20,17 +20,17 @@ class Counts:
     slots_cached: int
     slots_total: int
     preemptions: int
-    """Since the start."""
+    """Preemptions since the start."""
     num_draft_tokens: int = 0
-    """Guessed tokens that were checked since the start."""
+    """Draft tokens that were verified since the start."""
     num_accepted_tokens: int = 0
     evicted_bytes: int = 0
-    """Given up by the prefix cache since the start."""
+    """Bytes that the prefix cache has evicted since the start."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """One version in a slot, for status and metrics."""
+    """Adapter version in a slot, for status and metrics."""
 
     pin: AdapterPin
     requests: int
@@ -39,17 +39,17 @@ class LoadedAdapter:
 @dataclass(frozen=True, slots=True)
 class AdapterSnapshot:
     attached: str
-    """"name@n", empty for the base."""
+    """Attached version "name@n", empty for the base."""
     loaded: tuple[LoadedAdapter, ...]
     serving: tuple[str, ...] = ()
-    """Those of ``loaded`` as clients ask for them: "name" where it is the name's current version, else "name@n"."""
+    """Names of ``loaded`` as clients use them: "name" for the name's current version, else "name@n"."""
     waiting: tuple[str, ...] = ()
-    """What requests wait for, "name" or "name@n" as they asked for it."""
+    """Adapters that requests wait for, "name" or "name@n" as requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoopStatus:
-    """The loop as seen from outside after its latest step."""
+    """Status of the loop after its latest step."""
 
     counts: Counts
     waiting_for_adapters: int
@@ -65,7 +65,7 @@ class LoopStatus:
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """One tier now."""
+    """Status of one tier."""
 
     entries: int
     size: int

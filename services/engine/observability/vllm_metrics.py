@@ -1,6 +1,6 @@
-"""Series of an engine under the names of vLLM, for dashboards and autoscalers that were made for it.
+"""Series of an engine under the names of vLLM, for dashboards and autoscalers made for vLLM.
 
-They are made of our own series when somebody scrapes; nothing is counted twice. Names and labels are those of vLLM's
+They are made from our own series at each scrape; nothing is counted twice. Names and labels are those of vLLM's
 metrics page (https://docs.vllm.ai/en/latest/design/metrics/). `vllm:gpu_*` and `vllm:time_per_output_token_seconds` are
 older names, which the dashboards of vLLM's production stack still ask for.
 """
@@ -20,12 +20,12 @@ from services.engine.observability.status import LoopStatus
 
 
 class VllmCollector(Collector):
-    """Implements prometheus_client's Collector.
+    """Collector of the series under vLLM's names.
 
     Args:
-        metrics: of the engine.
-        status: of its loop.
-        model_name: what clients put in `model` for the base model.
+        metrics: metrics of the engine.
+        status: returns the status of its loop.
+        model_name: name of the base model in requests.
         block_size: tokens of a KV block.
     """
 
@@ -59,7 +59,7 @@ class VllmCollector(Collector):
         }
 
     def collect(self) -> Iterator[Metric]:
-        """For the registry."""
+        """Metrics for the registry."""
         for name, source in self._sources.items():
             for family in source.collect():
                 yield self._renamed(family, name)

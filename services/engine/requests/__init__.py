@@ -1,1 +1,1 @@
-"""What a request asks for and what it is told: plain data."""
+"""Requests and their updates: plain data."""

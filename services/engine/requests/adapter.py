@@ -1,4 +1,4 @@
-"""Adapters as requests name them: what was asked for, a training job's private version, and the pinned version."""
+"""Adapters of requests: the requested choice, a training job's private version, and the pinned version."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AdapterPin:
-    """The immutable adapter version that answers one request.
+    """Pinned adapter version: the immutable weights that answer one request.
 
     ``slot`` indexes the stacked LoRA buffers (0 is the base: no adapter). ``digest`` is part of every cache key, so
     that KV of one version is never reused for another; the base has the empty digest.
     """
 
     version: str = ""
-    """"name@n", empty for the base."""
+    """Adapter version "name@n", empty for the base."""
     digest: str = ""
     slot: int = 0
 
@@ -29,20 +29,22 @@ BASE_PIN = AdapterPin()
 
 @dataclass(frozen=True, slots=True)
 class AdapterChoice:
-    """What a request asked for: attached, base (name is None) or a name with or without a version."""
+    """Adapter that a request asked for: the attached one, the base (name is None) or a name with or without a
+    version."""
 
     attached: bool = False
     name: str | None = None
     version: int | None = None
-    """None: the current one."""
+    """Version number; None: the current one."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrivateVersion:
-    """One policy for as long as it is loaded. Whoever holds the object may ask for it; nobody can spell it."""
+    """Private version: the policy of a training job while it is loaded. Only a holder of this object can request it; no
+    name leads to it."""
 
     digest: str
-    """For cache keys; not that of any files."""
+    """Digest for cache keys; it is not the digest of any files."""
 
     @classmethod
     def fresh(cls) -> PrivateVersion:

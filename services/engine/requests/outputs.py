@@ -1,4 +1,4 @@
-"""What the scheduler tells the outside about a request after each step. No torch here."""
+"""Outputs of the scheduler: the updates of a request after each step. No torch here."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from services.engine.requests.request import FinishReason, Request
 
 
 class SampledToken(NamedTuple):
-    """The next token of one sequence."""
+    """Sampled token of one sequence."""
 
     token_id: int
     sampling_logprob: float
-    """log softmax(logits / temperature)[token]; temperature 1 for greedy."""
+    """Log-probability log softmax(logits / temperature)[token]; temperature 1 for greedy."""
     logprob: float | None = None
-    """log softmax(logits)[token], if the request asked for logprobs."""
+    """Log-probability log softmax(logits)[token], if the request asked for logprobs."""
     top_ids: SequenceABC[int] = ()
     top_logprobs: SequenceABC[float] = ()
     error: str | None = None
-    """Set when the row's logits were NaN or infinite: the request ends with this error and token_id means nothing."""
+    """Error, set if the row's logits were NaN or infinite: the request ends with it, and token_id means nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request's whole answer, once it has ended for whatever reason."""
+    """Whole answer of a request that has ended for whatever reason."""
 
     request: Request
     output_ids: SequenceABC[int]
-    """A stop token, if one was sampled, is the last."""
+    """Output tokens; a sampled stop token is the last one."""
     sampling_logprobs: array[float]
-    """float32, one per output token: log softmax(logits / temperature)[token]."""
+    """Log-probabilities log softmax(logits / temperature)[token], float32, one per output token."""
     finish_reason: FinishReason
     cached_tokens: int
     """Prompt tokens that came from the prefix cache."""
     preemptions: int
     scheduled_at: float | None
-    """When it first ran, in the loop's clock; None if it never did."""
+    """Time of its first step, on the loop's clock; None: it never ran."""
     first_token_at: float | None
     cached_from: Tier | None = None
-    """The tier that the cached tokens came from; None: the device had them."""
+    """Tier that the cached tokens came from; None: the device had them."""
     saved_seconds: float = 0.0
-    """What computing them would have taken, less the wait for the tier."""
+    """Time that computing the cached tokens would have taken, less the wait for the tier."""
 
 
 class SequenceUpdate(NamedTuple):
-    """What one step added to one request.
+    """Update of one request by one step.
 
     The last update of a request, and only it, has a ``finish_reason``. ABORT: the client asked for it. ERROR: ``error``
     says why (DeadlineExceeded, a failed step, a request that was refused after it was queued).
@@ -63,15 +63,15 @@ class SequenceUpdate(NamedTuple):
     finish_reason: FinishReason | None = None
     error: TemperError | None = None
     cached_tokens: int | None = None
-    """On the first update of a request that ran."""
+    """Cached prompt tokens, on the first update of a request that ran."""
     adapter: str | None = None
-    """On the first update: the pinned version "name@n", empty for the base."""
+    """Pinned version "name@n", empty for the base; on the first update."""
     finished: Finished | None = None
-    """On the last update of a request that the scheduler had."""
+    """Whole answer, on the last update of a request that the scheduler had."""
     prompt: PromptScores | None = None
-    """Of the next tokens of the prompt. An update with this or an embedding has no token."""
+    """Scores of the next prompt tokens. An update with this or an embedding has no token."""
     embedding: Floats | None = None
-    """[hidden]: the vector of the prompt, in the update before the first token."""
+    """[hidden] vector of the prompt, in the update before the first token."""
     kept: bool = False
-    """The request was ended with ``keep_tokens`` and its rollout is cut to them. Such an update has nothing else, and
-    comes behind the last one."""
+    """True if the request was ended with ``keep_tokens`` and its rollout is cut to them. Such an update has nothing
+    else and follows the last one."""

@@ -1,8 +1,8 @@
-"""What a step tells of a prompt itself: log-probabilities of its tokens, and a vector of its hidden states.
+"""Prompt scoring: log-probabilities of a prompt's tokens, and a vector of its hidden states. No torch here.
 
-Row p of a prompt (the hidden state behind its token p) says how likely token p + 1 was. Of a request that asks for such
-things each of these rows is read exactly once, in order, by whatever chunks compute them: ``Reading`` remembers how far
-the plans have come, so that of a preempted prompt, which is computed again, nothing is told twice. No torch here.
+Row p of a prompt (the hidden state behind its token p) gives the probability of token p + 1. For a request that asks
+for such outputs each row is read exactly once, in order, by whichever chunks compute them. ``PromptProgress`` records
+how far the plans have come, so a preempted prompt, which is computed again, reports nothing twice.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ Ints = npt.NDArray[np.int32]
 
 
 class PromptRead(NamedTuple):
-    """What the runner reads of one chunk."""
+    """Rows that the runner reads of one chunk."""
 
     chunk: int
-    """Its place in the plan."""
+    """Index of the chunk in the plan."""
     begin: int
-    """First position of the prompt whose row is read."""
+    """First prompt position whose row is read."""
     end: int
-    """Behind the last one."""
+    """Position behind the last one that is read."""
 
 
 class PromptScores(NamedTuple):
-    """How likely consecutive tokens of a prompt were, each after those before it."""
+    """Scores of consecutive prompt tokens, each given those before it."""
 
     logprobs: Floats
-    """[N]: log softmax(logits)[token] of the plain model."""
+    """[N] log-probabilities log softmax(logits)[token] of the plain model."""
     ranks: Ints
-    """[N]: 1 if no other token was likelier."""
+    """[N] ranks; 1 if no other token was likelier."""
     top_ids: Ints
-    """[N, k], most likely first."""
+    """[N, k] alternatives, most likely first."""
     top_logprobs: Floats
-    """[N, k]."""
+    """[N, k] log-probabilities of the alternatives."""
 
 
 class PromptReport(NamedTuple):
-    """What a step read of one prompt."""
+    """Report of one prompt by one step."""
 
     scores: PromptScores | None
-    """None: of no token."""
+    """Scores of prompt tokens; None: there are none."""
     pooled: Floats | None
-    """[hidden]: the sum of the rows that belong to the vector; None: none does."""
+    """[hidden] sum of the rows that belong to the vector; None: none does."""
 
     @property
     def finite(self) -> bool:
@@ -57,8 +57,8 @@ class PromptReport(NamedTuple):
         return scored and (self.pooled is None or bool(np.isfinite(self.pooled).all()))
 
 
-class Reading:
-    """How far the rows of one prompt are planned to be read, and the vector as far as it is known."""
+class PromptProgress:
+    """Progress of reading one prompt: the rows that plans have read, and the partial sum of its vector."""
 
     __slots__ = ("_end", "_next", "_request", "_total")
 
@@ -67,28 +67,28 @@ class Reading:
         self._request = request
         self._total: Floats | None = None
         self._end = length if request.pooling is not None else length - 1
-        """Rows to read end here."""
+        """End of the rows to read."""
         self._next = length - 1
-        """The first one that no plan reads yet."""
+        """First row that no plan reads yet."""
         if request.pooling is Pooling.MEAN:
             self._next = 0
         elif request.prompt_logprobs is not None:
             self._next = first_scored_row(request)
 
     @classmethod
-    def of(cls, request: Request) -> Reading | None:
-        """None for a request that asks for nothing of its prompt."""
+    def of(cls, request: Request) -> PromptProgress | None:
+        """Progress for a request; None if it asks for nothing of its prompt."""
         return cls(request) if request.reads_prompt else None
 
     @property
     def reusable(self) -> int:
-        """Tokens at the beginning of the prompt that need not be computed where their state is known."""
+        """Tokens at the beginning of the prompt that may come from the cache."""
         if self._next >= self._end:
             return len(self._request.prompt_token_ids)
         return 0 if self._request.pooling is not None else self._next
 
     def take(self, start: int, end: int) -> tuple[int, int] | None:
-        """The rows to read of a chunk that computes [start, end), if any; from then on they count as read."""
+        """Rows to read of a chunk that computes [start, end), which then count as read; None: there are none."""
         begin, stop = max(start, self._next), min(end, self._end)
         if begin >= stop:
             return None
@@ -96,8 +96,8 @@ class Reading:
         return begin, stop
 
     def vector(self, pooled: Floats, read: PromptRead) -> Floats | None:
-        """Adds what a step summed up; the request's vector once the last row is in it. Steps end in the order of their
-        plans."""
+        """Adds the sum of a step's rows; returns the request's vector once the last row is in it. Steps end in the
+        order of their plans."""
         self._total = pooled if self._total is None else self._total + pooled
         if read.end < self._end:
             return None
@@ -106,5 +106,5 @@ class Reading:
 
 
 def first_scored_row(request: Request) -> int:
-    """Of a request for log-probabilities: the row that says how likely the first token is that it wants to know of."""
+    """Row that scores the first prompt token which a request asks for."""
     return max(0, request.prompt_logprobs_from - 1)

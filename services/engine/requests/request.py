@@ -9,17 +9,17 @@ from typing import Protocol
 
 from services.common.errors import InvalidRequest
 from services.engine.requests.adapter import BASE_PIN, AdapterPin
+from services.engine.requests.conversation_session import SessionName
 from services.engine.requests.sampling_params import SamplingParams
-from services.engine.requests.sessions import SessionName
 
 MAX_BOUNDARIES = 4096
-"""Ends of messages that a request may name."""
+"""Most ends of messages that a request may name."""
 MOST_PROMPT_ALTERNATIVES = 128
-"""Tokens that may be reported beside each one of a prompt."""
+"""Most alternatives that may be reported for each prompt token."""
 
 
 class FinishReason(enum.Enum):
-    """Why a request ended."""
+    """Reason why a request ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -28,15 +28,16 @@ class FinishReason(enum.Enum):
 
 
 class TokenMatcher(Protocol):
-    """Constraint of one request, followed token by token. constraints.matcher.OutputMatcher is one; it lies above."""
+    """Matcher of one request's constraint, advanced token by token. It is a Protocol because its implementation,
+    constraints.matcher.OutputMatcher, is in a layer above this one."""
 
     def advance(self, token_id: int) -> bool:
-        """Takes in a token of the output; returns whether nothing more may follow."""
+        """Takes a token of the output; returns True if nothing more may follow."""
         ...
 
 
 class Pooling(enum.Enum):
-    """How the hidden states of a prompt, after the final norm, become one vector."""
+    """Pooling of a prompt's hidden states, after the final norm, into one vector."""
 
     LAST = "last"
     MEAN = "mean"
@@ -44,31 +45,31 @@ class Pooling(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One generation, as the scheduler gets it: tokens, sampling and the adapter version already pinned."""
+    """Request as the scheduler gets it: tokens, sampling, and the adapter version already pinned."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     pin: AdapterPin = BASE_PIN
     deadline: float | None = None
-    """In the loop's monotonic clock, seconds."""
+    """Deadline on the loop's monotonic clock, seconds."""
     cache_salt: str = ""
     priority: int = 0
-    """Lower runs first."""
+    """Priority; lower runs first."""
     arrival: int = 0
-    """Ties of priority are served in this order."""
+    """Order among requests of equal priority."""
     prompt_logprobs: int | None = None
-    """Alternatives to report beside each token of the prompt; None: nothing is said of them."""
+    """Alternatives to report for each prompt token; None: prompt tokens are not scored."""
     prompt_logprobs_from: int = 0
-    """The first token of the prompt to report; 0 is 1: there is nothing to say of the very first."""
+    """First prompt token to score; 0 is the same as 1, because the first token has no score."""
     pooling: Pooling | None = None
-    """Report a vector of the prompt."""
+    """Pooling of the prompt's vector; None: none is reported."""
     matcher: TokenMatcher | None = None
-    """Of this request alone: what may follow the output so far. Goes with ``sampling.masked``."""
+    """Matcher of this request alone; set if ``sampling.masked`` is."""
     traceparent: str = ""
-    """Of the span that asks; empty: nobody traces it."""
+    """Trace context of the caller's span; empty: it is not traced."""
     session: SessionName | None = None
-    """Whose history this is; None: nobody's."""
+    """Conversation session of the request; None: there is none."""
     boundaries: tuple[int, ...] = ()
     """Positions in the prompt where a message ends and another may follow, ascending."""
 
@@ -84,12 +85,12 @@ class Request:
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether something of the prompt itself is reported."""
+        """True if scores or a vector of the prompt are reported."""
         return self.prompt_logprobs is not None or self.pooling is not None
 
 
 def check_prompt_logprobs(alternatives: int | None, first: int, prompt_tokens: int) -> None:
-    """Raises InvalidRequest if log-probabilities of a prompt cannot be reported so."""
+    """Raises InvalidRequest if the log-probabilities asked for cannot be reported."""
     if alternatives is not None and not 0 <= alternatives <= MOST_PROMPT_ALTERNATIVES:
         raise InvalidRequest(
             f"prompt_logprobs must be between 0 and {MOST_PROMPT_ALTERNATIVES}, got {alternatives}",
@@ -105,7 +106,7 @@ def check_prompt_logprobs(alternatives: int | None, first: int, prompt_tokens: i
 
 
 def check_boundaries(boundaries: tuple[int, ...], prompt: int) -> None:
-    """Raises InvalidRequest if these are no ends of messages inside a prompt of so many tokens."""
+    """Raises InvalidRequest unless the boundaries ascend inside a prompt of so many tokens."""
     if len(boundaries) > MAX_BOUNDARIES:
         raise InvalidRequest(
             f"a prompt may have {MAX_BOUNDARIES} boundaries, it has {len(boundaries)}: send the last ones",

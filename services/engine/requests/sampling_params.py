@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, fields
 from services.common.errors import InvalidRequest
 
 _MAX_CLOSING = 256
-"""Tokens that close the reasoning: a sentence, not an answer."""
+"""Most tokens that close the reasoning: a sentence, not an answer."""
 
 
 class ConstraintKind(enum.Enum):
-    """How a language is written down."""
+    """Notation of a constraint."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -24,13 +24,13 @@ class ConstraintKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """The language of an answer. Equal ones, but for ``param``, are compiled once."""
+    """Constraint: the language of an answer. Constraints that differ only in ``param`` are compiled once."""
 
     kind: ConstraintKind
     source: tuple[str, ...]
-    """The texts to choose from; of other kinds one text."""
+    """Source: the texts to choose from; for other kinds one text."""
     param: str = "constraint"
-    """The request field that a refusal names."""
+    """Request field that a refusal names."""
 
     def __post_init__(self) -> None:
         if not self.source:
@@ -40,7 +40,7 @@ class Constraint:
 
     @property
     def key(self) -> tuple[ConstraintKind, tuple[str, ...]]:
-        """What compiled grammars are cached by."""
+        """Cache key of the compiled grammar."""
         return self.kind, self.source
 
     @property
@@ -51,7 +51,7 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """The output begins inside the model's reasoning, which a token of its own ends.
+    """Reasoning that the output begins in, and the token that ends it.
 
     Raises:
         InvalidRequest: the closing tokens do not end with that token, or have it elsewhere too.
@@ -59,11 +59,11 @@ class Thinking:
 
     end_token_id: int
     budget: int | None = None
-    """Tokens that may come before the reasoning is closed; None: as many as the model wants."""
+    """Most tokens of the reasoning; None: there is no limit."""
     closing_ids: tuple[int, ...] = ()
-    """What closes it when the budget is used up; empty: the token alone."""
+    """Tokens that close the reasoning when the budget is used up; empty: the end token alone."""
     call_token_id: int | None = None
-    """With which the answer may begin before the reasoning is closed."""
+    """Token with which the answer may begin before the reasoning is closed."""
 
     def __post_init__(self) -> None:
         closing = self.closing
@@ -82,22 +82,22 @@ class Thinking:
 
 
 _WITH_FORCED = frozenset({"temperature", "max_tokens", "ignore_eos", "top_logprobs", "forced_ids"})
-"""Settings that mean something where the tokens are given."""
+"""Parameters that have a meaning with forced tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens. Defaults are OpenAI's.
+    """Sampling parameters. Defaults are OpenAI's.
 
     Raises:
         InvalidRequest: a value is out of range; ``param`` names it.
     """
 
     temperature: float = 1.0
-    """0 is greedy."""
+    """Temperature; 0 is greedy."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 is off."""
+    """Number of likeliest tokens to sample from; 0 is off."""
     min_p: float = 0.0
     seed: int | None = None
     presence_penalty: float = 0.0
@@ -109,16 +109,16 @@ class SamplingParams:
     min_tokens: int = 0
     max_tokens: int = 16
     top_logprobs: int | None = None
-    """None: no raw log-probabilities; 0: of the sampled token only."""
+    """Alternatives to report with raw log-probabilities; 0: the sampled token only; None: no raw log-probabilities."""
     forced_ids: tuple[int, ...] = ()
-    """Teacher forcing: the tokens to take, one a step, where others would be drawn; what is said of them is what would
-    be said of drawn ones. See ``forcing``. Nothing outside this process can ask for it."""
+    """Forced tokens (teacher forcing): taken one a step instead of sampled ones, and reported like sampled ones. See
+    ``forcing``. Only code of this process can ask for it."""
 
     constraint: Constraint | None = None
-    """The language of the output, enforced by masks: what it excludes gets no probability, before everything else
-    here applies. The log-probabilities that are reported stay those of the plain model."""
+    """Constraint of the output, enforced by masks: excluded tokens get no probability, before everything else here
+    applies. The reported log-probabilities stay those of the plain model."""
     thinking: Thinking | None = None
-    """Where the reasoning ends that the output begins in. Alone, without a budget, it changes nothing."""
+    """Reasoning that the output begins in. Without a budget or constraint it changes nothing."""
 
     def __post_init__(self) -> None:
         def check(name: str, ok: bool, rule: str) -> None:
@@ -161,11 +161,11 @@ class SamplingParams:
 
     @classmethod
     def forcing(cls, token_ids: tuple[int, ...], temperature: float) -> SamplingParams:
-        """Takes exactly these tokens, whatever they are, and says how likely each was.
+        """Parameters that force exactly these tokens and report how likely each was.
 
         Args:
-            token_ids: at least one; the caller knows that they are of the vocabulary.
-            temperature: of the distribution; 0 is that of 1, as for greedy tokens.
+            token_ids: at least one; the caller has checked that they are in the vocabulary.
+            temperature: temperature of the distribution; 0 counts as 1, as for greedy tokens.
         """
         if not token_ids:
             raise InvalidRequest("forced_ids must not be empty", param="forced_ids")
@@ -173,11 +173,11 @@ class SamplingParams:
 
     @property
     def forces(self) -> bool:
-        """Whether the tokens are given, not drawn. Whoever asks for that asks once."""
+        """True if the tokens are forced. Such a request is not repeated, so its cache entries are not saved."""
         return bool(self.forced_ids)
 
     def _check_forced(self) -> None:
-        """Where nothing is chosen, a setting of the choice is refused, not ignored."""
+        """Refuses parameters that have no effect on forced tokens."""
         if min(self.forced_ids) < 0:
             raise InvalidRequest(f"forced_ids has the token id {min(self.forced_ids)}", param="forced_ids")
         if not self.ignore_eos or self.max_tokens != len(self.forced_ids):
@@ -192,10 +192,10 @@ class SamplingParams:
                 raise InvalidRequest(f"{name} would do nothing: the tokens are given (forced_ids)", param=name)
 
     def _check_constrained(self, constraint: Constraint) -> None:
-        """An output of a language ends where the language says."""
+        """Refuses parameters that contradict a constraint, which decides where the output ends."""
         if self.min_tokens > 0:
             raise InvalidRequest(
-                f"min_tokens cannot be combined with {constraint.param}: what it describes may be shorter",
+                f"min_tokens cannot be combined with {constraint.param}: the outputs that it allows may be shorter",
                 param="min_tokens",
             )
         if self.ignore_eos:
@@ -206,7 +206,7 @@ class SamplingParams:
 
     @property
     def masked(self) -> bool:
-        """Whether an OutputMatcher goes with the request: some of its tokens are chosen under a mask."""
+        """True if some tokens are sampled under a mask; the request then has an OutputMatcher."""
         return self.constraint is not None or (self.thinking is not None and self.thinking.budget is not None)
 
     @property
@@ -215,14 +215,14 @@ class SamplingParams:
 
     @property
     def draftable(self) -> bool:
-        """Whether draft tokens may be proposed. Not where tokens are given: steps take them one by one, as those they
-        replay were sampled without draft tokens. Nor where tokens depend on a mask, which is made when the token before
-        it is known."""
+        """True if draft tokens may be proposed. They are not proposed for forced tokens, which steps take one by one as
+        the replayed ones were sampled, nor where a token depends on a mask, which is made when the token before it is
+        known."""
         return not self.edits_logits and not self.forced_ids and not self.masked
 
     @property
     def edits_logits(self) -> bool:
-        """Whether logits depend on the output so far or are changed token by token: no draft token is proposed for
-        these."""
+        """True if logits depend on the output so far or are changed token by token, so that no draft token is
+        proposed."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         return penalties != (0.0, 0.0, 1.0) or bool(self.logit_bias) or self.min_tokens > 0

@@ -1,4 +1,4 @@
-"""Submission: a request as it comes in, before its adapter is pinned. No torch here."""
+"""Submission: a request before its adapter is pinned. No torch here."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from dataclasses import dataclass
 
 from services.common.errors import InvalidRequest
 from services.engine.requests.adapter import AdapterChoice, AdapterPin, PrivateVersion
+from services.engine.requests.conversation_session import SessionName, check_session
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import Pooling, Request, TokenMatcher, check_boundaries, check_prompt_logprobs
 from services.engine.requests.sampling_params import SamplingParams
-from services.engine.requests.sessions import SessionName, check_session
 
 Sink = Callable[[list[SequenceUpdate]], None]
-"""Gets the updates of one step for all requests that were submitted with it, at once. Called on the loop thread, so it
-only hands them on (loop.call_soon_threadsafe) and never blocks. Sinks are told apart by equality."""
+"""Sink: called with the updates of one step for all requests that were submitted with it. It runs on the loop thread,
+so it only hands them on (loop.call_soon_threadsafe) and never blocks. Sinks are compared by equality."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A request before its adapter is pinned, which happens on the loop thread, between two steps."""
+    """Submission: a request whose adapter is not pinned yet. The loop thread pins it between two steps."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     adapter: AdapterChoice | PrivateVersion
     deadline: float | None = None
-    """On the loop's clock (time.monotonic), seconds."""
+    """Deadline on the loop's clock (time.monotonic), seconds."""
     cache_salt: str = ""
     priority: int = 0
-    """Lower runs first."""
+    """Priority; lower runs first."""
     keep_rollout: bool = False
     owner: str = ""
     """Id of the API key that may train on the kept rollout; empty: there are no keys."""
     background: bool = False
-    """Of this process itself, not a user's: it takes no place of the queue and is in no metric of latency. Whoever
-    submits it bounds how many there are."""
+    """True for a request of this process itself: it takes no place in the queue and is in no latency metric. Its
+    submitter bounds their number."""
     prompt_logprobs: int | None = None
     """See Request."""
     prompt_logprobs_from: int = 0
@@ -60,7 +60,7 @@ class Submission:
         check_boundaries(self.boundaries, len(self.prompt_token_ids))
 
     def pinned(self, pin: AdapterPin, arrival: int) -> Request:
-        """The scheduler's request."""
+        """Request for the scheduler, with its pin."""
         return Request(
             self.request_id,
             self.prompt_token_ids,

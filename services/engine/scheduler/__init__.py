@@ -1,1 +1,1 @@
-"""Which sequences the next step computes. No torch."""
+"""Scheduler: decides which sequences the next step computes. No torch."""

@@ -1,4 +1,4 @@
-"""Chunks cut at their snapshots. No torch here."""
+"""Segments of prefill chunks, split at their snapshots. No torch here."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from itertools import pairwise
 from services.engine.scheduler.step_plan import Chunk
 
 
-def links(chunk: Chunk) -> Sequence[Chunk]:
-    """The chunk up to its first snapshot, from there to the next one, and so on to its end: chunks without snapshots,
-    each of which goes on from the state behind the one before. Their slot is the chunk's, their out_slot where the
-    state behind them goes."""
+def segments(chunk: Chunk) -> Sequence[Chunk]:
+    """Segments of a chunk: up to its first snapshot, from there to the next one, and so on to its end. Each is a chunk
+    without snapshots that continues from the state behind the one before. Its slot is the chunk's; its out_slot is
+    where the state behind it goes."""
     if not chunk.snapshots:
         return (chunk,)
     known, begin = chunk.token_ids, chunk.start
@@ -25,8 +25,8 @@ def links(chunk: Chunk) -> Sequence[Chunk]:
     return [*between, parts[-1]]
 
 
-def cut(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
-    """All links of some chunks."""
+def split_at_snapshots(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+    """Segments of all chunks."""
     if not any(chunk.snapshots for chunk in chunks):
         return chunks
-    return [link for chunk in chunks for link in links(chunk)]
+    return [link for chunk in chunks for link in segments(chunk)]

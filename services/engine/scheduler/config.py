@@ -1,4 +1,4 @@
-"""The scheduler's limits and its counters. No torch here."""
+"""Configuration of the scheduler. No torch here."""
 
 from __future__ import annotations
 
@@ -10,57 +10,57 @@ from services.engine.scheduler.step_plan import MOST_VERIFIED
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of one engine.
+    """Configuration of the scheduler of one engine.
 
     Raises:
         ValueError: the numbers contradict each other.
     """
 
     max_num_seqs: int
-    """Sequences that run at the same time."""
+    """Most sequences that run at the same time."""
     token_budget: int
-    """Tokens a step computes at most."""
+    """Most tokens that a step computes."""
     block_size: int
     num_blocks: int
-    """KV blocks, scratch block 0 included."""
+    """Number of KV blocks, scratch block 0 included."""
     num_slots: int
-    """State slots, scratch slot 0 and those of prefix snapshots included."""
+    """Number of state slots, scratch slot 0 and those of prefix snapshots included."""
     max_model_len: int
-    """Prompt and output tokens of one sequence."""
+    """Most prompt and output tokens of one sequence."""
     eos_token_ids: frozenset[int] = frozenset()
     prefix_cache: bool = True
     mixed_prefill_tokens: int | None = None
-    """Prefill tokens of a step that also decodes, at most: bounds the time between two output tokens. None: what the
+    """Most prefill tokens of a step that also decodes, which bounds the time between two output tokens. None: what the
     token budget leaves. A step without decodes always has the whole budget."""
     prefill_alignment: int = 1
-    """Above 1: prefill chunks end at multiples of this many positions or where the known tokens end, and never leave
-    a single token (which would run as a decode). Then a prompt's bits do not depend on how it was cut, where the
-    kernels compute in tiles of as many tokens."""
+    """Alignment of prefill chunks. Above 1: they end at multiples of this many positions or where the known tokens end,
+    and never leave a single token, which would run as a decode. If the kernels compute in tiles of as many tokens, a
+    prompt's bits then do not depend on how it was split."""
     speculative: bool = False
-    """The runner proposes draft tokens, which steps verify. A running sequence has two state slots; one plan in
-    flight."""
+    """Speculative decoding: the runner proposes draft tokens, which steps verify. A running sequence has two state
+    slots, and one plan is in flight."""
     block_bytes: int = 1
-    """KV of a block, for comparing what the prefix cache may keep."""
+    """Size of a KV block, for the priorities of the prefix cache."""
     slot_bytes: int = 1
-    """State of a sequence, for the same."""
+    """Size of a sequence's state, for the same."""
     token_seconds: float = 1e-4
-    """First guess of what computing a token of a prompt takes; measured from then on."""
+    """First estimate of the time to compute a prompt token; steps measure it from then on."""
     attention_cost: float = 0.0
-    """What a token's attention to one token before it costs, as a part of everything else about it."""
+    """Cost of a token's attention to one earlier token, as a share of everything else about the token."""
     snapshot_interval: int = 0
-    """Tokens between two snapshots in long texts; 0: by the sizes above."""
+    """Tokens between two snapshots in long texts; 0: computed from the sizes above."""
     short_prefill: int = 256
-    """Sequences that lack no more tokens than this are computed ahead of longer ones."""
+    """Most tokens to compute of a short sequence, which is computed ahead of longer ones."""
     long_beside_short: int = 256
-    """Tokens of longer ones in such a step."""
+    """Tokens of longer sequences in such a step."""
     session_seconds: float = 600.0
-    """For so long after a request of a session its history is kept before others."""
+    """Time after a request of a conversation session for which its cache entries stay pinned."""
     most_sessions: int = 4096
-    """Sessions to remember."""
+    """Most conversation sessions that are remembered."""
     load_patience: float = 2.0
-    """Seconds that a request waits at most for a tier to load what it goes on from."""
+    """Longest wait of a request for a load from a tier, seconds."""
     load_share: float = 0.75
-    """The part of the computing that a load saves for which a request waits at most."""
+    """Longest wait for a load as a share of the computation that it saves."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "token_budget", "block_size", "max_model_len", "prefill_alignment"):
@@ -104,21 +104,21 @@ class SchedulerConfig:
 
     @property
     def least_tail(self) -> int:
-        """Tokens that a prefill chunk before the last must leave, and a prefix hit too."""
+        """Least tokens that a prefill chunk before the last, or a prefix hit, leaves to compute."""
         return 1 if self.prefill_alignment == 1 else 2
 
     @property
     def least_prefill(self) -> int:
-        """With a budget of this many tokens any prompt advances."""
+        """Least token budget with which any prompt advances."""
         return self.prefill_alignment + self.least_tail - 1
 
     def chunk_end(self, computed: int, known: int, budget: int) -> int:
-        """Where a prefill chunk ends.
+        """End of a prefill chunk, a position.
 
         Args:
-            computed: tokens in the cache, a multiple of the alignment.
-            known: tokens there are, more than ``computed``.
-            budget: tokens to compute at most, at least ``least_prefill``.
+            computed: tokens computed so far, a multiple of the alignment.
+            known: number of known tokens, more than ``computed``.
+            budget: most tokens to compute, at least ``least_prefill``.
         """
         end = computed + budget
         if end >= known:
@@ -128,11 +128,11 @@ class SchedulerConfig:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens whose KV fits all blocks together."""
+        """Number of tokens whose KV fits all blocks together."""
         return (self.num_blocks - 1) * self.block_size
 
     def max_output(self, prompt_tokens: int, max_tokens: int) -> int:
-        """How many tokens a request may generate, at least 1.
+        """Number of tokens that a request may generate, at least 1.
 
         Raises:
             ContextLengthExceeded: the prompt leaves no room in the model's context.

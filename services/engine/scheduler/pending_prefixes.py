@@ -1,31 +1,32 @@
-"""Prompts that are not computed yet and begin alike: what one of them computes, the others wait for. That counts until
-the steps that compute it have run.
+"""Common prefixes of prompts that are not computed yet: one of them computes a prefix, the others wait for it until the
+step that computes it has run.
 
-They are a radix tree of their own. Where it branches, or ends, with more than one prompt below, a state is worth
-keeping: the first to be computed promises it, and those behind it in rank wait for that instead of computing the same.
+The prompts are in a radix tree of their own. At a node where it branches, or ends, with more than one prompt below, a
+state is worth saving. The first prompt to be computed promises it; those of worse rank wait for it instead of computing
+the same tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.engine.kv_cache.keys import TOKEN_BYTES, Space
+from services.engine.kv_cache.keys import TOKEN_BYTES, Namespace
 from services.engine.kv_cache.radix_tree import Node, RadixTree
 from services.engine.scheduler.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """A state that a sequence is going to leave behind the first ``position`` tokens of its prompt."""
+    """Promise of a sequence to save the state behind the first ``position`` tokens of its prompt."""
 
     sequence: Sequence
     position: int
     node: Node
-    """Of the tree of waiting prompts, in which the position lies."""
+    """Node of the tree of waiting prompts in which the position lies."""
 
 
 class PendingPrefixes:
-    """All prompts that are not computed yet."""
+    """Radix tree of all prompts that are not computed yet, and the promises of their sequences."""
 
     def __init__(self) -> None:
         self._tree = RadixTree()
@@ -38,13 +39,13 @@ class PendingPrefixes:
         return len(self._ends)
 
     def add(self, sequence: Sequence) -> None:
-        """Its prompt is to be computed; nothing happens if that is known."""
+        """Adds the prompt of a sequence, unless it is there."""
         if sequence in self._ends:
             return
         tokens = sequence.prompt
-        node, end = self._tree.root(Space(sequence.space)), len(tokens) // TOKEN_BYTES
+        node, end = self._tree.root(Namespace(sequence.namespace)), len(tokens) // TOKEN_BYTES
         while node.end < end:
-            node, rest = self._tree.next(node, tokens)
+            node, rest = self._tree.descend(node, tokens)
             if rest is not None:
                 self._counts[node] = self._counts[rest]
                 self._divide(node, rest)
@@ -52,7 +53,7 @@ class PendingPrefixes:
         self._ends[sequence] = node
 
     def remove(self, sequence: Sequence) -> None:
-        """It is computed, or will not be."""
+        """Removes a sequence whose prompt is computed, or will not be."""
         node = self._ends.pop(sequence, None)
         while node is not None and node.parent is not None:
             above = node.parent
@@ -65,12 +66,12 @@ class PendingPrefixes:
             node = above
 
     def withdraw(self, sequence: Sequence) -> None:
-        """It does not get to what it has promised."""
+        """Withdraws all promises of a sequence."""
         for promise in list(self._made.get(sequence, ())):
             self._drop(promise)
 
     def branches(self, sequence: Sequence) -> list[int]:
-        """Positions of its prompt up to which others have the same tokens, the farthest first."""
+        """Lengths of the prefixes that other prompts share with this sequence's, the longest first."""
         found: list[int] = []
         node = self._ends.get(sequence)
         below = 1
@@ -82,7 +83,7 @@ class PendingPrefixes:
         return found
 
     def promise(self, sequence: Sequence, positions: tuple[int, ...]) -> None:
-        """It is going to leave states there."""
+        """Records the positions at which a sequence will save its state; earlier promises are withdrawn."""
         self.withdraw(sequence)
         node = self._ends.get(sequence)
         while node is not None and node.parent is not None:
@@ -92,7 +93,7 @@ class PendingPrefixes:
             node = node.parent
 
     def promised(self, sequence: Sequence, limit: int) -> int:
-        """How much of its prompt, up to ``limit`` tokens, a sequence of better rank is going to leave a state of."""
+        """Longest prefix, at most ``limit`` tokens, whose state a sequence of better rank has promised; 0: none."""
         node = self._ends.get(sequence)
         while node is not None and node.parent is not None:
             positions = [
@@ -106,7 +107,7 @@ class PendingPrefixes:
         return 0
 
     def kept(self, sequence: Sequence, position: int) -> None:
-        """The state is there, or will not be."""
+        """Ends a promise: the state is saved, or will not be."""
         for promise in [made for made in self._made.get(sequence, ()) if made.position == position]:
             self._drop(promise)
 
@@ -124,7 +125,7 @@ class PendingPrefixes:
             del self._made[promise.sequence]
 
     def _divide(self, upper: Node, lower: Node) -> None:
-        """A node has been cut: promises go where their position is now."""
+        """Moves the promises of a node that was split to the part that has their position."""
         for promise in list(self._promises.get(lower, ())):
             if promise.position <= upper.end:
                 self._drop(promise)

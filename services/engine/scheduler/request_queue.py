@@ -1,4 +1,4 @@
-"""Which sequences there are: those that run, those that wait, and when each has to be done. No torch here."""
+"""Request queue: running and waiting sequences and their deadlines. No torch here."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _FEW_DEADLINES = 64
 
 
 class RequestQueue:
-    """Every live sequence is registered, and either runs (it has a slot) or waits. Both lists are sorted by rank.
+    """Request queue. Every live sequence either runs (it has a slot) or waits; both lists are sorted by rank.
 
     Args:
-        config: says when a sequence ends.
+        config: tells when a sequence ends.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -64,25 +64,26 @@ class RequestQueue:
         return sequence
 
     def start(self, sequence: Sequence) -> None:
-        """From waiting to running."""
+        """Moves a sequence from waiting to running."""
         _remove(self.waiting, sequence)
         insort(self.running, sequence, key=_rank)
 
     def preempt(self, sequence: Sequence) -> None:
-        """From running to waiting. Its rank puts it in front of everything that arrived later."""
+        """Moves a sequence from running to waiting. Its rank puts it before everything that arrived later."""
         _remove(self.running, sequence)
         insort(self.waiting, sequence, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
-        """It ends; called while it still has what it holds."""
+        """Removes a sequence that ends; called before its blocks and slots are freed."""
         _remove(self.running if sequence.slot else self.waiting, sequence)
         del self._by_id[sequence.request.request_id]
         sequence.ended = True
 
     def pop_expired(self, now: float) -> Iterator[tuple[float, Sequence]]:
-        """Live sequences whose deadline has passed, with it, each once; the caller ends them."""
+        """Live sequences whose deadline has passed, with that deadline, each once; the caller ends them."""
         if len(self._deadlines) > _FEW_DEADLINES + 2 * len(self._by_id):
-            # Most have ended before their deadline; behind one that has not, they would stay here with their prompts.
+            # Most sequences end before their deadline; behind one that has not, they would stay here with their
+            # prompts.
             self._deadlines = [entry for entry in self._deadlines if not entry[2].ended]
             heapq.heapify(self._deadlines)
         while self._deadlines and (self._deadlines[0][2].ended or self._deadlines[0][0] <= now):
@@ -91,7 +92,7 @@ class RequestQueue:
                 yield deadline, sequence
 
     def check(self) -> None:
-        """Compares the lists with each other and with what their sequences say.
+        """Compares the lists with each other and with the state of their sequences.
 
         Raises:
             IntegrityError: a sequence is lost, out of order or holds what it should not.
@@ -121,7 +122,7 @@ def _rank(sequence: Sequence) -> Rank:
 
 
 def _remove(sequences: list[Sequence], sequence: Sequence) -> None:
-    """Takes a sequence out of a list that is sorted by rank."""
+    """Removes a sequence from a list that is sorted by rank."""
     index = bisect_left(sequences, sequence.rank, key=_rank)
     if index >= len(sequences) or sequences[index] is not sequence:
         raise IntegrityError(f"{sequence.request.request_id} is not where it should be")

@@ -1,14 +1,14 @@
-"""Continuous batching: which tokens of which sequences the next step computes, and where they are kept.
+"""Scheduler: continuous batching. It decides which tokens of which sequences the next step computes, and where their KV
+and states are kept. Plain Python with no torch: requests in, a StepPlan out.
 
-One step: every sequence that only lacks its newest token decodes; what is left of the token budget goes to prefill
+One step: every sequence that only has its newest token to compute decodes. The rest of the token budget goes to prefill
 chunks, best rank first (priority, then arrival). An admitted sequence gets the blocks of all its known tokens, so only
-decodes can run out of blocks later; then the worst-ranked sequence is preempted: its blocks and slot become part of the
-prefix cache, and later it goes on from what is left of them there. Sampling depends on the history alone, so it
-continues as if nothing had happened. Plain Python with no torch: requests in, a StepPlan out.
+decodes can run out of blocks. Then the worst-ranked sequence is preempted: its blocks and slot go to the prefix cache,
+and later it resumes from what is left of them. Sampling depends on the tokens alone, so its output does not change.
 
-With a depth above 1 the next step is planned while others run: tokens they sample count as known (``pending``), and
-what a sequence turns out not to need, because it stopped or was aborted, is dropped when the results are in. Steps run
-in the order of their plans, so a later plan may hand on blocks and slots that an earlier one still uses.
+With a depth above 1 the next step is planned while others run. Tokens that they sample count as known (``pending``).
+What a sequence does not need because it stopped or was aborted is dropped when the results are in. Steps run in the
+order of their plans, so a later plan may reuse blocks and slots that an earlier one still reads.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
+from typing import TYPE_CHECKING
 
 from services.common.errors import DeadlineExceeded, TemperError
 from services.engine.constraints.masks import MaskMaker, RowMasks
 from services.engine.kv_cache.block_pool import IntegrityError
 from services.engine.kv_cache.radix_tree import Node
 from services.engine.kv_offload.connector import OffloadConnector
-from services.engine.kv_offload.messages import Event, Job, Tiers
-from services.engine.kv_offload.sessions import Sessions
+from services.engine.kv_offload.conversation_sessions import ConversationSessions
+from services.engine.kv_offload.messages import TierCommand, TierEvent
 from services.engine.observability.status import Counts
 from services.engine.requests.outputs import SampledToken, SequenceUpdate
 from services.engine.requests.request import FinishReason, Request
@@ -38,25 +39,26 @@ from services.engine.scheduler.step_builder import StepBuilder
 from services.engine.scheduler.step_plan import FIRST_SNAPSHOT, StepPlan, StepResult
 from services.engine.scheduler.steps_in_flight import StepsInFlight
 
+if TYPE_CHECKING:
+    from services.engine.kv_offload.manager import TierManager
+
 _LONG_FOR_A_SHORT = 8
-"""A step with a whole chunk takes about so many times as long as a small one (50 and 6 ms on an H200): a short prompt
-gains by a small step what so many long ones lose."""
+"""Duration of a step with a whole chunk relative to a small step (50 and 6 ms on an H200). A short prompt gains by a
+small step what so many long ones lose."""
 _FEW_LONG = 4
-"""While no more long prompts than this wait beside answers, a step has at most three quarters of a chunk of several."""
+"""Most waiting long prompts for which a step with decodes leaves a quarter of its budget free."""
 
 
 class Scheduler:
-    """Owns every sequence, block and slot. One thread calls it: ``schedule``, run the plan, ``update`` or ``fail``.
-    Between the two a ``masked`` plan gets its ``masks``.
-
-    ``add`` and ``abort`` may come at any time between those calls.
+    """Scheduler: owns every sequence, block and slot. One thread calls it: ``schedule``, run the plan, ``update`` or
+    ``fail``; a ``masked`` plan gets its ``masks`` in between. ``add`` and ``abort`` may come between any two calls.
 
     Args:
         depth: plans that may be in flight, i.e. scheduled and neither updated nor failed.
-        tiers: what keeps more histories than the device does; None: nothing does. ``take_jobs`` has what it is to do.
+        tiers: offload below the device; None: there is none. ``take_commands`` has the commands for it.
     """
 
-    def __init__(self, config: SchedulerConfig, depth: int = 1, tiers: Tiers | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, depth: int = 1, tiers: TierManager | None = None) -> None:
         if depth < 1 or (config.speculative and depth > 1):
             raise ValueError(f"depth must be at least 1, and 1 with speculation, got {depth}")
         self.config = config
@@ -66,7 +68,7 @@ class Scheduler:
         self._queue = RequestQueue(config)
         self._prefixes = PendingPrefixes()
         self._admissions = Admissions(config, self._memory, self._queue, self._prefixes)
-        self.sessions = Sessions(
+        self.sessions = ConversationSessions(
             self._memory.cache,
             self._memory.offload,
             seconds=config.session_seconds,
@@ -81,7 +83,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is a request, or something to report."""
+        """True if there is a request, or an update to report."""
         return bool(self._queue or self._expired)
 
     def counts(self) -> Counts:
@@ -98,27 +100,23 @@ class Scheduler:
             slots_total=self._memory.num_slots,
             preemptions=self._preemptions,
             num_draft_tokens=self._speculation.num_draft_tokens,
-            num_accepted_tokens=self._speculation.right,
+            num_accepted_tokens=self._speculation.num_accepted_tokens,
             evicted_bytes=self._memory.cache.evicted_bytes,
         )
 
     def add(self, request: Request) -> None:
-        """Queues a request.
-
-        Raises:
-            ContextLengthExceeded, InvalidRequest: it can never fit, or its id is in use.
-        """
+        """Queues a request; raises as RequestQueue.add does."""
         self._prefixes.add(self._queue.add(request))
 
     def abort(self, request_id: str, keep_tokens: int = 0) -> SequenceUpdate | None:
         """Ends a request and frees what it holds.
 
         Args:
-            keep_tokens: 0: nobody wants it any more. Otherwise its text ended (at a stop string) with this many output
+            keep_tokens: 0: the client is gone. Otherwise the text ended (at a stop string) with this many output
                 tokens: it counts as stopped there.
 
         Returns:
-            Its last update, None if it is not here (any more).
+            Its last update; None: the scheduler does not have it.
         """
         sequence = self._queue.get(request_id)
         if sequence is None:
@@ -147,7 +145,7 @@ class Scheduler:
         if not self._queue:
             return None
         step = StepBuilder(self.config.token_budget, now)
-        self._make_way()
+        self._preempt_for_priority()
         partial = self._add_decodes(step)
         if step.decodes_output and self.config.mixed_prefill_tokens is not None:
             step.budget = min(step.budget, self.config.mixed_prefill_tokens)
@@ -167,10 +165,10 @@ class Scheduler:
         return expired
 
     def masks(self, plan: StepPlan) -> tuple[RowMasks, list[SequenceUpdate]]:
-        """What the oldest step in flight may sample, now that all tokens before are known.
+        """Masks of the oldest step in flight, made when all tokens before it are known.
 
         Returns:
-            The masks, which hold until this is called again; rows of requests that have ended have none. And the last
+            The masks, valid until the next call; rows of requests that have ended have none. And the last
             updates of requests whose constraint failed.
 
         Raises:
@@ -181,10 +179,10 @@ class Scheduler:
         return masks, [self._end(masked[at][1], FinishReason.ERROR, error) for at, error in failures]
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceUpdate]:
-        """Takes in what the oldest step in flight computed; tokens of requests that have ended are dropped.
+        """Takes the result of the oldest step in flight; tokens of requests that have ended are dropped.
 
         Args:
-            now: when the result was there, in the clock of ``schedule``.
+            now: time of the result, on the clock of ``schedule``.
 
         Raises:
             ValueError: the plan is not the oldest in flight or the result is not one of it; the plan is still in
@@ -194,71 +192,71 @@ class Scheduler:
         step.check(result, speculative=self.config.speculative)
         self._now = now
         self._in_flight.land(succeeded=True)
-        told = step.prompt_updates(result.reports, self._end_broken) if plan.reads else []
+        updates = step.prompt_updates(result.reports, self._end_broken) if plan.reads else []
         if self.config.speculative:
             for sequence, tokens in self._speculation.verified(step, plan, result):
                 for token in tokens:
                     if not sequence.ended:
-                        self._append(sequence, token, now, told)
-            return told
+                        self._append(sequence, token, now, updates)
+            return updates
         for sequence, token in zip(step.sampling, result.tokens, strict=True):
             if not sequence.ended:
-                self._append(sequence, token, now, told)
-        return told
+                self._append(sequence, token, now, updates)
+        return updates
 
     def fail(self, plan: StepPlan, error: TemperError) -> list[SequenceUpdate]:
-        """Ends every request of the oldest step in flight, which failed; its snapshots are given up."""
+        """Ends every request of the oldest step in flight, which failed, and drops its snapshots."""
         self._in_flight.oldest(plan)
         step = self._in_flight.land(succeeded=False)
         ending = [sequence for sequence in step.sequences if not sequence.ended]
         return [self._end(sequence, FinishReason.ERROR, error, keep=False) for sequence in ending]
 
     def when_landed(self, call: Callable[[], None]) -> None:
-        """Calls once no step that is in flight now is any more: at once if there is none. For what steps read that
-        requests hold: a request may have ended, and a step that was launched before it did goes on computing for it."""
+        """Calls ``call`` when every step that is in flight now has landed; at once if there is none. A step may still
+        compute for a request that has ended since."""
         self._in_flight.when_landed(call)
 
     def discard(self) -> None:
-        """Every step in flight is over, and nobody looks at its result: on the way out."""
+        """Drops every step in flight and its result; for the shutdown."""
         self._in_flight.discard()
 
     def abandon(self, error: TemperError) -> list[SequenceUpdate]:
-        """The last updates of all requests, for the way out of an IntegrityError: a new scheduler takes over."""
+        """Last updates of all requests after an IntegrityError, before a new scheduler takes over."""
         updates = self.take_expired()
         updates += [sequence.last_update(FinishReason.ERROR, error) for sequence in self._queue]
         self._queue = RequestQueue(self.config)
         return updates
 
     def clear_cache(self) -> None:
-        """Forgets all histories that the device keeps."""
+        """Evicts the whole prefix cache of the device."""
         self._memory.clear_cache()
 
     @property
     def offload(self) -> OffloadConnector | None:
-        """What the tiers have, for sessions; None: there are none."""
+        """Offload connector, for conversation sessions; None: there are no tiers."""
         return self._memory.offload
 
     def device_bytes(self, node: Node) -> int:
-        """What the device has of a history."""
-        return self._memory.cache.history_bytes(node)
+        """Bytes on the device of the prefix that ends at a node."""
+        return self._memory.cache.prefix_bytes(node)
 
-    def take_jobs(self) -> list[Job]:
-        """What the tiers are to do once every plan made so far has been launched."""
-        return self._memory.take_jobs()
+    def take_commands(self) -> list[TierCommand]:
+        """Commands for the tiers, to be submitted once every plan made so far has been launched."""
+        return self._memory.take_commands()
 
-    def take_events(self, events: SequenceABC[Event]) -> None:
-        """What the tiers have done."""
+    def take_events(self, events: SequenceABC[TierEvent]) -> None:
+        """Takes events of the tiers."""
         for node in self._memory.take_events(events):
             self.sessions.saved(node)
 
     def measured(self, plan: StepPlan, seconds: float) -> None:
-        """A step has taken so long on the device."""
+        """Learns the cost of prefill from the duration of a step on the device."""
         if not plan.num_decodes:
             runs = [(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in plan.chunks]
             self._memory.cost.observe(runs, seconds)
 
     def check_integrity(self) -> None:
-        """Compares all books with each other; cheap enough for every idle moment.
+        """Checks that blocks, slots and sequences agree; cheap enough for every idle moment.
 
         Raises:
             IntegrityError: something is leaked, shared or lost.
@@ -277,8 +275,8 @@ class Scheduler:
         error = DeadlineExceeded(f"the deadline passed {late:.3f} s ago, after {tokens} output tokens")
         self._expired.append(self._end(sequence, FinishReason.ERROR, error))
 
-    def _make_way(self) -> None:
-        """Preempts sequences of strictly lower priority when the best waiting one could not start otherwise."""
+    def _preempt_for_priority(self) -> None:
+        """Preempts sequences of strictly lower priority if the best waiting one cannot start otherwise."""
         waiting, running = self._queue.waiting, self._queue.running
         while waiting and running:
             head, worst = waiting[0], running[-1]
@@ -287,12 +285,12 @@ class Scheduler:
             self._preempt(worst)
 
     def _add_decodes(self, step: StepBuilder) -> list[Sequence]:
-        """Plans the sequences that lack one token (a decode, or the tail of a prompt); returns those that lack more."""
+        """Plans the sequences with one token to compute (a decode, or the end of a prompt); returns those with more."""
         if self.config.speculative:
             return self._speculation.add_answers(step, self._queue.running, self._grow)
         partial: list[Sequence] = []
         block_size = self.config.block_size
-        # Only the end of the list is preempted meanwhile, never what was planned: decodes are planned in rank order.
+        # Preemption takes the end of the list, never what was planned: decodes are planned in rank order.
         for sequence in self._queue.running:
             known = sequence.known
             if known - sequence.computed != 1:
@@ -302,7 +300,8 @@ class Scheduler:
         return [sequence for sequence in partial if sequence.slot]
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Gets the block of the next token, from worse-ranked sequences if need be; False: preempted itself."""
+        """Allocates the block of the next token, preempting worse-ranked sequences if need be; False: it was preempted
+        itself."""
         while not self._memory.grow(sequence):
             worst = self._queue.running[-1]
             self._preempt(worst)
@@ -311,10 +310,10 @@ class Scheduler:
         return True
 
     def _add_prefills(self, step: StepBuilder, partial: list[Sequence]) -> None:
-        """Spends the rest of the budget.
+        """Spends the rest of the budget on prefill chunks.
 
         Args:
-            partial: running sequences that lack more than a token, best rank first.
+            partial: running sequences with more than one token to compute, best rank first.
         """
         spared = self._add_short(step, partial)
         self._add_by_rank(step, partial, spared)
@@ -341,13 +340,14 @@ class Scheduler:
             step.budget, spared = step.budget - spared, 0
 
     def _add_short(self, step: StepBuilder, partial: list[Sequence]) -> int:
-        """Plans prompts that lack little, such as the next turn of a conversation, ahead of those that lack much.
+        """Plans short prompts, such as the next turn of a conversation, ahead of long ones.
 
-        They would all wait for the end of a long one's chunk, so that one is left little beside them; not where many
-        long ones wait, to which that does more harm. See docs/decisions/short-prompts-first.md.
+        Short prompts wait for the end of the whole step, so a long one gets only a small chunk beside them. Where many
+        long ones wait, that would do more harm than good. See docs/decisions/short-prompts-first.md.
 
         Returns:
-            Tokens to leave beside the first of few long ones: who comes while the step runs waits for its end, too.
+            Tokens to leave free beside the first of few long ones, because a request that arrives while the step runs
+            waits for its end, too.
         """
         least, budget = self.config.least_prefill, step.budget
         short, long = self._admissions.overtaking(partial)
@@ -377,11 +377,11 @@ class Scheduler:
         return 0
 
     def _add_chunk(self, step: StepBuilder, sequence: Sequence) -> None:
-        """Plans what the budget allows, with the snapshots that are to be taken on the way."""
+        """Plans as much of a sequence as the budget allows, with the snapshots inside it."""
         start = sequence.computed
         end = self.config.chunk_end(start, sequence.known, step.budget)
         snapshots: list[Snapshot] = []
-        for position in sequence.splits:
+        for position in sequence.snapshot_positions:
             if position > end:
                 break
             if position <= start:
@@ -399,7 +399,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._queue.preempt(sequence)
-        # It gave way to those of better rank, not to short ones of worse rank, which lost theirs just as it did.
+        # It gave way to those of better rank; short ones of worse rank were preempted just as it was.
         sequence.held_up = True
         self._memory.free(sequence, self._in_flight.youngest, keep=True)
         self._prefixes.withdraw(sequence)
@@ -410,7 +410,7 @@ class Scheduler:
     # Results.
 
     def _append(self, sequence: Sequence, token: SampledToken, now: float, updates: list[SequenceUpdate]) -> None:
-        """Takes in a token; appends what to tell of it."""
+        """Takes a sampled token and appends its update."""
         update, ending = sequence.take(token, now)
         if update is not None:
             updates.append(update)
@@ -434,8 +434,8 @@ class Scheduler:
         """Ends a request.
 
         Args:
-            keep_tokens: of its output; 0: all.
-            keep: what was computed is sound, and others may go on from it.
+            keep_tokens: output tokens to keep; 0: all.
+            keep: whether what was computed is valid, so that the prefix cache may keep it.
         """
         self._queue.remove(sequence)
         node = self._memory.free(sequence, self._in_flight.youngest, keep=keep)

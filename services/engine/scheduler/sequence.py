@@ -8,10 +8,10 @@ from typing import NamedTuple, cast
 
 from services.common.errors import TemperError
 from services.engine.constraints.matcher import ConstraintBroken, OutputMatcher
-from services.engine.kv_cache.keys import Space, Tier, encode, space_of
-from services.engine.kv_cache.radix_tree import Path
+from services.engine.kv_cache.keys import Namespace, Tier, namespace_of, tokens_to_bytes
+from services.engine.kv_cache.radix_tree import PrefixMatch
 from services.engine.requests.outputs import Finished, SampledToken, SequenceUpdate
-from services.engine.requests.prompt_scoring import PromptRead, PromptReport, Reading
+from services.engine.requests.prompt_scoring import PromptProgress, PromptRead, PromptReport
 from services.engine.requests.request import FinishReason, Request
 from services.engine.scheduler.step_plan import MOST_VERIFIED, PENDING, Chunk
 
@@ -19,20 +19,20 @@ Rank = tuple[int, int, int]
 
 
 class Ending(NamedTuple):
-    """How a request ends."""
+    """End of a request: reason, error and last token."""
 
     reason: FinishReason
     error: TemperError | None = None
     token: SampledToken | None = None
-    """The last one, if it is told with the end."""
+    """Last token, if it is reported with the end."""
 
 
 class Sequence:
-    """One request with its output, blocks and slot; only the scheduler changes it.
+    """Sequence: a request with its output, blocks and slot; only the scheduler changes it.
 
-    Plans may be in flight, and everything here is as it will be when they have run: ``computed`` tokens have their KV
-    and state in the cache; the ``known`` ones are prompt and output, the last ``pending`` of which the steps in flight
-    sample.
+    Plans may be in flight; everything here is as it will be when they have run. ``computed`` tokens have their KV and
+    state in the cache. The ``known`` tokens are prompt and output; the steps in flight sample the last ``pending`` of
+    them.
     """
 
     __slots__ = (
@@ -50,6 +50,7 @@ class Sequence:
         "known",
         "known_at_end",
         "load_began",
+        "load_id",
         "load_patience",
         "load_tier",
         "load_tried",
@@ -57,10 +58,11 @@ class Sequence:
         "loaded_tokens",
         "matcher",
         "max_output",
+        "namespace",
         "output_ids",
-        "path",
         "pending",
         "preemptions",
+        "prefix_match",
         "prompt",
         "rank",
         "reading",
@@ -71,24 +73,22 @@ class Sequence:
         "scheduled_at",
         "short",
         "slot",
-        "space",
+        "snapshot_positions",
         "spare_slot",
-        "splits",
-        "ticket",
     )
 
     def __init__(self, request: Request, max_output: int, number: int, eos_token_ids: frozenset[int]) -> None:
         self.request = request
-        self.space: Space = space_of(request.pin.digest, request.cache_salt)
-        """What it may share histories with."""
-        self.prompt = encode(request.prompt_token_ids)
-        """Its tokens as bytes."""
+        self.namespace: Namespace = namespace_of(request.pin.digest, request.cache_salt)
+        """Cache namespace: it shares prefixes with requests of the same one."""
+        self.prompt = tokens_to_bytes(request.prompt_token_ids)
+        """Prompt tokens as bytes."""
         self.max_output = max_output
         sampling = request.sampling
         self._min_tokens = sampling.min_tokens
         self._stops = sampling.stop_token_ids if sampling.ignore_eos else sampling.stop_token_ids | eos_token_ids
         self.rank: Rank = (request.priority, request.arrival, number)
-        """Lower goes first; unique."""
+        """Rank: the lower one goes first; unique."""
         self.output_ids: list[int] = []
         self.sampling_logprobs = array("f")
         self.blocks: list[int] = []
@@ -100,41 +100,41 @@ class Sequence:
         """Draft token proposed for the next position, or -1."""
         self.draftable = sampling.draftable
         self.matcher = cast(OutputMatcher | None, request.matcher)
-        """What may follow the output; it knows all tokens but the pending ones."""
+        """Matcher of the constraint; it has taken all tokens but the pending ones. None: there is no constraint."""
         self.known = len(request.prompt_token_ids)
         self.known_at_end = self.known + max_output
-        """What ``known`` reaches if nothing ends the answer before; never fed back."""
+        """Value of ``known`` if nothing ends the answer before; its last token is never fed back."""
         self.pending = 0
         self.computed = 0
-        self.splits: tuple[int, ...] = ()
-        """Positions behind which to take a snapshot of the state on the way, ascending."""
+        self.snapshot_positions: tuple[int, ...] = ()
+        """Positions in the prompt at which to save the state, ascending."""
         self.load_tried = False
-        """Whether it has been looked for in the tiers."""
+        """True once the tiers were searched for it."""
         self.held_up = False
-        """Whether it could have started last time but for a seat or its memory: nobody behind it passes it any more."""
+        """True once it was refused a seat or memory: nobody behind it overtakes it any more."""
         self.short = False
-        """Whether it lacked little when it began; the rest of a prompt that was cut is no short one."""
-        self.path: Path | None = None
-        """What the prefix cache had of it when it was looked for while it waits."""
-        self.ticket = 0
-        """Of the load that it waits for; 0: it waits for none."""
+        """True if it had few tokens to compute when it started; the rest of a split prompt does not count as short."""
+        self.prefix_match: PrefixMatch | None = None
+        """Latest match with the prefix cache while it waits."""
+        self.load_id = 0
+        """Number of the load that it waits for; 0: it waits for none."""
         self.load_patience = 0.0
-        """Seconds that the load is worth waiting for."""
+        """Seconds for which waiting for the load is worth it."""
         self.load_began = 0.0
         self.load_until = 0.0
-        """When it no longer waits."""
+        """Time at which it stops waiting for the load."""
         self.load_tier: Tier | None = None
-        """Where that comes from."""
+        """Slowest tier that the load comes from."""
         self.loaded_tokens = 0
-        """How far it reaches."""
-        self.reading = Reading.of(request)
-        """None: the prompt is computed and nothing of it is told."""
+        """Tokens of the prompt that the load brings."""
+        self.reading = PromptProgress.of(request)
+        """Progress of reading the prompt's rows; None: nothing of the prompt is reported."""
         self.cached_tokens: int | None = None
-        """None until it is admitted the first time."""
+        """Prompt tokens that came from the prefix cache; None until it is first admitted."""
         self.cached_from: Tier | None = None
-        """The tier that they came from; None: the device had them."""
+        """Tier that the cached tokens came from; None: the device had them."""
         self.saved_seconds = 0.0
-        """What computing them would have taken, less the wait for a tier."""
+        """Time that computing the cached tokens would have taken, less the wait for a tier."""
         self.preemptions = 0
         self.scheduled_at: float | None = None
         self.first_token_at: float | None = None
@@ -142,10 +142,10 @@ class Sequence:
         self.ended = False
 
     def first_scheduled(self, now: float, seconds: float) -> None:
-        """It runs for the first time.
+        """Records that the sequence runs for the first time.
 
         Args:
-            seconds: what computing the tokens would have taken that come from the cache.
+            seconds: time that computing the cached tokens would have taken.
         """
         self.cached_tokens = self.computed
         self.scheduled_at = now
@@ -154,9 +154,9 @@ class Sequence:
             self.cached_from = self.load_tier
             self.saved_seconds = seconds - (now - self.load_began)
 
-    def history(self) -> bytes:
-        """Prompt and output as bytes, TOKEN_BYTES a token, without what is pending."""
-        return self.prompt + encode(self.output_ids) if self.output_ids else self.prompt
+    def all_tokens(self) -> bytes:
+        """Prompt and output tokens as bytes, TOKEN_BYTES each, without the pending ones."""
+        return self.prompt + tokens_to_bytes(self.output_ids) if self.output_ids else self.prompt
 
     def tokens(self, start: int, end: int) -> SequenceABC[int]:
         """Prompt and output tokens in [start, end)."""
@@ -199,27 +199,27 @@ class Sequence:
 
     @property
     def waiting(self) -> bool:
-        """Whether the sequence neither runs nor has ended."""
+        """True if the sequence neither runs nor has ended."""
         return not self.slot and not self.ended
 
     @property
-    def lacking(self) -> int:
+    def uncomputed(self) -> int:
         return self.known - self.computed
 
     @property
     def takes_draft(self) -> bool:
-        """Whether there is a draft token and a token behind it is still wanted."""
+        """True if there is a draft token and a token behind it is still wanted."""
         return (
             self.draft_token >= 0
             and self.spare_slot > 0
-            and self.lacking < MOST_VERIFIED
+            and self.uncomputed < MOST_VERIFIED
             and self.known + 1 < self.known_at_end
         )
 
     def verify(self) -> Chunk:
-        """Plans all tokens that are lacking and, where it is of use, the draft token behind them.
+        """Plans all uncomputed tokens and, if it is of use, the draft token behind them.
 
-        With a draft token nothing counts as computed before the results are in: see ``accept``.
+        With a draft token nothing counts as computed before the results are in; see ``accept``.
         """
         end = self.known
         if not self.takes_draft:
@@ -248,7 +248,7 @@ class Sequence:
         self.pending += 1
 
     def take(self, token: SampledToken, now: float) -> tuple[SequenceUpdate | None, Ending | None]:
-        """Takes in the oldest pending token: what to tell of it beside how the request ends, and how, if it does."""
+        """Takes the oldest pending token. Returns its update, and how the request ends with it; either may be None."""
         if token.error is not None:
             return None, Ending(FinishReason.ERROR, TemperError(token.error))
         try:
@@ -258,15 +258,15 @@ class Sequence:
         if reason is None:
             return self.update(token), None
         if reason is FinishReason.STOP and token.token_id not in self._stops:
-            # The language allows nothing more. A token that ends an answer is no part of its text; this one is.
+            # The constraint allows nothing more. A stop token is no part of the text, but this token is.
             return self.update(token), Ending(reason)
         return None, Ending(reason, token=token)
 
     def append(self, token: SampledToken, now: float) -> FinishReason | None:
-        """Takes in the oldest pending token; returns why it is the last, None if it is not.
+        """Appends the oldest pending token; returns why it is the last, None if it is not.
 
         Raises:
-            ConstraintBroken: the token does not belong to the language of the output.
+            ConstraintBroken: the constraint does not allow the token.
         """
         output = self.output_ids
         if not output:
@@ -275,7 +275,7 @@ class Sequence:
         self.sampling_logprobs.append(token.sampling_logprob)
         self.pending -= 1
         count = len(output)
-        # As the sampler masks it: a stop token may be chosen once min_tokens other tokens exist.
+        # As in the sampler's mask: a stop token may be chosen once there are min_tokens other tokens.
         if count > self._min_tokens and token.token_id in self._stops:
             return FinishReason.STOP
         if self.matcher is not None and self.matcher.advance(token.token_id):
@@ -283,12 +283,12 @@ class Sequence:
         return FinishReason.LENGTH if count >= self.max_output else None
 
     def cut(self, count: int) -> None:
-        """Forgets all but the first ``count`` output tokens of a request that is about to end."""
+        """Drops all but the first ``count`` output tokens of a request that is about to end."""
         self.output_ids = self.output_ids[:count]
         self.sampling_logprobs = self.sampling_logprobs[:count]
 
     def update(self, token: SampledToken) -> SequenceUpdate:
-        """What to tell of a token that is not the last."""
+        """Update for a token that is not the last."""
         if self.reported:
             return SequenceUpdate(self.request.request_id, token)
         self.reported = True
@@ -296,7 +296,7 @@ class Sequence:
         return SequenceUpdate(self.request.request_id, token, cached_tokens=self.cached_tokens, adapter=version)
 
     def report(self, report: PromptReport, read: PromptRead) -> SequenceUpdate:
-        """What to tell of the prompt."""
+        """Update with what was read of the prompt."""
         vector = None
         if self.reading is not None and report.pooled is not None:
             vector = self.reading.vector(report.pooled, read)

@@ -1,4 +1,4 @@
-"""Blocks, slots and cached histories of sequences: the one place that gives memory to them and takes it back."""
+"""Memory of sequences: the one place that allocates and frees their blocks and state slots, with prefix hits."""
 
 from __future__ import annotations
 
@@ -7,47 +7,52 @@ import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from services.engine.kv_cache.block_pool import BlockPool
 from services.engine.kv_cache.compute_cost import ComputeCost
 from services.engine.kv_cache.keys import TOKEN_BYTES
 from services.engine.kv_cache.prefix_cache import PrefixCache, Sizes
-from services.engine.kv_cache.radix_tree import Node, Path, Pending
+from services.engine.kv_cache.radix_tree import InFlightNodes, Node, PrefixMatch
 from services.engine.kv_cache.snapshot_policy import SnapshotPolicy, interval
-from services.engine.kv_cache.state_pool import SlotPool
+from services.engine.kv_cache.state_pool import StatePool
 from services.engine.kv_offload.connector import OffloadConnector
-from services.engine.kv_offload.messages import Event, Job, Tiers
+from services.engine.kv_offload.messages import TierCommand, TierEvent
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.sequence import Sequence
 from services.engine.scheduler.step_plan import FIRST_SNAPSHOT, BlockCopy, StateCopy
 
+if TYPE_CHECKING:
+    from services.engine.kv_offload.manager import TierManager
 
-class Room(enum.Enum):
-    """Whether a sequence can start."""
 
-    THERE = enum.auto()
-    """It has its memory."""
-    NONE = enum.auto()
-    """There is too little."""
-    COMING = enum.auto()
-    """What it goes on from is being loaded from a tier."""
+class Allocation(enum.Enum):
+    """Result of allocating the memory of a sequence."""
+
+    GRANTED = enum.auto()
+    """The sequence has its memory."""
+    NO_MEMORY = enum.auto()
+    """Too little memory is free."""
+    LOADING = enum.auto()
+    """The state to resume from is being loaded from a tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """A prefix hit: what is copied into the sequence's own slot and block, held until that has happened."""
+    """Copies for a prefix hit into the sequence's own slot and block. Their sources are held until the copies are
+    made."""
 
     node: Node
     state: StateCopy
     block: BlockCopy | None
-    """None: the snapshot is at the end of a block."""
+    """Copy of the block that the snapshot ends inside; None: it is at the end of a block."""
     held: SequenceABC[int]
-    """The source's blocks that the sequence does not share."""
+    """Source blocks that the sequence does not share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A slot that a sequence's state is copied to once it has computed the first ``position`` tokens of its prompt."""
+    """Snapshot to take: the slot that gets a sequence's state behind the first ``position`` tokens of its prompt."""
 
     sequence: Sequence
     position: int
@@ -56,13 +61,13 @@ class Snapshot:
 
 
 class SequenceMemory:
-    """What live sequences hold, and what is kept of their histories. Live ones take precedence over what is kept.
+    """Memory of live sequences and the prefix cache of their tokens. Live sequences take precedence over the cache.
 
     Args:
-        tiers: what keeps more than the device; None: nothing does.
+        tiers: offload below the device; None: there is none.
     """
 
-    def __init__(self, config: SchedulerConfig, clock: Callable[[], float], tiers: Tiers | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, clock: Callable[[], float], tiers: TierManager | None = None) -> None:
         self._block_size = config.block_size
         self._caching = config.prefix_cache
         self._unit = config.prefill_alignment
@@ -71,10 +76,10 @@ class SequenceMemory:
         self._clock = clock
         self.cost = ComputeCost(config.token_seconds, config.attention_cost)
         self._blocks = BlockPool(config.num_blocks)
-        self._slots = SlotPool(config.num_slots)
+        self._slots = StatePool(config.num_slots)
         sizes = Sizes(config.block_bytes, config.slot_bytes)
         self._cache = PrefixCache(
-            self._blocks, self._slots, config.block_size, sizes, self.cost, clock, reload=self._reload
+            self._blocks, self._slots, config.block_size, sizes, self.cost, clock, reload_seconds=self._reload_seconds
         )
         self.offload: OffloadConnector | None = None
         if tiers is not None:
@@ -89,12 +94,12 @@ class SequenceMemory:
 
     @property
     def blocks(self) -> BlockPool:
-        """For counting."""
+        """Block pool, for counts."""
         return self._blocks
 
     @property
     def cache(self) -> PrefixCache:
-        """For sessions."""
+        """Prefix cache, for conversation sessions."""
         return self._cache
 
     @property
@@ -109,109 +114,111 @@ class SequenceMemory:
         return -(-tokens // self._block_size)
 
     def could_hold(self, tokens: int, spare_blocks: int) -> bool:
-        """Whether a sequence of so many tokens finds its blocks, if cached ones are given up, and as many as are to
-        stay free beyond that; whatever it goes on from."""
-        # One more for the block that a prefix ends inside of, which is held until it has been copied.
+        """True if a sequence of so many tokens would find its blocks, with ``spare_blocks`` left free, after evicting
+        cached ones and without any prefix hit."""
+        # One more for the block that a prefix ends inside, which is held until it has been copied.
         return self.blocks_for(tokens) + 1 + spare_blocks <= self._blocks.free + self._blocks.idle
 
     def reusable(self, sequence: Sequence) -> int:
-        """Tokens of a sequence that may come from the cache: those that leave something to compute, and all rows that
-        are to be read."""
+        """Most tokens of a sequence that may come from the cache: something is left to compute, and so are all rows to
+        be read."""
         if not self._caching:
             return 0
         end = max(0, sequence.known - self._least_tail)
         return end if sequence.reading is None else min(end, sequence.reading.reusable)
 
     def matched(self, sequence: Sequence, limit: int) -> int:
-        """Tokens of a waiting sequence that the device has now."""
+        """Tokens of a waiting sequence that the device's prefix cache has now."""
         node = None if limit == 0 else self._cache.hit(self._find(sequence), limit, self._unit)
         return 0 if node is None else node.end
 
-    def _find(self, sequence: Sequence) -> Path:
-        """As far as a waiting sequence's history is known; only what has changed since the last time is compared."""
-        sequence.path = self._cache.tree.find(sequence.space, sequence.history(), sequence.path)
-        return sequence.path
+    def _find(self, sequence: Sequence) -> PrefixMatch:
+        """Match of a waiting sequence with the prefix cache; only what has changed since the last call is compared."""
+        sequence.prefix_match = self._cache.tree.find(sequence.namespace, sequence.all_tokens(), sequence.prefix_match)
+        return sequence.prefix_match
 
     def start(
         self, sequence: Sequence, spare_blocks: int, shared: Iterable[int], *, last_resort: bool
-    ) -> tuple[Room, Restore | None]:
-        """Gives a sequence a slot and the blocks of all its known tokens, those of a cached history first.
+    ) -> tuple[Allocation, Restore | None]:
+        """Gives a sequence a slot and the blocks of all its known tokens, those of a cached prefix first.
 
         Args:
-            spare_blocks: how many must stay free beyond that.
-            shared: positions of its prompt where others go on, see SnapshotPolicy.
-            last_resort: nothing else runs: even the history that would be hit may give way.
+            spare_blocks: blocks that must stay free beyond that.
+            shared: positions of its prompt at which other requests branch off; see SnapshotPolicy.
+            last_resort: nothing else runs, so even the cached prefix may be evicted.
 
         Returns:
-            Whether there was enough, and the prefix hit, if any.
+            Whether there was enough memory, and the copies of the prefix hit, if any.
         """
         limit = self.reusable(sequence)
-        path = Path() if limit == 0 else self._find(sequence)
+        path = PrefixMatch() if limit == 0 else self._find(sequence)
         return self._start(sequence, path, limit, spare_blocks, shared, last_resort=last_resort)
 
     def _start(
         self,
         sequence: Sequence,
-        path: Path,
+        path: PrefixMatch,
         limit: int,
         spare_blocks: int,
         shared: Iterable[int],
         *,
         last_resort: bool,
-    ) -> tuple[Room, Restore | None]:
-        """See start(); ``path`` is as far as the sequence's history is known."""
+    ) -> tuple[Allocation, Restore | None]:
+        """See start(); ``path`` is the match with the prefix cache."""
         node = self._cache.hit(path, limit, self._unit)
         table: list[int] = []
         if node is not None:
             # Held before anything is evicted to make room.
-            table = self._cache.table(path.nodes[: path.nodes.index(node) + 1])
+            table = self._cache.block_table(path.nodes[: path.nodes.index(node) + 1])
             self._cache.pin(node)
             self._blocks.share(table)
         whole = 0 if node is None else node.end // self._block_size
         needed = self.blocks_for(sequence.known) - whole
-        coming = self._is_coming(sequence, path, node, limit)
+        load_pending = self._waits_for_load(sequence, path, node, limit)
         slot = None
-        if not coming and self._reserve(needed + spare_blocks):
+        if not load_pending and self._reserve(needed + spare_blocks):
             slot = self._take_slot()
         if slot is None:
             if node is not None:
                 self._blocks.release(table)
                 self._cache.unpin(node)
-            if coming:
-                return Room.COMING, None
+            if load_pending:
+                return Allocation.LOADING, None
             if last_resort and node is not None:
-                return self._start(sequence, Path(), limit, spare_blocks, shared, last_resort=False)
-            return Room.NONE, None
+                return self._start(sequence, PrefixMatch(), limit, spare_blocks, shared, last_resort=False)
+            return Allocation.NO_MEMORY, None
         sequence.slot = slot
-        sequence.path = None
+        sequence.prefix_match = None
         if self._speculative and sequence.draftable:
             sequence.spare_slot = self._take_slot() or 0
         sequence.blocks = [*table[:whole], *self._blocks.take(needed)]
         sequence.computed = 0 if node is None else node.end
-        sequence.splits = self._splits(sequence, path, limit, shared)
+        sequence.snapshot_positions = self._snapshot_positions(sequence, path, limit, shared)
         if node is None:
-            return Room.THERE, None
+            return Allocation.GRANTED, None
         self._cache.touch(node)
         if self.offload is not None:
             self.offload.used(node)
         block = BlockCopy(table[whole], sequence.blocks[whole]) if table[whole:] else None
-        return Room.THERE, Restore(node, StateCopy(node.slot, slot), block, table[whole:])
+        return Allocation.GRANTED, Restore(node, StateCopy(node.slot, slot), block, table[whole:])
 
-    def _splits(self, sequence: Sequence, path: Path, limit: int, shared: Iterable[int]) -> tuple[int, ...]:
-        """Where to take snapshots of the prompt on the way."""
+    def _snapshot_positions(
+        self, sequence: Sequence, path: PrefixMatch, limit: int, shared: Iterable[int]
+    ) -> tuple[int, ...]:
+        """Positions in the prompt at which to save the state."""
         last = min(limit, len(sequence.request.prompt_token_ids) - self._least_tail)
         if last < 2 * self._block_size:
             return ()
-        # Where it leaves the way of another history, others may as well.
-        branch = (path.shared,) if path.shared > sequence.computed else ()
+        # Where it diverges from another prefix, later ones may as well.
+        branch = (path.matched,) if path.matched > sequence.computed else ()
         return self._policy.positions(sequence.computed, last, (*shared, *branch), sequence.request.boundaries)
 
     def grow(self, sequence: Sequence) -> bool:
-        """Gives a sequence the block of its newest token, if it lacks it; False if there is none."""
+        """Gives a sequence the block of its newest token, if it does not have it; False: there is none."""
         return self._grow(sequence, sequence.known)
 
     def grow_for_draft(self, sequence: Sequence) -> bool:
-        """Same, for a draft token behind it."""
+        """Same as grow, for a draft token behind the newest one."""
         return self._grow(sequence, sequence.known + 1)
 
     def _grow(self, sequence: Sequence, tokens: int) -> bool:
@@ -222,25 +229,26 @@ class SequenceMemory:
         sequence.blocks += self._blocks.take(1)
         return True
 
-    def free(self, sequence: Sequence, pending: Pending | None, *, keep: bool) -> Node | None:
-        """Takes everything back.
+    def free(self, sequence: Sequence, pending: InFlightNodes | None, *, keep: bool) -> Node | None:
+        """Frees the memory of a sequence.
 
         Args:
-            pending: of the youngest step in flight, None if there is none.
-            keep: what it has computed is kept as a snapshot, without a copy: its slot is that from now on.
+            pending: nodes of the youngest step in flight; None: there is none.
+            keep: whether the prefix cache keeps what it has computed; its slot becomes a snapshot, without a copy.
 
         Returns:
-            The snapshot's node.
+            Node of that snapshot; None: there is none.
         """
         node = None
-        history = sequence.history()
+        tokens_so_far = sequence.all_tokens()
         computed = sequence.computed
-        # States behind answers were computed token by token, not in tiles: where bits matter, they are not the same.
+        # States behind answers were computed token by token, not in tiles: their bits differ, so an exact cache drops
+        # them.
         least = 1 if sequence.request.session is not None else 2 * self._block_size
         worthwhile = self._caching and self._unit == 1 and computed >= least and sequence.request.pooling is None
-        if keep and worthwhile and sequence.slot and computed * TOKEN_BYTES <= len(history):
-            tokens = history[: computed * TOKEN_BYTES]
-            node = self._cache.insert(sequence.space, tokens, sequence.blocks, sequence.slot, pending)
+        if keep and worthwhile and sequence.slot and computed * TOKEN_BYTES <= len(tokens_so_far):
+            tokens = tokens_so_far[: computed * TOKEN_BYTES]
+            node = self._cache.insert(sequence.namespace, tokens, sequence.blocks, sequence.slot, pending)
             node.transient = sequence.request.sampling.forces
             sequence.slot = 0
             if pending is None:
@@ -257,48 +265,48 @@ class SequenceMemory:
         return node
 
     def restored(self, restore: Restore) -> None:
-        """The copies have been made, or never will be."""
+        """Releases the sources of a restore whose copies have been made, or never will be."""
         self._blocks.release(restore.held)
         self._cache.unpin(restore.node)
 
-    def begin_snapshot(self, sequence: Sequence, position: int, pending: Pending) -> Snapshot | None:
-        """A slot for a snapshot; None if there is one of this history already or live sequences need all slots."""
+    def begin_snapshot(self, sequence: Sequence, position: int, pending: InFlightNodes) -> Snapshot | None:
+        """Begins a snapshot; None: this prefix has one already, or live sequences need all slots."""
         tokens = sequence.prompt[: position * TOKEN_BYTES]
-        path = self._cache.tree.find(sequence.space, tokens)
+        path = self._cache.tree.find(sequence.namespace, tokens)
         if path.nodes and path.nodes[-1].end == position and path.nodes[-1].slot:
             return None
         slot = self._take_slot()
         if slot is None:
             return None
-        node = self._cache.insert(sequence.space, tokens, sequence.blocks, slot, pending)
+        node = self._cache.insert(sequence.namespace, tokens, sequence.blocks, slot, pending)
         node.transient = sequence.request.sampling.forces
-        # The step that is being planned writes it.
+        # Pinned until the step that writes it has landed.
         self._cache.pin(node)
         return Snapshot(sequence, position, node, slot)
 
     def end_snapshot(self, snapshot: Snapshot) -> None:
-        """The step that writes it is no longer in flight."""
+        """Ends a snapshot: the step that writes it is no longer in flight."""
         self._cache.unpin(snapshot.node)
 
-    def confirm(self, pending: Pending) -> None:
-        """A step has run: what it computed can be used."""
+    def confirm(self, pending: InFlightNodes) -> None:
+        """Confirms the nodes of a step that has run: they can be used now."""
         for node in self._cache.confirm(pending):
             self.confirmed(node)
 
     def confirmed(self, node: Node) -> None:
-        """A snapshot can be used."""
+        """Offers a snapshot that can be used now to the tiers."""
         if self.offload is not None:
             self.offload.offer(node)
 
-    def discard(self, pending: Pending) -> None:
-        """A step has failed."""
+    def discard(self, pending: InFlightNodes) -> None:
+        """Discards the nodes of a step that has failed."""
         self._cache.discard(pending)
 
     def clear_cache(self) -> None:
         self._cache.clear()
 
     def check(self, sequences: Iterable[Sequence], restores: Iterable[Restore]) -> None:
-        """Compares the books with what running sequences and restores under way hold.
+        """Compares the pools with what running sequences and restores in progress hold.
 
         Raises:
             IntegrityError: something is leaked, shared or lost.
@@ -317,56 +325,56 @@ class SequenceMemory:
 
     # Tiers.
 
-    def take_jobs(self) -> list[Job]:
-        """What the tiers are to do when all steps planned so far have been launched."""
-        return [] if self.offload is None else self.offload.take_jobs()
+    def take_commands(self) -> list[TierCommand]:
+        """Commands for the tiers, to be submitted when all steps planned so far have been launched."""
+        return [] if self.offload is None else self.offload.take_commands()
 
-    def take_events(self, events: SequenceABC[Event]) -> list[Node]:
-        """What the tiers have done; returns where they have a copy more."""
-        return [] if self.offload is None else self.offload.take(events)
+    def take_events(self, events: SequenceABC[TierEvent]) -> list[Node]:
+        """Takes events of the tiers; returns the nodes that have a new copy."""
+        return [] if self.offload is None else self.offload.take_events(events)
 
     @property
     def copying(self) -> bool:
-        """Whether the tiers have blocks in hand: a load or a save is under way."""
+        """True while a load or a save is in progress."""
         return self.offload is not None and self.offload.copying
 
-    def is_loading(self, ticket: int) -> bool:
-        return self.offload is not None and self.offload.is_loading(ticket)
+    def is_loading(self, load_id: int) -> bool:
+        return self.offload is not None and self.offload.is_loading(load_id)
 
-    def _is_coming(self, sequence: Sequence, path: Path, hit: Node | None, limit: int) -> bool:
-        """Whether a sequence waits for what a tier has of its history; begins the load if it is worth while."""
+    def _waits_for_load(self, sequence: Sequence, path: PrefixMatch, hit: Node | None, limit: int) -> bool:
+        """True if a sequence waits for a load from a tier; begins the load if it is worth it."""
         if self.offload is None or sequence.load_tried or not path.nodes:
             return False
-        wanted = self.offload.better(path, hit, limit, self._unit)
+        wanted = self.offload.find_load(path, hit, limit, self._unit)
         if wanted is None:
             return False
         sequence.load_tried = True
-        ticket = self.offload.ticket(wanted.node)
-        if not ticket:
+        load_id = self.offload.load_of(wanted.node)
+        if not load_id:
             slot = self._take_slot()
             if slot is None:
                 return False
-            ticket = self.offload.load(path, wanted, self._take_blocks, slot)
-            if not ticket:
+            load_id = self.offload.load(path, wanted, self._take_blocks, slot)
+            if not load_id:
                 self._slots.release(slot)
                 return False
-        sequence.ticket, sequence.load_tier, sequence.loaded_tokens = ticket, wanted.tier, wanted.node.end
+        sequence.load_id, sequence.load_tier, sequence.loaded_tokens = load_id, wanted.tier, wanted.node.end
         sequence.load_patience = wanted.patience
         return True
 
-    def give_up(self, ticket: int) -> None:
-        """Nobody waits for a load any more."""
+    def give_up(self, load_id: int) -> None:
+        """Gives up a load that nobody waits for any more."""
         if self.offload is not None:
-            self.offload.give_up(ticket)
+            self.offload.give_up(load_id)
 
     def _take_blocks(self, count: int) -> list[int] | None:
         return self._blocks.take(count) if self._reserve(count) else None
 
-    def _reload(self, node: Node) -> float | None:
-        return None if self.offload is None else self.offload.reload(node)
+    def _reload_seconds(self, node: Node) -> float | None:
+        return None if self.offload is None else self.offload.reload_seconds(node)
 
     def _reserve(self, count: int) -> bool:
-        """Whether ``count`` blocks are free, after giving up cached ones if that is what it takes."""
+        """Evicts cached blocks until ``count`` are free; False: there are not as many."""
         if count > self._blocks.free + self._blocks.idle:
             return False
         while self._blocks.free < count:

@@ -1,11 +1,11 @@
-"""StepBuilder: the plan of one step while it is made and, until its results are in, in flight. No torch here."""
+"""StepBuilder: one step while it is planned and, until its results are in, in flight. No torch here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 
-from services.engine.kv_cache.radix_tree import Pending
+from services.engine.kv_cache.radix_tree import InFlightNodes
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.prompt_scoring import PromptRead, PromptReport
 from services.engine.scheduler.sequence import Sequence
@@ -22,28 +22,28 @@ class StepBuilder:
         self.restores: list[Restore] = []
         self.snapshots: list[Snapshot] = []
         self.copies: list[StateCopy] = []
-        """Snapshots at the end of a chunk."""
-        self.pending = Pending()
-        """What can be used of the prefix cache once the step has run."""
+        """State copies of the snapshots at the end of a chunk."""
+        self.pending = InFlightNodes()
+        """Nodes of the prefix cache that can be used once the step has run."""
         self.deferred: set[Sequence] = set()
-        """Those that wait for a state that is under way."""
+        """Sequences that wait for a state that is being computed or loaded."""
         self.computed: list[Sequence] = []
-        """Those whose prompt the step computes the end of."""
+        """Sequences whose prompt the step computes to its end."""
         self.landed: list[Callable[[], None]] = []
-        """To be called when the step is no longer in flight."""
+        """Calls to make when the step is no longer in flight."""
         self.seats_kept = 0
-        """For those that are deferred."""
+        """Seats reserved for the deferred sequences."""
         self.blocks_kept = 0
         self.decodes_output = False
-        """Whether somebody waits for the next token of an answer."""
+        """True if a sequence of the step has output and decodes its next token."""
         self.masked = False
-        """Whether a token is sampled under a mask."""
+        """True if a token is sampled under a mask."""
         self.sequences: list[Sequence] = []
-        """Of the chunks, in their order: decodes first, once the plan is finished."""
+        """Sequences of the chunks, in their order: decodes first, once the plan is finished."""
         self.sampling: list[Sequence] = []
-        """Those whose chunk samples, in the same order."""
+        """Sequences whose chunk samples, in the same order."""
         self.reading: list[Sequence] = []
-        """Those of whose prompts the step tells something, in the order of the plan's reads."""
+        """Sequences whose prompt rows are read, in the order of the plan's reads."""
         self.plan: StepPlan | None = None
         self._reads: list[tuple[Chunk, tuple[int, int]]] = []
         self._chunks: list[Chunk] = []
@@ -51,7 +51,7 @@ class StepBuilder:
         self._prefills: list[tuple[Sequence, Chunk]] = []
 
     def add(self, sequence: Sequence, end: int, snapshots: SequenceABC[Snapshot] = ()) -> None:
-        """Plans a sequence's tokens up to position ``end``, with snapshots on the way and there."""
+        """Plans a sequence's tokens up to position ``end``, with the snapshots inside it and at its end."""
         self.snapshots += snapshots
         self.copies += [StateCopy(sequence.slot, taken.slot) for taken in snapshots if taken.position == end]
         chunk = sequence.advance(end, [(taken.position, taken.slot) for taken in snapshots if taken.position < end])
@@ -69,7 +69,7 @@ class StepBuilder:
             self.decodes_output = True
 
     def add_verified(self, sequence: Sequence) -> None:
-        """Plans all tokens that an answer lacks, more than one or one and a draft token behind it."""
+        """Plans all uncomputed tokens of an answer: several, or one and a draft token behind it."""
         chunk = sequence.verify()
         self.budget -= len(chunk.token_ids)
         self._verifying.append((sequence, chunk))
@@ -80,7 +80,7 @@ class StepBuilder:
         return bool(self._chunks or self._verifying or self._prefills)
 
     def masked_rows(self) -> list[tuple[int, Sequence]]:
-        """Those whose token is sampled under a mask and still wanted, behind the numbers of their sampled rows."""
+        """(sampled row, sequence) of each sequence whose token is sampled under a mask and still wanted."""
         rows: list[tuple[int, Sequence]] = []
         at = 0
         chunks = (chunk for chunk in self._chunks if chunk.samples)
@@ -91,8 +91,8 @@ class StepBuilder:
         return rows
 
     def finish(self) -> StepPlan:
-        """The plan, decodes first."""
-        # A sequence that goes on after a preemption may lack a few tokens of its answer only.
+        """Finished step plan, decodes first."""
+        # A sequence that resumes after a preemption may have only a few tokens of its answer to compute.
         others = sorted(self._verifying + self._prefills, key=lambda pair: not pair[1].verifies)
         self.sampling = [*self.sequences, *(sequence for sequence, chunk in others if chunk.samples)]
         self.sequences += [sequence for sequence, _ in others]
@@ -121,8 +121,7 @@ class StepBuilder:
     def prompt_updates(
         self, reports: SequenceABC[PromptReport], end: Callable[[Sequence], SequenceUpdate]
     ) -> list[SequenceUpdate]:
-        """Updates with what the step that has run says of prompts; ``end`` ends a request of which nothing sound was
-        computed."""
+        """Updates with what the step has read of prompts; ``end`` ends a request whose numbers are not finite."""
         if self.plan is None or not reports:
             return []
         return [

@@ -1,16 +1,16 @@
-"""What the scheduler tells the runner to do in one step, and what the runner answers. No torch here.
+"""Step plan: what a runner computes in one step, as plain data, and the result that it returns. No torch here.
 
-The scheduler owns all bookkeeping (blocks, slots, positions); the runner turns a StepPlan into tensors, runs the
+The scheduler owns blocks, slots and positions. The runner turns a StepPlan into tensors, runs the
 model and the sampler, and returns a StepResult with one entry for every chunk that asked for a token.
 
-A plan may be made while the one before it still runs. A sequence whose newest token that step samples then decodes the
-token ``PENDING``: the runner takes it from where the sampler leaves it on the device.
+A plan may be made while the one before it still runs. A sequence whose newest token is sampled by that step decodes the
+token ``PENDING``, which the runner takes from where the sampler leaves it on the device.
 
-With speculation a chunk may end with a draft token, a proposal for the token that it will sample. It is accepted if the
-token sampled before it, drawn with the request's own noise as always, is that very token; then the token sampled behind
-it counts too. So a request's tokens are the same with and without draft tokens. A chunk with a draft token writes its
-state to another slot than it read: if the draft token is rejected, the old state is still there, and the tokens that
-count go in again with the next chunk.
+With speculation a chunk may end with a draft token, a proposal for the token that it will sample. The draft token is
+accepted if the sampled token, drawn with the request's own noise as always, is the same. Then the token sampled behind
+it counts too, so a request's tokens are the same with and without draft tokens. A chunk with a draft token writes its
+state to another slot than it read. If the draft token is rejected, the old state is still there, and the accepted
+tokens are computed again with the next chunk.
 """
 
 from __future__ import annotations
@@ -25,30 +25,31 @@ from services.engine.requests.prompt_scoring import PromptRead, PromptReport
 from services.engine.requests.request import Request
 
 MOST_VERIFIED = 4
-"""Tokens of a chunk with a draft token at most, the draft token included: so often can tokens go in again before a
-chunk goes without."""
+"""Most tokens of a chunk with a draft token, the draft token included. Tokens behind rejected draft tokens are computed
+again, so a chunk grows until it reaches this limit and goes without a draft token."""
 
 FIRST_SNAPSHOT = 8
-"""A chunk's first snapshot lies at least so many tokens behind its start: kernels read the convolution's past, a few
-tokens, from the slot that they write in the end."""
+"""Least tokens from the start of a chunk to its first snapshot: kernels read the last few tokens of the convolution
+from the slot that they write at the end."""
 
 PENDING = -1
-"""In ``Chunk.token_ids``: the token that the previous step samples for the same slot, unknown on the host yet."""
+"""Token id in ``Chunk.token_ids`` for the token that the previous step samples for the same slot, not known on the
+host."""
 
 
 class Chunk(NamedTuple):
-    """A run of consecutive tokens of one sequence that this step computes.
+    """Chunk: consecutive tokens of one sequence that this step computes.
 
     A decode is a chunk of one token that samples; a prefill chunk may be any length and samples only if it reaches
     the end of the known tokens. ``blocks`` covers at least ``start + len(token_ids)`` positions.
 
-    A named tuple, as SampledToken, because one is made for every row of every step: a frozen dataclass takes four times
+    A named tuple, as SampledToken, because one is made for every row of every step; a frozen dataclass takes four times
     as long.
     """
 
     request: Request
     token_ids: SequenceABC[int]
-    """``(PENDING,)`` for a decode whose token the step before, still unfinished, samples."""
+    """Token ids; ``(PENDING,)`` for a decode whose token the unfinished step before it samples."""
     start: int
     """Position of the first token = number of tokens whose KV and state are already in the cache."""
     blocks: SequenceABC[int]
@@ -62,20 +63,20 @@ class Chunk(NamedTuple):
     output_count: int
     """Tokens generated before this step, a pending one included: for min_tokens and the seed's counter."""
     num_draft_tokens: int = 0
-    """How many of the last ``token_ids`` are draft tokens: 0 or 1. Each is one more sampled row."""
+    """Number of draft tokens at the end of ``token_ids``: 0 or 1. Each adds a sampled row."""
     out_slot: int = 0
-    """State slot to write to, if it is not ``slot``; the conv and recurrent state of ``slot`` then stay as they are."""
+    """State slot to write to; 0: ``slot``. Otherwise the convolution and recurrent state of ``slot`` stay unchanged."""
     next_id: int = PENDING
-    """The token behind a chunk that does not sample."""
+    """Token behind a chunk that does not sample."""
     masked: bool = False
-    """The token is sampled under a mask that is made when the tokens before it are known."""
+    """True if the token is sampled under a mask, which is made when the tokens before it are known."""
     snapshots: SequenceABC[tuple[int, int]] = ()
-    """(position, slot), ascending: the state behind the tokens before that position, which lies inside of the chunk (at
-    least FIRST_SNAPSHOT behind its start, and before its end), goes to that slot as well."""
+    """Snapshots inside the chunk as (position, slot), ascending: the state behind the tokens before the position also
+    goes to that slot. Positions are at least FIRST_SNAPSHOT behind the chunk's start, and before its end."""
 
     @property
     def forced_id(self) -> int:
-        """The token that is to be taken here, -1 where one is drawn."""
+        """Given token to take instead of a sampled one, or -1."""
         forced = self.request.sampling.forced_ids
         return forced[self.output_count] if forced else -1
 
@@ -85,15 +86,15 @@ class Chunk(NamedTuple):
 
     @property
     def rows(self) -> list[Chunk]:
-        """One chunk for each sampled row, alike but for the output count."""
+        """Chunks of the sampled rows, one for each; they differ only in the output count."""
         if not self.num_draft_tokens:
             return [self] if self.samples else []
         return [self, self._replace(output_count=self.output_count + 1)]
 
     @property
     def verifies(self) -> bool:
-        """Whether it goes on with an answer, a draft token or tokens behind a wrong one in it: a decode of several
-        tokens."""
+        """True if it decodes several tokens of an answer: with a draft token, or again the tokens behind a rejected
+        one."""
         length = len(self.token_ids)
         return self.samples and 1 < length <= MOST_VERIFIED and self.start >= len(self.request.prompt_token_ids)
 
@@ -104,7 +105,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateCopy:
-    """Copy the recurrent and convolution state of all DeltaNet layers between slots."""
+    """Copy of the recurrent and convolution state of all DeltaNet layers between two slots."""
 
     source: int
     target: int
@@ -112,8 +113,8 @@ class StateCopy:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy the keys and values of one block in all full-attention layers, before the model runs: the sequence that is
-    to fill the target goes on behind a prefix that ends inside of the source."""
+    """Copy of the keys and values of one block in all full-attention layers, before the model runs. A sequence that
+    resumes from a prefix ending inside the source fills up the target."""
 
     source: int
     target: int
@@ -121,7 +122,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One iteration. Decodes come first in ``chunks``, then those that verify, then prefill chunks."""
+    """Step plan: one iteration. ``chunks`` has decodes first, then those that verify, then prefill chunks."""
 
     chunks: SequenceABC[Chunk]
     copies_before: SequenceABC[StateCopy] = ()
@@ -129,11 +130,11 @@ class StepPlan:
     copies_after: SequenceABC[StateCopy] = ()
     """Live slots to snapshot after the model has run."""
     block_copies: SequenceABC[BlockCopy] = ()
-    """Before the model runs. No block is the target of two, or both a source and a target."""
+    """Block copies before the model runs. No block is the target of two, or both a source and a target."""
     reads: SequenceABC[PromptRead] = ()
-    """What is read of prompts beside the tokens to sample."""
+    """Prompt rows to read beside the sampled ones."""
     masked: bool = False
-    """Whether a chunk is: the runner gets masks behind the plan."""
+    """True if a chunk is masked: the runner gets the masks after the plan."""
 
     @property
     def num_decodes(self) -> int:
@@ -141,7 +142,7 @@ class StepPlan:
 
     @property
     def num_verified(self) -> int:
-        """Tokens of the chunks that verify."""
+        """Number of tokens of the chunks that verify."""
         return sum(len(chunk.token_ids) for chunk in self.chunks[self.num_decodes :] if chunk.verifies)
 
     @property
@@ -152,12 +153,11 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the plan's chunks that have ``samples`` set gave, in their order."""
+    """Result of a step, in the order of the plan's chunks that sample."""
 
     tokens: SequenceABC[SampledToken]
-    """One for each sampled row: two for a chunk with a draft token."""
+    """Sampled tokens, one for each sampled row: two for a chunk with a draft token."""
     draft_token_ids: SequenceABC[int] = ()
-    """Draft tokens, with speculation: for each chunk that samples one for the position behind the tokens that count, or
-    -1."""
+    """Draft tokens, with speculation: for each chunk that samples, the proposal behind its accepted tokens, or -1."""
     reports: SequenceABC[PromptReport] = ()
-    """One for each of the plan's reads."""
+    """Report for each of the plan's reads."""

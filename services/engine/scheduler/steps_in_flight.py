@@ -1,11 +1,11 @@
-"""Steps in flight: planned, without their results yet. No torch here."""
+"""Steps in flight: planned, and their results are not in yet. No torch here."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 
-from services.engine.kv_cache.radix_tree import Pending
+from services.engine.kv_cache.radix_tree import InFlightNodes
 from services.engine.scheduler.pending_prefixes import PendingPrefixes
 from services.engine.scheduler.sequence_memory import Restore, SequenceMemory
 from services.engine.scheduler.step_builder import StepBuilder
@@ -13,7 +13,7 @@ from services.engine.scheduler.step_plan import StepPlan
 
 
 class StepsInFlight:
-    """Steps in flight: their builders, oldest first; they run and land in this order."""
+    """Queue of the steps in flight, oldest first; they run and land in this order."""
 
     def __init__(self, memory: SequenceMemory, prefixes: PendingPrefixes) -> None:
         self._memory = memory
@@ -27,19 +27,19 @@ class StepsInFlight:
         self._steps.append(step)
 
     def oldest(self, plan: StepPlan) -> StepBuilder:
-        """Raises ValueError: the plan is not the oldest in flight."""
+        """Builder of the oldest step; raises ValueError if the plan is not that step's."""
         if not self._steps or self._steps[0].plan is not plan:
             raise ValueError("the plan is not in flight, or not the oldest that is")
         return self._steps[0]
 
     @property
-    def youngest(self) -> Pending | None:
-        """What the youngest step leaves in the prefix cache; None: no step is in flight."""
+    def youngest(self) -> InFlightNodes | None:
+        """Nodes of the youngest step; None: no step is in flight."""
         return self._steps[-1].pending if self._steps else None
 
     @property
     def num_sampling(self) -> int:
-        """Tokens that will be sampled and are still wanted."""
+        """Number of tokens that will be sampled and are still wanted."""
         return sum(not sequence.ended for step in self._steps for sequence in step.sampling)
 
     @property
@@ -47,12 +47,12 @@ class StepsInFlight:
         return [restore for step in self._steps for restore in step.restores]
 
     def land(self, *, succeeded: bool) -> StepBuilder:
-        """The oldest step is over: what it computed can be used, or is given up."""
+        """Lands the oldest step: its nodes are confirmed if it succeeded, else discarded."""
         step = self._steps.popleft()
         if succeeded:
             self._memory.confirm(step.pending)
         else:
-            # What later steps compute stands on what this one has not.
+            # Later steps compute on top of what this one has not computed.
             for failed in (step, *self._steps):
                 self._memory.discard(failed.pending)
         for restore in step.restores:
@@ -68,14 +68,14 @@ class StepsInFlight:
         return step
 
     def when_landed(self, call: Callable[[], None]) -> None:
-        """Calls once no step that is in flight now is any more: at once if there is none."""
+        """Calls ``call`` when every step that is in flight now has landed; at once if there is none."""
         if self._steps:
             self._steps[-1].landed.append(call)
         else:
             call()
 
     def discard(self) -> None:
-        """Every step is over, and nobody looks at its result."""
+        """Drops every step and its result."""
         while self._steps:
             for call in self._steps.popleft().landed:
                 call()

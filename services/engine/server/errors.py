@@ -1,4 +1,4 @@
-"""The error tree as gRPC: `Error` messages inside frames, status codes for whole calls. One place for both."""
+"""Errors over gRPC: `Error` messages inside frames, and status codes of whole calls."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _KINDS: tuple[tuple[type[errors.TemperError], pb.ErrorCode.ValueType, grpc.Statu
 )
 
 INTERNAL_MESSAGE = "the engine failed on this request; its log has the details"
-"""What a client learns of a bug: nothing about our insides."""
+"""Message that a client gets for a bug, without details of the engine."""
 
 
 def error_code(error: BaseException) -> pb.ErrorCode.ValueType:
-    """The wire code of an error; anything outside the tree is internal."""
+    """Wire code of an error; any error that is no TemperError is internal."""
     return next((code for kind, code, _ in _KINDS if isinstance(error, kind)), pb.ERROR_CODE_INTERNAL)
 
 
 def status_code(error: BaseException) -> grpc.StatusCode:
-    """The gRPC status of an error that ends a whole call."""
+    """gRPC status of an error that ends a whole call."""
     return next((status for kind, _, status in _KINDS if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
 
 
 def to_message(error: BaseException) -> pb.Error:
-    """The error as part of a frame."""
+    """Error message for a frame."""
     if isinstance(error, errors.TemperError):
         return pb.Error(code=error_code(error), message=error.message, param=error.param or "")
     return pb.Error(code=pb.ERROR_CODE_INTERNAL, message=INTERNAL_MESSAGE)

@@ -1,13 +1,13 @@
-"""grpc.health.v1 of an engine process: what probes are told, on two ports.
+"""Health service (grpc.health.v1) of an engine process, on two ports.
 
 | service | SERVING |
 |---|---|
-| `liveness`, "" | the process can do its work: the threads of loop and trainer live and no step hangs |
-| `readiness`, `engine` | requests may come: loaded, steps succeed, not draining |
+| `liveness`, "" | the process works: the threads of loop and trainer run and no step hangs |
+| `readiness`, `engine` | requests are accepted: loaded, steps succeed, not draining |
 | `temper.v1.Engine`, `temper.v1.Adapters`, `temper.v1.Sessions` | the same as readiness |
 | `startup` | the model is loaded; stays so to the end |
 
-The engine's own port has them from when it serves. The health port (`TEMPER_HEALTH_PORT`) is there before torch is
+The engine's own port has them once it serves. The health port (`TEMPER_HEALTH_PORT`) is there before torch is
 imported and answers from threads of its own: a kubelet's probe does no TLS, and must not wait for an event loop.
 """
 
@@ -36,19 +36,19 @@ STARTUP: Final = ("startup",)
 _PERIOD_SECONDS = 0.5
 _THREADS = 4
 _WATCHERS = 64
-"""Streams of Watch at a time; each holds no thread."""
+"""Most streams of Watch at a time; they need no thread."""
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """How the engine loop and what works beside it do; all are called from any thread.
+    """Vital signs of the engine loop and of the threads beside it; each may be read from any thread.
 
     Args:
-        alive: their threads run.
-        accepting: the loop takes requests, and its steps succeed.
-        stuck_seconds: for how long what the loop does now has gone on; 0 while it waits for work.
+        alive: tells whether the threads run.
+        accepting: tells whether the loop takes requests and its steps succeed.
+        stuck_seconds: returns the duration of the loop's present iteration; 0 while it waits for work.
     """
 
     alive: Callable[[], bool]
@@ -57,10 +57,10 @@ class Vitals:
 
     @classmethod
     def of(cls, loop: EngineLoop, *beside: Callable[[], bool]) -> Vitals:
-        """Those of a loop that has been started.
+        """Vital signs of a started loop.
 
         Args:
-            beside: whether other threads live without which the process cannot do its work.
+            beside: each tells whether another thread runs that the process needs.
         """
         return cls(
             alive=lambda: loop.alive and all(alive() for alive in beside),
@@ -70,11 +70,11 @@ class Vitals:
 
 
 class ProcessHealth:
-    """What this process says of itself. Thread-safe.
+    """Health of this process. Thread-safe.
 
     Args:
-        watchdog_seconds: of one step, or of the event loop without a sign of life, after which the process counts as
-            hung; 0: it never does. Not looked at before it serves: the first start compiles and captures for minutes.
+        watchdog_seconds: longest step, and longest silence of the event loop, before the process counts as hung; 0: it
+            never does. Ignored before the process serves, because the first start compiles and captures for minutes.
     """
 
     def __init__(self, watchdog_seconds: float = 0.0) -> None:
@@ -85,16 +85,16 @@ class ProcessHealth:
         self._hung = False
 
     def serving(self, vitals: Vitals) -> None:
-        """The model is loaded and requests are taken."""
+        """Records that the model is loaded and requests are taken."""
         self.beat()
         self._vitals = vitals
 
     def drain(self) -> None:
-        """No new requests from now on."""
+        """Records that no new requests are taken from now on."""
         self._draining = True
 
     def beat(self) -> None:
-        """The event loop lives."""
+        """Records a sign of life of the event loop."""
         self._beat = time.monotonic()
 
     @property
@@ -129,7 +129,7 @@ class ProcessHealth:
         return hung
 
     def statuses(self) -> Mapping[str, int]:
-        """Service → HealthCheckResponse.ServingStatus, now."""
+        """Present HealthCheckResponse.ServingStatus of each service."""
         said = ((LIVENESS, self.alive), (READINESS, self.ready), (STARTUP, self.started))
         return {name: _status(good) for names, good in said for name in names}
 
@@ -139,7 +139,7 @@ def _status(good: bool) -> int:
 
 
 class HealthReporter:
-    """Keeps the health service on the engine's own port current, and is the event loop's sign of life."""
+    """Updates the health service on the engine's own port, and records the event loop's signs of life."""
 
     def __init__(self, state: ProcessHealth) -> None:
         self.servicer = health.aio.HealthServicer()
@@ -162,7 +162,7 @@ class HealthServer:
     """The health port: plaintext gRPC with nothing but grpc.health.v1, in threads of its own.
 
     Args:
-        state: what to say.
+        state: health to report.
         host: address to listen on.
         port: TCP port.
     """
@@ -179,7 +179,7 @@ class HealthServer:
         """Listens.
 
         Raises:
-            Unavailable: the port is taken or the address is not ours.
+            Unavailable: the port is taken, or the address is not this machine's.
         """
         server = grpc.server(
             ThreadPoolExecutor(_THREADS, "health"),
@@ -199,7 +199,7 @@ class HealthServer:
         self._thread.start()
 
     def publish(self) -> None:
-        """Tells those who watch now; Check is answered with what is true at that moment anyway."""
+        """Sends the present status to watchers; Check always reads it anew."""
         for service, status in self._state.statuses().items():
             self._servicer.set(service, status)
 
@@ -215,7 +215,7 @@ class HealthServer:
 
 
 class _Servicer(health.HealthServicer):
-    """Looks when it is asked, instead of saying what was true at the last publication."""
+    """Health servicer that reads the state at each Check instead of the last published one."""
 
     def __init__(self, state: ProcessHealth) -> None:
         super().__init__(experimental_non_blocking=True)
@@ -225,7 +225,7 @@ class _Servicer(health.HealthServicer):
             self.set(service, status)
 
     def set(self, service: str, status: int) -> None:
-        """Tells the watchers of a change, and of nothing else."""
+        """Sends watchers a status only if it has changed."""
         if self._told.get(service) != status:
             self._told[service] = status
             super().set(service, status)

@@ -1,4 +1,4 @@
-"""Protobuf messages to the engine's own types and back."""
+"""Conversion between protobuf messages and the engine's own types."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from services.common.adapters.names import check_adapter_name
 from services.common.errors import InvalidRequest
 from services.common.pb import engine_pb2 as pb
 from services.common.telemetry import tracing
-from services.engine.loop.kept_completions import Rollout
+from services.engine.loop.rollout_buffer import Rollout
 from services.engine.requests.adapter import AdapterChoice
+from services.engine.requests.conversation_session import SessionName, check_session
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.prompt_scoring import PromptScores
 from services.engine.requests.request import FinishReason, Pooling
 from services.engine.requests.sampling_params import Constraint, ConstraintKind, SamplingParams, Thinking
-from services.engine.requests.sessions import SessionName, check_session
 from services.engine.requests.submission import Submission
 from services.engine.server.errors import to_message
 
@@ -57,10 +57,10 @@ def sampling_params(message: pb.SamplingParams) -> SamplingParams:
 
 
 def constraint(message: pb.Constraint) -> Constraint:
-    """Reads what the output must look like; whether it can be compiled is for the compiler to say.
+    """Reads the constraint; the compiler checks whether it can be compiled.
 
     Raises:
-        InvalidRequest: it is of no kind, or of one that this engine does not know.
+        InvalidRequest: it has no kind that this engine knows.
     """
     param = message.param or "constraint"
     kind = message.WhichOneof("kind")
@@ -71,7 +71,7 @@ def constraint(message: pb.Constraint) -> Constraint:
 
 
 def thinking(message: pb.Thinking) -> Thinking:
-    """Reads where the reasoning ends.
+    """Reads the reasoning that the output begins in.
 
     Raises:
         InvalidRequest: the closing tokens do not close it.
@@ -82,7 +82,7 @@ def thinking(message: pb.Thinking) -> Thinking:
 
 
 def submission(message: pb.GenerateRequest, vocab_size: int) -> Submission:
-    """Reads a request. Whether it fits the context is for the loop to say; a matcher, if it needs one, is to follow.
+    """Reads a request. The loop checks whether it fits the context; a matcher, if it needs one, is added later.
 
     Raises:
         InvalidRequest: a value is out of range; ``param`` names it.
@@ -109,7 +109,7 @@ def submission(message: pb.GenerateRequest, vocab_size: int) -> Submission:
 
 
 def session_name(message: pb.SessionRef) -> SessionName:
-    """Reads which session is meant.
+    """Reads the name of a conversation session.
 
     Raises:
         InvalidRequest: no session can have this name.
@@ -147,7 +147,7 @@ def _check_ids(message: pb.GenerateRequest, sampling: SamplingParams, vocab_size
 
 
 def adapter_choice(message: pb.GenerateRequest) -> AdapterChoice:
-    """Reads the adapter reference; without one the request takes what is attached.
+    """Reads the adapter reference; without one the request gets the attached version.
 
     Raises:
         InvalidRequest: the name is malformed.
@@ -160,14 +160,14 @@ def adapter_choice(message: pb.GenerateRequest) -> AdapterChoice:
 
 
 def monotonic_deadline(message: pb.GenerateRequest) -> float | None:
-    """The deadline on this process's monotonic clock, seconds."""
+    """Deadline on this process's monotonic clock, seconds."""
     if message.deadline_unix_ms <= 0:
         return None
     return time.monotonic() + message.deadline_unix_ms / 1000 - time.time()
 
 
 def update_message(update: SequenceUpdate) -> pb.Update:
-    """What one step added to one request, for the wire."""
+    """Update of a request as a protobuf message."""
     token = update.token
     first = update.adapter is not None or update.cached_tokens is not None
     if token is not None and token.logprob is None and update.finish_reason is None and not first:
@@ -209,7 +209,7 @@ def _prompt_logprobs(scores: PromptScores) -> pb.PromptLogprobs:
 
 
 def rollout_message(rollout: Rollout) -> pb.Rollout:
-    """A remembered completion, for the wire."""
+    """Rollout as a protobuf message."""
     return pb.Rollout(
         completion_id=rollout.completion_id,
         prompt_token_ids=rollout.prompt_token_ids,

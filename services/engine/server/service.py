@@ -1,4 +1,5 @@
-"""The engine's gRPC services. One asyncio thread; the loop hands it the updates of a step with one call a stream.
+"""gRPC services of the engine. One asyncio thread; the loop hands it the updates of a step with one call for each
+stream.
 
 Nothing here computes: requests become submissions of the loop, updates become frames.
 """
@@ -38,7 +39,7 @@ _CHUNK_BYTES = 1024 * 1024
 _MAX_ADAPTER_BYTES = 4 * 1024**3
 _SYNC_SECONDS = 60.0
 _MAX_BACKLOG = 65536
-"""Updates that a stream may leave unread before it is cut off."""
+"""Most unread updates of a stream before it is closed."""
 
 log = structlog.get_logger(__name__)
 _Context: TypeAlias = "aio.ServicerContext[Any, Any]"
@@ -46,7 +47,7 @@ _Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What the services speak for."""
+    """Parts of the engine that the services use."""
 
     loop: EngineLoop
     adapters: AdapterManager
@@ -57,13 +58,13 @@ class Serving:
     model: pb.Model
     max_waiting: int
     job_id: Callable[[], str]
-    """The running training job, empty when idle."""
+    """Returns the id of the running training job, empty when idle."""
     sessions: Callable[[], tuple[str, int, int]] = lambda: ("", 0, 0)
-    """Of training: this process's instance id, open sessions and how many there may be."""
+    """Returns this process's instance id, and the number of open training sessions and of possible ones."""
 
 
 class _Stream:
-    """One client's requests and the way back to it. Called by the loop thread with the updates of a step."""
+    """Stream of one client: its requests and their updates. It is the sink that the loop thread calls."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
@@ -73,7 +74,7 @@ class _Stream:
         self._arrived = asyncio.Event()
         self._live: set[str] = set()
         self._compiling: dict[str, asyncio.Task[None]] = {}
-        """Of the live ones, those whose constraint is being compiled: the loop does not have them yet."""
+        """Live requests whose constraint is being compiled; the loop does not have them yet."""
         self._closed = False
         self._overrun = False
 
@@ -91,7 +92,7 @@ class _Stream:
         self._arrived.set()
 
     def close(self) -> None:
-        """No more submissions follow."""
+        """Records that no more submissions follow."""
         self._closed = True
         self._arrived.set()
 
@@ -101,7 +102,7 @@ class _Stream:
         self._serving.loop.abort_all(self)
 
     def submit(self, message: pb.GenerateRequest) -> None:
-        """Hands a request to the loop, when its constraint is compiled; what is wrong with it comes back as its only
+        """Hands a request to the loop once its constraint is compiled. If it is refused, the error is its only
         update."""
         name = message.request_id
         try:
@@ -118,7 +119,7 @@ class _Stream:
             self._live.add(name)
 
     async def _compile(self, asked: Submission) -> None:
-        """Hands a request to the loop once there is a matcher for it."""
+        """Compiles the constraint of a request and hands it to the loop."""
         name = asked.request_id
         try:
             matcher = await self._serving.constraints.matcher(asked.sampling)
@@ -130,18 +131,18 @@ class _Stream:
                 del self._compiling[name]
 
     def abort(self, message: pb.AbortRequest) -> None:
-        """Ends a request of this client; with keep_tokens its rollout stays, cut where the gateway ended the text."""
+        """Ends a request of this client; with keep_tokens its rollout is kept, cut where the gateway ended the text."""
         task = self._compiling.pop(message.request_id, None)
         if task is not None:
             task.cancel()
             self._step_done([SequenceUpdate(message.request_id, finish_reason=FinishReason.ABORT)])
             return
         if message.request_id in self._live or message.keep_tokens:
-            told = self if message.keep_tokens else None
-            self._serving.loop.abort(message.request_id, message.keep_tokens, told)
+            on_kept = self if message.keep_tokens else None
+            self._serving.loop.abort(message.request_id, message.keep_tokens, on_kept)
 
     async def frames(self) -> AsyncIterator[list[SequenceUpdate]]:
-        """The updates of one step after the other, until the client is done and its requests have ended.
+        """Updates of each step, until the client is done and its requests have ended.
 
         Raises:
             Unavailable: the client reads too slowly.
@@ -160,7 +161,8 @@ class _Stream:
 
 
 def _refusal(name: str, error: Exception) -> SequenceUpdate:
-    """A bug that one request meets must not end the others of its gateway: it is told as any other error."""
+    """Update for a request that could not be submitted. A bug is reported like any other error, so that it does not end
+    the gateway's other requests."""
     if not isinstance(error, TemperError):
         log.error("request could not be submitted", request=name, exc_info=error)
         error = TemperError(f"{INTERNAL_MESSAGE} ({type(error).__name__})")
@@ -180,7 +182,7 @@ async def _read(frames: AsyncIterable[pb.ClientFrame], stream: _Stream) -> None:
 
 
 class EngineService(engine_pb2_grpc.EngineServicer):
-    """temper.v1.Engine."""
+    """gRPC service temper.v1.Engine."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
@@ -268,7 +270,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
 
 class AdaptersService(adapters_pb2_grpc.AdaptersServicer):
-    """temper.v1.Adapters."""
+    """gRPC service temper.v1.Adapters."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
@@ -324,7 +326,7 @@ def make_server(
     max_message_bytes: int,
     tracer: Tracer = NO_TRACER,
 ) -> aio.Server:
-    """A server with all services, not bound yet."""
+    """gRPC server with all services, not bound yet."""
     server = aio.server(
         interceptors=[CallTraces(tracer)] if tracer.on else None,
         options=[
@@ -349,7 +351,7 @@ def bind(server: aio.Server, host: str, port: int, certificates: Certificates | 
     """Listens, with TLS if there are ``certificates``; returns the port.
 
     Raises:
-        Unavailable: the port is taken or the address is not ours.
+        Unavailable: the port is taken, or the address is not this machine's.
     """
     try:
         if certificates is None:

@@ -18,7 +18,7 @@ from services.common.errors import ForeignPage
 _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 _OWN_SITE = frozenset({"same-origin", "none", ""})
 _LOCAL_SUFFIXES = (".localhost", ".internal", ".local")
-"""Of names that nobody can register: RFC 6761, ICANN's .internal, and mDNS."""
+"""Suffixes of names that nobody can register: RFC 6761, ICANN's .internal, and mDNS."""
 
 
 class BrowserGuard:

@@ -26,13 +26,13 @@ class Caller:
 
 
 def current_caller() -> Caller | None:
-    """Of the HTTP request that this task belongs to, also after its end; None for the gateway's own work."""
+    """Caller of the HTTP request that this task belongs to, also after its end; None for the gateway's own work."""
     return _CURRENT.get()
 
 
 @contextmanager
 def working_for(caller: Caller) -> Iterator[None]:
-    """In the block, and in the tasks that it starts."""
+    """Sets the caller in the block and in the tasks that it starts."""
     token = _CURRENT.set(caller)
     try:
         yield

@@ -34,18 +34,17 @@ BATCHES = scripts.Space(
     BATCH,
     settled_by_owner=True,
 )
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 MESSAGES: Final = "/v1/messages"
 """The endpoint of Anthropic's message batches, which are made, named and listed apart from OpenAI's."""
 Kind = Literal["batch", "msgbatch"]
-"""Of a batch: what its id begins with."""
+"""Kind of a batch: what its id begins with."""
 Stage = Literal["validating", "in_progress", "finalizing"]
 Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"]
 EXPIRED = "expired"
 """The one state that a training job does not have."""
 NOW = "@first"
-"""As the value of a stage's field: the present time, unless an earlier attempt wrote one."""
+"""Value of a stage's field that stands for the present time, unless an earlier attempt wrote one."""
 _ENDS: Mapping[str, Status] = {
     JobState.SUCCEEDED: "completed",
     JobState.FAILED: "failed",
@@ -53,7 +52,7 @@ _ENDS: Mapping[str, Status] = {
     EXPIRED: "expired",
 }
 _FIRST_SCHEMA = 1
-"""Of OpenAI's batches, which have not changed since the first release: it may go on with them."""
+"""Schema of OpenAI's batches, which have not changed since the first release: it may go on with them."""
 _FIELDS = (
     "id",
     "state",
@@ -111,7 +110,7 @@ class LineError(StrictModel):
     code: str
     message: str
     line: int | None = None
-    """From 1; None: the file as a whole."""
+    """Line of the file, from 1; None: the file as a whole."""
     param: str | None = None
 
 
@@ -132,7 +131,7 @@ class Batch(StrictModel):
     completed: int
     failed: int
     canceled: int = 0
-    """Of a message batch, like ``expired``; those of another count as failed."""
+    """Count of canceled requests of a message batch, like ``expired``; those of another count as failed."""
     expired: int = 0
     errors: list[LineError]
     output_file_id: str | None
@@ -393,7 +392,7 @@ def _idempotency(owner: str, key: str) -> str:
 
 
 def request_sha(spec: BatchSpec) -> str:
-    """Of the request that a spec was made of: what an idempotency key stands for."""
+    """Digest of the request that a spec was made of: what an idempotency key stands for."""
     said = spec.model_dump(mode="json", exclude=None if spec.digest is None else {"input_file_id"})
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""From exceptions to error bodies, in one place.
+"""Error bodies: what each exception becomes, in one place.
 
 Every answer that is not a success has OpenAI's form `{"error": {"message", "type", "param", "code"}}`; under
 /v1/messages it has Anthropic's, `{"type": "error", "error": {"type", "message", "details"}}`.

@@ -135,7 +135,7 @@ class FileStore:
         return info
 
     def ids(self, owner: str) -> Ids:
-        """Of all files of an owner, oldest first; some may be gone when they are read."""
+        """Ids of all files of an owner, oldest first; some may be gone when they are read."""
         return [name for name in self._store.list_dirs(f"{_ROOT}/{key_of(owner)}/") if _ID.fullmatch(name)]
 
     def piece(self, owner: str, info: FileInfo, number: int) -> bytes:

@@ -54,7 +54,7 @@ class LoopHistogram(Collector):
         return found
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
-        """For the registry."""
+        """Collects the samples for the registry."""
         family = HistogramMetricFamily(self._name, self._documentation, labels=self.label_names)
         for values, series in tuple(self._series.items()):
             family.add_metric(values, series.buckets(), series.sum)
@@ -68,7 +68,8 @@ class LoopSeries:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._traced: list[tuple[float, str, float] | None] = [None] * len(self._counts)
-        """For each bucket, the newest value of a trace that is kept, that trace's context, and when it was."""
+        """Exemplars: for each bucket the newest value of a trace that is kept, that trace's context, and when it
+        was."""
         self.sum = 0.0
 
     def observe(self, value: float, traceparent: str = "") -> None:

@@ -181,6 +181,6 @@ class GatewayMetrics:
         )
 
     def latencies(self, model: str, *, stream: bool) -> Latencies:
-        """Of a request to this served model."""
+        """Latencies of a request to this served model."""
         labels = (model, "true" if stream else "false")
         return Latencies(self.ttft.labels(*labels), self.itl.labels(*labels), self.e2e.labels(*labels))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import re
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Protocol, Self
 
 from pydantic_core import to_json
@@ -23,32 +25,31 @@ def event(data: Any, *, name: str | None = None, event_id: str | None = None) ->
     return head.encode() + b"data: " + to_json(data, inf_nan_mode="null") + b"\n\n"
 
 
-class EventTemplate:
-    """An event whose chunks differ in a few values only: all else is encoded once.
+class ChunkTemplate:
+    """The events of a stream that differ in a few values only: all else is encoded once.
 
     Args:
-        data: the payload with a mark of ``marks`` in the place of each value, in their order.
-        marks: strings that occur nowhere else in it.
-        name: of the event.
+        write: encodes such an event from its values, by the same code as any other event of the stream. It is called
+            once, with marks in the place of the values.
+        values: how many there are. A value may occur more than once.
     """
 
-    def __init__(self, data: Any, marks: Sequence[str], *, name: str | None = None) -> None:
-        rest = event(data, name=name)
-        self._pieces: list[bytes] = []
-        for mark in marks:
-            before, found, rest = rest.partition(b'"' + mark.encode() + b'"')
-            if not found:
-                raise ValueError(f"the event does not contain the mark {mark!r} after the ones before it")
-            self._pieces.append(before)
-        self._tail = rest
+    def __init__(self, write: Callable[..., bytes], values: int) -> None:
+        marks = [uuid.uuid4().hex.encode() for _ in range(values)]
+        head, *parts = re.split(b'"(' + b"|".join(marks) + b')"', write(*(mark.decode() for mark in marks)))
+        found = [marks.index(mark) for mark in parts[::2]]
+        if set(found) != set(range(values)):
+            raise ValueError("the event does not contain each of its values")
+        self._head = head
+        self._parts = [*zip(found, parts[1::2], strict=True)]
 
     def fill(self, *values: Any) -> bytes:
         """The event with these values."""
-        parts: list[bytes] = []
-        for piece, value in zip(self._pieces, values, strict=True):
-            parts += (piece, to_json(value, inf_nan_mode="null"))
-        parts.append(self._tail)
-        return b"".join(parts)
+        encoded = [to_json(value, inf_nan_mode="null") for value in values]
+        pieces = [self._head]
+        for number, piece in self._parts:
+            pieces += (encoded[number], piece)
+        return b"".join(pieces)
 
 
 class Events(Protocol):

@@ -61,7 +61,7 @@ class Channels:
 
     @property
     def fingerprint(self) -> str:
-        """Of what a channel that is opened now would present; empty without TLS."""
+        """Fingerprint of what a channel that is opened now would present; empty without TLS."""
         return "" if self.certificates is None else self.certificates.current.fingerprint
 
     def open(self, address: str) -> aio.Channel:

@@ -63,7 +63,7 @@ class CircuitBreaker:
         self._failures = 0
         self._last_failure = float("-inf")
         self._openings = 0
-        """In a row, without a request that was finished in between."""
+        """Openings in a row, without a request that was finished in between."""
         self._open_until: float | None = None
         """None: closed."""
         self._probe: str | None = None
@@ -71,7 +71,7 @@ class CircuitBreaker:
 
     @property
     def state(self) -> BreakerState:
-        """As of now."""
+        """State as of now."""
         if self._open_until is None:
             return BreakerState.CLOSED
         return BreakerState.OPEN if self._clock() < self._open_until else BreakerState.HALF_OPEN

@@ -78,7 +78,7 @@ class EngineClient:
         self.status: engine_pb2.EngineStatus | None = None
         self.last_error = "not connected yet"
         self.instance = ""
-        """Of the engine's process, as last heard: training sessions are named after it."""
+        """Identity of the engine's process, as last heard: training sessions are named after it."""
         self.away_since: float | None = None
         """Loop time at which the connection was lost; None: it never was there, or it is."""
         self.leaving_since: float | None = None

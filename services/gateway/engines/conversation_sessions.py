@@ -140,7 +140,7 @@ class HistoryRouter:
             raise _unknown(session)
 
     async def export(self, session: engine_pb2.SessionRef) -> AsyncIterator[bytes]:
-        """Its file in pieces, the first of which is there.
+        """Exports a session: its file in pieces, the first of which is there.
 
         Raises:
             NotFound, Unavailable: as ``get``; the latter also while the pieces are read.

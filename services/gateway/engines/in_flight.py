@@ -16,7 +16,7 @@ class Sent:
     index: int
     inbox: Inbox
     adapter: str
-    """That it names; empty: none."""
+    """Adapter that the request names; empty: none."""
     prefill: int
     """Prompt tokens to compute before the first of its answer; 0 from there on."""
     predicted: Prediction | None
@@ -56,7 +56,7 @@ class Outstanding:
         sent.begun, sent.prefill = True, 0
 
     def remove(self, request_id: str) -> bool:
-        """It has ended; False if it is not in the books."""
+        """Forgets a request that has ended; False if it is not known."""
         sent = self._sent.pop(request_id, None)
         if sent is None:
             return False

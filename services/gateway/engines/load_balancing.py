@@ -35,9 +35,9 @@ class Route:
     chain: tuple[bytes, ...]
     """Hashes of the prompt's blocks."""
     tokens: int
-    """Of the prompt."""
+    """Number of tokens of the prompt."""
     adapter: str
-    """As ``named_adapter`` says."""
+    """Adapter as ``named_adapter`` finds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class Affinity:
     """What a client says about where its request belongs."""
 
     session: str | None = None
-    """Its requests go to one engine."""
+    """Session, whose requests go to one engine."""
     cache_key: str | None = None
-    """Its requests probably begin alike."""
+    """Key of requests that probably begin alike."""
     owner: str = ""
     """Whose session it is: others may have one of the same name."""
 

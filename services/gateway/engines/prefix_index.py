@@ -14,7 +14,8 @@ from hashlib import blake2b
 
 BLOCK_TOKENS = 64
 _MOST_BLOCKS = 1024
-"""Of a prompt. Who has 65,536 tokens of it is the right engine, and the cost of finding out is bounded."""
+"""Most blocks that are looked up of a prompt. Who has 65,536 tokens of it is the right engine, and the cost of finding
+out is bounded."""
 _TOKEN_BYTES = array("I").itemsize
 _HASH_BYTES = 8  # two prompts that meet by accident (one in 10**9 pairs of a full index) cost a routing, nothing else
 
@@ -44,7 +45,7 @@ class Prediction:
 
     chain: tuple[bytes, ...]
     time: int
-    """Of its routing, on the index's own clock, which counts prompts."""
+    """Time of its routing, on the index's own clock, which counts prompts."""
     certain: int
     """Blocks of it that contain a hit which the engine has told before: it will be hit again, if it is still there."""
 

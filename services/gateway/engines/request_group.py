@@ -24,7 +24,7 @@ _PAUSE = 0.2
 """Before the engine that has just refused is asked again; doubled each time."""
 _LONGEST_PAUSE = 2.0
 _KEEP_SECONDS = 5.0
-"""For which an answer whose text has ended waits for the engine to say that it has the rollout."""
+"""Seconds for which an answer whose text has ended waits for the engine to say that it keeps the rollout."""
 _KEPT = engine_pb2.Update(kept=True)
 
 
@@ -83,7 +83,7 @@ class Exchange:
         self._at: dict[int, EngineClient] = {}
         self._attempts = [0] * len(requests)
         self._tried: list[frozenset[EngineClient]] = [frozenset()] * len(requests)
-        """That have refused the request, or were lost with it."""
+        """Engines that have refused the request, or were lost with it."""
         self._begun: set[int] = set()
         self._open = set(range(len(requests)))
         self._keeping: dict[int, asyncio.TimerHandle] = {}
@@ -169,7 +169,7 @@ class Exchange:
         return DeadlineExceeded(f"the request was not finished within {self._settings.request_timeout_seconds:g} s")
 
     def _route(self, index: int) -> Route:
-        """Of a request; the choices of one prompt share it, for the hashes of a long one take a millisecond."""
+        """Route of a request; the choices of one prompt share it, for the hashes of a long one take a millisecond."""
         number = index * len(self._prompts) // len(self._requests)
         if number not in self._routes:
             self._routes[number] = route_of(self._requests[index], self._prompts[number], self._affinity)

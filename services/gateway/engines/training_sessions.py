@@ -21,7 +21,7 @@ from services.gateway.engines.client import EngineClient
 _OPEN_SECONDS = 125.0
 _CALL_SECONDS = 30.0
 _POLL_SECONDS = 10.0
-"""Of one Wait: a stopping gateway is noticed between two."""
+"""Longest duration of one Wait: a stopping gateway is noticed between two."""
 _RETRY_PAUSE = 0.3
 
 

@@ -79,8 +79,8 @@ class Inbox:
         return waiting.index, waiting.item
 
     def expire_at(self, when: float) -> None:
-        """From this moment of the event loop's clock on, get() does not wait. One timer for the whole exchange: a
-        timeout a token would cost more than the token."""
+        """Ends waiting: from this moment of the event loop's clock on, get() does not wait. One timer for the whole
+        exchange: a timeout a token would cost more than the token."""
         self._timer = asyncio.get_running_loop().call_at(when, self._expire)
 
     def close(self) -> None:

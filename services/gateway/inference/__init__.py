@@ -1,1 +1,1 @@
-"""From a parsed request to engine requests and back to text. Knows no HTTP."""
+"""Inference: a parsed request becomes engine requests, and their tokens text. Knows no HTTP."""

@@ -1,4 +1,4 @@
-"""From the body of a chat to what is sent to the engines; every API that is a chat underneath goes this way."""
+"""Chats: a body becomes what is sent to the engines; every API that is a chat underneath goes this way."""
 
 from __future__ import annotations
 

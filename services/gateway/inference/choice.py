@@ -88,7 +88,7 @@ class Choice:
     _last_update: float = field(default_factory=time.monotonic)
     _end: TokenLogprob | None = None
     _unsure: Unsure = field(default_factory=Unsure)
-    """With stops in a chat: what may turn out to be behind one."""
+    """Text that may turn out to be behind a stop string of a chat."""
 
     def reads(self, update: engine_pb2.Update) -> bool:
         """Takes what an update says of the prompt; whether it says nothing else."""
@@ -172,7 +172,7 @@ class Choice:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Those of them whose text is reasoning; the tags around it do not count."""
+        """Number of tokens whose text is reasoning; the tags around it do not count."""
         span = None if self.parser is None else self.parser.reasoning
         if span is None:
             return 0

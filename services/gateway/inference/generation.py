@@ -123,7 +123,7 @@ class Generation:
         end_think, call = (served.vocabulary.markup.get(tag) for tag in (END_THINK, OPEN))
         kept_as = None if self._affinity.history is None else session_of(self._affinity.history)
         self._reasons: list[str] = []
-        """Of the choices that have ended."""
+        """Finish reasons of the choices that have ended."""
         self.choices: list[Choice] = []
         self._requests: list[engine_pb2.GenerateRequest] = []
         for index in range(total):
@@ -184,7 +184,7 @@ class Generation:
         return self._choices_per_prompt
 
     def prompt_scores(self, choice: Choice) -> PromptScores:
-        """Of a choice's prompt, once all is said of it; of a stream's, once the choice has begun."""
+        """Scores of a choice's prompt, once all is said of it; of a stream's, once the choice has begun."""
         if choice.prompt_scores.logprobs:
             return choice.prompt_scores
         return self.choices[choice.index - choice.index % self._choices_per_prompt].prompt_scores
@@ -267,7 +267,7 @@ class Generation:
 
 
 def _attributes(body: SamplingFields, operation: str, response_id: str, choices: int) -> dict[str, tracing.Value]:
-    """Of a span of inference, by the names of OpenTelemetry's conventions for generative AI, 0.66b:
+    """Attributes of a span of inference, by the names of OpenTelemetry's conventions for generative AI, 0.66b:
     https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/."""
     asked: dict[str, tracing.Value | None] = {
         "gen_ai.operation.name": operation,

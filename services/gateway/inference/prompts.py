@@ -1,4 +1,4 @@
-"""From the prompt of a request to token ids, off the event loop when it is long."""
+"""Prompts: text becomes token ids, off the event loop when it is long."""
 
 from __future__ import annotations
 

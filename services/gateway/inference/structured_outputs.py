@@ -1,4 +1,4 @@
-"""From what a request demands of its answer to the message that makes the engine enforce it."""
+"""Structured outputs: what a request demands of its answer becomes the message that makes the engine enforce it."""
 
 from __future__ import annotations
 

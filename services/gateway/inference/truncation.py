@@ -9,7 +9,7 @@ from services.gateway.inference.context import InferenceContext
 from services.gateway.protocol.chat.request import ChatRequest, Message
 
 _ANSWER_SHARE = 4
-"""Of the context; so much is kept free for an answer whose length is not limited."""
+"""One in so many tokens of the context; so much is kept free for an answer whose length is not limited."""
 
 
 async def truncated(context: InferenceContext, chat: ChatRequest) -> ChatRequest:

@@ -16,7 +16,7 @@ from services.gateway.auth.audit_log import AuditLog
 from services.gateway.auth.browsers import BrowserGuard
 from services.gateway.auth.caller import Caller, working_for
 from services.gateway.auth.principal import EVERYBODY, INTERNAL, NOBODY, Principal
-from services.gateway.auth.route_permissions import RULE, UNKNOWN, Rule, RuleBook
+from services.gateway.auth.route_permissions import PERMISSION, UNKNOWN, Permission, PermissionTable
 from services.gateway.core.admission import Admission
 from services.gateway.core.errors import response_of
 from services.gateway.core.metrics import GatewayMetrics
@@ -35,7 +35,7 @@ class Access:
         keys: the valid keys; None: everybody may do everything.
         quotas: limits of the callers.
         audit: where calls that change something are written.
-        rules: what routes ask for.
+        permissions: what routes ask for.
         metrics: refusals.
         browsers: asked where there are no keys.
         admission: places for completions in flight.
@@ -48,7 +48,7 @@ class Access:
         keys: KeyRing | None,
         quotas: Quotas,
         audit: AuditLog,
-        rules: RuleBook,
+        permissions: PermissionTable,
         metrics: GatewayMetrics,
         browsers: BrowserGuard,
         admission: Admission,
@@ -59,18 +59,18 @@ class Access:
         self._admission = admission
         self._quotas = quotas
         self._audit = audit
-        self._rules = rules
+        self._permissions = permissions
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        rule, params = self._rules.find(scope["method"], scope["path"])
-        scope[RULE] = rule
+        permission, params = self._permissions.find(scope["method"], scope["path"])
+        scope[PERMISSION] = permission
         exchange = _Exchange(send)
         try:
-            await self._admit(scope, rule, exchange, receive)
+            await self._admit(scope, permission, exchange, receive)
         except Exception:
             exchange.failed()
             raise
@@ -78,31 +78,33 @@ class Access:
             if exchange.caller is not None:
                 exchange.caller.grant.release()
                 exchange.caller.deadline = None
-            if rule.audited:
-                self._write_audit(scope, rule, params, exchange)
+            if permission.audited:
+                self._write_audit(scope, permission, params, exchange)
 
-    async def _admit(self, scope: Scope, rule: Rule, exchange: _Exchange, receive: Receive) -> None:
+    async def _admit(self, scope: Scope, permission: Permission, exchange: _Exchange, receive: Receive) -> None:
         headers = Headers(scope=scope)
         state = scope.setdefault("state", {})
         state["principal"] = NOBODY
         try:
             if self._keys is None and INTERNAL not in scope:
                 self._browsers.check(scope, headers)
-            principal = state["principal"] = self._principal(scope, rule, headers)
-            _check_scope(rule, principal, self._metrics)
-            caller = Caller(principal, Grant(self._quotas, principal.id, principal.limits), _deadline(rule, headers))
-            _check_idempotency(rule, headers)
+            principal = state["principal"] = self._principal(scope, permission, headers)
+            _check_scope(permission, principal, self._metrics)
+            caller = Caller(
+                principal, Grant(self._quotas, principal.id, principal.limits), _deadline(permission, headers)
+            )
+            _check_idempotency(permission, headers)
             exchange.caller = caller
             await caller.grant.acquire()
-            _check_room(rule, self._admission)
+            _check_room(permission, self._admission)
         except TemperError as error:
             await _refuse(scope, receive, exchange, headers, error)
             return
         with working_for(caller):
             await self._app(scope, receive, exchange.send)
 
-    def _principal(self, scope: Scope, rule: Rule, headers: Headers) -> Principal:
-        if rule.public:
+    def _principal(self, scope: Scope, permission: Permission, headers: Headers) -> Principal:
+        if permission.public:
             return NOBODY
         if INTERNAL in scope:
             owner = str(scope[INTERNAL].owner)
@@ -118,13 +120,15 @@ class Access:
             )
         return self._keys.authenticate(key)
 
-    def _write_audit(self, scope: Scope, rule: Rule, params: Mapping[str, str], exchange: _Exchange) -> None:
+    def _write_audit(
+        self, scope: Scope, permission: Permission, params: Mapping[str, str], exchange: _Exchange
+    ) -> None:
         state, client = scope["state"], scope.get("client")
         principal: Principal = state["principal"]
         target = ", ".join([*params.values(), *state.get("audit_targets", ())]) or exchange.location
         self._audit.write(
             principal=None if principal is NOBODY else principal.id,
-            action=rule.route,
+            action=permission.route,
             target=target,
             status=exchange.status,
             request_id=str(state.get("request_id", "")),
@@ -144,7 +148,8 @@ class _Exchange:
         self.started = False
 
     def failed(self) -> None:
-        """By a bug: what stands around answers with 500, if nothing has been answered yet."""
+        """Counts a request that failed by a bug: the middleware around answers with 500, if nothing has been answered
+        yet."""
         if not self.started:
             self.status = 500
 
@@ -171,29 +176,34 @@ async def _refuse(scope: Scope, receive: Receive, exchange: _Exchange, headers: 
     await response(scope, receive, exchange.send)
 
 
-def _check_scope(rule: Rule, principal: Principal, metrics: GatewayMetrics) -> None:
-    if rule.public or not rule.scopes.isdisjoint(principal.scopes):
+def _check_scope(permission: Permission, principal: Principal, metrics: GatewayMetrics) -> None:
+    if permission.public or not permission.scopes.isdisjoint(principal.scopes):
         return
     metrics.auth_refusals.labels("scope").inc()
-    needed = " or ".join(sorted(rule.scopes))
-    raise Forbidden(f"the API key {principal.id} lacks the scope {needed}, which {_named(rule)} needs")
+    needed = " or ".join(sorted(permission.scopes))
+    raise Forbidden(f"the API key {principal.id} lacks the scope {needed}, which {_named(permission)} needs")
 
 
-def _named(rule: Rule) -> str:
-    return "every route" if rule is UNKNOWN else rule.route
+def _named(permission: Permission) -> str:
+    return "every route" if permission is UNKNOWN else permission.route
 
 
-def _check_idempotency(rule: Rule, headers: Mapping[str, str]) -> None:
-    if "idempotency-key" in headers and not rule.idempotent and not rule.route.startswith(("GET ", UNKNOWN.route)):
+def _check_idempotency(permission: Permission, headers: Mapping[str, str]) -> None:
+    if (
+        "idempotency-key" in headers
+        and not permission.idempotent
+        and not permission.route.startswith(("GET ", UNKNOWN.route))
+    ):
         raise InvalidRequest(
-            f"{rule.route} keeps no answers to repeat, so it cannot honour an Idempotency-Key: leave the header out",
+            f"{permission.route} keeps no answers to repeat, so it cannot honour an Idempotency-Key: leave the "
+            "header out",
             param="idempotency-key",
         )
 
 
-def _deadline(rule: Rule, headers: Mapping[str, str]) -> float | None:
+def _deadline(permission: Permission, headers: Mapping[str, str]) -> float | None:
     text = headers.get(TIMEOUT_HEADER)
-    if text is None or not rule.generates:
+    if text is None or not permission.generates:
         return None
     try:
         seconds = float(text)
@@ -204,8 +214,8 @@ def _deadline(rule: Rule, headers: Mapping[str, str]) -> float | None:
     return time.monotonic() + seconds
 
 
-def _check_room(rule: Rule, admission: Admission) -> None:
-    if rule.generates and admission.full:
+def _check_room(permission: Permission, admission: Admission) -> None:
+    if permission.generates and admission.full:
         raise Overloaded(
             f"{admission.taken} completions are in flight, which is the limit: try again shortly",
             retry_after=1.0,

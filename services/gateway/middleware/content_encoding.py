@@ -65,7 +65,7 @@ _OF_CODED_BODIES = frozenset({b"content-encoding", b"content-length"})
 
 
 def _codings(scope: Scope) -> list[str]:
-    """In the order in which they were applied."""
+    """Codings of the body, in the order in which they were applied."""
     listed = ",".join(Headers(scope=scope).getlist("content-encoding")).lower().split(",")
     return [coding for part in listed if (coding := part.strip()) not in ("", "identity")]
 
@@ -109,7 +109,8 @@ def _gzip(_: int) -> _Frame:
 
 
 def _deflate(first: int) -> _Frame:
-    """With zlib's wrapper, as RFC 9110, 8.4.1.2 has it, or without, as some clients have always sent it."""
+    """Decoder of deflate: with zlib's wrapper, as RFC 9110, 8.4.1.2 has it, or without, as some clients have always
+    sent it."""
     wrapped = first & 0x0F == zlib.DEFLATED and first >> 4 <= 7
     return _ZlibFrame(zlib.MAX_WBITS if wrapped else -zlib.MAX_WBITS)
 

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.telemetry import tracing
 from services.common.telemetry.tracing import NO_SPAN, NO_TRACER, Span, Tracer
 from services.gateway.auth.principal import NOBODY
-from services.gateway.auth.route_permissions import RULE, UNKNOWN
+from services.gateway.auth.route_permissions import PERMISSION, UNKNOWN
 from services.gateway.core.errors import CLIENT_CLOSED_REQUEST, error_payload, in_anthropic_form
 from services.gateway.core.metrics import GatewayMetrics
 
@@ -117,8 +117,8 @@ def _route(scope: Scope) -> str:
     """Template of the request's path: that of its rule where it was refused before the router saw it."""
     if (path := getattr(scope.get("route"), "path", None)) is not None:
         return str(path)
-    rule = scope.get(RULE, UNKNOWN)
-    return "unmatched" if rule is UNKNOWN else rule.path
+    permission = scope.get(PERMISSION, UNKNOWN)
+    return "unmatched" if permission is UNKNOWN else permission.path
 
 
 async def _send_internal_error(send: Send, route: str) -> None:

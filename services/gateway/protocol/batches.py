@@ -10,7 +10,7 @@ from services.gateway.core.batch_queue import Batch, BatchSpec, Endpoint, LineEr
 from services.gateway.protocol.fields.base import RequestModel
 
 EXPIRY_SECONDS = (3600, 30 * 86_400)
-"""Of expires_after: as at OpenAI."""
+"""Bounds of expires_after: as at OpenAI."""
 MetadataKey = Annotated[str, Field(min_length=1, max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 _WINDOW_SECONDS = 86_400
@@ -28,13 +28,13 @@ class BatchRequest(RequestModel):
     """A file of requests, to be answered within a day."""
 
     input_file_id: str = Field(min_length=1, max_length=64)
-    """Of a file with the purpose "batch": a line is `{"custom_id", "method": "POST", "url", "body"}`."""
+    """Id of a file with the purpose "batch": a line is `{"custom_id", "method": "POST", "url", "body"}`."""
     endpoint: Endpoint
     """The `url` of every line."""
     completion_window: Literal["24h"]
     metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=16)
     output_expires_after: ExpiresAfter | None = None
-    """For the files with the results; default: they stay."""
+    """Expiry of the files with the results; default: they stay."""
 
     def spec(self, owner: str) -> BatchSpec:
         """What the queue takes."""

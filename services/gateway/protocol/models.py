@@ -20,7 +20,7 @@ class ModelObject(BaseModel):
     root: str
     """The checkpoint's name, or "adapter@version"."""
     parent: str | None
-    """Of an adapter, the base model."""
+    """Parent of an adapter, the base model."""
     max_model_len: int | None
     """Tokens of prompt and answer together; null before an engine was reached."""
     adapter: str | None

@@ -109,7 +109,7 @@ class Embedding(Answer):
 
     object: Literal["embedding"]
     index: int
-    """Of its input."""
+    """Index of its input."""
     embedding: list[float] | str
     """Numbers, or base64."""
     adapter: str | None
@@ -131,19 +131,19 @@ class Score(Answer):
 
     object: Literal["score"]
     index: int
-    """Of its completion."""
+    """Index of its completion."""
     logprob: float
-    """Of all its tokens together: the sum of token_logprobs."""
+    """Log-probability of all its tokens together: the sum of token_logprobs."""
     tokens: int
     """How many it has."""
     is_greedy: bool
     """No other token was likelier in any place: greedy sampling would have said the same."""
     token_logprobs: list[float | None]
-    """Of each token; null for one that has nothing before it."""
+    """Log-probability of each token; null for one that has nothing before it."""
     ranks: list[int | None]
     """1: no other token was likelier there."""
     top_token_ids: list[list[int]] | None = None
-    """With top_logprobs: the likeliest tokens in each place, most likely first."""
+    """Likeliest tokens in each place, most likely first. With top_logprobs."""
     top_logprobs: list[list[float]] | None = None
     """Theirs."""
     token_ids: list[int] | None = None

@@ -28,22 +28,22 @@ class SessionObject(BaseModel):
     id: str
     object: Literal["session"] = "session"
     tokens: int
-    """Of the longest history that is kept."""
+    """Tokens of the longest history that is kept."""
     requests: int
-    """That have ended there."""
+    """Requests that have ended there."""
     adapter: str | None
-    """Of the last request; null: the model without adapter."""
+    """Adapter of the last request; null: the model without adapter."""
     created_at: int
     """Seconds since 1970."""
     used_at: int
     expires_at: int
     """When it is no longer kept before other things."""
     saved: bool
-    """Its whole history is on disk or in the object store."""
+    """Whether the whole history is on disk or in the object store."""
     bytes: dict[str, int]
-    """Of its history, by tier: "device", "host", "disk", "store"."""
+    """Bytes of its history, by tier: "device", "host", "disk", "store"."""
     engine: str
-    """That keeps it, as `usage.session` names it."""
+    """Engine that keeps the session, as `usage.session` names it."""
 
     @classmethod
     def of(cls, history: histories_pb2.History, engine: str) -> SessionObject:

@@ -25,9 +25,9 @@ class TokenizeRequest(RequestModel):
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
     tools: Annotated[list[OfferedTool], Field(max_length=128)] | None = None
     add_generation_prompt: bool | None = None
-    """As in a chat completion: default true, or false with continue_final_message."""
+    """Same as in a chat completion: default true, or false with continue_final_message."""
     continue_final_message: bool | None = None
-    """As in a chat completion."""
+    """Same as in a chat completion."""
     chat_template_kwargs: JsonObject | None = None
     """Variables of the chat template, e.g. {"enable_thinking": true}."""
     add_special_tokens: bool | None = None
@@ -74,7 +74,7 @@ class DetokenizeRequest(RequestModel):
     """Tokens."""
 
     model: str | None = Field(None, min_length=1, max_length=256)
-    """As in /tokenize."""
+    """Same as in /tokenize."""
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
@@ -88,7 +88,7 @@ class TokenizeAnswer(BaseModel):
     """Tokens of prompt and completion together that the model takes."""
     tokens: list[int]
     token_strs: list[str] | None
-    """With return_token_strs."""
+    """Text of each token; with return_token_strs."""
 
 
 class DetokenizeAnswer(BaseModel):

@@ -164,7 +164,7 @@ def _now() -> int:
 
 
 def _duration(microseconds: int) -> str:
-    """As OpenAI writes it: 20ms, 1.5s, 6m0s; rounded up."""
+    """Duration as OpenAI writes it: 20ms, 1.5s, 6m0s; rounded up."""
     milliseconds = -(-microseconds // 1000)
     if milliseconds < 1000:
         return f"{milliseconds}ms"

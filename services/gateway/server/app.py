@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import structlog
 from fastapi import FastAPI
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import Scope
+from starlette.types import Lifespan, Scope
 
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import InvalidRequest
@@ -19,47 +20,28 @@ from services.common.queue.job_queue import JobQueue
 from services.common.security.tls import Certificates, TlsFiles
 from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.tracing import open_tracer
-from services.gateway.api.adapters import routes as adapters
-from services.gateway.api.adapters import version_routes as adapter_tools
 from services.gateway.api.adapters.dependencies import AdapterServices
-from services.gateway.api.base import docs
 from services.gateway.api.base.dependencies import provide
 from services.gateway.api.base.idempotency import Idempotency, RedisRecords
-from services.gateway.api.base.openapi import describe_bounds
-from services.gateway.api.base.openapi_examples import describe_examples
-from services.gateway.api.batches import file_routes as files
-from services.gateway.api.batches import routes as batches
+from services.gateway.api.base.openapi import whole_bounds
+from services.gateway.api.base.openapi_examples import add_examples
 from services.gateway.api.batches.dependencies import BatchServices, BatchStores, open_batching
 from services.gateway.api.batches.worker import BatchWorker
-from services.gateway.api.chat_completions import routes as chat
-from services.gateway.api.chat_completions import stored_routes as stored_chats
-from services.gateway.api.completions import routes as completions
-from services.gateway.api.health import routes as health
 from services.gateway.api.health.gauges import HealthServices
 from services.gateway.api.health.queue_gauges import QueueWatch
-from services.gateway.api.messages import batch_routes as message_batches
-from services.gateway.api.messages import routes as messages
-from services.gateway.api.models import routes as models
-from services.gateway.api.models import tokenize
-from services.gateway.api.pooling import embeddings
-from services.gateway.api.pooling import score as scores
-from services.gateway.api.responses import conversation_routes as conversations
-from services.gateway.api.responses import routes as responses
 from services.gateway.api.responses.background import BackgroundResponses
 from services.gateway.api.responses.dependencies import ResponseServices
 from services.gateway.api.responses.store.best_effort import Shelf
 from services.gateway.api.responses.store.documents import DocumentStore
 from services.gateway.api.responses.store.store import ResponseStore
-from services.gateway.api.sessions import routes as conversation_sessions
-from services.gateway.api.training import routes as training
+from services.gateway.api.surfaces import API
 from services.gateway.api.training.dependencies import TrainingServices
-from services.gateway.api.training_sessions import routes as training_sessions
 from services.gateway.api.training_sessions.dependencies import TrainingSessionServices
 from services.gateway.auth.api_keys import KeyRing
 from services.gateway.auth.audit_log import AuditLog
 from services.gateway.auth.browsers import BrowserGuard
-from services.gateway.auth.openapi import describe_keys
-from services.gateway.auth.route_permissions import RULE, Rule, RuleBook
+from services.gateway.auth.openapi import add_keys
+from services.gateway.auth.route_permissions import PERMISSION, Permission, PermissionTable
 from services.gateway.core.admission import Admission
 from services.gateway.core.client_disconnect import cancel
 from services.gateway.core.errors import install_error_handlers
@@ -176,7 +158,9 @@ def create_app(
         background.start()
         await quotas.start()
         following = None if keys is None else asyncio.create_task(keys.follow(settings.api_keys_poll_seconds))
-        worker = app.state.batch_worker = BatchWorker(app, inference, batch_stores, threads, lifecycle)
+        worker = app.state.batch_worker = BatchWorker(
+            app, inference, batch_stores, threads, lifecycle, endpoints=batch_models
+        )
         worker.start()
         log.info("gateway started", engines=settings.engines, model=settings.served_model_name)
         try:
@@ -199,39 +183,14 @@ def create_app(
             await asyncio.to_thread(tracer.close)
             log.info("gateway stopped")
 
-    app = FastAPI(
-        title="Temper",
-        description=_DESCRIPTION,
-        version="1",
-        lifespan=lifespan,
-        redirect_slashes=False,
-        docs_url=None,
-        redoc_url=None,
+    batch_models = {path: model for routes in API for path, model in routes.batch_models.items()}
+    permissions = PermissionTable(
+        [permission for routes in API for permission in routes.permissions], metrics_public=settings.metrics_public
     )
+    app = _Application(lifespan, permissions, needs_keys=keys is not None)
     install_error_handlers(app)
-    for resource in (
-        chat,
-        stored_chats,
-        completions,
-        embeddings,
-        scores,
-        responses,
-        conversations,
-        messages,
-        message_batches,
-        tokenize,
-        models,
-        adapter_tools,
-        adapters,
-        training,
-        training_sessions,
-        conversation_sessions,
-        files,
-        batches,
-        docs,
-        health,
-    ):
-        app.include_router(resource.routes)
+    for routes in API:
+        app.include_router(routes.router)
     # The last one stands outermost.
     app.add_middleware(
         BodyMemory,
@@ -242,16 +201,12 @@ def create_app(
     )
     app.add_middleware(BodyLimit, limit=_body_limit(settings))
     app.add_middleware(BodyDecoding, limit=_body_limit(settings))
-    rules = RuleBook(metrics_public=settings.metrics_public)
-    describe_bounds(app)
-    describe_examples(app)
-    describe_keys(app, rules, needed=keys is not None)
     app.add_middleware(
         Access,
         keys=keys,
         quotas=quotas,
         audit=audit,
-        rules=rules,
+        permissions=permissions,
         metrics=metrics,
         browsers=BrowserGuard(settings.hosts, settings.cors_origins),
         admission=admission,
@@ -269,11 +224,43 @@ def create_app(
     return app
 
 
+class _Application(FastAPI):
+    """The application with the description of its API.
+
+    Args:
+        permissions: of its routes.
+        needs_keys: callers need an API key.
+    """
+
+    def __init__(self, lifespan: Lifespan[FastAPI], permissions: PermissionTable, *, needs_keys: bool) -> None:
+        super().__init__(
+            title="Temper",
+            description=_DESCRIPTION,
+            version="1",
+            lifespan=lifespan,
+            redirect_slashes=False,
+            openapi_url=None,
+            docs_url=None,
+            redoc_url=None,
+        )
+        self._permissions = permissions
+        self._needs_keys = needs_keys
+
+    def openapi(self) -> dict[str, Any]:
+        """The description, which is made once."""
+        if self.openapi_schema is None:
+            description = whole_bounds(super().openapi())
+            add_examples(description)
+            add_keys(description, self._permissions, needed=self._needs_keys)
+            self.openapi_schema = description
+        return self.openapi_schema
+
+
 def _is_upload(scope: Scope) -> bool:
     """A body that is not read into memory: a multipart one on a route that takes one, or one that is passed on."""
-    rule: Rule = scope[RULE]
+    permission: Permission = scope[PERMISSION]
     multipart = Headers(scope=scope).get("content-type", "").lower().startswith("multipart/form-data")
-    return rule.streams or (multipart and rule.upload)
+    return permission.streams or (multipart and permission.upload)
 
 
 def _body_limit(settings: GatewaySettings) -> Callable[[Scope], int]:
@@ -282,7 +269,7 @@ def _body_limit(settings: GatewaySettings) -> Callable[[Scope], int]:
     def limit(scope: Scope) -> int:
         if not _is_upload(scope):
             return settings.max_body_bytes
-        return settings.max_session_bytes if scope[RULE].streams else settings.max_upload_bytes
+        return settings.max_session_bytes if scope[PERMISSION].streams else settings.max_upload_bytes
 
     return limit
 

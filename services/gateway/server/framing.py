@@ -9,7 +9,7 @@ from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallab
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Of request line and headers together; also of the trailers behind a chunked body."""
+"""Largest size of request line and headers together; also of the trailers behind a chunked body."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ class HttpProtocol(HttpToolsProtocol):
     _late: asyncio.TimerHandle | None = None
     """Runs while a head is on its way."""
     _in_head = _in_body = False
-    """Of the message that the parser is at; between two messages neither."""
+    """Whether the parser is in the head or in the body of a message; between two messages neither."""
     _outstanding = 0
     """Requests without a whole answer."""
     _refusal: Refusal | None = None

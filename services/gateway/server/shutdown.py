@@ -27,7 +27,7 @@ from services.gateway.settings import GatewaySettings
 log = structlog.get_logger(__name__)
 
 LAST_WORDS_SECONDS = 2
-"""For the error events of what did not end in time to be written."""
+"""Time in which error events of streams that did not end are written."""
 
 
 def is_draining(app: FastAPI) -> bool:
@@ -48,7 +48,7 @@ class Server(uvicorn.Server):
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """From here on the process collects its garbage in quiet moments."""
+        """Starts to listen. From here on the process collects its garbage in quiet moments."""
         await super().startup(sockets)
         inference = resource(self._app, InferenceContext)
         if inference is not None:

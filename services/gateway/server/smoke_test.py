@@ -26,7 +26,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 _PAUSE_SECONDS = 0.5
 _TIDY_SECONDS = 30.0
-"""To leave nothing behind, also when time is over."""
+"""Seconds for cleaning up, also when the time is over."""
 _ENDS = ("succeeded", "failed", "cancelled")
 _QUESTION = [{"role": "user", "content": "What is 3 + 4?"}]
 _EXAMPLES = [
@@ -41,7 +41,7 @@ class SmokeSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="TEMPER_", extra="ignore", frozen=True)
 
     api_key: SecretStr | None = None
-    """With the scopes inference, train and admin, where the gateway asks for keys."""
+    """API key with the scopes inference, train and admin, where the gateway asks for keys."""
     smoke_seconds: float = Field(600.0, gt=0)
     """How long all of it may take; a first job on a GPU compiles kernels."""
 
@@ -59,7 +59,7 @@ class Failed(Exception):
 
 
 class OutOfTime(Failed):
-    """It might have worked later."""
+    """Failure of an attempt that might work later."""
 
 
 class Caller:

@@ -1,1 +1,1 @@
-"""From token ids to what a client reads: text, reasoning, tool calls."""
+"""Text of answers: token ids become what a client reads, which is text, reasoning and tool calls."""

@@ -15,7 +15,7 @@ class _Token(NamedTuple):
     token_id: int
     sampling_logprob: float
     end: int
-    """Of its text, in characters of the whole."""
+    """End of its text, in characters of the whole."""
 
 
 Certain = tuple[Piece, list[int], list[float]]
@@ -24,12 +24,12 @@ Certain = tuple[Piece, list[int], list[float]]
 
 @dataclass(slots=True)
 class Unsure:
-    """Of one choice. What has been taken stays: so many tokens belong to the answer."""
+    """Text that may still be cut off, of one choice. What has been taken stays: so many tokens belong to the answer."""
 
     taken: int = 0
     """Tokens."""
     _begin: int = 0
-    """Of the text here, in characters of the whole."""
+    """Beginning of the text here, in characters of the whole."""
     _piece: Piece = field(default_factory=Piece)
     _tokens: deque[_Token] = field(default_factory=deque)
 

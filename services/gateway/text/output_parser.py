@@ -16,7 +16,7 @@ from services.gateway.text.tool_calls.parser import OPEN, CallState, ToolCallPar
 
 THINK, END_THINK = "<think>", "</think>"
 _LONGEST_SPACE = 256
-"""So much white space next to a tag is markup; more would have to be held back without end."""
+"""Characters of white space next to a tag that are markup; more would have to be held back without end."""
 _MOST_THOUGHT_OF = 32
 """Calls within one reasoning that are looked behind; further ones are part of it at once."""
 
@@ -36,7 +36,7 @@ class _State(enum.Enum):
     START = enum.auto()
     REASONING = enum.auto()
     EARLY_CALL = enum.auto()
-    """In or behind a call within the reasoning, which may be part of it."""
+    """The text is in or behind a call within the reasoning, which may be part of it."""
     CONTENT = enum.auto()
     CALL = enum.auto()
 

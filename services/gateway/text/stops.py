@@ -18,7 +18,7 @@ class Stop:
     begin: int
     """The answer's text ends here."""
     end: int
-    """Of the stop itself: the first token whose text reaches it is the answer's last."""
+    """End of the stop itself: the first token whose text reaches it is the answer's last."""
     tokens: int | None = None
     """How many tokens there are up to and with the stop token."""
 

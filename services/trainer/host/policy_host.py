@@ -11,7 +11,7 @@ from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.text.tokenizer import TextCodec
 from services.engine.models.interface import CausalLM
 from services.trainer.host.rollouts import RolloutSource
-from services.trainer.memory.budget import TrainingLedger
+from services.trainer.memory.budget import MemoryBudget
 
 
 class ComputeGate(Protocol):
@@ -74,7 +74,7 @@ class PolicyHost(Protocol):
         ...
 
     @property
-    def ledger(self) -> TrainingLedger:
+    def memory_budget(self) -> MemoryBudget:
         """Who holds how much of that."""
         ...
 

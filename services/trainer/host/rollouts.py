@@ -11,7 +11,7 @@ from typing import Protocol
 
 from services.common.adapters.names import AdapterVersion
 from services.engine.models.lora.trainable import LoraParams
-from services.trainer.timers import Stopwatch
+from services.trainer.timers import StepTimer
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class Completion:
     """What was sampled."""
 
     token_ids: tuple[int, ...]
-    """With the token that ended it, unless it is ``truncated``."""
+    """Token ids with the one that ended the completion, unless it is ``truncated``."""
     logprobs: array[float]
     """float32, one a token: log softmax(logits / temperature)[token]; at temperature 0 of the plain distribution."""
     truncated: bool
-    """It hit max_tokens."""
+    """Whether the completion hit max_tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class PrivatePolicy(Protocol):
 
     @property
     def digest(self) -> str:
-        """Of no other policy, ever."""
+        """Digest of the policy; no other policy ever has it."""
         ...
 
 
@@ -140,7 +140,7 @@ def sample(
     lora: LoraParams,
     requests: Sequence[RolloutRequest],
     sampling: RolloutSampling,
-    watch: Stopwatch,
+    watch: StepTimer,
     interrupt: Callable[[], None],
 ) -> list[Completion]:
     """Completions by an adapter as it is now, in the parts ``swap`` and ``rollout``. The engine is asked for nothing if
@@ -152,7 +152,7 @@ def sample(
             return source.generate(requests, sampling, policy, interrupt=interrupt) if requests else []
 
 
-def sampling_rate(completions: Sequence[Completion], watch: Stopwatch) -> dict[str, float]:
+def sampling_rate(completions: Sequence[Completion], watch: StepTimer) -> dict[str, float]:
     """The metric of what sample() has brought."""
     tokens = sum(len(completion.token_ids) for completion in completions)
     return {"rollout_tokens_per_second": tokens / max(watch.waited("rollout"), 1e-9)}

@@ -1,20 +1,21 @@
-"""One module a kind of job; `prepare_run` chooses."""
+"""Jobs as they run. A kind that trains is a module of its name here, whose function `prepare` makes a run of a spec and
+the files of the adapter to continue from."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import assert_never
+from importlib import import_module
 
 from services.common.errors import InvalidRequest
-from services.common.jobs import DpoJob, GrpoJob, KtoJob, MergeJob, OpdJob, SftJob, Spec
+from services.common.jobs import MergeJob, Spec
 from services.common.text.template import RESERVED_KWARGS
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import JobRun
-from services.trainer.parents import Origin
+from services.trainer.parent_versions import ParentVersion
 
 
 def prepare_run(
-    spec: Spec, host: PolicyHost, parent: Mapping[str, bytes] | None, sources: Sequence[Origin] = ()
+    spec: Spec, host: PolicyHost, parent: Mapping[str, bytes] | None, sources: Sequence[ParentVersion] = ()
 ) -> JobRun:
     """Tokenizes, validates and sizes a job; touches nothing that is being served.
 
@@ -30,16 +31,10 @@ def prepare_run(
         AdapterRejected: the parent's files, or a teacher's, do not bind to this base model.
         Unavailable: the object store, which has the teacher, does not answer.
     """
-    # Imported here so that a worker can be imported without loading torch models it may never need.
-    from services.trainer.jobs.dpo import DpoRun
-    from services.trainer.jobs.grpo import GrpoRun
-    from services.trainer.jobs.kto import KtoRun
-    from services.trainer.jobs.merge import MergeRun
-    from services.trainer.jobs.opd import OpdRun
-    from services.trainer.jobs.rollout import RolloutRun
-    from services.trainer.jobs.sft import SftRun
-
+    # Modules are imported when a job asks for them: a worker can be imported without what its jobs may never need.
     if isinstance(spec, MergeJob):
+        from services.trainer.jobs.merge import MergeRun
+
         return MergeRun(spec, host, sources)
 
     # A job that came straight from Redis has been seen by no gateway.
@@ -48,17 +43,5 @@ def prepare_run(
             f"chat_template_kwargs must not contain {', '.join(taken)}: the job itself sets it",
             param="chat_template_kwargs",
         )
-    match spec:
-        case SftJob():
-            return SftRun.prepare(spec, host, parent)
-        case DpoJob():
-            return DpoRun.prepare(spec, host, parent)
-        case KtoJob():
-            return KtoRun.prepare(spec, host, parent)
-        case GrpoJob():
-            made = GrpoRun if spec.generate is None else RolloutRun
-            return made.prepare(spec, host, parent)
-        case OpdJob():
-            return OpdRun.prepare(spec, host, parent)
-        case _:
-            assert_never(spec)
+    run: JobRun = import_module(f"{__name__}.{spec.kind}").prepare(spec, host, parent)
+    return run

@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,17 +23,17 @@ from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.training_forward import FrozenForward, TrainableForward
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import RunState
-from services.trainer.jobs.defaults import Method, learning_rate
-from services.trainer.memory.budget import Need
+from services.trainer.jobs.defaults import learning_rate
+from services.trainer.memory.budget import MemoryNeed
 from services.trainer.memory.estimate import TeacherWork, Workload, check_fits, mib
 from services.trainer.optimizer import AdapterOptimizer
 from services.trainer.packing import Microbatch, pack
-from services.trainer.timers import Stopwatch
+from services.trainer.timers import StepTimer
 
 _TOKENS_ON_CPU = 512
 USUAL_TOKENS = 2048
-"""Of a microbatch, where a job does not say: on 2 CPU cores one layer of the tiny model takes 18 ms for 512 tokens and
-56 ms for 2048, longer than the default goal for the time per output token."""
+"""Tokens of a microbatch, where a job does not say: on 2 CPU cores one layer of the tiny model takes 18 ms for 512
+tokens and 56 ms for 2048, longer than the default goal for the time per output token."""
 
 
 def microbatch_tokens(spec: JobBase, host: PolicyHost) -> int:
@@ -96,8 +96,6 @@ class AdapterRun(ABC):
         InvalidRequest, AdapterRejected: see `starting_adapter`.
     """
 
-    method: ClassVar[Method]
-
     def __init__(
         self,
         spec: JobBase,
@@ -123,7 +121,7 @@ class AdapterRun(ABC):
             ),
             host.train_memory_bytes,
         )
-        self._graphs = host.ledger.reserve_job(Need.of(memory, captured=host.model.device.type == "cuda"))
+        self._graphs = host.memory_budget.reserve_job(MemoryNeed.of(memory, captured=host.model.device.type == "cuda"))
         """Where steps are captured; None: they are launched kernel by kernel."""
         self._largest = largest
         self._memory = memory
@@ -133,7 +131,7 @@ class AdapterRun(ABC):
         self._total_steps = total_steps
         self._notes = tuple(notes)
         lora.link_gradients()
-        usual = learning_rate(self.method, host.model.config.hidden_size)
+        usual = learning_rate(spec.pace, host.model.config.hidden_size)
         peak = usual if spec.named_learning_rate is None else spec.named_learning_rate
         self._settings: dict[str, float] = {"learning_rate": peak, "steps": total_steps, "lora_rank": lora.rank}
         self._defaults: dict[str, float] = {"learning_rate": usual}
@@ -143,8 +141,8 @@ class AdapterRun(ABC):
         self._make_forwards()
         self._finished = 0
         self._num_tokens = 0
-        self._watch = Stopwatch(host.model.device)
-        """Of the step under way."""
+        self._watch = StepTimer(host.model.device)
+        """Timer of the step under way."""
 
     @property
     def total_steps(self) -> int:
@@ -170,7 +168,7 @@ class AdapterRun(ABC):
 
     @property
     def lineage(self) -> Lineage | None:
-        """Its parent says it all."""
+        """Lineage of the result: its parent says it all."""
         return None
 
     def evaluate(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
@@ -187,7 +185,7 @@ class AdapterRun(ABC):
         """See JobRun.step."""
         if index != self._finished or index >= self._total_steps:
             raise ValueError(f"step {index} asked for after {self._finished} of {self._total_steps} finished steps")
-        self._watch = Stopwatch(self._host.model.device)
+        self._watch = StepTimer(self._host.model.device)
         what = f"step {index}"
         with self._within_plan(what):
             metrics = self._before(index, interrupt)
@@ -231,17 +229,17 @@ class AdapterRun(ABC):
             ) from error
 
     def _make_forwards(self) -> None:
-        """Of larger microbatches than those trained on (an evaluation may pack more) none is captured."""
+        """Captures forwards. None of larger microbatches than those trained on: an evaluation may pack more."""
         model, most = self._host.model, self._largest
         recompute = self._spec.effective_recompute
         self._forward = TrainableForward(model, self._lora, recompute, self._graphs, most_tokens=most)
         self._base_forward = FrozenForward(model, None, self._graphs, most_tokens=most)
 
     def _give_memory_back(self) -> None:
-        """To the device, for the engine beside this job to have it: serving must not be the next to find none."""
+        """Gives cached memory back to the device, so that the engine beside this job is not the next to find none."""
         self._optimizer.zero_grad()
         self._make_forwards()
-        self._host.ledger.out_of_memory()
+        self._host.memory_budget.out_of_memory()
 
     def state(self) -> RunState:
         """See JobRun.state."""

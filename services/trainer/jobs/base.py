@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from services.common.adapters.manifest import Lineage
     from services.engine.models.lora.trainable import LoraParams
     from services.trainer.host.policy_host import PolicyHost
-    from services.trainer.parents import Origin
+    from services.trainer.parent_versions import ParentVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class JobRun(Protocol):
 
     @property
     def defaults(self) -> Mapping[str, float]:
-        """Those of `settings` that a job may leave open, as they would then be."""
+        """Settings that a job may leave open, as they would then be."""
         ...
 
     @property
@@ -105,5 +105,10 @@ class Prepare(Protocol):
     """Makes a runnable job of a spec: services.trainer.jobs.prepare_run."""
 
     def __call__(
-        self, spec: Spec, host: PolicyHost, parent: Mapping[str, bytes] | None, sources: Sequence[Origin] = ..., /
+        self,
+        spec: Spec,
+        host: PolicyHost,
+        parent: Mapping[str, bytes] | None,
+        sources: Sequence[ParentVersion] = ...,
+        /,
     ) -> JobRun: ...

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,7 +10,6 @@ from torch import Tensor
 from services.common.jobs import DpoJob
 from services.common.jobs.documents import Document
 from services.trainer.host.policy_host import PolicyHost
-from services.trainer.jobs.defaults import Method
 from services.trainer.jobs.preference_run import PreferenceRun, Scores, answered, by_source, gathered, numbered
 from services.trainer.losses import dpo_loss
 from services.trainer.packing import Microbatch
@@ -19,8 +17,6 @@ from services.trainer.packing import Microbatch
 
 class DpoRun(PreferenceRun):
     """A prepared DPO job; see `prepare`. Each example is two documents, the chosen one first."""
-
-    method: ClassVar[Method] = "dpo"
 
     def __init__(
         self,
@@ -128,3 +124,6 @@ def _apart(microbatches: Sequence[Microbatch], pairs: Sequence[Sequence[Document
         if any(partner[source] not in here for source in here):
             found.append(microbatch)
     return found
+
+
+prepare = DpoRun.prepare

@@ -47,7 +47,7 @@ class ExampleRun(AdapterRun):
         self._steps_per_epoch = max(1, full + (rest >= smallest_step))
         lengths = sorted((document.length for example in examples for document in example), reverse=True)
         documents_a_step = (size + smallest_step - 1) * max(len(example) for example in examples)
-        usual = epochs(self.method, count, self._steps_per_epoch)
+        usual = epochs(spec.pace, count, self._steps_per_epoch)
         passes = usual if spec.epochs is None else spec.epochs
         super().__init__(
             spec,

@@ -1,376 +1,245 @@
-"""Group-relative policy optimisation on scored rollouts.
+"""GRPO that samples its own rollouts: generate → score → train, for some rounds, with the engine that serves.
 
-The importance ratio is against the policy that sampled: the log-probabilities that came with the rollout. Rollouts
-that came as text (or without log-probabilities) are scored under the policy the job starts from, and counted as
-`recomputed_rollouts`: re-tokenized text is not always what was sampled. With a mismatch_correction the ratio of every
-rollout is against the trainer's own log-probabilities of the policy the job starts from, and what the sampler computed
-goes into a weight.
-
-With exact_forward the values of all these log-probabilities, of the policy in training, of the one the job starts from
-and of the base, are the engine's, which takes the step's completions token by token as it would sample them; gradients
-are those of the trainer's forward. See services/trainer/sampling/replay.py.
+A round is a fixed number of optimizer steps, so the job's length is known and a step number says what comes next. The
+first step of a round samples and scores; what it found is part of the state until the round's last step, so a resumed
+round goes on with the same rollouts. Groups without spread are left out. A round may have none with spread: its steps
+change nothing, and the job goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import ClassVar
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
+from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoJob
-from services.common.jobs.documents import Document
-from services.engine.models.lora.trainable import LoraParams
+from services.common.jobs.kinds.generate import GenerateSettings, RolloutPrompt
+from services.common.jobs.scorers.registry import Rewards
+from services.common.jobs.scorers.sample import Sample, without_thinking
 from services.trainer.host.policy_host import PolicyHost
-from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
+from services.trainer.host.rollouts import Completion, RolloutRequest, RolloutSampling, sample, sampling_rate
 from services.trainer.jobs.base import RunState
-from services.trainer.jobs.defaults import Method
-from services.trainer.losses import (
-    GroupSize,
-    MismatchStats,
-    completion_weights,
-    mismatch_weights,
-    policy_loss,
-    surrogate_form,
-)
-from services.trainer.losses.logprob_gap import ForwardGap
-from services.trainer.packing import Microbatch, largest_microbatch
-from services.trainer.sampling.replay import replay, with_values
-from services.trainer.sampling.scored_rollouts import ScoredRollouts, scored_rollouts
+from services.trainer.jobs.grpo_run import GrpoRun
+from services.trainer.jobs.rounds import Rounds
+from services.trainer.sampling.prompts import check_stop_tokens, prompts_of_round, sample_seed, sampled_prompts
+from services.trainer.sampling.round import Round, ScoredPrompt
+from services.trainer.sampling.scored_rollouts import RewardStats, ScoredRollouts, gather
+from services.trainer.timers import StepTimer
+
+_NOTHING = ScoredRollouts((), (), RewardStats(0.0, 0.0, 0, 0), ())
 
 
-class GrpoRun(AdapterRun):
-    """A prepared GRPO job; see `prepare`."""
-
-    method: ClassVar[Method] = "grpo"
+class RolloutRun(GrpoRun):
+    """A prepared GRPO job with `generate`; see `prepare`."""
 
     def __init__(
         self,
         spec: GrpoJob,
         host: PolicyHost,
         parent: Mapping[str, bytes] | None,
-        scored: ScoredRollouts,
         *,
-        total_steps: int,
-        longest: Sequence[int],
+        settings: GenerateSettings,
+        prompts: Sequence[ScoredPrompt],
+        held_out: Sequence[ScoredPrompt],
+        rewards: Rewards,
     ) -> None:
-        """``longest`` are the lengths of the documents that a microbatch may have to hold."""
-        self._job = spec
-        self._use(scored)
+        self._generate = settings
+        self._prompts = prompts
+        self._held_out = held_out
+        self._reward = rewards
+        self._round: Round | None = None
+        per_step = min(spec.groups_per_step or settings.round_prompts, settings.round_prompts)
+        per_epoch = -(-settings.round_prompts // per_step)
+        self._rounds = Rounds(settings.rounds, spec.epochs, per_epoch, settings.eval_every)
+        longest = sorted((len(prompt.token_ids) + settings.max_tokens for prompt in prompts), reverse=True)
+        lengths = [length for length in longest[: settings.round_prompts] for _ in range(settings.completions)]
         super().__init__(
             spec,
             host,
             parent,
-            total_steps=total_steps,
-            largest=largest_microbatch(longest, microbatch_tokens(spec, host)),
-            notes=scored.notes,
+            _NOTHING,
+            total_steps=self._rounds.total_steps,
+            longest=lengths,
         )
 
-    def _use(self, scored: ScoredRollouts) -> None:
-        """These are the rollouts to learn from."""
-        self._scored = scored
-        self._rollouts = scored.rollouts
-        self._start: dict[int, Tensor] = {}
-        """[trained tokens] float32 on the CPU: log-probabilities of the policy before the first step on them, by
-        rollout."""
-        self._reference: dict[int, Tensor] = {}
-        """The same of the model without adapter, as the engine has them; of exact_forward."""
-        self._values: dict[int, Tensor] = {}
-        """The same of the policy in training, for the present step."""
-
     @classmethod
-    def prepare(cls, spec: GrpoJob, host: PolicyHost, parent: Mapping[str, bytes] | None) -> GrpoRun:
-        """Tokenizes, computes advantages and sizes the job.
+    def prepare(cls, spec: GrpoJob, host: PolicyHost, parent: Mapping[str, bytes] | None) -> RolloutRun:
+        """Tokenizes the prompts, compiles the rewards and sizes the job for the longest completions it may sample.
 
         Raises:
             InvalidRequest, DoesNotFit, AdapterRejected: as `prepare_run` says.
         """
-        scored = scored_rollouts(host, spec)
-        per_step = min(spec.groups_per_step or len(scored.groups), len(scored.groups))
+        settings = spec.generate
+        if settings is None:
+            raise InvalidRequest("the job has no generate", param="generate")
+        check_stop_tokens(host, settings.stop_token_ids, "generate.stop_token_ids")
         return cls(
             spec,
             host,
             parent,
-            scored,
-            total_steps=spec.epochs * -(-len(scored.groups) // per_step),
-            longest=[rollout.document.length for rollout in scored.rollouts if not rollout.masked],
+            settings=settings,
+            prompts=_tokenized(host, spec, settings, settings.prompts, "prompts"),
+            held_out=_tokenized(host, spec, settings, settings.eval_prompts, "eval_prompts"),
+            rewards=Rewards(settings.reward, host.webhooks),
         )
+
+    def examine(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """See JobRun.examine: its examples are those that it samples."""
+        del interrupt
+        return {}
+
+    # -- steps
+
+    def step(self, index: int, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """See JobRun.step. An interrupted evaluation leaves the step applied."""
+        metrics = super().step(index, interrupt)
+        metrics["round"] = float(self._rounds.number(index) + 1)
+        if self._held_out and self._rounds.evaluates_behind(index):
+            metrics |= self._evaluate(interrupt)
+        return metrics
+
+    def _before(self, index: int, interrupt: Callable[[], None]) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        number = self._rounds.number(index)
+        if index == 0 and self._held_out:
+            metrics["eval_reward_before"] = self._evaluate(interrupt)["eval_reward"]
+        if self._round is None or self._round.number != number:
+            metrics |= self._begin(number, interrupt)
+        return metrics | super()._before(index, interrupt)
+
+    def _members(self, index: int) -> Sequence[Sequence[int]]:
+        """An even part of the groups of the round that is under way: how many have spread is not known before."""
+        return self._rounds.part(self._scored.groups, index)
 
     @property
     def _steps_on_these(self) -> int:
-        """Optimizer steps on the same rollouts."""
-        return self.total_steps
+        return self._rounds.steps
 
-    def _is_first(self, index: int) -> bool:
-        """Whether no step on these rollouts has changed the policy yet: those before had none to learn from."""
-        begin = index - index % self._steps_on_these
-        return not any(self._members(at) for at in range(begin, index))
+    def _known_values(self, index: int) -> dict[int, Tensor]:
+        """The policy has not changed since it sampled the round: what the engine said then is what it says."""
+        if not self._is_first(index):
+            return {}
+        return {at: one.behaviour for at, one in enumerate(self._rollouts) if one.behaviour is not None}
 
     @property
     def _longest(self) -> int:
-        """What dr_grpo divides by."""
-        return self._job.max_completion_length or self._scored.longest
-
-    def batch(self, index: int) -> list[Document]:
-        """The documents of step ``index``, in the order the groups were given."""
-        return [document for group in self._trained(index) for document in group]
-
-    def _members(self, index: int) -> Sequence[Sequence[int]]:
-        """Rollouts of the groups of step ``index``."""
-        groups = self._scored.groups
-        per_step = min(self._job.groups_per_step or len(groups), len(groups))
-        start = index % (self.total_steps // self._job.epochs) * per_step
-        return groups[start : start + per_step]
-
-    def _trained(self, index: int) -> list[list[Document]]:
-        return [
-            [self._rollouts[member].document for member in group if not self._rollouts[member].masked]
-            for group in self._members(index)
-        ]
-
-    @property
-    def _recomputed(self) -> list[int]:
-        """Rollouts whose sampler said nothing."""
-        return [at for at, rollout in enumerate(self._rollouts) if rollout.behaviour is None and not rollout.masked]
-
-    @property
-    def _learnt_from(self) -> list[int]:
-        """Rollouts that are not masked."""
-        return [at for at, rollout in enumerate(self._rollouts) if not rollout.masked]
-
-    @property
-    def _scored_at_start(self) -> list[int]:
-        """Rollouts whose log-probabilities under the starting policy later steps need. A single step does not: there
-        the starting policy is the one in training."""
-        if self._steps_on_these == 1:
-            return []
-        return self._recomputed if self._job.mismatch_correction == "none" else self._learnt_from
-
-    def _known_values(self, index: int) -> dict[int, Tensor]:
-        """What the engine says of rollouts under the policy as it is before step ``index``, where that is known without
-        asking. Of posted rollouts it is not: another adapter, engine or setting may have sampled them."""
-        del index
-        return {}
-
-    def _before(self, index: int, interrupt: Callable[[], None]) -> dict[str, float]:
-        metrics = super()._before(index, interrupt)
-        if self._job.exact_forward and self._members(index):
-            self._ask_engine(index, interrupt)
-        return metrics
-
-    def examine(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """See JobRun.examine. The loss is minus the mean of advantage times log-probability a token, by the trainer's
-        forward: it falls where better completions become likelier and worse ones less likely."""
-        learnt = self._learnt_from
-        chosen = [learnt[at] for at in self._examined([self._rollouts[at].document.length for at in learnt])]
-        total = 0.0
-        for microbatch in self._pack([self._rollouts[at].document for at in chosen]):
-            interrupt()
-            with self._within_plan("looking at the rollouts"), self._host.gate.training(), torch.no_grad():
-                logprobs = self._logprobs(microbatch, with_adapter=True)
-                means = [part.mean() for part in torch.split(logprobs, _sizes(microbatch))]
-                total -= sum(
-                    self._rollouts[document.source].advantage * float(mean)
-                    for document, mean in zip(microbatch.documents, means, strict=True)
-                )
-        return {"loss": total / len(chosen)}
-
-    def _ask_engine(self, index: int, interrupt: Callable[[], None]) -> None:
-        """Gets the values that step ``index`` takes from the engine, and before the first one also what later ones need
-        of the policy as it still is. The base never changes: it is asked once, of all rollouts."""
-        trained = {document.source for document in self.batch(index)}
-        at_start = set(self._scored_at_start) if self._is_first(index) else set()
-        known = self._known_values(index)
-        asked = (trained | at_start) - known.keys()
-        self._values = known | self._replay(asked, self._lora, interrupt)
-        if at_start:
-            self._start = {at: self._values[at] for at in sorted(at_start)}
-        if self._job.beta > 0 and not self._reference:
-            self._reference = self._replay(set(self._learnt_from), None, interrupt)
-
-    def _replay(self, rollouts: Set[int], lora: LoraParams | None, interrupt: Callable[[], None]) -> dict[int, Tensor]:
-        if not rollouts:
-            return {}
-        with self._watch.waiting("replay"):
-            return replay(self._host, [self._rollouts[at] for at in sorted(rollouts)], lora, interrupt)
-
-    def _score_start(self, interrupt: Callable[[], None]) -> None:
-        """Scores rollouts under the starting policy, before the first step changes it."""
-        wanted = self._scored_at_start
-        if not wanted:
-            return
-        found = {}
-        for microbatch in self._pack([self._rollouts[at].document for at in wanted]):
-            interrupt()
-            with self._host.gate.training(), self._watch.part("forward"), torch.no_grad():
-                logprobs = self._logprobs(microbatch, with_adapter=True).cpu()
-            for document, part in zip(microbatch.documents, torch.split(logprobs, _sizes(microbatch)), strict=True):
-                found[document.source] = part.clone()
-        self._start = found
+        return self._job.max_completion_length or self._generate.max_tokens
 
     def _accumulate(self, index: int, interrupt: Callable[[], None]) -> tuple[dict[str, float], int]:
-        job, device = self._job, self._host.model.device
-        if self._is_first(index) and not job.exact_forward:
-            self._score_start(interrupt)
-        trained = self._trained(index)
-        documents = [document for group in trained for document in group]
-        total = sum(document.num_trained for document in documents)
-        weights = self._completion_weights(index)
-        sums = torch.zeros(6, device=device)
-        mismatch = MismatchStats(device, job.mismatch_correction)
-        gap = ForwardGap(device)
-        inputs = 0
-        for microbatch in self._pack(documents):
-            interrupt()
-            with self._host.gate.training():
-                reference = self._base_logprobs(microbatch) if job.beta > 0 else None
-                with self._watch.part("forward"):
-                    logprobs = self._logprobs(microbatch, with_adapter=True)
-                    if job.exact_forward:
-                        values = _rows(self._values, microbatch)
-                        gap.add(values, logprobs)
-                        logprobs = with_values(logprobs, values)
-                    old, behaviour, recorded = self._past_rows(microbatch, logprobs.detach())
-                    lengths = _sizes(microbatch)
-                    correction, outside = mismatch_weights(
-                        old, behaviour, lengths, correction=job.mismatch_correction, cap=job.mismatch_cap
-                    )
-                    # Only of the starting policy do the sampler and the trainer mean the same.
-                    if self._is_first(index) or job.mismatch_correction != "none":
-                        mismatch.add(old, behaviour, correction, outside, recorded)
-                    part = policy_loss(
-                        logprobs,
-                        behaviour if job.mismatch_correction == "none" else old,
-                        self._per_row(microbatch, [self._rollouts[d.source].advantage for d in microbatch.documents]),
-                        clip_low=job.clip_low,
-                        clip_high=job.clip_high,
-                        total_tokens=total,
-                        reference=reference,
-                        beta=job.beta,
-                        form=surrogate_form(job.loss_type),
-                        lengths=lengths,
-                        cispo_max_ratio=job.cispo_max_ratio,
-                        weights=self._per_row(microbatch, [weights[d.source] for d in microbatch.documents]),
-                        correction=correction,
-                        unbiased_kl=job.unbiased_kl,
-                    )
-                self._backward(part.loss)
-                sums += torch.stack(
-                    [part.loss.detach(), part.ratio, part.clipped_low, part.clipped_high, part.drift, part.kl]
-                )
-            inputs += microbatch.num_tokens
-        found = self._metrics(index, sums.tolist(), total) | mismatch.metrics()
-        if job.exact_forward:
-            found |= gap.metrics()
-        return found, inputs
+        if self._round is None:
+            raise ValueError(f"step {index} has no rollouts")
+        if self.batch(index):
+            metrics, inputs = super()._accumulate(index, interrupt)
+        else:
+            metrics, inputs = self._reward_metrics(), 0
+        return metrics | self._round.metrics(), inputs
 
-    def _completion_weights(self, index: int) -> dict[int, float]:
-        """By rollout."""
-        trained = self._trained(index)
-        sizes = [
-            GroupSize(len(members), [document.num_trained for document in documents])
-            for members, documents in zip(self._members(index), trained, strict=True)
-        ]
-        weights = completion_weights(self._job.loss_type, sizes, max_length=self._longest)
-        documents = [document for group in trained for document in group]
-        return {document.source: weight for document, weight in zip(documents, weights, strict=True)}
-
-    def _metrics(self, index: int, sums: Sequence[float], total: int) -> dict[str, float]:
-        loss, *means = sums
-        ratio, low, high, drift, kl = (value / total for value in means)
-        rewards = self._scored.rewards
-        sampled = [self._rollouts[member] for group in self._members(index) for member in group]
-        metrics = {
-            "loss": loss,
-            "reward_mean": rewards.mean,
-            "reward_std": rewards.std,
-            "groups_skipped": float(rewards.groups_skipped),
-            "frac_reward_zero_std": rewards.groups_skipped / rewards.groups,
-            "ratio_mean": ratio,
-            "clip_fraction_low": low,
-            "clip_fraction_high": high,
-            "behaviour_kl": drift,
-            "recomputed_rollouts": float(len(self._recomputed)),
-            "completion_length_mean": sum(rollout.document.num_trained for rollout in sampled) / len(sampled),
-            "truncated_fraction": sum(rollout.truncated for rollout in sampled) / len(sampled),
-            "tokens": float(total),
+    def _reward_metrics(self) -> dict[str, float]:
+        return {
+            "reward_mean": self._scored.rewards.mean,
+            "reward_std": self._scored.rewards.std,
+            "groups_skipped": float(self._scored.rewards.groups_skipped),
         }
-        if self._job.beta > 0:
-            metrics["kl"] = kl
-        return metrics
 
-    def _base_logprobs(self, microbatch: Microbatch) -> Tensor:
-        """[N] log-probabilities under the model without adapter, by whoever has those of the policy."""
-        if self._job.exact_forward:
-            return _rows(self._reference, microbatch)
-        with self._watch.part("reference"), torch.no_grad():
-            return self._logprobs(microbatch, with_adapter=False)
+    # -- rounds
 
-    def _logprobs(self, microbatch: Microbatch, *, with_adapter: bool) -> Tensor:
-        """[N] log-probabilities of the targets, each at the temperature its rollout was sampled at."""
-        hidden = self._scored_hidden(microbatch, self._lora if with_adapter else None)
-        temperatures = [self._rollouts[document.source].temperature for document in microbatch.documents]
-        if len(set(temperatures)) == 1:
-            return self._host.model.token_logprobs(
-                hidden, microbatch.targets, temperatures[0], give_way=self._host.gate.give_way
-            )
-        row_temperatures = self._per_row(microbatch, temperatures, dtype=torch.float64)
-        logprobs = torch.zeros(len(microbatch.targets), device=hidden.device)
-        for temperature in sorted(set(temperatures)):
-            rows = (row_temperatures == temperature).nonzero().squeeze(1)
-            part = self._host.model.token_logprobs(
-                hidden[rows], microbatch.targets[rows], temperature, give_way=self._host.gate.give_way
-            )
-            logprobs = logprobs.index_copy(0, rows, part)
-        return logprobs
+    def _begin(self, number: int, interrupt: Callable[[], None]) -> dict[str, float]:
+        """Samples and scores a round; how fast it was sampled."""
+        chosen = self._chosen(number)
+        requests = [
+            RolloutRequest(prompt.token_ids, sample_seed(self._job.seed, number, place, member))
+            for place, prompt in enumerate(chosen)
+            for member in range(self._generate.completions)
+        ]
+        found = self._sample(requests, self._generate.temperature, self._watch, interrupt)
+        prompts = [prompt for prompt in chosen for _ in range(self._generate.completions)]
+        with self._watch.waiting("score"):
+            rewards = self._score(prompts, found, interrupt)
+        self._enter(Round(number, self._generate.temperature, chosen, found, rewards))
+        return sampling_rate(found, self._watch)
 
-    def _past_rows(self, microbatch: Microbatch, current: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[N] each: log-probabilities of the policy the job starts from as the trainer has them (or the engine, with
-        exact_forward), as the sampler had them (or else the former), and whether it was the sampler.
+    def _enter(self, found: Round) -> None:
+        self._use(gather(self._host, self._job, found.groups()))
+        self._round = found
 
-        Where the starting policy has not been scored, ``current`` is it: in the only step of a job of one step; in
-        other steps it stands in where nobody reads it.
-        """
-        old: list[Tensor] = []
-        behaviour: list[Tensor] = []
-        recorded: list[bool] = []
-        for document, part in zip(microbatch.documents, torch.split(current, _sizes(microbatch)), strict=True):
-            start = self._start.get(document.source)
-            old.append(part if start is None else start.to(part.device))
-            sampled = self._rollouts[document.source].behaviour
-            behaviour.append(old[-1] if sampled is None else sampled.to(part.device))
-            recorded += [sampled is not None] * document.num_trained
-        return torch.cat(old), torch.cat(behaviour), torch.tensor(recorded, device=current.device)
+    def _chosen(self, number: int) -> list[ScoredPrompt]:
+        size, count = self._generate.round_prompts, len(self._prompts)
+        return [self._prompts[index] for index in prompts_of_round(number, size, count=count, seed=self._job.seed)]
 
-    def _per_row(self, microbatch: Microbatch, values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
-        per_document = torch.tensor(values, dtype=dtype, device=microbatch.rows.device)
-        return per_document.index_select(0, microbatch.row_documents)
+    def _sample(
+        self,
+        requests: Sequence[RolloutRequest],
+        temperature: float,
+        watch: StepTimer,
+        interrupt: Callable[[], None],
+    ) -> list[Completion]:
+        sampling = RolloutSampling(temperature, self._generate.max_tokens, frozenset(self._generate.stop_token_ids))
+        return sample(self._host.rollouts, self._lora, requests, sampling, watch, interrupt)
+
+    def _score(
+        self, prompts: Sequence[ScoredPrompt], found: Sequence[Completion], interrupt: Callable[[], None]
+    ) -> list[float]:
+        samples = [self._as_sample(prompt, completion) for prompt, completion in zip(prompts, found, strict=True)]
+        return self._reward.score(samples, interrupt)
+
+    def _as_sample(self, prompt: ScoredPrompt, completion: Completion) -> Sample:
+        codec = self._host.codec
+        return Sample(
+            prompt=codec.decode(prompt.token_ids, skip_special=False),
+            completion=codec.decode(completion.token_ids),
+            tokens=len(completion.token_ids),
+            truncated=completion.truncated,
+            answer=prompt.asked.answer,
+            metadata=prompt.asked.metadata,
+            said=without_thinking(codec, prompt.token_ids, completion.token_ids),
+        )
+
+    def _evaluate(self, interrupt: Callable[[], None]) -> dict[str, float]:
+        """Mean reward of the greedy answers to the held-out prompts, as ``eval_reward``."""
+        started = time.perf_counter()
+        requests = [RolloutRequest(prompt.token_ids, 0) for prompt in self._held_out]
+        # No part of the step that it happens to fall on.
+        found = self._sample(requests, 0.0, StepTimer(self._host.model.device), interrupt)
+        rewards = self._score(self._held_out, found, interrupt)
+        return {"eval_reward": math.fsum(rewards) / len(rewards), "eval_seconds": time.perf_counter() - started}
+
+    # -- checkpoints
 
     def state(self) -> RunState:
-        """See JobRun.state. The starting policy is gone after the first step: what it said is kept."""
+        """See JobRun.state: with the rollouts of a round that is under way."""
         state = super().state()
-        kept = {f"start.{at}": part for at, part in self._start.items()}
-        kept |= {f"reference.{at}": part for at, part in self._reference.items()}
-        return RunState(state.tensors | kept, state.data)
+        if self._round is None or not self._rounds.under_way(self._round.number, self._finished):
+            gone = ("start.", "reference.")
+            kept = {name: value for name, value in state.tensors.items() if not name.startswith(gone)}
+            return RunState(kept, state.data)
+        tensors, data = self._round.state()
+        return RunState(state.tensors | tensors, {**state.data, "round": data})
 
     def load_state(self, state: RunState) -> int:
         """See JobRun.load_state."""
         step = super().load_state(state)
-        self._start = _by_rollout("start.", state)
-        self._reference = _by_rollout("reference.", state)
+        if "round" in state.data:
+            said = self._start, self._reference
+            number = int(state.data["round"]["number"])
+            self._enter(Round.of_state(state.tensors, state.data["round"], self._chosen(number)))
+            self._start, self._reference = said
         return step
 
 
-def _by_rollout(prefix: str, state: RunState) -> dict[int, Tensor]:
-    kept = {name.removeprefix(prefix): part for name, part in state.tensors.items() if name.startswith(prefix)}
-    return {int(at): part.clone() for at, part in kept.items()}
+def _tokenized(
+    host: PolicyHost, spec: GrpoJob, settings: GenerateSettings, given: Sequence[RolloutPrompt], field: str
+) -> list[ScoredPrompt]:
+    tokens = sampled_prompts(host, spec, given, max_tokens=settings.max_tokens, field=f"generate.{field}")
+    return [ScoredPrompt(ids, asked) for ids, asked in zip(tokens, given, strict=True)]
 
 
-def _rows(values: Mapping[int, Tensor], microbatch: Microbatch) -> Tensor:
-    """[N] those of the microbatch's rollouts."""
-    return torch.cat([values[document.source] for document in microbatch.documents]).to(microbatch.rows.device)
+def prepare(spec: GrpoJob, host: PolicyHost, parent: Mapping[str, bytes] | None) -> GrpoRun:
+    """The run of a GRPO job: on the rollouts that it has, or on those that it samples.
 
-
-def _sizes(microbatch: Microbatch) -> list[int]:
-    return [document.num_trained for document in microbatch.documents]
+    Raises:
+        InvalidRequest, DoesNotFit, AdapterRejected: as `prepare_run` says.
+    """
+    return (GrpoRun if spec.generate is None else RolloutRun).prepare(spec, host, parent)

@@ -7,7 +7,6 @@ computed first, from the whole step, and what is left is a sum, whose gradient d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from services.common.jobs import KtoExample, KtoJob
 from services.common.jobs.documents import Document, completion_document
 from services.common.jobs.kinds.kto import LEAST_COMPARED, check_held_out, check_labels
 from services.trainer.host.policy_host import PolicyHost
-from services.trainer.jobs.defaults import Method
 from services.trainer.jobs.preference_run import PreferenceRun, Scores, answered, by_source, gathered, numbered
 from services.trainer.losses import kto_loss, kto_reference_point
 
@@ -40,8 +38,6 @@ def _part(document: Document, *, trained: bool) -> list[int]:
 
 class KtoRun(PreferenceRun):
     """A prepared KTO job; see `prepare`. Each example is one document."""
-
-    method: ClassVar[Method] = "kto"
 
     def __init__(
         self,
@@ -150,3 +146,6 @@ class KtoRun(PreferenceRun):
         if "rewards_desirable" in found and "rewards_undesirable" in found:
             found["margin"] = found["rewards_desirable"] - found["rewards_undesirable"]
         return found
+
+
+prepare = KtoRun.prepare

@@ -25,15 +25,15 @@ from services.engine.models.lora.trainable import LoraParams, TrainableTarget
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.adapter_run import spec_digest
 from services.trainer.jobs.base import RunState
-from services.trainer.memory.budget import Need
+from services.trainer.memory.budget import MemoryNeed
 from services.trainer.memory.estimate import mib
-from services.trainer.parents import Origin
+from services.trainer.parent_versions import ParentVersion
 
 
 class MergeRun:
     """A prepared merge; see JobRun."""
 
-    def __init__(self, spec: MergeJob, host: PolicyHost, sources: Sequence[Origin]) -> None:
+    def __init__(self, spec: MergeJob, host: PolicyHost, sources: Sequence[ParentVersion]) -> None:
         """Binds every source strictly.
 
         Raises:
@@ -46,7 +46,7 @@ class MergeRun:
             raise ValueError(f"{len(sources)} adapters given for {len(spec.sources)} sources")
         self._spec = spec
         self._config = host.model.config
-        self._origins = list(sources)
+        self._sources = list(sources)
         self._parents: list[BoundAdapter] = [
             bind_adapter(source.files, self._config, max_rank=host.max_lora_rank) for source in sources
         ]
@@ -58,7 +58,7 @@ class MergeRun:
         self._merged: dict[str, Merged] = {}
         self._check_rank(host.max_lora_rank)
         self._memory = 0
-        self._ledger = host.ledger
+        self._memory_budget = host.memory_budget
         self._shop = self._reserved(host)
 
     def _reserved(self, host: PolicyHost) -> Workshop:
@@ -67,7 +67,7 @@ class MergeRun:
         self._memory = max(self._bytes(path, shop) for layer in self._layers for path in layer)
         self._train_memory = host.train_memory_bytes
         if self._memory <= self._train_memory:
-            host.ledger.reserve_job(Need(resident=0, working=self._memory))
+            host.memory_budget.reserve_job(MemoryNeed(resident=0, working=self._memory))
             return shop
         if shop.device.type != "cpu":
             return ALONE
@@ -105,8 +105,8 @@ class MergeRun:
     def notes(self) -> tuple[str, ...]:
         """What is merged."""
         parts = [
-            f"{source.weight:g} × {origin.version} (rank {parent.max_rank}, {len(parent.targets)} layers)"
-            for source, origin, parent in zip(self._spec.sources, self._origins, self._parents, strict=True)
+            f"{source.weight:g} × {source_version.version} (rank {parent.max_rank}, {len(parent.targets)} layers)"
+            for source, source_version, parent in zip(self._spec.sources, self._sources, self._parents, strict=True)
         ]
         said = [f"merging by {self._spec.method}: " + ", ".join(parts)]
         if self._memory > self._train_memory:
@@ -132,7 +132,7 @@ class MergeRun:
 
     @property
     def settings(self) -> Mapping[str, float]:
-        """Those of a merge are all in its spec."""
+        """Settings of a merge; they are all in its spec."""
         return {}
 
     @property
@@ -152,8 +152,8 @@ class MergeRun:
         return Lineage(
             method=spec.method,
             parents=tuple(
-                LineageParent(version=str(origin.version), weight=source.weight, digest=origin.digest)
-                for source, origin in zip(spec.sources, self._origins, strict=True)
+                LineageParent(version=str(source_version.version), weight=source.weight, digest=source_version.digest)
+                for source, source_version in zip(spec.sources, self._sources, strict=True)
             ),
             rank=spec.rank,
             density=spec.density,
@@ -181,7 +181,7 @@ class MergeRun:
                 done[path] = self._merge(path)
             except torch.OutOfMemoryError as error:
                 _forget(error)
-                self._ledger.out_of_memory()
+                self._memory_budget.out_of_memory()
                 raise DoesNotFit(
                     f"the device ran out of memory while it merged {path}, although the merge's plan of "
                     f"{mib(self._memory)} is within the {mib(self._train_memory)} for training: something else takes "

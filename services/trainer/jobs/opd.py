@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,17 +22,24 @@ from services.trainer.host.policy_host import PolicyHost
 from services.trainer.host.rollouts import Completion, RolloutRequest, RolloutSampling, sample, sampling_rate
 from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
 from services.trainer.jobs.base import RunState
-from services.trainer.jobs.defaults import Method
 from services.trainer.jobs.rounds import Rounds
 from services.trainer.losses import divergence_loss, sampled_reverse_kl
-from services.trainer.losses.logprob_gap import Agreement
-from services.trainer.losses.ratios import importance_ratio
+from services.trainer.losses.logprob_gap import SamplerGap
+from services.trainer.losses.logprobs import importance_ratio
 from services.trainer.packing import Microbatch, largest_microbatch
 from services.trainer.sampling.completion_state import completion_tensors, completions_of
-from services.trainer.sampling.lessons import Lesson, Lessons, Pupil, drawn, known_part, lessons, pupils
+from services.trainer.sampling.distillation_samples import (
+    DistillationRound,
+    DistillationSample,
+    TokenizedPrompt,
+    distillation_round,
+    drawn,
+    known_part,
+    tokenized_prompts,
+)
 from services.trainer.sampling.prompts import check_stop_tokens, prompts_of_round, sample_seed
 from services.trainer.sampling.teacher import Teacher
-from services.trainer.timers import Stopwatch
+from services.trainer.timers import StepTimer
 
 _ROUND, _HELD_OUT = "round.", "held_out."
 """Tensors of a checkpoint."""
@@ -42,8 +48,6 @@ _ROUND, _HELD_OUT = "round.", "held_out."
 class OpdRun(AdapterRun):
     """A prepared distillation job; see `prepare`."""
 
-    method: ClassVar[Method] = "opd"
-
     def __init__(
         self,
         spec: OpdJob,
@@ -51,8 +55,8 @@ class OpdRun(AdapterRun):
         parent: Mapping[str, bytes] | None,
         *,
         teacher: Teacher,
-        prompts: Sequence[Pupil],
-        held_out: Sequence[Pupil],
+        prompts: Sequence[TokenizedPrompt],
+        held_out: Sequence[TokenizedPrompt],
     ) -> None:
         self._job = spec
         self._teacher = teacher
@@ -63,12 +67,12 @@ class OpdRun(AdapterRun):
         self._number = -1
         """The round that is under way."""
         self._sampled: list[Completion] = []
-        self._lessons = Lessons((), 0, 0)
+        self._round = DistillationRound((), 0, 0)
         per_epoch = -(-spec.round_prompts // spec.step_prompts)
         self._rounds = Rounds(spec.rounds, spec.epochs, per_epoch, spec.eval_every)
-        lengths = [_longest(spec, pupil) for pupil in prompts]
+        lengths = [_longest(spec, prompt) for prompt in prompts]
         longest = sorted(lengths, reverse=True)[: spec.step_prompts]
-        longest += [_longest(spec, pupil) for pupil in held_out]
+        longest += [_longest(spec, prompt) for prompt in held_out]
         super().__init__(
             spec,
             host,
@@ -101,8 +105,8 @@ class OpdRun(AdapterRun):
             host,
             parent,
             teacher=teacher,
-            prompts=pupils(host, spec, teacher, spec.prompts, "prompts"),
-            held_out=pupils(host, spec, teacher, spec.eval_prompts, "eval_prompts"),
+            prompts=tokenized_prompts(host, spec, teacher, spec.prompts, "prompts"),
+            held_out=tokenized_prompts(host, spec, teacher, spec.eval_prompts, "eval_prompts"),
         )
 
     # -- steps
@@ -126,23 +130,23 @@ class OpdRun(AdapterRun):
 
     def batch(self, index: int) -> list[Document]:
         """The documents of step ``index`` of the round that is under way."""
-        return [lesson.document for lesson in self._members(index)]
+        return [member.document for member in self._members(index)]
 
-    def _members(self, index: int) -> Sequence[Lesson]:
+    def _members(self, index: int) -> Sequence[DistillationSample]:
         """An even part of the round's completions: how many the teacher can read is not known before."""
-        return self._rounds.part(self._lessons.given, index)
+        return self._rounds.part(self._round.given, index)
 
     def _accumulate(self, index: int, interrupt: Callable[[], None]) -> tuple[dict[str, float], int]:
         members = self._members(index)
-        total = sum(lesson.document.num_trained for lesson in members)
+        total = sum(member.document.num_trained for member in members)
         metrics = self._composition(members) | {"tokens": float(total)}
         if not members:
             return metrics, 0
         device = self._host.model.device
         watch, sums = self._watch, _Sums()
-        agreement = Agreement(device)
+        agreement = SamplerGap(device)
         inputs = 0
-        for microbatch in self._pack([lesson.document for lesson in members]):
+        for microbatch in self._pack([member.document for member in members]):
             interrupt()
             with self._host.gate.training():
                 # The teacher first: of captured forwards only the newest can be gone back through.
@@ -187,9 +191,9 @@ class OpdRun(AdapterRun):
         own: Tensor,
         total: int,
         sums: _Sums,
-        agreement: Agreement | None,
+        agreement: SamplerGap | None,
     ) -> Tensor:
-        """Of the distributions that were sampled from, so both sides at that temperature."""
+        """Divergences of the distributions that were sampled from, so both sides at that temperature."""
         temperature, give_way = self._temperature, self._host.gate.give_way
         teacher = self._teacher.logprobs(own, microbatch.targets, temperature, give_way)
         logprobs = self._host.model.token_logprobs(hidden, microbatch.targets, temperature, give_way=give_way)
@@ -205,26 +209,26 @@ class OpdRun(AdapterRun):
         return loss
 
     def _behaviour(self, document: Document) -> Tensor:
-        behaviour = self._lessons.given[document.source].behaviour
+        behaviour = self._round.given[document.source].behaviour
         if behaviour is None:
             raise ValueError("a completion of the data has no log-probabilities of a sampler")
         return behaviour
 
     @property
     def _temperature(self) -> float:
-        """Of the comparison."""
+        """Temperature of the comparison."""
         sampled = self._job.loss == "sampled_reverse_kl"
         return self._job.sampling_temperature if sampled else self._job.temperature
 
-    def _composition(self, members: Sequence[Lesson]) -> dict[str, float]:
+    def _composition(self, members: Sequence[DistillationSample]) -> dict[str, float]:
         """What the step and its round are made of."""
-        metrics = {"cut_completions": float(self._lessons.cut)}
+        metrics = {"cut_completions": float(self._round.cut)}
         if members:
-            sampled = [lesson for lesson in members if lesson.sampled]
+            sampled = [member for member in members if member.sampled]
             metrics |= {
                 "on_policy_fraction": len(sampled) / len(members),
-                "completion_length_mean": sum(lesson.document.num_trained for lesson in members) / len(members),
-                "truncated_fraction": sum(lesson.truncated for lesson in sampled) / max(1, len(sampled)),
+                "completion_length_mean": sum(member.document.num_trained for member in members) / len(members),
+                "truncated_fraction": sum(member.truncated for member in sampled) / max(1, len(sampled)),
             }
         return metrics
 
@@ -233,8 +237,8 @@ class OpdRun(AdapterRun):
     def _begin(self, number: int, interrupt: Callable[[], None]) -> dict[str, float]:
         """Samples a round; how fast."""
         requests = [
-            RolloutRequest(pupil.prompt, sample_seed(self._job.seed, number, place))
-            for place, pupil in enumerate(self._chosen(number))
+            RolloutRequest(prompt.token_ids, sample_seed(self._job.seed, number, place))
+            for place, prompt in enumerate(self._chosen(number))
             if drawn(self._job, number, place)
         ]
         found = self._sample(requests, self._job.sampling_temperature, self._watch, interrupt)
@@ -246,10 +250,10 @@ class OpdRun(AdapterRun):
         waiting = iter(found)
         chosen = self._chosen(number)
         sampled = [next(waiting) if drawn(self._job, number, place) else None for place in range(len(chosen))]
-        self._lessons = lessons(self._teacher, chosen, sampled)
+        self._round = distillation_round(self._teacher, chosen, sampled)
         self._number, self._sampled = number, found
 
-    def _chosen(self, number: int) -> list[Pupil]:
+    def _chosen(self, number: int) -> list[TokenizedPrompt]:
         size, count = self._job.round_prompts, len(self._prompts)
         return [self._prompts[index] for index in prompts_of_round(number, size, count=count, seed=self._job.seed)]
 
@@ -257,7 +261,7 @@ class OpdRun(AdapterRun):
         self,
         requests: Sequence[RolloutRequest],
         temperature: float,
-        watch: Stopwatch,
+        watch: StepTimer,
         interrupt: Callable[[], None],
     ) -> list[Completion]:
         sampling = RolloutSampling(temperature, self._job.max_tokens, frozenset(self._job.stop_token_ids))
@@ -269,20 +273,20 @@ class OpdRun(AdapterRun):
         """Once, before the first step."""
         if self._references:
             return
-        prompts = [pupil.prompt for pupil in self._held_out if pupil.completion is None]
+        prompts = [prompt.token_ids for prompt in self._held_out if prompt.completion is None]
         requests = [RolloutRequest(prompt, 0) for prompt in prompts]
         # No part of the step that it happens to fall on.
-        self._references = self._sample(requests, 0.0, Stopwatch(self._host.model.device), interrupt)
+        self._references = self._sample(requests, 0.0, StepTimer(self._host.model.device), interrupt)
 
     def _held_out_documents(self) -> list[Document]:
         references = iter(self._references)
         documents: list[Document] = []
-        for pupil in self._held_out:
-            tokens = pupil.completion
+        for prompt in self._held_out:
+            tokens = prompt.completion
             if tokens is None:
                 tokens = known_part(next(references), self._teacher.model.config.vocab_size).token_ids
             if tokens:
-                documents.append(completion_document(pupil.prompt, tokens, len(documents)))
+                documents.append(completion_document(prompt.token_ids, tokens, len(documents)))
         return documents
 
     def evaluate(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
@@ -354,6 +358,9 @@ class _Sums:
         return {name: value / count + 0.0 for name, value in zip(self._sums, values, strict=True)}
 
 
-def _longest(spec: OpdJob, pupil: Pupil) -> int:
+def _longest(spec: OpdJob, prompt: TokenizedPrompt) -> int:
     """Tokens of the longest document that a prompt may lead to."""
-    return len(pupil.prompt) + max(spec.max_tokens, len(pupil.completion or ()))
+    return len(prompt.token_ids) + max(spec.max_tokens, len(prompt.completion or ()))
+
+
+prepare = OpdRun.prepare

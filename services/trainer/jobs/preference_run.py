@@ -76,7 +76,8 @@ class PreferenceRun(ExampleRun):
     """
 
     _references: dict[int, float]
-    """By ``Document.source``, which is unique over the documents of the run, held-out ones included."""
+    """Reference log-probabilities by ``Document.source``, which is unique over the documents of the run, held-out ones
+    included."""
 
     def _sequence_logprobs(self, microbatch: Microbatch, lora: LoraParams | None) -> Tensor:
         """[D] float32: log-probability of each document's completion."""
@@ -92,7 +93,7 @@ class PreferenceRun(ExampleRun):
         *,
         part: Part = "forward",
     ) -> Scores:
-        """Without gradients."""
+        """Scores without gradients."""
         scores: Scores = {}
         for microbatch in microbatches:
             interrupt()

@@ -19,7 +19,7 @@ class Rounds:
 
     count: int
     epochs: int
-    """Of each round."""
+    """Epochs of each round."""
     steps_per_epoch: int
     eval_every: int | None
     """Rounds between evaluations; the last round is always evaluated."""
@@ -31,7 +31,7 @@ class Rounds:
 
     @property
     def steps(self) -> int:
-        """Of each round."""
+        """Steps of each round."""
         return self.epochs * self.steps_per_epoch
 
     @property

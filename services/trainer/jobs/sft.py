@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
 
 import torch
 
@@ -12,7 +11,6 @@ from services.common.jobs import SftExample, SftJob
 from services.common.jobs.documents import Document
 from services.common.jobs.kinds.sft import example_documents
 from services.trainer.host.policy_host import PolicyHost
-from services.trainer.jobs.defaults import Method
 from services.trainer.jobs.example_run import ExampleRun
 from services.trainer.losses import negative_log_likelihood
 from services.trainer.packing import Microbatch, apply_limit, some
@@ -41,8 +39,6 @@ def _documents(
 
 class SftRun(ExampleRun):
     """A prepared SFT job; see `prepare`."""
-
-    method: ClassVar[Method] = "sft"
 
     @classmethod
     def prepare(cls, spec: SftJob, host: PolicyHost, parent: Mapping[str, bytes] | None) -> SftRun:
@@ -97,3 +93,6 @@ class SftRun(ExampleRun):
     def _scores(self, microbatch: Microbatch) -> TokenScores:
         hidden = self._scored_hidden(microbatch, self._lora)
         return self._host.model.token_scores(hidden, microbatch.targets, give_way=self._host.gate.give_way)
+
+
+prepare = SftRun.prepare

@@ -5,18 +5,23 @@ whole optimizer step, so gradients do not depend on how a step is cut into micro
 from __future__ import annotations
 
 from services.trainer.losses.distillation import divergence_loss, sampled_reverse_kl
+from services.trainer.losses.logprobs import negative_log_likelihood, sequence_sums
 from services.trainer.losses.mismatch import MismatchStats, mismatch_weights
-from services.trainer.losses.nll import negative_log_likelihood
-from services.trainer.losses.policy import PolicyLoss, group_advantages, policy_loss, surrogate_form
+from services.trainer.losses.policy import (
+    GroupSize,
+    PolicyLoss,
+    PolicyLossType,
+    group_advantages,
+    policy_loss,
+    policy_loss_type,
+)
 from services.trainer.losses.preference import dpo_loss, kto_loss, kto_reference_point
-from services.trainer.losses.reduction import GroupSize, completion_weights
-from services.trainer.losses.sequences import sequence_sums
 
 __all__ = [
     "GroupSize",
     "MismatchStats",
     "PolicyLoss",
-    "completion_weights",
+    "PolicyLossType",
     "divergence_loss",
     "dpo_loss",
     "group_advantages",
@@ -25,7 +30,7 @@ __all__ = [
     "mismatch_weights",
     "negative_log_likelihood",
     "policy_loss",
+    "policy_loss_type",
     "sampled_reverse_kl",
     "sequence_sums",
-    "surrogate_form",
 ]

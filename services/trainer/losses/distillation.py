@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from services.trainer.losses.ratios import importance_ratio
+from services.trainer.losses.logprobs import importance_ratio
 
 
 def divergence_loss(divergences: Tensor, total_tokens: int) -> Tensor:

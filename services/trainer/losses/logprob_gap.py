@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from services.trainer.losses.ratios import bounded, importance_ratio
+from services.trainer.losses.logprobs import bounded, importance_ratio
 
 LOW, HIGH = 0.9, 1.1
 """A ratio outside of these is counted."""
 
 
-class Agreement:
+class SamplerGap:
     """Sums over tokens, on the device until somebody asks."""
 
     def __init__(self, device: torch.device) -> None:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from services.common.jobs.kinds.grpo import MismatchCorrection
-from services.trainer.losses.logprob_gap import Agreement
-from services.trainer.losses.ratios import importance_ratio
-from services.trainer.losses.sequences import per_row, sequence_sums
+from services.trainer.losses.logprob_gap import SamplerGap
+from services.trainer.losses.logprobs import importance_ratio, per_row, sequence_sums
 
 
 def mismatch_weights(
@@ -54,7 +53,7 @@ class MismatchStats:
 
     def __init__(self, device: torch.device, correction: MismatchCorrection) -> None:
         self._correction = correction
-        self._agreement = Agreement(device)
+        self._agreement = SamplerGap(device)
         self._sums = torch.zeros(3, device=device)
         self._least = torch.full((), float("inf"), device=device)
         self._most = torch.full((), float("-inf"), device=device)

@@ -26,7 +26,7 @@ class MemoryTaken(Unavailable):
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class MemoryNeed:
     """Bytes of one owner."""
 
     resident: int
@@ -37,8 +37,8 @@ class Need:
     """What captured steps compute in."""
 
     @classmethod
-    def of(cls, memory: TrainingMemory, *, captured: bool) -> Need:
-        """Of an estimate.
+    def of(cls, memory: TrainingMemory, *, captured: bool) -> MemoryNeed:
+        """Need of an estimate.
 
         Args:
             captured: whether steps are captured as CUDA graphs.
@@ -52,19 +52,19 @@ class Need:
 
     @property
     def peak(self) -> int:
-        """To compute, in all."""
+        """Bytes needed to compute, in all."""
         return self.working + self.captured
 
-    def uncaptured(self) -> Need:
+    def uncaptured(self) -> MemoryNeed:
         """The same owner's, if its steps are launched kernel by kernel."""
-        return Need(self.resident, self.peak)
+        return MemoryNeed(self.resident, self.peak)
 
 
 class WorkingMemory(Protocol):
     """What the bytes are of. Used by the trainer's thread only."""
 
     def start(self) -> None:
-        """By the trainer's thread, before anything else."""
+        """Begins; called by the trainer's thread before anything else."""
         ...
 
     def begin(self, graphs: int, rest: int, *, alone: bool) -> GraphMemory | None:
@@ -104,7 +104,7 @@ class HostMemory:
         """See WorkingMemory."""
 
 
-class TrainingLedger:
+class MemoryBudget:
     """Reserves before anything is allocated. Thread-safe.
 
     Args:
@@ -116,14 +116,14 @@ class TrainingLedger:
         self.total = total
         self._memory: WorkingMemory = HostMemory() if memory is None else memory
         self._lock = threading.Lock()
-        self._needs: dict[str, Need] = {}
+        self._needs: dict[str, MemoryNeed] = {}
         self._job_waits = False
 
     def start(self) -> None:
-        """By the trainer's thread, before anything else."""
+        """Begins; called by the trainer's thread before anything else."""
         self._memory.start()
 
-    def reserve_job(self, need: Need) -> GraphMemory | None:
+    def reserve_job(self, need: MemoryNeed) -> GraphMemory | None:
         """The running job's; replaces what it had reserved before. By the trainer's thread.
 
         Returns:
@@ -161,11 +161,11 @@ class TrainingLedger:
         """A step of the trainer's thread found no memory, and holds nothing any more."""
         self._memory.out_of_memory()
 
-    def _begun(self, need: Need) -> tuple[Need, GraphMemory | None]:
+    def _begun(self, need: MemoryNeed) -> tuple[MemoryNeed, GraphMemory | None]:
         graphs = self._memory.begin(need.captured, need.resident + need.working, alone=not self._needs)
         return (need.uncaptured() if graphs is None else need), graphs
 
-    def reserve_session(self, session_id: str, need: Need) -> GraphMemory | None:
+    def reserve_session(self, session_id: str, need: MemoryNeed) -> GraphMemory | None:
         """A session's; replaces what it had reserved before. See reserve_job().
 
         Raises:
@@ -209,21 +209,21 @@ class TrainingLedger:
         with self._lock:
             self._needs.pop(session_id, None)
 
-    def held(self) -> dict[str, Need]:
-        """By owner, for tests and logs."""
+    def held(self) -> dict[str, MemoryNeed]:
+        """Reservations by owner, for tests and logs."""
         with self._lock:
             return dict(self._needs)
 
 
-def _sum(needs: list[Need]) -> int:
+def _sum(needs: list[MemoryNeed]) -> int:
     return sum(need.resident for need in needs) + max((need.working for need in needs), default=0) + _captured(needs)
 
 
-def _captured(needs: Iterable[Need]) -> int:
+def _captured(needs: Iterable[MemoryNeed]) -> int:
     return max((need.captured for need in needs), default=0)
 
 
-def _held(needs: dict[str, Need]) -> str:
+def _held(needs: dict[str, MemoryNeed]) -> str:
     if not needs:
         return "nothing is held"
     sessions = [need for owner, need in needs.items() if owner != _JOB]

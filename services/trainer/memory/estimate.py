@@ -25,7 +25,7 @@ TEACHER_LOGIT_ROWS = 384
 TEACHER_LOGIT_COPIES = 8
 """Float32 tensors as wide as the vocabulary that a comparison adds in plain torch (kernels.divergence)."""
 MARGIN = 1.1
-"""For what is not counted."""
+"""Factor for what is not counted."""
 _TILE = 64
 """Tokens between two states that the gated delta rule keeps on a GPU (kernels.gpu.segments)."""
 _WAYS_OUT: tuple[Recompute, ...] = ("selective", "full")
@@ -44,7 +44,7 @@ class TrainingMemory:
     teacher: int = 0
     """What a teacher reads with, beside its weights: its adapter, its activations, its tile of logits."""
     captured: int = 0
-    """Of these, what steps compute in that are captured as CUDA graphs."""
+    """Bytes among these in which steps compute that are captured as CUDA graphs."""
 
     @property
     def total(self) -> int:
@@ -61,7 +61,7 @@ class TeacherWork:
 
     config: ModelConfig
     adapter_numbers: int = 0
-    """Of its adapter, if it has one."""
+    """Numbers of its adapter, if it has one."""
 
     def __post_init__(self) -> None:
         if self.adapter_numbers < 0:

@@ -23,21 +23,21 @@ from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import JobRun, Prepare
 from services.trainer.memory.budget import MemoryTaken
 from services.trainer.metrics import TrainerMetrics
-from services.trainer.parents import Origin, Origins, continued, sampled_elsewhere
+from services.trainer.parent_versions import ParentVersion, ParentVersions, continued, sampled_elsewhere
 from services.trainer.runtime.checkpoint import Checkpoint, CheckpointStore, CheckpointWriter
-from services.trainer.runtime.evaluation import Lesson
 from services.trainer.runtime.interleaving import Pauses, SideWork, work_or_wait
 from services.trainer.runtime.job_link import Draining, JobCancelled, JobSession
 from services.trainer.runtime.job_trace import JobTrace
+from services.trainer.runtime.learning_check import LearningCheck
 from services.trainer.runtime.notes import Notes
 from services.trainer.runtime.publish import Publisher
-from services.trainer.runtime.retention import Tidier
+from services.trainer.runtime.retention import VersionRetention
 from services.trainer.settings import TrainerSettings
 
 BACKOFF_SECONDS = (0.25, 5.0)
 """First and longest pause between attempts to reach a store that is away."""
 _ETA_WEIGHT = 0.2
-"""Of the newest step in the moving average of step times."""
+"""Weight of the newest step in the moving average of step times."""
 
 T = TypeVar("T")
 
@@ -53,8 +53,8 @@ class Parts:
     consumer: JobConsumer
     checkpoints: CheckpointStore
     publisher: Publisher
-    origins: Origins
-    tidier: Tidier
+    parents: ParentVersions
+    tidier: VersionRetention
     metrics: TrainerMetrics
     side: SideWork
     """What else the trainer's thread does in the pauses of a job."""
@@ -115,11 +115,11 @@ class JobAttempt:
         claimed, session = self._claimed, self._session
         self._parts.registry.check_new_name(claimed.spec.adapter)
         with self._trace.part("prepare"):
-            origins = self._parts.origins.read(claimed, lambda operation: self._until_back(operation))
-            run = self._until_back(lambda: self._prepared(claimed.spec, origins))
-        lesson = Lesson(claimed.spec)
+            parents = self._parts.parents.read(claimed, lambda operation: self._until_back(operation))
+            run = self._until_back(lambda: self._prepared(claimed.spec, parents))
+        learning = LearningCheck(claimed.spec)
         notes = Notes(session, run)
-        notes.tell(*run.notes, continued(claimed.spec, origins), sampled_elsewhere(claimed.spec, origins))
+        notes.tell(*run.notes, continued(claimed.spec, parents), sampled_elsewhere(claimed.spec, parents))
         notes.record({})
         start = 0
         checkpoint = None
@@ -129,15 +129,15 @@ class JobAttempt:
             session.event("log", {"message": f"checkpoint refused, starting over: {error.message}"})
         if checkpoint is not None:
             try:
-                lesson.restore(checkpoint.state)
+                learning.restore(checkpoint.state)
                 start = run.load_state(checkpoint.state)
                 session.event("log", {"message": f"resumed after step {start} of {run.total_steps}"})
             except InvalidRequest as error:
                 self._log.warning("checkpoint.refused", job=claimed.id, error=error.message)
                 session.event("log", {"message": f"checkpoint refused, starting over: {error.message}"})
-                run = self._until_back(lambda: self._prepared(claimed.spec, origins))
-                lesson = Lesson(claimed.spec)
-        if before := lesson.acceptance.begin(run, session.check):
+                run = self._until_back(lambda: self._prepared(claimed.spec, parents))
+                learning = LearningCheck(claimed.spec)
+        if before := learning.acceptance.begin(run, session.check):
             session.event("eval", {"step": 0, **before})
 
         def saved(step: int, where: str) -> None:
@@ -150,25 +150,25 @@ class JobAttempt:
             claimed.spec_sha,
             allowed=lambda: not session.lost,
             saved=saved,
-            stamp=lesson.stamp,
+            stamp=learning.stamp,
             fence=int(claimed.fence),
         )
         try:
-            metrics = self._steps(run, writer, start, lesson)
-            notes.tell(lesson.note(run, metrics))
+            metrics = self._steps(run, writer, start, learning)
+            notes.tell(learning.note(run, metrics))
             notes.record(metrics)
-            metrics |= lesson.acceptance.check(run, metrics if start < run.total_steps else None, session.check)
+            metrics |= learning.acceptance.check(run, metrics if start < run.total_steps else None, session.check)
             with self._trace.part("publish"):
-                return self._publish(run, writer, origins, metrics)
+                return self._publish(run, writer, parents, metrics)
         finally:
             writer.close()
 
-    def _prepared(self, spec: Spec, origins: Sequence[Origin]) -> JobRun:
+    def _prepared(self, spec: Spec, parents: Sequence[ParentVersion]) -> JobRun:
         if isinstance(spec, MergeJob):
-            return self._parts.prepare(spec, self._parts.host, None, origins)
-        return self._parts.prepare(spec, self._parts.host, origins[0].files if origins else None)
+            return self._parts.prepare(spec, self._parts.host, None, parents)
+        return self._parts.prepare(spec, self._parts.host, parents[0].files if parents else None)
 
-    def _steps(self, run: JobRun, writer: CheckpointWriter, start: int, lesson: Lesson) -> dict[str, float]:
+    def _steps(self, run: JobRun, writer: CheckpointWriter, start: int, learning: LearningCheck) -> dict[str, float]:
         """Runs the remaining steps; returns the newest metrics. Raises JobLost, JobCancelled, Draining."""
         claimed, session = self._claimed, self._session
         total = run.total_steps
@@ -181,7 +181,7 @@ class JobAttempt:
         self._parts.metrics.progress(claimed.spec.kind, beginning, {})
         pauses = Pauses(session.check, self._parts.side)
         try:
-            lesson.begin(run, pauses)
+            learning.begin(run, pauses)
             for index in range(start, total):
                 session.check()
                 began = time.monotonic()
@@ -192,7 +192,7 @@ class JobAttempt:
                 seconds = took if seconds is None else (1 - _ETA_WEIGHT) * seconds + _ETA_WEIGHT * took
                 self._parts.metrics.step_seconds.observe(took)
                 metrics |= newest
-                lesson.saw(newest)
+                learning.saw(newest)
                 progress = JobProgress(step=done, total_steps=total, eta_seconds=round(seconds * (total - done), 3))
                 session.report(progress, {**newest, "step_seconds": round(took, 6)})
                 self._parts.metrics.progress(claimed.spec.kind, progress, newest)
@@ -202,7 +202,7 @@ class JobAttempt:
                 if done % claimed.spec.checkpoint_every == 0 and done < total:
                     writer.submit(Checkpoint(done, run.state()))
                     saved = done
-            metrics |= lesson.end(run, metrics, pauses)
+            metrics |= learning.end(run, metrics, pauses)
         except Draining:
             if done > saved:
                 writer.submit(Checkpoint(done, run.state()))
@@ -211,12 +211,12 @@ class JobAttempt:
         return metrics
 
     def _publish(
-        self, run: JobRun, writer: CheckpointWriter, origins: Sequence[Origin], metrics: Mapping[str, float]
+        self, run: JobRun, writer: CheckpointWriter, parents: Sequence[ParentVersion], metrics: Mapping[str, float]
     ) -> Manifest:
         claimed, session = self._claimed, self._session
         files = run.lora.to_files(self._parts.settings.served_model_name)
         lineage = run.lineage
-        parent = origins[0].version if origins and lineage is None else None
+        parent = parents[0].version if parents and lineage is None else None
         total = run.total_steps
         try:
             if not self._until_back(lambda: self._parts.consumer.publishing(claimed)):

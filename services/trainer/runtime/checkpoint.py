@@ -155,7 +155,7 @@ class CheckpointStore:
         return {place for name in names if (place := _Place.of(name)) is not None}
 
     def _stored(self, job_id: str) -> set[_Place]:
-        """From the keys: some servers go on listing emptied directories."""
+        """Places of the stored checkpoints, from the keys: some servers go on listing emptied directories."""
         names = {key[len(_prefix(job_id)) :].split("/")[0] for key in self._store.list(_prefix(job_id))}
         return {place for name in names if (place := _Place.of(name)) is not None}
 

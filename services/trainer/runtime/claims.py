@@ -42,7 +42,7 @@ class JobClaims:
         self._found: tuple[ClaimedJob, JobSession] | None = None
         self._owner: threading.Thread | None = None
         self._alive: JobSession | None = None
-        """Of the job that was claimed last."""
+        """Session of the job that was claimed last."""
         self._tidied = False
         self._away = False
         self._log = structlog.get_logger("trainer")

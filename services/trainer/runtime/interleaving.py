@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class SideWork(Protocol):
-    """Small pieces of work for the trainer thread (services.trainer.api_sessions.manager)."""
+    """Small pieces of work for the trainer thread (services.trainer.training_sessions.manager)."""
 
     def bind(self, wake: Callable[[], None]) -> None:
         """``wake`` is to be called when there is something to do."""

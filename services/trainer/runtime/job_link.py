@@ -52,7 +52,7 @@ class JobSession:
         self._log = structlog.get_logger("trainer").bind(job=claimed.id, attempt=claimed.attempt)
         self._pending: deque[Callable[[], None]] = deque(maxlen=_BUFFERED)
         self._numbers = itertools.count(1)
-        """Of what is reported: a server that was only slow carries out a report that was sent again as well."""
+        """Numbers of what is reported: a server that was only slow carries out a report that was sent again as well."""
         self._wake = threading.Condition()
         self._closed = False
         self._lost = False

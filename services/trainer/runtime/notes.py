@@ -9,7 +9,7 @@ from services.trainer.runtime.job_link import JobSession
 
 
 class Notes:
-    """Those of one attempt, from the first one on."""
+    """Notes of one attempt, from the first one on."""
 
     def __init__(self, session: JobSession, run: JobRun) -> None:
         self._session = session

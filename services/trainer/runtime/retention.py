@@ -11,7 +11,7 @@ from services.common.queue.consumer import JobConsumer
 from services.trainer.settings import TrainerSettings
 
 
-class Tidier:
+class VersionRetention:
     """Applies the settings' retention policy. What fails is tried again after the next publish."""
 
     def __init__(self, settings: TrainerSettings, registry: AdapterRegistry, consumer: JobConsumer) -> None:

@@ -24,7 +24,7 @@ from services.common.telemetry.tracing import NO_TRACER, Tracer
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import Prepare
 from services.trainer.metrics import TrainerMetrics
-from services.trainer.parents import Origins
+from services.trainer.parent_versions import ParentVersions
 from services.trainer.runtime.attempt import BACKOFF_SECONDS, JobAttempt, Parts
 from services.trainer.runtime.checkpoint import CheckpointStore
 from services.trainer.runtime.claims import JobClaims
@@ -32,7 +32,7 @@ from services.trainer.runtime.interleaving import NoSideWork, SideWork, work_or_
 from services.trainer.runtime.job_link import Draining, JobCancelled, JobSession
 from services.trainer.runtime.job_trace import JobTrace
 from services.trainer.runtime.publish import Publisher
-from services.trainer.runtime.retention import Tidier
+from services.trainer.runtime.retention import VersionRetention
 from services.trainer.settings import TrainerSettings
 
 _IDLE_SECONDS = 1.0
@@ -91,8 +91,8 @@ class TrainerWorker:
             consumer=self._consumer,
             checkpoints=self._checkpoints,
             publisher=Publisher(registry, self._events, host, settings.adapter_sync_seconds),
-            origins=Origins(registry, self._consumer, host.base_digest),
-            tidier=Tidier(settings, registry, self._consumer),
+            parents=ParentVersions(registry, self._consumer, host.base_digest),
+            tidier=VersionRetention(settings, registry, self._consumer),
             metrics=self._metrics,
             side=self._side,
             draining=self._draining,
@@ -154,7 +154,7 @@ class TrainerWorker:
             self._log.critical("the trainer's thread has died: liveness is off", exc_info=error)
 
     def _loop(self) -> None:
-        self._host.ledger.start()
+        self._host.memory_budget.start()
         claims = self._claims
         claims.start()
         self._begun.set()
@@ -166,7 +166,7 @@ class TrainerWorker:
                 claims.want()
             else:
                 work_or_wait(self._side, self._awake, _IDLE_SECONDS)
-            self._host.ledger.settle()
+            self._host.memory_budget.settle()
         claims.join()
         if (found := claims.take()) is not None:
             self._work(*found)  # which hands it back
@@ -183,7 +183,7 @@ class TrainerWorker:
                 outcome = self._outcome(attempt, claimed, session, log)
                 trace.ended(outcome)
             finally:
-                self._host.ledger.release_job()
+                self._host.memory_budget.release_job()
                 self._current = None
                 self._metrics.job_ended()
             self._metrics.jobs.labels(outcome).inc()

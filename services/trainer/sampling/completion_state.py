@@ -24,7 +24,7 @@ def completion_tensors(prefix: str, completions: Sequence[Completion]) -> dict[s
 
 
 def completions_of(prefix: str, tensors: Mapping[str, Tensor]) -> list[Completion]:
-    """From completion_tensors()."""
+    """Completions from the tensors of completion_tensors()."""
     lengths = tensors[f"{prefix}lengths"].tolist()
     return [
         Completion(tuple(tokens.tolist()), array("f", logprobs.tolist()), truncated=bool(truncated))

@@ -25,7 +25,7 @@ class ScoredPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """As many completions of each prompt, prompt by prompt, each with its reward."""
+    """Round of a job: as many completions of each prompt, prompt by prompt, each with its reward."""
 
     number: int
     temperature: float
@@ -45,7 +45,7 @@ class Round:
         return len(self.completions) // len(self.prompts)
 
     def groups(self) -> list[GrpoGroup]:
-        """As a client would have posted them."""
+        """Groups as a client would have posted them."""
         scored = [
             GrpoCompletion(
                 token_ids=list(completion.token_ids),
@@ -82,6 +82,6 @@ class Round:
 
     @classmethod
     def of_state(cls, tensors: Mapping[str, Tensor], data: Mapping[str, Any], prompts: Sequence[ScoredPrompt]) -> Round:
-        """From state(); ``prompts`` are those of the same round."""
+        """Round from its state(); ``prompts`` are those of the same round."""
         rewards = tensors["round.rewards"].tolist()
         return cls(int(data["number"]), float(data["temperature"]), prompts, completions_of("round.", tensors), rewards)

@@ -1,4 +1,4 @@
-"""From scored rollouts to documents with advantages.
+"""Scored rollouts become documents with advantages.
 
 A group whose rewards are all equal has no advantage and is skipped. If that is true of every group, the job fails: a
 version that is identical to its parent would look like progress.
@@ -38,7 +38,8 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class RewardStats:
-    """Of all rollouts of the job, those in skipped groups included: how good the policy that sampled them is."""
+    """Reward statistics of all rollouts of the job, those in skipped groups included: how good the policy that sampled
+    them is."""
 
     mean: float
     std: float

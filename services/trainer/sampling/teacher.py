@@ -31,7 +31,7 @@ class Teacher:
     memory: GraphMemory | None = None
     """Where its forwards are captured."""
     most_tokens: int | None = None
-    """Of a forward that ``memory`` has room for."""
+    """Most tokens of a forward that ``memory`` has room for."""
     forward: FrozenForward = field(init=False)
 
     def __post_init__(self) -> None:

@@ -78,14 +78,14 @@ def request(prompt: Sequence[int] = (5, 6, 7, 8), *, adapter: str | None = None,
 
 
 class GatewayStream:
-    """One Stream call, as a gateway holds it."""
+    """Stream call like that of a gateway."""
 
     def __init__(self, stub: engine_pb2_grpc.EngineAsyncStub) -> None:
         self.call = stub.Stream()
         self.answers: dict[str, Answer] = {}
         self.frames = 0
         self.kept: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        """By request: that an abort with ``keep_tokens`` is carried out."""
+        """Event of each request, set when an abort with ``keep_tokens`` is done."""
         self._done: dict[str, asyncio.Event] = {}
         self._first: dict[str, asyncio.Event] = {}
         self._reader = asyncio.create_task(self._read())

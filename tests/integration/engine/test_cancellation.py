@@ -15,7 +15,7 @@ SEATS = 8
 
 
 class Boundary:
-    """What the loop has left right behind each abort, between the same two steps."""
+    """Requests that the loop has left directly after each abort, between the same two steps."""
 
     def __init__(self, engine: EngineUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
         self._loop = engine.engine.loop

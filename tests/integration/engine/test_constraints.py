@@ -38,7 +38,7 @@ def constrained(seed: int = 0, *, param: str = "response_format", **fields: Any)
 
 
 def text_of(answer: Answer, codec: TextCodec) -> str:
-    """As a gateway reads it: a token that ends the output is no text."""
+    """Output as a gateway reads it, without the token that ends it."""
     assert answer.finish_reason == pb.FINISH_REASON_STOP, answer
     tokens = answer.token_ids[:-1] if answer.token_ids[-1] in codec.eos_ids else answer.token_ids
     return b"".join(codec.token_bytes(token) for token in tokens).decode()

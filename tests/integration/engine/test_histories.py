@@ -17,9 +17,9 @@ from services.common.errors import InvalidRequest, NotFound
 from services.common.storage.object_store import ObjectStore
 from services.engine.kv_cache.keys import Tier
 from services.engine.requests.adapter import AdapterChoice
+from services.engine.requests.conversation_session import SessionInfo, SessionName
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.sampling_params import SamplingParams
-from services.engine.requests.sessions import SessionInfo, SessionName
 from services.engine.requests.submission import Submission
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine, build_engine
@@ -102,7 +102,7 @@ def pods(
 
 
 def reference(pod: Pod, prompt: tuple[int, ...]) -> list[int]:
-    """Of a space of its own, so that nothing is known of it."""
+    """Answer in a cache namespace of its own, so that nothing of it is cached."""
     answer, cached = pod.ask(prompt, None, salt=f"alone {len(prompt)}")
     assert cached == 0
     return answer
@@ -193,7 +193,7 @@ def test_an_export_is_imported_elsewhere(pods: Callable[..., Pod]) -> None:
     file = list(first.desk.export(CHAT))
     assert max(map(len, file)) <= 2**20
     second = pods("host", "two")
-    taken = second.desk.take_in(CHAT, iter(file))
+    taken = second.desk.import_file(CHAT, iter(file))
     assert isinstance(taken, SessionInfo)
     assert (taken.tokens, taken.requests) == (len(PROMPT) + len(answer) - 1, 1)
     turn = next_turn(answer)
@@ -206,12 +206,12 @@ def test_an_export_is_imported_elsewhere(pods: Callable[..., Pod]) -> None:
     for broken, why in (
         (whole[:-9], "truncated|cut off"),
         (whole + b"x", "longer"),
-        (b"no such file", "no exported session"),
+        (b"no such file", "not an exported session"),
         (bytes(flipped), "damaged|checksums"),
     ):
         third = pods("host", f"three {why[:3]}")
         with pytest.raises(InvalidRequest, match=why):
-            third.desk.take_in(CHAT, iter([broken]))
+            third.desk.import_file(CHAT, iter([broken]))
         assert third.desk.list("alice") == []
         third.engine.stop(1.0)
 

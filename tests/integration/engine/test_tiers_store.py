@@ -14,17 +14,17 @@ import pytest
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
 from services.engine.kv_cache.keys import Tier
-from services.engine.kv_offload.entry_format import item_bytes
+from services.engine.kv_offload.entry_format import entry_bytes
 from services.engine.kv_offload.messages import (
-    Dropped,
     Entry,
     Forget,
-    Kept,
     Loaded,
     Persist,
     Persisted,
     Pin,
     Released,
+    Removed,
+    Stored,
     Use,
 )
 from tests.integration.servers import RunningServer
@@ -42,7 +42,7 @@ class Line:
         self.flows = threading.Event()
         self.flows.set()
         self.most_bytes = 0
-        """To the client, of each connection; then it ends. 0: any number."""
+        """Most bytes to the client for each connection, which then ends; 0: any number."""
         self.refuses = False
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
@@ -110,8 +110,8 @@ def wait_until(bench: Bench, is_so: Callable[[], bool], seconds: float = 20.0) -
 
 
 def in_store(bench: Bench, *entries: Entry) -> Callable[[], bool]:
-    """Whether the engine was told of these objects."""
-    return lambda: all(Kept(entry, Tier.STORE) in bench.events for entry in entries)
+    """True if the engine has found these objects."""
+    return lambda: all(Stored(entry, Tier.STORE) in bench.events for entry in entries)
 
 
 def objects(store: ObjectStore) -> set[str]:
@@ -131,12 +131,12 @@ def test_what_one_engine_persists_another_loads(store: ObjectStore) -> None:
         assert Persisted(1) in one.events
         assert objects(store) == names(*entries)
         wait_until(other, in_store(other, *entries))
-        assert [event.entry for event in other.events if isinstance(event, Kept)] == entries
+        assert [event.entry for event in other.events if isinstance(event, Stored)] == entries
         assert other.load(*entries) == Loaded(1)
         assert other.counts.loaded[Tier.STORE] == 7000 + 5000
         assert other.load(*entries) == Loaded(2)
         assert other.counts.loaded[Tier.HOST] == 7000 + 5000
-        assert other.manager.status()[Tier.STORE].size == sum(item_bytes(entry, LAYOUT) for entry in entries)
+        assert other.manager.status()[Tier.STORE].size == sum(entry_bytes(entry, LAYOUT) for entry in entries)
         # Both have the same; the one that comes second is content.
         other.submit(Use(keys(entries)))
         other.settle()
@@ -188,7 +188,7 @@ def test_pinned_ones_go_there_at_the_end(store: ObjectStore) -> None:
 def test_with_the_store_alone_everything_goes_there(store: ObjectStore) -> None:
     entries = chain(8, 6)
     with engine(store, host=False, store_after_uses=1) as bench:
-        assert bench.save(entries[0]) == [Released(entries[0].key), Kept(entries[0], Tier.STORE)]
+        assert bench.save(entries[0]) == [Released(entries[0].key), Stored(entries[0], Tier.STORE)]
         bench.save(entries[1])
         assert bench.load(*entries) == Loaded(1)
         bench.settle()
@@ -209,14 +209,14 @@ def test_persist_brings_to_disk_what_only_the_store_has(store: ObjectStore, tmp_
 
 def test_the_limit_is_for_all_and_leaves_go_first(store: ObjectStore) -> None:
     old, new = chain(4, 4, 4, seed=1), chain(4, seed=2)
-    size = item_bytes(old[0], LAYOUT)
+    size = entry_bytes(old[0], LAYOUT)
     with engine(store) as one, engine(store, store_bytes=3 * size) as other:
         one.save(*old)
         wait_until(other, in_store(other, *old))
         other.save(*new)
         other.settle()
         assert objects(store) == names(*old[:2], *new)
-        wait_until(one, lambda: Dropped(old[2].key, Tier.STORE) in one.events)
+        wait_until(one, lambda: Removed(old[2].key, Tier.STORE) in one.events)
         assert one.load(*old) == Loaded(1)  # its own copy is still there
 
 
@@ -294,7 +294,7 @@ def test_an_object_that_is_gone_is_a_miss(store: ObjectStore) -> None:
         store.delete(PREFIX + entry.key.hex())
         assert bench.load(entry) == Loaded(1, (entry.key,))
         bench.settle()
-        assert Dropped(entry.key, Tier.STORE) in bench.events
+        assert Removed(entry.key, Tier.STORE) in bench.events
         assert bench.counts.troubles == {(Tier.STORE, "missing"): 1}
 
 
@@ -380,9 +380,9 @@ def test_what_is_forgotten_while_the_store_is_away_is_removed_later(
         assert objects(store) == names(entry)
         line.refuses = False
         wait_until(bench, lambda: objects(store) == set())
-        assert [event for event in bench.events if isinstance(event, Kept)] == [
-            Kept(entry, Tier.HOST),
-            Kept(entry, Tier.STORE),
+        assert [event for event in bench.events if isinstance(event, Stored)] == [
+            Stored(entry, Tier.HOST),
+            Stored(entry, Tier.STORE),
         ]
 
 
@@ -391,7 +391,7 @@ def test_closing_does_not_wait_for_a_store_that_hangs(behind_line: ObjectStore, 
     bench = engine(behind_line, store_after_uses=1, store_poll_seconds=60.0)
     bench.save(*entries)
     bench.submit(Pin(keys(entries), time.monotonic() + 60), Persist(1, keys(entries)))
-    assert bench.manager._jobs.wait_idle(time.monotonic() + 10)
+    assert bench.manager._commands.wait_idle(time.monotonic() + 10)
     line.flows.clear()
     began = time.monotonic()
     bench.close(0.5)

@@ -18,7 +18,7 @@ VOCAB = 50
 
 
 def next_token(history: tuple[int, ...]) -> int:
-    """What the "model" says after these tokens: deterministic, never below 1."""
+    """Next token of the "model" after these tokens: deterministic, never below 1."""
     return 1 + hash(history) % (VOCAB - 1)
 
 
@@ -61,7 +61,7 @@ class ToyRunner:
         self.config = config
         self._depth = depth
         self.last_tokens: dict[int, tuple[str, int]] = {}
-        """By slot: whose newest token it is, and the token."""
+        """Newest token of each slot, with its sequence."""
         self.kv: dict[tuple[int, int], tuple[tuple[str, str], int]] = {}
         self.states: dict[int, tuple[tuple[str, str], tuple[int, ...]]] = {}
         self.computed_tokens = 0
@@ -109,18 +109,18 @@ class ToyRunner:
         tokens = [SampledToken(behind(*row), -0.5) for row in zip(asked, behind_which, strict=True)]
         if not self.config.speculative:
             return StepResult(tokens, reports=reports)
-        return StepResult(tokens, [self._guess(histories) for histories in sampled], reports)
+        return StepResult(tokens, [self._draft(histories) for histories in sampled], reports)
 
-    def _guess(self, histories: list[tuple[int, ...]]) -> int:
+    def _draft(self, histories: list[tuple[int, ...]]) -> int:
         """Right about every other time, sometimes none."""
         history = histories[0]
         for longer in histories[1:]:
             history = longer if longer[-1] == next_token(history) else history
-        guess = next_token((*history, next_token(history)))
-        return (guess, guess, guess + 1, 1, -1)[hash((history, 17)) % 5]
+        draft = next_token((*history, next_token(history)))
+        return (draft, draft, draft + 1, 1, -1)[hash((history, 17)) % 5]
 
     def _check_snapshots(self, plan: StepPlan, live: list[int], targets: list[int]) -> None:
-        """Where they lie in their chunks, and that nothing else of the step has to do with their slots."""
+        """Checks the snapshots' positions in their chunks, and that nothing else in the step uses their slots."""
         slots = [slot for chunk in plan.chunks for _, slot in chunk.snapshots]
         assert all(0 < slot < self.config.num_slots for slot in slots)
         assert len(set(slots)) == len(slots)
@@ -136,7 +136,7 @@ class ToyRunner:
             assert all(position % self.config.prefill_alignment == 0 for position in positions)
 
     def _copy_blocks(self, plan: StepPlan) -> None:
-        """For sequences that go on behind a prefix that ends inside of a block."""
+        """Copies blocks for sequences that resume from a prefix ending inside a block."""
         size = self.config.block_size
         sources, targets = ([getattr(copy, end) for copy in plan.block_copies] for end in ("source", "target"))
         assert len(set(targets)) == len(targets)

@@ -49,7 +49,7 @@ def test_nothing_to_force_is_refused() -> None:
         SamplingParams.forcing((), 1.0)
 
 
-def test_nothing_is_guessed_of_given_tokens() -> None:
+def test_nothing_is_drafted_of_given_tokens() -> None:
     assert SamplingParams().draftable
     assert not SamplingParams(min_tokens=1).draftable
     assert not SamplingParams.forcing((1,), 1.0).draftable
@@ -57,7 +57,7 @@ def test_nothing_is_guessed_of_given_tokens() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0, 0.0])
 def test_a_given_token_is_scored_as_if_it_had_been_drawn(temperature: float) -> None:
-    """To the bit, beside rows that draw."""
+    """Log-probabilities are equal to the bit, beside sampling rows."""
     logits = random_logits(6, seed=3)
     others: list[dict[str, Any]] = [{}, {"top_k": 5}, {"presence_penalty": 1.0}]
     drawing = [chunk(SamplingParams(seed=n, **fields), [4, 5]) for n, fields in enumerate(others)]

@@ -1,4 +1,4 @@
-"""What the toy model says of a prompt: functions of the history, so that a wrong row shows up as a wrong number."""
+"""Prompt scores of the toy model: functions of the tokens so far, so that a wrong row gives a wrong number."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hidden(history: tuple[int, ...]) -> list[float]:
 
 
 def toy_reports(plan: StepPlan, states: Mapping[int, tuple[tuple[str, str], tuple[int, ...]]]) -> list[PromptReport]:
-    """Of a plan that has just run. Fails where a read is not of its chunk or of its prompt."""
+    """Reports of a plan that has just run. Fails if a read is not of its chunk or of its prompt."""
     offsets, histories = [], []
     for chunk in plan.chunks:
         offsets.append(len(histories))
@@ -60,7 +60,7 @@ def toy_reports(plan: StepPlan, states: Mapping[int, tuple[tuple[str, str], tupl
 
 
 class Told:
-    """What the updates of one request said of its prompt."""
+    """Prompt scores in the updates of one request."""
 
     def __init__(self, asked: Request) -> None:
         self._asked = asked

@@ -18,7 +18,7 @@ from services.common.pb import (
     histories_pb2_grpc,
     sessions_pb2_grpc,
 )
-from services.engine.server.session_service import SessionService
+from services.engine.server.conversation_session_service import ConversationSessionService
 from tests.unit.engine.server.memory_sessions import MemorySessions
 from tests.unit.gateway.fake_sessions import FakeSessions
 from tests.unit.gateway.tokens import EOS, VOCAB_SIZE, codec
@@ -125,7 +125,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
         self.port = 0
         self.sessions = FakeSessions(secrets.token_hex(6))
         self.histories = MemorySessions()
-        self._history_service = SessionService(self.histories)
+        self._history_service = ConversationSessionService(self.histories)
         self._server: aio.Server | None = None
         self._streams: set[asyncio.Queue[engine_pb2.EngineFrame | None]] = set()
 

@@ -29,7 +29,7 @@ boards = pytest.mark.parametrize("board", BOARDS, ids=lambda board: str(board.na
 
 
 def test_every_query_parses(promtool: Promtool, tmp_path: Path) -> None:
-    """As rules of one file, which is how promtool takes expressions."""
+    """Expressions as rules of one file, which promtool can check."""
     rules = [
         {"record": f"query:{number}", "expr": query.expr.replace("$__rate_interval", "5m")}
         for number, (_, query) in enumerate(QUERIES)

@@ -1,4 +1,4 @@
-"""What is committed is what the code makes."""
+"""Committed dashboards and rules are those that the code generates."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_promtool_accepts_the_rules_and_their_tests(group: Group, promtool: Prom
 
 @groups
 def test_the_tests_can_fail(group: Group, promtool: Promtool, tmp_path: Path) -> None:
-    """With the opposite of what an alert waits for, its cases do not hold."""
+    """The cases of an alert fail if its expression is negated."""
     text = group.render()
     changed = re.sub(r"(?<=for: )\d+m", "9999m", text)
     (tmp_path / "rules.yaml").write_text(changed)
@@ -45,7 +45,7 @@ def test_the_tests_can_fail(group: Group, promtool: Promtool, tmp_path: Path) ->
 
 @groups
 def test_a_releases_own_rules_are_accepted(group: Group, promtool: Promtool, tmp_path: Path) -> None:
-    """What the chart makes of them: its own namespace and release in the place of any."""
+    """Rules as the chart renders them: its own namespace and release replace the placeholders."""
     text = group.render().replace(ANY_NAMESPACE, 'namespace="ml"').replace(ANY_RELEASE, 'release="temper"')
     text = text.replace(ANY_VOLUME, 'persistentvolumeclaim=~"data-temper-.+"')
     assert '=~".*"' not in text

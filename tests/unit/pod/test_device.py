@@ -1,4 +1,4 @@
-"""What a device cannot run is refused at start, naming the variable and the way out."""
+"""Settings that a device cannot run are refused at start, with the variable and what to set instead."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ def test_settings_that_contradict_each_other_are_refused(monkeypatch: pytest.Mon
 
 
 def test_a_small_card_serves_and_trains() -> None:
-    """By itself: what a modest job needs is more than a quarter of what the model leaves on 24 GB."""
+    """A modest job gets its memory, although that is more than a quarter of what the model leaves on 24 GB."""
     chosen, made = plan(QWEN_4B, settings(), BF16, Device("cuda", "L4", (8, 9)), 22 * GIB)
     assert made.training > 1.2 * GIB
     assert made.kv >= made.training - GIB // 16

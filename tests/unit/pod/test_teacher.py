@@ -62,7 +62,7 @@ def test_another_vocabulary_is_refused(tmp_path: Path, checkpoint: Path) -> None
     files["tokenizer.json"] = files["tokenizer.json"].replace(b"<|im_start|>", b"<|start_it|>")
     other = write_checkpoint(tmp_path / "other", files)
     codec = TextCodec.from_directory(checkpoint)
-    with pytest.raises(CheckpointRejected, match=r"TEMPER_TEACHER_MODEL=.*teacher with another vocabulary.*2 of them"):
+    with pytest.raises(CheckpointRejected, match=r"TEMPER_TEACHER_MODEL=.*teacher has another vocabulary.*2 of them"):
         second_config(settings(model=checkpoint, teacher_model=other), codec)
 
 

@@ -24,14 +24,14 @@ def pod(**dead: bool) -> tuple[Any, Any]:
 )
 async def test_what_has_died_is_named(who: str, says: str) -> None:
     ill = await asyncio.wait_for(
-        serve._watch(asyncio.Event(), lambda: serve._ailment(*pod(**{who: True})), False, 0), 5
+        serve._watch(asyncio.Event(), lambda: serve._dead_thread(*pod(**{who: True})), False, 0), 5
     )
     assert says in ill
 
 
 async def test_a_healthy_process_waits_to_be_asked() -> None:
     stop = asyncio.Event()
-    watching = asyncio.create_task(serve._watch(stop, lambda: serve._ailment(*pod()), False, 0))
+    watching = asyncio.create_task(serve._watch(stop, lambda: serve._dead_thread(*pod()), False, 0))
     await asyncio.sleep(0.05)
     assert not watching.done()
     stop.set()

@@ -21,7 +21,7 @@ class PublishIf(SentModel):
     metric: str = Field(min_length=1, max_length=100)
     """One of the job's own evaluation metrics, e.g. "eval_loss"."""
     min_gain: float = Field(0.0, ge=-1e9, le=1e9)
-    """By how much it must have improved: downwards for a loss, upwards for an accuracy. 0: no worse than before.
+    """Least improvement: downwards for a loss, upwards for an accuracy. 0: no worse than before.
     Negative: at most that much worse."""
 
     def gain(self, before: float, after: float, better: Better) -> float:

@@ -15,7 +15,7 @@ SAYS: Rule = either(SOME, {"type": ["string", "null"]})
 
 
 def _null(instead: str) -> BeforeValidator:
-    """For a field that clients send as null; anything else would be lost."""
+    """Validator of a field that clients send as null; anything else would be lost."""
 
     def check(value: Any) -> None:
         if value is not None:
@@ -56,7 +56,7 @@ class Message(SentModel):
     tool_call_id: str | None = None
     name: str | None = None
     weight: int | None = Field(None, ge=0, le=1, exclude_if=absent)
-    """Of an assistant's turn: 0 makes it context that nothing is learnt from."""
+    """Weight of an assistant's turn: 0 makes it context that nothing is learnt from."""
     refusal: _NoRefusal = Field(None, exclude=True)
     annotations: list[Any] | None = Field(None, exclude=True)
     """Accepted and ignored: openai-python's messages carry it."""
@@ -100,7 +100,7 @@ class Message(SentModel):
 
     @property
     def turn(self) -> dict[str, Any]:
-        """As TextCodec takes it, equal to what the chat endpoint makes of the same message."""
+        """Turn as TextCodec takes it, equal to what the chat endpoint makes of the same message."""
         text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
         optional = {
             "name": self.name,

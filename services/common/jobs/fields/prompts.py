@@ -13,14 +13,18 @@ from services.common.validation.strict_models import SentModel
 TokenIds = list[Annotated[int, Field(ge=0)]]
 
 
-class SampledPrompt(SentModel):
-    """One prompt, as text, as a conversation or as token ids."""
+class PromptFields(SentModel):
+    """Fields of a prompt in one of its forms: text, a conversation or token ids."""
 
     prompt: str | list[Message] | None = None
     messages: list[Message] | None = None
     prompt_token_ids: TokenIds | None = Field(None, min_length=1)
     tools: list[dict[str, Any]] | None = None
     """Function definitions, rendered by the chat template; not with prompt_token_ids."""
+
+
+class SampledPrompt(PromptFields):
+    """One prompt, as text, as a conversation or as token ids."""
 
     json_rules: ClassVar[Rules] = (
         exactly_one("prompt", "messages", "prompt_token_ids"),

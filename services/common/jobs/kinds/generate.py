@@ -6,8 +6,11 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from services.common.jobs.base import JobBase, ServedLimits
+from services.common.jobs.documents import placed
 from services.common.jobs.fields.prompts import SampledPrompt, as_prompt
 from services.common.jobs.scorers.registry import RewardSpec, needs_answer
+from services.common.jobs.token_checks import asked_tokens, check_conversation, check_room, check_vocabulary
 from services.common.validation.json_rules import (
     SOME,
     Rules,
@@ -58,9 +61,9 @@ class GenerateSettings(SentModel):
     prompts_per_round: int | None = Field(None, ge=1)
     """None: all of them. They are taken in shuffled order, each once before one comes again."""
     completions: int = Field(8, ge=2, le=1024)
-    """Of each prompt: they are compared with each other."""
+    """Completions of each prompt: they are compared with each other."""
     max_tokens: int = Field(ge=1)
-    """Of each completion. One that is cut off is scored as it is."""
+    """Most tokens of each completion. One that is cut off is scored as it is."""
     temperature: float = Field(1.0, gt=0, le=100)
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
     """End a completion, besides the model's own end tokens."""
@@ -115,3 +118,22 @@ def check_rewards(settings: GenerateSettings) -> None:
     ]
     for index, reward in enumerate(settings.reward):
         reward.check(f"generate.reward[{index}]", answers)
+
+
+def check_generate(served: ServedLimits, job: JobBase, settings: GenerateSettings) -> None:
+    """Every prompt leaves room for its completion, and every reward can be computed.
+
+    Raises:
+        InvalidRequest: see JobBase.check_tokens.
+    """
+    check_vocabulary(served, "generate.stop_token_ids", settings.stop_token_ids)
+    for field, prompts in (("prompts", settings.prompts), ("eval_prompts", settings.eval_prompts)):
+        for index, prompt in enumerate(prompts):
+            name = f"generate.{field}[{index}]"
+            check_conversation(name, prompt.messages, prompt.tools, messages="messages")
+            check_conversation(name, prompt.prompt, None, messages="prompt")
+            check_vocabulary(served, f"{name}.prompt_token_ids", prompt.prompt_token_ids or ())
+            with placed(name):
+                tokens = asked_tokens(served, job, prompt)
+            check_room(served, name, len(tokens), settings.max_tokens)
+    check_rewards(settings)

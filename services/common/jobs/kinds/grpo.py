@@ -1,18 +1,32 @@
-"""Group-relative policy optimisation: its request."""
+"""Group-relative policy optimisation: the request, and its checks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from services.common.adapters.names import BASE, AdapterVersion, parse_adapter_version
 from services.common.errors import InvalidRequest
-from services.common.jobs.base import JobBase
+from services.common.jobs.base import DataRows, JobBase, Pace, ServedLimits
+from services.common.jobs.documents import placed
 from services.common.jobs.fields.messages import SAYS, Message, check_asks
-from services.common.jobs.kinds.generate import GenerateSettings
-from services.common.jobs.kinds.rollouts import MOST_SAMPLERS, GrpoCompletion, GrpoGroup, Reward, ScoredCompletion
+from services.common.jobs.kinds.generate import GenerateSettings, check_generate
+from services.common.jobs.kinds.loss_types import LOSS_TYPES, LossType
+from services.common.jobs.kinds.rollouts import (
+    MOST_SAMPLERS,
+    GrpoCompletion,
+    GrpoGroup,
+    Reward,
+    ScoredCompletion,
+    check_spread,
+    check_unmasked,
+    group_of_row,
+    rollout_tokens,
+)
+from services.common.jobs.scorers.base import ScorerSpec
+from services.common.jobs.token_checks import asked_tokens, check_conversation, check_vocabulary, over_limit
 from services.common.validation.json_rules import (
     NOT_NULL,
     SOME,
@@ -30,12 +44,9 @@ from services.common.validation.json_rules import (
 )
 from services.common.validation.strict_models import absent
 
-LossType: TypeAlias = Literal["grpo", "dapo", "dr_grpo", "bnpo", "cispo", "gspo"]
+DEFAULT_LOSS_TYPE: LossType = "dapo"
 MismatchCorrection: TypeAlias = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 RewardScale: TypeAlias = Literal["group", "batch", "none"]
-
-GSPO_CLIP = (3e-4, 4e-4)
-"""What the GSPO paper clips with (arXiv 2507.18071, §5.1): a mean over a sequence moves far less than one token."""
 
 
 def _scale_of_flag(value: object) -> object:
@@ -59,10 +70,10 @@ class GrpoJob(JobBase):
     completions: list[str] | None = None
     rewards: list[Reward] | None = None
     truncated: list[bool] | None = Field(None, exclude_if=absent)
-    """Of each of `completions`: whether it hit max_tokens (`finish_reason` "length"). Left out: not known, and the
+    """Whether each of `completions` hit max_tokens (`finish_reason` "length"). Left out: not known, and the
     token that ends a completion is not learnt."""
     temperature: float | None = Field(None, ge=0, le=100, exclude_if=absent)
-    """That `completions` were sampled at. None: 1."""
+    """Temperature that `completions` were sampled at. None: 1."""
     groups: list[GrpoGroup] | None = None
     rollouts: list[ScoredCompletion] | None = None
     generate: GenerateSettings | None = None
@@ -70,11 +81,11 @@ class GrpoJob(JobBase):
     """Passes over the rollouts; with `generate`, over each round's."""
     groups_per_step: int | None = Field(None, ge=1)
     """Groups an optimizer step; None: all of them."""
-    loss_type: LossType = "dapo"
+    loss_type: LossType = DEFAULT_LOSS_TYPE
     """What is clipped and what the sum over tokens is divided by; docs/guides/training/grpo.md has the formulas."""
-    clip_low: float = Field(default_factory=lambda given: _clip(given, 0, 0.2), ge=0, lt=1)
+    clip_low: float = Field(default_factory=lambda given: _clip(given, 0), ge=0, lt=1)
     """The ratio counts from 1 - clip_low on. Default 0.2, of gspo 0.0003."""
-    clip_high: float = Field(default_factory=lambda given: _clip(given, 1, 0.28), ge=0, le=1e3)
+    clip_high: float = Field(default_factory=lambda given: _clip(given, 1), ge=0, le=1e3)
     """The ratio counts up to 1 + clip_high. Default 0.28, of gspo 0.0004."""
     cispo_max_ratio: float = Field(5.0, gt=0, le=1e3)
     """Upper bound of the ratio as a weight of cispo, which has no other bound."""
@@ -99,6 +110,19 @@ class GrpoJob(JobBase):
     """Take the values of all log-probabilities from the engine, by the sampler's own kernels, and the gradients from
     the trainer's forward: rollouts are decoded again before each step that did not sample them."""
 
+    pace: ClassVar[Pace] = Pace(4e-5)
+    request_examples: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "groups": {
+            "adapter": "sums",
+            "attach": False,
+            "groups": [
+                {
+                    "prompt": "What is 12 plus 7?",
+                    "completions": [{"text": "19", "reward": 1.0}, {"text": "20", "reward": 0.0}],
+                }
+            ],
+        }
+    }
     json_rules: ClassVar[Rules] = (
         either(
             both(
@@ -192,6 +216,74 @@ class GrpoJob(JobBase):
             )
         return self
 
+    @classmethod
+    def data_rows(cls, rows: Sequence[Mapping[str, Any]]) -> DataRows:
+        """See JobBase. Rows are {"completion_id", "reward"}, or groups as `group_of_row` reads them."""
+        by_id = ["completion_id" in row for row in rows]
+        if all(by_id):
+            return DataRows("rollouts", ScoredCompletion)
+        if any(by_id):
+            raise InvalidRequest("lines with completion_id and lines with completions cannot be mixed in one job")
+        return DataRows("groups", GrpoGroup, group_of_row)
+
+    def scorers(self) -> Sequence[tuple[str, ScorerSpec]]:
+        """See JobBase."""
+        if self.generate is None:
+            return ()
+        return [(f"generate.reward[{index}]", reward) for index, reward in enumerate(self.generate.reward)]
+
+    def check_tokens(self, served: ServedLimits) -> None:
+        """See JobBase. Rollouts are within the limits, and there is something to learn from them."""
+        if self.generate is not None:
+            check_generate(served, self, self.generate)
+            return
+        for index, group in enumerate(self.groups or ()):
+            check_conversation(f"groups[{index}]", group.messages, group.tools, messages="messages")
+            check_conversation(f"groups[{index}]", group.prompt, None, messages="prompt")
+        if not isinstance(self.prompt, str):
+            check_conversation("prompt", self.prompt, None, messages="messages")
+        groups = self.scored_groups
+        check_spread(groups)
+        check_unmasked(groups, mask_truncated=self.mask_truncated)
+        for name, prompt, completions in self._counted(served):
+            for index, completion in enumerate(completions):
+                self._check_length(served, f"{name}[{index}]", prompt, completion)
+
+    def _counted(self, served: ServedLimits) -> Iterator[tuple[str, int, list[int]]]:
+        """Lengths of each group: the field of its completions, the tokens of its prompt, the tokens of each
+        completion."""
+        simple = self.completions is not None
+        for index, group in enumerate(self.scored_groups):
+            name = f"groups[{index}]"
+            field = "completions" if simple else f"{name}.completions"
+            with placed("prompt" if simple else name):
+                prompt = asked_tokens(served, self, group)
+            check_vocabulary(served, f"{name}.prompt_token_ids", group.prompt_token_ids or ())
+            lengths = []
+            for position, completion in enumerate(group.completions):
+                check_vocabulary(served, f"{field}[{position}].token_ids", completion.token_ids or ())
+                with placed(f"{field}[{position}]"):
+                    lengths.append(len(rollout_tokens(served.codec, self, prompt, completion)))
+            yield field, len(prompt), lengths
+
+    def _check_length(self, served: ServedLimits, field: str, prompt: int, completion: int) -> None:
+        """A completion is within the limits, alone and behind its prompt; all in tokens."""
+        if self.max_completion_length is not None and completion > self.max_completion_length:
+            raise InvalidRequest(
+                f"max_completion_length is {self.max_completion_length}, and {field} has {completion} "
+                "tokens: give the max_tokens that the rollouts were sampled with",
+                param="max_completion_length",
+            )
+        limit, context = served.max_train_tokens, served.max_model_len
+        if limit and prompt + completion > limit:
+            raise over_limit(field, prompt + completion, limit, "leave it out")
+        if self.exact_forward and context and prompt + completion > context:
+            raise InvalidRequest(
+                f"{field} has {prompt + completion} tokens with its prompt, and exact_forward has the "
+                f"engine decode it, whose context is {context}: leave it out, or leave exact_forward out",
+                param=field,
+            )
+
     @property
     def scored_groups(self) -> list[GrpoGroup]:
         """The groups, whichever way they were given; none for completion ids that are still to be resolved."""
@@ -234,5 +326,5 @@ class GrpoJob(JobBase):
         return listed + [found for found in grouped if found is not None]
 
 
-def _clip(given: dict[str, Any], side: int, usual: float) -> float:
-    return GSPO_CLIP[side] if given.get("loss_type") == "gspo" else usual
+def _clip(given: dict[str, Any], side: int) -> float:
+    return LOSS_TYPES[given.get("loss_type", DEFAULT_LOSS_TYPE)].clip[side]

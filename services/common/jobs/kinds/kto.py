@@ -1,17 +1,20 @@
-"""Kahneman-Tversky optimisation (Ethayarajh et al., arXiv 2402.01306): its request."""
+"""Kahneman-Tversky optimisation (Ethayarajh et al., arXiv 2402.01306): the request, and its checks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.common.errors import InvalidRequest
+from services.common.jobs.base import Pace, ServedLimits
+from services.common.jobs.documents import answer_documents
 from services.common.jobs.examples import EVALUATES, ExampleJob
 from services.common.jobs.fields.acceptance import Better, publish_if_rule
 from services.common.jobs.fields.prompts import AskedExample
+from services.common.jobs.token_checks import check_conversation, check_examples
 from services.common.validation.json_rules import Rules, both, contains, either, has, if_any
 
 LEAST_COMPARED = 2
@@ -58,6 +61,18 @@ class KtoJob(ExampleJob[KtoExample]):
     """Kahneman-Tversky optimisation: preference learning from thumbs up and thumbs down."""
 
     evaluated: ClassVar[Mapping[str, Better]] = {"eval_loss": "lower", "eval_margin": "higher"}
+    pace: ClassVar[Pace] = Pace(2e-5, least_steps=20)
+    least_loss_fall: ClassVar[float] = 0.02
+    request_examples: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "thumbs": {
+            "adapter": "sums",
+            "attach": False,
+            "examples": [
+                {"prompt": "What is 12 plus 7?", "completion": "19", "label": True},
+                {"prompt": "What is 12 plus 7?", "completion": "20", "label": False},
+            ],
+        }
+    }
     json_rules: ClassVar[Rules] = (
         has(examples=both(contains(has(label=True)), contains(has(label=False)))),
         if_any(eval_examples=either({"maxItems": 0}, {"minItems": 2})),
@@ -106,3 +121,19 @@ class KtoJob(ExampleJob[KtoExample]):
                 {"param": "eval_fraction"},
             )
         return self
+
+    def check_tokens(self, served: ServedLimits) -> None:
+        """See JobBase."""
+        for name, example in self.numbered_examples():
+            messages = "messages" if example.prompt is None else "prompt"
+            check_conversation(name, example.asked, example.tools, messages=messages)
+
+        def tokens(example: KtoExample) -> int:
+            return answer_documents(served.codec, self, example, (example.completion,), 0)[0].length
+
+        left = check_examples(
+            served, self, tokens, overlong=self.overlong, advice="shorten it, or choose overlong 'drop'"
+        )
+        check_labels([example.label for example in left.trained])
+        if self.held_out or self.eval_examples:
+            check_held_out(len(left.held_out), "eval_examples" if self.eval_examples else "eval_fraction")

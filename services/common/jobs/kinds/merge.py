@@ -25,7 +25,7 @@ class MergeSource(SentModel):
     adapter: AdapterRef
     """"name@n", or "name" for its current version."""
     weight: float = Field(1.0, ge=-100, le=100, json_schema_extra={"not": {"const": 0}})
-    """Of its delta. Negative: what the adapter does is taken away. Not 0."""
+    """Factor of its delta. Negative: what the adapter does is taken away. Not 0."""
 
     @model_validator(mode="after")
     def _counts(self) -> MergeSource:
@@ -40,8 +40,8 @@ class MergeSettings(SentModel):
     sources: list[MergeSource] = Field(min_length=1, max_length=MAX_SOURCES)
     method: MergeMethod = "weighted"
     rank: int | None = Field(None, ge=1, le=256)
-    """Of the result. weighted may leave it out: then nothing is cut off, and the rank is the sum of the parents'. All
-    other methods need it."""
+    """Rank of the result. weighted may leave it out: then nothing is cut off, and the rank is the sum of the parents'.
+    All other methods need it."""
     density: float | None = Field(None, gt=0, le=1)
     """Share of the entries of each parent's delta that is kept: the largest (ties), or random ones (dare_*)."""
     scale: float = Field(1.0, gt=0, le=100)

@@ -1,4 +1,4 @@
-"""On-policy distillation (GKD, Agarwal et al., arXiv 2306.13649): its request."""
+"""On-policy distillation (GKD, Agarwal et al., arXiv 2306.13649): the request, and its checks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,17 @@ from services.common.adapters.names import (
     parse_adapter_version,
 )
 from services.common.errors import InvalidRequest, TemperError
-from services.common.jobs.base import JobBase
-from services.common.jobs.documents import check_thinking, completion_tokens
+from services.common.jobs.base import DataRows, JobBase, Pace, ServedLimits
+from services.common.jobs.documents import check_thinking, completion_tokens, placed
 from services.common.jobs.fields.acceptance import Better, publish_if_rule
 from services.common.jobs.fields.prompts import SampledPrompt, TokenIds, as_prompt
+from services.common.jobs.token_checks import (
+    asked_tokens,
+    check_conversation,
+    check_room,
+    check_vocabulary,
+    over_limit,
+)
 from services.common.text.tokenizer import TextCodec
 from services.common.validation.json_rules import (
     SOME,
@@ -51,9 +58,9 @@ class DistillPrompt(SampledPrompt):
     """One prompt, as text, as a conversation or as token ids, and a completion of it from a dataset."""
 
     completion: str | None = None
-    """Its tokens and the token that ends the turn are learnt from."""
+    """Completion whose tokens, and the token that ends the turn, are learnt from."""
     completion_token_ids: TokenIds | None = Field(None, min_length=1)
-    """As they are, with the token that ends the turn if that is to be learnt."""
+    """Token ids as they are, with the token that ends the turn if that is to be learnt."""
 
     json_rules: ClassVar[Rules] = (at_most_one("completion", "completion_token_ids"),)
 
@@ -93,7 +100,7 @@ class OpdJob(JobBase):
     epochs: int = Field(1, ge=1, le=100)
     """Passes over each round's completions."""
     max_tokens: int = Field(ge=1)
-    """Of each sampled completion. One that is cut off is learnt from as it is."""
+    """Most tokens of each sampled completion. One that is cut off is learnt from as it is."""
     sampling_temperature: float = Field(1.0, ge=0, le=100)
     """0 is greedy."""
     stop_token_ids: TokenIds = Field(default_factory=list)
@@ -101,9 +108,10 @@ class OpdJob(JobBase):
     lmbda: float = Field(1.0, ge=0, le=1)
     """Probability that a completion is sampled; otherwise it is the prompt's own. Drawn for each prompt of a round."""
     loss: OpdLoss = "divergence"
-    """Of the whole distributions, or the reverse KL estimated from the sampled token alone."""
+    """Divergence of the whole distributions, or the reverse KL estimated from the sampled token alone."""
     beta: float = Field(1.0, ge=0, le=1)
-    """Of the generalized Jensen-Shannon divergence: 0 is KL(teacher ‖ student), 1 is KL(student ‖ teacher)."""
+    """Parameter of the generalized Jensen-Shannon divergence: 0 is KL(teacher ‖ student), 1 is KL(student ‖
+    teacher)."""
     temperature: float = Field(1.0, gt=0, le=100)
     """Both sides' logits are divided by it before they are compared."""
     eval_prompts: list[Prompt] = Field(default_factory=list)
@@ -112,6 +120,17 @@ class OpdJob(JobBase):
     eval_every: int | None = Field(None, ge=1)
     """Rounds; None: after the last one only."""
 
+    pace: ClassVar[Pace] = Pace(1e-4)
+    request_examples: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "base": {
+            "adapter": "sums",
+            "attach": False,
+            "teacher": "base",
+            "prompts": [{"prompt": "What is 12 plus 7?"}],
+            "rounds": 1,
+            "max_tokens": 16,
+        }
+    }
     json_rules: ClassVar[Rules] = (
         only_with("eval_every", has(eval_prompts=SOME)),
         either(
@@ -187,6 +206,36 @@ class OpdJob(JobBase):
         if self.beta != 1:
             raise ValueError('beta would do nothing here: sampled_reverse_kl is what loss "divergence" has with beta 1')
         return self
+
+    @classmethod
+    def data_rows(cls, rows: Sequence[Mapping[str, Any]]) -> DataRows:
+        """See JobBase."""
+        del rows
+        return DataRows("prompts", DistillPrompt)
+
+    def check_tokens(self, served: ServedLimits) -> None:
+        """See JobBase. Every prompt leaves room for its completion."""
+        if self.teacher == CHECKPOINT and not served.teacher:
+            raise InvalidRequest(
+                'teacher "checkpoint": the engines have no second model loaded; start them with TEMPER_TEACHER_MODEL '
+                'set to the directory of a checkpoint with the same tokenizer, or choose "base" or a version "name@n"',
+                param="teacher",
+            )
+        check_vocabulary(served, "stop_token_ids", self.stop_token_ids)
+        for name, prompt in self.numbered_prompts():
+            check_conversation(name, prompt.messages, prompt.tools, messages="messages")
+            check_conversation(name, prompt.prompt, None, messages="prompt")
+            check_vocabulary(served, f"{name}.prompt_token_ids", prompt.prompt_token_ids or ())
+            check_vocabulary(served, f"{name}.completion_token_ids", prompt.completion_token_ids or ())
+            with placed(name):
+                tokens = asked_tokens(served, self, prompt)
+                completion = data_completion(served.codec, self, prompt, tokens)
+            if self.teacher == CHECKPOINT and served.teacher_vocab_size:
+                check_read(name, [*tokens, *completion], served.teacher_vocab_size)
+            check_room(served, name, len(tokens), self.max_tokens)
+            limit, length = served.max_train_tokens, len(tokens) + len(completion)
+            if limit and length > limit:
+                raise over_limit(name, length, limit, "leave it out")
 
     @property
     def eval_metrics(self) -> Mapping[str, Better]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
@@ -12,7 +12,8 @@ from services.common.adapters.names import BASE, SAMPLER_SCHEMA, field_check, pa
 from services.common.errors import InvalidRequest
 from services.common.jobs.base import JobBase
 from services.common.jobs.documents import check_thinking, completion_tokens
-from services.common.jobs.fields.messages import SAYS, Message, check_asks
+from services.common.jobs.fields.messages import SAYS, check_asks
+from services.common.jobs.fields.prompts import PromptFields
 from services.common.text.tokenizer import TextCodec
 from services.common.validation.json_rules import (
     NULL,
@@ -79,14 +80,9 @@ class GrpoCompletion(SentModel):
         return self
 
 
-class GrpoGroup(SentModel):
+class GrpoGroup(PromptFields):
     """Completions of one prompt, compared with each other. completion_id rollouts bring their own prompt."""
 
-    prompt: str | list[Message] | None = None
-    messages: list[Message] | None = None
-    prompt_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(None, min_length=1)
-    tools: list[dict[str, Any]] | None = None
-    """Function definitions, rendered by the chat template; not with prompt_token_ids."""
     completions: list[GrpoCompletion] = Field(min_length=1)
 
     json_rules: ClassVar[Rules] = (
@@ -125,6 +121,31 @@ class ScoredCompletion(SentModel):
 
     completion_id: str
     reward: Reward
+
+
+def group_of_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A group of the API from a row of a file, whose completions may be plain strings with `rewards`, `truncated` and
+    `temperature` beside them, as in the simple form of a job.
+
+    Raises:
+        InvalidRequest: the lists beside the completions are not as long as they are.
+    """
+    group = dict(row)
+    shared = {name: group.pop(name) for name in ("rewards", "truncated", "temperature") if name in group}
+    if not shared:
+        return group
+    completions = group.get("completions")
+    if not isinstance(completions, list):
+        raise InvalidRequest("completions must be a list")
+    members = [dict(one) if isinstance(one, dict) else {"text": one} for one in completions]
+    for name, value in shared.items():
+        values = [value] * len(members) if name == "temperature" else value
+        if not isinstance(values, list) or len(values) != len(members):
+            raise InvalidRequest(f"completions and {name} must be lists of the same length")
+        for member, one in zip(members, values, strict=True):
+            member["reward" if name == "rewards" else name] = one
+    group["completions"] = members
+    return group
 
 
 def check_unmasked(groups: Sequence[GrpoGroup], *, mask_truncated: bool) -> None:

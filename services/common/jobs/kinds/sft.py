@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: its request."""
+"""Supervised fine-tuning: the request, and its checks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from services.common.errors import InvalidRequest
+from services.common.jobs.base import Pace, ServedLimits
 from services.common.jobs.documents import Document, chat_documents, pair_document, placed, text_document
 from services.common.jobs.examples import EVALUATES, ExampleJob
 from services.common.jobs.fields.acceptance import Better, publish_if_rule
 from services.common.jobs.fields.messages import SAYS, TEACHES, Message, check_asks, check_taught
+from services.common.jobs.token_checks import check_conversation, check_split, over_limit
 from services.common.text.tokenizer import TextCodec
 from services.common.validation.json_rules import NULL, Rules, both, either, given, if_any, left_out
 from services.common.validation.strict_models import SentModel
@@ -54,11 +56,49 @@ class SftJob(ExampleJob[SftExample]):
     """Supervised fine-tuning."""
 
     evaluated: ClassVar[Mapping[str, Better]] = {"eval_loss": "lower", "eval_token_accuracy": "higher"}
+    pace: ClassVar[Pace] = Pace(2e-4, epochs=3, least_steps=30)
+    least_loss_fall: ClassVar[float] = 0.1
+    loss_in_nats: ClassVar[bool] = True
+    request_examples: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "examples": {
+            "adapter": "sums",
+            "attach": False,
+            "examples": [
+                {
+                    "messages": [
+                        {"role": "user", "content": "What is 12 plus 7?"},
+                        {"role": "assistant", "content": "19"},
+                    ]
+                }
+            ],
+        }
+    }
     json_rules: ClassVar[Rules] = (publish_if_rule(evaluated, EVALUATES),)
 
     kind: Literal["sft"] = "sft"
     overlong: Literal["error", "drop", "truncate"] = "error"
     """What happens to an example over the token limit."""
+
+    def check_tokens(self, served: ServedLimits) -> None:
+        """See JobBase. The documents are those that the trainer makes."""
+        limit = served.max_train_tokens
+
+        def left(name: str, document: Document) -> bool:
+            if not limit or document.length <= limit:
+                return True
+            if self.overlong == "error":
+                raise over_limit(name, document.length, limit, "shorten it, or choose overlong 'drop' or 'truncate'")
+            return self.overlong == "truncate" and any(document.trained[:limit])
+
+        def fits(name: str, example: SftExample) -> bool:
+            check_conversation(name, example.messages, example.tools, messages="messages")
+            check_conversation(name, example.prompt, None, messages="prompt")
+            field, _, index = name.removesuffix("]").partition("[")
+            documents = example_documents(served.codec, self, example, int(index), field=field)
+            kept = [left(name, document) for document in documents]
+            return any(kept)
+
+        check_split(served, self, fits)
 
 
 def example_documents(

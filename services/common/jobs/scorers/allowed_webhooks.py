@@ -28,7 +28,7 @@ class Webhooks:
     """URL prefixes, each with its scheme."""
     secret: str | None = None
     timeout_seconds: float = 30.0
-    """Of one attempt, from first to last byte."""
+    """Duration of one attempt, from first to last byte."""
     attempts: int = 4
     tls: ssl.SSLContext | None = None
     """Whom to trust; None: the public authorities."""

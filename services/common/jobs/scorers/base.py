@@ -27,7 +27,7 @@ class ScorerSpec(SentModel):
     """The completion's reward is the sum of weight times score."""
 
     json_rules: ClassVar[Rules] = ({"required": ["type"]},)
-    """In a request: it says which scorer it is."""
+    """Rules of a request: it says which scorer it is."""
     always_compares: ClassVar[bool] = False
     """Whether this scorer needs an answer whatever its settings are."""
     compares: ClassVar[Rule | None] = None

@@ -15,7 +15,7 @@ class ExactReward(ScorerSpec):
 
     type: Literal["exact"] = "exact"
     strip: bool = True
-    """Without white space at both ends, of both."""
+    """Whether white space at both ends is ignored, of both texts."""
     ignore_case: bool = False
 
     always_compares: ClassVar[bool] = True

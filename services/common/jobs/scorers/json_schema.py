@@ -19,10 +19,10 @@ MAX_CHARACTERS = 64 * 1024
 MAX_DEPTH = 64
 _SCHEMA_BYTES = 64 * 1024
 _SCHEMA_NODES = 20_000
-"""Of a schema whose references are written out."""
+"""Most nodes of a schema whose references are written out."""
 _SCHEMA_DEPTH = 64
 _ENGINE_BYTES = 2**20
-"""Of one compiled pattern inside a schema."""
+"""Most memory of one compiled pattern inside a schema."""
 _REFUSED = ("$dynamicRef", "$recursiveRef", "$id", "$anchor", "$dynamicAnchor")
 """Ways to refer to something, or to be referred to, other than by #/$defs/NAME."""
 

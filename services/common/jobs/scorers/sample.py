@@ -14,11 +14,11 @@ class Sample:
     """One completion with its prompt, as text."""
 
     prompt: str
-    """As the model read it, chat template included."""
+    """Prompt as the model read it, chat template included."""
     completion: str
-    """Without special tokens."""
+    """Completion without special tokens."""
     tokens: int
-    """Of the completion, with the one that ended it."""
+    """Tokens of the completion, with the one that ended it."""
     truncated: bool = False
     answer: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)

@@ -139,7 +139,8 @@ class WebhookScorer:
         return [float(value) for value in found]
 
     def _broken(self, why: str) -> Unavailable:
-        """Not asked again here. The job keeps its checkpoint and is tried again, until its attempts are used up."""
+        """Error of a webhook that is not asked again here. The job keeps its checkpoint and is tried again, until its
+        attempts are used up."""
         return Unavailable(f"the webhook {self._url} broke its contract: {why}")
 
 

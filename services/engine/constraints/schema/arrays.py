@@ -1,4 +1,4 @@
-"""Arrays as rules: items by their place, counts, items that must be among them, items that must differ."""
+"""Rules of arrays: items by place, counts, items that must be contained, items that must differ."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ _MOST_PLACES = 64
 def array(
     arrays: Arrays, value: Callable[[Demands], Expression], listed: Callable[[Demands], list[str] | None]
 ) -> Expression:
-    """
+    """Expression of an array.
+
     Args:
-        value: the rule of a value under some demands.
-        listed: the texts of all values under some demands, if they are few scalars; None otherwise.
+        value: returns the rule of a value under some demands.
+        listed: returns the texts of all values under some demands if they are few scalars, else None.
 
     Raises:
-        Refused: they cannot be enforced.
+        Refused: the demands cannot be enforced.
     """
     if arrays.most is not None and arrays.most < arrays.least:
         return NOTHING
@@ -63,7 +64,7 @@ def _items(arrays: Arrays, value: Callable[[Demands], Expression]) -> Expression
 
 
 def _containing(arrays: Arrays, value: Callable[[Demands], Expression]) -> Expression:
-    """Items, and among them some that fulfil more: the first of these is at one of some places."""
+    """Items of which some must fulfil ``contains``; the first of those is at one of several places."""
     wanted = arrays.contains[0]
     least, most = arrays.least, arrays.most
     if len(arrays.contains) > 1 or arrays.prefix:

@@ -1,4 +1,4 @@
-"""The grammar of a schema as a request sends it."""
+"""Compiles a request's schema to a grammar."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["grammar_of", "parsed"]
 
 
 def grammar_of(schema: Any, probe: Probe) -> str:
-    """A grammar in Lark of what is valid under a schema.
+    """Lark grammar of the values that are valid under a schema.
 
     Args:
-        schema: as ``parsed`` gives it.
+        schema: as ``parsed`` returns it.
 
     Raises:
-        Refused: it would not be enforced; the message has the place in the schema and the keyword.
+        Refused: it cannot be enforced; the message has the place in the schema and the keyword.
     """
     if schema is False:
         raise Refused("no output can fulfil it: false allows nothing")

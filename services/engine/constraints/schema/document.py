@@ -1,4 +1,4 @@
-"""The schemas within a schema, each with its place, and what references lead to."""
+"""Document: the schemas inside a schema, each with its place, and the targets of references."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _DATA = frozenset({"enum", "const", "default", "examples"})
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Node:
-    """One schema, equal to itself alone.
+    """Schema inside a document, compared by identity.
 
     Args:
-        number: unique within the document.
+        number: unique number within the document.
         schema: as it was sent.
-        path: its place, as a JSON pointer.
-        base: the schema that pointers start from.
+        path: place, as a JSON pointer.
+        base: schema that pointers start from.
     """
 
     number: int
@@ -33,16 +33,16 @@ class Node:
     base: Node | None = None
 
     def refuse(self, keyword: str, why: str) -> Refused:
-        """The refusal that names a keyword of it."""
+        """Refusal that names a keyword of this schema."""
         return Refused(f"{self.path}: '{keyword}' {why}")
 
 
 class Document:
-    """A whole schema; its parts are made when they are asked for, once each.
+    """Whole schema; its parts are made on demand, once each.
 
     Args:
-        root: parsed by ``parsed``.
-        path: of the root.
+        root: schema from ``parsed``.
+        path: place of the root.
     """
 
     def __init__(self, root: Any, path: str = "#") -> None:
@@ -57,7 +57,7 @@ class Document:
         return Node(self._count, schema, path, base)
 
     def part(self, node: Node, *keys: str | int) -> Node:
-        """A schema within a schema."""
+        """Schema inside another one."""
         found = self._parts.get((node.number, keys))
         if found is None:
             schema = node.schema
@@ -66,20 +66,20 @@ class Document:
             # Pointers start from the nearest schema around that has an identifier.
             own = node.schema.get("$id") if isinstance(node.schema, dict) else None
             base = node if isinstance(own, str) and not own.startswith("#") else node.base or self.root
-            # Definitions stand at the root of what was sent, wherever the schema itself stood in it.
+            # Definitions are at the root of what was sent, wherever the schema itself was in it.
             path = "#" if node is self.root and keys[0] in ("$defs", "definitions") else node.path
             found = self._parts[node.number, keys] = self._node(schema, path + _pointer(keys), base)
         return found
 
     def derived(self, node: Node, key: str, schema: Callable[[], Any]) -> Node:
-        """A schema that says in other words what a keyword of another says."""
+        """Schema that is derived from a keyword of another one."""
         found = self._derived.get((node.number, key))
         if found is None:
             found = self._derived[node.number, key] = self._node(schema(), node.path, node.base)
         return found
 
     def target(self, node: Node) -> Node:
-        """What the ``$ref`` of a schema leads to.
+        """Target of the ``$ref`` of a schema.
 
         Raises:
             Refused: it leads nowhere, or out of the document.
@@ -129,7 +129,7 @@ class Document:
         return self.part(start, *keys) if keys else start
 
     def _all_named(self) -> dict[str, Node]:
-        """What has an identifier or an anchor."""
+        """Schemas that have an identifier or an anchor, by name."""
         named: dict[str, Node] = {}
         waiting: list[tuple[Any, tuple[str | int, ...], str]] = [(self.root.schema, (), "")]
         while waiting:
@@ -150,10 +150,10 @@ class Document:
 
 
 def parsed(text: str) -> Any:
-    """A schema from its text; numbers with a point or an exponent are exact.
+    """Parses a schema; numbers with a point or an exponent are exact.
 
     Raises:
-        Refused: it is no JSON, or its numbers are beyond all use.
+        Refused: it is not JSON, or has a number of absurd size.
     """
     try:
         return json.loads(text, parse_constant=_no_constant, parse_float=_decimal)

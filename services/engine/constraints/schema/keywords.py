@@ -1,4 +1,4 @@
-"""Keywords of JSON schemas: those that are read, those that say nothing about a value, and those that are refused."""
+"""Keywords of JSON schemas: those that are read, annotations, and those that are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ANNOTATION_NAMES = """
 """
 _READ = frozenset(_READ_NAMES.split())
 _SAY_NOTHING = frozenset(_ANNOTATION_NAMES.split())
-"""Annotations, also OpenAPI's and those that generators write; where definitions stand."""
+"""Annotations, also of OpenAPI and of generators, and the keywords of definitions."""
 _REFUSED = {
     "$dynamicRef": "use $ref",
     "$recursiveRef": "use $ref",
@@ -37,10 +37,10 @@ _REFUSED = {
 
 
 def check(node: Node) -> dict[str, Any]:
-    """The keywords of a schema.
+    """Checks the keywords of a schema and returns it.
 
     Raises:
-        Refused: it is no schema, or has a keyword that would not be enforced.
+        Refused: it is not a schema, or has a keyword that would not be enforced.
     """
     schema = node.schema
     if not isinstance(schema, dict):
@@ -54,12 +54,12 @@ def check(node: Node) -> dict[str, Any]:
 
 
 def says_nothing(keyword: Any) -> bool:
-    """Whether a keyword is an annotation."""
+    """True if a keyword is an annotation."""
     return keyword in _SAY_NOTHING or (isinstance(keyword, str) and keyword.startswith("x-"))
 
 
 def types(node: Node) -> frozenset[str] | None:
-    """The types that a schema names; None if it names none."""
+    """Types that a schema names; None: it names none."""
     named = node.schema.get("type")
     if named is None and "type" not in node.schema:
         return None
@@ -71,7 +71,7 @@ def types(node: Node) -> frozenset[str] | None:
 
 
 def count(node: Node, keyword: str) -> int | None:
-    """The value of a keyword that is a count; None if it is not there."""
+    """Value of a keyword that is a count; None: it is absent."""
     value = node.schema.get(keyword)
     if keyword not in node.schema:
         return None
@@ -82,7 +82,7 @@ def count(node: Node, keyword: str) -> int | None:
 
 
 def number(node: Node, keyword: str) -> Fraction | None:
-    """The value of a keyword that is a number; None if it is not there."""
+    """Value of a keyword that is a number; None: it is absent."""
     value = node.schema.get(keyword)
     if keyword not in node.schema:
         return None
@@ -92,7 +92,7 @@ def number(node: Node, keyword: str) -> Fraction | None:
 
 
 def text(node: Node, keyword: str) -> str | None:
-    """The value of a keyword that is a text; None if it is not there."""
+    """Value of a keyword that is a string; None: it is absent."""
     value = node.schema.get(keyword)
     if keyword not in node.schema:
         return None
@@ -102,14 +102,14 @@ def text(node: Node, keyword: str) -> str | None:
 
 
 def texts(node: Node, keyword: str, value: Any) -> list[str]:
-    """A list of texts."""
+    """Value of a keyword that is a list of strings."""
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
         raise node.refuse(keyword, "must be a list of strings")
     return value
 
 
 def mapping(node: Node, keyword: str) -> dict[str, Any]:
-    """The value of a keyword that is an object; empty if it is not there."""
+    """Value of a keyword that is an object; {}: it is absent."""
     value = node.schema.get(keyword, {})
     if not isinstance(value, dict):
         raise node.refuse(keyword, "must be an object")
@@ -117,7 +117,7 @@ def mapping(node: Node, keyword: str) -> dict[str, Any]:
 
 
 def members(node: Node, keyword: str) -> list[Any]:
-    """The value of a keyword that is a list of schemas."""
+    """Value of a keyword that is a list of schemas."""
     value = node.schema[keyword]
     if not isinstance(value, list) or not value:
         raise node.refuse(keyword, "must be a list of schemas, at least one")

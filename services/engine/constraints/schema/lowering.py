@@ -1,4 +1,4 @@
-"""From a schema to the rules of a grammar: one rule for every set of demands that a value must fulfil."""
+"""Lowering of a schema to the rules of a grammar: one rule for every set of demands on a value."""
 
 from __future__ import annotations
 
@@ -10,41 +10,42 @@ from services.common.json_schema.numbers import Numbers, NumbersError, decimals,
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.schema.arrays import array
 from services.engine.constraints.schema.document import Document
-from services.engine.constraints.schema.doubt import Doubt
-from services.engine.constraints.schema.members import MembersOf
+from services.engine.constraints.schema.members import MemberReader
 from services.engine.constraints.schema.objects import ObjectRules
+from services.engine.constraints.schema.overlap import OverlapCheck
 from services.engine.constraints.schema.probe import Probe
 from services.engine.constraints.schema.reading import Reader
 from services.engine.constraints.schema.rules import Expression, Literal, OneOf, Rule, Schema, Terminal, Writer
 from services.engine.constraints.schema.shapes import Demands, Shape
-from services.engine.constraints.schema.strings import StringsOf, spelled
+from services.engine.constraints.schema.strings import StringTerminals, spelled
 
 _MOST_RULES = 50_000
 _MOST_LISTED = 64
 _EXACT_DIGITS = 9
-"""Of numbers that llguidance computes with."""
+"""Most digits of numbers that llguidance computes with exactly."""
 _BLANKS = r"\n[ \t]{0,64}| {1,2}"
 _HEAD = f"""%llguidance {{"no_forcing": true, "ignore_once": true}}
 %ignore /{_BLANKS}/
 """
-"""At most one of these blanks stands between two tokens of JSON: with any number, a model can go on for ever."""
+"""Head of a grammar. At most one of these blanks may be between two tokens of JSON: with any number of blanks, a model
+can go on for ever."""
 
 
 def lark(document: Document, demands: Demands, probe: Probe) -> str:
-    """The grammar of the values that fulfil some schemas of a document. It stands alone, or within another.
+    """Grammar of the values that fulfil some schemas of a document. It is used alone, or inside another one.
 
     Raises:
-        Refused: it cannot be enforced, with its place and its keyword; or nothing fulfils it.
+        Refused: it cannot be enforced, with its place and its keyword; or no value fulfils it.
     """
     return _Lowering(document, probe).lark(demands)
 
 
 class _Lowering:
     def __init__(self, document: Document, probe: Probe) -> None:
-        self._strings = StringsOf(probe)
-        doubt = Doubt(self._strings)
-        self._reader = doubt.reader = Reader(document, doubt.overlap)
-        self._members = doubt.members = MembersOf(self._reader, self._strings)
+        self._strings = StringTerminals(probe)
+        overlap = OverlapCheck(self._strings)
+        self._reader = overlap.reader = Reader(document, overlap.overlap)
+        self._members = overlap.members = MemberReader(self._reader, self._strings)
         self._objects = ObjectRules(self._value, self._define)
         self._rules: dict[str, Expression] = {}
         self._names: dict[frozenset[int], str] = {}
@@ -62,12 +63,12 @@ class _Lowering:
         return _HEAD + grammar
 
     def _contradiction(self) -> Refused:
-        """Names the first schema that nothing fulfils by itself, if there is one."""
+        """Refusal that names the first schema which no value fulfils by itself, if there is one."""
         place = next((place for name, place in self._places.items() if self._rules[name] == OneOf()), None)
         return Refused(f"{place or '#'}: no output can fulfil it: its demands contradict each other")
 
     def _value(self, demands: Demands) -> Rule:
-        """The rule of a value; what it is comes later, for schemas may refer to themselves."""
+        """Rule of a value; it is defined later, because schemas may refer to themselves."""
         key = frozenset(node.number for node in demands)
         name = self._names.get(key)
         if name is None:
@@ -95,7 +96,7 @@ class _Lowering:
         except NumbersError as error:
             raise Refused(f"{place}: {error}") from None
         except Refused as error:
-            # What knows its place has said it.
+            # A refusal that knows its place begins with it.
             raise error if str(error).startswith("#") else Refused(f"{place}: {error}") from None
         return OneOf(tuple(options))
 
@@ -118,7 +119,7 @@ class _Lowering:
         return found
 
     def _listed(self, demands: Demands) -> list[str] | None:
-        """The texts of all values under some demands, if they are few scalars."""
+        """Texts of all values under some demands if they are few scalars, else None."""
         texts: dict[str, None] = {}
         for shape in self._reader.alternatives(demands):
             if shape.arrays is not None or shape.objects is not None:
@@ -153,11 +154,11 @@ def _number(numbers: Numbers) -> list[Expression]:
 
 
 def _multiples(numbers: Numbers) -> Schema | None:
-    """Multiples of what divides no power of ten, which llguidance counts as it reads the digits; None where it is not
-    exact, or there are none."""
+    """Multiples of a number that divides no power of ten, which llguidance counts while it reads the digits; None: that
+    is not exact, or there are none."""
     step = numbers.step
     if step is not None and not numbers.is_whole:
-        # Without bounds it would write fractions of so many digits that they are another number to its readers.
+        # Without bounds the model could write fractions with more digits than readers distinguish.
         most = Fraction(10**_EXACT_DIGITS - 1) / 10 ** min(decimals(step), _EXACT_DIGITS)
         numbers &= Numbers(low=-most if numbers.low is None else None, high=most if numbers.high is None else None)
     found = numbers.multiples()

@@ -1,4 +1,4 @@
-"""Which members an object may have: those with names that are known, in their order, and sorts of others."""
+"""Members that an object may have: those with known names, in order, and kinds of others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.common.json_schema.patterns import PatternError
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.schema.reading import Reader
 from services.engine.constraints.schema.shapes import Demands, Layer, Objects, Pattern, Strings, joined
-from services.engine.constraints.schema.strings import ANY, StringsOf, every, inner
+from services.engine.constraints.schema.strings import ANY, StringTerminals, every, inner
 
 _MOST_PATTERNS = 5
 _MOST_FINITE = 64
@@ -18,7 +18,7 @@ _MOST_FINITE = 64
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A member whose name is known."""
+    """Member with a known name."""
 
     name: str
     value: Demands
@@ -27,26 +27,26 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """Members whose names are all that a terminal has; it has none of the known ones."""
+    """Members whose names a terminal describes; it excludes the known ones."""
 
     terminal: str
     value: Demands
 
 
-class MembersOf:
-    """Finds the members of objects.
+class MemberReader:
+    """Reads the members of objects.
 
     Args:
-        reader: of the document.
-        strings: writes names.
+        reader: reader of the document.
+        strings: writes the terminals of names.
     """
 
-    def __init__(self, reader: Reader, strings: StringsOf) -> None:
+    def __init__(self, reader: Reader, strings: StringTerminals) -> None:
         self._reader = reader
         self._strings = strings
 
     def known(self, objects: Objects) -> list[Member] | None:
-        """The members that have a name, in order; None if one is required that cannot be."""
+        """Members with known names, in order; None: a required one is impossible."""
         names = dict.fromkeys(name for layer in objects.layers for name in layer.properties)
         names.update(dict.fromkeys(objects.required))
         names.update(dict.fromkeys(self._finite(objects) or ()))
@@ -65,7 +65,7 @@ class MembersOf:
         return found
 
     def others(self, objects: Objects, known: list[Member]) -> list[Others]:
-        """The members that have any other name, in sorts that exclude each other.
+        """Members with other names, in kinds that exclude each other.
 
         Raises:
             Refused: the patterns of names are too many or too complex.
@@ -79,7 +79,7 @@ class MembersOf:
                 "patternProperties",
                 f"of {len(patterns)} patterns at once is not enforced: the limit is {_MOST_PATTERNS}",
             )
-        # Names that are described but cannot be stand among the others no more than those that can.
+        # Known names are excluded from the others, also if their members are impossible.
         named = dict.fromkeys(name for layer in objects.layers for name in layer.properties)
         named.update(dict.fromkeys(member.name for member in known))
         if not named and not patterns and allowed is None:
@@ -120,7 +120,7 @@ class MembersOf:
             raise at.refuse(keyword, f"cannot be enforced: {error}") from None
 
     def _value(self, objects: Objects, name: str) -> Demands | None:
-        """What the member of a name must fulfil; None if there may be none."""
+        """Demands on the member of a name; None: the member is impossible."""
         found: list[Demands] = []
         for layer in objects.layers:
             matched = {pattern for pattern, _ in layer.patterns if self._matches(pattern, name)}
@@ -137,14 +137,14 @@ class MembersOf:
         return self._strings.accepts(Strings(patterns=(pattern,)), name)
 
     def _names(self, objects: Objects) -> list[Strings] | None:
-        """What `propertyNames` allows; None: any name."""
+        """Names that `propertyNames` allows; None: any name."""
         if not objects.names:
             return None
         found = [shape.strings for shape in self._reader.alternatives(objects.names) if shape.strings is not None]
         return None if Strings() in found else found
 
     def _finite(self, objects: Objects) -> list[str] | None:
-        """All names that there may be, if they are few."""
+        """All possible names if they are few, else None."""
         allowed = self._names(objects)
         if allowed is not None and all(strings.values is not None for strings in allowed):
             return [value for strings in allowed for value in strings.values or ()]
@@ -164,7 +164,7 @@ class MembersOf:
 
 
 def _layer_value(layer: Layer, matched: set[Pattern]) -> Demands:
-    """What a layer asks of a member that is not among its properties."""
+    """Demands of a layer on a member that is not among its properties."""
     found = tuple(node for pattern, node in layer.patterns if pattern in matched)
     if found or layer.extra is None:
         return found

@@ -1,4 +1,4 @@
-"""What is not valid under a schema, said as a schema, as far as it can be."""
+"""Negation of a schema, as a schema, as far as that is possible."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from services.engine.constraints.schema.shapes import exact
 
 
 class _Keyword:
-    """A keyword that no client can send."""
+    """Internal keyword that no client can send."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 EXCLUDED = _Keyword("excluded")
-"""Texts that a string must not be."""
+"""Keyword of the texts that a string must not be."""
 FORBIDDEN_PATTERN = _Keyword("forbidden pattern")
-"""A pattern that must not be found in a string."""
+"""Keyword of a pattern that a string must not contain."""
 _OPPOSITES = {
     "minimum": "exclusiveMaximum",
     "maximum": "exclusiveMinimum",
@@ -31,11 +31,11 @@ _Any = dict[Any, Any]
 
 
 def negated(document: Document, at: Node, node: Node, keyword: str) -> Node:
-    """A schema of all values that are not valid under ``node``.
+    """Schema of values that are not valid under ``node``.
 
     Args:
-        at: the schema whose keyword wants it.
-        keyword: its keyword, which a refusal names.
+        at: schema whose keyword needs it.
+        keyword: keyword, which a refusal names.
 
     Raises:
         Refused: there is no such schema.
@@ -62,7 +62,7 @@ class _Negation:
         return {"anyOf": options} if options else False
 
     def _each(self, node: Node, schema: _Any, keyword: str) -> list[Any]:
-        """The ways not to fulfil one keyword."""
+        """Schemas of the ways to violate one keyword."""
         part = self._document.part
         value = schema[keyword]
         match keyword:
@@ -111,7 +111,7 @@ class _Negation:
         )
 
     def _other_types(self, types: frozenset[str]) -> list[Any]:
-        # Numbers that are no integers cannot be said: less than what is valid is left, as elsewhere.
+        # Numbers that are not integers cannot be expressed: some valid values are lost, as elsewhere.
         named = types | ({"integer", "number"} if types & {"integer", "number"} else set())
         others = [kind for kind in keywords.TYPES if kind not in named and kind != "integer"]
         return [{"type": others}] if others else []

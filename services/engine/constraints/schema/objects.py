@@ -1,4 +1,4 @@
-"""Objects as rules: known members in their order, others behind them, and how many there are."""
+"""Rules of objects: known members in order, others behind them, and the number of members."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _MOST_COUNTED = 20_000
 
 
 class ObjectRules:
-    """Writes one object.
+    """Writes the rules of one object.
 
     Args:
-        value: the rule of a value under some demands.
-        define: makes a rule of an expression, and gives its name.
+        value: returns the rule of a value under some demands.
+        define: makes a rule of an expression and returns a reference to it.
     """
 
     def __init__(self, value: Callable[[Demands], Expression], define: Callable[[Expression], Expression]) -> None:
@@ -36,7 +36,8 @@ class ObjectRules:
         self._define = define
 
     def rules(self, objects: Objects, members: Sequence[Member], others: Sequence[Others]) -> Expression:
-        """
+        """Expression of an object.
+
         Raises:
             Refused: the number of members cannot be enforced.
         """
@@ -74,7 +75,7 @@ class ObjectRules:
     def _check_counts(self, objects: Objects, count: int, others: bool) -> None:
         at, least = objects.counted[0], objects.least
         if others and least > count + 1:
-            # A name may come twice among those that are not listed, and counts once.
+            # An unlisted name may come twice, and counts once.
             raise at.refuse(
                 "minProperties",
                 f"{least} is enforced for names that are listed only, of which there are {count}, and one more: list "
@@ -88,7 +89,8 @@ class ObjectRules:
     def _counted(
         self, known: list[Chain], required: list[bool], other: Expression, least: int, most: int | None
     ) -> Expression:
-        """Members from some place on, when so many have come; of others one counts, however many there are."""
+        """Members with a count: an expression for each number of members so far. The unlisted ones together count as
+        one."""
         top = max(least, most or 0) + 1
         below: list[Expression] = [self._ending(other, so_far, least, most) for so_far in range(top + 1)]
         for member, needed in zip(reversed(known), reversed(required), strict=True):

@@ -1,4 +1,4 @@
-"""Questions about single terminals, answered by llguidance over bytes instead of a model's tokens."""
+"""Probe: questions about single terminals, answered by llguidance over bytes instead of a model's tokens."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ _LIMITS = LLParserLimits(
 
 
 class Probe:
-    """Immutable; used by many threads. Answers cost some ten microseconds, and at most some milliseconds.
+    """Answers questions about terminals. Immutable; used by many threads. An answer takes some ten microseconds, at
+    most some milliseconds.
 
-    Lexers are as those of outputs are, within the same limits by default: what is too complex here would be there.
+    Lexers and default limits are those of outputs: a terminal that is too complex here would be too complex there.
     """
 
     def __init__(self) -> None:
         self._tokenizer = LLTokenizer("byte")
 
     def empty(self, terminal: str, others: str = "") -> bool:
-        """Whether a terminal has no text.
+        """True if a terminal has no text.
 
         Args:
-            others: definitions of the terminals that it refers to, one a line.
+            others: definitions of the terminals that it refers to, one on each line.
 
         Raises:
             Refused: it is malformed or too complex.
@@ -48,7 +49,7 @@ class Probe:
         raise Refused("it is too complex")
 
     def matches(self, terminal: str, text: str) -> bool:
-        """Whether a text is one of a terminal's.
+        """True if a terminal has a text.
 
         Raises:
             Refused: the terminal is malformed or too complex.

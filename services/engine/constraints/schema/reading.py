@@ -1,4 +1,4 @@
-"""Reads a schema as a choice of shapes: its own keywords, and all that applies to the same value."""
+"""Schema reader: a schema as alternatives of shapes, from its own keywords and the schemas that it applies."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from services.engine.constraints.schema.shapes import (
 _MOST_ALTERNATIVES = 512
 _MOST_READ = 30_000
 _NO_SCHEMA = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "not", "dependentSchemas", "dependencies"})
-"""Keywords that apply schemas to the same value, of which an ``unevaluated…`` beside them would have to know."""
+"""Keywords that apply schemas to the same value; an ``unevaluated…`` beside them would depend on those."""
 
 
 class Reader:
     """Reads the schemas of one document.
 
     Args:
-        overlap: whether some value may be of both shapes; a doubt counts as yes.
+        overlap: tells whether some value may have both shapes; True if that is not known.
     """
 
     def __init__(self, document: Document, overlap: Callable[[Shape, Shape], bool]) -> None:
@@ -48,7 +48,7 @@ class Reader:
         self._known: dict[Node, list[Shape]] = {}
 
     def alternatives(self, demands: Demands) -> list[Shape]:
-        """The shapes that values fulfilling all demands may have.
+        """Shapes of the values that fulfil all demands.
 
         Raises:
             Refused: a demand cannot be enforced.
@@ -95,7 +95,7 @@ class Reader:
         return found
 
     def _applied(self, node: Node, schema: dict[Any, Any]) -> Iterator[list[Shape]]:
-        """What each keyword that applies schemas to the same value allows."""
+        """Shapes that each keyword allows which applies schemas to the same value."""
         document = self.document
         if "const" in schema:
             yield self._values(node, "const", [schema["const"]])
@@ -149,9 +149,9 @@ class Reader:
         return self._any_of(node, parts)
 
     def _only_one(self, node: Node, members: list[Node], overlapping: str) -> list[Shape]:
-        """Each without what is valid under another."""
+        """Shapes of each member without the values that are valid under another one."""
         found: list[Shape] = []
-        # Where less can be said than what is valid, it may be nothing.
+        # A negation may lose valid values, possibly all of them.
         with contextlib.suppress(Refused):
             for member in members:
                 alone = self._of(member)
@@ -168,7 +168,7 @@ class Reader:
         )
 
     def _dependent(self, node: Node, keyword: str, name: str, needed: Any) -> list[Shape]:
-        """The member is not there, or what depends on it is fulfilled."""
+        """Shapes without a member, or with it and everything that depends on it."""
         absent = self.document.derived(node, f"{keyword} without {name}", lambda: {"properties": {name: False}})
         if keyword == "dependentRequired" or isinstance(needed, list):
             names = [name, *keywords.texts(node, keyword, needed)]
@@ -208,7 +208,7 @@ class Reader:
         return found if scalars.nothing else [scalars, *found]
 
     def _own(self, node: Node) -> Shape:
-        """What the keywords say that apply no schema to the same value."""
+        """Shape of the keywords that apply no schema to the same value."""
         named = keywords.types(node)
         all_types = frozenset(keywords.TYPES)
         shape = Shape(
@@ -333,7 +333,7 @@ class Reader:
 
 
 def _constant(value: Any) -> dict[str, Any]:
-    """A schema of one list or object."""
+    """Schema of exactly one list or object."""
     if isinstance(value, list):
         if not value:
             return {"type": "array", "maxItems": 0}

@@ -1,4 +1,4 @@
-"""Rules of a grammar as data: those from which no text comes are taken out before it is written."""
+"""Rules of a grammar as data; rules that produce no text are removed before the grammar is written."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ from services.common.json_schema.terminals import literal
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """A text as it stands."""
+    """Literal text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Terminal:
-    """A terminal of Lark; it has texts."""
+    """Terminal of Lark, which has at least one text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """Numbers that only llguidance's own lowering of a schema can write, as JSON; there are some."""
+    """JSON schema of numbers that only llguidance's own lowering can write; there is at least one."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Another rule, by its name."""
+    """Reference to another rule, by name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """One after another."""
+    """Sequence of expressions."""
 
     items: tuple[Expression, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """One of several; of none, nothing comes."""
+    """Alternatives; without any it produces no text."""
 
     options: tuple[Expression, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """The same so many times; ``most`` None: any number."""
+    """Repetition; ``most`` None: any number of times."""
 
     item: Expression
     least: int = 0
@@ -61,7 +61,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Permutation:
-    """Different ones of some, in any order, with something between two of them."""
+    """Different items in any order, with a separator between two of them."""
 
     items: tuple[Literal, ...]
     between: Literal
@@ -83,7 +83,7 @@ def maybe(*items: Expression) -> Times:
 
 
 def productive(rules: dict[str, Expression]) -> set[str]:
-    """Names of the rules from which a text comes."""
+    """Names of the rules that produce a text."""
     found: set[str] = set()
     users: dict[str, set[str]] = {}
     for name, expression in rules.items():
@@ -126,10 +126,10 @@ def _comes(expression: Expression, known: set[str]) -> bool:
 
 
 class Writer:
-    """Writes the rules that a first one needs as Lark.
+    """Writes the rules that a start rule needs as Lark.
 
     Args:
-        rules: by name.
+        rules: rules by name.
     """
 
     def __init__(self, rules: dict[str, Expression]) -> None:
@@ -139,7 +139,7 @@ class Writer:
         self._permutations: dict[Permutation, str] = {}
 
     def lark(self, first: str) -> str | None:
-        """The grammar, whose start rule is `start`; None if no text comes from the first rule."""
+        """Grammar with the start rule `start`; None: the first rule produces no text."""
         if first not in self._productive:
             return None
         lines = [f"start: {first}"]

@@ -1,4 +1,5 @@
-"""What a value of each JSON type must fulfil. A schema is a choice of such shapes; two at once are one again."""
+"""Shapes: demands on a value of each JSON type. A schema is a list of alternative shapes; the intersection of two
+shapes is a shape."""
 
 from __future__ import annotations
 
@@ -10,17 +11,17 @@ from services.common.json_schema.numbers import Numbers
 from services.engine.constraints.schema.document import Node
 
 Demands = tuple[Node, ...]
-"""Schemas that a value must all fulfil, each once; none: any value does."""
+"""Demands: schemas that a value must all fulfil, each once; (): any value does."""
 
 
 def joined(*demands: Demands) -> Demands:
-    """All of some demands."""
+    """Union of several demands."""
     return tuple(dict.fromkeys(node for each in demands for node in each))
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A regular expression that is found in a text, and where it stands in the schema."""
+    """Regular expression to be found in a text, and its place in the schema."""
 
     text: str
     at: Node = field(compare=False)
@@ -30,7 +31,7 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True)
 class Strings:
-    """Texts of so many characters, with every pattern, none of the excluded ones, among the values if there are any."""
+    """Strings by length, patterns that must all match, excluded texts, and possible values."""
 
     least: int = 0
     most: int | None = None
@@ -53,7 +54,7 @@ class Strings:
 
 @dataclass(frozen=True, slots=True)
 class Contains:
-    """Items of which there must be so many."""
+    """Items that an array must contain, and their least number."""
 
     demands: Demands
     least: int
@@ -62,7 +63,7 @@ class Contains:
 
 @dataclass(frozen=True, slots=True)
 class Arrays:
-    """Lists: what each item must fulfil, by its place, and how many there are."""
+    """Arrays: demands on each item by its place, and the number of items."""
 
     prefix: tuple[Demands, ...] = ()
     rest: Demands = ()
@@ -70,7 +71,7 @@ class Arrays:
     most: int | None = None
     contains: tuple[Contains, ...] = ()
     unique: tuple[Node, ...] = ()
-    """The schemas that ask for different items."""
+    """Schemas that demand unique items."""
 
     def __and__(self, other: Arrays) -> Arrays:
         return Arrays(
@@ -88,18 +89,18 @@ class Arrays:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What one schema says of the members of an object."""
+    """Demands of one schema on the members of an object."""
 
     at: Node
     properties: dict[str, Node]
     patterns: tuple[tuple[Pattern, Node], ...]
     extra: Node | None
-    """Of names that are neither among the properties nor match a pattern."""
+    """Schema of members that are neither among the properties nor match a pattern."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """Objects that fulfil every layer, with all required names, whose names fulfil some demands."""
+    """Objects: layers to fulfil, required names, demands on all names, and the number of members."""
 
     layers: tuple[Layer, ...] = ()
     required: tuple[str, ...] = ()
@@ -107,7 +108,7 @@ class Objects:
     least: int = 0
     most: int | None = None
     counted: tuple[Node, ...] = ()
-    """The schemas that ask for a number of members."""
+    """Schemas that limit the number of members."""
 
     def __and__(self, other: Objects) -> Objects:
         return Objects(
@@ -122,7 +123,7 @@ class Objects:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a value may be. None of a type: it may not be of that type."""
+    """Shape of a value. None for a type: the value may not be of that type."""
 
     null: bool = True
     booleans: frozenset[bool] = frozenset({True, False})
@@ -143,7 +144,7 @@ class Shape:
 
     @property
     def nothing(self) -> bool:
-        """Whether no type is left."""
+        """True if no type is left."""
         return (
             not self.null
             and not self.booleans
@@ -151,7 +152,7 @@ class Shape:
         )
 
     def only(self, types: frozenset[str]) -> Shape:
-        """The same for values of some types."""
+        """Shape restricted to some types."""
         numbers = self.numbers if types & {"number", "integer"} else None
         if numbers is not None and "number" not in types:
             numbers = replace(numbers, whole=True)
@@ -169,10 +170,10 @@ NOTHING = Shape(False, frozenset(), None, None, None, None)
 
 
 def smaller(a: int | None, b: int | None) -> int | None:
-    """The smaller limit; None is none."""
+    """Smaller one of two limits; None is no limit."""
     return b if a is None else a if b is None else min(a, b)
 
 
 def exact(value: object) -> Fraction:
-    """A number of a schema as it stands there."""
+    """Exact value of a number in a schema."""
     return Fraction(str(value)) if not isinstance(value, int) else Fraction(value)

@@ -1,4 +1,4 @@
-"""Strings of JSON as terminals, and which texts are among them."""
+"""Terminals of JSON strings, and the texts that they have."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _CHARACTER = (
     r'(?:[^"\\\x00-\x1f]|\\["\\\x{2f}bfnrt]'
     rf"|\\u(?:[0-9A-Ca-cE-Fe-f]{_HEX}{{3}}|[Dd][0-7]{_HEX}{{2}}|[Dd][89ABab]{_HEX}{{2}}\\u[Dd][C-Fc-f]{_HEX}{{2}}))"
 )
-"""In every spelling of JSON; of surrogates pairs only."""
+"""Expression of one character in every spelling of JSON; surrogates only in pairs."""
 ANY = f'/"{_CHARACTER}*"/'
 
 
-class StringsOf:
-    """Writes strings, and answers which texts they have.
+class StringTerminals:
+    """Writes the terminals of strings, and tells which texts they have.
 
     Args:
-        probe: of terminals.
+        probe: answers questions about terminals.
     """
 
     def __init__(self, probe: Probe) -> None:
@@ -32,10 +32,10 @@ class StringsOf:
         self._known: dict[tuple[Strings, bool], str | None] = {}
 
     def terminal(self, strings: Strings, *, one_spelling: bool = False) -> str | None:
-        """A terminal of the strings; None if there are none.
+        """Terminal of the strings; None: there are none.
 
         Args:
-            one_spelling: each text has one spelling, so that the terminal can be intersected and negated.
+            one_spelling: whether each text has one spelling only, so that the terminal can be intersected and negated.
 
         Raises:
             Refused: they cannot be written.
@@ -58,7 +58,7 @@ class StringsOf:
             return self._of_length(strings)
         parts = self._parts(strings, strings.patterns)
         if self._empty(strings, parts):
-            # A format is an annotation first: where the pattern beside it contradicts it, the pattern holds.
+            # A format is mainly an annotation: if the pattern beside it contradicts it, the pattern wins.
             patterns = tuple(each for each in strings.patterns if not self._contradicted(each))
             if len(patterns) == len(strings.patterns):
                 return None
@@ -86,7 +86,7 @@ class StringsOf:
         return parts
 
     def found(self, pattern: Pattern) -> str:
-        """A terminal of the texts that a pattern asks for, without the quotes.
+        """Terminal of the texts that match a pattern, without the quotes.
 
         Raises:
             Refused: the pattern cannot be enforced.
@@ -107,7 +107,7 @@ class StringsOf:
             raise first.at.refuse(first.keyword, f"{first.text[:80]!r} cannot be enforced: {error}") from None
 
     def accepts(self, strings: Strings, text: str) -> bool:
-        """Whether a text is one of the strings."""
+        """True if a text is one of the strings."""
         if not strings.least <= len(text) or (strings.most is not None and len(text) > strings.most):
             return False
         if text in strings.excluded or (strings.values is not None and text not in strings.values):
@@ -116,24 +116,24 @@ class StringsOf:
         return all(self.matches(each, written) for each in strings.patterns)
 
     def matches(self, pattern: Pattern, written: str) -> bool:
-        """Whether a text, spelled as in JSON, has what a pattern asks for."""
+        """True if a text, spelled as in JSON, matches a pattern."""
         terminal = self.found(pattern)
         return self._probe.matches(every([terminal]), written)
 
     def nonempty(self, terminal: str) -> bool:
-        """Whether a terminal has texts."""
+        """True if a terminal has texts."""
         return not self._probe.empty(terminal)
 
 
 def every(parts: list[str]) -> str:
-    """A terminal of the texts, spelled without the quotes, that are in all of some terminals."""
+    """Terminal of the texts that all given terminals have, without the quotes."""
     if all(part.startswith("~") for part in parts):
         parts = [terminals.of_length(0, None, quoted=True), *parts]
     return parts[0] if len(parts) == 1 else f"({' & '.join(parts)})"
 
 
 def _spelled(text: str) -> str:
-    """A text as it stands in a string of JSON, without the quotes."""
+    """Text as spelled in a JSON string, without the quotes."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -142,15 +142,15 @@ def _spelled(text: str) -> str:
 
 
 def spelled(text: str) -> str:
-    """A text as a string of JSON."""
+    """Text as a JSON string."""
     return f'"{_spelled(text)}"'
 
 
 def literal(text: str) -> str:
-    """A terminal of a text as a string of JSON."""
+    """Terminal of a text as a JSON string."""
     return terminals.literal(spelled(text))
 
 
 def inner(text: str) -> str:
-    """The same without the quotes."""
+    """Terminal of a text in a JSON string, without the quotes."""
     return terminals.literal(_spelled(text))

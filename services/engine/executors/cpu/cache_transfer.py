@@ -47,7 +47,7 @@ class CpuCacheTransfer:
         """There is nothing to compile."""
 
     def close(self) -> None:
-        """Its memory is the interpreter's."""
+        """Nothing to give back: host memory here is the interpreter's."""
 
     def fence(self) -> Fence:
         """A CPU's steps are done when they have been launched."""

@@ -1,9 +1,9 @@
-"""Guesses the token after next with the model's mtp layer, where torch computes in place of kernels.
+"""Drafts the token after next with the model's mtp layer, where torch computes in place of kernels.
 
 The layer is one more decoder layer behind the model's, over the same rows, each with the token that follows it. So it
 runs in every step, over prompts too: its keys and values must be there when the answer begins. Where a prompt's
 beginning comes from the prefix cache, its last position has the keys and values of the request that computed it, which
-may have gone on with another token: a guess may be worse for it, an output is never different.
+may have gone on with another token: a draft token may be worse for it, an output is never different.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from services.engine.models.interface import CausalLM
 
 
-class Guesser:
+class MtpDrafter:
     """Used by the runner, after each step.
 
     Args:
@@ -33,8 +33,8 @@ class Guesser:
     def __init__(self, model: CausalLM, cache: CacheBuffers, sampler: Sampler) -> None:
         self._model, self._cache, self._sampler = model, cache, sampler
 
-    def guess(self, hidden: Tensor, step: Any, chunks: Sequence[Chunk], tokens: Sequence[SampledToken]) -> list[int]:
-        """One guess for each chunk that samples, -1 for requests that none are made for.
+    def draft(self, hidden: Tensor, step: Any, chunks: Sequence[Chunk], tokens: Sequence[SampledToken]) -> list[int]:
+        """Draft token of each chunk that samples, -1 for requests that none are made for.
 
         Args:
             hidden: [T, hidden] of all rows of the step, normed.
@@ -43,7 +43,7 @@ class Guesser:
         next_ids: list[int] = []
         rows: list[int] = []
         drawn: list[Chunk] = []
-        guesses: list[int] = []
+        drafts: list[int] = []
         places: list[int] = []
         at = 0
         for chunk in chunks:
@@ -57,14 +57,14 @@ class Guesser:
             if chunk.request.sampling.draftable:
                 rows.append(len(next_ids) - 1 - chunk.num_draft_tokens + right)
                 drawn.append(chunk._replace(output_count=chunk.output_count + 1 + right))
-                places.append(len(guesses))
-            guesses.append(-1)
+                places.append(len(drafts))
+            drafts.append(-1)
         if not any(chunk.request.sampling.draftable for chunk in chunks):
-            return guesses
+            return drafts
         device = self._model.device
-        out = self._model.guess(hidden, torch.tensor(next_ids, device=device), step, self._cache)
+        out = self._model.draft(hidden, torch.tensor(next_ids, device=device), step, self._cache)
         if rows:
             logits = self._model.logits(out[torch.tensor(rows, device=device)])
             for place, token in zip(places, self._sampler.sample(logits, drawn), strict=True):
-                guesses[place] = -1 if token.error else token.token_id
-        return guesses
+                drafts[place] = -1 if token.error else token.token_id
+        return drafts

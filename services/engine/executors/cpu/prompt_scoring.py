@@ -24,7 +24,7 @@ _TILE = 64
 
 
 def read_prompts(model: CausalLM, hidden: Tensor, plan: StepPlan) -> Sequence[PromptReport]:
-    """One report for each read of the plan.
+    """Reports, one for each read of the plan.
 
     Args:
         hidden: [T, hidden] of all rows of the step, normed.

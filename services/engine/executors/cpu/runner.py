@@ -16,13 +16,13 @@ import numpy.typing as npt
 import torch
 
 from services.engine.constraints.masks import NO_MASKS, RowMasks
-from services.engine.executors.cpu.mtp import Guesser
+from services.engine.executors.cpu.mtp import MtpDrafter
 from services.engine.executors.cpu.prompt_scoring import read_prompts
 from services.engine.executors.cpu.sampler import Sampler
 from services.engine.executors.runner import CompletedStep
 from services.engine.models.batch import CacheBuffers, ForwardBatch
 from services.engine.requests.outputs import SampledToken
-from services.engine.scheduler.chunk_segments import links
+from services.engine.scheduler.chunk_segments import segments
 from services.engine.scheduler.step_plan import Chunk, StateCopy, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class ModelRunner:
         lora: stacked adapter slots; slot 0 is the base.
         num_slots: state slots of the cache.
         eos_token_ids: what min_tokens masks.
-        speculative: guess a token for the next step of each request; the model has its mtp layer.
+        speculative: draft a token for the next step of each request; the model has its mtp layer.
     """
 
     def __init__(
@@ -108,8 +108,9 @@ class ModelRunner:
         self._tables = BlockTables(num_slots)
         salt = secrets.randbits(64)
         self._sampler = Sampler(eos_token_ids, model.device, salt)
-        # The same noise for the guesses: then they are the tokens that will be drawn, as far as the mtp layer is right.
-        self._guesser = Guesser(model, cache, Sampler(eos_token_ids, model.device, salt)) if speculative else None
+        # The same noise for the draft tokens: then they are the tokens that will be drawn, as far as the mtp layer is
+        # right.
+        self._drafter = MtpDrafter(model, cache, Sampler(eos_token_ids, model.device, salt)) if speculative else None
 
     @property
     def depth(self) -> int:
@@ -139,7 +140,7 @@ class ModelRunner:
         if any(chunk.snapshots for chunk in plan.chunks):
             every, step = self._forward_links(batch, plan.chunks)
             hidden = every.index_select(0, batch.logit_rows)
-        elif self._guesser is not None or plan.reads:
+        elif self._drafter is not None or plan.reads:
             every, step = self._model.forward_all(batch, self._cache, lora)
             hidden = every.index_select(0, batch.logit_rows)
         else:
@@ -148,14 +149,14 @@ class ModelRunner:
         rows = [row for chunk in plan.chunks for row in chunk.rows]
         logits = self._model.logits(hidden) if rows else None
         reports = read_prompts(self._model, every, plan) if plan.reads else ()
-        guesser = self._guesser
-        if guesser is None:
+        drafter = self._drafter
+        if drafter is None:
             return lambda masks: StepResult(self._sample(logits, rows, masks), reports=reports)
 
         def sample(masks: RowMasks) -> StepResult:
             tokens = self._sample(logits, rows, masks)
             with torch.inference_mode():
-                return StepResult(tokens, guesser.guess(every, step, plan.chunks, tokens), reports)
+                return StepResult(tokens, drafter.draft(every, step, plan.chunks, tokens), reports)
 
         return sample
 
@@ -167,7 +168,7 @@ class ModelRunner:
         step = model.begin_step(batch, cache)
         every = torch.empty(len(batch.token_ids), model.config.hidden_size, dtype=model.dtype, device=model.device)
         begins = np.cumsum([0, *batch.lengths])
-        chains = [links(chunk) for chunk in chunks]
+        chains = [segments(chunk) for chunk in chunks]
         for turn in range(max(map(len, chains))):
             parts: list[Chunk] = []
             rows: list[npt.NDArray[np.int64]] = []

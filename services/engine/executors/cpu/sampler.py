@@ -61,7 +61,7 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, chunks: Sequence[Chunk], masks: RowMasks = NO_MASKS) -> list[SampledToken]:
-        """One token for each row. What is said of how likely it was does not know of masks.
+        """Samples one token for each row. Its log-probabilities are those without masks.
 
         Args:
             logits: [R, V] float32, not changed.
@@ -122,7 +122,7 @@ class Sampler:
         return tokens
 
     def _plain(self, logits: Tensor, keys: Tensor) -> Tensor:
-        """Of the whole vocabulary: a block, then a token of it."""
+        """Samples from the whole vocabulary: a block, then a token of it."""
         rows, vocab = logits.shape
         blocks = -(-vocab // self._block)
         if blocks > 1:

@@ -131,7 +131,8 @@ class SamplingRows:
         return rows, tokens
 
     def _penalise(self, logits: Tensor, penalised: _Penalised) -> None:
-        """In place on one row [V]; the definitions are those of OpenAI (presence, frequency) and CTRL (repetition)."""
+        """Applies penalties in place to one row [V]; the definitions are those of OpenAI (presence, frequency) and CTRL
+        (repetition)."""
         params, counts = penalised.params, penalised.counts
         output = np.fromiter(counts.keys(), dtype=np.int64, count=len(counts))
         if params.repetition_penalty != 1.0:

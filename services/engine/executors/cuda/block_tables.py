@@ -1,4 +1,4 @@
-"""What the device knows of every sequence's blocks, so that a step sends only what is new."""
+"""Block tables on the device, so that a step sends only the blocks that are new."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TableShadow:
         self._sent = [0] * num_slots
 
     def entries(self, chunks: Sequence[Chunk]) -> TableEntries:
-        """What these chunks need and the device does not have; it counts as sent from now on."""
+        """Block table entries that these chunks need and the device does not have; they count as sent from now on."""
         found: list[TableEntries] = []
         for chunk in chunks:
             slot, blocks = chunk.slot, chunk.blocks

@@ -20,7 +20,7 @@ from kernels.gpu.segments import TILE, Segments
 from services.engine.executors.cuda.block_tables import TableEntries
 from services.engine.executors.cuda.stream import Arrival, EngineStream
 from services.engine.models.device_batch import StepRows
-from services.engine.scheduler.chunk_segments import cut
+from services.engine.scheduler.chunk_segments import split_at_snapshots
 from services.engine.scheduler.step_plan import BlockCopy, Chunk, StateCopy
 
 _ALIGN = 4
@@ -51,12 +51,12 @@ class StepShape:
 
     @classmethod
     def of(cls, decodes: int, lengths: Sequence[int], *, short: bool = False, chains: int = 0) -> StepShape:
-        """What fits exactly these decodes and segment lengths."""
+        """Shape that fits exactly these decodes and segment lengths."""
         tiles = sum(-(-length // TILE) for length in lengths)
         return cls(decodes, decodes + sum(lengths), len(lengths), tiles, short, chains)
 
     def holds(self, other: StepShape) -> bool:
-        """Whether a step of the other shape can run in this one."""
+        """True if a step of the other shape can run in this one."""
         return (
             self.short == other.short
             and (self.decodes > 0) == (other.decodes > 0)
@@ -69,7 +69,7 @@ class StepShape:
 
 
 class _Sections:
-    """Where the parts of a step of one shape lie in the buffer, in words."""
+    """Offsets of the parts of a step of one shape in the buffer, in words."""
 
     def __init__(self, shape: StepShape, adapter_slots: int, next_ids: bool) -> None:
         rows, segments = shape.rows, shape.segments
@@ -100,7 +100,7 @@ class LoadedStep:
     block_copies: Tensor
     """[n, 2] int32, for DeviceCache.copy_blocks()."""
     extra: Tensor
-    """What the caller added, int32."""
+    """Words that the caller added, int32."""
 
 
 class StepBuffers:
@@ -280,7 +280,7 @@ def _fill(host: Words, sections: _Sections, shape: StepShape, chunks: Sequence[C
     begin, start, slot, adapter, tile_segment, tile_row, out_slot, chain = (
         host[place] for place in sections.places[5:13]
     )
-    prefills = cut(chunks[decodes:])
+    prefills = split_at_snapshots(chunks[decodes:])
     count = len(prefills)
     at, tile = shape.decodes, 0
     for index, chunk in enumerate(prefills):
@@ -311,7 +311,7 @@ def _fill(host: Words, sections: _Sections, shape: StepShape, chunks: Sequence[C
 
 
 def _fill_chains(column: Words, chunks: Sequence[Chunk]) -> None:
-    """Of each segment, how many begin a chain with it (see Segments.links)."""
+    """Writes for each segment how many begin a chain with it (see Segments.links)."""
     column[:] = 0
     at = 0
     for chunk in chunks:

@@ -7,12 +7,10 @@ halves: a kernel that waits until the steps leave it room does not keep the bus 
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,18 +19,19 @@ from torch import Tensor
 from kernels.gpu.copies.staging import move_items
 from services.engine.executors.cache_payload import Pieces, layout
 from services.engine.executors.cuda.compile_ahead import compile_ahead
+from services.engine.executors.cuda.pinned_memory import CudaRuntime, PinnedMemory
 from services.engine.executors.cuda.stream import Arrival, EngineStream
 from services.engine.kv_offload.entry_format import WORD
 from services.engine.kv_offload.messages import Bytes, Fence, Layout
 from services.engine.models.device_batch import DeviceCache
 
 STAGING_BYTES = 64 * 2**20
-"""Of the staging buffer: a half takes the bus 0.6 ms, the kernel behind it a twentieth of that."""
+"""Size of the staging buffer: a half takes the bus 0.6 ms, the kernel behind it a twentieth of that."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one kernel moves."""
+    """Rows that one kernel moves between a pool and the staging buffer."""
 
     pool: Tensor
     """[rows, slots, words] int64."""
@@ -44,12 +43,12 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What goes through a half of the staging buffer at once: consecutive bytes of a payload."""
+    """Run of bytes that goes through a half of the staging buffer at once: consecutive bytes of a payload."""
 
     size: int
     """Bytes."""
     items: slice
-    """Of the payload, the blocks before the state."""
+    """Items of the payload, the blocks before the state."""
     item_stride: int
     """Words."""
     parts: Sequence[_Part]
@@ -99,7 +98,7 @@ class CudaCacheTransfer:
         if largest > half * WORD:
             raise ValueError(f"half of a staging buffer of {staging_bytes} bytes does not hold {largest} at once")
         self._state_runs = _state_runs([pool.view(torch.int64) for pool in states], half)
-        self._pinned: list[Bytes] = []
+        self._host_memory = PinnedMemory(None if engine.stream is None else CudaRuntime(engine.device))
 
     @property
     def layout(self) -> Layout:
@@ -109,31 +108,16 @@ class CudaCacheTransfer:
         return self._engine.mark()
 
     def host_memory(self, size: int) -> Bytes:
-        """See CacheTransfer. It is pinned until close().
+        """See CacheTransfer. It is pinned until close(), or until nothing refers to it.
 
         Raises:
             MemoryError: the machine gives or pins no more.
         """
-        memory = mmap.mmap(-1, max(size, 1))
-        with suppress(OSError):  # a kernel without huge pages pins small ones, which only takes longer
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        view = np.frombuffer(memory, dtype=np.uint8, count=size)
-        if self._engine.stream is not None and size:
-            # torch's own pinned memory comes in powers of two.
-            with torch.cuda.device(self._engine.device):
-                error = int(_cudart().cudaHostRegister(_address(view), size, 0))
-            if error:
-                raise MemoryError(
-                    f"cannot pin {size} bytes of host memory (CUDA error {error}): give the host tier less"
-                )
-            self._pinned.append(view)
-        return view
+        return self._host_memory.allocate(size)
 
     def close(self) -> None:
-        """Unpins host memory; nothing may be on its way."""
-        for view in self._pinned:
-            _cudart().cudaHostUnregister(_address(view))
-        self._pinned.clear()
+        """See CacheTransfer. Host memory that is still in use is no longer pinned."""
+        self._host_memory.close()
 
     def warm_up(self, compilers: Executor | None = None) -> None:
         """Compiles the kernels, on scratch memory.
@@ -275,12 +259,3 @@ def _beside(pieces: Pieces, half: Tensor, size: int) -> Iterator[tuple[Tensor, T
     for piece in pieces.take(size):
         yield torch.from_numpy(piece), staged[at : at + len(piece)]
         at += len(piece)
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _address(view: Bytes) -> int:
-    address: int = view.__array_interface__["data"][0]
-    return address

@@ -38,7 +38,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One kernel and what Triton compiles it for."""
+    """Variant of a kernel: the kernel and what Triton compiles it for."""
 
     module: str
     name: str
@@ -51,7 +51,7 @@ class Variant:
     """Those of the backend: warps, stages and so on."""
 
     def ast(self) -> ASTSource:
-        """What triton.compile() takes; imports the kernel."""
+        """Source that triton.compile() takes; imports the kernel."""
         kernel = getattr(importlib.import_module(self.module), self.name)
         source = GluonASTSource if kernel.is_gluon() else ASTSource
         return source(kernel, self.signature, self.constants, self.attributes)

@@ -66,7 +66,7 @@ class StepGraphs:
         return smallest(self._shapes, wanted)
 
     def output(self, shape: StepShape, adapters: bool) -> Tensor:
-        """Where a captured step leaves its result, for what is captured behind it."""
+        """Output tensor of a captured step, for what is captured behind it."""
         return self._graphs[shape, adapters][1]
 
     def replay(self, shape: StepShape, adapters: bool) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from services.engine.constraints.masks import RowMasks
 from services.engine.executors.cuda.buffers import LoadedStep, StepShape
-from services.engine.executors.cuda.mtp import GuessRows
+from services.engine.executors.cuda.mtp import DraftRows
 from services.engine.executors.cuda.prompt_scoring import Reports
 from services.engine.executors.cuda.sampling.sampler import SampleRows
 from services.engine.executors.cuda.stream import Arrival
@@ -25,15 +25,15 @@ class QueuedStep:
     step: LoadedStep
     captured: StepShape | None
     x: Tensor
-    """What the layers return."""
+    """Output of the layers."""
     logits: Tensor | None
     """None: nothing is sampled."""
     sampling: SampleRows
-    guessing: GuessRows | None
+    drafting: DraftRows | None
     samples: int
     """Chunks that sample."""
     reports: Reports | None
-    """What is read of prompts; None: nothing is."""
+    """Prompt rows that are scored or pooled; None: none are."""
 
 
 @dataclass(frozen=True, slots=True)

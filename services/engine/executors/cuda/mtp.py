@@ -1,7 +1,7 @@
-"""What the runner does behind a step that samples, to guess the tokens after: on the device, without waiting for it.
+"""Draft tokens behind a step that samples: drawn on the device, without waiting for it.
 
-The plain twin is services/engine/executors/cpu/mtp.py. The host does not know yet whether a step's own guess was right,
-so the row to guess from and the number of the token are chosen on the device.
+The plain twin is services/engine/executors/cpu/mtp.py. The host does not know yet whether a step's own draft token was
+right, so the row to draft from and the number of the token are chosen on the device.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _WORDS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class GuessRows:
-    """The chunks of a step that a guess is made for."""
+class DraftRows:
+    """Chunks of a step that a draft token is drawn for."""
 
     words: Words
-    """[5, C]: of each, its first place among the sampled rows; the guess it checks, -1 for none; the row of the batch
-    of that first place; the state slot; the number of the token after the one sampled there."""
+    """[5, C]: of each, its first place among the sampled rows; the draft token it checks, -1 for none; the row of the
+    batch of that first place; the state slot; the number of the token after the one sampled there."""
     places: Sequence[int]
     """[C]: places of these chunks among those that sample."""
     sampling: int
     """Chunks that sample."""
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], rows: Sequence[int]) -> GuessRows:
+    def of(cls, chunks: Sequence[Chunk], rows: Sequence[int]) -> DraftRows:
         """Args: rows: sampled_rows() of the chunks."""
         columns: list[tuple[int, ...]] = []
         places: list[int] = []
@@ -45,8 +45,8 @@ class GuessRows:
             if not chunk.samples:
                 continue
             if chunk.request.sampling.draftable:
-                guess = chunk.token_ids[-1] if chunk.num_draft_tokens else -1
-                columns.append((at, guess, rows[at], chunk.slot, chunk.output_count + 1))
+                draft = chunk.token_ids[-1] if chunk.num_draft_tokens else -1
+                columns.append((at, draft, rows[at], chunk.slot, chunk.output_count + 1))
                 places.append(count)
             at += chunk.sampled_rows
             count += 1
@@ -54,15 +54,15 @@ class GuessRows:
         return cls(np.ascontiguousarray(words), places, count)
 
     def read(self, tokens: Sequence[SampledToken]) -> list[int]:
-        """One guess for each chunk that samples, -1 for none.
+        """Draft token of each chunk that samples, -1 for none.
 
         Args:
-            tokens: [C], what sample_guesses() left, on the host.
+            tokens: [C], what sample_draft_tokens() left, on the host.
         """
-        guesses = [-1] * self.sampling
+        drafts = [-1] * self.sampling
         for place, token in zip(self.places, tokens, strict=True):
-            guesses[place] = -1 if token.error else token.token_id
-        return guesses
+            drafts[place] = -1 if token.error else token.token_id
+        return drafts
 
 
 def fill_next_ids(next_ids: Tensor, logit_rows: Tensor | None, tokens: Tensor) -> None:
@@ -73,7 +73,7 @@ def fill_next_ids(next_ids: Tensor, logit_rows: Tensor | None, tokens: Tensor) -
         next_ids.index_copy_(0, logit_rows.long(), tokens)
 
 
-def sample_guesses(
+def sample_draft_tokens(
     forward: DeviceForward,
     sampler: CudaSampler,
     out: Tensor,
@@ -81,17 +81,17 @@ def sample_guesses(
     tokens: Tensor,
     sampling: SampleRows,
 ) -> DeviceResults:
-    """Draws a guess for each column of words, with the noise that the token itself will be drawn with.
+    """Draws a draft token for each column of words, with the noise that the token itself will be drawn with.
 
     Args:
-        out: [T, hidden], what forward.guess() returned.
-        words: [5, C] int32, GuessRows.words on the device.
+        out: [T, hidden], what forward.draft() returned.
+        words: [5, C] int32, DraftRows.words on the device.
         tokens: [R] int32, what the step sampled.
         sampling: of the step.
     """
-    first, guess, row, slot, number = words
-    right = (tokens.index_select(0, first) == guess).to(torch.int32)
-    logits = forward.guess_logits(out.index_select(0, row + right))
+    first, draft, row, slot, number = words
+    right = (tokens.index_select(0, first) == draft).to(torch.int32)
+    logits = forward.draft_logits(out.index_select(0, row + right))
     features = replace(sampling.features, edits=False, biases=False, alternatives=False)
-    # The third row is the token of a forced request, and nothing is guessed for one.
+    # The third row is the token of a forced request, and nothing is drafted for one.
     return sampler.launch(logits, replace(sampling, features=features), torch.stack((slot, number + right, slot)))

@@ -26,7 +26,7 @@ from services.engine.executors.cuda.buffers import StepBuffers, StepShape, sampl
 from services.engine.executors.cuda.compile_ahead import compile_ahead, compiled_here
 from services.engine.executors.cuda.graphs import StepGraphs
 from services.engine.executors.cuda.launched_steps import LaunchedStep, OpenedStep, QueuedStep
-from services.engine.executors.cuda.mtp import GuessRows, fill_next_ids, sample_guesses
+from services.engine.executors.cuda.mtp import DraftRows, fill_next_ids, sample_draft_tokens
 from services.engine.executors.cuda.prompt_scoring import CudaPromptReader
 from services.engine.executors.cuda.sampling.mask_upload import MaskUpload
 from services.engine.executors.cuda.sampling.sampler import CudaSampler
@@ -37,7 +37,7 @@ from services.engine.executors.runner import OpenStep, StepHandle
 from services.engine.models.device_batch import DecodeAttention, DeviceCache, StepRows
 from services.engine.models.interface import CausalLM, DeviceForward
 from services.engine.models.lora.slots import LoraSlots
-from services.engine.scheduler.chunk_segments import cut
+from services.engine.scheduler.chunk_segments import split_at_snapshots
 from services.engine.scheduler.step_plan import StepPlan, StepResult
 
 log = structlog.get_logger(__name__)
@@ -50,7 +50,7 @@ _ENTRIES_A_COPY = 16384
 
 @dataclass(frozen=True, slots=True)
 class RunnerLimits:
-    """What the runner's static buffers must hold."""
+    """Limits of a step, which the runner's static buffers must hold."""
 
     max_num_seqs: int
     token_budget: int
@@ -60,12 +60,12 @@ class RunnerLimits:
     mixed_tokens: int = 0
     """Prefill tokens of a step that also decodes, to capture; 0: capture none."""
     speculative: bool = False
-    """Guess a token for the next step of each request; the model and the cache have its mtp layer."""
+    """Draft a token for the next step of each request; the model and the cache have its mtp layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
-    """How kernels are launched."""
+    """Options for launching kernels."""
 
     batch_invariant: bool = False
     """A row's bits do not depend on the other rows of its step (matrices and adapters must be made so too)."""
@@ -112,7 +112,7 @@ class CudaRunner:
         self._sampler = CudaSampler(eos_token_ids, cache.num_slots, config.vocab_size, sampled, device, pdl=options.pdl)
         self._reader = CudaPromptReader(self._stream, config.vocab_size, limits.max_num_seqs)
         self._masks = MaskUpload(self._stream, sampled, config.vocab_size)
-        # With speculation the second is for the guesses.
+        # With speculation the second is for the draft tokens.
         self._results = [self._stream.host_buffer(sampled * ROW_WORDS) for _ in range(2)]
         self._turn = 0
         self._shapes = captured_shapes(
@@ -149,12 +149,12 @@ class CudaRunner:
             next_ids=limits.speculative,
         )
         self._graphs = StepGraphs(self._stream, self._run_shape)
-        self._guess_graphs = StepGraphs(self._stream, self._guess_shape, beside=self._graphs)
+        self._draft_graphs = StepGraphs(self._stream, self._draft_shape, beside=self._graphs)
 
     @property
     def captures(self) -> int:
         """CUDA graphs captured since the start: none after warm_up()."""
-        return self._graphs.captures + self._guess_graphs.captures
+        return self._graphs.captures + self._draft_graphs.captures
 
     @property
     def replays(self) -> int:
@@ -163,7 +163,7 @@ class CudaRunner:
 
     @property
     def stream(self) -> EngineStream:
-        """Where all steps are queued."""
+        """Stream that all steps are queued to."""
         return self._stream
 
     @torch.inference_mode()
@@ -192,7 +192,7 @@ class CudaRunner:
         if self._shapes:
             self._graphs.capture(self._shapes, adapters=self._has_adapters)
             if limits.speculative:
-                self._guess_graphs.capture(self._shapes, adapters=self._has_adapters)
+                self._draft_graphs.capture(self._shapes, adapters=self._has_adapters)
         self._stream.synchronize()
 
     def _launch_all(self, shapes: Sequence[StepShape], forward: DeviceForward) -> None:
@@ -215,7 +215,7 @@ class CudaRunner:
         forward.logits(x[: self._limits.max_num_seqs])
         self._reader.warm_up(forward, x)
         if self._limits.speculative:
-            forward.guess_logits(self._guess(x, rows, forward)[: self._limits.max_num_seqs])
+            forward.draft_logits(self._draft(x, rows, forward)[: self._limits.max_num_seqs])
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -256,7 +256,7 @@ class CudaRunner:
         if short:  # decodes are segments of one row among those of a few
             decodes = 0
         prefills = chunks[decodes:]
-        lengths = [len(link.token_ids) for link in cut(prefills)]
+        lengths = [len(link.token_ids) for link in split_at_snapshots(prefills)]
         wanted = StepShape.of(decodes, lengths, short=short, chains=len(prefills))
         captured = self._graphs.find(wanted)
         entries = self._shadow.entries(chunks)
@@ -266,10 +266,10 @@ class CudaRunner:
         sampled = [row for chunk in chunks for row in chunk.rows]
         sampling = self._sampler.prepare(sampled)
         extra = sampling.step
-        guessing: GuessRows | None = None
+        drafting: DraftRows | None = None
         if self._limits.speculative and any(chunk.request.sampling.draftable for chunk in chunks):
-            guessing = GuessRows.of(chunks, sampled_rows(chunks, decodes, (captured or wanted).decodes))
-            extra = np.concatenate((extra.reshape(-1), guessing.words.reshape(-1)))
+            drafting = DraftRows.of(chunks, sampled_rows(chunks, decodes, (captured or wanted).decodes))
+            extra = np.concatenate((extra.reshape(-1), drafting.words.reshape(-1)))
         step = self._buffers.load(
             captured or wanted,
             chunks,
@@ -297,26 +297,26 @@ class CudaRunner:
             chosen = x[: step.num_logits] if step.logit_rows is None else x.index_select(0, step.logit_rows)
             logits = forward.logits(chosen)
         samples = sum(chunk.samples for chunk in chunks)
-        return QueuedStep(forward, step, captured, x, logits, sampling, guessing, samples, reports)
+        return QueuedStep(forward, step, captured, x, logits, sampling, drafting, samples, reports)
 
     def _sample(self, queued: QueuedStep, masks: RowMasks) -> LaunchedStep:
-        """Queues the sampling of a step, and its guesses."""
+        """Queues the sampling of a step, and its draft tokens."""
         words, reports = None, queued.reports
         if queued.logits is not None:
             sampling = queued.sampling
             step = queued.step.extra[: sampling.step.size].view(3, -1)
             words = self._sampler.launch(queued.logits, sampling, step, self._masks.send(masks)).words
-        if queued.guessing is not None:
-            return replace(self._launch_guesses(queued, words, queued.guessing), reports=reports)
+        if queued.drafting is not None:
+            return replace(self._launch_draft_tokens(queued, words, queued.drafting), reports=reports)
         if words is None:
             return LaunchedStep(self._stream.mark(), None, reports)
         host = self._fetch(words)
-        # Requests whose logits are edited or tokens given only: nothing is guessed.
+        # Requests whose logits are edited or tokens given only: nothing is drafted.
         none = [-1] * queued.samples if self._limits.speculative else ()
         return LaunchedStep(self._stream.mark(), lambda: StepResult(self._sampler.read(host), none), reports)
 
-    def _launch_guesses(self, queued: QueuedStep, words: Tensor | None, guessing: GuessRows) -> LaunchedStep:
-        """The mtp layer over all rows of a step, and a guess for each request whose token it sampled.
+    def _launch_draft_tokens(self, queued: QueuedStep, words: Tensor | None, drafting: DraftRows) -> LaunchedStep:
+        """The mtp layer over all rows of a step, and a draft token for each request whose token it sampled.
 
         Args:
             words: what the sampler left; None: nothing was sampled.
@@ -324,19 +324,19 @@ class CudaRunner:
         step, forward, sampling, captured = queued.step, queued.forward, queued.sampling, queued.captured
         if words is not None and step.rows.next_ids is not None:
             fill_next_ids(step.rows.next_ids, step.logit_rows, words[:, 0])
-        replay = self._guess_graphs.replay
-        out = replay(captured, step.has_adapters) if captured else self._guess(queued.x, step.rows, forward)
+        replay = self._draft_graphs.replay
+        out = replay(captured, step.has_adapters) if captured else self._draft(queued.x, step.rows, forward)
         if words is None:
             return LaunchedStep(self._stream.mark(), None)
         host = self._fetch(words)
-        if not guessing.places:
-            guesses = guessing.read(())
-            return LaunchedStep(self._stream.mark(), lambda: StepResult(self._sampler.read(host), guesses))
-        tail = step.extra[sampling.step.size :].view(guessing.words.shape)
-        drawn = self._fetch(sample_guesses(forward, self._sampler, out, tail, words[:, 0], sampling).words)
+        if not drafting.places:
+            drafts = drafting.read(())
+            return LaunchedStep(self._stream.mark(), lambda: StepResult(self._sampler.read(host), drafts))
+        tail = step.extra[sampling.step.size :].view(drafting.words.shape)
+        drawn = self._fetch(sample_draft_tokens(forward, self._sampler, out, tail, words[:, 0], sampling).words)
         return LaunchedStep(
             self._stream.mark(),
-            lambda: StepResult(self._sampler.read(host), guessing.read(self._sampler.read(drawn))),
+            lambda: StepResult(self._sampler.read(host), drafting.read(self._sampler.read(drawn))),
         )
 
     def _fetch(self, words: Tensor) -> Tensor:
@@ -349,14 +349,14 @@ class CudaRunner:
     def _run_shape(self, shape: StepShape, adapters: bool) -> Tensor:
         return self._layers(self._buffers.keep(shape), self.forward, adapters)
 
-    def _guess_shape(self, shape: StepShape, adapters: bool) -> Tensor:
-        return self._guess(self._graphs.output(shape, adapters), self._buffers.keep(shape), self.forward)
+    def _draft_shape(self, shape: StepShape, adapters: bool) -> Tensor:
+        return self._draft(self._graphs.output(shape, adapters), self._buffers.keep(shape), self.forward)
 
     def _layers(self, rows: StepRows, forward: DeviceForward, adapters: bool) -> Tensor:
         return forward.layers(rows, self._attention_of(rows), adapters=adapters)
 
-    def _guess(self, x: Tensor, rows: StepRows, forward: DeviceForward) -> Tensor:
-        return forward.guess(x, rows, self._attention_of(rows))
+    def _draft(self, x: Tensor, rows: StepRows, forward: DeviceForward) -> Tensor:
+        return forward.draft(x, rows, self._attention_of(rows))
 
     def _attention_of(self, rows: StepRows) -> DecodeAttention | None:
         count = rows.tokens.shape[0] if rows.short else rows.decodes

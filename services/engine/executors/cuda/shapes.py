@@ -14,8 +14,8 @@ _PREFILL_TOKENS = (64, 128, 256, 512, 1024, 1536, 2048)
 adapters, beside 75 tokens a millisecond."""
 _MIXED_DECODES = (8, 32, 64, 128, 256)
 _MIXED_TOKENS = (128, 512, 1024, 2048)
-"""With adapters the launches of 2,048 tokens took the host 57 ms beside an H200 that needed 38; 3,840, the most that a
-step with decodes holds by default, take that 63."""
+"""Prompt tokens of captured mixed steps. With adapters the launches of 2,048 tokens took the host 57 ms beside an H200
+that needed 38; 3,840, the most that a step with decodes holds by default, take that 63."""
 INVARIANT_ALIGNMENT = TILE
 """Prefill kernels compute tiles of a segment: cut at their multiples, a prompt is computed the same in any chunks."""
 _SEGMENTS = ((2, 4), (16, 24))
@@ -26,7 +26,7 @@ two hundred programs for it that end at once."""
 
 
 _VERIFIED = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Answers of a step that checks guesses."""
+"""Answers of a step that checks draft tokens."""
 _FEW_VERIFIED = 4
 """Up to here the products of all its rows take as long as one row's, so that the rows need not be counted closely."""
 
@@ -54,7 +54,7 @@ def captured_shapes(
     Args:
         largest_batch: decodes; 0: none.
         mixed_tokens: prefill tokens of a step that also decodes.
-        speculative: with steps that check guesses.
+        speculative: with steps that check draft tokens.
     """
     if largest_batch == 0:
         return []
@@ -74,7 +74,7 @@ def captured_shapes(
 
 
 def short_shape(answers: int, tokens: int) -> StepShape:
-    """A step that checks guesses, of so many tokens an answer on average, at most."""
+    """A step that checks draft tokens, of so many tokens an answer on average, at most."""
     return StepShape(0, answers * tokens, answers, answers, short=True)
 
 

@@ -24,7 +24,7 @@ class Arrival:
             self._event.synchronize()
 
     def hold(self, stream: EngineStream) -> None:
-        """What is queued to another stream from now on begins behind this point."""
+        """Makes another stream wait: what is queued to it from now on begins behind this point."""
         if self._event is not None and stream.stream is not None:
             stream.stream.wait_event(self._event)
 
@@ -39,7 +39,7 @@ class EngineStream:
             self.stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
 
     def active(self) -> AbstractContextManager[object]:
-        """What is queued inside goes to this stream."""
+        """Context: what is queued inside goes to this stream."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def host_buffer(self, words: int) -> Tensor:
@@ -47,7 +47,7 @@ class EngineStream:
         return torch.zeros(words, dtype=torch.int32, pin_memory=self.stream is not None)
 
     def mark(self) -> Arrival:
-        """The point behind all that is queued now."""
+        """Point behind all that is queued now."""
         if self.stream is None:
             return Arrival(None)
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

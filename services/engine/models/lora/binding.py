@@ -1,4 +1,5 @@
-"""From PEFT files to tensors bound to linear layers: each tensor exactly once, in the right shape, or a refusal."""
+"""Binding of PEFT files: tensors matched to linear layers, each tensor exactly once, in the right shape, or a
+refusal."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from services.engine.models.lora.peft_file import header_end, read_tensors
 from services.engine.models.lora.targets import target_shapes
 
 PEFT_PREFIX = "base_model.model."
-"""What PEFT writes before a module's path in the class it wraps; ModelConfig.module_prefix is the next part."""
+"""Prefix that PEFT writes before a module's path in the class it wraps; ModelConfig.module_prefix is the next part."""
 _KEY = re.compile(
     r"base_model\.model\.(model\.language_model\.|model\.)(layers\.\d{1,5}\.[\w.]{1,200})\.lora_(A|B)\.weight", re.ASCII
 )
@@ -27,7 +28,7 @@ ADAPTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LAYOUTS = 16
 """Remembered at most, of 100 KB each for an adapter on all layers of a 4B model."""
 _HEADER_BYTES = 16 * 2**20
-"""Of a layout that is remembered."""
+"""Size limit of the header of a layout that is remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class BoundAdapter:
     """An adapter that fits the model."""
 
     targets: Mapping[str, BoundTarget]
-    """By path in the model, e.g. "layers.3.self_attn.q_proj"."""
+    """Bound layers by path in the model, e.g. "layers.3.self_attn.q_proj"."""
     rank: int
     """The configured rank; a rank_pattern may give single layers another."""
     alpha: float
@@ -149,7 +150,7 @@ class AdapterBinder:
         """Configuration, header and bytes of the weights' file → what was bound, without its tensors."""
 
     def bind(self, files: Mapping[str, bytes]) -> BoundAdapter:
-        """As bind_adapter(..., check_values=False); the tensors are made when somebody asks for them.
+        """Same result as bind_adapter(..., check_values=False); the tensors are made when somebody asks for them.
 
         Raises:
             AdapterRejected: as bind_adapter().
@@ -205,7 +206,7 @@ def name_targets(paths: Iterable[str], config: ModelConfig) -> tuple[str, ...]:
 
 
 def prefix_of(tensors: Iterable[str]) -> str:
-    """What the names of modules begin with in the class that the keys of a file are of, "model." or
+    """Prefix of module names in the class that the keys of a file are of, "model." or
     "model.language_model.". PEFT writes those of one class only.
 
     Raises:
@@ -237,7 +238,7 @@ def sort_tensors(tensors: Mapping[str, Tensor], expected: Container[str]) -> dic
 def _checked(
     halves: Mapping[tuple[str, str], tuple[str, Tensor]], path: str, half: str, shape: tuple[int, int], expected: str
 ) -> tuple[str, Tensor]:
-    """Its key in the file and the tensor."""
+    """Key in the file and tensor of one half of an adapter's layer."""
     if (path, half) not in halves:
         raise AdapterRejected(f"tensor {expected} is missing from the adapter")
     key, tensor = halves[path, half]

@@ -22,7 +22,7 @@ MAX_STEPS = 2_000_000
 """Parts of patterns with lookaround that one configuration may have looked at: about a second."""
 _PLAIN = re.compile(r"[\w.]*", re.ASCII)
 _MEANS_OTHER = ("{,", "[:")
-"""What both read, and not alike: `x{,3}` and `[[:alpha:]]`."""
+"""Syntax that both engines accept and read differently: `x{,3}` and `[[:alpha:]]`."""
 _Op: TypeAlias = tuple[Any, Any]
 
 
@@ -35,7 +35,7 @@ class PatternMalformed(PatternRefused):
 
 
 class Effort:
-    """What matching the patterns of one configuration may still cost.
+    """Budget of steps for matching the patterns of one configuration.
 
     Args:
         steps: parts of patterns.
@@ -52,7 +52,7 @@ class Effort:
 
 
 def whole(pattern: str, effort: Effort) -> Callable[[str], bool]:
-    """What `re.fullmatch(pattern, name)` finds in names of modules.
+    """Matcher with the results of `re.fullmatch(pattern, name)` on names of modules.
 
     Raises:
         PatternRefused: the pattern is malformed, or beyond what is evaluated here; also from the matcher itself.
@@ -64,8 +64,8 @@ def whole(pattern: str, effort: Effort) -> Callable[[str], bool]:
 
 
 def tail(key: str, effort: Effort) -> Callable[[str], bool]:
-    """What PEFT finds for a key of rank_pattern or alpha_pattern (get_pattern_key): the whole name, or what follows one
-    of its dots. Raises as whole()."""
+    """Match of a key of rank_pattern or alpha_pattern as PEFT finds it (get_pattern_key): the whole name, or what
+    follows one of its dots. Raises as whole()."""
     expression = rf"(.*\.)?({key})$"
     tree = None if _PLAIN.fullmatch(key) and len(key) <= MAX_LENGTH else _parsed(expression, key)
     if (linear := _linear(expression, key)) is not None:
@@ -74,7 +74,7 @@ def tail(key: str, effort: Effort) -> Callable[[str], bool]:
 
 
 def _parsed(expression: str, pattern: str) -> Any:
-    """As Python reads an expression that was made of a pattern."""
+    """Python's parse of an expression that was made of a pattern."""
     if len(pattern) > MAX_LENGTH:
         raise PatternRefused(f"is over {MAX_LENGTH} characters")
     try:
@@ -98,7 +98,7 @@ def _linear(expression: str, pattern: str) -> Any:
 
 
 def _walked(tree: Any, effort: Effort, *, to_the_end: bool) -> Callable[[str], bool]:
-    """Whether a match begins where a name begins, and ends where it ends."""
+    """True if a match begins where a name begins, and ends where it ends."""
     parts, ignore_case = list(tree), bool(tree.state.flags & re.IGNORECASE)
     _check(parts)
 
@@ -142,7 +142,7 @@ def _check(parts: Iterable[_Op]) -> None:
 
 
 class _Walk:
-    """One name. Sets of positions are integers: bit i stands for the place before character i."""
+    """Walk over one module name. Sets of positions are integers: bit i stands for the place before character i."""
 
     def __init__(self, name: str, effort: Effort) -> None:
         self._name, self._effort = name, effort
@@ -154,11 +154,12 @@ class _Walk:
         self._asserted: dict[int, int] = {}
 
     def ends(self, parts: list[_Op], ignore_case: bool) -> int:
-        """Where the matches end that begin at the first character."""
+        """End positions of the matches that begin at the first character."""
         return self._run(parts, 1, False, ignore_case)
 
     def _run(self, parts: Iterable[_Op], places: int, back: bool, fold: bool) -> int:
-        """Where the parts may end that begin in ``places``; with ``back``, where those may begin that end there."""
+        """End positions of the parts that begin in ``places``; with ``back``, begin positions of those that end
+        there."""
         for part in reversed(list(parts)) if back else parts:
             if not places:
                 return 0
@@ -207,14 +208,14 @@ class _Walk:
         return found
 
     def _once(self, inner: list[_Op], back: bool, fold: bool) -> Callable[[int], int]:
-        """One pass of what is repeated."""
+        """Step over one repetition."""
         if len(inner) > 1 or str(inner[0][0]) not in _SINGLE:
             return lambda places: self._run(inner, places, back, fold)
         where = self._where(inner[0], fold)
         return (lambda places: (places >> 1) & where) if back else (lambda places: (places & where) << 1)
 
     def _holds(self, part: _Op, fold: bool) -> int:
-        """Where what a lookaround asks for is there."""
+        """Positions at which a lookaround's condition holds."""
         direction, inner = part[1]
         key = id(part) * 2 + fold
         if key not in self._asserted:

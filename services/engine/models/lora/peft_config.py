@@ -106,7 +106,7 @@ class AdapterSettings:
             raise AdapterRejected(f"{CONFIG_FILE}: target_modules is missing: an explicit list is needed")
 
     def targets(self, name: str) -> bool:
-        """Whether PEFT would put an adapter on this linear layer (peft.tuners.tuners_utils.check_target_module_exists).
+        """True if PEFT would put an adapter on this linear layer (peft.tuners.tuners_utils.check_target_module_exists).
 
         Raises:
             AdapterRejected: a pattern takes too long to match; so do rank() and alpha().
@@ -121,12 +121,12 @@ class AdapterSettings:
         return self._layers is None or name in self._listed or self._layers(name)
 
     def rank(self, name: str) -> int:
-        """Of the adapter of one linear layer."""
+        """Rank of the adapter of one linear layer."""
         value = _first(self._ranks, name)
         return self.r if value is None else _positive(value, f"rank_pattern of {name}", whole=True)
 
     def alpha(self, name: str) -> float:
-        """Of the adapter of one linear layer."""
+        """Alpha of the adapter of one linear layer."""
         value = _first(self._alphas, name)
         return self.lora_alpha if value is None else _positive(value, f"alpha_pattern of {name}")
 
@@ -153,7 +153,7 @@ _Matcher: TypeAlias = Callable[[str], bool]
 
 
 def _among(names: tuple[str, ...] | _Matcher, name: str) -> bool:
-    """Whether a list has the name or its end from some dot on, or a pattern matches all of it."""
+    """True if a list has the name or its end from some dot on, or a pattern matches all of it."""
     if not isinstance(names, tuple):
         return names(name)
     return any(name == entry or name.endswith("." + entry) for entry in names)
@@ -219,7 +219,7 @@ def _compiled(how: Callable[[str, Effort], _Matcher], pattern: str, field: str, 
 
 
 def _layers(data: Mapping[str, Any]) -> _Matcher | None:
-    """Whether a module lies in a layer of layers_to_transform, whose number stands behind a name of layers_pattern."""
+    """True if a module lies in a layer of layers_to_transform, whose number stands behind a name of layers_pattern."""
     value, pattern = data.get("layers_to_transform"), data.get("layers_pattern") or []
     names = [pattern] if isinstance(pattern, str) else pattern
     if not isinstance(names, list) or not all(isinstance(name, str) and _NAME.fullmatch(name) for name in names):

@@ -66,7 +66,7 @@ def read_tensors(data: bytes) -> dict[str, Tensor]:
 
 
 def header_end(data: bytes) -> int:
-    """Where the header of a file says that it ends; that may be beyond the file."""
+    """Length that a file's header says it has; the file itself may be shorter."""
     return _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
 
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from services.engine.models.lora.upload import AdapterUpload, UploadPlan
 
 _PIECE_BYTES = 8 * 2**20
-"""Of an adapter on its way. A copy of this size holds up the small ones of a step by 0.2 ms at most."""
+"""Size of the pieces in which an adapter is copied. A copy of this size holds up the small ones of a step by 0.2 ms at
+most."""
 _LAYOUTS = 16
 """Whose plans are kept at most, of 100 KB each for an adapter on all layers of a 4B model."""
 
@@ -44,7 +45,7 @@ class _GroupBuffers:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What loads of an adapter of one layout have in common."""
+    """Upload plan of one layout, which all adapters of that layout share."""
 
     groups: Set[tuple[int, str]]
     """Layers and groups that it has a target in."""
@@ -177,7 +178,7 @@ class LoraSlots:
         return max(_PIECE_BYTES, 4 * max_rank * widest + 64)
 
     def target_buffers(self) -> list[TargetBuffers]:
-        """Where each linear layer's adapter lies, by layer."""
+        """Adapter matrices of each linear layer on the device, by layer."""
         return [
             TargetBuffers(
                 f"layers.{index}.{target.module}",
@@ -274,7 +275,7 @@ class LoraSlots:
         )
 
     def _write(self, slot: int, adapter: BoundAdapter, groups: Set[tuple[int, str]]) -> None:
-        """What AdapterUpload.write() does, on the CPU."""
+        """The copies of AdapterUpload.write(), on the CPU."""
         for index, name in sorted(groups):
             buffers = self._layers[index][name]
             a, b = buffers.a[slot].zero_(), buffers.b[slot].zero_()
@@ -314,7 +315,7 @@ class LoraSlots:
 
     @contextmanager
     def _beside_the_steps(self) -> Iterator[None]:
-        """What is launched inside is done when it ends, and no step on another stream waits for it."""
+        """Stream for copies: they are done when the block ends, and no step on another stream waits for them."""
         if self._stream is None:
             yield
             return

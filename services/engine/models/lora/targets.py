@@ -51,7 +51,7 @@ class TargetBuffers:
     b: Tensor
     """[slots, max_rank, out], the last dimension contiguous: Bᵀ times the scale."""
     ordered: bool
-    """Whether b's columns are in the order of ModelConfig.output_order()."""
+    """True if b's columns are in the order of ModelConfig.output_order()."""
 
 
 def layer_groups(config: ModelConfig, layer: int) -> tuple[Group, ...]:

@@ -168,7 +168,7 @@ class LoraParams:
                 leaf.grad = part.view_as(leaf)
 
     def slices(self) -> Iterator[tuple[slice, slice]]:
-        """Where each target's A lies in flat_a and its B in flat_b, in the order of `targets`."""
+        """Slices of each target's A in flat_a and B in flat_b, in the order of `targets`."""
         a = b = 0
         for target in self.targets.values():
             yield slice(a, a + target.a.numel()), slice(b, b + target.b.numel())
@@ -236,7 +236,7 @@ def _master(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def _pack(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """One flat tensor with the numbers of all, and leaves of their shapes that are views of it."""
+    """Flat tensor with the numbers of all tensors, and leaves of their shapes that are views of it."""
     flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
     parts = torch.split(flat.detach(), [tensor.numel() for tensor in tensors])
     leaves = [part.view_as(tensor).detach() for part, tensor in zip(parts, tensors, strict=True)]

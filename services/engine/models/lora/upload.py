@@ -21,32 +21,32 @@ from services.engine.models.lora.targets import TargetBuffers
 from services.engine.models.weights.upload import Uploader
 
 _ALIGNMENT = 16
-"""Of runs of memory: where a number lies on its multiple in memory it does so in a piece."""
+"""Alignment of runs of memory: a number that is aligned in memory is aligned in a piece as well."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What travels at once."""
+    """Piece of an adapter that is copied to the device at once."""
 
     runs: Sequence[tuple[int, int, int]]
     """Address, place in the piece, bytes."""
     tiles: int
-    """One past its last tile."""
+    """Index one past the piece's last tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class UploadPlan:
-    """How an adapter gets into any slot."""
+    """Plan for copying an adapter into any slot."""
 
     entries: npt.NDArray[np.void]
     """[entries] of ENTRY for slot 0, in the order in which they travel."""
     slot_bytes: npt.NDArray[np.int64]
-    """From an entry's target to the same one of the next slot."""
+    """Distance from an entry's target to the same target in the next slot."""
     tiles: npt.NDArray[np.int32]
     """[tiles, 2] of the entries."""
     pieces: Sequence[_Piece]
     held: Sequence[Tensor | None]
-    """What the addresses are of."""
+    """Tensors that the addresses point into, kept alive here."""
 
     def relative(self, address: int, size: int) -> UploadPlan | None:
         """The same for any data laid out like that at ``address``, as far from a multiple of 16; None if something
@@ -141,7 +141,7 @@ class AdapterUpload:
         )
 
     def plan(self, adapter: BoundAdapter, groups: Collection[tuple[int, str]]) -> UploadPlan:
-        """What write() does for an adapter, in the order in which its tensors lie in memory.
+        """Pieces that write() copies for an adapter, in the order in which its tensors lie in memory.
 
         Args:
             adapter: of rank max_rank at most, its tensors float32, bfloat16 or float16.

@@ -76,7 +76,7 @@ class FusedForward:
         self._side_stream = SideStream(inverse.device)
         self._chunk: ChunkConfig | None = None
         self._late: bool | None = None
-        """Whether decodes let writes to states wait; None: by their number."""
+        """True if decodes let writes to states wait; None: by their number."""
         self._rope = (0, 0, 0)
         """Rows, heads and warps of a program; 0: the kernel's own choice."""
         if batch_invariant:
@@ -128,19 +128,19 @@ class FusedForward:
         return x.settled()
 
     def logits(self, x: Tensor) -> Tensor:
-        """What layers() returned for the rows to sample, [R, hidden], to logits [R, vocab] in the model's dtype."""
+        """Logits [R, vocab] in the model's dtype from layers()' output for the rows to sample, [R, hidden]."""
         norm = Norm(self._weights.final_norm, self._config.rms_norm_eps)
         return self._weights.head.project(x, norm=norm, pdl=self._pdl)
 
     def normed(self, x: Tensor) -> Tensor:
-        """What layers() returned for some rows, behind the final norm."""
+        """Final hidden states: layers()' output for some rows, normed."""
         return rms_norm(x, self._weights.final_norm, self._config.rms_norm_eps, pdl=self._pdl)
 
-    def guess(self, x: Tensor, rows: StepRows, attention: DecodeAttention | None) -> Tensor:
+    def draft(self, x: Tensor, rows: StepRows, attention: DecodeAttention | None) -> Tensor:
         """Runs the mtp layer behind layers(), on what that returned and ``rows.next_ids``; adapters play no part.
 
         Returns:
-            [T, hidden], for guess_logits().
+            [T, hidden], for draft_logits().
         """
         mtp, eps, pdl = self._mtp, self._config.rms_norm_eps, self._pdl
         if rows.next_ids is None:
@@ -159,8 +159,8 @@ class FusedForward:
         self._rest_of_layer(y, mixed, mtp.layer, {})
         return y.settled()
 
-    def guess_logits(self, y: Tensor) -> Tensor:
-        """What guess() returned for some rows, [R, hidden], to logits [R, vocab] of the tokens after the next."""
+    def draft_logits(self, y: Tensor) -> Tensor:
+        """Logits [R, vocab] of the draft tokens from draft()'s output for some rows, [R, hidden]."""
         return self._weights.head.project(y, norm=Norm(self._mtp.final_norm, self._config.rms_norm_eps), pdl=self._pdl)
 
     @property
@@ -179,8 +179,8 @@ class FusedForward:
         *,
         joined: bool = False,
     ) -> None:
-        """What follows a layer's mixer; ``following`` is the layer that reads x next, ``joined`` whether kernels on two
-        streams made ``mixed``."""
+        """The rest of a layer behind its mixer; ``following`` is the layer that reads x next, ``joined`` whether
+        kernels on two streams made ``mixed``."""
         eps, pdl = self._config.rms_norm_eps, self._pdl
         norm = Norm(layer.post_norm, eps)
         out_proj = layer.mixer.out_proj
@@ -242,8 +242,8 @@ class FusedForward:
 
     @contextmanager
     def _decoding(self, rows: StepRows) -> Iterator[bool]:
-        """Where a mixer's kernels for decodes are launched, and whether early: those move states and pages, a prefill's
-        compute, so that neither need wait for the other."""
+        """Stream on which a mixer's kernels for decodes are launched, and whether early: those move states and pages, a
+        prefill's compute, so that neither need wait for the other."""
         if rows.mixed:
             with self._side_stream.launching():
                 yield False

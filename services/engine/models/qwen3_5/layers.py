@@ -1,4 +1,4 @@
-"""One decoder layer in serving: decodes and packed prefill segments in one pass, caches updated in place."""
+"""Decoder layer in serving: decodes and packed prefill segments in one pass, caches updated in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a checkpoint directory to weights: sharded safetensors by mmap, strict about every tensor."""
+"""Loader of a checkpoint directory: sharded safetensors by mmap, strict about every tensor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FLOATS = ("F64", "F32", "BF16", "F16")
 
 
 class _Shard(Protocol):
-    """What we use of safetensors' open file."""
+    """Methods of safetensors' open file that the loader uses."""
 
     def keys(self) -> list[str]: ...
     def get_slice(self, name: str) -> Any: ...

@@ -33,7 +33,7 @@ from services.engine.models.training_memory.recompute import Recompute
 if TYPE_CHECKING:
     from services.engine.models.device_batch import DeviceCache
     from services.engine.models.qwen3_5.fused import FusedForward
-    from services.engine.models.qwen3_5.training.captured import Chains
+    from services.engine.models.qwen3_5.training.captured import CapturedSteps
     from services.engine.models.training_memory.arena import GraphMemory
 
 
@@ -116,7 +116,7 @@ class Qwen3_5(CausalLM):  # noqa: N801
         return Step.build(batch, cache, self.config, self.inverse_frequencies)
 
     @torch.inference_mode()
-    def guess(self, hidden: Tensor, next_ids: Tensor, step: Step, cache: CacheBuffers) -> Tensor:
+    def draft(self, hidden: Tensor, next_ids: Tensor, step: Step, cache: CacheBuffers) -> Tensor:
         """See CausalLM."""
         mtp, eps = self.weights.mtp, self.config.rms_norm_eps
         if mtp is None:
@@ -212,8 +212,8 @@ class Qwen3_5(CausalLM):  # noqa: N801
         recompute: Recompute | None,
         memory: GraphMemory,
         most_tokens: int | None,
-    ) -> Chains:
+    ) -> CapturedSteps:
         """See CausalLM."""
-        from services.engine.models.qwen3_5.training.captured import Chains
+        from services.engine.models.qwen3_5.training.captured import CapturedSteps
 
-        return Chains(self.config, self.weights, self.inverse_frequencies, lora, recompute, memory, most_tokens)
+        return CapturedSteps(self.config, self.weights, self.inverse_frequencies, lora, recompute, memory, most_tokens)

@@ -28,7 +28,7 @@ class SideStream:
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """What is launched inside runs behind everything that is queued now, beside what is queued later."""
+        """Side stream: launches inside run behind everything that is queued now, and beside what is queued later."""
         if self._stream is None:
             yield
             return
@@ -38,7 +38,7 @@ class SideStream:
             yield
 
     def join(self) -> None:
-        """What is queued from now on runs behind it all."""
+        """Join: what is queued from now on runs behind the side stream's work."""
         if self._stream is not None and self._begun:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
             self._begun = False

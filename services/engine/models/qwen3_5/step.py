@@ -1,4 +1,4 @@
-"""What all layers share in one step: rotations, masks, layouts and state indices, computed once from the batch."""
+"""Inputs that all layers of a step share: rotations, masks, layouts and state indices, computed once from the batch."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class DecodePart:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One sequence's run of tokens in the flat batch."""
+    """Run of one sequence's tokens in the flat batch."""
 
     begin: int
     end: int

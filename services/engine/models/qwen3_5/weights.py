@@ -15,7 +15,7 @@ from services.engine.models.weights.matrix import DenseMatrix, Matrix
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetWeights:
-    """One Gated DeltaNet mixer."""
+    """Weights of one Gated DeltaNet mixer."""
 
     in_proj: Matrix
     """Rows of in_proj_qkv | in_proj_z | in_proj_b | in_proj_a."""
@@ -32,7 +32,7 @@ class DeltaNetWeights:
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """One gated full-attention mixer."""
+    """Weights of one gated full-attention mixer."""
 
     in_proj: Matrix
     """Rows gate | query | key | value: q_proj's interleaved [query | gate] per head is taken apart, so that the heads
@@ -44,7 +44,7 @@ class AttentionWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer."""
+    """Weights of one decoder layer."""
 
     input_norm: Tensor
     """[hidden] float32: 1 + w, like every norm but DeltaNet's own."""

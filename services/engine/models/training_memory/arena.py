@@ -1,4 +1,4 @@
-"""Where training computes on a GPU: its part of the memory plan, taken from the device before anybody needs it.
+"""Memory arena of training on a GPU: its part of the memory plan, taken from the device before anybody needs it.
 
 torch asks the driver for memory as it goes, a call that can hold up every stream of a GPU that serves; and what
 training has not taken yet, something else may take. So all of it is taken once, in two parts:
@@ -33,7 +33,7 @@ log = structlog.get_logger("trainer")
 
 
 class GraphMemory:
-    """What captured steps share: memory that is given back when the last of them and this are gone, in any order.
+    """Graph pool of captured steps: its memory is given back when the last of them and this are gone, in any order.
 
     Args:
         stream: what they are captured on; a pool's memory belongs to a stream.
@@ -60,7 +60,7 @@ class GraphMemory:
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
-        """What this thread allocates inside, on the stream of the captures, lies in the pool."""
+        """Allocations of this thread inside, on the stream of the captures, come from the pool."""
         pool = cast(torch.cuda.MemPool, self)  # of which nothing but the id is asked
         with torch.cuda.stream(self.stream), torch.cuda.use_mem_pool(pool, self.stream.device):
             yield
@@ -96,7 +96,7 @@ class Arena:
 
     @property
     def graph_bytes(self) -> int:
-        """Of them, those for captured steps."""
+        """Bytes of the arena that captured steps take."""
         return 0 if self._graphs is None else self._graphs.nbytes
 
     def start(self) -> None:

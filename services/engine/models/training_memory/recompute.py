@@ -1,4 +1,4 @@
-"""How much of a forward its backward computes again."""
+"""Levels of recomputation: how much of a forward its backward computes again."""
 
 from __future__ import annotations
 

@@ -56,13 +56,13 @@ class Matrix(ABC):
         """[out, in] in the model's dtype; decoded anew at every call if quantized."""
 
     def few(self, rows: int) -> bool:
-        """Whether a product of so many rows is one that streams the weight."""
+        """True if a product of ``rows`` rows streams the weight."""
         from kernels.gpu.linear.products import streams
 
         return streams(rows, self.weight, self.invariant)
 
     def convolves(self, rows: int) -> bool:
-        """Whether a product of so many rows takes a convolution along."""
+        """True if a product of ``rows`` rows computes a convolution as well."""
         from kernels.gpu.linear.products import convolves
 
         return convolves(rows, self.weight, self.invariant)
@@ -160,7 +160,7 @@ class Matrix(ABC):
 
 @dataclass(frozen=True, slots=True)
 class DenseMatrix(Matrix):
-    """In the model's dtype."""
+    """Weight matrix in the model's dtype."""
 
     weight: Tensor
     """[out, in] contiguous."""

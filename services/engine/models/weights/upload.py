@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _STAGING_BYTES = 32 * 2**20
-"""Of each of the two buffers: large enough for full bandwidth, little enough to allocate at once."""
+"""Size of each of the two staging buffers: large enough for full bandwidth, little enough to allocate at once."""
 
 
 class Uploader:

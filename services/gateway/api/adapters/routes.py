@@ -16,12 +16,12 @@ from services.common.errors import Conflict, InvalidRequest, NotFound
 from services.gateway.api.adapters.archive import tar_gz
 from services.gateway.api.adapters.dependencies import Adapters, AdapterServices
 from services.gateway.api.adapters.upload import check_files, read_form
-from services.gateway.api.base.dependencies import resource_of
-from services.gateway.api.base.idempotency import Idempotency, IdempotencyKey, idempotent, json_answer
-from services.gateway.api.base.routing import multipart, router
+from services.gateway.api.base.idempotency import Once
+from services.gateway.api.base.routing import Routes, multipart
+from services.gateway.auth.route_permissions import ADMIN, ANY_KEY, ATTACH, TRAIN_OR_ADMIN, Permission
 from services.gateway.protocol.adapters.attachment import AdapterPath, VersionRequest
 
-routes = router("adapters")
+routes = Routes("adapters")
 
 _UPLOAD = multipart(
     {
@@ -63,7 +63,7 @@ async def _pick(adapters: AdapterServices, name: str, version: int | None) -> Ad
     return AdapterVersion(name, version)
 
 
-@routes.get("/v1/adapters")
+@routes.get("/v1/adapters", Permission(ANY_KEY))
 async def list_adapters(adapters: Adapters) -> dict[str, Any]:
     """Every adapter with its current version."""
     pointers = await adapters.threads.run(adapters.registry.pointers)
@@ -74,8 +74,13 @@ async def list_adapters(adapters: Adapters) -> dict[str, Any]:
     }
 
 
-@routes.post("/v1/adapters", status_code=201, openapi_extra=_UPLOAD)
-async def upload_adapter(request: Request, adapters: Adapters, idempotency_key: IdempotencyKey = None) -> Any:
+@routes.post(
+    "/v1/adapters",
+    Permission(ADMIN, audited=True, upload=True, idempotent=True),
+    status_code=201,
+    openapi_extra=_UPLOAD,
+)
+async def upload_adapter(request: Request, adapters: Adapters, once: Once) -> Any:
     """Publishes a version from PEFT files, after an engine has bound them strictly to the base model."""
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise InvalidRequest(f"send multipart/form-data with the parts name, {WEIGHTS} and {CONFIG}")
@@ -89,14 +94,13 @@ async def upload_adapter(request: Request, adapters: Adapters, idempotency_key: 
         finally:
             await form.close()
         request.state.audit_targets = [name]
-        if idempotency_key is None:
+
+        async def publish() -> dict[str, Any]:
             return await _publish(adapters, name, files)
 
-        async def work() -> Response:
-            return json_answer(await _publish(adapters, name, files), 201)
-
-        said = await asyncio.to_thread(_said, name, files)
-        return await resource_of(request, Idempotency).answer(request, idempotency_key, said, work)
+        if once.key is None:
+            return await publish()
+        return await once.keep(await asyncio.to_thread(_said, name, files), publish)
 
 
 async def _publish(adapters: AdapterServices, name: str, files: dict[str, bytes]) -> dict[str, Any]:
@@ -115,7 +119,7 @@ def _said(name: str, files: dict[str, bytes]) -> bytes:
     return "\0".join([name, *digests]).encode()
 
 
-@routes.get("/v1/adapters/{name}")
+@routes.get("/v1/adapters/{name}", Permission(ANY_KEY))
 async def get_adapter(name: AdapterPath, adapters: Adapters) -> dict[str, Any]:
     """One adapter, with the manifest of its current version."""
     current = await _pick(adapters, name, None)
@@ -125,17 +129,20 @@ async def get_adapter(name: AdapterPath, adapters: Adapters) -> dict[str, Any]:
     return {**summary, "manifest": _version(manifest, current=current.version, attached=pointers.attached)}
 
 
-@routes.delete("/v1/adapters/{name}")
-@idempotent
-async def delete_adapter(name: AdapterPath, adapters: Adapters) -> dict[str, Any]:
+@routes.delete("/v1/adapters/{name}", Permission(ADMIN, audited=True, idempotent=True), response_model=dict[str, Any])
+async def delete_adapter(name: AdapterPath, adapters: Adapters, once: Once) -> Any:
     """Removes an adapter with all its versions; 409 while one of them is attached."""
-    check_adapter_name(name)
-    await adapters.threads.run(adapters.registry.delete, name)
-    await adapters.engines.sync_adapters()
-    return {"object": "adapter", "name": name, "deleted": True}
+
+    async def delete() -> dict[str, Any]:
+        check_adapter_name(name)
+        await adapters.threads.run(adapters.registry.delete, name)
+        await adapters.engines.sync_adapters()
+        return {"object": "adapter", "name": name, "deleted": True}
+
+    return await once(delete)
 
 
-@routes.get("/v1/adapters/{name}/versions")
+@routes.get("/v1/adapters/{name}/versions", Permission(ANY_KEY))
 async def list_versions(name: AdapterPath, adapters: Adapters) -> dict[str, Any]:
     """All versions, oldest first."""
     current = await _pick(adapters, name, None)
@@ -145,7 +152,7 @@ async def list_versions(name: AdapterPath, adapters: Adapters) -> dict[str, Any]
     return {"object": "list", "data": data}
 
 
-@routes.get("/v1/adapters/{name}/download", response_class=Response)
+@routes.get("/v1/adapters/{name}/download", Permission(TRAIN_OR_ADMIN, audited=True), response_class=Response)
 async def download_adapter(
     name: AdapterPath,
     adapters: Adapters,
@@ -169,30 +176,42 @@ async def download_adapter(
     return StreamingResponse(pieces, media_type="application/gzip", headers=headers)
 
 
-@routes.post("/v1/adapters/{name}/attach")
-@idempotent
-async def attach_adapter(name: AdapterPath, adapters: Adapters, body: VersionRequest | None = None) -> dict[str, Any]:
+@routes.post(
+    "/v1/adapters/{name}/attach", Permission(ATTACH, audited=True, idempotent=True), response_model=dict[str, Any]
+)
+async def attach_adapter(name: AdapterPath, adapters: Adapters, once: Once, body: VersionRequest | None = None) -> Any:
     """Answers requests for the base model's name with this version from now on."""
-    picked = await _pick(adapters, name, body.version if body is not None else None)
-    await adapters.threads.run(adapters.registry.attach, picked)
-    return await _synced(adapters, str(picked))
+
+    async def attach() -> dict[str, Any]:
+        picked = await _pick(adapters, name, body.version if body is not None else None)
+        await adapters.threads.run(adapters.registry.attach, picked)
+        return await _synced(adapters, str(picked))
+
+    return await once(attach, body=body)
 
 
-@routes.post("/v1/adapters/{name}/detach")
-@idempotent
-async def detach_adapter(name: AdapterPath, adapters: Adapters, body: VersionRequest | None = None) -> dict[str, Any]:
+@routes.post(
+    "/v1/adapters/{name}/detach", Permission(ATTACH, audited=True, idempotent=True), response_model=dict[str, Any]
+)
+async def detach_adapter(name: AdapterPath, adapters: Adapters, once: Once, body: VersionRequest | None = None) -> Any:
     """Answers requests for the base model's name with the base model again; 409 if something else is attached."""
-    check_adapter_name(name)
-    attached = await adapters.threads.run(adapters.registry.attached)
-    wanted = body.version if body is not None else None
-    if attached is None:
-        await adapters.threads.run(adapters.registry.current, name)  # 404 for a name that nobody has
+
+    async def detach() -> dict[str, Any]:
+        check_adapter_name(name)
+        attached = await adapters.threads.run(adapters.registry.attached)
+        wanted = body.version if body is not None else None
+        if attached is None:
+            await adapters.threads.run(adapters.registry.current, name)  # 404 for a name that nobody has
+            return await _synced(adapters, None)
+        if attached.name != name or (wanted is not None and attached.version != wanted):
+            asked = name if wanted is None else f"{name}@{wanted}"
+            raise Conflict(
+                f"{asked} is not attached: {attached} is", param="version" if wanted is not None else "adapter"
+            )
+        await adapters.threads.run(adapters.registry.detach)
         return await _synced(adapters, None)
-    if attached.name != name or (wanted is not None and attached.version != wanted):
-        asked = name if wanted is None else f"{name}@{wanted}"
-        raise Conflict(f"{asked} is not attached: {attached} is", param="version" if wanted is not None else "adapter")
-    await adapters.threads.run(adapters.registry.detach)
-    return await _synced(adapters, None)
+
+    return await once(detach, body=body)
 
 
 async def _synced(adapters: AdapterServices, attached: str | None) -> dict[str, Any]:
@@ -201,7 +220,7 @@ async def _synced(adapters: AdapterServices, attached: str | None) -> dict[str, 
     return {"object": "attachment", "attached": attached, "engines": len(answers), "engines_serving": serving}
 
 
-@routes.api_route("/v1/adapters/{rest:path}", methods=["GET", "POST", "PUT", "DELETE"], include_in_schema=False)
+@routes.add(("GET", "POST", "PUT", "DELETE"), "/v1/adapters/{rest:path}", Permission(ANY_KEY), include_in_schema=False)
 async def unknown_path(request: Request, rest: str) -> None:
     """A name with a slash ends here: refused as a name, so that no path traversal looks like a missing route."""
     head = rest.split("/")[0]

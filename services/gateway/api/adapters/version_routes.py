@@ -18,16 +18,17 @@ from services.common.jobs.kinds.merge import exact_sum_over
 from services.common.queue.records import spec_sha
 from services.common.telemetry import tracing
 from services.gateway.api.adapters.dependencies import Adapters, AdapterServices
-from services.gateway.api.base.idempotency import IdempotencyKey, idempotent
-from services.gateway.api.base.routing import router
+from services.gateway.api.base.idempotency import IdempotencyKey, Once
+from services.gateway.api.base.routing import Routes
 from services.gateway.auth.ownership import owner
+from services.gateway.auth.route_permissions import ADMIN, ATTACH, Permission
 from services.gateway.protocol.adapters.attachment import AdapterPath
 from services.gateway.protocol.adapters.versions import MergeRequest, PruneRequest, RollbackRequest
 
-routes = router("adapters")
+routes = Routes("adapters")
 
 
-@routes.post("/v1/adapters/{name}/merge", status_code=202)
+@routes.post("/v1/adapters/{name}/merge", Permission(ADMIN, audited=True, idempotent=True), status_code=202)
 async def merge_adapters(
     name: AdapterPath,
     response: Response,
@@ -87,8 +88,8 @@ async def _pinned(adapters: AdapterServices, sent: MergeJob) -> MergeJob:
 
 
 def _check_sum(configs: Sequence[Mapping[str, Any]], highest: int) -> None:
-    """Without a rank the result's is the largest sum over any layer. Where only the files tell which layers have which
-    rank, the trainer checks it."""
+    """Checks the rank of a merge. Without one the result's is the largest sum over any layer. Where only the files tell
+    which layers have which rank, the trainer checks it."""
     shapes = [stated_shape(config) for config in configs]
     if any(config.get("rank_pattern") for config in configs):
         return
@@ -114,43 +115,55 @@ async def _source(adapters: AdapterServices, ref: str, index: int) -> Manifest:
         raise
 
 
-@routes.post("/v1/adapters/{name}/rollback")
-@idempotent
-async def roll_back(name: AdapterPath, adapters: Adapters, body: RollbackRequest | None = None) -> dict[str, Any]:
+@routes.post(
+    "/v1/adapters/{name}/rollback", Permission(ATTACH, audited=True, idempotent=True), response_model=dict[str, Any]
+)
+async def roll_back(name: AdapterPath, adapters: Adapters, once: Once, body: RollbackRequest | None = None) -> Any:
     """Makes an earlier version current, and attached if a newer one of this adapter is.
 
     409 if there is no earlier one, or if another version became current meanwhile.
     """
-    check_adapter_name(name)
-    done = await adapters.threads.run(adapters.registry.rollback, name, body.version if body is not None else None)
-    answers = await adapters.engines.sync_adapters()
-    return {
-        "object": "rollback",
-        "name": name,
-        "before": str(done.before),
-        "current": str(done.after),
-        "attached": None if done.attached is None else str(done.attached),
-        "moves": await adapters.threads.run(adapters.registry.moves, name),
-        "engines": len(answers),
-    }
+
+    async def move() -> dict[str, Any]:
+        check_adapter_name(name)
+        done = await adapters.threads.run(adapters.registry.rollback, name, body.version if body is not None else None)
+        answers = await adapters.engines.sync_adapters()
+        return {
+            "object": "rollback",
+            "name": name,
+            "before": str(done.before),
+            "current": str(done.after),
+            "attached": None if done.attached is None else str(done.attached),
+            "moves": await adapters.threads.run(adapters.registry.moves, name),
+            "engines": len(answers),
+        }
+
+    return await once(move, body=body)
 
 
-@routes.post("/v1/adapters/{name}/prune")
-@idempotent
-async def prune_adapter(name: AdapterPath, adapters: Adapters, body: PruneRequest) -> dict[str, Any]:
+@routes.post(
+    "/v1/adapters/{name}/prune", Permission(ADMIN, audited=True, idempotent=True), response_model=dict[str, Any]
+)
+async def prune_adapter(name: AdapterPath, adapters: Adapters, once: Once, body: PruneRequest) -> Any:
     """Removes old versions: never the current one, one that is attached, or one that an unfinished job needs.
 
     An engine that has a removed version loaded finishes what it answers with it.
     """
-    check_adapter_name(name)
-    policy = RetentionPolicy(body.keep, body.days)
-    needed = await adapters.queue.versions_needed()
-    pruned = await adapters.threads.run(prune, adapters.registry, name, policy, in_use=needed, dry_run=body.dry_run)
-    return {
-        "object": "prune",
-        "name": name,
-        "dry_run": body.dry_run,
-        "removed": [str(manifest.ref) for manifest in sorted(pruned.removed, key=lambda m: m.version)],
-        "kept": [{"version": f"{name}@{number}", "reason": reason} for number, reason in sorted(pruned.kept.items())],
-        "freed_bytes": pruned.freed_bytes,
-    }
+
+    async def remove() -> dict[str, Any]:
+        check_adapter_name(name)
+        policy = RetentionPolicy(body.keep, body.days)
+        needed = await adapters.queue.versions_needed()
+        pruned = await adapters.threads.run(prune, adapters.registry, name, policy, in_use=needed, dry_run=body.dry_run)
+        return {
+            "object": "prune",
+            "name": name,
+            "dry_run": body.dry_run,
+            "removed": [str(manifest.ref) for manifest in sorted(pruned.removed, key=lambda m: m.version)],
+            "kept": [
+                {"version": f"{name}@{number}", "reason": reason} for number, reason in sorted(pruned.kept.items())
+            ],
+            "freed_bytes": pruned.freed_bytes,
+        }
+
+    return await once(remove, body=body)

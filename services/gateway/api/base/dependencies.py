@@ -46,4 +46,5 @@ def provided(kind: type[Any]) -> Any:
 
 
 Inference = Annotated[InferenceContext, provided(InferenceContext)]
-"""For routes that run seldom; those of completions call ``resource_of``, which is 0.06 ms less of FastAPI's."""
+"""Inference context for routes that run seldom; those of completions call ``resource_of``, which is 0.06 ms less of
+FastAPI's."""

@@ -7,11 +7,12 @@ from typing import Literal
 
 from fastapi import Request
 from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import HTMLResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 
-from services.gateway.api.base.routing import router
+from services.gateway.api.base.routing import Routes
+from services.gateway.auth.route_permissions import PUBLIC
 
-routes = router("docs")
+routes = Routes("docs")
 
 Part = Literal["swagger-ui-bundle.js", "swagger-ui.css", "favicon-32x32.png"]
 _TYPES: dict[Part, str] = {
@@ -25,7 +26,13 @@ _POLICY = (
 """FastAPI writes the page's script into the page."""
 
 
-@routes.get("/docs", include_in_schema=False)
+@routes.get("/openapi.json", PUBLIC, include_in_schema=False)
+async def openapi(request: Request) -> JSONResponse:
+    """The description of the API, which is the same everywhere but for whether keys are needed."""
+    return JSONResponse(request.app.openapi())
+
+
+@routes.get("/docs", PUBLIC, include_in_schema=False)
 async def docs(request: Request) -> HTMLResponse:
     """Swagger UI over this gateway's own description."""
     page = get_swagger_ui_html(
@@ -39,7 +46,7 @@ async def docs(request: Request) -> HTMLResponse:
     return page
 
 
-@routes.get("/docs/{part}", include_in_schema=False)
+@routes.get("/docs/{part}", PUBLIC, include_in_schema=False)
 async def docs_part(part: Part) -> Response:
     """A file of Swagger UI, which the package fastapi-swagger brings along."""
     content = files("fastapi_swagger").joinpath("resources", part).read_bytes()

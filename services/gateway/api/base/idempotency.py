@@ -9,18 +9,15 @@ but the queue keeps them.
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
-import inspect
 import json
 import secrets
-import typing
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
 import structlog
-from fastapi import Header, Request
+from fastapi import Depends, Header, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 from pydantic_core import to_json
@@ -110,7 +107,7 @@ _ABANDON = _OWNED + "return redis.call('DEL', KEYS[1])"
 
 
 class RedisRecords:
-    """In Redis, as temper:answer:{key}. Scripts may be repeated when their answer got lost."""
+    """Records in Redis, as temper:answer:{key}. Scripts may be repeated when their answer got lost."""
 
     def __init__(self, settings: CommonSettings) -> None:
         self._redis = connect_async(settings)
@@ -207,43 +204,46 @@ async def _tried(record: Awaitable[None]) -> None:
         log.warning("an idempotency key could not be recorded", reason=error.message)
 
 
-Handler = Callable[..., Awaitable[Any]]
+class OncePerKey:
+    """Answers one request: the work is done once for its Idempotency-Key, if it has one.
 
+    Args:
+        key: the header; None: every request does its work.
+    """
 
-def idempotent(handler: Handler) -> Handler:
-    """Gives a handler of JSON the header Idempotency-Key. Put this below the route's decorator, and the route into
-    services/gateway/auth/route_permissions.py with ``idempotent``."""
+    def __init__(self, request: Request, key: str | None) -> None:
+        self._request = request
+        self.key = key
 
-    @functools.wraps(handler)
-    async def answer(request: Request, idempotency_key: str | None = None, **arguments: Any) -> Any:
-        given = {**arguments, "request": request} if takes_request else arguments
-        if idempotency_key is None:
-            return await handler(**given)
-        status = int(request.scope["route"].status_code or 200)
+    async def __call__(self, work: Callable[[], Awaitable[Any]], **bodies: BaseModel | None) -> Any:
+        """What ``work`` returns, or the answer that is kept of it.
 
-        async def work() -> Response:
-            result = await handler(**given)
+        Args:
+            bodies: the request's bodies by the names of the handler's arguments: the key stands for them. The path is
+                part of the request's name already.
+        """
+        return await work() if self.key is None else await self.keep(_said(bodies), work)
+
+    async def keep(self, said: bytes, work: Callable[[], Awaitable[Any]]) -> Response:
+        """The same for a request with a key, whose content ``said`` tells."""
+        if self.key is None:
+            raise ValueError("the request has no key")
+
+        async def answer() -> Response:
+            result = await work()
+            status = int(self._request.scope["route"].status_code or 200)
             return result if isinstance(result, Response) else json_answer(result, status)
 
-        keeper = resource_of(request, Idempotency)
-        return await keeper.answer(request, idempotency_key, _said(arguments), work)
+        keeper = resource_of(self._request, Idempotency)
+        return await keeper.answer(self._request, self.key, said, answer)
 
-    hints = typing.get_type_hints(handler, include_extras=True)
-    signature = inspect.signature(handler)
-    takes_request = "request" in signature.parameters
-    parameters = [
-        parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
-        for name, parameter in signature.parameters.items()
-    ]
-    if not takes_request:
-        parameters.insert(0, inspect.Parameter("request", inspect.Parameter.KEYWORD_ONLY, annotation=Request))
-    parameters.append(
-        inspect.Parameter("idempotency_key", inspect.Parameter.KEYWORD_ONLY, annotation=IdempotencyKey, default=None)
-    )
-    answer.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=parameters, return_annotation=hints.get("return", Any)
-    )
-    return answer
+
+async def _once_per_key(request: Request, idempotency_key: IdempotencyKey = None) -> OncePerKey:
+    return OncePerKey(request, idempotency_key)
+
+
+Once = Annotated[OncePerKey, Depends(_once_per_key)]
+"""Argument of a handler whose route's permission is ``idempotent``."""
 
 
 def json_answer(body: Any, status: int) -> Response:
@@ -251,7 +251,6 @@ def json_answer(body: Any, status: int) -> Response:
     return Response(to_json(body), status, media_type="application/json")
 
 
-def _said(arguments: dict[str, Any]) -> bytes:
-    """The bodies among a handler's arguments. The path is part of the request's name already."""
-    bodies = {name: value for name, value in arguments.items() if isinstance(value, BaseModel)}
-    return json.dumps({name: body.model_dump(mode="json") for name, body in bodies.items()}, sort_keys=True).encode()
+def _said(bodies: Mapping[str, BaseModel | None]) -> bytes:
+    given = {name: body.model_dump(mode="json") for name, body in bodies.items() if body is not None}
+    return json.dumps(given, sort_keys=True).encode()

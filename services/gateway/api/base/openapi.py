@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI
 from pydantic import BaseModel
 
 Responses = dict[int | str, dict[str, Any]]
@@ -22,28 +21,17 @@ def answers_with(whole: type[BaseModel], *, stream: type[BaseModel], done: bool 
     return {200: {"model": whole, "content": {"text/event-stream": {"schema": _event(stream, done=done)}}}}
 
 
-def describe_bounds(app: FastAPI) -> None:
-    """Bounds that are whole numbers become integers in the description: FastAPI writes all as floating-point numbers,
+def whole_bounds(value: Any) -> Any:
+    """A description whose bounds that are whole numbers are integers: FastAPI writes all as floating-point numbers,
     and what is next to 2**63 is not told from it as one of those."""
-    plain = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            app.openapi_schema = _whole_bounds(plain())
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _whole_bounds(value: Any) -> Any:
     if isinstance(value, list):
-        return [_whole_bounds(member) for member in value]
+        return [whole_bounds(member) for member in value]
     if not isinstance(value, dict):
         return value
     return {
         key: int(member)
         if key in _BOUNDS and isinstance(member, float) and member.is_integer()
-        else _whole_bounds(member)
+        else whole_bounds(member)
         for key, member in value.items()
     }
 

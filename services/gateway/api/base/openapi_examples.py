@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI
+from services.common.jobs import JOBS
 
 _MODEL = "qwen3.5"
 _QUESTION = {"role": "user", "content": "What is 12 plus 7?"}
@@ -83,65 +83,14 @@ EXAMPLES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "/v1/messages/count_tokens": {"question": {"model": _MODEL, "messages": [_QUESTION]}},
     "/tokenize": {"chat": {"model": _MODEL, "messages": [_QUESTION]}, "text": {"model": _MODEL, "prompt": "a text"}},
     "/detokenize": {"tokens": {"model": _MODEL, "tokens": [5, 6, 7]}},
-    "/v1/train/sft": {
-        "examples": {"adapter": "sums", "attach": False, "examples": [{"messages": [_QUESTION, _ANSWER]}]}
-    },
-    "/v1/train/dpo": {
-        "pairs": {
-            "adapter": "sums",
-            "attach": False,
-            "examples": [{"prompt": "What is 12 plus 7?", "chosen": "19", "rejected": "20"}],
-        }
-    },
-    "/v1/train/kto": {
-        "thumbs": {
-            "adapter": "sums",
-            "attach": False,
-            "examples": [
-                {"prompt": "What is 12 plus 7?", "completion": "19", "label": True},
-                {"prompt": "What is 12 plus 7?", "completion": "20", "label": False},
-            ],
-        }
-    },
-    "/v1/train/grpo": {
-        "groups": {
-            "adapter": "sums",
-            "attach": False,
-            "groups": [
-                {
-                    "prompt": "What is 12 plus 7?",
-                    "completions": [{"text": "19", "reward": 1.0}, {"text": "20", "reward": 0.0}],
-                }
-            ],
-        }
-    },
-    "/v1/train/opd": {
-        "base": {
-            "adapter": "sums",
-            "attach": False,
-            "teacher": "base",
-            "prompts": [{"prompt": "What is 12 plus 7?"}],
-            "rounds": 1,
-            "max_tokens": 16,
-        }
-    },
+    **{f"/v1/train/{kind}": model.request_examples for kind, model in JOBS.items()},
     "/v1/train/sessions": {"adapter": {"lora": {"rank": 8}, "ttl_seconds": 60}},
 }
-"""By path: named bodies of its POST."""
+"""Example bodies of POST by path and name."""
 
 
-def describe_examples(app: FastAPI) -> None:
-    """Adds the examples to the description of the application."""
-    plain = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is not None:
-            return app.openapi_schema
-        description = plain()
-        for path, examples in EXAMPLES.items():
-            content = description["paths"][path]["post"]["requestBody"]["content"]["application/json"]
-            content["examples"] = {name: {"value": body} for name, body in examples.items()}
-        app.openapi_schema = description
-        return description
-
-    app.openapi = openapi  # type: ignore[method-assign]
+def add_examples(description: dict[str, Any]) -> None:
+    """Adds the examples to the description of the API."""
+    for path, examples in EXAMPLES.items():
+        content = description["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        content["examples"] = {name: {"value": body} for name, body in examples.items()}

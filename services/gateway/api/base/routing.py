@@ -1,11 +1,11 @@
-"""How JSON bodies are read: by the same strict parser everywhere."""
+"""Routes: each is declared once, with its permission, and reads JSON by the same strict parser as all others."""
 
 from __future__ import annotations
 
 import json
 from codecs import BOM_UTF8
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
@@ -15,7 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.common.errors import NotFound
-from services.gateway.auth.route_permissions import RULE, is_checked
+from services.gateway.auth.route_permissions import PERMISSION, Permission
+
+Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 
 class _JsonRequest(Request):
@@ -37,7 +39,9 @@ class JsonRoute(APIRoute):
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            if not is_checked(request.scope[RULE], request.method, self.path):
+            # The permission was found by the path, as this route was. They must agree on every path there is: on one
+            # that ends in a line feed, say, which a regular expression's $ takes for its end.
+            if request.scope[PERMISSION].route != f"{request.method} {self.path}":
                 raise NotFound(f"no such route: {request.method} {request.url.path}")
             return await handler(_JsonRequest(request.scope, request.receive))
 
@@ -59,14 +63,61 @@ class ErrorBody(BaseModel):
     error: ErrorObject
 
 
-def router(tag: str, *, errors: type[BaseModel] = ErrorBody) -> APIRouter:
-    """A router of such routes.
+class Routes:
+    """The routes of one part of the API.
 
     Args:
+        tag: of the routes in the API's description.
         errors: the form of their errors (services/gateway/core/errors.py).
     """
-    responses: dict[int | str, dict[str, Any]] = {"default": {"model": errors}}
-    return APIRouter(route_class=JsonRoute, tags=[tag], responses=responses)
+
+    def __init__(self, tag: str, *, errors: type[BaseModel] = ErrorBody) -> None:
+        responses: dict[int | str, dict[str, Any]] = {"default": {"model": errors}}
+        self.router = APIRouter(route_class=JsonRoute, tags=[tag], responses=responses)
+        self.permissions: list[Permission] = []
+        """Permissions of every route and method, in the order of their declaration."""
+        self.batch_models: dict[str, type[BaseModel]] = {}
+        """Paths whose requests may be sent in batches, with the models of their bodies."""
+
+    def get(self, path: str, permission: Permission, **options: Any) -> Callable[[Handler], Handler]:
+        """Declares a route that reads."""
+        return self.add(("GET",), path, permission, **options)
+
+    def post(
+        self, path: str, permission: Permission, *, batches: type[BaseModel] | None = None, **options: Any
+    ) -> Callable[[Handler], Handler]:
+        """Declares a route that does something.
+
+        Args:
+            batches: the model of the body; given where batches may hold such requests.
+        """
+        if batches is not None:
+            self.batch_models[path] = batches
+        return self.add(("POST",), path, permission, **options)
+
+    def put(self, path: str, permission: Permission, **options: Any) -> Callable[[Handler], Handler]:
+        """Declares a route that replaces."""
+        return self.add(("PUT",), path, permission, **options)
+
+    def delete(self, path: str, permission: Permission, **options: Any) -> Callable[[Handler], Handler]:
+        """Declares a route that removes."""
+        return self.add(("DELETE",), path, permission, **options)
+
+    def add(
+        self, methods: Sequence[str], path: str, permission: Permission, **options: Any
+    ) -> Callable[[Handler], Handler]:
+        """Declares a route for several methods.
+
+        Args:
+            options: those of FastAPI's `add_api_route`.
+        """
+
+        def declare(handler: Handler) -> Handler:
+            self.router.add_api_route(path, handler, methods=[*methods], **options)
+            self.permissions += (permission.of(method, path) for method in methods)
+            return handler
+
+        return declare
 
 
 def multipart(

@@ -11,15 +11,16 @@ from fastapi import Query, Request
 from fastapi.responses import Response, StreamingResponse
 
 from services.common.errors import NotFound
-from services.gateway.api.base.routing import multipart, router
+from services.gateway.api.base.routing import Routes, multipart
 from services.gateway.api.batches.dependencies import Batches, BatchServices
 from services.gateway.api.batches.file_upload import read_upload, receive_form
 from services.gateway.auth.principal import principal_of
+from services.gateway.auth.route_permissions import INFERENCE, Permission
 from services.gateway.core.file_store import FileInfo, NewFile, Purpose, new_file_id
 from services.gateway.protocol.batches import EXPIRY_SECONDS
 from services.gateway.protocol.files import DeletedFile, FileList, FileObject
 
-routes = router("files")
+routes = Routes("files")
 
 _UPLOAD = multipart(
     {
@@ -33,7 +34,7 @@ _UPLOAD = multipart(
 )
 
 
-@routes.post("/v1/files", openapi_extra=_UPLOAD)
+@routes.post("/v1/files", Permission(INFERENCE, upload=True), openapi_extra=_UPLOAD)
 async def upload_file(request: Request, stores: Batches) -> FileObject:
     """Keeps a file of requests for a batch: JSONL with the purpose "batch"."""
     limit = stores.settings.max_file_bytes
@@ -55,7 +56,7 @@ async def upload_file(request: Request, stores: Batches) -> FileObject:
     return FileObject.of(info)
 
 
-@routes.get("/v1/files")
+@routes.get("/v1/files", Permission(INFERENCE))
 async def list_files(
     request: Request,
     stores: Batches,
@@ -100,7 +101,7 @@ def _page(
     return found
 
 
-@routes.get("/v1/files/{file_id}")
+@routes.get("/v1/files/{file_id}", Permission(INFERENCE))
 async def get_file(request: Request, file_id: str, stores: Batches) -> FileObject:
     """What is known of a file."""
     return FileObject.of(await stores.threads.run(stores.files.get, principal_of(request).id, file_id))
@@ -108,6 +109,7 @@ async def get_file(request: Request, file_id: str, stores: Batches) -> FileObjec
 
 @routes.get(
     "/v1/files/{file_id}/content",
+    Permission(INFERENCE),
     response_class=Response,
     responses={200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
 )
@@ -136,7 +138,7 @@ async def _content(stores: BatchServices, owner: str, info: FileInfo, first: byt
         yield await stores.threads.run(stores.files.piece, owner, info, number)
 
 
-@routes.delete("/v1/files/{file_id}")
+@routes.delete("/v1/files/{file_id}", Permission(INFERENCE))
 async def delete_file(request: Request, file_id: str, stores: Batches) -> DeletedFile:
     """Removes a file. A batch that still reads it fails, and keeps what has run."""
     await stores.threads.run(stores.files.delete, principal_of(request).id, file_id)

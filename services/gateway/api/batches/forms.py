@@ -77,7 +77,7 @@ class OpenAIForm(Form):
         return Result(number, "e", to_json(line))
 
     def _id(self, number: int) -> str:
-        """Of a result and of its request: the same at every attempt."""
+        """Id of a result and of its request: the same at every attempt."""
         created = int(self._claimed.job.created_at * 1000)
         return "batch_req_" + ulid_of(f"{self._claimed.id} {number}", created)
 
@@ -108,5 +108,5 @@ def unrun_message(custom_id: str, why: Unrun | LineError) -> bytes:
 
 
 def form_of(claimed: ClaimedBatch) -> Form:
-    """That of a batch's kind."""
+    """Form of a batch's kind."""
     return MessagesForm() if claimed.spec.kind == "msgbatch" else OpenAIForm(claimed)

@@ -62,7 +62,7 @@ class LineSplitter:
 
 
 class LineTooLong(Exception):
-    """Such a line is not read into memory."""
+    """Line that is too long to be read into memory."""
 
     def __init__(self, number: int, limit: int) -> None:
         super().__init__(number)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fastapi import FastAPI
+from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.types import Message, Scope
 
 from services.gateway.auth.principal import INTERNAL
-from services.gateway.core.batch_queue import ENDPOINTS, MESSAGES
 from services.gateway.core.errors import error_payload
 
 _BUSY = frozenset({429, 503})
@@ -31,11 +31,11 @@ class InternalCall:
 
     owner: str
     priority: int
-    """Of a request that cannot say one itself."""
+    """Priority of a request that cannot say one itself."""
 
     @property
     def id(self) -> str:
-        """As that of a key: it stands in the place of whoever sent the request."""
+        """Id like that of a key: it stands in the place of whoever sent the request."""
         return self.owner
 
 
@@ -50,40 +50,31 @@ class Answer:
     retry_after: float
 
 
-def served_endpoints(app: FastAPI) -> dict[str, bool]:
-    """The endpoints of batches that this gateway has, with whether their bodies may have a `priority`. Read from its
-    description, which is made once."""
-    description = app.openapi()
-    schemas = description.get("components", {}).get("schemas", {})
-    found: dict[str, bool] = {}
-    for path in (*ENDPOINTS, MESSAGES):
-        operation = description["paths"].get(path, {}).get("post")
-        if operation is not None:
-            schema = operation["requestBody"]["content"]["application/json"]["schema"]
-            model = schemas.get(schema.get("$ref", "").rpartition("/")[2], schema)
-            found[path] = "priority" in model.get("properties", {})
-    return found
-
-
 class Caller:
     """Calls the application as an owner.
 
     Args:
         priority: of requests that name none, where requests have one: after those of users.
+        endpoints: the models of the bodies that may be sent, by path.
         has_room: whether the gateway can take more than users want of it; asked before every attempt.
     """
 
-    def __init__(self, app: FastAPI, *, priority: int, has_room: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        *,
+        priority: int,
+        endpoints: Mapping[str, type[BaseModel]],
+        has_room: Callable[[], bool],
+    ) -> None:
         self._app = app
         self._priority = priority
         self._has_room = has_room
-        self._endpoints: dict[str, bool] | None = None
+        self._with_priority = frozenset(path for path, model in endpoints.items() if "priority" in model.model_fields)
 
     async def call(self, path: str, body: Mapping[str, object], *, owner: str, request_id: str) -> Answer:
         """Repeats a request until it is answered otherwise than with "busy" or "too late"; while nobody cancels it."""
-        if self._endpoints is None:
-            self._endpoints = await asyncio.to_thread(served_endpoints, self._app)
-        if self._endpoints.get(path) and body.get("priority") is None:
+        if path in self._with_priority and body.get("priority") is None:
             body = {**body, "priority": self._priority}
         data = to_json(body, inf_nan_mode="constants")
         pause, longest = _BACKOFF_SECONDS

@@ -36,7 +36,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of one request."""
+    """Result of one request."""
 
     number: int
     kind: Kind

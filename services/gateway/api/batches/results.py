@@ -39,12 +39,12 @@ class Buffer:
 
     @property
     def full(self) -> bool:
-        """To be stored at once."""
+        """Whether the results are to be stored at once."""
         return self._bytes >= PART_BYTES or len(self.results) >= _PART_LINES
 
     @property
     def due(self) -> bool:
-        """To be stored now."""
+        """Whether the results are to be stored now."""
         if self._oldest is None:
             return False
         now = time.monotonic()

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated
 
 from fastapi import Query, Request
 
 from services.common.errors import InvalidRequest, NotFound
 from services.gateway.api.base.idempotency import IdempotencyKey
-from services.gateway.api.base.routing import router
+from services.gateway.api.base.routing import Routes
 from services.gateway.api.batches.dependencies import Batches
-from services.gateway.api.batches.internal_client import served_endpoints
 from services.gateway.api.batches.limits import check_unfinished
 from services.gateway.auth.principal import principal_of
-from services.gateway.core.batch_queue import ENDPOINTS
+from services.gateway.auth.route_permissions import INFERENCE, Permission
 from services.gateway.protocol.batches import BatchList, BatchObject, BatchRequest
 
-routes = router("batches")
+routes = Routes("batches")
 
 
-@routes.post("/v1/batches")
+@routes.post("/v1/batches", Permission(INFERENCE, idempotent=True))
 async def create_batch(
     request: Request, body: BatchRequest, stores: Batches, idempotency_key: IdempotencyKey = None
 ) -> BatchObject:
     """Queues the requests of a file. With an Idempotency-Key, sending it again returns the same batch."""
-    served = await asyncio.to_thread(served_endpoints, request.app)
-    if body.endpoint not in served:
-        known = ", ".join(endpoint for endpoint in ENDPOINTS if endpoint in served)
-        raise InvalidRequest(f"endpoint must be one of {known}", param="endpoint")
     owner = principal_of(request).id
     spec = body.spec(owner)
     batch = None if idempotency_key is None else await stores.batches.submitted(spec, idempotency_key)
@@ -48,7 +42,7 @@ async def create_batch(
     return BatchObject.of(batch)
 
 
-@routes.get("/v1/batches")
+@routes.get("/v1/batches", Permission(INFERENCE))
 async def list_batches(
     request: Request,
     stores: Batches,
@@ -70,13 +64,13 @@ async def list_batches(
     )
 
 
-@routes.get("/v1/batches/{batch_id}")
+@routes.get("/v1/batches/{batch_id}", Permission(INFERENCE))
 async def get_batch(request: Request, batch_id: str, stores: Batches) -> BatchObject:
     """One batch."""
     return BatchObject.of(await stores.batches.owned(principal_of(request).id, batch_id))
 
 
-@routes.post("/v1/batches/{batch_id}/cancel")
+@routes.post("/v1/batches/{batch_id}/cancel", Permission(INFERENCE))
 async def cancel_batch(request: Request, batch_id: str, stores: Batches) -> BatchObject:
     """Stops a batch within seconds; what has run by then is in its files."""
     return BatchObject.of(await stores.batches.cancel(principal_of(request).id, batch_id))

@@ -61,7 +61,7 @@ class BatchRun:
         self._total = claimed.job.total
         self._stored = False
         self.settling = False
-        """Its end is being written: that the heartbeats hear of it is no loss."""
+        """Whether the batch's end is being written: that the heartbeats hear of it is no loss."""
         self._log = structlog.get_logger("batches").bind(batch=claimed.id, attempt=claimed.attempt)
 
     @property
@@ -70,7 +70,8 @@ class BatchRun:
         return self._stored
 
     async def run(self) -> End:
-        """To the end. Raises JobLost; being cancelled, it leaves everything to another attempt, after `flush`."""
+        """Runs the batch to its end. Raises JobLost; being cancelled, it leaves everything to another attempt, after
+        `flush`."""
         try:
             if self._claimed.job.in_progress_at is None:
                 errors = await self._validate()

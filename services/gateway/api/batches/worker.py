@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import redis
 import structlog
 from fastapi import FastAPI
+from pydantic import BaseModel
 
 from services.common.errors import TemperError, Unavailable
 from services.common.queue.delivery import JobLost
@@ -42,6 +43,7 @@ class BatchWorker:
         stores: where files and batches are.
         threads: for what blocks on the object store.
         lifecycle: when the gateway stops.
+        endpoints: the models of the bodies that batches may hold, by path.
     """
 
     def __init__(
@@ -51,6 +53,8 @@ class BatchWorker:
         stores: BatchStores,
         threads: StoreThreads,
         lifecycle: Lifecycle,
+        *,
+        endpoints: Mapping[str, type[BaseModel]],
     ) -> None:
         settings = inference.settings
         self._settings = settings
@@ -62,7 +66,7 @@ class BatchWorker:
             """Half of the places are for users alone."""
             return 2 * inference.admission.taken < settings.max_in_flight
 
-        caller = Caller(app, priority=settings.batch_priority, has_room=has_room)
+        caller = Caller(app, priority=settings.batch_priority, endpoints=endpoints, has_room=has_room)
         self._host = BatchHost(settings, inference.metrics, threads, stores, caller, self._threads)
         self._consumer = stores.consumer
         self._running: set[asyncio.Task[None]] = set()

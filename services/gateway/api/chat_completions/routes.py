@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,12 +14,13 @@ from fastapi.responses import Response
 
 from services.gateway.api.base.dependencies import resource_of
 from services.gateway.api.base.openapi import answers_with
-from services.gateway.api.base.routing import router
+from services.gateway.api.base.routing import Routes
 from services.gateway.api.base.serving import SESSION_HEADER, answer, json_response
 from services.gateway.api.chat_completions.stored import ChatKeeper
 from services.gateway.api.responses.dependencies import ResponseServices
 from services.gateway.auth.principal import principal_of
-from services.gateway.core.sse import DONE, EventTemplate, event
+from services.gateway.auth.route_permissions import INFERENCE, Permission
+from services.gateway.core.sse import DONE, ChunkTemplate, event
 from services.gateway.inference.chat import chat_generation
 from services.gateway.inference.choice import Step, TokenLogprob
 from services.gateway.inference.context import InferenceContext
@@ -30,11 +31,13 @@ from services.gateway.protocol.chat.request import ChatRequest
 from services.gateway.protocol.chat.response import ChatCompletion, ChatCompletionChunk
 from services.gateway.text.output_parser import Delta, TextDelta
 
-routes = router("completions")
+routes = Routes("completions")
 
 
 @routes.post(
     "/v1/chat/completions",
+    Permission(INFERENCE, generates=True),
+    batches=ChatRequest,
     responses=answers_with(ChatCompletion, stream=ChatCompletionChunk, done=True),
     openapi_extra=SESSION_HEADER,
 )
@@ -94,7 +97,7 @@ class _ChunkWriter:
         self._generation = generation
         self._body = body
         self._unsent: dict[int, list[TokenLogprob]] = {choice.index: [] for choice in generation.choices}
-        self._templates: dict[tuple[int, bool], EventTemplate] = {}
+        self._templates: dict[tuple[int, bool], ChunkTemplate] = {}
 
     def write(self, step: Step) -> list[bytes]:
         """The chunks of one step: nothing, if it adds nothing that a client could see."""
@@ -108,22 +111,20 @@ class _ChunkWriter:
 
     def _more_text(self, step: Step, delta: TextDelta) -> bytes:
         """The chunk of most steps, filled into a template."""
-        texts = [delta.text] * len(_delta(delta))
         tokens = (step.token_ids, step.sampling_logprobs) if self._body.return_token_ids else ()
         key = step.choice.index, delta.reasoning
         template = self._templates.get(key)
         if template is None:
-            marks = [uuid.uuid4().hex for _ in (*texts, *tokens)]
-            choice: dict[str, Any] = {
-                "index": step.choice.index,
-                "delta": dict(zip(_delta(delta), marks, strict=False)),
-                "logprobs": None,
-                "finish_reason": None,
-                "completion_id": step.choice.completion_id,
-            }
-            choice |= dict(zip(("token_ids", "sampling_logprobs"), marks[len(texts) :], strict=False))
-            template = self._templates[key] = EventTemplate(self._payload([choice], step.choice.adapter), marks)
-        return template.fill(*texts, *tokens)
+
+            def write(text: str, token_ids: Any = (), sampling_logprobs: Any = ()) -> bytes:
+                deltas: list[Delta] = [replace(delta, text=text)]
+                (chunk,) = self._write(
+                    replace(step, deltas=deltas, token_ids=token_ids, sampling_logprobs=sampling_logprobs), key[0]
+                )
+                return chunk
+
+            template = self._templates[key] = ChunkTemplate(write, 1 + len(tokens))
+        return template.fill(delta.text, *tokens)
 
     def _write(self, step: Step, index: int) -> list[bytes]:
         body = self._body

@@ -9,13 +9,14 @@ from fastapi import Query, Request
 from fastapi.responses import Response
 
 from services.common.errors import InvalidRequest, NotFound
-from services.gateway.api.base.routing import router
+from services.gateway.api.base.routing import Routes
 from services.gateway.api.base.serving import json_response
 from services.gateway.api.chat_completions.stored import change_metadata, delete_chat, find_chat
 from services.gateway.api.responses.dependencies import Responses
 from services.gateway.api.responses.store.store import Place
 from services.gateway.api.responses.streaming.items import Data
 from services.gateway.auth.principal import principal_of
+from services.gateway.auth.route_permissions import INFERENCE, Permission
 from services.gateway.protocol.chat.response import ChatCompletion
 from services.gateway.protocol.chat.stored import (
     ChatList,
@@ -25,7 +26,7 @@ from services.gateway.protocol.chat.stored import (
     StoredMessageList,
 )
 
-routes = router("completions")
+routes = Routes("completions")
 _ROUTE = "/v1/chat/completions"
 _MOST_PAIRS = 16
 _PAIR = re.compile(r"metadata\[(.{1,64})\]", re.DOTALL)
@@ -49,7 +50,13 @@ _METADATA = {
 }
 
 
-@routes.get(_ROUTE, responses={200: {"model": ChatList}}, response_class=Response, openapi_extra=_METADATA)
+@routes.get(
+    _ROUTE,
+    Permission(INFERENCE),
+    responses={200: {"model": ChatList}},
+    response_class=Response,
+    openapi_extra=_METADATA,
+)
 async def list_chat_completions(
     request: Request,
     stores: Responses,
@@ -95,13 +102,23 @@ def _pairs(request: Request) -> dict[str, str]:
     return pairs
 
 
-@routes.get(f"{_ROUTE}/{{completion_id}}", responses={200: {"model": ChatCompletion}}, response_class=Response)
+@routes.get(
+    f"{_ROUTE}/{{completion_id}}",
+    Permission(INFERENCE),
+    responses={200: {"model": ChatCompletion}},
+    response_class=Response,
+)
 async def get_chat_completion(request: Request, completion_id: str, stores: Responses) -> Response:
     """A stored completion, as it was answered."""
     return _shown((await find_chat(stores.documents, _place(request, completion_id))).body)
 
 
-@routes.post(f"{_ROUTE}/{{completion_id}}", responses={200: {"model": ChatCompletion}}, response_class=Response)
+@routes.post(
+    f"{_ROUTE}/{{completion_id}}",
+    Permission(INFERENCE),
+    responses={200: {"model": ChatCompletion}},
+    response_class=Response,
+)
 async def update_chat_completion(
     request: Request, completion_id: str, body: MetadataRequest, stores: Responses
 ) -> Response:
@@ -110,14 +127,14 @@ async def update_chat_completion(
     return _shown((await change_metadata(stores.documents, place, body.metadata or {})).body)
 
 
-@routes.delete(f"{_ROUTE}/{{completion_id}}")
+@routes.delete(f"{_ROUTE}/{{completion_id}}", Permission(INFERENCE))
 async def delete_chat_completion(request: Request, completion_id: str, stores: Responses) -> DeletedChat:
     """Forgets a stored completion."""
     await delete_chat(stores.documents, _place(request, completion_id))
     return DeletedChat(id=completion_id)
 
 
-@routes.get(f"{_ROUTE}/{{completion_id}}/messages")
+@routes.get(f"{_ROUTE}/{{completion_id}}/messages", Permission(INFERENCE))
 async def list_chat_messages(
     request: Request,
     completion_id: str,

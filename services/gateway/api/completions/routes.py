@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -13,9 +12,10 @@ from fastapi.responses import Response
 
 from services.gateway.api.base.dependencies import resource_of
 from services.gateway.api.base.openapi import answers_with
-from services.gateway.api.base.routing import router
+from services.gateway.api.base.routing import Routes
 from services.gateway.api.base.serving import SESSION_HEADER, answer, json_response
-from services.gateway.core.sse import DONE, EventTemplate, event
+from services.gateway.auth.route_permissions import INFERENCE, Permission
+from services.gateway.core.sse import DONE, ChunkTemplate, event
 from services.gateway.inference.choice import Choice, Step
 from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.generation import Generation, Job, reserve, traceparent_of
@@ -27,11 +27,13 @@ from services.gateway.protocol.completions.request import CompletionRequest
 from services.gateway.protocol.completions.response import CompletionResponse
 from services.gateway.text.detokenizer import Piece
 
-routes = router("completions")
+routes = Routes("completions")
 
 
 @routes.post(
     "/v1/completions",
+    Permission(INFERENCE, generates=True),
+    batches=CompletionRequest,
     responses=answers_with(CompletionResponse, stream=CompletionResponse, done=True),
     openapi_extra=SESSION_HEADER,
 )
@@ -91,7 +93,7 @@ class _Writer:
     def __init__(self, generation: Generation, body: CompletionRequest) -> None:
         self._generation = generation
         self._body = body
-        self._templates: dict[int, EventTemplate] = {}
+        self._templates: dict[int, ChunkTemplate] = {}
         self._echoes: dict[int, Echo] = {}
 
     def prompt_of(self, choice: Choice) -> list[int]:
@@ -160,17 +162,20 @@ class _Writer:
 
     def event(self, step: Step) -> bytes:
         """The chunk of one step. Chunks between a choice's first and last are filled into a template."""
-        values = (step.piece.text, step.token_ids, step.sampling_logprobs)
         body = self._body
+        tokens = (step.token_ids, step.sampling_logprobs)
         if step.first or step.finish_reason is not None or body.logprobs is not None or body.usage_in_chunks:
-            return event(self._chunk(step, step.piece, *values[1:]))
+            return event(self._chunk(step, step.piece, *tokens))
+        values = (step.piece.text, *tokens) if body.return_token_ids else (step.piece.text,)
         template = self._templates.get(step.choice.index)
         if template is None:
-            marks = [uuid.uuid4().hex for _ in values]
-            chunk = self._chunk(step, Piece(marks[0]), *marks[1:])
-            template = EventTemplate(chunk, marks if self._body.return_token_ids else marks[:1])
+
+            def write(text: str, token_ids: Any = (), sampling_logprobs: Any = ()) -> bytes:
+                return event(self._chunk(step, Piece(text), token_ids, sampling_logprobs))
+
+            template = ChunkTemplate(write, len(values))
             self._templates[step.choice.index] = template
-        return template.fill(*(values if self._body.return_token_ids else values[:1]))
+        return template.fill(*values)
 
     def _chunk(self, step: Step, piece: Piece, token_ids: Any, sampling_logprobs: Any) -> dict[str, Any]:
         entry = self.choice(

@@ -12,14 +12,15 @@ from pydantic import BaseModel
 
 from services.common.telemetry.prometheus import expose
 from services.common.telemetry.version import installed_version
-from services.gateway.api.base.routing import router
+from services.gateway.api.base.routing import Routes
 from services.gateway.api.health.gauges import Health, HealthServices, refresh
+from services.gateway.auth.route_permissions import ANY_KEY, PUBLIC, Permission
 
-routes = router("health")
+routes = Routes("health")
 
 
 class Version(BaseModel):
-    """Of the server."""
+    """Version of the server."""
 
     version: str
 
@@ -33,16 +34,16 @@ class Load(BaseModel):
 _PATIENCE = 1.0
 
 
-@routes.get("/livez", response_class=PlainTextResponse)
+@routes.get("/livez", PUBLIC, response_class=PlainTextResponse)
 async def livez() -> str:
     """The process answers. Stays 200 while draining, so that nobody kills it."""
     return "ok"
 
 
-@routes.post("/ping", response_class=PlainTextResponse)
-@routes.get("/ping", response_class=PlainTextResponse)
-@routes.get("/health", response_class=PlainTextResponse)
-@routes.get("/readyz", response_class=PlainTextResponse)
+@routes.post("/ping", PUBLIC, response_class=PlainTextResponse)
+@routes.get("/ping", PUBLIC, response_class=PlainTextResponse)
+@routes.get("/health", PUBLIC, response_class=PlainTextResponse)
+@routes.get("/readyz", PUBLIC, response_class=PlainTextResponse)
 async def readyz(health: Health) -> Response:
     """200 when completions can be served: an engine is ready and the gateway is not stopping."""
     if health.lifecycle.stopping.is_set():
@@ -52,13 +53,13 @@ async def readyz(health: Health) -> Response:
     return PlainTextResponse("ok")
 
 
-@routes.get("/version")
+@routes.get("/version", Permission(ANY_KEY))
 async def version() -> Version:
     """Which Temper this is."""
     return Version(version=installed_version())
 
 
-@routes.get("/load")
+@routes.get("/load", Permission(ANY_KEY))
 async def load(health: Health) -> Load:
     """How busy this gateway is, as vLLM says it."""
     return Load(server_load=health.inference.admission.taken)
@@ -99,7 +100,7 @@ def _engines(health: HealthServices) -> list[dict[str, Any]]:
     return found
 
 
-@routes.get("/healthz")
+@routes.get("/healthz", PUBLIC)
 async def healthz(health: Health) -> JSONResponse:
     """What works and what does not. 200 while the gateway is alive; see `status`."""
     redis, store = await asyncio.gather(
@@ -117,7 +118,7 @@ async def healthz(health: Health) -> JSONResponse:
     )
 
 
-@routes.get("/metrics", response_class=PlainTextResponse)
+@routes.get("/metrics", PUBLIC, response_class=PlainTextResponse)
 async def metrics(health: Health, request: Request) -> Response:
     """Prometheus text format, or OpenMetrics for who accepts it."""
     await refresh(health)

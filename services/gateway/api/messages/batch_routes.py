@@ -10,7 +10,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from services.common.errors import InvalidRequest, NotFound
 from services.gateway.api.base.idempotency import IdempotencyKey
-from services.gateway.api.base.routing import router
+from services.gateway.api.base.routing import Routes
 from services.gateway.api.batches.dependencies import Batches
 from services.gateway.api.batches.file_routes import content_of
 from services.gateway.api.batches.limits import check_unfinished
@@ -22,6 +22,7 @@ from services.gateway.api.batches.message_files import (
     write_input,
 )
 from services.gateway.auth.principal import principal_of
+from services.gateway.auth.route_permissions import INFERENCE, Permission
 from services.gateway.core.batch_queue import MESSAGES, Batch, BatchSpec
 from services.gateway.core.file_store import new_file_id
 from services.gateway.protocol.messages.batches import (
@@ -32,13 +33,13 @@ from services.gateway.protocol.messages.batches import (
 )
 from services.gateway.protocol.messages.response import AnthropicErrorBody
 
-routes = router("batches", errors=AnthropicErrorBody)
+routes = Routes("batches", errors=AnthropicErrorBody)
 _ROUTE = f"{MESSAGES}/batches"
 _JSONL = "application/x-jsonl"
 _CURSOR = Query(max_length=64)
 
 
-@routes.post(_ROUTE)
+@routes.post(_ROUTE, Permission(INFERENCE, idempotent=True))
 async def create_message_batch(
     request: Request, body: MessageBatchRequest, stores: Batches, idempotency_key: IdempotencyKey = None
 ) -> MessageBatch:
@@ -68,7 +69,7 @@ async def create_message_batch(
     return _shown(request, batch)
 
 
-@routes.get(_ROUTE)
+@routes.get(_ROUTE, Permission(INFERENCE))
 async def list_message_batches(
     request: Request,
     stores: Batches,
@@ -96,13 +97,13 @@ async def list_message_batches(
     )
 
 
-@routes.get(f"{_ROUTE}/{{batch_id}}")
+@routes.get(f"{_ROUTE}/{{batch_id}}", Permission(INFERENCE))
 async def get_message_batch(request: Request, batch_id: str, stores: Batches) -> MessageBatch:
     """One batch."""
     return _shown(request, await stores.message_batches.owned(principal_of(request).id, batch_id))
 
 
-@routes.delete(f"{_ROUTE}/{{batch_id}}")
+@routes.delete(f"{_ROUTE}/{{batch_id}}", Permission(INFERENCE))
 async def delete_message_batch(request: Request, batch_id: str, stores: Batches) -> DeletedMessageBatch:
     """Forgets a batch that has ended, with its results."""
     owner = principal_of(request).id
@@ -113,7 +114,7 @@ async def delete_message_batch(request: Request, batch_id: str, stores: Batches)
     return DeletedMessageBatch(id=batch_id)
 
 
-@routes.post(f"{_ROUTE}/{{batch_id}}/cancel")
+@routes.post(f"{_ROUTE}/{{batch_id}}/cancel", Permission(INFERENCE))
 async def cancel_message_batch(request: Request, batch_id: str, stores: Batches) -> MessageBatch:
     """Stops a batch within seconds; what has run by then is among its results."""
     return _shown(request, await stores.message_batches.cancel(principal_of(request).id, batch_id))
@@ -121,6 +122,7 @@ async def cancel_message_batch(request: Request, batch_id: str, stores: Batches)
 
 @routes.get(
     f"{_ROUTE}/{{batch_id}}/results",
+    Permission(INFERENCE),
     response_class=Response,
     responses={200: {"content": {_JSONL: {"schema": {"type": "string"}}}}},
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
@@ -13,14 +12,15 @@ from fastapi.responses import Response
 
 from services.gateway.api.base.dependencies import Inference, resource_of
 from services.gateway.api.base.openapi import answers_with
-from services.gateway.api.base.routing import router
+from services.gateway.api.base.routing import Routes
 from services.gateway.api.base.serving import SESSION_HEADER, answer, json_response, within
 from services.gateway.api.messages.content_blocks import MessageBlocks, joined, message_usage, stop_of
 from services.gateway.api.messages.context_edits import edited
 from services.gateway.api.messages.to_chat import as_chat, named_as_sent, rename
 from services.gateway.auth.principal import internal_priority
+from services.gateway.auth.route_permissions import INFERENCE, Permission
 from services.gateway.core.errors import payload_of
-from services.gateway.core.sse import EventTemplate, event
+from services.gateway.core.sse import ChunkTemplate, event
 from services.gateway.inference.chat import chat_generation, prompt_length
 from services.gateway.inference.choice import Choice, Step
 from services.gateway.inference.context import InferenceContext
@@ -38,12 +38,18 @@ from services.gateway.protocol.messages.response import (
 )
 from services.gateway.text.output_parser import TextDelta
 
-routes = router("messages", errors=AnthropicErrorBody)
+routes = Routes("messages", errors=AnthropicErrorBody)
 _ROUTE = "/v1/messages"
 _PING = event({"type": "ping"}, name="ping")
 
 
-@routes.post(_ROUTE, responses=answers_with(MessageAnswer, stream=MessageEvent), openapi_extra=SESSION_HEADER)
+@routes.post(
+    _ROUTE,
+    Permission(INFERENCE, generates=True),
+    batches=MessagesRequest,
+    responses=answers_with(MessageAnswer, stream=MessageEvent),
+    openapi_extra=SESSION_HEADER,
+)
 async def create_message(request: Request, body: MessagesRequest) -> Response:
     """Answers a conversation in Anthropic's form."""
     context = resource_of(request, InferenceContext)
@@ -65,7 +71,7 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
         )
 
 
-@routes.post(f"{_ROUTE}/count_tokens", response_model_exclude_none=True)
+@routes.post(f"{_ROUTE}/count_tokens", Permission(INFERENCE), response_model_exclude_none=True)
 async def count_message_tokens(request: Request, body: CountTokensRequest, context: Inference) -> TokenCount:
     """How many tokens the prompt of such a message has: usage.input_tokens + usage.cache_read_input_tokens of it."""
     chat = as_chat(body)
@@ -141,8 +147,8 @@ class _EventWriter:
         self._generation = generation
         self._told = told
         self._blocks = told.blocks()
-        self._template: EventTemplate | None = None
-        """Of more text of the open block, which most steps are."""
+        self._template: ChunkTemplate | None = None
+        """Template of chunks of more text of the open block, which most steps are."""
 
     def write(self, step: Step) -> list[bytes]:
         """The events of one step."""
@@ -165,9 +171,12 @@ class _EventWriter:
 
     def _more_text(self, text: str) -> bytes:
         if self._template is None:
-            mark = uuid.uuid4().hex
-            (more,) = self._blocks.take(TextDelta(mark))
-            self._template = EventTemplate(more, [mark], name=more["type"])
+
+            def write(text: str) -> bytes:
+                (more,) = self._blocks.take(TextDelta(text))
+                return _named(more)
+
+            self._template = ChunkTemplate(write, 1)
         return self._template.fill(text)
 
 

@@ -127,7 +127,7 @@ def chat_form(body: ConversationFields) -> dict[str, Any]:
 
 
 def _given(**fields: Any) -> dict[str, Any]:
-    """Those that are set."""
+    """Fields that are set."""
     return {field: value for field, value in fields.items() if value is not None}
 
 

@@ -11,10 +11,11 @@ import structlog
 from services.common.adapters.names import AdapterVersion, parse_adapter_ref
 from services.common.errors import InvalidRequest, ModelNotFound, Unavailable
 from services.gateway.api.adapters.dependencies import Adapters, AdapterServices
-from services.gateway.api.base.routing import router
+from services.gateway.api.base.routing import Routes
+from services.gateway.auth.route_permissions import ANY_KEY, Permission
 from services.gateway.protocol.models import ModelList, ModelObject
 
-routes = router("models")
+routes = Routes("models")
 _PATIENCE = 1.5
 """Seconds for the object store: clients ask for the models first, and completions do not need it."""
 log = structlog.get_logger(__name__)
@@ -80,7 +81,7 @@ async def _exists(adapters: AdapterServices, version: AdapterVersion) -> bool:
     return True
 
 
-@routes.get("/v1/models")
+@routes.get("/v1/models", Permission(ANY_KEY))
 async def list_models(adapters: Adapters) -> ModelList:
     """The base model, with the adapter that answers under its name, and the adapters."""
     attached, current = await _adapters(adapters)
@@ -89,7 +90,7 @@ async def list_models(adapters: Adapters) -> ModelList:
     return ModelList(data=models, first_id=models[0].id, last_id=models[-1].id)
 
 
-@routes.get("/v1/models/{model:path}")
+@routes.get("/v1/models/{model:path}", Permission(ANY_KEY))
 async def get_model(model: str, adapters: Adapters) -> ModelObject:
     """One of them, or a version of an adapter, "name@3"."""
     attached, current = await _adapters(adapters)

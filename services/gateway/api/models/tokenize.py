@@ -10,8 +10,9 @@ from pydantic_core import to_json
 
 from services.common.errors import InvalidRequest
 from services.gateway.api.base.dependencies import Inference
-from services.gateway.api.base.routing import router
+from services.gateway.api.base.routing import Routes
 from services.gateway.api.base.serving import within
+from services.gateway.auth.route_permissions import INFERENCE, Permission
 from services.gateway.engines.pool import ServedModel
 from services.gateway.inference.chat import parse_chat
 from services.gateway.inference.context import InferenceContext
@@ -26,12 +27,12 @@ from services.gateway.protocol.tokenize import (
     TokenizerInfo,
 )
 
-routes = router("tokenizer")
+routes = Routes("tokenizer")
 _CHARS_A_TOKEN = 4
 """Decoding a token costs about as much as encoding its text."""
 
 
-@routes.post("/tokenize", responses={200: {"model": TokenizeAnswer}})
+@routes.post("/tokenize", Permission(INFERENCE), responses={200: {"model": TokenizeAnswer}})
 async def tokenize(request: Request, body: TokenizeRequest, context: Inference) -> Response:
     """The tokens of a text, or of a conversation as a chat completion's prompt has it."""
     chat = None if body.prompt is not None else parse_chat(body.chat_form(context.settings.served_model_name))
@@ -40,7 +41,7 @@ async def tokenize(request: Request, body: TokenizeRequest, context: Inference) 
     return await within(reservation, request, _tokenized(context, body, chat))
 
 
-@routes.post("/detokenize", responses={200: {"model": DetokenizeAnswer}})
+@routes.post("/detokenize", Permission(INFERENCE), responses={200: {"model": DetokenizeAnswer}})
 async def detokenize(request: Request, body: DetokenizeRequest, context: Inference) -> Response:
     """The text of tokens, control tokens included."""
     _check_model(context, body.model)
@@ -48,7 +49,7 @@ async def detokenize(request: Request, body: DetokenizeRequest, context: Inferen
     return await within(reservation, request, _detokenized(context, body.tokens))
 
 
-@routes.get("/tokenizer_info")
+@routes.get("/tokenizer_info", Permission(INFERENCE))
 async def tokenizer_info(context: Inference) -> TokenizerInfo:
     """The checkpoint's tokenizer_config.json, with its chat template."""
     return TokenizerInfo.model_validate(context.engines.served.codec.config)

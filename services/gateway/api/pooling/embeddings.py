@@ -14,20 +14,26 @@ from pydantic_core import to_json
 from services.common.errors import InvalidRequest
 from services.common.pb import engine_pb2
 from services.gateway.api.base.dependencies import Inference
-from services.gateway.api.base.routing import router
+from services.gateway.api.base.routing import Routes
 from services.gateway.api.base.serving import adapter_header, within
+from services.gateway.auth.route_permissions import INFERENCE, Permission
 from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.generation import traceparent_of
 from services.gateway.inference.pooling import Question, Reading, Readings, reserve
 from services.gateway.inference.prompts import encode_texts, token_budget
 from services.gateway.protocol.pooling import EmbeddingsRequest, EmbeddingsResponse
 
-routes = router("embeddings")
+routes = Routes("embeddings")
 
 _POOLINGS = {"last": engine_pb2.POOLING_LAST, "mean": engine_pb2.POOLING_MEAN}
 
 
-@routes.post("/v1/embeddings", responses={200: {"model": EmbeddingsResponse}})
+@routes.post(
+    "/v1/embeddings",
+    Permission(INFERENCE, generates=True),
+    batches=EmbeddingsRequest,
+    responses={200: {"model": EmbeddingsResponse}},
+)
 async def create_embeddings(request: Request, body: EmbeddingsRequest, context: Inference) -> Response:
     """Turns texts into vectors."""
     reservation = reserve(context, len(body.inputs), field="input")

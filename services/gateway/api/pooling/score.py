@@ -10,8 +10,9 @@ from fastapi.responses import Response
 
 from services.common.errors import InvalidRequest
 from services.gateway.api.base.dependencies import Inference
-from services.gateway.api.base.routing import router
+from services.gateway.api.base.routing import Routes
 from services.gateway.api.base.serving import json_response, within
+from services.gateway.auth.route_permissions import INFERENCE, Permission
 from services.gateway.engines.pool import ServedModel
 from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.generation import traceparent_of
@@ -22,10 +23,10 @@ from services.gateway.inference.prompts import chat_prompt, encode_texts, token_
 from services.gateway.protocol.pooling import ScoreRequest, ScoreResponse
 from services.gateway.settings import GatewaySettings
 
-routes = router("score")
+routes = Routes("score")
 
 
-@routes.post("/v1/score", responses={200: {"model": ScoreResponse}})
+@routes.post("/v1/score", Permission(INFERENCE, generates=True), responses={200: {"model": ScoreResponse}})
 async def create_scores(request: Request, body: ScoreRequest, context: Inference) -> Response:
     """Says how likely given texts are."""
     reservation = reserve(context, len(body.completions), field="completion")

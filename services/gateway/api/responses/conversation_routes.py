@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from pydantic import RootModel
 
 from services.common.errors import NotFound, PayloadTooLarge
-from services.gateway.api.base.routing import router
+from services.gateway.api.base.routing import Routes
 from services.gateway.api.base.serving import json_response
 from services.gateway.api.responses.dependencies import Responses, ResponseServices
 from services.gateway.api.responses.store.conversations import (
@@ -26,6 +26,7 @@ from services.gateway.api.responses.store.references import resolved
 from services.gateway.api.responses.store.store import Place
 from services.gateway.api.responses.streaming.items import Data
 from services.gateway.auth.principal import principal_of
+from services.gateway.auth.route_permissions import INFERENCE, Permission
 from services.gateway.protocol.chat.stored import MetadataRequest
 from services.gateway.protocol.responses.conversations import (
     ConversationDeleted,
@@ -38,7 +39,7 @@ from services.gateway.protocol.responses.items import InputItem
 from services.gateway.protocol.responses.request import Include
 from services.gateway.protocol.responses.response import InputItemOut
 
-routes = router("responses")
+routes = Routes("responses")
 _ROUTE = "/v1/conversations"
 _ONE = f"{_ROUTE}/{{conversation_id}}"
 _ITEMS = f"{_ONE}/items"
@@ -52,7 +53,7 @@ class ConversationItem(RootModel[InputItemOut]):
     """An item of a conversation."""
 
 
-@routes.post(_ROUTE)
+@routes.post(_ROUTE, Permission(INFERENCE))
 async def create_conversation(
     request: Request, stores: Responses, body: ConversationRequest | None = None
 ) -> ConversationOut:
@@ -68,14 +69,14 @@ async def create_conversation(
     return ConversationOut.model_validate(document.body)
 
 
-@routes.get(_ONE)
+@routes.get(_ONE, Permission(INFERENCE))
 async def get_conversation(request: Request, conversation_id: str, stores: Responses) -> ConversationOut:
     """A conversation, without its items."""
     found = await find_conversation(stores.documents, _place(request, conversation_id))
     return ConversationOut.model_validate(found.body)
 
 
-@routes.post(_ONE)
+@routes.post(_ONE, Permission(INFERENCE))
 async def update_conversation(
     request: Request, conversation_id: str, body: MetadataRequest, stores: Responses
 ) -> ConversationOut:
@@ -88,7 +89,7 @@ async def update_conversation(
     return ConversationOut.model_validate(changed.body)
 
 
-@routes.delete(_ONE)
+@routes.delete(_ONE, Permission(INFERENCE))
 async def delete_conversation(request: Request, conversation_id: str, stores: Responses) -> ConversationDeleted:
     """Forgets a conversation with its items. Responses that belonged to it stay."""
     place = _place(request, conversation_id)
@@ -97,7 +98,7 @@ async def delete_conversation(request: Request, conversation_id: str, stores: Re
     return ConversationDeleted(id=place.id)
 
 
-@routes.post(_ITEMS, responses={200: {"model": ConversationItemsOut}}, response_class=Response)
+@routes.post(_ITEMS, Permission(INFERENCE), responses={200: {"model": ConversationItemsOut}}, response_class=Response)
 async def add_items(
     request: Request, conversation_id: str, body: ItemsRequest, stores: Responses, _include: Included = None
 ) -> Response:
@@ -113,7 +114,7 @@ async def add_items(
     return _page(added, more=False)
 
 
-@routes.get(_ITEMS, responses={200: {"model": ConversationItemsOut}}, response_class=Response)
+@routes.get(_ITEMS, Permission(INFERENCE), responses={200: {"model": ConversationItemsOut}}, response_class=Response)
 async def list_items(
     request: Request,
     conversation_id: str,
@@ -130,7 +131,12 @@ async def list_items(
     return _page(items[start : start + limit], more=start + limit < len(items))
 
 
-@routes.get(f"{_ITEMS}/{{item_id}}", responses={200: {"model": ConversationItem}}, response_class=Response)
+@routes.get(
+    f"{_ITEMS}/{{item_id}}",
+    Permission(INFERENCE),
+    responses={200: {"model": ConversationItem}},
+    response_class=Response,
+)
 async def get_item(
     request: Request, conversation_id: str, item_id: str, stores: Responses, _include: Included = None
 ) -> Response:
@@ -139,7 +145,7 @@ async def get_item(
     return json_response(items[_position(items, conversation_id, item_id)], None)
 
 
-@routes.delete(f"{_ITEMS}/{{item_id}}")
+@routes.delete(f"{_ITEMS}/{{item_id}}", Permission(INFERENCE))
 async def delete_item(request: Request, conversation_id: str, item_id: str, stores: Responses) -> ConversationOut:
     """Takes an item out of a conversation. The call that an answer belongs to must stay as long as the answer does."""
 

@@ -12,7 +12,7 @@ from services.common.errors import Conflict, InvalidRequest, NotFound, TemperErr
 from services.common.validation.json_rules import NULL
 from services.gateway.api.base.dependencies import Inference, resource_of
 from services.gateway.api.base.openapi import answers_with
-from services.gateway.api.base.routing import router
+from services.gateway.api.base.routing import Routes
 from services.gateway.api.base.serving import SESSION_HEADER, answer, json_response, noted, session_named
 from services.gateway.api.responses.dependencies import Responses, ResponseServices
 from services.gateway.api.responses.serving import Answering
@@ -24,6 +24,7 @@ from services.gateway.api.responses.streaming.items import Data
 from services.gateway.api.responses.streaming.response_object import new_response
 from services.gateway.api.responses.to_chat.translation import chat_fields
 from services.gateway.auth.principal import principal_of
+from services.gateway.auth.route_permissions import INFERENCE, Permission
 from services.gateway.core.admission import Reservation
 from services.gateway.core.client_disconnect import while_connected
 from services.gateway.inference.chat import chat_generation, prompt_length
@@ -35,11 +36,13 @@ from services.gateway.protocol.responses.events import ResponseStreamEvent
 from services.gateway.protocol.responses.request import ResponseRequest
 from services.gateway.protocol.responses.response import DeletedOut, InputItemsOut, InputTokensOut, ResponseOut
 
-routes = router("responses")
+routes = Routes("responses")
 
 
 @routes.post(
     "/v1/responses",
+    Permission(INFERENCE, generates=True),
+    batches=ResponseRequest,
     responses=answers_with(ResponseOut, stream=ResponseStreamEvent),
     response_class=Response,
     openapi_extra=SESSION_HEADER,
@@ -134,7 +137,7 @@ async def _begin(
             taken.release()
 
 
-@routes.post("/v1/responses/input_tokens")
+@routes.post("/v1/responses/input_tokens", Permission(INFERENCE))
 async def count_input_tokens(
     request: Request, body: ResponseRequest, context: Inference, stores: Responses
 ) -> InputTokensOut:
@@ -159,7 +162,12 @@ async def _length(context: InferenceContext, chat: ChatRequest, body: ResponseRe
     return await prompt_length(context, await _fitting(context, chat, body))
 
 
-@routes.get("/v1/responses/{response_id}", responses={200: {"model": ResponseOut}}, response_class=Response)
+@routes.get(
+    "/v1/responses/{response_id}",
+    Permission(INFERENCE),
+    responses={200: {"model": ResponseOut}},
+    response_class=Response,
+)
 async def get_response(
     request: Request,
     response_id: str,
@@ -188,7 +196,7 @@ async def get_response(
     return json_response(record.response, record.response["adapter"])
 
 
-@routes.delete("/v1/responses/{response_id}")
+@routes.delete("/v1/responses/{response_id}", Permission(INFERENCE))
 async def delete_response(request: Request, response_id: str, stores: Responses) -> DeletedOut:
     """Forgets a response; one that runs in the background ends. Responses that continue it are kept, and have what it
     was given and answered."""
@@ -198,7 +206,12 @@ async def delete_response(request: Request, response_id: str, stores: Responses)
     return DeletedOut(id=place.id, object="response", deleted=True)
 
 
-@routes.post("/v1/responses/{response_id}/cancel", responses={200: {"model": ResponseOut}}, response_class=Response)
+@routes.post(
+    "/v1/responses/{response_id}/cancel",
+    Permission(INFERENCE),
+    responses={200: {"model": ResponseOut}},
+    response_class=Response,
+)
 async def cancel_response(request: Request, response_id: str, stores: Responses) -> Response:
     """Ends a background response, whichever gateway runs it. One that has ended stays as it is."""
     place = _place(request, response_id)
@@ -207,7 +220,7 @@ async def cancel_response(request: Request, response_id: str, stores: Responses)
     return json_response(record.response, record.response["adapter"])
 
 
-@routes.get("/v1/responses/{response_id}/input_items")
+@routes.get("/v1/responses/{response_id}/input_items", Permission(INFERENCE))
 async def list_input_items(
     request: Request,
     response_id: str,

@@ -13,14 +13,15 @@ from services.common.errors import InvalidRequest, NotFound, TemperError
 from services.common.pb import engine_pb2
 from services.common.security.api_keys import KEY_ID_PATTERN
 from services.gateway.api.base.dependencies import Inference, provided
-from services.gateway.api.base.routing import router
+from services.gateway.api.base.routing import Routes
 from services.gateway.auth.ownership import owner
+from services.gateway.auth.route_permissions import ADMIN, INFERENCE, Permission
 from services.gateway.core.errors import response_of
 from services.gateway.engines.conversation_sessions import HistoryRouter
 from services.gateway.inference.cache_isolation import session_of
 from services.gateway.protocol.sessions import DeletedSession, SessionList, SessionObject, SessionPath
 
-routes = router("sessions")
+routes = Routes("sessions")
 Sessions = Annotated[HistoryRouter, provided(HistoryRouter)]
 """Clients' sessions, as engines keep them."""
 
@@ -30,7 +31,7 @@ _CLOSE = {"connection": "close"}
 _FILE = {"schema": {"type": "string", "format": "binary"}}
 
 
-@routes.get("/v1/sessions")
+@routes.get("/v1/sessions", Permission(INFERENCE))
 async def list_sessions(
     sessions: Sessions,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
@@ -56,7 +57,10 @@ async def list_sessions(
 
 
 @routes.get(
-    f"{_ROUTE}/export", response_class=Response, responses={200: {"content": {"application/octet-stream": _FILE}}}
+    f"{_ROUTE}/export",
+    Permission(INFERENCE),
+    response_class=Response,
+    responses={200: {"content": {"application/octet-stream": _FILE}}},
 )
 async def export_session(session_id: SessionPath, sessions: Sessions) -> Response:
     """A session as one file: its tokens, and what the model has computed of them. Another Temper of the same model
@@ -71,6 +75,7 @@ async def export_session(session_id: SessionPath, sessions: Sessions) -> Respons
 
 @routes.put(
     f"{_ROUTE}/import",
+    Permission(ADMIN, audited=True, streams=True),
     responses={200: {"model": SessionObject}},
     response_class=Response,
     openapi_extra={"requestBody": {"required": True, "content": {"application/octet-stream": _FILE}}},
@@ -103,7 +108,7 @@ async def import_session(
     return Response(SessionObject.of(kept.history, kept.client.id).model_dump_json(), media_type="application/json")
 
 
-@routes.post(f"{_ROUTE}/save")
+@routes.post(f"{_ROUTE}/save", Permission(INFERENCE))
 async def save_session(session_id: SessionPath, sessions: Sessions) -> SessionObject:
     """Writes what is kept of a session to disk and object store, whichever its engine has, and answers when that is
     done. It is then found again after a restart, and by other engines that share the store."""
@@ -111,14 +116,14 @@ async def save_session(session_id: SessionPath, sessions: Sessions) -> SessionOb
     return SessionObject.of(kept.history, kept.client.id)
 
 
-@routes.get(_ROUTE)
+@routes.get(_ROUTE, Permission(INFERENCE))
 async def get_session(session_id: SessionPath, sessions: Sessions) -> SessionObject:
     """What is kept of a session."""
     kept = await sessions.get(session_of(session_id))
     return SessionObject.of(kept.history, kept.client.id)
 
 
-@routes.delete(_ROUTE)
+@routes.delete(_ROUTE, Permission(INFERENCE))
 async def delete_session(session_id: SessionPath, sessions: Sessions) -> DeletedSession:
     """Forgets a session on all engines, and everything that only it has use for."""
     await sessions.delete(session_of(session_id))

@@ -14,8 +14,6 @@ from services.common.adapters.names import BASE, AdapterVersion, parse_adapter_r
 from services.common.errors import AdapterRejected, InvalidRequest, ModelNotFound, TemperError
 from services.common.jobs import GrpoJob, JobState, OpdJob, TrainingSpec
 from services.common.jobs.fields.lora import TARGET_MODULES, check_agrees, stated_shape
-from services.common.jobs.scorers.allowed_webhooks import check_webhook
-from services.common.jobs.scorers.webhook import WebhookReward
 from services.common.pb import engine_pb2
 from services.gateway.api.training.dependencies import TrainingServices
 
@@ -36,8 +34,8 @@ async def check_references(training: TrainingServices, spec: TrainingSpec) -> No
     except TemperError:
         if await _starts_there(training, spec):
             raise
+    _check_scorers([client.model for client in training.engines.clients if client.model is not None], spec)
     if isinstance(spec, GrpoJob):
-        _check_webhooks([client.model for client in training.engines.clients if client.model is not None], spec)
         await _check_samplers(training, spec)
     if isinstance(spec, OpdJob):
         await _check_teacher(training, spec, start)
@@ -138,16 +136,12 @@ async def _check_samplers(training: TrainingServices, spec: GrpoJob) -> None:
             ) from error
 
 
-def _check_webhooks(engines: Sequence[engine_pb2.Model], spec: GrpoJob) -> None:
-    """Every engine that says what it allows may send to every webhook of the job: any of them may take it."""
-    if spec.generate is None:
-        return
-    for index, reward in enumerate(spec.generate.reward):
-        if isinstance(reward, WebhookReward):
-            for model in engines:
-                if model.HasField("webhooks"):
-                    known = model.webhooks
-                    check_webhook(reward.url, f"generate.reward[{index}]", known.allowed, signed=known.signed)
+def _check_scorers(engines: Sequence[engine_pb2.Model], spec: TrainingSpec) -> None:
+    """Every engine that says what it allows may run every scorer of the job: any of them may take it."""
+    allowed = [model.webhooks for model in engines if model.HasField("webhooks")]
+    for where, scorer in spec.scorers():
+        for webhooks in allowed:
+            scorer.check_allowed(where, webhooks.allowed, signed=webhooks.signed)
 
 
 async def _manifest(training: TrainingServices, version: AdapterVersion, param: str) -> Manifest:

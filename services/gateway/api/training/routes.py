@@ -13,17 +13,18 @@ from services.common.jobs import JOBS, GrpoJob, Job, JobEvent, JobState, Trainin
 from services.common.queue.records import spec_sha
 from services.common.telemetry import tracing
 from services.gateway.api.base.idempotency import IdempotencyKey
-from services.gateway.api.base.routing import router
+from services.gateway.api.base.routing import Routes
 from services.gateway.api.training.dependencies import Training, TrainingServices
 from services.gateway.api.training.job_references import check_references
 from services.gateway.api.training.rollouts import resolve_rollouts
 from services.gateway.api.training.validation import check_training_job
 from services.gateway.auth.ownership import check_attach, may_attach, owner, sees
+from services.gateway.auth.route_permissions import TRAIN, TRAIN_OR_ADMIN, Permission
 from services.gateway.core.client_disconnect import cancel
 from services.gateway.core.errors import payload_of
 from services.gateway.core.sse import EventStream, event
 
-routes = router("training")
+routes = Routes("training")
 
 
 def _submission(model: type[TrainingSpec]) -> Callable[..., Awaitable[dict[str, Any]]]:
@@ -81,20 +82,20 @@ async def _found(training: TrainingServices, job_id: str) -> Job:
 
 def _add_submissions() -> None:
     for kind, model in JOBS.items():
-        routes.add_api_route(
+        declare = routes.post(
             f"/v1/train/{kind}",
-            _submission(model),
-            methods=["POST"],
+            Permission(TRAIN, audited=True, idempotent=True),
             status_code=202,
             name=f"submit_{kind}",
             description=f"{model.__doc__}\n\nWith an Idempotency-Key, sending it again returns the same job.",
         )
+        declare(_submission(model))
 
 
 _add_submissions()
 
 
-@routes.get("/v1/train/jobs")
+@routes.get("/v1/train/jobs", Permission(TRAIN_OR_ADMIN))
 async def list_jobs(
     training: Training,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
@@ -114,20 +115,20 @@ async def list_jobs(
     return {"object": "list", "data": [job.model_dump(mode="json") for job in jobs]}
 
 
-@routes.get("/v1/train/jobs/{job_id}")
+@routes.get("/v1/train/jobs/{job_id}", Permission(TRAIN_OR_ADMIN))
 async def get_job(job_id: str, training: Training) -> Job:
     """One job with its state, progress and newest metrics."""
     return await _found(training, job_id)
 
 
-@routes.post("/v1/train/jobs/{job_id}/cancel")
+@routes.post("/v1/train/jobs/{job_id}/cancel", Permission(TRAIN_OR_ADMIN, audited=True))
 async def cancel_job(job_id: str, training: Training) -> Job:
     """Cancels a queued job at once, a running one at its next step."""
     await _found(training, job_id)
     return await training.queue.cancel(job_id)
 
 
-@routes.get("/v1/train/jobs/{job_id}/events", response_class=Response)
+@routes.get("/v1/train/jobs/{job_id}/events", Permission(TRAIN_OR_ADMIN), response_class=Response)
 async def follow_job(
     job_id: str,
     training: Training,

@@ -19,13 +19,14 @@ from services.common.jobs.training_sessions import (
     check_tokens,
 )
 from services.common.pb import sessions_pb2 as pb
-from services.gateway.api.base.idempotency import idempotent
-from services.gateway.api.base.routing import router
+from services.gateway.api.base.idempotency import Once
+from services.gateway.api.base.routing import Routes
 from services.gateway.api.training_sessions.dependencies import TrainingSessions, TrainingSessionServices
 from services.gateway.auth.ownership import check_attach
+from services.gateway.auth.route_permissions import TRAIN, Permission
 from services.gateway.core.errors import engine_error, payload_of
 
-routes = router("training sessions")
+routes = Routes("training sessions")
 
 _STATES = {
     pb.FUTURE_STATE_PENDING: "pending",
@@ -45,60 +46,81 @@ _USER_CODES = frozenset(
 """A call that failed so fails again as it is; any other may succeed in a new session or later."""
 
 
-@routes.post("/v1/train/sessions", status_code=201, response_class=Response)
-@idempotent
-async def open_session(body: OpenSession, training: TrainingSessions) -> Response:
+@routes.post(
+    "/v1/train/sessions", Permission(TRAIN, audited=True, idempotent=True), status_code=201, response_class=Response
+)
+async def open_session(body: OpenSession, training: TrainingSessions, once: Once) -> Any:
     """Opens a session with a new adapter, an adapter version or a checkpoint; answers when it can be called."""
-    session = await training.sessions.open(body)
-    headers = {"location": f"/v1/train/sessions/{from_json(session)['id']}"}
-    return Response(session, 201, headers=headers, media_type="application/json")
+
+    async def open_one() -> Response:
+        session = await training.sessions.open(body)
+        headers = {"location": f"/v1/train/sessions/{from_json(session)['id']}"}
+        return Response(session, 201, headers=headers, media_type="application/json")
+
+    return await once(open_one, body=body)
 
 
-@routes.get("/v1/train/sessions", response_class=Response)
+@routes.get("/v1/train/sessions", Permission(TRAIN), response_class=Response)
 async def list_sessions(training: TrainingSessions) -> Response:
     """Open sessions of all engines."""
     sessions = await training.sessions.open_sessions()
     return Response(b'{"object":"list","data":[' + b",".join(sessions) + b"]}", media_type="application/json")
 
 
-@routes.get("/v1/train/sessions/{session_id}", response_class=Response)
+@routes.get("/v1/train/sessions/{session_id}", Permission(TRAIN), response_class=Response)
 async def get_session(session_id: str, training: TrainingSessions) -> Response:
     """One session; 410 with what happened to it when it has ended. Keeps it from expiring."""
     return Response(await training.sessions.get(session_id), media_type="application/json")
 
 
-@routes.delete("/v1/train/sessions/{session_id}")
+@routes.delete("/v1/train/sessions/{session_id}", Permission(TRAIN, audited=True))
 async def close_session(session_id: str, training: TrainingSessions) -> dict[str, Any]:
     """Ends a session and frees its memory. Calls that have not ended fail."""
     await training.sessions.close(session_id)
     return {"id": session_id, "object": "train.session", "deleted": True}
 
 
-@routes.post("/v1/train/sessions/{session_id}/forward_backward", status_code=202, response_class=Response)
+@routes.post(
+    "/v1/train/sessions/{session_id}/forward_backward",
+    Permission(TRAIN, audited=True),
+    status_code=202,
+    response_class=Response,
+)
 async def forward_backward(session_id: str, body: ForwardBackward, training: TrainingSessions) -> Response:
     """Adds the gradient of a loss to what has been accumulated."""
     return await _submit(training, session_id, body)
 
 
-@routes.post("/v1/train/sessions/{session_id}/forward", status_code=202, response_class=Response)
+@routes.post(
+    "/v1/train/sessions/{session_id}/forward", Permission(TRAIN, audited=True), status_code=202, response_class=Response
+)
 async def forward(session_id: str, body: Forward, training: TrainingSessions) -> Response:
     """Log-probabilities and the loss, without gradient."""
     return await _submit(training, session_id, body)
 
 
-@routes.post("/v1/train/sessions/{session_id}/optim_step", status_code=202, response_class=Response)
+@routes.post(
+    "/v1/train/sessions/{session_id}/optim_step",
+    Permission(TRAIN, audited=True),
+    status_code=202,
+    response_class=Response,
+)
 async def optim_step(session_id: str, body: OptimStep, training: TrainingSessions) -> Response:
     """An AdamW step over the accumulated gradients."""
     return await _submit(training, session_id, body)
 
 
-@routes.post("/v1/train/sessions/{session_id}/sample", status_code=202, response_class=Response)
+@routes.post(
+    "/v1/train/sessions/{session_id}/sample", Permission(TRAIN, audited=True), status_code=202, response_class=Response
+)
 async def sample(session_id: str, body: Sample, training: TrainingSessions) -> Response:
     """Completions of the session's weights as they are when the call's turn comes."""
     return await _submit(training, session_id, body)
 
 
-@routes.post("/v1/train/sessions/{session_id}/save", status_code=202, response_class=Response)
+@routes.post(
+    "/v1/train/sessions/{session_id}/save", Permission(TRAIN, audited=True), status_code=202, response_class=Response
+)
 async def save(session_id: str, body: Save, training: TrainingSessions) -> Response:
     """Publishes a version of an adapter, or keeps a checkpoint with the optimizer."""
     if body.attach:
@@ -106,13 +128,15 @@ async def save(session_id: str, body: Save, training: TrainingSessions) -> Respo
     return await _submit(training, session_id, body)
 
 
-@routes.post("/v1/train/sessions/{session_id}/load", status_code=202, response_class=Response)
+@routes.post(
+    "/v1/train/sessions/{session_id}/load", Permission(TRAIN, audited=True), status_code=202, response_class=Response
+)
 async def load(session_id: str, body: Load, training: TrainingSessions) -> Response:
     """Replaces the weights by a version's or a checkpoint's."""
     return await _submit(training, session_id, body)
 
 
-@routes.get("/v1/train/futures/{future_id}", response_class=Response)
+@routes.get("/v1/train/futures/{future_id}", Permission(TRAIN), response_class=Response)
 async def get_future(
     future_id: str, training: TrainingSessions, wait: Annotated[float, Query(ge=0, le=60)] = 0.0
 ) -> Response:

@@ -15,7 +15,7 @@ class MergeRequest(MergeSettings):
     """POST /v1/adapters/{name}/merge: a job that makes a new version of ``name``."""
 
     seed: int = Field(0, ge=0, lt=2**63)
-    """Of the entries that dare_* drop."""
+    """Seed of the entries that dare_* drop."""
     attach: bool = False
     """Attach the new version to the base model's name when the job succeeds."""
     metadata: dict[str, str] = Field(default_factory=dict)
@@ -32,7 +32,7 @@ class PruneRequest(RequestModel):
     """POST /v1/adapters/{name}/prune: what to keep. Both together keep what either keeps."""
 
     keep: int | None = Field(None, ge=1, lt=2**31)
-    """That many of the newest versions."""
+    """Number of newest versions to keep."""
     days: float | None = Field(None, ge=0, le=1e6)
     """Versions that are younger than this."""
     dry_run: bool = False

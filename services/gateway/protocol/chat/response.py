@@ -24,7 +24,7 @@ class TokenLogprobEntry(TopLogprob):
 
 
 class ChoiceLogprobs(Answer):
-    """Of every token that is text: of the reasoning and of tool calls as well."""
+    """Log-probabilities of every token that is text: of the reasoning and of tool calls as well."""
 
     content: list[TokenLogprobEntry]
     refusal: None = None
@@ -66,7 +66,7 @@ class TokensOfChoice(Answer):
     token_ids: list[int] | None = None
     """Every sampled token, the one that ended the completion included."""
     sampling_logprobs: list[float] | None = None
-    """Of each, under the distribution it was drawn from."""
+    """Log-probability of each token, under the distribution it was drawn from."""
 
 
 class AnswerChoice(TokensOfChoice):
@@ -95,7 +95,7 @@ class ChatCompletion(Answer):
     usage: CompletionUsage
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[str, PromptToken] | None] | None = None
-    """With prompt_logprobs: by token id; null for the first token."""
+    """Log-probabilities by token id; null for the first token. With prompt_logprobs."""
     metadata: dict[str, str] | None = None
     service_tier: Literal["default"] | None = None
     """Where the request names one."""

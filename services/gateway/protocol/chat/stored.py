@@ -15,7 +15,7 @@ class MetadataRequest(RequestModel):
     """Other metadata of something that is kept."""
 
     metadata: Metadata | None
-    """In the place of what it had; null: none."""
+    """Metadata in the place of what it had; null: none."""
 
 
 class ChatList(BaseModel):

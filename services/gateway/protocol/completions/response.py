@@ -32,7 +32,7 @@ class SessionUse(Answer):
 
     id: str
     engine: str
-    """Of the engine that answered it; an opaque name that stays the same while the session is there."""
+    """Name of the engine that answered it; an opaque name that stays the same while the session is there."""
 
 
 class CompletionUsage(Answer):
@@ -54,7 +54,7 @@ class TextLogprobs(Answer):
     token_logprobs: list[float | None]
     """null for the first token of a prompt, which has nothing before it."""
     top_logprobs: list[dict[str, float] | None] | None
-    """By the text of the token; the token itself is always among them. null if no alternatives were asked for."""
+    """Alternatives by their text; the token itself is always among them. null if none were asked for."""
     text_offset: list[int]
     """Where in the text each token begins, in characters."""
 
@@ -77,12 +77,12 @@ class TextChoice(Answer):
     finish_reason: Literal["stop", "length"] | None
     """null in a chunk that is not a choice's last."""
     completion_id: str
-    """For `POST /v1/train/grpo`."""
+    """Name of the rollout in `POST /v1/train/grpo`."""
     adapter: str | None
     prompt_logprobs: list[dict[str, PromptToken] | None] | None = None
-    """With prompt_logprobs: by token id; null for the first token."""
+    """Log-probabilities by token id; null for the first token. With prompt_logprobs."""
     prompt_token_ids: list[int] | None = None
-    """With return_token_ids."""
+    """Token ids of the prompt; with return_token_ids."""
     token_ids: list[int] | None = None
     sampling_logprobs: list[float | None] | None = None
 
@@ -98,5 +98,5 @@ class CompletionResponse(Answer):
     """The version that answered; null: the model without adapter."""
     choices: list[TextChoice]
     usage: CompletionUsage | None = None
-    """In a stream: with stream_options.include_usage in the last chunk, null in those before."""
+    """Usage; in a stream with stream_options.include_usage in the last chunk, and null in those before."""
     prompt_token_ids: list[int] | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
@@ -12,6 +11,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from services.common.validation.integers import JsonIntegers
 from services.common.validation.json_rules import NULL, Ruled
+from services.common.validation.strict_models import check_finite
 
 _MOST_FIELDS = 200
 """No model has so many."""
@@ -70,23 +70,6 @@ class RequestModel(JsonIntegers, Ruled):
         known = {field.alias or name for name, field in cls.model_fields.items()}
         param = next(key for key in body if key not in known and key not in cls.refused)
         return PydanticCustomError("extra_forbidden", "unknown field", {"param": param})
-
-
-def check_finite(value: Any) -> Any:
-    """Returns a JSON value.
-
-    Raises:
-        ValueError: it contains NaN or an infinity.
-    """
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("NaN and infinity are not allowed")
-    if isinstance(value, dict):
-        for member in value.values():
-            check_finite(member)
-    elif isinstance(value, list):
-        for member in value:
-            check_finite(member)
-    return value
 
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(check_finite)]

@@ -50,7 +50,7 @@ class StreamOptions(RequestModel):
     include_usage: bool | None = None
     """Send one more chunk with the usage, before [DONE]."""
     continuous_usage_stats: bool | None = None
-    """With include_usage: every chunk has the usage so far."""
+    """Whether every chunk has the usage so far; with include_usage."""
     include_obfuscation: bool | None = None
     """Accepted and ignored: chunks are never padded."""
 

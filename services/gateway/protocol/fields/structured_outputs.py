@@ -96,9 +96,9 @@ class ResponseFormat(RequestModel):
 
     type: Annotated[Literal["text", "json_object", "json_schema"], BeforeValidator(_format_type)]
     json_schema: JsonSchemaFormat | None = None
-    """With type "json_schema"."""
+    """Format of type "json_schema"."""
     value: JsonObject | None = None
-    """With type "json_object", as huggingface_hub sends it: the JSON schema of the object."""
+    """JSON schema of the object for type "json_object", as huggingface_hub sends it."""
 
     json_rules: ClassVar[Rules] = (
         either(

@@ -12,7 +12,7 @@ from services.gateway.protocol.fields.hosted_tools import HostedTool, is_hosted
 
 TOOL_NAME = r"^[A-Za-z0-9_.-]+$"
 MAX_TOOL_NAME = 128
-"""As at Anthropic; OpenAI has 64. A name of ours may have a namespace before it."""
+"""Longest name, as at Anthropic; OpenAI has 64. A name of ours may have a namespace before it."""
 _FOREIGN_CHOICES = ("custom", "mcp", "hosted", "any", "tool")
 
 

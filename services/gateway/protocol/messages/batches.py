@@ -40,7 +40,7 @@ class MessageRequest(RequestModel):
     """One message of a batch."""
 
     custom_id: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
-    """Of this request only: results are found by it."""
+    """Name of this request only: results are found by it."""
     params: Params
 
 
@@ -86,7 +86,7 @@ class MessageBatchCounts(_Answer):
 
     @classmethod
     def of(cls, batch: Batch) -> MessageBatchCounts:
-        """Those of a batch; their sum is always the number of its requests."""
+        """Counts of a batch; their sum is always the number of its requests."""
         total = batch.spec.requests or batch.total
         if not batch.ended:
             return cls(processing=total)

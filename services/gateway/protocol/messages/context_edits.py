@@ -14,7 +14,7 @@ _Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class ThinkingTurns(RequestModel):
-    """So many turns of the assistant that have thinking, the last ones."""
+    """Number of last turns of the assistant that keep their thinking."""
 
     type: Literal["thinking_turns"]
     value: int = Field(ge=1, lt=2**31)
@@ -27,14 +27,14 @@ class AllThinking(RequestModel):
 
 
 class ToolUses(RequestModel):
-    """So many calls with their results."""
+    """Number of calls with their results."""
 
     type: Literal["tool_uses"]
     value: _Count
 
 
 class InputTokens(RequestModel):
-    """So many tokens of the prompt."""
+    """Number of tokens of the prompt."""
 
     type: Literal["input_tokens"]
     value: _Count

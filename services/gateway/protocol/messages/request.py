@@ -267,7 +267,7 @@ class ConversationFields(RequestModel):
     tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
-    """Without it: disabled."""
+    """Thinking; disabled where it is left out."""
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = None
     """Older name of output_config.format."""

@@ -86,7 +86,7 @@ class UsageSoFar(_Answer):
     """Tokens; the prompt has input_tokens + cache_read_input_tokens."""
 
     input_tokens: int
-    """Of the prompt, without those from the cache."""
+    """Tokens of the prompt, without those from the cache."""
     cache_creation_input_tokens: Literal[0]
     """Keeping a prompt for the next request costs nothing, so none are counted for it."""
     cache_read_input_tokens: int
@@ -98,7 +98,7 @@ class UsageSoFar(_Answer):
 
 
 class MessageUsage(UsageSoFar):
-    """Of a message."""
+    """Usage of a message."""
 
     service_tier: Literal["standard"]
 
@@ -109,7 +109,7 @@ class ClearedThinking(_Answer):
     type: Literal["clear_thinking_20251015"]
     cleared_thinking_turns: int
     cleared_input_tokens: int
-    """By how many tokens the prompt is shorter."""
+    """Tokens by which the prompt is shorter."""
 
 
 class ClearedToolUses(_Answer):
@@ -118,14 +118,14 @@ class ClearedToolUses(_Answer):
     type: Literal["clear_tool_uses_20250919"]
     cleared_tool_uses: int
     cleared_input_tokens: int
-    """By how many tokens the prompt is shorter."""
+    """Tokens by which the prompt is shorter."""
 
 
 class ContextManaged(_Answer):
     """What context_management left out of the prompt."""
 
     applied_edits: list[ClearedThinking | ClearedToolUses]
-    """Those that left something out."""
+    """Edits that left something out."""
 
 
 class _Message(_Answer):
@@ -242,7 +242,7 @@ class MessageDelta(_Answer):
     type: Literal["message_delta"]
     delta: Stop
     usage: UsageSoFar
-    """Of the whole message."""
+    """Usage of the whole message."""
     context_management: ContextManaged | None = None
     """Absent where the request has none."""
 
@@ -271,6 +271,6 @@ class TokenCount(_Answer):
     """Length of a prompt."""
 
     input_tokens: int
-    """With what context_management leaves of it."""
+    """Tokens of the prompt as context_management leaves it."""
     context_management: Unmanaged | None = None
     """Null where the request has none."""

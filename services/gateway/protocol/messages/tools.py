@@ -47,7 +47,7 @@ class ClientTool(RequestModel):
     """JSON schema of its input."""
     cache_control: CacheControl | None = None
     strict: bool | None = None
-    """As in the chat's tools."""
+    """Same as in the chat's tools."""
     eager_input_streaming: bool | None = None
     """Accepted and ignored: an input is streamed as far as it is certain."""
     allowed_callers: DirectCallers = None

@@ -21,7 +21,7 @@ class Numbered(AnswerModel):
     """Every event."""
 
     sequence_number: int
-    """From 0 on."""
+    """Number of the event in the stream, from 0 on."""
 
 
 class ResponseEvent(Numbered):
@@ -38,7 +38,7 @@ class ResponseEvent(Numbered):
 
 
 class OfItem(Numbered):
-    """Of one output item."""
+    """Event of one output item."""
 
     output_index: int
 

@@ -133,7 +133,7 @@ class CustomCallItem(_CallItem):
 
 class _OutputItem(RequestModel):
     call_id: ItemId
-    """Of the call that it answers."""
+    """Id of the call that it answers."""
     output: str | Annotated[list[InputText], Field(min_length=1)]
     id: ItemId | None = None
     status: ItemStatus | None = None

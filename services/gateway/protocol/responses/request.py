@@ -62,7 +62,7 @@ class ReasoningOptions(RequestModel):
     """How the model thinks, and how that is told."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    """As reasoning_effort in chat completions."""
+    """Same as reasoning_effort in chat completions."""
     summary: Literal["auto", "concise", "detailed"] | None = None
     """The thinking comes as the item's summary, whole, instead of its content: for clients that read only that."""
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
@@ -151,7 +151,7 @@ class ResponseRequest(SamplerFields):
     safety_identifier: str | None = None
     """Told with the response."""
     prompt_cache_key: str | None = Field(None, max_length=1024)
-    """As in chat, and told with the response."""
+    """Same as in chat; told with the response."""
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     """Accepted and ignored."""
     prompt_cache_options: CacheOptions | None = None

@@ -13,7 +13,7 @@ Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "
 
 
 class AnswerModel(BaseModel):
-    """Of an answer: exact, nothing beside what is described."""
+    """Part of an answer: exact, nothing beside what is described."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -75,7 +75,7 @@ class FunctionCallOut(AnswerModel):
     call_id: str
     name: str
     namespace: str | None = None
-    """Of the function; absent where it is in none."""
+    """Namespace of the function; absent where it is in none."""
     arguments: str
 
 
@@ -88,7 +88,7 @@ class CustomCallOut(AnswerModel):
     call_id: str
     name: str
     namespace: str | None = None
-    """Of the tool; absent where it is in none."""
+    """Namespace of the tool; absent where it is in none."""
     input: str
 
 
@@ -170,16 +170,16 @@ class IncompleteOut(AnswerModel):
 
 
 class InputTokenDetails(AnswerModel):
-    """Of the prompt."""
+    """Details of the tokens of the prompt."""
 
     cached_tokens: int
-    """From the prefix cache."""
+    """Tokens from the prefix cache."""
     cache_write_tokens: int
     """Always 0: what the cache keeps costs nothing and is not counted."""
 
 
 class OutputTokenDetails(AnswerModel):
-    """Of the answer."""
+    """Details of the tokens of the answer."""
 
     reasoning_tokens: int
 
@@ -270,7 +270,7 @@ class ResponseOut(AnswerModel):
     top_logprobs: int
     truncation: Literal["auto", "disabled"]
     store: bool
-    """It is kept. false also when that was asked for but could not be done."""
+    """Whether the response is kept. false also when that was asked for but could not be done."""
     metadata: dict[str, str]
     service_tier: Literal["default"]
     user: str | None

@@ -36,7 +36,7 @@ class FunctionTool(_Offer):
     parameters: JsonObject | None = None
     """JSON schema of its arguments."""
     strict: bool | None = None
-    """As in chat completions; null: false."""
+    """Same as in chat completions; null: false."""
     output_schema: JsonObject | None = None
     """Accepted and ignored: describe what the function returns in its description."""
 
@@ -110,7 +110,7 @@ class ToolName(RequestModel):
     type: Literal["function", "custom"]
     name: _Name
     namespace: _Name | None = None
-    """Of the tool, where it is in one; may be left out where no other has the name."""
+    """Namespace of the tool, where it is in one; may be left out where no other has the name."""
 
 
 class NamespaceName(RequestModel):

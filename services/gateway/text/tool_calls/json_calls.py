@@ -19,7 +19,7 @@ class JsonScan:
 
     def __init__(self) -> None:
         self.broken = False
-        """It cannot become JSON."""
+        """The text cannot become JSON."""
         self._position = 0
         self._depth = 0
         self._in_string = False

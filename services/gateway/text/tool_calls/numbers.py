@@ -22,7 +22,7 @@ class Digits(str):
 
     @property
     def whole(self) -> bool:
-        """It is written as a whole number."""
+        """Whether the number is written as a whole one."""
         return self.removeprefix("-").isdigit()
 
 

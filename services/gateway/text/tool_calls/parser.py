@@ -59,7 +59,7 @@ class CallState(enum.Enum):
     COMPLETE = enum.auto()
     """``rest`` follows it."""
     NOT_A_CALL = enum.auto()
-    """It was text all along: ``rest``."""
+    """The call was text all along: ``rest``."""
 
 
 class _At(enum.Enum):
@@ -118,7 +118,7 @@ class ToolCallParser(Lookahead):
 
     @property
     def announced(self) -> bool:
-        """Its name was given out."""
+        """Whether the call's name has been given out."""
         return self._announced
 
     @property

@@ -96,7 +96,7 @@ CHAIN_SLOTS = 9
 
 
 def chain_segments(chains: Sequence[Chain], device: torch.device | str, *, first_row: int = 0) -> Segments:
-    """Of a batch, with room for more."""
+    """Segments of a batch, with room for more."""
     rows = [
         (length, chain.start + sum(chain.lengths[:place]), chain.slot, target, 0 if place else len(chain.lengths))
         for chain in chains

@@ -47,7 +47,7 @@ def test_states_go_to_other_slots(device: torch.device, dtype: torch.dtype, dims
 
 
 def test_as_the_decode_step(device: torch.device) -> None:
-    """The same arithmetic: a guess that is right changes no bit of the state."""
+    """The same arithmetic: a draft token that is right changes no bit of the state."""
     m = mixer(3, device)
     mixed = m.projected[:, : m.conv_dim].clone()
     state = torch.randn(3, 4, 16, 16, device=device)

@@ -33,7 +33,7 @@ CUTS = [
 def exact(
     x: Tensor, weight: Weight, norm: Norm | None, residual: Tensor | None, swiglu: bool, lora: LoraRows | None = None
 ) -> Tensor:
-    """In float64."""
+    """Product in float64."""
     normed = x.double()
     if norm is not None:
         normed = normed / (normed.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()

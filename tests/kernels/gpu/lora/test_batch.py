@@ -51,7 +51,7 @@ def make(
 
 
 def exact(x: Tensor, lora: LoraRows) -> Tensor:
-    """What the adapters add, in float64."""
+    """Sum that the adapters add, in float64."""
     rows = []
     for row, slot in zip(x.double(), lora.row_adapters.tolist(), strict=True):
         rank, parts, begin = int(lora.ranks[slot]), [], 0

@@ -13,7 +13,7 @@ from services.common.queue.records import SPEC
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.preference_run import PreferenceRun
 from tests.training_support import TrainingHost
-from tests.unit.trainer.test_preferences_learn import pair
+from tests.unit.trainer.jobs.test_preferences_learn import pair
 
 ITEMS = 6
 

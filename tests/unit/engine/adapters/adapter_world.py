@@ -22,7 +22,7 @@ from services.common.errors import (
 )
 from services.engine.adapters.loader import AdapterLoader
 from services.engine.adapters.manager import AdapterManager
-from services.engine.adapters.slot_table import AdapterLimits
+from services.engine.adapters.slot_table import AdapterConfig
 from services.engine.observability.events import (
     AdapterLoadFailed,
     AdapterPhase,
@@ -116,7 +116,7 @@ class FakeLoop:
 
 
 class Swaps:
-    """What the metrics are told."""
+    """Counts of the events of adapters."""
 
     def __init__(self) -> None:
         self.phases: list[AdapterPhase] = []
@@ -143,7 +143,7 @@ class World:
             AdapterLoader(
                 cast(Any, self.registry), cast(Any, self.lora), self._bind, base_digest="base", events=self.events
             ),
-            AdapterLimits(slots, poll_seconds=60.0, wait_seconds=wait_seconds, turn_seconds=turn_seconds),
+            AdapterConfig(slots, poll_seconds=60.0, wait_seconds=wait_seconds, turn_seconds=turn_seconds),
             self.events,
         )
 

@@ -28,7 +28,7 @@ def test_a_slow_store_is_not_called_a_lack_of_slots(world: World, monkeypatch: p
     go_on = threading.Event()
     files = world.registry.files
     monkeypatch.setattr(world.registry, "files", lambda version: go_on.wait(20) and files(version))
-    with pytest.raises(Unavailable, match=r"a@1 was not loaded within 0.2 s, although no slot was missing"):
+    with pytest.raises(Unavailable, match=r"a@1 was not loaded in 0.2 s, although no slot was missing"):
         world.manager.sync(AdapterVersion("a", 1), timeout=0.2)
     go_on.set()
     world.manager.sync(AdapterVersion("a", 1), timeout=20)
@@ -39,7 +39,7 @@ def test_a_slow_store_is_not_called_a_lack_of_slots_at_the_start(world: World, m
     pointers = world.registry.pointers
     monkeypatch.setattr(world.registry, "pointers", lambda: go_on.wait(20) and pointers())
     monkeypatch.setattr("services.engine.adapters.manager._START_SECONDS", 0.2)
-    with pytest.raises(Unavailable, match="what is attached was not loaded within"):
+    with pytest.raises(Unavailable, match="the attached adapter was not loaded in"):
         world.start()
     go_on.set()
 

@@ -11,8 +11,8 @@ from queue import SimpleQueue
 from services.common.errors import Overloaded
 from services.engine.compute_sharing.host_lock import SliceGate
 from services.engine.executors.runner import CompletedStep
-from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
+from services.engine.loop.rollout_buffer import RolloutBuffer
 from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import FinishReason
@@ -71,7 +71,7 @@ def engine(slots: int, wait_seconds: float, turn_seconds: float) -> Iterator[Eng
         PacedRunner(CONFIG),
         world.manager,
         SliceGate(0.05),
-        RolloutMemory(1, 1.0),
+        RolloutBuffer(1, 1.0),
         adapter_wait_seconds=wait_seconds,
     )
     loop.start()

@@ -16,7 +16,7 @@ from services.common.errors import (
 )
 from services.engine.adapters.loader import AdapterLoader
 from services.engine.adapters.manager import AdapterManager
-from services.engine.adapters.slot_table import AdapterLimits
+from services.engine.adapters.slot_table import AdapterConfig
 from tests.unit.engine.adapters.adapter_world import (
     ATTACHED,
     FailingNudges,
@@ -216,7 +216,7 @@ def test_a_sync_waits_for_pointers_that_are_not_live_whatever_else_is_asked_for_
 def test_a_bug_in_waiting_for_events_does_not_end_the_thread() -> None:
     registry, nudges, loop = FakeRegistry(), FailingNudges(), FakeLoop()
     loader = AdapterLoader(cast(Any, registry), cast(Any, FakeLora()), lambda files: cast(Any, files), base_digest="")
-    manager = AdapterManager(cast(Any, registry), nudges, loader, AdapterLimits(2, 0.1, 5.0))
+    manager = AdapterManager(cast(Any, registry), nudges, loader, AdapterConfig(2, 0.1, 5.0))
     manager.start(loop)
     until(lambda: nudges.waits > 2)
     manager.stop()

@@ -36,7 +36,7 @@ def test_a_policy_is_pinned_by_its_handle_while_it_is_loaded(world: World) -> No
         assert world.lora.slots[pin.slot] == "policy"
         assert pin.digest == policy.digest
         world.manager.release(pin)
-    with pytest.raises(ModelNotFound, match="taken out of its slot"):
+    with pytest.raises(ModelNotFound, match="removed from its slot"):
         world.manager.pin(policy)
 
 

@@ -20,7 +20,7 @@ class Device:
     def __init__(self) -> None:
         self.now = 0.0
         self.log: list[tuple[str, float, float]] = []
-        """What, from when, to when."""
+        """(work, begin, end) of everything that ran."""
         self.changed = threading.Condition()
 
     def advance(self, to: float) -> None:
@@ -120,7 +120,7 @@ class Stage:
         assert self._error is None
 
     def settled(self) -> int:
-        """How many pieces are queued once the trainer does not go on."""
+        """Number of queued pieces once the trainer waits."""
         before = -1
         while before != self.queued:
             before = self.queued

@@ -1,4 +1,4 @@
-"""Who computes when: real threads, a clock that only the test moves, and the order of events."""
+"""SliceGate: real threads, a clock that only the test moves, and the order of events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GOAL = 1.0
 
 @contextmanager
 def engine_step(gate: SliceGate, clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
-    """What the loop does for a step that overlaps with no other."""
+    """Calls of the loop for a step that overlaps with no other."""
     gate.acquire()
     started = clock()
     try:

@@ -30,7 +30,7 @@ CONTROL = frozenset(range(2039, 2048))
 
 
 def takes(wanted: Constraint, text: str) -> bool:
-    """Whether a text, token by token, is a whole output."""
+    """True if a text, token by token, is a whole output."""
     of = compiled(wanted).matcher(SamplingParams(constraint=wanted))
     ids = codec().encode_plain(text)
     for number, token in enumerate(ids):

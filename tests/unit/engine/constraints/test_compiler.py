@@ -162,7 +162,7 @@ def test_a_source_over_the_limit_is_refused_unread() -> None:
 
 
 def test_every_allowed_token_is_taken_and_no_other() -> None:
-    """Of the whole vocabulary, at every point of some outputs. Control tokens come at the end alone."""
+    """Masks of the whole vocabulary, at every point of some outputs. Control tokens come only at the end."""
     wanted = schema(
         {
             "type": "object",
@@ -215,7 +215,7 @@ def test_schemas_in_a_grammar_are_as_strict_as_alone() -> None:
 
 @pytest.mark.parametrize("forced", [True, False])
 def test_the_grammars_of_tool_calls(forced: bool) -> None:
-    """As the gateway writes them; what is drawn has the form of a call."""
+    """Tool grammars as the gateway writes them; every drawn output has the form of a call."""
     parameters = {
         "type": "object",
         "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"type": "integer", "minimum": 1,

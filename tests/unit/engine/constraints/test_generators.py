@@ -1,4 +1,4 @@
-"""What generators of schemas write by default is enforced: zod 4, pydantic 2, TypeBox, and those of Java and Go.
+"""Default schemas of generators are enforced: zod 4, pydantic 2, TypeBox, and those of Java and Go.
 
 `tests/fixtures/schemas/zod.json` has what `z.toJSONSchema` of zod 4 writes for each of its types.
 """

@@ -1,4 +1,4 @@
-"""One request's matcher: the reasoning, what closes it, what stands between it and the answer, and the answer."""
+"""Output matcher: the reasoning, its closing tokens, the newlines before the answer, and the answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request may say of its constraint, over the wire and in combination; what is measured of it."""
+"""Constraints of requests: over the wire, in combination with other parameters, and their metrics."""
 
 from __future__ import annotations
 

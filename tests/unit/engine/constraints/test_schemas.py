@@ -1,4 +1,4 @@
-"""What grammars of JSON schemas take, and what is refused with its place, keyword by keyword and at their edges."""
+"""Grammars of JSON schemas: accepted outputs and refusals with their place, keyword by keyword and at their edges."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Bench:
         return tokens
 
     def text(self, name: str) -> str:
-        """Without the token that ended it, if one did: as the gateway reads updates."""
+        """Output without the token that ended it, if one did, as the gateway reads updates."""
         tokens = self.output(name)
         last = self.updates[name][-1]
         assert last.finish_reason is FinishReason.STOP, last

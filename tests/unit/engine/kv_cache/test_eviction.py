@@ -8,10 +8,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.engine.kv_cache.eviction import Worth
+from services.engine.kv_cache.eviction import EvictionQueue
 
 
-def evicted(worth: Worth[str], now: float = 0.0) -> list[str]:
+def evicted(worth: EvictionQueue[str], now: float = 0.0) -> list[str]:
     keys = []
     while (key := worth.pop_least(now)) is not None:
         keys.append(key)
@@ -19,7 +19,7 @@ def evicted(worth: Worth[str], now: float = 0.0) -> list[str]:
 
 
 def test_what_is_cheap_large_or_unused_goes_first() -> None:
-    worth: Worth[str] = Worth()
+    worth: EvictionQueue[str] = EvictionQueue()
     worth.add("dear", 4.0, 100)
     worth.add("cheap", 1.0, 100)
     worth.add("large", 4.0, 800)
@@ -29,7 +29,7 @@ def test_what_is_cheap_large_or_unused_goes_first() -> None:
 
 
 def test_what_was_dear_once_and_is_not_used_falls_behind() -> None:
-    worth: Worth[str] = Worth()
+    worth: EvictionQueue[str] = EvictionQueue()
     worth.add("old", 3.0, 1)
     order = []
     for number in range(5):
@@ -41,7 +41,7 @@ def test_what_was_dear_once_and_is_not_used_falls_behind() -> None:
 
 
 def test_pins_are_over_at_their_time_and_yield_when_nothing_else_is_left() -> None:
-    worth: Worth[str] = Worth()
+    worth: EvictionQueue[str] = EvictionQueue()
     for key, seconds in (("a", 1.0), ("b", 2.0), ("c", 3.0), ("d", 4.0)):
         worth.add(key, seconds, 1)
     worth.pin("a", 10.0)
@@ -56,7 +56,7 @@ def test_pins_are_over_at_their_time_and_yield_when_nothing_else_is_left() -> No
 
 
 def test_a_pin_can_be_made_longer_and_taken_away() -> None:
-    worth: Worth[str] = Worth()
+    worth: EvictionQueue[str] = EvictionQueue()
     for key, seconds in (("a", 1.0), ("b", 2.0), ("c", 3.0)):
         worth.add(key, seconds, 1)
         worth.pin(key, 5.0)
@@ -68,7 +68,7 @@ def test_a_pin_can_be_made_longer_and_taken_away() -> None:
 
 
 def test_held_ones_stay_and_may_go_is_asked_in_order() -> None:
-    worth: Worth[str] = Worth()
+    worth: EvictionQueue[str] = EvictionQueue()
     for key, seconds in (("a", 1.0), ("b", 2.0), ("c", 3.0), ("d", 4.0)):
         worth.add(key, seconds, 1)
     worth.hold("a", True)
@@ -80,17 +80,17 @@ def test_held_ones_stay_and_may_go_is_asked_in_order() -> None:
 
 
 def test_a_new_price_counts() -> None:
-    worth: Worth[str] = Worth()
+    worth: EvictionQueue[str] = EvictionQueue()
     worth.add("a", 1.0, 1)
     worth.add("b", 2.0, 1)
     worth.touch("a", 4)
     worth.update("a", 1.0, 10)
-    assert worth.worth("a") == pytest.approx(0.5)
+    assert worth.priority("a") == pytest.approx(0.5)
     assert evicted(worth) == ["a", "b"]
 
 
 def test_heaps_do_not_grow_with_what_is_gone() -> None:
-    worth: Worth[int] = Worth()
+    worth: EvictionQueue[int] = EvictionQueue()
     for number in range(5000):
         worth.add(number, 1.0, 1)
         worth.pin(number, 1.0)
@@ -113,7 +113,7 @@ class WorthMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.worth: Worth[int] = Worth()
+        self.worth: EvictionQueue[int] = EvictionQueue()
         self.plain: dict[int, _Plain] = {}
         self.clock = 0.0
         self.now = 1.0
@@ -176,7 +176,7 @@ class WorthMachine(RuleBasedStateMachine):
         assert self.worth.clock == self.clock
         for key, item in self.plain.items():
             assert key in self.worth
-            assert self.worth.worth(key) == item.worth
+            assert self.worth.priority(key) == item.worth
             assert self.worth.uses(key) == item.uses
 
 

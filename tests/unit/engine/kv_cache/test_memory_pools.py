@@ -8,10 +8,10 @@ import pytest
 
 from services.engine.kv_cache.block_pool import BlockPool, IntegrityError
 from services.engine.kv_cache.compute_cost import ComputeCost
-from services.engine.kv_cache.keys import TOKEN_BYTES, encode, space_of
+from services.engine.kv_cache.keys import TOKEN_BYTES, namespace_of, tokens_to_bytes
 from services.engine.kv_cache.prefix_cache import PrefixCache, Sizes
-from services.engine.kv_cache.radix_tree import Node, Path, Pending, RadixTree
-from services.engine.kv_cache.state_pool import SlotPool
+from services.engine.kv_cache.radix_tree import InFlightNodes, Node, PrefixMatch, RadixTree
+from services.engine.kv_cache.state_pool import StatePool
 
 
 def test_blocks_are_handed_out_once_and_never_scratch() -> None:
@@ -63,7 +63,7 @@ def test_misuse_of_blocks_is_found() -> None:
 
 
 def test_slots() -> None:
-    pool = SlotPool(3)
+    pool = StatePool(3)
     first, second = pool.take(), pool.take()
     assert {first, second} == {1, 2}
     assert pool.take() is None
@@ -76,7 +76,7 @@ def test_slots() -> None:
         with pytest.raises(IntegrityError):
             pool.check(held)
     with pytest.raises(ValueError, match="scratch"):
-        SlotPool(1)
+        StatePool(1)
 
 
 class Cache:
@@ -84,20 +84,20 @@ class Cache:
 
     def __init__(self) -> None:
         self.blocks = BlockPool(20)
-        self.slots = SlotPool(10)
+        self.slots = StatePool(10)
         self.cache = PrefixCache(self.blocks, self.slots, 2, Sizes(), ComputeCost(1.0, 0.0), lambda: 0.0)
 
     def insert(self, *tokens: int, salt: str = "") -> Node:
         blocks = self.blocks.take(-(-len(tokens) // 2))
         slot = self.slots.take()
         assert slot is not None
-        node = self.cache.insert(space_of("", salt), encode(tokens), blocks, slot)
+        node = self.cache.insert(namespace_of("", salt), tokens_to_bytes(tokens), blocks, slot)
         self.blocks.release(blocks)
         self.check()
         return node
 
     def hit(self, *tokens: int, salt: str = "") -> int:
-        node = self.cache.hit(self.cache.tree.find(space_of("", salt), encode(tokens)), len(tokens), 1)
+        node = self.cache.hit(self.cache.tree.find(namespace_of("", salt), tokens_to_bytes(tokens)), len(tokens), 1)
         return 0 if node is None else node.end
 
     def check(self) -> None:
@@ -139,7 +139,7 @@ def test_a_block_that_two_nodes_share_stays_for_either() -> None:
     cache.insert(1, 2, 3, 4, 5, 6)
     cache.insert(1, 2, 3)
     assert cache.blocks.idle == 3
-    short = cache.cache.tree.find(space_of("", ""), encode((1, 2, 3))).nodes[-1]
+    short = cache.cache.tree.find(namespace_of("", ""), tokens_to_bytes((1, 2, 3))).nodes[-1]
     assert cache.cache.evict_blocks()
     cache.check()
     assert (cache.hit(1, 2, 3, 4, 5, 6), cache.blocks.idle, short.blocks is not None) == (3, 2, True)
@@ -210,11 +210,11 @@ def test_blocks_are_freed_from_the_leaves() -> None:
 
 def test_nobody_goes_on_from_a_step_in_flight() -> None:
     cache = Cache()
-    pending = Pending()
+    pending = InFlightNodes()
     for tokens, of in (((1, 2), None), ((1, 2, 3, 4), pending), ((1, 2, 3, 4, 5), None)):
         blocks, slot = cache.blocks.take(-(-len(tokens) // 2)), cache.slots.take()
         assert slot is not None
-        cache.cache.insert(space_of("", ""), encode(tokens), blocks, slot, of)
+        cache.cache.insert(namespace_of("", ""), tokens_to_bytes(tokens), blocks, slot, of)
         cache.blocks.release(blocks)
     assert cache.hit(1, 2, 3, 4, 5) == 2, "what is behind stands on it"
     assert len(cache.cache.confirm(pending)) == 1
@@ -224,10 +224,10 @@ def test_nobody_goes_on_from_a_step_in_flight() -> None:
 def test_a_step_that_failed_takes_what_stands_on_it_along() -> None:
     cache = Cache()
     cache.insert(1, 2)
-    pending = Pending()
+    pending = InFlightNodes()
     blocks, slot = cache.blocks.take(2), cache.slots.take()
     assert slot is not None
-    cache.cache.insert(space_of("", ""), encode((1, 2, 3, 4)), blocks, slot, pending)
+    cache.cache.insert(namespace_of("", ""), tokens_to_bytes((1, 2, 3, 4)), blocks, slot, pending)
     cache.blocks.release(blocks)
     cache.insert(1, 2, 3, 4, 5, 6)
     cache.cache.discard(pending)
@@ -240,7 +240,7 @@ def test_blocks_that_a_copy_holds_are_nobodys_for_the_asking() -> None:
     (block,) = pool.take(1)
     pool.cache(block)
     pool.release([block])
-    pool.hold([block])
+    pool.hold_for_copy([block])
     assert (pool.idle, pool.used, pool.free) == (0, 0, 2)
     pool.share([block])
     assert pool.used == 1
@@ -252,41 +252,41 @@ def test_blocks_that_a_copy_holds_are_nobodys_for_the_asking() -> None:
         pool.release([block])
     pool.uncache(block)
     assert (pool.free, pool.used) == (2, 0)
-    pool.let_go([block])
+    pool.release_copy([block])
     assert pool.free == 3
     with pytest.raises(IntegrityError):
-        pool.let_go([block])
+        pool.release_copy([block])
 
 
 def test_a_search_that_goes_on_from_an_earlier_one_finds_the_same() -> None:
     """Whatever is added, cut and removed meanwhile; also for a history that has grown."""
     rng = random.Random(3)
-    tree, space = RadixTree(), space_of("", "")
+    tree, namespace = RadixTree(), namespace_of("", "")
 
     def some(length: int) -> bytes:
-        return encode(tuple(rng.randrange(2) for _ in range(length)))
+        return tokens_to_bytes(tuple(rng.randrange(2) for _ in range(length)))
 
-    searches: list[tuple[bytes, Path]] = []
+    searches: list[tuple[bytes, PrefixMatch]] = []
     resumed = 0
     for _ in range(4000):
         what = rng.randrange(4)
         if what == 0:
             tokens = some(rng.randrange(1, 12))
-            node = tree.root(space)
+            node = tree.root(namespace)
             while node.end * TOKEN_BYTES < len(tokens):
-                node, _ = tree.next(node, tokens)
+                node, _ = tree.descend(node, tokens)
         elif what == 1 and (leaves := [node for node in tree if not node.children]):
             tree.remove(rng.choice(leaves))
         elif what == 2 or not searches:
             tokens = some(rng.randrange(1, 12))
-            searches.append((tokens, tree.find(space, tokens)))
+            searches.append((tokens, tree.find(namespace, tokens)))
         else:
             at = rng.randrange(len(searches))
             tokens, before = searches[at]
             tokens += some(rng.choice((0, 0, 1, 3)))
-            found = tree.find(space, tokens, before)
-            fresh = tree.find(space, tokens)
-            assert (found.nodes, found.shared, found.parting) == (fresh.nodes, fresh.shared, fresh.parting)
+            found = tree.find(namespace, tokens, before)
+            fresh = tree.find(namespace, tokens)
+            assert (found.nodes, found.matched, found.diverging) == (fresh.nodes, fresh.matched, fresh.diverging)
             searches[at] = tokens, found
             resumed += 1
     assert resumed > 500

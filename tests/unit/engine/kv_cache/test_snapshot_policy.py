@@ -1,4 +1,4 @@
-"""Where snapshots are taken, what prompts that wait share, and the currency of both."""
+"""Snapshot positions, common prefixes of waiting prompts, and the cost of computing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kernels.gpu.segments import TILE
 from services.engine.kv_cache.compute_cost import ComputeCost
-from services.engine.kv_cache.keys import decode, encode, shared
+from services.engine.kv_cache.keys import bytes_to_tokens, common_tokens, tokens_to_bytes
 from services.engine.kv_cache.snapshot_policy import _TILE, SnapshotPolicy, interval
 from services.engine.scheduler.pending_prefixes import PendingPrefixes
 from services.engine.scheduler.sequence import Sequence
@@ -21,14 +21,14 @@ def sequence(number: int, prompt: tuple[int, ...], **changes: object) -> Sequenc
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.lists(st.integers(0, 3), max_size=40), st.integers(0, 5))
 def test_tokens_as_bytes(ids: list[int], others: list[int], at: int) -> None:
-    assert decode(encode(ids)) == ids
-    label, tokens = encode(others[:20]), encode(([9] * at) + others[20:])
+    assert bytes_to_tokens(tokens_to_bytes(ids)) == ids
+    label, tokens = tokens_to_bytes(others[:20]), tokens_to_bytes(([9] * at) + others[20:])
     expected = 0
     for one, other in zip(others[:20], others[20:], strict=False):
         if one != other:
             break
         expected += 1
-    assert shared(label, tokens, at) == expected
+    assert common_tokens(label, tokens, at) == expected
 
 
 def test_an_interval_by_what_states_and_tokens_take() -> None:

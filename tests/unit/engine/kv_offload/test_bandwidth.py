@@ -1,4 +1,4 @@
-"""How long loads take."""
+"""Bandwidth: expected durations of loads."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_what_has_not_come_in_time_teaches_as_well() -> None:
 
 
 def test_a_slow_time_is_forgotten_and_then_the_first_guess_holds() -> None:
-    """What is thought slow is not loaded, so nothing else would ever correct it."""
+    """A tier that seems slow is not loaded from, so nothing else would ever correct that."""
     now = [0.0]
     bandwidth = Bandwidth(40 * _GB, lambda: now[0])
     guess = bandwidth.price(Tier.DISK, _GB)

@@ -18,8 +18,8 @@ import pytest
 from services.engine.kv_cache.keys import Tier
 from services.engine.kv_offload import disk
 from services.engine.kv_offload.disk import DirectoryInUse, DiskFiles
-from services.engine.kv_offload.entry_format import Header, header_bytes, item_bytes
-from services.engine.kv_offload.messages import Kept, Loaded
+from services.engine.kv_offload.entry_format import Header, entry_bytes, header_bytes
+from services.engine.kv_offload.messages import Loaded, Stored
 from tests.unit.engine.kv_offload.toy_device import LARGE, LAYOUT, Bench, chain, content, files, keys, limits
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -54,7 +54,7 @@ def cut(path: Path, place: int) -> None:
 
 
 HEADER = header_bytes(ENTRIES[1], LAYOUT)
-LAST = item_bytes(ENTRIES[1], LAYOUT) - 1
+LAST = entry_bytes(ENTRIES[1], LAYOUT) - 1
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_damaged_file_is_a_miss(
     damage(path_of(written(tmp_path), 1), place)
     with cold(tmp_path) as bench:
         bench.settle()
-        known = [event.entry for event in bench.events if isinstance(event, Kept)]
+        known = [event.entry for event in bench.events if isinstance(event, Stored)]
         assert known == (ENTRIES[:1] if at_start else ENTRIES)
         # What is not known is not asked for; the rest is found damaged when it is loaded.
         loaded = bench.load(*known[:2])
@@ -135,7 +135,7 @@ def test_a_directory_that_cannot_be_made_names_the_setting(tmp_path: Path) -> No
 
 def test_a_lower_limit_holds_from_the_start(tmp_path: Path) -> None:
     written(tmp_path)
-    with cold(tmp_path, disk_bytes=item_bytes(ENTRIES[0], LAYOUT)) as bench:
+    with cold(tmp_path, disk_bytes=entry_bytes(ENTRIES[0], LAYOUT)) as bench:
         bench.settle()
         assert set(files(tmp_path)) == {path_of(tmp_path, 0).name}
         assert bench.load(ENTRIES[0]) == Loaded(1)
@@ -152,7 +152,7 @@ def test_what_was_used_last_is_warm_first(tmp_path: Path) -> None:
             when = now - age
             os.utime(tmp_path / f"{entry.key.hex()}.entry", (when, when))
     with Bench(limits(8, disk_dir=tmp_path)) as bench:  # two pages an entry
-        warm = [event.entry for event in bench.settle() if isinstance(event, Kept) and event.tier is Tier.HOST]
+        warm = [event.entry for event in bench.settle() if isinstance(event, Stored) and event.tier is Tier.HOST]
         assert warm == chains[1] + chains[3]
         assert bench.load(*chains[1]) == Loaded(1)
         assert bench.counts.loaded == {Tier.HOST: 7000}
@@ -175,12 +175,12 @@ class _NoSpace:
 
 def test_a_full_disk_makes_do_with_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = chain(4, 4, seed=1), chain(4, seed=2)
-    size = item_bytes(old[0], LAYOUT)
+    size = entry_bytes(old[0], LAYOUT)
     with Bench(limits(disk_dir=tmp_path)) as bench:
         bench.save(*old)
-        space = _NoSpace(0)
-        monkeypatch.setattr(os, "pwritev", space.pwritev)
-        monkeypatch.setattr(DiskFiles, "remove", _freeing(space, size))
+        namespace = _NoSpace(0)
+        monkeypatch.setattr(os, "pwritev", namespace.pwritev)
+        monkeypatch.setattr(DiskFiles, "remove", _freeing(namespace, size))
         bench.save(*new)
         assert set(files(tmp_path)) == {f"{entry.key.hex()}.entry" for entry in (old[0], *new)}
         assert not bench.counts.troubles
@@ -192,12 +192,12 @@ def test_a_full_disk_makes_do_with_what_it_has(tmp_path: Path, monkeypatch: pyte
         assert bench.load(*old) == Loaded(1)  # from the host
 
 
-def _freeing(space: _NoSpace, size: int) -> Callable[..., None]:
+def _freeing(namespace: _NoSpace, size: int) -> Callable[..., None]:
     remove = DiskFiles.remove
 
     def removing(files: DiskFiles, key: bytes) -> None:
         remove(files, key)  # type: ignore[arg-type]
-        space.left += size
+        namespace.left += size
 
     return removing
 
@@ -278,10 +278,10 @@ def test_after_a_kill_every_entry_is_whole_or_not_there(tmp_path: Path) -> None:
 
 
 def _check_after_kill(directory: Path) -> int:
-    """How many entries are there; all of them are whole."""
+    """Number of entries in the directory; asserts that all are complete."""
     with Bench(limits(4000, disk_dir=directory, disk_bytes=8_000_000), layout=LARGE) as bench:
         bench.settle()
-        told = [event.entry for event in bench.events if isinstance(event, Kept) and event.tier is Tier.DISK]
+        told = [event.entry for event in bench.events if isinstance(event, Stored) and event.tier is Tier.DISK]
         for entry in told:
             assert bench.load(entry).failed == ()
         assert set(files(directory)) == {f"{entry.key.hex()}.entry" for entry in told}

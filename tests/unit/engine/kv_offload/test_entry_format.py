@@ -16,9 +16,9 @@ from services.engine.kv_offload.entry_format import (
     HeaderRejected,
     decode,
     encode,
+    entry_bytes,
     header_bytes,
     header_length,
-    item_bytes,
 )
 from services.engine.kv_offload.messages import Entry
 from tests.unit.engine.kv_offload.toy_device import LAYOUT, chain
@@ -30,7 +30,7 @@ def header(entry: Entry) -> Header:
 
 
 DATA = encode(header(chain(5, 6)[1]), LAYOUT)
-"""One with a parent."""
+"""Entry with a parent."""
 
 
 @given(lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=3), seconds=st.floats(0, 1e6))
@@ -39,7 +39,7 @@ def test_round_trip(lengths: list[int], seconds: float) -> None:
     data = encode(header(entry), LAYOUT)
     assert len(data) == header_bytes(entry, LAYOUT) == header_length(data[:16])
     assert len(data) % 4096 == 0
-    assert item_bytes(entry, LAYOUT) == len(data) + LAYOUT.payload_bytes(entry)
+    assert entry_bytes(entry, LAYOUT) == len(data) + LAYOUT.payload_bytes(entry)
     for read in (decode(data, LAYOUT), decode(data + b"payload", LAYOUT)):
         assert read.entry == entry
         assert np.array_equal(read.checksums, header(entry).checksums)
@@ -109,7 +109,7 @@ def test_impossible_lengths_are_not_trusted(length: int) -> None:
     ],
 )
 def test_contradictions_under_a_right_digest(place: int, value: object) -> None:
-    """Who makes digests can say anything; nothing of it is believed."""
+    """A header with a valid digest may still contradict itself; every field is checked."""
     fields = list(headers._FIXED.unpack_from(DATA))
     fields[place] = value
     covered = headers._FIXED.pack(*fields) + DATA[headers._FIXED.size : -32]
@@ -119,5 +119,5 @@ def test_contradictions_under_a_right_digest(place: int, value: object) -> None:
 
 def test_bytes_where_there_are_none_are_refused() -> None:
     covered = DATA[:-33] + b"x"
-    with pytest.raises(HeaderRejected, match="where there are none"):
+    with pytest.raises(HeaderRejected, match="the padding is not zero"):
         decode(covered + headers._digest(covered), LAYOUT)

@@ -11,18 +11,18 @@ import pytest
 from services.common.errors import InvalidRequest, NotFound
 from services.engine.kv_cache.block_pool import IntegrityError
 from services.engine.kv_cache.keys import Tier
-from services.engine.kv_offload.entry_format import item_bytes
+from services.engine.kv_offload.entry_format import entry_bytes
 from services.engine.kv_offload.messages import (
-    Dropped,
     Forget,
     GiveUp,
-    Kept,
     Load,
     Loaded,
     Part,
     Persist,
     Persisted,
     Released,
+    Removed,
+    Stored,
 )
 from tests.unit.engine.kv_offload.manager_device import Stuck
 from tests.unit.engine.kv_offload.toy_device import LAYOUT, Bench, chain, content, files, keys, limits
@@ -37,18 +37,18 @@ def test_two_loads_of_the_same_entries_at_once(tmp_path: Path) -> None:
         bench.manager.start()
         bench.settle()
         loads = []
-        for ticket in range(4):
-            place = 1 + 10 * ticket
-            parts = [Part(entries[0].key, 0, (place, place + 1), 0), Part(entries[1].key, 1, (place + 2,), 1 + ticket)]
-            loads.append(Load(100 + ticket, parts))
+        for load_id in range(4):
+            place = 1 + 10 * load_id
+            parts = [Part(entries[0].key, 0, (place, place + 1), 0), Part(entries[1].key, 1, (place + 2,), 1 + load_id)]
+            loads.append(Load(100 + load_id, parts))
         bench.submit(*loads)
         bench.settle()
-        for ticket in range(4):
-            assert bench.wait_loaded(100 + ticket) == Loaded(100 + ticket)
-            blocks = bench.device.blocks[1 + 10 * ticket : 4 + 10 * ticket]
+        for load_id in range(4):
+            assert bench.wait_loaded(100 + load_id) == Loaded(100 + load_id)
+            blocks = bench.device.blocks[1 + 10 * load_id : 4 + 10 * load_id]
             assert (blocks[:2] == content(entries[0])[0]).all()
             assert (blocks[2] == content(entries[1])[0][1]).all()
-            assert (bench.device.slots[1 + ticket] == content(entries[1])[1]).all()
+            assert (bench.device.slots[1 + load_id] == content(entries[1])[1]).all()
 
 
 def test_a_load_does_not_wait_behind_saves() -> None:
@@ -68,7 +68,7 @@ def test_a_load_does_not_wait_behind_saves() -> None:
         bench.submit(*(bench.put(entry) for entry in entries[1:]))
         began.wait(10)
         bench.load(entries[0], wait=False)
-        assert bench.manager._jobs.wait_idle(time.monotonic() + 10)
+        assert bench.manager._commands.wait_idle(time.monotonic() + 10)
         go.set()
         bench.settle()
         assert order == ["save", "load", "save", "save", "save", "save"]
@@ -116,7 +116,7 @@ def test_a_load_given_up_while_it_waits_for_the_device() -> None:
         assert begun.wait(20)
         bench.load(*second, wait=False)
         bench.submit(GiveUp(2), GiveUp(1))
-        assert bench.manager._jobs.wait_idle(time.monotonic() + 20)
+        assert bench.manager._commands.wait_idle(time.monotonic() + 20)
         may_go_on.set()
         # The one that was being copied was, but its targets are nobody's before that.
         assert bench.wait_loaded(1) == Loaded(1, keys(first))
@@ -174,8 +174,8 @@ def test_damage_in_memory_is_a_miss_and_the_disk_has_another_copy(tmp_path: Path
                 assert bench.load(entries[0]) == Loaded(1, (entries[0].key,))
                 bench.take()
                 # Also what stands on it, from the end.
-                dropped = [event for event in bench.events if isinstance(event, Dropped)]
-                assert dropped == [Dropped(entry.key, Tier.HOST) for entry in reversed(entries)]
+                dropped = [event for event in bench.events if isinstance(event, Removed)]
+                assert dropped == [Removed(entry.key, Tier.HOST) for entry in reversed(entries)]
                 assert bench.manager.status()[Tier.HOST].size == 0
 
 
@@ -194,11 +194,11 @@ def test_forget_is_for_all_tiers_and_all_behind(tmp_path: Path) -> None:
         bench.save(first, second, third)
         bench.submit(Forget([second.key]))
         events = bench.settle()
-        assert {(event.key, event.tier) for event in events if isinstance(event, Dropped)} == {
+        assert {(event.key, event.tier) for event in events if isinstance(event, Removed)} == {
             (entry.key, tier) for entry in (second, third) for tier in (Tier.HOST, Tier.DISK)
         }
         assert set(files(tmp_path)) == {f"{first.key.hex()}.entry"}
-        assert bench.save(second)[0] == Kept(second, Tier.HOST)
+        assert bench.save(second)[0] == Stored(second, Tier.HOST)
         assert bench.load(first, second) == Loaded(1)
 
 
@@ -210,7 +210,7 @@ def test_what_is_forgotten_while_it_is_saved_is_released_and_not_kept() -> None:
         bench.submit(bench.put(first), bench.put(second))
         began.wait(10)
         bench.submit(Forget([first.key]))
-        assert bench.manager._jobs.wait_idle(time.monotonic() + 10)
+        assert bench.manager._commands.wait_idle(time.monotonic() + 10)
         go.set()
         assert bench.settle() == [Released(first.key), Released(second.key)]
         assert bench.manager._index.arena.free == bench.manager._index.arena.limit
@@ -275,13 +275,13 @@ def test_export_and_import() -> None:
     entries = chain(8, 6, 9)
     with Bench() as bench:
         bench.save(*entries)
-        items = [list(bench.manager.read(entry.key)) for entry in entries]
+        items = [list(bench.manager.export_entry(entry.key)) for entry in entries]
         with pytest.raises(NotFound):
-            bench.manager.read(chain(1, seed=9)[0].key)
-    assert [sum(map(len, item)) for item in items] == [item_bytes(entry, LAYOUT) for entry in entries]
+            bench.manager.export_entry(chain(1, seed=9)[0].key)
+    assert [sum(map(len, item)) for item in items] == [entry_bytes(entry, LAYOUT) for entry in entries]
     with Bench() as bench:
-        with pytest.raises(InvalidRequest, match="stands on another"):
-            bench.manager.take_in(items[1])
+        with pytest.raises(InvalidRequest, match="parent of an entry"):
+            bench.manager.import_entry(items[1])
         for entry, item in zip(entries, items, strict=True):
             whole = b"".join(item)
             bad = bytearray(whole)
@@ -294,12 +294,12 @@ def test_export_and_import() -> None:
                 ([b"x" * 5000], "does not begin"),
             ):
                 with pytest.raises(InvalidRequest, match=reason):
-                    bench.manager.take_in(pieces)
+                    bench.manager.import_entry(pieces)
                 bench.manager.check()
             step = 777
-            assert bench.manager.take_in(whole[i : i + step] for i in range(0, len(whole), step)) == entry
-            assert bench.manager.take_in(item) == entry
-        assert bench.settle() == [Kept(entry, Tier.HOST) for entry in entries]
+            assert bench.manager.import_entry(whole[i : i + step] for i in range(0, len(whole), step)) == entry
+            assert bench.manager.import_entry(item) == entry
+        assert bench.settle() == [Stored(entry, Tier.HOST) for entry in entries]
         assert bench.load(*entries) == Loaded(1)
 
 
@@ -311,8 +311,8 @@ def test_damage_is_not_exported() -> None:
         bench.save(entry)
         bench.manager._index.arena._memory[10] ^= 1
         with pytest.raises(Unavailable, match="damaged"):
-            bench.manager.read(entry.key)
-        assert bench.settle() == [Dropped(entry.key, Tier.HOST)]
+            bench.manager.export_entry(entry.key)
+        assert bench.settle() == [Removed(entry.key, Tier.HOST)]
 
 
 def test_settling_ends_also_where_a_copy_does_not() -> None:

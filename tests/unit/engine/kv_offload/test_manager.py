@@ -6,13 +6,13 @@ import time
 from pathlib import Path
 
 from services.engine.kv_cache.keys import Tier
-from services.engine.kv_offload.entry_format import item_bytes
+from services.engine.kv_offload.entry_format import entry_bytes
 from services.engine.kv_offload.messages import (
-    Dropped,
-    Kept,
     Loaded,
     Pin,
     Released,
+    Removed,
+    Stored,
     Use,
 )
 from tests.unit.engine.kv_offload.toy_device import LAYOUT, Bench, chain, files, keys, limits
@@ -21,7 +21,7 @@ from tests.unit.engine.kv_offload.toy_device import LAYOUT, Bench, chain, files,
 def test_saved_entries_come_back_from_the_host() -> None:
     entries = chain(8, 6, 9)
     with Bench() as bench:
-        assert bench.save(entries[0]) == [Kept(entries[0], Tier.HOST), Released(entries[0].key)]
+        assert bench.save(entries[0]) == [Stored(entries[0], Tier.HOST), Released(entries[0].key)]
         bench.save(*entries[1:])
         assert bench.load(*entries) == Loaded(1)
         assert bench.load(entries[0], skip=1) == Loaded(2)
@@ -49,10 +49,10 @@ def test_from_disk_after_a_restart(tmp_path: Path) -> None:
     directory = tmp_path / "disk"
     with Bench(limits(disk_dir=directory)) as bench:
         bench.save(*entries)
-        assert [event for event in bench.events if isinstance(event, Kept) and event.tier is Tier.DISK] == [
-            Kept(entry, Tier.DISK) for entry in entries
+        assert [event for event in bench.events if isinstance(event, Stored) and event.tier is Tier.DISK] == [
+            Stored(entry, Tier.DISK) for entry in entries
         ]
-    sizes = {f"{entry.key.hex()}.entry": item_bytes(entry, LAYOUT) for entry in entries}
+    sizes = {f"{entry.key.hex()}.entry": entry_bytes(entry, LAYOUT) for entry in entries}
     assert files(directory) == sizes
     assert directory.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {0o600}
@@ -61,7 +61,7 @@ def test_from_disk_after_a_restart(tmp_path: Path) -> None:
         with Bench(limits(host, disk_dir=directory)) as bench:
             bench.settle()
             assert [
-                event.entry for event in bench.events if isinstance(event, Kept) and event.tier is Tier.DISK
+                event.entry for event in bench.events if isinstance(event, Stored) and event.tier is Tier.DISK
             ] == entries
             assert bench.load(*entries) == Loaded(1)
             assert (bench.counts.loaded[Tier.DISK] == 0) == (host == 40)
@@ -72,7 +72,7 @@ def test_from_disk_after_a_restart(tmp_path: Path) -> None:
 def test_without_the_host_as_a_tier_its_memory_is_only_the_way(tmp_path: Path) -> None:
     entries = chain(8, 6, 9)
     with Bench(limits(host=False, disk_dir=tmp_path)) as bench:
-        assert bench.save(entries[0]) == [Released(entries[0].key), Kept(entries[0], Tier.DISK)]
+        assert bench.save(entries[0]) == [Released(entries[0].key), Stored(entries[0], Tier.DISK)]
         bench.save(*entries[1:])
         assert bench.load(*entries) == Loaded(1)
         assert set(bench.manager.status()) == {Tier.DISK}
@@ -89,8 +89,8 @@ def test_the_host_gives_up_what_is_worth_least_leaves_first() -> None:
         bench.submit(Use(keys(used)))
         bench.settle()
         assert bench.save(*last) == [
-            Dropped(unused[1].key, Tier.HOST),
-            Kept(last[0], Tier.HOST),
+            Removed(unused[1].key, Tier.HOST),
+            Stored(last[0], Tier.HOST),
             Released(last[0].key),
         ]
         assert bench.counts.evicted[Tier.HOST] == 8192
@@ -114,7 +114,7 @@ def test_saves_that_come_together_do_not_give_up_what_each_other_stands_on() -> 
     with Bench(limits(4)) as bench:
         bench.save(first, other)
         bench.submit(bench.put(new, 10, 3), bench.put(second, 20, 4))
-        assert Dropped(other.key, Tier.HOST) in bench.settle(), "although the first one is worth less"
+        assert Removed(other.key, Tier.HOST) in bench.settle(), "although the first one is worth less"
         assert bench.load(first, second) == Loaded(1)
         assert not bench.counts.troubles
 
@@ -138,7 +138,7 @@ def test_the_host_gives_up_freely_what_the_disk_has(tmp_path: Path) -> None:
 
 def test_the_disk_keeps_its_limit_and_gives_up_leaves(tmp_path: Path) -> None:
     old, new = chain(4, 4, 4, seed=1), chain(4, 4, seed=2)
-    size = item_bytes(old[0], LAYOUT)
+    size = entry_bytes(old[0], LAYOUT)
     with Bench(limits(2, disk_dir=tmp_path, disk_bytes=4 * size)) as bench:
         bench.save(*old, *new)
         assert set(files(tmp_path)) == {f"{entry.key.hex()}.entry" for entry in (*old[:2], *new)}

@@ -17,12 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from services.common.errors import NotFound, Unavailable
 from services.engine.kv_cache.keys import Key, Tier
 from services.engine.kv_offload.messages import (
-    Dropped,
     Entry,
-    Event,
     Forget,
     GiveUp,
-    Kept,
     Load,
     Loaded,
     Part,
@@ -30,14 +27,17 @@ from services.engine.kv_offload.messages import (
     Persisted,
     Pin,
     Released,
+    Removed,
+    Stored,
+    TierEvent,
     Use,
 )
 from tests.unit.engine.kv_offload.toy_device import LAYOUT, Bench, chain, content, files, keys, limits
 from tests.unit.engine.kv_offload.toy_store import ToyStore, item
 
 _ONE, _OTHER = chain(4, 3, 8, 5, 1), chain(9, 4, 4, seed=7)
-_BRANCH = Entry.behind(_ONE[1], _ONE[1].space, b"abcd" * 6, 0.5)
-ENTRIES = [*_ONE, *_OTHER, _BRANCH, Entry.behind(_BRANCH, _BRANCH.space, b"efgh" * 2, 3.0)]
+_BRANCH = Entry.behind(_ONE[1], _ONE[1].namespace, b"abcd" * 6, 0.5)
+ENTRIES = [*_ONE, *_OTHER, _BRANCH, Entry.behind(_BRANCH, _BRANCH.namespace, b"efgh" * 2, 3.0)]
 BY_KEY = {entry.key: entry for entry in ENTRIES}
 NUMBERS = st.integers(0, len(ENTRIES) - 1)
 
@@ -59,7 +59,7 @@ class TierMachine(RuleBasedStateMachine):
         self.saves: Counter[Key] = Counter()
         self.loads: dict[int, list[Part]] = {}
         self.persists: set[int] = set()
-        self.ticket = 0
+        self.load_id = 0
         self.place = 1
 
     @initialize(
@@ -109,7 +109,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(number=NUMBERS, skip=st.integers(0, 1), keep=st.integers(0, 3), state=st.booleans())
     def load(self, number: int, skip: int, keep: int, state: bool) -> None:
-        self.ticket += 1
+        self.load_id += 1
         parts = []
         for entry in path_to(ENTRIES[number]):
             blocks = entry.num_blocks(LAYOUT.block_size)
@@ -118,13 +118,13 @@ class TierMachine(RuleBasedStateMachine):
             slot = first if entry is ENTRIES[number] and state else 0
             parts.append(Part(entry.key, min(skip, blocks), range(first, first + wanted), slot))
             skip = 0
-        self.loads[self.ticket] = parts
-        self.bench.submit(Load(self.ticket, parts))
+        self.loads[self.load_id] = parts
+        self.bench.submit(Load(self.load_id, parts))
 
     @rule(back=st.integers(0, 2))
     def give_up(self, back: int) -> None:
         """Nobody waits for a load of late, which may have ended."""
-        self.bench.submit(GiveUp(self.ticket - back))
+        self.bench.submit(GiveUp(self.load_id - back))
 
     @rule(number=NUMBERS)
     def use(self, number: int) -> None:
@@ -140,9 +140,9 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(number=NUMBERS)
     def persist(self, number: int) -> None:
-        self.ticket += 1
-        self.persists.add(self.ticket)
-        self.bench.submit(Persist(self.ticket, keys(path_to(ENTRIES[number]))))
+        self.load_id += 1
+        self.persists.add(self.load_id)
+        self.bench.submit(Persist(self.load_id, keys(path_to(ENTRIES[number]))))
 
     @rule(number=NUMBERS)
     def export_and_import(self, number: int) -> None:
@@ -150,12 +150,12 @@ class TierMachine(RuleBasedStateMachine):
         self.settle()
         if any(key == entry.key for key, _ in self.kept):
             try:
-                item = b"".join(self.bench.manager.read(entry.key))
+                item = b"".join(self.bench.manager.export_entry(entry.key))
             except (NotFound, Unavailable):
                 return  # damaged, or no room
             self.bench.submit(Forget([entry.key]))
             assert self.bench.manager.wait_idle(20)
-            self.bench.manager.take_in([item])
+            self.bench.manager.import_entry([item])
 
     @rule(number=st.integers(0, 20), place=st.integers(0, 20_000), how=st.sampled_from(["flip", "cut", "remove"]))
     def damage_a_file(self, number: int, place: int, how: str) -> None:
@@ -183,7 +183,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(number=NUMBERS, other=st.sampled_from(["put", "remove", "flip", "cut"]), place=st.integers(0, 20_000))
     def another_engine(self, number: int, other: str, place: int) -> None:
-        """What others do to the store, or happens to it."""
+        """Changes the store like another engine, or damages an object."""
         if self.store is None:
             return
         entry = ENTRIES[number]
@@ -243,31 +243,31 @@ class TierMachine(RuleBasedStateMachine):
         tier.poller.put(tier._poll)
         self.follow(self.bench.settle())
         known = {f"prefix-cache/toy-1/{key.hex()}" for key, other in self.kept if other is Tier.STORE}
-        strangers = {f"prefix-cache/toy-1/{key.hex()}" for key in tier._strangers}
+        strangers = {f"prefix-cache/toy-1/{key.hex()}" for key in tier._orphans}
         assert store.objects.keys() == known | strangers
         assert not known & strangers
         # Damaged ones count with the size that they should have, where their header is whole.
         assert tier.size <= self.limits.store_bytes
         assert tier.size >= sum(len(data) for data, _ in store.objects.values())
 
-    def follow(self, events: list[Event]) -> None:
+    def follow(self, events: list[TierEvent]) -> None:
         """Everything that is told agrees with what was told before."""
         for event in events:
-            if isinstance(event, Kept):
+            if isinstance(event, Stored):
                 assert (event.entry.key, event.tier) not in self.kept
                 assert event.entry == BY_KEY[event.entry.key]
                 parent = event.entry.parent
                 assert parent is None or any((parent, tier) in self.kept for tier in Tier)
                 self.kept.add((event.entry.key, event.tier))
-            elif isinstance(event, Dropped):
+            elif isinstance(event, Removed):
                 self.kept.remove((event.key, event.tier))
             elif isinstance(event, Released):
                 self.saves[event.key] -= 1
                 assert self.saves[event.key] >= 0
             elif isinstance(event, Persisted):
-                self.persists.remove(event.ticket)
+                self.persists.remove(event.persist_id)
             elif isinstance(event, Loaded):
-                parts = self.loads.pop(event.ticket)
+                parts = self.loads.pop(event.load_id)
                 for part in parts if not event.failed else ():
                     blocks, state = content(BY_KEY[part.key])
                     wanted = blocks[part.skip : part.skip + len(part.blocks)]

@@ -1,4 +1,4 @@
-"""A store that fails is left alone for a while."""
+"""A store that fails is not asked for a while: a backoff."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_it_is_asked_again_ever_later_and_at_once_when_it_answers() -> None:
         asked = store.asked
         for early in (0.0, objects.pause - 0.1):
             now += early
-            with pytest.raises(CopyFailed, match="left alone"):
+            with pytest.raises(CopyFailed, match="not asked for"):
                 objects.listing()
             objects.failed()  # another one that was under way
         assert store.asked == asked

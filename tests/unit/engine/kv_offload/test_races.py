@@ -1,4 +1,4 @@
-"""What happens to an entry while somebody still reads, writes or expects it."""
+"""Races: changes to an entry while it is still read, written or expected."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from services.engine.kv_offload.disk import DiskFiles
 from services.engine.kv_offload.entry_format import Header
 from services.engine.kv_offload.messages import (
     Bytes,
-    Dropped,
     Entry,
     Forget,
-    Kept,
     Loaded,
     Persist,
     Persisted,
     Released,
+    Removed,
+    Stored,
 )
 from tests.unit.engine.kv_offload.toy_device import Bench, chain, files, keys, limits
 from tests.unit.engine.kv_offload.toy_store import ToyStore, item
@@ -48,11 +48,11 @@ def writer(monkeypatch: pytest.MonkeyPatch) -> SlowWriter:
 
 
 def save(bench: Bench, *entries: object) -> None:
-    """As Bench.save, but the disk need not be done."""
+    """Saves like Bench.save, but does not wait for the disk."""
     for entry in entries:
         bench.submit(bench.put(entry))  # type: ignore[arg-type]
         until = time.monotonic() + 10
-        assert bench.manager._jobs.wait_idle(until)
+        assert bench.manager._commands.wait_idle(until)
         assert bench.manager._device.wait_idle(until)
     bench.take()
 
@@ -61,25 +61,25 @@ def test_what_is_read_is_not_evicted() -> None:
     (first,), (second,), (third,) = (chain(4, seed=seed) for seed in range(3))
     with Bench(limits(4)) as bench:  # two pages an entry
         bench.save(first)
-        whole = b"".join(bench.manager.read(first.key))
-        pieces = bench.manager.read(first.key)
+        whole = b"".join(bench.manager.export_entry(first.key))
+        pieces = bench.manager.export_entry(first.key)
         begin = next(pieces)
         bench.save(second, third)
-        assert [event for event in bench.events if isinstance(event, Dropped)] == [Dropped(second.key, Tier.HOST)]
+        assert [event for event in bench.events if isinstance(event, Removed)] == [Removed(second.key, Tier.HOST)]
         assert begin + b"".join(pieces) == whole
         bench.save(second)
-        assert [event for event in bench.events if isinstance(event, Dropped)][1:] == [Dropped(first.key, Tier.HOST)]
+        assert [event for event in bench.events if isinstance(event, Removed)][1:] == [Removed(first.key, Tier.HOST)]
 
 
 def test_what_is_forgotten_while_it_is_read_stays_readable() -> None:
     (first,), (second,) = chain(4, seed=1), chain(4, seed=2)
     with Bench(limits(4)) as bench:
         bench.save(first)
-        whole = b"".join(bench.manager.read(first.key))
-        pieces = bench.manager.read(first.key)
+        whole = b"".join(bench.manager.export_entry(first.key))
+        pieces = bench.manager.export_entry(first.key)
         begin = next(pieces)
         bench.submit(Forget([first.key]))
-        assert bench.settle() == [Dropped(first.key, Tier.HOST)]
+        assert bench.settle() == [Removed(first.key, Tier.HOST)]
         bench.save(second)
         assert begin + b"".join(pieces) == whole
         bench.settle()
@@ -90,7 +90,7 @@ def test_an_iterator_that_is_closed_lets_go() -> None:
     (first,) = chain(4)
     with Bench(limits(2)) as bench:
         bench.save(first)
-        pieces = bench.manager.read(first.key)
+        pieces = bench.manager.export_entry(first.key)
         next(pieces)
         pieces.close()  # type: ignore[attr-defined]
         bench.save(chain(4, seed=5)[0])
@@ -104,31 +104,31 @@ def test_what_is_forgotten_while_it_is_written_leaves_no_file(tmp_path: Path, wr
         save(bench, first, second)
         assert writer.began.wait(10)
         bench.submit(Forget([first.key]))
-        assert bench.manager._jobs.wait_idle(time.monotonic() + 10)
+        assert bench.manager._commands.wait_idle(time.monotonic() + 10)
         writer.go.set()
         bench.settle()
         assert files(tmp_path) == {}
-        assert not [event for event in bench.events if isinstance(event, Kept) and event.tier is Tier.DISK]
+        assert not [event for event in bench.events if isinstance(event, Stored) and event.tier is Tier.DISK]
         bench.save(first)
         assert bench.load(first) == Loaded(1)
         assert bench.manager.status()[Tier.DISK].entries == 1
 
 
 def test_no_child_of_one_that_is_only_expected(tmp_path: Path, writer: SlowWriter) -> None:
-    """Its file may still come, but does not, as its bytes are gone."""
+    """The parent's file could still come, but it does not, because its bytes are gone."""
     (held,), (parent, child), (other,) = chain(4, seed=1), chain(4, 4, seed=2), chain(4, seed=3)
     with Bench(limits(4, disk_dir=tmp_path)) as bench:
         save(bench, held)
         assert writer.began.wait(10)
         save(bench, parent, other)
-        assert Dropped(parent.key, Tier.HOST) in bench.events
+        assert Removed(parent.key, Tier.HOST) in bench.events
         save(bench, child)
         assert bench.events[-1] == Released(child.key)
-        assert Kept(child, Tier.HOST) not in bench.events
+        assert Stored(child, Tier.HOST) not in bench.events
         writer.go.set()
         bench.settle()
-        assert Kept(other, Tier.DISK) in bench.events
-        assert {event.entry for event in bench.events if isinstance(event, Kept)} == {held, parent, other}
+        assert Stored(other, Tier.DISK) in bench.events
+        assert {event.entry for event in bench.events if isinstance(event, Stored)} == {held, parent, other}
         assert not bench.manager._index.find(parent.key)
 
 
@@ -141,8 +141,8 @@ def test_a_lost_entry_takes_those_behind_it_although_it_may_come_again(tmp_path:
         run = bench.manager._index.find(parent.key).buffer.run
         bench.manager._index.arena.pieces(run)[0][7] ^= 1
         assert bench.load(parent) == Loaded(1, (parent.key,))
-        dropped = [event for event in bench.events if isinstance(event, Dropped)]
-        assert dropped == [Dropped(child.key, Tier.HOST), Dropped(parent.key, Tier.HOST)]
+        dropped = [event for event in bench.events if isinstance(event, Removed)]
+        assert dropped == [Removed(child.key, Tier.HOST), Removed(parent.key, Tier.HOST)]
         writer.go.set()
         bench.settle()
         assert set(files(tmp_path)) == {f"{held.key.hex()}.entry"}
@@ -170,7 +170,7 @@ def test_saved_while_persisted_goes_down_at_once(tmp_path: Path) -> None:
             bench.submit(bench.put(entry, 1 + 5 * place, 1 + place))
         assert began.wait(10)
         bench.submit(Persist(1, keys(entries)))
-        assert bench.manager._jobs.wait_idle(time.monotonic() + 10)
+        assert bench.manager._commands.wait_idle(time.monotonic() + 10)
         go.set()
         bench.settle()
         assert bench.events[-1] == Persisted(1)
@@ -178,7 +178,7 @@ def test_saved_while_persisted_goes_down_at_once(tmp_path: Path) -> None:
 
 
 def put(store: ToyStore, *entries: Entry) -> None:
-    """As another engine does."""
+    """Puts an entry into the store like another engine."""
     for place, entry in enumerate(entries):
         store.objects[f"prefix-cache/toy-1/{entry.key.hex()}"] = (item(entry), 1000.0 + place)
 
@@ -190,7 +190,7 @@ def poll(bench: Bench) -> None:
 
 
 def test_a_persist_while_the_entry_comes_from_elsewhere(tmp_path: Path) -> None:
-    """It is about to be saved; the store has it first, and the disk is to have it."""
+    """The entry is being saved; the store gets it first, and the disk must get it as well."""
     (held,), (wanted,) = chain(4, seed=1), chain(4, seed=2)
     store = ToyStore()
     began, go = threading.Event(), threading.Event()
@@ -199,7 +199,7 @@ def test_a_persist_while_the_entry_comes_from_elsewhere(tmp_path: Path) -> None:
         bench.device.before_save = lambda: (began.set(), go.wait(10))
         bench.submit(bench.put(held), bench.put(wanted, 20, 2), Persist(1, [wanted.key]))
         assert began.wait(10)
-        assert bench.manager._jobs.wait_idle(time.monotonic() + 10)
+        assert bench.manager._commands.wait_idle(time.monotonic() + 10)
         put(store, wanted)
         poll(bench)
         assert bench.wait_for(Persisted, 10, 1) == [Persisted(1)]
@@ -228,7 +228,7 @@ def test_strangers_go_first() -> None:
         bench.settle()
         put(store, first, behind)
         poll(bench)
-        assert [event for event in bench.settle() if isinstance(event, Kept)] == [Kept(first, Tier.STORE)]
+        assert [event for event in bench.settle() if isinstance(event, Stored)] == [Stored(first, Tier.STORE)]
         assert len(store.objects) == 2
         put(store, *chain(4, seed=2))
         poll(bench)
@@ -239,7 +239,7 @@ def test_strangers_go_first() -> None:
 
 
 def test_strangers_are_met_in_order_however_deep() -> None:
-    """What waits for one entry is a chain of many."""
+    """A long chain of orphans waits for one entry."""
     store = ToyStore()
     entries = chain(*[1] * 600)
     with Bench(limits(store=True, store_poll_seconds=1e6), store) as bench:
@@ -248,7 +248,7 @@ def test_strangers_are_met_in_order_however_deep() -> None:
         poll(bench)
         assert bench.settle() == []
         bench.save(entries[0])
-        kept = [event.entry for event in bench.events if isinstance(event, Kept) and event.tier is Tier.STORE]
+        kept = [event.entry for event in bench.events if isinstance(event, Stored) and event.tier is Tier.STORE]
         assert kept == entries[1:]
         bench.submit(Forget([entries[0].key]))
         bench.settle()

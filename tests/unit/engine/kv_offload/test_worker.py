@@ -46,7 +46,7 @@ def test_what_is_left_at_the_end_is_answered() -> None:
     worker.put(lambda: None, failed=lambda: answered.append("waiting"))
     worker.put(lambda: None, at=soon() + 100, failed=lambda: answered.append("later"))
     worker.put(lambda: None, rank=3, failed=lambda: answered.append("forgone"))
-    worker.forgo(3)
+    worker.cancel(3)
     assert answered == ["forgone"]
     assert not worker.wait_idle(time.monotonic())
     assert not worker.close(time.monotonic() + 0.05)

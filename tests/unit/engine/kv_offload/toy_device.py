@@ -10,10 +10,22 @@ from pathlib import Path
 
 import numpy as np
 
-from services.engine.kv_cache.keys import Key, Space, Tier
+from services.engine.kv_cache.keys import Key, Namespace, Tier
 from services.engine.kv_offload.entry_format import WORD, checksum, weights
-from services.engine.kv_offload.manager import TierLimits, TierManager
-from services.engine.kv_offload.messages import Bytes, Entry, Event, Fence, Job, Layout, Load, Loaded, Part, Save
+from services.engine.kv_offload.manager import TierConfig, TierManager
+from services.engine.kv_offload.messages import (
+    Bytes,
+    Entry,
+    Fence,
+    Layout,
+    Load,
+    Loaded,
+    Part,
+    Persisted,
+    Save,
+    TierCommand,
+    TierEvent,
+)
 from services.engine.observability.events import (
     CopyEvicted,
     CopyFailure,
@@ -26,7 +38,7 @@ from services.engine.observability.events import (
 
 LAYOUT = Layout("toy", block_size=4, block_bytes=1000, slot_bytes=5000)
 LARGE = Layout("large", block_size=4, block_bytes=40_000, slot_bytes=400_000)
-SPACE = Space(b"s" * 20)
+SPACE = Namespace(b"s" * 20)
 
 
 class ToyDevice:
@@ -49,7 +61,7 @@ class ToyDevice:
         """Nothing is compiled."""
 
     def close(self) -> None:
-        """Its memory is numpy's."""
+        """Frees nothing: numpy owns the memory."""
 
     def fence(self) -> Fence:
         return None
@@ -89,7 +101,7 @@ class ToyDevice:
 
 
 class Counts:
-    """What the metrics are told."""
+    """Counts of the events of tiers."""
 
     def __init__(self) -> None:
         self.troubles: Counter[tuple[Tier, CopyFailure]] = Counter()
@@ -111,12 +123,12 @@ class Counts:
                 raise AssertionError(f"tiers do not tell of {event}")
 
 
-def chain(*lengths: int, seed: int = 0, space: Space = SPACE, seconds: float = 1.0) -> list[Entry]:
+def chain(*lengths: int, seed: int = 0, namespace: Namespace = SPACE, seconds: float = 1.0) -> list[Entry]:
     """A history in entries of so many tokens."""
     entries: list[Entry] = []
     for number, length in enumerate(lengths):
         tokens = np.arange(length, dtype="<u4") + 1000 * number + 100_000 * seed
-        entries.append(Entry.behind(entries[-1] if entries else None, space, tokens.tobytes(), seconds))
+        entries.append(Entry.behind(entries[-1] if entries else None, namespace, tokens.tobytes(), seconds))
     return entries
 
 
@@ -130,7 +142,7 @@ def content(entry: Entry, layout: Layout = LAYOUT) -> tuple[Bytes, Bytes]:
     )
 
 
-def limits(pages: int = 40, **changes: object) -> TierLimits:
+def limits(pages: int = 40, **changes: object) -> TierConfig:
     """``pages``: of the host's memory, 4 KiB each in the toy layout."""
     values: dict[str, object] = {
         "host": True,
@@ -141,14 +153,14 @@ def limits(pages: int = 40, **changes: object) -> TierLimits:
         "store_bytes": 10**9,
         "store_poll_seconds": 0.1,
     }
-    return TierLimits(**(values | changes))  # type: ignore[arg-type]
+    return TierConfig(**(values | changes))  # type: ignore[arg-type]
 
 
 class Bench:
     """A manager on a toy device, and what its events say."""
 
     def __init__(
-        self, limit: TierLimits | None = None, store: object = None, layout: Layout = LAYOUT, start: bool = True
+        self, limit: TierConfig | None = None, store: object = None, layout: Layout = LAYOUT, start: bool = True
     ) -> None:
         self.device = ToyDevice(layout)
         self.layout = layout
@@ -156,8 +168,8 @@ class Bench:
         self.woken = threading.Event()
         events = EventStream(self.counts.listen)
         self.manager = TierManager(self.device, limit or limits(), events, self.woken.set, store)  # type: ignore[arg-type]
-        self.events: list[Event] = []
-        self._tickets = 0
+        self.events: list[TierEvent] = []
+        self._last_id = 0
         if start:
             self.manager.start()
 
@@ -167,23 +179,23 @@ class Bench:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def close(self, seconds: float = 10.0) -> list[Event]:
+    def close(self, seconds: float = 10.0) -> list[TierEvent]:
         self.manager.close(seconds)
         return self.take()
 
-    def take(self) -> list[Event]:
+    def take(self) -> list[TierEvent]:
         """The events since the last call."""
         new = self.manager.take_events()
         self.events += new
         return new
 
-    def settle(self) -> list[Event]:
+    def settle(self) -> list[TierEvent]:
         """Waits until nothing is to do; the events until then."""
         assert self.manager.wait_idle(20)
         self.manager.check()
         return self.take()
 
-    def submit(self, *jobs: Job) -> None:
+    def submit(self, *jobs: TierCommand) -> None:
         self.manager.submit(jobs)
 
     def put(self, entry: Entry, first_block: int = 1, slot: int = 1) -> Save:
@@ -193,7 +205,7 @@ class Bench:
         self.device.slots[slot] = state
         return Save(entry, range(first_block, first_block + len(blocks)), slot)
 
-    def save(self, *entries: Entry) -> list[Event]:
+    def save(self, *entries: Entry) -> list[TierEvent]:
         """Computes and saves each, and waits."""
         events = []
         for entry in entries:
@@ -204,7 +216,7 @@ class Bench:
     def load(self, *entries: Entry, skip: int = 0, wait: bool = True) -> Loaded | None:
         """Loads entries one behind the other, the first without ``skip`` blocks; the last one's state as well. What
         comes is compared with what was computed, unless the load has failed."""
-        self._tickets += 1
+        self._last_id += 1
         self.device.blocks[:] = 0
         self.device.slots[:] = 0
         parts, place = [], 1
@@ -213,10 +225,10 @@ class Bench:
             slot = 2 if entry is entries[-1] else 0
             parts.append(Part(entry.key, skip, range(place, place + count), slot))
             place, skip = place + count, 0
-        self.submit(Load(self._tickets, parts))
+        self.submit(Load(self._last_id, parts))
         if not wait:
             return None
-        loaded = self.wait_loaded(self._tickets)
+        loaded = self.wait_loaded(self._last_id)
         if not loaded.failed:
             for entry, part in zip(entries, parts, strict=True):
                 blocks, state = content(entry, self.layout)
@@ -225,19 +237,29 @@ class Bench:
                     assert np.array_equal(self.device.slots[part.slot], state)
         return loaded
 
-    def wait_loaded(self, ticket: int, seconds: float = 20.0) -> Loaded:
-        return next(event for event in self.wait_for(Loaded, seconds, ticket) if isinstance(event, Loaded))
+    def wait_loaded(self, load_id: int, seconds: float = 20.0) -> Loaded:
+        return next(event for event in self.wait_for(Loaded, seconds, load_id) if isinstance(event, Loaded))
 
-    def wait_for(self, kind: type, seconds: float, ticket: int) -> list[Event]:
+    def wait_for(self, kind: type, seconds: float, number: int) -> list[TierEvent]:
         until = time.monotonic() + seconds
         while True:
             self.woken.clear()
             self.take()
-            found = [event for event in self.events if isinstance(event, kind) and event.ticket == ticket]
+            found = [event for event in self.events if isinstance(event, kind) and number_of(event) == number]
             if found:
                 return found
-            assert time.monotonic() < until, f"no {kind.__name__} of {ticket}"
+            assert time.monotonic() < until, f"no {kind.__name__} of {number}"
             self.woken.wait(0.2)
+
+
+def number_of(event: TierEvent) -> int | None:
+    """Number of the load or persist that an event ends; None: it ends neither."""
+    match event:
+        case Loaded():
+            return event.load_id
+        case Persisted():
+            return event.persist_id
+    return None
 
 
 def keys(entries: Sequence[Entry]) -> tuple[Key, ...]:

@@ -1,4 +1,4 @@
-"""What the tiers use of an object store, in memory: only for what a test does thousands of times. Real servers are
+"""Object store in memory with what the tiers use, only for tests that call it thousands of times. Real servers are
 under tests/integration."""
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from services.common.errors import (
 )
 from services.engine.compute_sharing.host_lock import SliceGate
 from services.engine.kv_cache.block_pool import IntegrityError
-from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
+from services.engine.loop.rollout_buffer import RolloutBuffer
 from services.engine.observability.events import EngineEvent, EventStream, RequestDone, StepDone, StepFailed
 from services.engine.requests.adapter import BASE_PIN, AdapterChoice, AdapterPin
 from services.engine.requests.outputs import Finished, SequenceUpdate
@@ -173,7 +173,7 @@ class Fixture:
             self.runner,
             self.adapters,
             self.gate,
-            RolloutMemory(100, 60.0),
+            RolloutBuffer(100, 60.0),
             events=EventStream(self.observer.listen),
             **options,
         )
@@ -256,5 +256,5 @@ class IdleGate(SliceGate):
 
 
 class StuckTiers(ToyTiers):
-    def settle(self) -> None:
+    def settle(self, seconds: float = 0.0) -> None:
         raise IntegrityError("the tiers still copy after 60 s")

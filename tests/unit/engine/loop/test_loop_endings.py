@@ -15,8 +15,8 @@ from services.common.errors import (
 )
 from services.engine.kv_cache.keys import Tier
 from services.engine.kv_offload.messages import Load
-from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
+from services.engine.loop.rollout_buffer import RolloutBuffer
 from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import FinishReason
@@ -66,7 +66,7 @@ def test_a_stop_string_ends_a_request_or_cuts_its_rollout(engine: Fixture) -> No
     engine.submit("ended", keep_rollout=True)
     engine.client.wait("ended")
     told: list[list[SequenceUpdate]] = []
-    engine.loop.abort("ended", keep_tokens=2, told=told.append)
+    engine.loop.abort("ended", keep_tokens=2, on_kept=told.append)
     engine.settle()
     assert told == [[SequenceUpdate("ended", kept=True)]]
     found, _ = engine.loop.rollouts.get(["running", "ended"])
@@ -243,7 +243,7 @@ def test_the_trainer_has_the_device_while_all_requests_wait_for_a_tier() -> None
     tiers = ToyTiers(fixture.runner, CONFIG.block_size)
     gate = IdleGate()
     config = replace(CONFIG, token_seconds=1.0)
-    loop = EngineLoop(config, fixture.runner, fixture.adapters, gate, RolloutMemory(1, 60.0), tiers=tiers)
+    loop = EngineLoop(config, fixture.runner, fixture.adapters, gate, RolloutBuffer(1, 60.0), tiers=tiers)
     fixture.loop, fixture.gate = loop, gate
     loop.start()
     try:
@@ -259,14 +259,14 @@ def test_the_trainer_has_the_device_while_all_requests_wait_for_a_tier() -> None
                 break
         assert (counts.blocks_cached, bool(tiers.entries)) == (0, True)
         fixture.submit("second", prompt)
-        while not any(isinstance(job, Load) for job in tiers.jobs):
+        while not any(isinstance(job, Load) for job in tiers.commands):
             time.sleep(0.001)
         gate.busy = True
         while not gate.told.get(timeout=TIMEOUT):
-            """Of the time before."""
+            """Skips the notices from before the stall."""
         with gate.training():  # returns while the request waits: nobody else has the device
             pass
-        assert any(isinstance(job, Load) for job in tiers.jobs), "it still waits"
+        assert any(isinstance(job, Load) for job in tiers.commands), "it still waits"
         loop.call_with_scheduler(lambda scheduler: tiers.work()).result(TIMEOUT)
         assert fixture.client.wait("second")["second"][-1].finished.cached_from is Tier.HOST  # type: ignore[union-attr]
     finally:
@@ -276,7 +276,7 @@ def test_the_trainer_has_the_device_while_all_requests_wait_for_a_tier() -> None
 def test_a_loop_that_cannot_have_clean_books_answers_everybody_and_ends() -> None:
     fixture = Fixture()
     tiers = StuckTiers(fixture.runner, CONFIG.block_size)
-    loop = EngineLoop(CONFIG, fixture.runner, fixture.adapters, fixture.gate, RolloutMemory(1, 60.0), tiers=tiers)
+    loop = EngineLoop(CONFIG, fixture.runner, fixture.adapters, fixture.gate, RolloutBuffer(1, 60.0), tiers=tiers)
     fixture.loop = loop
     loop.start()
     loop.call_at_boundary(lambda: setattr(loop._pipeline, "advance", _broken)).result(TIMEOUT)

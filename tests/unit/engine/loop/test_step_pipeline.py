@@ -75,7 +75,7 @@ class Bench(ToyRunner):
         self.pipeline.scheduler.add(request(name, prompt, max_tokens=max_tokens))
 
     def advance(self) -> list[str]:
-        """One iteration; returns what was logged in it."""
+        """Runs one iteration; returns its log."""
         before = len(self.log)
         for update in self.pipeline.advance(0):
             self.updates.setdefault(update.request_id, []).append(update)
@@ -254,5 +254,5 @@ def test_nothing_is_saved_behind_what_a_tier_gave_up_while_the_step_ran() -> Non
     bench.add("turn 2", 1, (*prompt, *reference(prompt, 2), *range(30, 40)))
     bench.during_step = lose
     run()
-    saves = [job for job in tiers.jobs if isinstance(job, Save)]
+    saves = [job for job in tiers.commands if isinstance(job, Save)]
     assert [save.entry.start for save in saves] == [0], "the first one behind what is left, which is nothing"

@@ -1,4 +1,4 @@
-"""What an engine exports, as Prometheus reads it."""
+"""Exports of an engine, as Prometheus reads them."""
 
 from __future__ import annotations
 

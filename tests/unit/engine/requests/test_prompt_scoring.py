@@ -1,4 +1,4 @@
-"""What is told of prompts, case by case; arbitrary traffic is in test_scheduler_machine.py."""
+"""Prompt scoring, case by case; arbitrary traffic is in test_scheduler_machine.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.engine.toy_reads import Told
 
 
 def told(engine: Engine, name: str) -> Told:
-    """What the updates of a finished request said, checked."""
+    """Scores in the updates of a finished request, checked."""
     (finished,) = [update.finished for update in engine.updates[name] if update.finished is not None]
     book = Told(finished.request)
     for update in engine.updates[name]:

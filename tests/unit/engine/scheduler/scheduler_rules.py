@@ -31,7 +31,7 @@ READS: list[dict[str, object]] = [
     {"pooling": Pooling.LAST},
     {"prompt_logprobs": 1, "pooling": Pooling.MEAN},
 ]
-"""What requests want to know of their prompts; nothing, mostly."""
+"""Prompt outputs that requests ask for; mostly none."""
 VERSIONS = [None, AdapterVersion("a", 1), AdapterVersion("a", 2), AdapterVersion("b", 1)]
 """More than there are slots for; None: the base."""
 SLOTS = 2

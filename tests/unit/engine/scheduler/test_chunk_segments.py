@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.engine.requests.request import Request
 from services.engine.requests.sampling_params import SamplingParams
-from services.engine.scheduler.chunk_segments import cut, links
+from services.engine.scheduler.chunk_segments import segments, split_at_snapshots
 from services.engine.scheduler.step_plan import Chunk
 
 PROMPT = tuple(range(100, 130))
@@ -23,19 +23,19 @@ def parts(chunks: object) -> list[tuple[object, ...]]:
 
 def test_each_link_is_a_chunk_of_its_own() -> None:
     whole = chunk(2, 30, snapshots=[(10, 7), (11, 8)])
-    assert parts(links(whole)) == [
+    assert parts(segments(whole)) == [
         (2, PROMPT[2:10], 3, 7, False, 110),
         (10, PROMPT[10:11], 3, 8, False, 111),
         (11, PROMPT[11:], 3, 3, True, -1),
     ]
-    assert not any(link.snapshots for link in links(whole))
+    assert not any(link.snapshots for link in segments(whole))
     unfinished = chunk(0, 20, snapshots=((9, 7),), out_slot=6)
-    assert parts(links(unfinished)) == [(0, PROMPT[:9], 3, 7, False, 109), (9, PROMPT[9:20], 3, 6, False, 120)]
+    assert parts(segments(unfinished)) == [(0, PROMPT[:9], 3, 7, False, 109), (9, PROMPT[9:20], 3, 6, False, 120)]
 
 
 def test_chunks_without_snapshots_stay_as_they_are() -> None:
     plain, marked = chunk(0, 30), chunk(0, 30, snapshots=((9, 7),))
-    assert links(plain)[0] is plain
+    assert segments(plain)[0] is plain
     several = [plain, plain]
-    assert cut(several) is several
-    assert [len(each.token_ids) for each in cut([plain, marked, plain])] == [30, 9, 21, 30]
+    assert split_at_snapshots(several) is several
+    assert [len(each.token_ids) for each in split_at_snapshots([plain, marked, plain])] == [30, 9, 21, 30]

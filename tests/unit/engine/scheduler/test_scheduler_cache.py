@@ -51,7 +51,7 @@ def test_the_next_turn_goes_on_where_the_answer_ended() -> None:
 
 
 def test_a_token_that_ends_an_answer_is_part_of_its_history() -> None:
-    """With two steps in flight it has been fed back when it is known."""
+    """With two steps in flight the stop token was fed back before the host knows it."""
     stop = reference(LONG, 3)[2]
     engine = Engine(depth=2)
     engine.add("turn 1", LONG, max_tokens=9, stop_token_ids=frozenset({stop}))

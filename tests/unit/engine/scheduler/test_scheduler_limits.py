@@ -54,7 +54,7 @@ def test_aligned_chunks_end_where_the_kernels_tiles_do() -> None:
 
 
 def test_aligned_chunks_never_leave_a_single_token() -> None:
-    """It would be computed as a decode, with other bits than as the end of a chunk."""
+    """A single token would be computed as a decode, with other bits than at the end of a chunk."""
     engine = Engine(token_budget=32, prefill_alignment=4, block_size=2)
     engine.add("r", tuple(range(1, 34)), max_tokens=1)
     assert shape(engine.step()) == [("r", 0, 28, False)], "up to 32 would leave one"
@@ -138,21 +138,21 @@ def test_requests_that_ended_are_not_kept_until_their_deadlines() -> None:
     assert len(engine.scheduler._queue._deadlines) < 80
 
 
-def test_right_guesses_give_two_tokens_a_step() -> None:
+def test_right_draft_tokens_give_two_tokens_a_step() -> None:
     engine = Engine(**SPECULATIVE)
     engine.add("r", LONG, max_tokens=30, ignore_eos=True)
     plans = engine.run()
     assert engine.output("r") == reference(LONG, 30)
     counts = engine.scheduler.counts()
     assert 0 < counts.num_accepted_tokens < counts.num_draft_tokens
-    # One token from the prompt, one from each other step, one more for each right guess.
+    # One token from the prompt, one from each other step, one more for each right draft token.
     assert len(plans) - 1 == 29 - counts.num_accepted_tokens
     lengths = [len(chunk.token_ids) for plan in plans for chunk in plan.chunks if chunk.start >= len(LONG)]
     assert max(lengths) <= MOST_VERIFIED
 
 
 def test_a_stop_inside_an_accepted_run() -> None:
-    """The token behind a right guess is dropped if the guess itself ends the request, for every possible end."""
+    """The token behind a right draft token is dropped if that one ends the request, for every possible end."""
     for length in range(1, 12):
         ending = reference(LONG, length)[-1]
         engine = Engine(**SPECULATIVE)
@@ -169,7 +169,7 @@ def test_a_stop_inside_an_accepted_run() -> None:
         assert engine.updates["r"][-1].finish_reason is FinishReason.LENGTH
 
 
-def test_nothing_is_guessed_where_logits_are_edited() -> None:
+def test_nothing_is_drafted_where_logits_are_edited() -> None:
     engine = Engine(**SPECULATIVE)
     engine.add("r", LONG, max_tokens=10, ignore_eos=True, presence_penalty=0.5)
     plans = engine.run()

@@ -53,7 +53,7 @@ class SchedulerMachine(RequestRules):
 
     @rule()
     def step(self) -> None:
-        """What the loop does: keeps as many steps in flight as allowed."""
+        """Runs like the loop: keeps as many steps in flight as allowed."""
         before = len(self.flight)
         self.launch()
         if len(self.flight) == self.depth or len(self.flight) == before:
@@ -92,10 +92,10 @@ class SchedulerMachine(RequestRules):
             self.tiers.broken, self.tiers.price = broken, price
 
     def _serve_tiers(self) -> None:
-        """As the loop does between two steps."""
+        """Serves the tiers like the loop between two steps."""
         if self.tiers is not None:
             self.scheduler.take_events(self.tiers.take_events())
-            self.tiers.submit(self.scheduler.take_jobs())
+            self.tiers.submit(self.scheduler.take_commands())
 
     @rule(
         lengths=st.sampled_from([(1,), (2, 1), (1, 2, 3), (1, 30)]),
@@ -149,7 +149,7 @@ class SchedulerMachine(RequestRules):
 
     @rule()
     def run_dry(self) -> None:
-        """With no new arrivals every request ends, and nothing is held any more."""
+        """Without new arrivals every request ends, and nothing is held any more."""
         for _ in range(self._bound(self.here)):
             if not self.here:
                 break
@@ -157,7 +157,7 @@ class SchedulerMachine(RequestRules):
         assert not self.here
         while self.flight:
             self.land()
-        while self.tiers is not None and (self.tiers.jobs or self.tiers.events or self.scheduler._memory.copying):
+        while self.tiers is not None and (self.tiers.commands or self.tiers.events or self.scheduler._memory.copying):
             self._serve_tiers()
             self.tiers.work()
         counts = self.scheduler.counts()
@@ -187,7 +187,8 @@ class SchedulerMachine(RequestRules):
         decoding = [
             s
             for name, s in before.items()
-            if prompts[name] < s.known < s.known_at_end and (s.lacking == 1 or (s.lacking <= 4 and self._answers(s)))
+            if prompts[name] < s.known < s.known_at_end
+            and (s.uncomputed == 1 or (s.uncomputed <= 4 and self._answers(s)))
         ]
         preemptions = self.scheduler.counts().preemptions
         refused = {s.request.request_id for s in self.scheduler._queue.waiting if s.held_up}
@@ -243,9 +244,9 @@ class SchedulerMachine(RequestRules):
             passed_by = [other for other in started if other.rank > sequence.rank]
             limit = self.scheduler._memory.reusable(sequence)
             promised = self.scheduler._prefixes.promised(sequence, limit) >= self.config.block_size
-            if not passed_by or sequence.ticket or promised:
+            if not passed_by or sequence.load_id or promised:
                 continue
-            assert admissions.lacking(sequence) > self.config.short_prefill
+            assert admissions.uncomputed(sequence) > self.config.short_prefill
             assert sequence.request.request_id not in refused
             assert all(other.request.priority <= sequence.request.priority for other in passed_by)
 

@@ -14,7 +14,7 @@ _LEAST, _MOST = 0.18 * 0.25, 0.18 * 0.75
 
 
 class Tiered(Engine):
-    """With tiers; a token takes 10 ms to compute."""
+    """Scheduler with tiers; a token takes 10 ms to compute."""
 
     def __init__(self, price: float = 0.0, **changes: int | bool | frozenset[int] | None) -> None:
         super().__init__(token_seconds=0.01, **changes)  # type: ignore[arg-type]
@@ -30,9 +30,9 @@ class Tiered(Engine):
         self.tiers.price = price
 
     def serve(self) -> None:
-        """As the loop does between two steps."""
+        """Serves the tiers like the loop between two steps."""
         self.scheduler.take_events(self.tiers.take_events())
-        self.tiers.submit(self.scheduler.take_jobs())
+        self.tiers.submit(self.scheduler.take_commands())
 
     def ask(self, now: float) -> StepPlan | None:
         """The next step; None: it waits for a load."""
@@ -98,7 +98,7 @@ def test_a_load_goes_on_while_another_one_waits_for_it() -> None:
     assert plan is not None
     assert shape(plan) == [("second", 0, 19, True)]
     assert not engine.tiers.given_up
-    assert engine.tiers.jobs, "the third one's"
+    assert engine.tiers.commands, "the third one's"
     engine.scheduler.abort("second")
     engine.scheduler.clear_cache()
     engine.tiers.work()
@@ -113,7 +113,7 @@ def test_a_load_that_was_given_up_is_not_waited_for_again() -> None:
     engine.add("second", LONG, max_tokens=1)
     assert engine.ask(0.0) is None
     engine.scheduler.schedule(2 * _LEAST)
-    assert [type(job) for job in engine.scheduler.take_jobs()] == [GiveUp]
+    assert [type(job) for job in engine.scheduler.take_commands()] == [GiveUp]
     engine.add("third", LONG, max_tokens=1, arrival=1)
     assert not engine.scheduler._memory.offload._targets  # type: ignore[union-attr]
 
@@ -125,12 +125,12 @@ def test_scores_are_not_saved() -> None:
     engine.add("score", (40, *LONG), max_tokens=3, forced_ids=(1, 2, 3), ignore_eos=True, cache_salt="call 7")
     engine.run()
     engine.serve()
-    assert not engine.tiers.jobs
+    assert not engine.tiers.commands
     assert engine.tiers.entries == before
     engine.add("another", (40, *LONG), max_tokens=3)
     engine.run()
     engine.serve()
-    assert engine.tiers.jobs
+    assert engine.tiers.commands
 
 
 def burst() -> tuple[Tiered, int]:
@@ -147,10 +147,10 @@ def test_a_burst_of_histories_is_saved_by_and_by() -> None:
     engine, before = burst()
     for _ in range(20):
         engine.serve()
-        assert len(engine.tiers.jobs) <= 4
+        assert len(engine.tiers.commands) <= 4
         engine.tiers.work(1)
     engine.serve()
-    assert not engine.tiers.jobs
+    assert not engine.tiers.commands
     # Where the prompt ended, and where the answer did.
     assert len(engine.tiers.entries) == before + 16
     assert not engine.scheduler._memory.copying
@@ -159,10 +159,10 @@ def test_a_burst_of_histories_is_saved_by_and_by() -> None:
 def test_what_the_device_has_given_up_meanwhile_is_passed_over() -> None:
     engine, before = burst()
     engine.serve()
-    saving = len(engine.tiers.jobs)
+    saving = len(engine.tiers.commands)
     engine.scheduler.clear_cache()
     for _ in range(8):
         engine.tiers.work()
         engine.serve()
     assert len(engine.tiers.entries) == before + saving
-    assert not engine.scheduler._memory.offload._put_off  # type: ignore[union-attr]
+    assert not engine.scheduler._memory.offload._deferred_saves  # type: ignore[union-attr]

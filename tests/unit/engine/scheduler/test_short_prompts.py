@@ -11,7 +11,7 @@ from tests.unit.engine.toy_engine import Engine
 
 
 def engine(**changes: Any) -> Engine:
-    """With steps of 100 tokens of prompts beside decodes; prompts up to 16 are short."""
+    """Engine with steps of 100 prompt tokens beside decodes; prompts of up to 16 tokens are short."""
     sizes = {"max_num_seqs": 64, "token_budget": 300, "num_blocks": 8192, "num_slots": 200, "max_model_len": 2048}
     cut = {"mixed_prefill_tokens": 100, "short_prefill": 16, "long_beside_short": 8, "prefix_cache": False}
     return Engine(**{**sizes, **cut, **changes})
@@ -31,7 +31,7 @@ def names(plan: StepPlan) -> list[str]:
 
 @pytest.mark.parametrize("length", [24, 40, 90, 130])
 def test_steps_are_full_while_prompts_wait(length: int) -> None:
-    """What is left of a prompt that a step has cut is no short prompt, however little it is."""
+    """The rest of a prompt that a step has split does not count as short, however small it is."""
     toy = engine()
     toy.add("decodes", prompt(3), max_tokens=500)
     toy.step()
@@ -48,7 +48,7 @@ def test_steps_are_full_while_prompts_wait(length: int) -> None:
 
 
 def test_a_closed_loop_of_many_lengths_keeps_steps_full() -> None:
-    """Where long prompts pile up they are not held back for the short ones that come with every step."""
+    """Many waiting long prompts are not held back for the short ones that come with every step."""
     toy, sent = engine(max_num_seqs=32), 0
     toy.add("decodes", prompt(3), max_tokens=2000)
     toy.step()

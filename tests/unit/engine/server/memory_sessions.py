@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from services.common.errors import InvalidRequest, NotFound
-from services.engine.requests.sessions import SessionInfo, SessionName
+from services.engine.requests.conversation_session import SessionInfo, SessionName
 
 PIECE = 2**16
 MAGIC = b"history"
@@ -16,7 +16,7 @@ MAGIC = b"history"
 
 @dataclass
 class MemorySessions:
-    """services.engine.requests.sessions.HistoryDesk."""
+    """services.engine.requests.conversation_session.HistoryDesk."""
 
     kept: dict[SessionName, tuple[SessionInfo, bytes]] = field(default_factory=dict)
     can_save: bool = True
@@ -77,7 +77,7 @@ class MemorySessions:
         finally:
             self.open -= 1
 
-    def take_in(self, session: SessionName, pieces: Iterable[bytes]) -> SessionInfo:
+    def import_file(self, session: SessionName, pieces: Iterable[bytes]) -> SessionInfo:
         self._seen()
         self.open += 1
         try:
@@ -86,7 +86,7 @@ class MemorySessions:
                 self.taken += 1
                 read.append(piece)
                 if not read[0].startswith(MAGIC):
-                    raise InvalidRequest("this is no exported session")
+                    raise InvalidRequest("this is not an exported session")
                 self.go_on.wait()
         finally:
             self.open -= 1

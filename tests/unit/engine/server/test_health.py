@@ -1,4 +1,4 @@
-"""What an engine process says of itself to probes."""
+"""Health of an engine process, as probes read it."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ import httpx
 import pytest
 from starlette.routing import Route, compile_path
 
-from services.gateway.auth.route_permissions import RULES, UNKNOWN, RuleBook
+from services.gateway.api.surfaces import API
+from services.gateway.auth.route_permissions import UNKNOWN, PermissionTable
 from services.gateway.server.app import create_app
 from services.gateway.settings import GatewaySettings
 from tests.unit.gateway.conftest import Running
@@ -66,33 +67,52 @@ def _routes(candidates: Any) -> Iterator[tuple[str, str]]:
             yield method, route.path
 
 
-def test_every_route_has_a_scope() -> None:
+PERMISSIONS = [permission for routes in API for permission in routes.permissions]
+
+
+def test_every_route_has_a_permission() -> None:
+    """A route that does not come from a list of the API has none, and would be open to every key."""
     app = create_app(GatewaySettings())
     routes = [f"{method} {path}" for method, path in _routes(app.routes)]
     assert len(routes) > 30
-    missing = set(routes) - {rule.route for rule in RULES}
-    assert not missing, "give these routes a scope in services/gateway/auth/route_permissions.py"
+    assert sorted(routes) == sorted(permission.route for permission in PERMISSIONS), "declare them with Routes"
+    assert len(routes) == len(set(routes))
     described = {
         f"{method.upper()} {path}" for path, operations in app.openapi()["paths"].items() for method in operations
     }
-    assert described <= {rule.route.replace(":path}", "}") for rule in RULES}
-    assert len(RULES) == len({rule.route for rule in RULES})
+    assert described <= {permission.route.replace(":path}", "}") for permission in PERMISSIONS}
 
 
-def test_a_path_gets_the_rule_of_its_route() -> None:
-    """The table is searched in its own order: it must find what the router would run."""
-    app, book = create_app(GatewaySettings()), RuleBook()
+def test_a_path_gets_the_permission_of_its_route() -> None:
+    """The table is searched in its own way: it must find what the router would run."""
+    app, table = create_app(GatewaySettings()), PermissionTable(PERMISSIONS)
     for method, path in _routes(app.routes):
         _, template, convertors = compile_path(path)
         values = {name: "no/such/path" if name == "rest" else f"some-{name}" for name in convertors}
-        rule, params = book.find(method, template.format(**values))
-        assert rule.route == f"{method} {path}"
+        permission, params = table.find(method, template.format(**values))
+        assert permission.route == f"{method} {path}"
         assert params == values
-    assert book.find("GET", "/v1/nothing")[0] is UNKNOWN
-    assert book.find("PATCH", "/v1/adapters/bot")[0] is UNKNOWN
-    assert book.find("HEAD", "/livez")[0].public
-    assert not book.find("GET", "/livez/")[0].public
-    assert not book.find("POST", "/livez")[0].public
+    assert table.find("GET", "/v1/nothing")[0] is UNKNOWN
+    assert table.find("PATCH", "/v1/adapters/bot")[0] is UNKNOWN
+    assert table.find("HEAD", "/livez")[0].public
+    assert not table.find("GET", "/livez/")[0].public
+    assert not table.find("POST", "/livez")[0].public
+
+
+def test_what_a_route_asks_for_changes_on_purpose_only() -> None:
+    """Who may do what without a key of its own scope, and what the audit log has."""
+    public = {permission.route for permission in PERMISSIONS if permission.public}
+    assert public == {
+        *(f"GET /{path}" for path in ("livez", "readyz", "healthz", "health", "ping", "metrics")),
+        "POST /ping",
+        "GET /openapi.json",
+        "GET /docs",
+        "GET /docs/{part}",
+    }
+    for permission in PERMISSIONS:
+        changes = not permission.route.startswith("GET ")
+        if changes and permission.scopes & {"train", "admin", "attach"} and "inference" not in permission.scopes:
+            assert permission.audited, permission.route
 
 
 @pytest.mark.parametrize("name", ["inference", "train", None])

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from services.common.pb import engine_pb2
-from services.gateway.core.sse import EventTemplate, event
+from services.gateway.core.sse import ChunkTemplate, event
 from services.gateway.engines.fair_wakeup import Turns
 from services.gateway.engines.update_queue import EngineLost, Inbox
 
@@ -74,8 +74,10 @@ def test_templates_make_the_same_bytes() -> None:
     def chunk(text: object, ids: object) -> dict[str, object]:
         return {"model": 'a "quoted" one', "choices": [{"text": text, "ids": ids, "end": None}]}
 
-    template = EventTemplate(chunk("MARK-1", "MARK-2"), ["MARK-1", "MARK-2"])
+    template = ChunkTemplate(lambda text, ids: event(chunk(text, ids)), 2)
     for text, ids in (("ä\n\"'", [1, 2]), ("", []), ("MARK-2", [float("nan")])):
         assert template.fill(text, ids) == event(chunk(text, ids))
-    with pytest.raises(ValueError, match="does not contain the mark"):
-        EventTemplate(chunk("MARK-1", 0), ["MARK-1", "MARK-2"])
+    twice = ChunkTemplate(lambda ids, text: event({"first": text, **chunk(text, ids)}), 2)
+    assert twice.fill([3], "a") == event({"first": "a", **chunk("a", [3])})
+    with pytest.raises(ValueError, match="does not contain each of its values"):
+        ChunkTemplate(lambda text, ids: event(chunk(text, 0)), 2)

@@ -36,7 +36,7 @@ _ERROR, _HAS_LOGPROB = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
-    """What a step's sampling needs of the host."""
+    """Host-side inputs of a step's sampling."""
 
     step: npt.NDArray[np.int32]
     """[3, R]: the state slot and the output count of each row, and the token it is to take, -1 where one is drawn. The
@@ -86,7 +86,7 @@ class CudaSampler:
         """[num_slots]: the token sampled last for each state slot."""
 
     def prepare(self, chunks: Sequence[Chunk]) -> SampleRows:
-        """For the chunks that sample, in the order of their rows; enqueues copies only for requests that are new."""
+        """Sampling inputs of the chunks that sample, in row order; enqueues copies only for requests that are new."""
         if len(chunks) > self._max_rows:
             raise ValueError(f"{len(chunks)} rows to sample, the most is {self._max_rows}")
         features = self._tables.seat(chunks)

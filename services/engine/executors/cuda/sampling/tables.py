@@ -24,7 +24,7 @@ from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.step_plan import Chunk
 
 _MIN_TEMPERATURE = 1e-5
-"""As in services/engine/executors/cpu/sampling_params.py."""
+"""Smallest temperature, as in services/engine/executors/cpu/sampling_params.py."""
 _FIRST_EDIT_ROWS = 4
 
 
@@ -45,7 +45,7 @@ class _Tenant:
 
 @dataclass(frozen=True, slots=True)
 class BatchFeatures:
-    """What some row of a batch needs of the kernels."""
+    """Features of the sampling kernels that some row of a batch needs."""
 
     nucleus: bool
     selections: int
@@ -126,7 +126,7 @@ class SamplingTables:
         )
 
     def _goes_on(self, chunk: Chunk) -> bool:
-        """Whether the slot's row is that of the request, and the counts on the device are those of its tokens."""
+        """True if the slot's row is that of the request, and the counts on the device are those of its tokens."""
         tenant = self._tenants[chunk.slot]
         if (
             tenant is None

@@ -21,12 +21,12 @@ _QUERY = "self_attn.q_proj"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One linear layer of a group."""
+    """Adapter of one linear layer of a group."""
 
     columns: slice
     """Of the group's fused output."""
     ranks: slice
-    """Of the group's low-rank rows."""
+    """Slice of the group's low-rank rows."""
     b: Tensor
     """[out, rank] model dtype, scaled; rows in the order of the fused output."""
     b_grad: Tensor
@@ -107,7 +107,8 @@ def add_product(onto: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
 
 
 class WorkingAdapter:
-    """What a forward and its backward need of an adapter. Where it lies stays the same, for captured CUDA graphs.
+    """Tensors of an adapter that a forward and its backward read. Their addresses stay the same, for captured CUDA
+    graphs.
 
     Args:
         lora: the masters, on the model's device; their gradients are linked (LoraParams.link_gradients).
@@ -121,7 +122,7 @@ class WorkingAdapter:
         self._a = torch.empty_like(lora.flat_a, dtype=dtype)
         self._b = torch.empty_like(lora.flat_b, dtype=dtype)
         self._reordered: list[tuple[Tensor, Tensor, Tensor]] = []
-        """Of each q_proj: B, its rows in the fused order, and that order."""
+        """For each q_proj: B, its rows in the fused order, and that order."""
         self._layers = [
             {
                 group.name: adapter
@@ -145,7 +146,7 @@ class WorkingAdapter:
             torch.index_select(plain, 0, order, out=fused)
 
     def in_place(self) -> bool:
-        """Whether the masters' gradients still lie where these products add to them."""
+        """True if the masters' gradients still lie where these products add to them."""
         self._lora.link_gradients()
         return (_gradient(self._lora.flat_a).data_ptr(), _gradient(self._lora.flat_b).data_ptr()) == self._places
 

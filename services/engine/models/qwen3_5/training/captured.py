@@ -29,7 +29,7 @@ from services.engine.models.training_memory.recompute import Recompute
 from services.engine.models.training_memory.shapes import captured_shape
 
 
-class Chain:
+class GraphChain:
     """The graphs of all layers for one shape.
 
     Args:
@@ -149,9 +149,9 @@ class Chain:
 
 
 class CapturedStep:
-    """One use of a chain. Implements trunk.Step."""
+    """Step that replays captured graphs. Implements trunk.Step."""
 
-    def __init__(self, chain: Chain, use: int, total: int, give_way: Callable[[], None]) -> None:
+    def __init__(self, chain: GraphChain, use: int, total: int, give_way: Callable[[], None]) -> None:
         self._chain, self._use, self._total, self._give_way = chain, use, total, give_way
 
     def forward(self) -> Tensor:
@@ -163,8 +163,8 @@ class CapturedStep:
         self._chain.run_backward(self._use, grad, self._give_way)
 
 
-class Chains:
-    """The chains of one adapter, captured as they are needed.
+class CapturedSteps:
+    """Captured training steps of one adapter, one chain of graphs a shape, captured as they are needed.
 
     Args:
         lora: the masters, on the model's device. Their gradients must stay where they are: zero them, do not drop them.
@@ -190,7 +190,7 @@ class Chains:
         self._recompute: Recompute | None = recompute
         self._adapter = None if lora is None else WorkingAdapter(lora, config, weights.embedding.dtype)
         self._memory = memory
-        self._chains: dict[tuple[int, int], Chain] = {}
+        self._chains: dict[tuple[int, int], GraphChain] = {}
 
     def differentiable(self, token_ids: Tensor, lengths: Sequence[int], give_way: Callable[[], None]) -> Tensor | None:
         """See CapturedForwards."""
@@ -219,7 +219,7 @@ class Chains:
                 raise RuntimeError("the adapter's gradients were dropped: the captured graphs add to the old ones")
             self._adapter.refresh()
         if (chain := self._chains.get(shape)) is None:
-            chain = self._chains[shape] = Chain(
+            chain = self._chains[shape] = GraphChain(
                 self._config,
                 self._weights,
                 self._inverse,

@@ -1,4 +1,4 @@
-"""One decoder layer of a training step on the GPU, in both directions.
+"""Decoder layer of a training step on the GPU: forward and backward.
 
 The forward keeps what its backward reads, as much of it as `Recompute` says; the backward computes the rest again.
 Norms and activations are always computed again: the kernels of their backward need the inputs anyway and give the
@@ -40,7 +40,7 @@ from services.engine.models.weights.matrix import DenseMatrix, Matrix
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What all layers of a step share."""
+    """Inputs that all layers of a step share."""
 
     config: Qwen3_5Config
     documents: Documents
@@ -86,7 +86,7 @@ class AttentionInside:
 
 @dataclass(slots=True)
 class Kept:
-    """What a layer's backward reads; None: computed again."""
+    """Activations that a layer's backward reads; None: they are computed again."""
 
     x: Tensor
     """[T, hidden]: the layer's input."""
@@ -130,7 +130,7 @@ class Layer:
         return middle, kept
 
     def mlp(self, middle: Tensor, kept: Kept, recompute: Recompute | None) -> Tensor:
-        """What mixer() gave to the layer's output, [T, hidden]."""
+        """The mixer's part of the layer's output, [T, hidden]."""
         gate_up = self._gate_up(middle)
         if recompute == "none":
             kept.gate_up = gate_up
@@ -260,7 +260,7 @@ class Layer:
             adapter.gradients(x, adapter.reduce(x), reduced_grad, grad)
 
     def _inside_backward(self, kept: Kept, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """What the output projection read, and the gradient in the first projection."""
+        """Input of the output projection, and the gradient in the first projection."""
         if kept.projected is None:
             raise ValueError("nothing of the mixer was kept or computed again")
         projected, inside = kept.projected, kept.inside

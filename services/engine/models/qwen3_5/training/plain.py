@@ -28,7 +28,7 @@ from services.engine.models.weights.matrix import DenseMatrix, Matrix
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """What all layers share; every layout keeps documents apart."""
+    """Inputs that all layers of a step share; every layout keeps documents apart."""
 
     cos: Tensor
     sin: Tensor
@@ -81,7 +81,7 @@ class LayerAdapter:
         self._targets, self._query_rows = targets, query_rows
 
     def project(self, x: Tensor, weight: Matrix, modules: Mapping[str, int]) -> list[Tensor]:
-        """One fused projection, taken apart by module.
+        """Outputs of one fused projection, taken apart by module.
 
         Args:
             x: [T, in].

@@ -16,10 +16,10 @@ from services.gateway.api.responses.store.store import Place, ResponseStore
 from services.gateway.api.responses.streaming.items import Data
 
 _ATTEMPTS = 16
-"""To change what others change at the same time."""
+"""Attempts to change what others change at the same time."""
 _LOOKED_AT = 100
 _PAGE_BYTES = 8 * 2**20
-"""Of a page of a list: where documents are large, it has fewer than were asked for."""
+"""Size of a page of a list: where documents are large, it has fewer than were asked for."""
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class Document:
     """A stored chat, or a conversation."""
 
     body: Data
-    """As GET answers it."""
+    """Body as GET answers it."""
     items: list[Data] = field(default_factory=list)
     """What belongs to it: the messages of a chat's request, the items of a conversation."""
     tags: Data = field(default_factory=dict)

@@ -28,7 +28,7 @@ _UNKEPT = {"caller", "async_", "phase", "encrypted_content"}
 _UNKEPT_OF_PARTS = ("cache_control", "prompt_cache_breakpoint")
 """What has no effect."""
 ACTIVE = frozenset({"queued", "in_progress"})
-"""Of a response that has not ended."""
+"""States of a response that has not ended."""
 CONTINUABLE = frozenset({"completed", "incomplete"})
 
 
@@ -37,7 +37,7 @@ class Record:
     """One stored response."""
 
     response: Data
-    """As GET answers it."""
+    """Response as GET answers it."""
     items: list[Data] = field(default_factory=list)
     """What it was given, oldest first: what came before it and its own input, each with an id."""
 

@@ -69,7 +69,7 @@ def failure(error: Exception) -> Data:
 
 
 def usage_of(counts: dict[str, Any]) -> Data:
-    """From the token counts of a chat completion."""
+    """Usage from the token counts of a chat completion."""
     prompt, completion = counts["prompt_tokens"], counts["completion_tokens"]
     cached = counts["prompt_tokens_details"]["cached_tokens"]
     told: Data = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Iterable, Sequence
 
 from services.gateway.api.responses.streaming.calls import Call
@@ -11,7 +10,7 @@ from services.gateway.api.responses.streaming.items import Data, Text
 from services.gateway.api.responses.streaming.logprobs import MessageLogprobs
 from services.gateway.api.responses.streaming.response_object import failure, usage_of
 from services.gateway.api.responses.to_chat.tools import Offers
-from services.gateway.core.sse import EventTemplate, event
+from services.gateway.core.sse import ChunkTemplate, event
 from services.gateway.inference.choice import Step
 from services.gateway.inference.generation import Generation
 from services.gateway.inference.logprobs_and_usage import chat_logprobs, usage
@@ -21,7 +20,7 @@ from services.gateway.text.tool_calls.parser import ToolDelta
 
 
 class ResponseWriter:
-    """Of one response. Events are numbered in the order in which they are made.
+    """Events of one response. Events are numbered in the order in which they are made.
 
     Args:
         response: the object, from ``new_response``; it is kept up to date.
@@ -139,7 +138,7 @@ class EventEncoder:
     """Encodes the events of one stream; those of which there is one a token from a template."""
 
     def __init__(self) -> None:
-        self._templates: dict[tuple[str, str], tuple[bytes, EventTemplate]] = {}
+        self._templates: dict[tuple[str, str], ChunkTemplate] = {}
 
     def encode(self, events: Sequence[Data]) -> bytes:
         """All of them, in one piece."""
@@ -150,10 +149,11 @@ class EventEncoder:
         if not name.endswith(".delta") or data.get("logprobs"):
             return event(data, name=name)
         key = name, data["item_id"]
-        known = self._templates.get(key)
-        if known is None:
-            delta, number = uuid.uuid4().hex, uuid.uuid4().hex
-            # The marks have to follow each other as the fields do.
-            order = {**data, "delta": delta, "sequence_number": number}
-            known = self._templates[key] = f"event: {name}\n".encode(), EventTemplate(order, (delta, number))
-        return known[0] + known[1].fill(data["delta"], data["sequence_number"])
+        template = self._templates.get(key)
+        if template is None:
+
+            def write(delta: str, number: str) -> bytes:
+                return event({**data, "delta": delta, "sequence_number": number}, name=name)
+
+            template = self._templates[key] = ChunkTemplate(write, 2)
+        return template.fill(data["delta"], data["sequence_number"])

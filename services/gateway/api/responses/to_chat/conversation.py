@@ -1,4 +1,4 @@
-"""From items to the messages of a chat."""
+"""Translation of items into the messages of a chat."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Conversation:
 
     messages: list[dict[str, Any]]
     sources: list[Location]
-    """Of each message: where its first item is."""
+    """Locations of each message: where its first item is."""
     calls: dict[int, list[Location]]
-    """Of the calls in each message."""
+    """Locations of the calls in each message."""
 
     def source_of(self, index: int, call: int | None = None) -> Location:
         """The field of the request that a message, or a call in it, was made of."""

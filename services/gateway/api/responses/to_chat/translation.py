@@ -1,4 +1,4 @@
-"""From a Responses request to the chat request that answers it, and errors of the latter back to its fields."""
+"""Translation of a Responses request into the chat request that answers it, and of errors back to its fields."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_no_more_than_can_run(largest: int, sequences: int, decodes: set[int]) -
 
 
 @pytest.mark.parametrize("sequences", [1, 3, 5, 20, 64, 100, 256])
-def test_shapes_of_answers_with_guesses(sequences: int) -> None:
+def test_shapes_of_answers_with_draft_tokens(sequences: int) -> None:
     shapes = [shape for shape in captured_shapes(256, sequences, 8192, 512, speculative=True) if shape.short]
     assert len(set(shapes)) == len(shapes)
     buckets = attention_buckets(sequences, speculative=True)

@@ -11,6 +11,7 @@ import pytest
 
 from services.common.adapters.registry import CONFIG, WEIGHTS
 from services.common.security.api_keys import Scope
+from services.gateway.api.surfaces import API
 from tests.unit.gateway.api.adapters.test_adapters import config, upload, weights
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.key_file import CHAT, NO_REDIS, Keys, error_of
@@ -146,16 +147,18 @@ def test_completions_cannot_keep_their_answer(running: Running, http: httpx.Clie
 
 
 def test_the_description_says_which_routes_take_it(http: httpx.Client) -> None:
-    from services.gateway.auth.route_permissions import RULES
-
     taking = {
         f"{method.upper()} {path}": any(one["name"] == "idempotency-key" for one in operation.get("parameters", ()))
         for path, operations in http.get("/openapi.json").json()["paths"].items()
         for method, operation in operations.items()
     }
     assert sum(taking.values()) > 10
-    rules = {rule.route.replace(":path}", "}"): rule.idempotent for rule in RULES}
-    assert taking == {route: rules[route] for route in taking}
+    declared = {
+        permission.route.replace(":path}", "}"): permission.idempotent
+        for routes in API
+        for permission in routes.permissions
+    }
+    assert taking == {route: declared[route] for route in taking}
 
 
 @pytest.fixture

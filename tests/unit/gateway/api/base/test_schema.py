@@ -88,7 +88,7 @@ BEYOND_JSON_SCHEMA: Mapping[str, str] = {
     r"the (port|path) of a URL|IPv4 or IPv6 address|IPv6 URL": "what stands in a URL",
     r"beside the properties of a function cannot be enforced": "which schemas can be enforced",
     r"adapter_config\.json is not valid JSON": "what a file holds",
-    r"this is no exported session": "what a file holds",
+    r"this is not an exported session": "what a file holds",
 }
 """What a refusal of an allowed request says, and what of it cannot be described. That nothing has a name is a 404, and
 that a key was used before a 409, which the check takes for what they are."""

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from services.common.security.api_keys import Scope
-from services.engine.requests.sessions import SessionName
+from services.engine.requests.conversation_session import SessionName
 from services.gateway.protocol.sessions import DeletedSession, SessionList, SessionObject
 from tests.unit.engine.server.memory_sessions import MAGIC, PIECE
 from tests.unit.gateway.conftest import MODEL, Running, Starter
@@ -201,7 +201,7 @@ def test_imports_that_are_refused(start: Starter) -> None:
     running = start(max_session_bytes=2**20)
     with httpx.Client(base_url=running.url, timeout=20, verify=False) as http:
         damaged = http.put(f"{ROUTE}/x/import", content=b"something else")
-        assert "no exported session" in error_of(damaged, 400)["message"]
+        assert "not an exported session" in error_of(damaged, 400)["message"]
         assert damaged.headers["connection"] == "close"
         for content in (bytes(2**20 + 1), iter([MAGIC, bytes(2**20), b"x"])):
             large = http.put(f"{ROUTE}/x/import", content=content)
