@@ -43,7 +43,7 @@ def test_an_engine_waits_for_what_starts_after_it(
         check_all(waiting)
     timer.join()
     said = [line["event"] for line in logs]
-    assert said == ["waiting for Redis", "Redis is there"], "and not a line a second"
+    assert said == ["waiting for Redis", "Redis answers"], "and not a line a second"
     assert "TEMPER_REDIS_URL" in logs[0]["reason"]
     ObjectStore(settings).put("key", b"the bucket was made")
 

@@ -114,7 +114,7 @@ def test_divergence(setting: Setting, pod: Pod, teacher: str, beta: float, tempe
     run = prepared(setting, pod, teacher=teacher, beta=beta, temperature=temperature, max_tokens_per_microbatch=limit)
     documents = run.batch(1)
     assert (len(run._pack(documents)) > 1) == (limit == 40)
-    assert {lesson.sampled for lesson in run._lessons.given} == {True, False}
+    assert {sample.sampled for sample in run._round.given} == {True, False}
     metrics, _ = run._accumulate(1, lambda: None)
 
     total = sum(document.num_trained for document in documents)

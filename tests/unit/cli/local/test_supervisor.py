@@ -196,7 +196,7 @@ def test_a_process_waits_for_what_it_needs(tmp_path: Path) -> None:
     store = sleeper(tmp_path, "store", restart=RestartPolicy(first_delay=0.2, longest_delay=0.2))
     code = (
         "import pathlib,sys,time; flag,own=map(pathlib.Path,sys.argv[1:]); own.touch()\n"
-        "while flag.exists(): time.sleep(0.01)\n"
+        "while flag.exists(): time.sleep(0.25)\n"
         "sys.exit('no store')"
     )
     engine = Service(

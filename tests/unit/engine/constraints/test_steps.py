@@ -219,7 +219,7 @@ def test_a_token_that_its_mask_excludes_ends_the_request() -> None:
     bench.run()
     last = bench.updates["r"][-1]
     assert last.finish_reason is FinishReason.ERROR
-    assert "does not belong" in str(last.error)
+    assert "is not allowed" in str(last.error)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
