@@ -237,15 +237,15 @@ class TierMachine(RuleBasedStateMachine):
         tier = self.bench.manager._store
         if store.away:
             return
-        self.bench.manager._objects._alone_until = 0.0
+        self.bench.manager._objects._backoff_until = 0.0
         tier.worker.put(tier._erase)
         self.follow(self.bench.settle())
         tier.poller.put(tier._poll)
         self.follow(self.bench.settle())
         known = {f"prefix-cache/toy-1/{key.hex()}" for key, other in self.kept if other is Tier.STORE}
-        strangers = {f"prefix-cache/toy-1/{key.hex()}" for key in tier._orphans}
-        assert store.objects.keys() == known | strangers
-        assert not known & strangers
+        orphans = {f"prefix-cache/toy-1/{key.hex()}" for key in tier._orphans}
+        assert store.objects.keys() == known | orphans
+        assert not known & orphans
         # Damaged ones count with the size that they should have, where their header is whole.
         assert tier.size <= self.limits.store_bytes
         assert tier.size >= sum(len(data) for data, _ in store.objects.values())

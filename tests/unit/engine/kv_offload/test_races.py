@@ -221,7 +221,7 @@ def test_who_finds_more_in_the_store_than_its_limit_removes_leaves() -> None:
         assert old[1].key.hex() not in left or {old[0].key.hex(), old[1].key.hex()} == left
 
 
-def test_strangers_go_first() -> None:
+def test_orphans_go_first() -> None:
     store = ToyStore()
     first, _, behind = chain(4, 4, 4)
     with Bench(limits(store=True, store_poll_seconds=1e6, store_bytes=2 * len(item(first))), store) as bench:
@@ -238,7 +238,7 @@ def test_strangers_go_first() -> None:
         assert not bench.counts.troubles
 
 
-def test_strangers_are_met_in_order_however_deep() -> None:
+def test_orphans_are_adopted_in_order_however_deep() -> None:
     """A long chain of orphans waits for one entry."""
     store = ToyStore()
     entries = chain(*[1] * 600)
