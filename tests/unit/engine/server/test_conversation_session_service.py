@@ -83,7 +83,9 @@ async def test_what_is_kept_of_a_session_is_told(
     assert all(name.startswith("sessions") for name in desk.threads), "never on the event loop"
 
 
-async def test_errors_of_the_manager_reach_the_client(desk: MemorySessions, stub: histories_pb2_grpc.HistoriesAsyncStub) -> None:
+async def test_errors_of_the_manager_reach_the_client(
+    desk: MemorySessions, stub: histories_pb2_grpc.HistoriesAsyncStub
+) -> None:
     desk.keep("k-1", "talk")
     desk.can_save = False
     for call, code, message in (
