@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
@@ -12,6 +12,7 @@ from starlette.routing import Route, compile_path
 
 from services.gateway.api.surfaces import API
 from services.gateway.auth.route_permissions import UNKNOWN, PermissionTable
+from services.gateway.core.batch_queue import MESSAGES, Endpoint
 from services.gateway.server.app import create_app
 from services.gateway.settings import GatewaySettings
 from tests.unit.gateway.conftest import Running
@@ -113,6 +114,10 @@ def test_what_a_route_asks_for_changes_on_purpose_only() -> None:
         changes = not permission.route.startswith("GET ")
         if changes and permission.scopes & {"train", "admin", "attach"} and "inference" not in permission.scopes:
             assert permission.audited, permission.route
+
+
+def test_batches_hold_requests_of_the_routes_that_say_so() -> None:
+    assert {path for routes in API for path in routes.batch_models} == {*get_args(Endpoint), MESSAGES}
 
 
 @pytest.mark.parametrize("name", ["inference", "train", None])
