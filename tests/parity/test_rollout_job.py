@@ -227,7 +227,7 @@ def test_the_first_step_that_learns_is_of_the_starting_policy(
 
 def test_prompts_come_each_once_before_one_comes_again(pod: Pod) -> None:
     run = prepared(pod, generate={"rounds": 6})
-    chosen = [prompt.token_ids for number in range(6) for prompt in run._chosen(number)]
+    chosen = [prompt.token_ids for number in range(6) for prompt in run._sampler.chosen(number)]
     for start in range(0, 12, 4):
         assert len(set(chosen[start : start + 4])) == 4
     assert chosen[:4] != chosen[4:8] or chosen[4:8] != chosen[8:]

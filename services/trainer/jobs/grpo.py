@@ -20,12 +20,13 @@ from services.common.jobs.kinds.generate import GenerateSettings, RolloutPrompt
 from services.common.jobs.scorers.registry import Rewards
 from services.common.jobs.scorers.sample import Sample, without_thinking
 from services.trainer.host.policy_host import PolicyHost
-from services.trainer.host.rollouts import Completion, RolloutRequest, RolloutSampling, sample, sampling_rate
+from services.trainer.host.rollouts import Completion, RolloutRequest, sampling_rate
 from services.trainer.jobs.base import RunState
 from services.trainer.jobs.grpo_run import GrpoRun
 from services.trainer.jobs.rounds import Rounds
-from services.trainer.sampling.prompts import check_stop_tokens, prompts_of_round, sample_seed, sampled_prompts
+from services.trainer.sampling.prompts import check_stop_tokens, sample_seed, sampled_prompts
 from services.trainer.sampling.round import Round, ScoredPrompt
+from services.trainer.sampling.round_sampler import RoundSampler
 from services.trainer.sampling.scored_rollouts import RewardStats, ScoredRollouts, gather
 from services.trainer.timers import StepTimer
 
@@ -47,7 +48,14 @@ class RolloutRun(GrpoRun):
         rewards: Rewards,
     ) -> None:
         self._generate = settings
-        self._prompts = prompts
+        self._sampler = RoundSampler(
+            host.rollouts,
+            prompts,
+            size=settings.round_prompts,
+            seed=spec.seed,
+            max_tokens=settings.max_tokens,
+            stop_token_ids=settings.stop_token_ids,
+        )
         self._held_out = held_out
         self._reward = rewards
         self._round: Round | None = None
@@ -148,13 +156,13 @@ class RolloutRun(GrpoRun):
 
     def _begin(self, number: int, interrupt: Callable[[], None]) -> dict[str, float]:
         """Samples and scores a round; how fast it was sampled."""
-        chosen = self._chosen(number)
+        chosen = self._sampler.chosen(number)
         requests = [
             RolloutRequest(prompt.token_ids, sample_seed(self._job.seed, number, place, member))
             for place, prompt in enumerate(chosen)
             for member in range(self._generate.completions)
         ]
-        found = self._sample(requests, self._generate.temperature, self._watch, interrupt)
+        found = self._sampler.sample(self._lora, requests, self._generate.temperature, self._watch, interrupt)
         prompts = [prompt for prompt in chosen for _ in range(self._generate.completions)]
         with self._watch.waiting("score"):
             rewards = self._score(prompts, found, interrupt)
@@ -164,20 +172,6 @@ class RolloutRun(GrpoRun):
     def _enter(self, found: Round) -> None:
         self._use(gather(self._host, self._job, found.groups()))
         self._round = found
-
-    def _chosen(self, number: int) -> list[ScoredPrompt]:
-        size, count = self._generate.round_prompts, len(self._prompts)
-        return [self._prompts[index] for index in prompts_of_round(number, size, count=count, seed=self._job.seed)]
-
-    def _sample(
-        self,
-        requests: Sequence[RolloutRequest],
-        temperature: float,
-        watch: StepTimer,
-        interrupt: Callable[[], None],
-    ) -> list[Completion]:
-        sampling = RolloutSampling(temperature, self._generate.max_tokens, frozenset(self._generate.stop_token_ids))
-        return sample(self._host.rollouts, self._lora, requests, sampling, watch, interrupt)
 
     def _score(
         self, prompts: Sequence[ScoredPrompt], found: Sequence[Completion], interrupt: Callable[[], None]
@@ -202,7 +196,7 @@ class RolloutRun(GrpoRun):
         started = time.perf_counter()
         requests = [RolloutRequest(prompt.token_ids, 0) for prompt in self._held_out]
         # No part of the step that it happens to fall on.
-        found = self._sample(requests, 0.0, StepTimer(self._host.model.device), interrupt)
+        found = self._sampler.sample(self._lora, requests, 0.0, StepTimer(self._host.model.device), interrupt)
         rewards = self._score(self._held_out, found, interrupt)
         return {"eval_reward": math.fsum(rewards) / len(rewards), "eval_seconds": time.perf_counter() - started}
 
@@ -224,7 +218,7 @@ class RolloutRun(GrpoRun):
         if "round" in state.data:
             said = self._start, self._reference
             number = int(state.data["round"]["number"])
-            self._enter(Round.of_state(state.tensors, state.data["round"], self._chosen(number)))
+            self._enter(Round.of_state(state.tensors, state.data["round"], self._sampler.chosen(number)))
             self._start, self._reference = said
         return step
 

@@ -19,7 +19,7 @@ from services.common.errors import InvalidRequest
 from services.common.jobs import OpdJob
 from services.common.jobs.documents import Document, completion_document
 from services.trainer.host.policy_host import PolicyHost
-from services.trainer.host.rollouts import Completion, RolloutRequest, RolloutSampling, sample, sampling_rate
+from services.trainer.host.rollouts import Completion, RolloutRequest, sampling_rate
 from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
 from services.trainer.jobs.base import RunState
 from services.trainer.jobs.rounds import Rounds
@@ -37,7 +37,8 @@ from services.trainer.sampling.distillation_samples import (
     known_part,
     tokenized_prompts,
 )
-from services.trainer.sampling.prompts import check_stop_tokens, prompts_of_round, sample_seed
+from services.trainer.sampling.prompts import check_stop_tokens, sample_seed
+from services.trainer.sampling.round_sampler import RoundSampler
 from services.trainer.sampling.teacher import Teacher
 from services.trainer.timers import StepTimer
 
@@ -60,7 +61,14 @@ class OpdRun(AdapterRun):
     ) -> None:
         self._job = spec
         self._teacher = teacher
-        self._prompts = prompts
+        self._sampler = RoundSampler(
+            host.rollouts,
+            prompts,
+            size=spec.round_prompts,
+            seed=spec.seed,
+            max_tokens=spec.max_tokens,
+            stop_token_ids=spec.stop_token_ids,
+        )
         self._held_out = held_out
         self._references: list[Completion] = []
         """Completions of those held-out prompts that came without one, once they have been sampled."""
@@ -238,34 +246,20 @@ class OpdRun(AdapterRun):
         """Samples a round; how fast."""
         requests = [
             RolloutRequest(prompt.token_ids, sample_seed(self._job.seed, number, place))
-            for place, prompt in enumerate(self._chosen(number))
+            for place, prompt in enumerate(self._sampler.chosen(number))
             if drawn(self._job, number, place)
         ]
-        found = self._sample(requests, self._job.sampling_temperature, self._watch, interrupt)
+        found = self._sampler.sample(self._lora, requests, self._job.sampling_temperature, self._watch, interrupt)
         self._enter(number, found)
         return sampling_rate(found, self._watch)
 
     def _enter(self, number: int, found: list[Completion]) -> None:
         """These are the completions that the round sampled, in the order of its places."""
         waiting = iter(found)
-        chosen = self._chosen(number)
+        chosen = self._sampler.chosen(number)
         sampled = [next(waiting) if drawn(self._job, number, place) else None for place in range(len(chosen))]
         self._round = distillation_round(self._teacher, chosen, sampled)
         self._number, self._sampled = number, found
-
-    def _chosen(self, number: int) -> list[TokenizedPrompt]:
-        size, count = self._job.round_prompts, len(self._prompts)
-        return [self._prompts[index] for index in prompts_of_round(number, size, count=count, seed=self._job.seed)]
-
-    def _sample(
-        self,
-        requests: Sequence[RolloutRequest],
-        temperature: float,
-        watch: StepTimer,
-        interrupt: Callable[[], None],
-    ) -> list[Completion]:
-        sampling = RolloutSampling(temperature, self._job.max_tokens, frozenset(self._job.stop_token_ids))
-        return sample(self._host.rollouts, self._lora, requests, sampling, watch, interrupt)
 
     # -- what is held out
 
@@ -276,7 +270,9 @@ class OpdRun(AdapterRun):
         prompts = [prompt.token_ids for prompt in self._held_out if prompt.completion is None]
         requests = [RolloutRequest(prompt, 0) for prompt in prompts]
         # No part of the step that it happens to fall on.
-        self._references = self._sample(requests, 0.0, StepTimer(self._host.model.device), interrupt)
+        self._references = self._sampler.sample(
+            self._lora, requests, 0.0, StepTimer(self._host.model.device), interrupt
+        )
 
     def _held_out_documents(self) -> list[Document]:
         references = iter(self._references)

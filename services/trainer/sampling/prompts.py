@@ -9,7 +9,6 @@ from services.common.errors import InvalidRequest
 from services.common.jobs import JobBase, SampledPrompt
 from services.common.jobs.documents import placed, prompt_tokens
 from services.trainer.host.policy_host import PolicyHost
-from services.trainer.packing import shuffled
 
 
 def sampled_prompts(
@@ -50,18 +49,6 @@ def check_stop_tokens(host: PolicyHost, token_ids: Sequence[int], field: str) ->
     vocab = host.model.config.vocab_size
     if wrong := [token for token in token_ids if token >= vocab]:
         raise InvalidRequest(f"{field}: {wrong[0]} is over the model's vocabulary of {vocab}", param=field)
-
-
-def prompts_of_round(number: int, size: int, *, count: int, seed: int) -> list[int]:
-    """Indices of a round's prompts: the next ``size`` of an endless series of shuffled passes over ``count``."""
-    orders: dict[int, list[int]] = {}
-    chosen = []
-    for position in range(number * size, (number + 1) * size):
-        epoch, place = divmod(position, count)
-        if epoch not in orders:
-            orders[epoch] = shuffled(count, seed=seed, epoch=epoch)
-        chosen.append(orders[epoch][place])
-    return chosen
 
 
 def sample_seed(*parts: int | str) -> int:
