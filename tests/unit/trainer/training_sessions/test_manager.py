@@ -2,133 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from services.common.adapters.names import AdapterVersion
-from services.common.adapters.registry import AdapterRegistry, Manifest
 from services.common.errors import (
-    AdapterRejected,
     Conflict,
-    DoesNotFit,
     Gone,
     InvalidRequest,
     NotFound,
-    Overloaded,
     TemperError,
     Unavailable,
 )
 from services.common.jobs.training_sessions import OpenSession
-from services.trainer.memory.budget import MemoryNeed
-from services.trainer.settings import TrainerSettings
 from services.trainer.training_sessions.call_queue import CallState
-from services.trainer.training_sessions.manager import TrainingSessionManager
-from services.trainer.training_sessions.session import FutureView
-from services.trainer.training_sessions.storage import SessionStorage
-from tests.training_support import TrainingHost, random_adapter
-from tests.unit.gateway.fake_stores import MemoryStore
-
-INSTANCE = "0123456789ab"
-DATA = [{"token_ids": [5, 6, 7, 8, 9, 10]}, {"token_ids": [11, 12, 13]}]
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Publisher:
-    """The registry's part of services.trainer.runtime.publish.Publisher, without an engine."""
-
-    def __init__(self, registry: AdapterRegistry) -> None:
-        self.registry = registry
-        self.served: list[tuple[str, bool]] = []
-
-    def publish(self, name: str, job_id: None, files: Any, *, parent: Any, metrics: Any, fence: Any) -> Manifest:
-        fence()
-        return self.registry.publish(name, files, base_digest="test", parent=str(parent) if parent else None)
-
-    def serve(self, manifest: Manifest, *, attach: bool, fence: Any) -> bool:
-        self.served.append((str(manifest.ref), attach))
-        return attach
-
-
-class Office:
-    """A manager and the thread that computes."""
-
-    def __init__(self, host: TrainingHost, clock: Clock | None = None, **settings: Any) -> None:
-        self.host = host
-        self.store = MemoryStore()
-        self.registry = AdapterRegistry(self.store, "tiny")  # type: ignore[arg-type]
-        self.publisher = Publisher(self.registry)
-        storage = SessionStorage(self.store, self.registry, self.publisher, "test")  # type: ignore[arg-type]
-        self.clock = clock or Clock()
-        self.manager = TrainingSessionManager(
-            host,  # type: ignore[arg-type]
-            TrainerSettings(served_model_name="tiny", **settings),
-            storage,
-            instance=INSTANCE,
-            clock=self.clock,
-        )
-        self.woken = threading.Event()
-        self.manager.bind(self.woken.set)
-
-    def compute(self) -> None:
-        """Does what is there for the trainer thread, waiting a moment for what other threads bring."""
-        while self.woken.wait(0.3):
-            self.woken.clear()
-            while self.manager.run_next():
-                pass
-
-    def open(self, **fields: Any) -> str:
-        name, opened = self.manager.open(OpenSession(**fields))
-        while not opened.done():
-            self.woken.wait(5)
-            self.woken.clear()
-            self.manager.run_next()
-        opened.result(0)
-        return name
-
-    def send(self, session: str, kind: str, seq: int, **fields: Any) -> FutureView:
-        return self.manager.submit(session, json.dumps({"kind": kind, "seq": seq, **fields}).encode())
-
-    def run(self, session: str, kind: str, seq: int, **fields: Any) -> dict[str, Any]:
-        """Sends, computes, and gives the result. Raises what the call failed with."""
-        view = self.send(session, kind, seq, **fields)
-        ended = threading.Event()
-        if self.manager.watch(view.id, ended.set):
-            while not ended.is_set():
-                self.manager.run_next()
-                ended.wait(0.01)
-        view = self.manager.look(view.id)
-        if view.error is not None:
-            raise view.error
-        assert view.state is CallState.DONE
-        assert view.result is not None
-        return dict(json.loads(view.result))
-
-
-@pytest.fixture
-def office(host: TrainingHost) -> Iterator[Office]:
-    made = Office(host)
-    yield made
-    made.manager.shut_down()
-
-
-def train(office: Office, session: str, seq: int) -> float:
-    loss = office.run(session, "forward_backward", seq, loss="cross_entropy", data=DATA)["loss"]
-    office.run(session, "optim_step", seq + 1, learning_rate=1e-2)
-    return float(loss)
+from tests.training_support import TrainingHost
+from tests.unit.trainer.training_sessions.office import DATA, INSTANCE, Office, train
 
 
 def test_a_loop_lowers_the_loss(office: Office) -> None:
@@ -295,58 +187,6 @@ def test_closed_while_it_computes(host: TrainingHost) -> None:
     assert isinstance(office.manager.look(view.id).error, Conflict)
 
 
-def test_a_job_and_a_session_share_the_budget(checkpoint: Path) -> None:
-    host = TrainingHost(checkpoint, train_memory_bytes=40 * 2**20)
-    office = Office(host)
-    session = office.open(lora={"rank": 16}, max_tokens_per_microbatch=64)
-    resident = host.memory_budget.held()[session].resident
-    assert resident == 16 * office.manager.get(session)["parameters"]
-    held = host.memory_budget.held()[session]
-    host.memory_budget.reserve_job(
-        MemoryNeed(resident=host.memory_budget.total - held.resident - held.working, working=0)
-    )
-    with pytest.raises(DoesNotFit, match="the running job holds"):
-        office.open(lora={"rank": 16}, max_tokens_per_microbatch=64)
-    assert set(host.memory_budget.held()) == {session, "the running job"}
-    assert office.manager.counts == (1, 4), "what was refused is not open"
-
-
-def test_what_is_too_long_for_the_memory_is_refused_with_the_plan(checkpoint: Path) -> None:
-    host = TrainingHost(checkpoint, train_memory_bytes=6 * 2**20)
-    office = Office(host)
-    with pytest.raises(DoesNotFit, match=r"the memory plan leaves 6\.0 MiB"):
-        office.open(lora={"rank": 4}, max_tokens_per_microbatch=4096)
-    session = office.open(lora={"rank": 4}, max_tokens_per_microbatch=16)
-    with pytest.raises(DoesNotFit, match=r"data\[1\] with 399 tokens needs"):
-        office.run(session, "forward", 1, data=[*DATA[:1], {"token_ids": [5] * 400}])
-
-
-def test_limits_of_the_engine(host: TrainingHost) -> None:
-    office = Office(host, sessions_max=1, session_call_tokens=600, session_ttl_max_seconds=60, session_ttl_seconds=60)
-    session = office.open(lora={"rank": 4})
-    with pytest.raises(Overloaded, match="1 training sessions are open in this engine, of 1"):
-        office.open()
-    cases: list[tuple[dict[str, Any], str, str]] = [
-        (
-            {"data": [{"token_ids": [5] * 513}]},
-            r"data\[0\] has 513 tokens and the limit .* is 512",
-            "data[0]",
-        ),
-        ({"data": [{"token_ids": [5, 416]}]}, r"data\[0\].token_ids has the token id 416", "data[0].token_ids"),
-        ({"data": [{"token_ids": [5], "targets": [999]}]}, r"data\[0\].targets has the token id", "data[0].targets"),
-        ({"data": [{"token_ids": [5] * 400}] * 2}, "the call has 800 tokens and one call may have 600", "data"),
-    ]
-    for fields, message, param in cases:
-        with pytest.raises(InvalidRequest, match=message) as refused:
-            office.send(session, "forward", 1, **fields)
-        assert str(refused.value.param).startswith(param)
-    assert office.manager.get(session)["next_seq"] == 1, "what is refused takes no place in the line"
-    with pytest.raises(InvalidRequest, match="ttl_seconds is 61"):
-        office.open(ttl_seconds=61)
-    with pytest.raises(InvalidRequest, match=r"lora\.rank is 64"):
-        Office(host).open(lora={"rank": 64})
-
-
 def test_unknown_sessions_and_futures(office: Office) -> None:
     session = office.open(lora={"rank": 2})
     for name in ("", "nobody", f"ts-{INSTANCE}-000000000000"):
@@ -371,69 +211,6 @@ def test_a_result_that_is_not_kept_any_more_says_so(host: TrainingHost) -> None:
         office.manager.look(first.id)
     with pytest.raises(Gone, match="was executed"):
         office.send(session, "forward", 1, data=DATA)
-
-
-def test_save_and_load(office: Office) -> None:
-    session = office.open(lora={"rank": 4, "seed": 3})
-    train(office, session, 1)
-    saved = office.run(session, "save", 3, name="mine", attach=True)
-    assert (saved["adapter"], saved["attached"]) == ("mine@1", True)
-    assert office.publisher.served == [("mine@1", True)]
-    kept = office.run(session, "save", 4, checkpoint="half-way")
-    assert (kept["checkpoint"], kept["step"]) == ("half-way", 1)
-    later = [train(office, session, seq) for seq in (5, 7, 9)]
-
-    # The same session, back to the checkpoint: bit by bit the same again, moments and all.
-    assert office.run(session, "load", 11, checkpoint="half-way")["step"] == 1
-    assert [train(office, session, seq) for seq in (12, 14, 16)] == later
-    # A new session of it, in which nothing was configured.
-    again = office.open(checkpoint="half-way")
-    assert [train(office, again, seq) for seq in (1, 3, 5)] == later
-    # A version has the weights and a fresh optimizer: the first loss is the same, what follows is not.
-    version = office.open(adapter="mine@1")
-    assert office.manager.get(version)["adapter"] == "mine@1"
-    fresh = [train(office, version, seq) for seq in (1, 3, 5)]
-    assert fresh[0] == later[0]
-    assert fresh[2] != later[2]
-    assert office.run(version, "save", 7, name="mine")["adapter"] == "mine@2"
-    assert office.registry.manifest(AdapterVersion("mine", 2)).parent == "mine@1"
-
-
-def test_load_forgets_gradients_and_failure_changes_nothing(office: Office) -> None:
-    session = office.open(lora={"rank": 4})
-    office.run(session, "save", 1, checkpoint="start")
-    office.run(session, "forward_backward", 2, loss="cross_entropy", data=DATA)
-    before = office.run(session, "forward", 3, data=DATA)["loss"]
-    with pytest.raises(NotFound, match="there is no checkpoint 'nothing'"):
-        office.run(session, "load", 4, checkpoint="nothing")
-    assert office.run(session, "forward", 5, data=DATA)["loss"] == before
-    office.run(session, "load", 6, checkpoint="start")
-    with pytest.raises(InvalidRequest, match="there is no gradient to apply"):
-        office.run(session, "optim_step", 7)
-
-
-def test_foreign_and_damaged_checkpoints_are_refused(office: Office) -> None:
-    session = office.open(lora={"rank": 4})
-    office.run(session, "save", 1, checkpoint="good")
-    key = "sessions/checkpoints/good.safetensors"
-    data = office.store.get(key).data
-    office.store.put(key, data[: len(data) // 2])
-    with pytest.raises(AdapterRejected, match="checkpoint 'good' is damaged"):
-        office.run(session, "load", 2, checkpoint="good")
-    office.store.put(key, data.replace(b'base_digest\\": \\"test', b'base_digest\\": \\"TEST'))
-    with pytest.raises(AdapterRejected, match="belongs to base model TEST"):
-        office.run(session, "load", 3, checkpoint="good")
-    with pytest.raises(AdapterRejected, match="belongs to base model TEST"):
-        office.open(checkpoint="good")
-    assert office.manager.counts == (1, 4)
-
-
-def test_a_given_shape_must_agree_with_what_is_continued(office: Office) -> None:
-    office.registry.publish("old", random_adapter(office.host, rank=4), base_digest="test")
-    with pytest.raises(InvalidRequest, match=r"lora\.rank is 8, but the adapter"):
-        office.open(adapter="old", lora={"rank": 8})
-    session = office.open(adapter="old", lora={"rank": 4})
-    assert office.manager.get(session)["lora"]["rank"] == 4
 
 
 def test_the_base_models_name_cannot_be_published(office: Office) -> None:
