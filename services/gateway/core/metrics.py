@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from services.common.telemetry.process_metrics import export_process
+from services.common.telemetry.process import export_process
 from services.gateway.core.genai_metrics import GenAiMetrics
 from services.gateway.core.histogram import LoopHistogram, LoopSeries
 

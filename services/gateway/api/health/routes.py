@@ -10,8 +10,8 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 
+from services.common.telemetry.process import installed_version
 from services.common.telemetry.prometheus import expose
-from services.common.telemetry.version import installed_version
 from services.gateway.api.base.routing import Routes
 from services.gateway.api.health.gauges import Health, HealthServices, refresh
 from services.gateway.auth.route_permissions import ANY_KEY, PUBLIC, Permission

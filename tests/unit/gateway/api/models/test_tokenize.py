@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from services.common.telemetry.version import installed_version
+from services.common.telemetry.process import installed_version
 from services.common.text.tokenizer import TextCodec
 from services.gateway.protocol.models import ModelList, ModelObject
 from services.gateway.protocol.tokenize import DetokenizeAnswer, TokenizeAnswer, TokenizeRequest
