@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.inference.choice import Choice, TokenLogprob
+from services.gateway.inference.prompt_logprobs import TokenLogprob
 from services.gateway.text.detokenizer import Piece
 from services.gateway.text.vocabulary import Vocabulary
 
@@ -14,23 +14,6 @@ _LOWEST = -9999.0  # JSON has no -inf; the value that OpenAI's API reports for i
 
 def _finite(logprob: float) -> float:
     return logprob if logprob > _LOWEST else _LOWEST
-
-
-def usage(choices: Sequence[Choice], *, choices_per_prompt: int) -> dict[str, Any]:
-    """Token counts. A prompt counts once, however many choices it has. With a `session_id` also where it is."""
-    firsts = choices[::choices_per_prompt]
-    prompt = sum(choice.prompt_tokens for choice in firsts)
-    completion = sum(choice.tokens for choice in choices)
-    counts: dict[str, Any] = {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in firsts)},
-        "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)},
-    }
-    if choices[0].session is not None:
-        counts["session"] = choices[0].session
-    return counts
 
 
 def _named(vocabulary: Vocabulary, token_id: int, logprob: float) -> dict[str, Any]:

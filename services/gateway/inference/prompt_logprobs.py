@@ -12,6 +12,16 @@ from services.gateway.text.detokenizer import TextAssembler
 from services.gateway.text.vocabulary import Vocabulary
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A sampled token with the alternatives to it, natural logarithms."""
+
+    token_id: int
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
 @dataclass(slots=True)
 class PromptScores:
     """Log-probabilities of consecutive tokens of one prompt, as they come in."""
@@ -78,15 +88,15 @@ def by_token(
     for place, token_id in enumerate(prompt[1 : len(scores.logprobs) + 1]):
         ids, logprobs = scores.top_ids(place)[:top], scores.top_logprobs(place)[:top]
         ranked = {
-            str(other): _named(vocabulary, other, logprob, rank)
+            str(other): _ranked(vocabulary, other, logprob, rank)
             for rank, (other, logprob) in enumerate(zip(ids, logprobs, strict=True), 1)
         }
-        own = _named(vocabulary, token_id, scores.logprobs[place], scores.ranks[place])
+        own = _ranked(vocabulary, token_id, scores.logprobs[place], scores.ranks[place])
         answer.append({**ranked, str(token_id): own})
     return answer
 
 
-def _named(vocabulary: Vocabulary, token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+def _ranked(vocabulary: Vocabulary, token_id: int, logprob: float, rank: int) -> dict[str, Any]:
     return {"logprob": logprob, "rank": rank, "decoded_token": vocabulary.token_text(token_id)}
 
 

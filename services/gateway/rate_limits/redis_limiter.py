@@ -19,8 +19,8 @@ import structlog
 from services.common.settings import CommonSettings
 from services.common.storage.redis import connect_async, unavailable
 from services.gateway.core.metrics import GatewayMetrics
-from services.gateway.rate_limits import lua as scripts
 from services.gateway.rate_limits.limits import Decision, Dimension, Level, Limits
+from services.gateway.rate_limits.lua import ACQUIRE, LEASE_SECONDS, RELEASE, RENEW, TAKE, bucket_key, leases_key
 
 CALL_SECONDS = 0.05
 """Longest time of one pipeline. A call waits for the one before it and for its own."""
@@ -28,7 +28,7 @@ _GRACE = 0.005
 _CALLS_AT_ONCE = 64
 PROBE_SECONDS = 1.0
 """Pause between two attempts to reach a Redis that is away."""
-RENEW_SECONDS = scripts.LEASE_SECONDS / 3
+RENEW_SECONDS = LEASE_SECONDS / 3
 _DIMENSIONS: dict[str, Dimension | None] = {
     "": None,
     "requests": "requests",
@@ -65,7 +65,7 @@ class SharedLimiter:
         self._leases = leases
         self._shas = {
             script: hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()  # what Redis names it by
-            for script in (scripts.ACQUIRE, scripts.TAKE, scripts.RELEASE, scripts.RENEW)
+            for script in (ACQUIRE, TAKE, RELEASE, RENEW)
         }
         self._calls: list[_Call] = []
         self._wake = asyncio.Event()
@@ -94,7 +94,7 @@ class SharedLimiter:
 
     async def acquire(self, caller: str, limits: Limits, lease: str) -> Decision | None:
         """Counts a request and takes a lease, or does nothing."""
-        keys = [scripts.bucket_key(caller), scripts.leases_key(caller)]
+        keys = [bucket_key(caller), leases_key(caller)]
         args: list[str | int] = [
             limits.requests_per_minute,
             limits.tokens_per_minute,
@@ -102,7 +102,7 @@ class SharedLimiter:
             lease,
         ]
         try:
-            return _decision(await self._ask(scripts.ACQUIRE, keys, args), limits)
+            return _decision(await self._ask(ACQUIRE, keys, args), limits)
         except asyncio.CancelledError:
             self.release(caller, lease)  # it may have been granted
             raise
@@ -110,15 +110,15 @@ class SharedLimiter:
     async def take(self, caller: str, limits: Limits, tokens: int) -> Decision | None:
         """Reserves tokens, or does nothing."""
         args = [limits.tokens_per_minute, tokens, 0]
-        return _decision(await self._ask(scripts.TAKE, [scripts.bucket_key(caller)], args), limits)
+        return _decision(await self._ask(TAKE, [bucket_key(caller)], args), limits)
 
     def correct(self, caller: str, limits: Limits, tokens: int) -> None:
         """Adds tokens that were used beyond a reservation; negative: gives back what was not. Does not wait."""
-        self._tell(scripts.TAKE, [scripts.bucket_key(caller)], [limits.tokens_per_minute, tokens, 1])
+        self._tell(TAKE, [bucket_key(caller)], [limits.tokens_per_minute, tokens, 1])
 
     def release(self, caller: str, lease: str) -> None:
         """A request is over. Does not wait."""
-        self._tell(scripts.RELEASE, [scripts.leases_key(caller)], [lease])
+        self._tell(RELEASE, [leases_key(caller)], [lease])
 
     async def _ask(self, script: str, keys: Sequence[str], args: Sequence[str | int]) -> Any:
         if self._away:
@@ -249,7 +249,7 @@ class SharedLimiter:
 
 
 def _renewal(caller: str, leases: set[str]) -> _Call:
-    return _Call(scripts.RENEW, [scripts.leases_key(caller)], sorted(leases))
+    return _Call(RENEW, [leases_key(caller)], sorted(leases))
 
 
 def _hand_out(calls: Sequence[_Call], replies: Sequence[Any]) -> None:

@@ -54,8 +54,8 @@ from services.gateway.engines.training_sessions import SessionRouter
 from services.gateway.inference.context import InferenceContext
 from services.gateway.middleware.authentication import TIMEOUT_HEADER, Access
 from services.gateway.middleware.content_encoding import BodyDecoding
-from services.gateway.middleware.request_body import BodyMemory
-from services.gateway.middleware.request_context import BodyLimit, HeadRequests, RequestContext
+from services.gateway.middleware.request_body import BodyLimit, BodyMemory
+from services.gateway.middleware.request_context import HeadRequests, RequestContext
 from services.gateway.rate_limits.limiter import Quotas
 from services.gateway.settings import GatewaySettings
 
