@@ -11,9 +11,8 @@ from typing import Any
 from services.common.pb import engine_pb2
 from services.common.telemetry import tracing
 from services.gateway.core.metrics import Latencies
-from services.gateway.inference.prompt_logprobs import PromptScores, TokenLogprob
-from services.gateway.text.detokenizer import Piece, TextAssembler
-from services.gateway.text.held_back import Unsure
+from services.gateway.inference.logprobs import PromptScores, TokenLogprob
+from services.gateway.text.detokenizer import Piece, TextAssembler, Unsure
 from services.gateway.text.output_parser import END_THINK, ChatParser, Delta
 from services.gateway.text.stops import Stops
 from services.gateway.text.tool_calls.parser import OPEN

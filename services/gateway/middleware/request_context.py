@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.telemetry import tracing
 from services.common.telemetry.tracing import NO_SPAN, NO_TRACER, Span, Tracer
-from services.gateway.auth.principal import NOBODY
+from services.gateway.auth.caller import NOBODY
 from services.gateway.auth.route_permissions import PERMISSION, UNKNOWN
 from services.gateway.core.errors import CLIENT_CLOSED_REQUEST, error_payload, in_anthropic_form
 from services.gateway.core.metrics import GatewayMetrics

@@ -1,4 +1,4 @@
-"""Writing llguidance's variant of Lark: literals and regular expressions."""
+"""llguidance's variant of Lark: literals, regular expressions, and the terminals of parameter values."""
 
 from __future__ import annotations
 
