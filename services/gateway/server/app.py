@@ -40,22 +40,19 @@ from services.gateway.api.training_sessions.dependencies import TrainingSessionS
 from services.gateway.auth.api_keys import KeyRing
 from services.gateway.auth.audit_log import AuditLog
 from services.gateway.auth.browsers import BrowserGuard
-from services.gateway.auth.openapi import add_keys
-from services.gateway.auth.route_permissions import PERMISSION, Permission, PermissionTable
-from services.gateway.core.admission import Admission
+from services.gateway.auth.route_permissions import PERMISSION, Permission, PermissionTable, add_keys
+from services.gateway.core.admission import Admission, Lifecycle
 from services.gateway.core.client_disconnect import cancel
 from services.gateway.core.errors import install_error_handlers
-from services.gateway.core.lifecycle import Lifecycle
+from services.gateway.core.file_store import StoreThreads
 from services.gateway.core.metrics import GatewayMetrics
-from services.gateway.core.store_threads import StoreThreads
 from services.gateway.engines.conversation_sessions import HistoryRouter
 from services.gateway.engines.pool import EnginePool
 from services.gateway.engines.training_sessions import SessionRouter
 from services.gateway.inference.context import InferenceContext
 from services.gateway.middleware.authentication import TIMEOUT_HEADER, Access
-from services.gateway.middleware.content_encoding import BodyDecoding
-from services.gateway.middleware.request_body import BodyMemory
-from services.gateway.middleware.request_context import BodyLimit, HeadRequests, RequestContext
+from services.gateway.middleware.request_body import BodyDecoding, BodyLimit, BodyMemory
+from services.gateway.middleware.request_context import HeadRequests, RequestContext
 from services.gateway.rate_limits.limiter import Quotas
 from services.gateway.settings import GatewaySettings
 

@@ -9,7 +9,7 @@ from typing import Annotated
 from services.common.adapters.registry import AdapterRegistry
 from services.common.queue.job_queue import JobQueue
 from services.gateway.api.base.dependencies import provided
-from services.gateway.core.store_threads import StoreThreads
+from services.gateway.core.file_store import StoreThreads
 from services.gateway.engines.pool import EnginePool
 from services.gateway.settings import GatewaySettings
 

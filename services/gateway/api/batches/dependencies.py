@@ -15,9 +15,8 @@ from services.common.storage.object_store import ObjectStore
 from services.gateway.api.base.dependencies import provided
 from services.gateway.api.batches.internal_client import Caller
 from services.gateway.core.batch_queue import BatchConsumer, BatchQueue
-from services.gateway.core.file_store import FileStore
+from services.gateway.core.file_store import FileStore, StoreThreads
 from services.gateway.core.metrics import GatewayMetrics
-from services.gateway.core.store_threads import StoreThreads
 from services.gateway.settings import GatewaySettings
 
 P = ParamSpec("P")

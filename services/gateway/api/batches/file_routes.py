@@ -14,7 +14,7 @@ from services.common.errors import NotFound
 from services.gateway.api.base.routing import Routes, multipart
 from services.gateway.api.batches.dependencies import Batches, BatchServices
 from services.gateway.api.batches.file_upload import read_upload, receive_form
-from services.gateway.auth.principal import principal_of
+from services.gateway.auth.caller import principal_of
 from services.gateway.auth.route_permissions import INFERENCE, Permission
 from services.gateway.core.file_store import FileInfo, NewFile, Purpose, new_file_id
 from services.gateway.protocol.batches import EXPIRY_SECONDS

@@ -11,7 +11,7 @@ from services.gateway.api.base.idempotency import IdempotencyKey
 from services.gateway.api.base.routing import Routes
 from services.gateway.api.batches.dependencies import Batches
 from services.gateway.api.batches.limits import check_unfinished
-from services.gateway.auth.principal import principal_of
+from services.gateway.auth.caller import principal_of
 from services.gateway.auth.route_permissions import INFERENCE, Permission
 from services.gateway.protocol.batches import BatchList, BatchObject, BatchRequest
 

@@ -18,10 +18,10 @@ from services.gateway.api.batches.dependencies import BatchHost, BatchStores
 from services.gateway.api.batches.internal_client import Caller
 from services.gateway.api.batches.parts import ROOT
 from services.gateway.api.batches.runner import BatchRun, End
+from services.gateway.core.admission import Lifecycle
 from services.gateway.core.batch_queue import ClaimedBatch
 from services.gateway.core.client_disconnect import cancel
-from services.gateway.core.lifecycle import Lifecycle
-from services.gateway.core.store_threads import StoreThreads
+from services.gateway.core.file_store import StoreThreads
 from services.gateway.inference.context import InferenceContext
 
 _CLAIM_SECONDS = 0.5

@@ -18,15 +18,14 @@ from services.gateway.api.base.routing import Routes
 from services.gateway.api.base.serving import SESSION_HEADER, answer, json_response
 from services.gateway.api.chat_completions.stored import ChatKeeper
 from services.gateway.api.responses.dependencies import ResponseServices
-from services.gateway.auth.principal import principal_of
+from services.gateway.auth.caller import principal_of
 from services.gateway.auth.route_permissions import INFERENCE, Permission
 from services.gateway.core.sse import DONE, ChunkTemplate, event
 from services.gateway.inference.chat import chat_generation
-from services.gateway.inference.choice import Step, TokenLogprob
+from services.gateway.inference.choice import Step, usage
 from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.generation import Generation, reserve, traceparent_of
-from services.gateway.inference.logprobs_and_usage import chat_logprobs, usage
-from services.gateway.inference.prompt_logprobs import by_token
+from services.gateway.inference.logprobs import TokenLogprob, by_token, chat_logprobs
 from services.gateway.protocol.chat.request import ChatRequest
 from services.gateway.protocol.chat.response import ChatCompletion, ChatCompletionChunk
 from services.gateway.text.output_parser import Delta, TextDelta

@@ -15,7 +15,7 @@ from services.gateway.api.chat_completions.stored import change_metadata, delete
 from services.gateway.api.responses.dependencies import Responses
 from services.gateway.api.responses.store.store import Place
 from services.gateway.api.responses.streaming.items import Data
-from services.gateway.auth.principal import principal_of
+from services.gateway.auth.caller import principal_of
 from services.gateway.auth.route_permissions import INFERENCE, Permission
 from services.gateway.protocol.chat.response import ChatCompletion
 from services.gateway.protocol.chat.stored import (

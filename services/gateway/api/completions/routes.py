@@ -16,13 +16,12 @@ from services.gateway.api.base.routing import Routes
 from services.gateway.api.base.serving import SESSION_HEADER, answer, json_response
 from services.gateway.auth.route_permissions import INFERENCE, Permission
 from services.gateway.core.sse import DONE, ChunkTemplate, event
-from services.gateway.inference.choice import Choice, Step
+from services.gateway.inference.choice import Choice, Step, usage
+from services.gateway.inference.constraints import check_constraint, constraint_of
 from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.generation import Generation, Job, reserve, traceparent_of
-from services.gateway.inference.logprobs_and_usage import text_logprobs, usage
-from services.gateway.inference.prompt_logprobs import NO_ECHO, Echo, by_token, check_size, echo, joined
+from services.gateway.inference.logprobs import NO_ECHO, Echo, by_token, check_size, echo, joined, text_logprobs
 from services.gateway.inference.prompts import text_prompts, token_budget
-from services.gateway.inference.structured_outputs import check_constraint, constraint_of
 from services.gateway.protocol.completions.request import CompletionRequest
 from services.gateway.protocol.completions.response import CompletionResponse
 from services.gateway.text.detokenizer import Piece

@@ -11,8 +11,8 @@ from services.common.queue.job_queue import JobQueue
 from services.gateway.api.base.dependencies import provided
 from services.gateway.api.health.queue_gauges import QueueWatch
 from services.gateway.api.responses.background import BackgroundResponses
-from services.gateway.core.lifecycle import Lifecycle
-from services.gateway.core.store_threads import StoreThreads
+from services.gateway.core.admission import Lifecycle
+from services.gateway.core.file_store import StoreThreads
 from services.gateway.engines.client import EngineClient
 from services.gateway.inference.context import InferenceContext
 

@@ -21,7 +21,7 @@ from services.gateway.api.batches.message_files import (
     results_without_file,
     write_input,
 )
-from services.gateway.auth.principal import principal_of
+from services.gateway.auth.caller import principal_of
 from services.gateway.auth.route_permissions import INFERENCE, Permission
 from services.gateway.core.batch_queue import MESSAGES, Batch, BatchSpec
 from services.gateway.core.file_store import new_file_id

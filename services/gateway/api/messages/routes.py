@@ -17,15 +17,15 @@ from services.gateway.api.base.serving import SESSION_HEADER, answer, json_respo
 from services.gateway.api.messages.content_blocks import MessageBlocks, joined, message_usage, stop_of
 from services.gateway.api.messages.context_edits import edited
 from services.gateway.api.messages.to_chat import as_chat, named_as_sent, rename
-from services.gateway.auth.principal import internal_priority
+from services.gateway.auth.caller import internal_priority
 from services.gateway.auth.route_permissions import INFERENCE, Permission
 from services.gateway.core.errors import payload_of
 from services.gateway.core.sse import ChunkTemplate, event
 from services.gateway.inference.chat import chat_generation, prompt_length
 from services.gateway.inference.choice import Choice, Step
 from services.gateway.inference.context import InferenceContext
+from services.gateway.inference.engine_request import adapter_ref
 from services.gateway.inference.generation import Generation, reserve, traceparent_of
-from services.gateway.inference.model_ref import adapter_ref
 from services.gateway.protocol.chat.request import ChatRequest
 from services.gateway.protocol.messages.context_edits import ContextManagement
 from services.gateway.protocol.messages.request import CountTokensRequest, MessagesRequest, ThinkingAdaptive, ThinkingOn

@@ -15,10 +15,10 @@ from services.gateway.api.base.serving import json_response, within
 from services.gateway.auth.route_permissions import INFERENCE, Permission
 from services.gateway.engines.pool import ServedModel
 from services.gateway.inference.context import InferenceContext
+from services.gateway.inference.engine_request import check_messages
 from services.gateway.inference.generation import traceparent_of
-from services.gateway.inference.limits import check_messages
+from services.gateway.inference.logprobs import check_size
 from services.gateway.inference.pooling import Question, Reading, Readings, reserve
-from services.gateway.inference.prompt_logprobs import check_size
 from services.gateway.inference.prompts import chat_prompt, encode_texts, token_budget
 from services.gateway.protocol.pooling import ScoreRequest, ScoreResponse
 from services.gateway.settings import GatewaySettings

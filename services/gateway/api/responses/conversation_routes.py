@@ -25,7 +25,7 @@ from services.gateway.api.responses.store.record import given_items
 from services.gateway.api.responses.store.references import resolved
 from services.gateway.api.responses.store.store import Place
 from services.gateway.api.responses.streaming.items import Data
-from services.gateway.auth.principal import principal_of
+from services.gateway.auth.caller import principal_of
 from services.gateway.auth.route_permissions import INFERENCE, Permission
 from services.gateway.protocol.chat.stored import MetadataRequest
 from services.gateway.protocol.responses.conversations import (

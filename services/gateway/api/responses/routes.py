@@ -23,14 +23,13 @@ from services.gateway.api.responses.store.store import Place
 from services.gateway.api.responses.streaming.items import Data
 from services.gateway.api.responses.streaming.response_object import new_response
 from services.gateway.api.responses.to_chat.translation import chat_fields
-from services.gateway.auth.principal import principal_of
+from services.gateway.auth.caller import principal_of
 from services.gateway.auth.route_permissions import INFERENCE, Permission
 from services.gateway.core.admission import Reservation
 from services.gateway.core.client_disconnect import while_connected
-from services.gateway.inference.chat import chat_generation, prompt_length
+from services.gateway.inference.chat import chat_generation, prompt_length, truncated
 from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.generation import Generation, reserve, traceparent_of
-from services.gateway.inference.truncation import truncated
 from services.gateway.protocol.chat.request import ChatRequest
 from services.gateway.protocol.responses.events import ResponseStreamEvent
 from services.gateway.protocol.responses.request import ResponseRequest

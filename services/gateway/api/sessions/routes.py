@@ -14,11 +14,11 @@ from services.common.pb import engine_pb2
 from services.common.security.api_keys import KEY_ID_PATTERN
 from services.gateway.api.base.dependencies import Inference, provided
 from services.gateway.api.base.routing import Routes
-from services.gateway.auth.ownership import owner
+from services.gateway.auth.caller import owner
 from services.gateway.auth.route_permissions import ADMIN, INFERENCE, Permission
 from services.gateway.core.errors import response_of
 from services.gateway.engines.conversation_sessions import HistoryRouter
-from services.gateway.inference.cache_isolation import session_of
+from services.gateway.inference.engine_request import session_of
 from services.gateway.protocol.sessions import DeletedSession, SessionList, SessionObject, SessionPath
 
 routes = Routes("sessions")

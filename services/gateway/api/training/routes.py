@@ -18,7 +18,7 @@ from services.gateway.api.training.dependencies import Training, TrainingService
 from services.gateway.api.training.job_references import check_references
 from services.gateway.api.training.rollouts import resolve_rollouts
 from services.gateway.api.training.validation import check_training_job
-from services.gateway.auth.ownership import check_attach, may_attach, owner, sees
+from services.gateway.auth.caller import check_attach, may_attach, owner, sees
 from services.gateway.auth.route_permissions import TRAIN, TRAIN_OR_ADMIN, Permission
 from services.gateway.core.client_disconnect import cancel
 from services.gateway.core.errors import payload_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from services.gateway.api.base.dependencies import provided
-from services.gateway.core.lifecycle import Lifecycle
+from services.gateway.core.admission import Lifecycle
 from services.gateway.engines.pool import EnginePool
 from services.gateway.engines.training_sessions import SessionRouter
 

@@ -22,7 +22,7 @@ from services.common.pb import sessions_pb2 as pb
 from services.gateway.api.base.idempotency import Once
 from services.gateway.api.base.routing import Routes
 from services.gateway.api.training_sessions.dependencies import TrainingSessions, TrainingSessionServices
-from services.gateway.auth.ownership import check_attach
+from services.gateway.auth.caller import check_attach
 from services.gateway.auth.route_permissions import TRAIN, Permission
 from services.gateway.core.errors import engine_error, payload_of
 

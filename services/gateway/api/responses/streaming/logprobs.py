@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 
-from services.gateway.inference.choice import Step, TokenLogprob
+from services.gateway.inference.choice import Step
+from services.gateway.inference.logprobs import TokenLogprob
+from services.gateway.text.detokenizer import Vocabulary
 from services.gateway.text.output_parser import END_THINK, THINK, TextDelta
 from services.gateway.text.tool_calls.parser import CLOSE, ToolDelta
-from services.gateway.text.vocabulary import Vocabulary
 
 
 class MessageLogprobs:

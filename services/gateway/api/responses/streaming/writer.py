@@ -11,9 +11,9 @@ from services.gateway.api.responses.streaming.logprobs import MessageLogprobs
 from services.gateway.api.responses.streaming.response_object import failure, usage_of
 from services.gateway.api.responses.to_chat.tools import Offers
 from services.gateway.core.sse import ChunkTemplate, event
-from services.gateway.inference.choice import Step
+from services.gateway.inference.choice import Step, usage
 from services.gateway.inference.generation import Generation
-from services.gateway.inference.logprobs_and_usage import chat_logprobs, usage
+from services.gateway.inference.logprobs import chat_logprobs
 from services.gateway.protocol.responses.request import ResponseRequest
 from services.gateway.text.output_parser import Delta, TextDelta
 from services.gateway.text.tool_calls.parser import ToolDelta

@@ -1,4 +1,4 @@
-"""What engines say of the tokens of a prompt, in the forms that clients know."""
+"""Log-probabilities of prompts and of answers, in the forms that clients know."""
 
 from __future__ import annotations
 
@@ -8,8 +8,17 @@ from typing import Any
 
 from services.common.errors import InvalidRequest, Unavailable
 from services.common.pb import engine_pb2
-from services.gateway.text.detokenizer import TextAssembler
-from services.gateway.text.vocabulary import Vocabulary
+from services.gateway.text.detokenizer import Piece, TextAssembler, Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A sampled token with the alternatives to it, natural logarithms."""
+
+    token_id: int
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)
@@ -78,15 +87,15 @@ def by_token(
     for place, token_id in enumerate(prompt[1 : len(scores.logprobs) + 1]):
         ids, logprobs = scores.top_ids(place)[:top], scores.top_logprobs(place)[:top]
         ranked = {
-            str(other): _named(vocabulary, other, logprob, rank)
+            str(other): _ranked(vocabulary, other, logprob, rank)
             for rank, (other, logprob) in enumerate(zip(ids, logprobs, strict=True), 1)
         }
-        own = _named(vocabulary, token_id, scores.logprobs[place], scores.ranks[place])
+        own = _ranked(vocabulary, token_id, scores.logprobs[place], scores.ranks[place])
         answer.append({**ranked, str(token_id): own})
     return answer
 
 
-def _named(vocabulary: Vocabulary, token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+def _ranked(vocabulary: Vocabulary, token_id: int, logprob: float, rank: int) -> dict[str, Any]:
     return {"logprob": logprob, "rank": rank, "decoded_token": vocabulary.token_text(token_id)}
 
 
@@ -138,3 +147,48 @@ def echo(vocabulary: Vocabulary, prompt: Sequence[int], scores: PromptScores | N
             "text_offset": list(piece.offsets),
         },
     )
+
+
+_LOWEST = -9999.0  # JSON has no -inf; the value that OpenAI's API reports for it
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > _LOWEST else _LOWEST
+
+
+def _named(vocabulary: Vocabulary, token_id: int, logprob: float) -> dict[str, Any]:
+    raw = vocabulary.token_bytes(token_id)
+    return {"token": vocabulary.token_text(token_id), "logprob": _finite(logprob), "bytes": list(raw)}
+
+
+def chat_logprobs(vocabulary: Vocabulary, entries: Sequence[TokenLogprob], top: int) -> list[dict[str, Any]]:
+    """`logprobs.content` of a chat choice."""
+    return [
+        {
+            **_named(vocabulary, entry.token_id, entry.logprob),
+            "top_logprobs": [
+                _named(vocabulary, token_id, logprob)
+                for token_id, logprob in zip(entry.top_ids[:top], entry.top_logprobs[:top], strict=True)
+            ],
+        }
+        for entry in entries
+    ]
+
+
+def text_logprobs(vocabulary: Vocabulary, piece: Piece, top: int) -> dict[str, Any]:
+    """`logprobs` of a text choice; the sampled token is always among its alternatives."""
+    entries: list[TokenLogprob] = piece.entries
+    return {
+        "tokens": [vocabulary.token_text(entry.token_id) for entry in entries],
+        "token_logprobs": [_finite(entry.logprob) for entry in entries],
+        "top_logprobs": [_alternatives(vocabulary, entry, top) for entry in entries] if top else None,
+        "text_offset": list(piece.offsets),
+    }
+
+
+def _alternatives(vocabulary: Vocabulary, entry: TokenLogprob, top: int) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for token_id, logprob in zip(entry.top_ids[:top], entry.top_logprobs[:top], strict=True):
+        found.setdefault(vocabulary.token_text(token_id), _finite(logprob))
+    found.setdefault(vocabulary.token_text(entry.token_id), _finite(entry.logprob))
+    return found

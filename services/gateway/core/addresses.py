@@ -1,8 +1,24 @@
-"""Engine targets: the entries of the setting `engines`, addresses and DNS names."""
+"""Addresses: where the gateway listens, and where its engines are.
+
+The module imports little, so that a probe every few seconds starts quickly."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class ListenSettings(BaseSettings):
+    """Environment: `TEMPER_` + the field name in capitals."""
+
+    model_config = SettingsConfigDict(env_prefix="TEMPER_", extra="ignore", frozen=True)
+
+    host: str = "127.0.0.1"
+    port: int = Field(8420, ge=0, le=65535)
+    """On Kubernetes a service called "temper" sets TEMPER_PORT to a URL, so the pod needs enableServiceLinks: false."""
+
 
 _SCHEME = "dns:///"
 
