@@ -41,8 +41,8 @@ from services.engine.models.interface import CausalLM, Recompute
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.models.training_arena import GraphMemory
 from services.engine.models.training_forward import TrainableForward
-from services.engine.models.training_memory.arena import GraphMemory
 from services.trainer.host.policy_host import ComputeGate
 from services.trainer.losses import negative_log_likelihood
 from services.trainer.optimizer import AdapterOptimizer

@@ -36,8 +36,8 @@ from benchmarks.training.steps import Case, Parts, Trainer, random_model
 from benchmarks.tuning.step.decode_step import DecodeStep
 from services.engine.models.cuda_graphs import capturing, no_collection
 from services.engine.models.qwen3_5.config import Qwen3_5Config
+from services.engine.models.training_arena import GraphMemory
 from services.engine.models.training_forward import TrainableForward
-from services.engine.models.training_memory.arena import GraphMemory
 
 _SHAPE = "qwen3.5-4b"
 _CONTEXT = 640

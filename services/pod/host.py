@@ -10,7 +10,7 @@ from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.text.tokenizer import TextCodec
 from services.engine.adapters.manager import AdapterManager
 from services.engine.models.interface import CausalLM
-from services.engine.models.training_memory.arena import Arena
+from services.engine.models.training_arena import Arena
 from services.pod.rollouts import EngineRollouts
 from services.pod.runner import Gate
 from services.trainer.jobs.adapter_run import USUAL_TOKENS

@@ -11,8 +11,8 @@ from services.common.errors import DoesNotFit
 from services.common.jobs import LoraSettings, SftJob
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.models.training_arena import Arena
 from services.engine.models.training_forward import TrainableForward
-from services.engine.models.training_memory.arena import Arena
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine, build_engine, tune_interpreter
 from services.pod.host import PodHost

@@ -22,7 +22,7 @@ from services.engine.models.lora.trainable import LoraParams
 
 if TYPE_CHECKING:
     from services.engine.models.device_batch import DecodeAttention, DeviceCache, StepRows
-    from services.engine.models.training_memory.arena import GraphMemory
+    from services.engine.models.training_arena import GraphMemory
 
 Recompute = Literal["none", "selective", "full"]
 """How much of a forward its backward computes again: only what is nearly free; also the inside of mixers and the first

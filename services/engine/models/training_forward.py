@@ -12,7 +12,7 @@ from services.engine.models.lora.trainable import LoraParams
 
 if TYPE_CHECKING:
     from services.engine.models.interface import CausalLM, Recompute
-    from services.engine.models.training_memory.arena import GraphMemory
+    from services.engine.models.training_arena import GraphMemory
 
 
 class TrainableForward:

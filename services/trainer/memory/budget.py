@@ -16,7 +16,7 @@ from services.common.errors import DoesNotFit, Unavailable
 from services.trainer.memory.estimate import TrainingMemory, mib
 
 if TYPE_CHECKING:
-    from services.engine.models.training_memory.arena import GraphMemory
+    from services.engine.models.training_arena import GraphMemory
 
 _JOB = "the running job"
 

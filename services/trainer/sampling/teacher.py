@@ -15,8 +15,8 @@ from services.common.jobs.kinds.opd import check_read
 from services.engine.models.interface import CausalLM
 from services.engine.models.lora.binding import bind_adapter
 from services.engine.models.lora.trainable import LoraParams
+from services.engine.models.training_arena import GraphMemory
 from services.engine.models.training_forward import FrozenForward
-from services.engine.models.training_memory.arena import GraphMemory
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.memory.estimate import TeacherWork
 from services.trainer.packing import Microbatch

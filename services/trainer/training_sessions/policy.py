@@ -12,8 +12,8 @@ from services.common.jobs.base import Pace
 from services.common.jobs.training_sessions import Forward, ForwardBackward, OptimStep
 from services.engine.models.interface import Recompute
 from services.engine.models.lora.trainable import LoraParams
+from services.engine.models.training_arena import GraphMemory
 from services.engine.models.training_forward import TrainableForward
-from services.engine.models.training_memory.arena import GraphMemory
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.memory.budget import MemoryNeed
 from services.trainer.memory.estimate import Workload, estimate

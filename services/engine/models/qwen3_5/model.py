@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from services.engine.models.device_batch import DeviceCache
     from services.engine.models.qwen3_5.fused import FusedForward
     from services.engine.models.qwen3_5.training.captured import CapturedSteps
-    from services.engine.models.training_memory.arena import GraphMemory
+    from services.engine.models.training_arena import GraphMemory
 
 
 class Qwen3_5(CausalLM):  # noqa: N801

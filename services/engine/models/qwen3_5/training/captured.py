@@ -25,7 +25,7 @@ from services.engine.models.qwen3_5.training.adapters import WorkingAdapter
 from services.engine.models.qwen3_5.training.layer import Kept
 from services.engine.models.qwen3_5.training.trunk import Trunk, differentiable
 from services.engine.models.qwen3_5.weights import ModelWeights
-from services.engine.models.training_memory.arena import GraphMemory
+from services.engine.models.training_arena import GraphMemory
 
 
 class GraphChain:

@@ -1,1 +1,0 @@
-"""Device memory that training takes beside the engine."""
