@@ -1,9 +1,7 @@
 """GRPO that samples its own rollouts: generate → score → train, for some rounds, with the engine that serves.
 
-A round is a fixed number of optimizer steps, so the job's length is known and a step number says what comes next. The
-first step of a round samples and scores; what it found is part of the state until the round's last step, so a resumed
-round goes on with the same rollouts. Groups without spread are left out. A round may have none with spread: its steps
-change nothing, and the job goes on.
+The first step of a round samples and scores (services/trainer/jobs/rounds.py). Groups without spread are left out. A
+round may have none with spread: its steps change nothing, and the job goes on.
 """
 
 from __future__ import annotations
@@ -20,21 +18,22 @@ from services.common.jobs.kinds.generate import GenerateSettings, RolloutPrompt
 from services.common.jobs.scorers.registry import Rewards
 from services.common.jobs.scorers.sample import Sample, without_thinking
 from services.trainer.host.policy_host import PolicyHost
-from services.trainer.host.rollouts import Completion, RolloutRequest, sampling_rate
+from services.trainer.host.rollouts import Completion, RolloutRequest
 from services.trainer.jobs.base import RunState
 from services.trainer.jobs.grpo_run import GrpoRun
-from services.trainer.jobs.rounds import Rounds
+from services.trainer.jobs.rounds import RoundRun, Rounds
 from services.trainer.sampling.prompts import check_stop_tokens, sample_seed, sampled_prompts
 from services.trainer.sampling.round import Round, ScoredPrompt
 from services.trainer.sampling.round_sampler import RoundSampler
 from services.trainer.sampling.scored_rollouts import RewardStats, ScoredRollouts, gather
-from services.trainer.timers import StepTimer
 
 _NOTHING = ScoredRollouts((), (), RewardStats(0.0, 0.0, 0, 0), ())
 
 
-class RolloutRun(GrpoRun):
+class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
     """A prepared GRPO job with `generate`; see `prepare`."""
+
+    measure = "eval_reward"
 
     def __init__(
         self,
@@ -48,7 +47,11 @@ class RolloutRun(GrpoRun):
         rewards: Rewards,
     ) -> None:
         self._generate = settings
-        self._sampler = RoundSampler(
+        self._reward = rewards
+        self._round: Round | None = None
+        per_step = min(spec.groups_per_step or settings.round_prompts, settings.round_prompts)
+        per_epoch = -(-settings.round_prompts // per_step)
+        sampler = RoundSampler(
             host.rollouts,
             prompts,
             size=settings.round_prompts,
@@ -56,12 +59,8 @@ class RolloutRun(GrpoRun):
             max_tokens=settings.max_tokens,
             stop_token_ids=settings.stop_token_ids,
         )
-        self._held_out = held_out
-        self._reward = rewards
-        self._round: Round | None = None
-        per_step = min(spec.groups_per_step or settings.round_prompts, settings.round_prompts)
-        per_epoch = -(-settings.round_prompts // per_step)
-        self._rounds = Rounds(settings.rounds, spec.epochs, per_epoch, settings.eval_every)
+        rounds = Rounds(settings.rounds, spec.epochs, per_epoch, settings.eval_every)
+        self._plan_rounds(rounds, sampler, settings.temperature, held_out)
         longest = sorted((len(prompt.token_ids) + settings.max_tokens for prompt in prompts), reverse=True)
         lengths = [length for length in longest[: settings.round_prompts] for _ in range(settings.completions)]
         super().__init__(
@@ -94,29 +93,7 @@ class RolloutRun(GrpoRun):
             rewards=Rewards(settings.reward, host.webhooks),
         )
 
-    def examine(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """See JobRun.examine: its examples are those that it samples."""
-        del interrupt
-        return {}
-
     # -- steps
-
-    def step(self, index: int, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """See JobRun.step. An interrupted evaluation leaves the step applied."""
-        metrics = super().step(index, interrupt)
-        metrics["round"] = float(self._rounds.number(index) + 1)
-        if self._held_out and self._rounds.evaluates_behind(index):
-            metrics |= self._evaluate(interrupt)
-        return metrics
-
-    def _before(self, index: int, interrupt: Callable[[], None]) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        number = self._rounds.number(index)
-        if index == 0 and self._held_out:
-            metrics["eval_reward_before"] = self._evaluate(interrupt)["eval_reward"]
-        if self._round is None or self._round.number != number:
-            metrics |= self._begin(number, interrupt)
-        return metrics | super()._before(index, interrupt)
 
     def _members(self, index: int) -> Sequence[Sequence[int]]:
         """An even part of the groups of the round that is under way: how many have spread is not known before."""
@@ -127,7 +104,8 @@ class RolloutRun(GrpoRun):
         return self._rounds.steps
 
     def _known_values(self, index: int) -> dict[int, Tensor]:
-        """The policy has not changed since it sampled the round: what the engine said then is what it says."""
+        """Log-probabilities of the rollouts as they were sampled: before the round's first step the policy is still the
+        one that sampled."""
         if not self._is_first(index):
             return {}
         return {at: one.behaviour for at, one in enumerate(self._rollouts) if one.behaviour is not None}
@@ -154,20 +132,19 @@ class RolloutRun(GrpoRun):
 
     # -- rounds
 
-    def _begin(self, number: int, interrupt: Callable[[], None]) -> dict[str, float]:
-        """Samples and scores a round; how fast it was sampled."""
-        chosen = self._sampler.chosen(number)
-        requests = [
+    def _requests(self, number: int) -> list[RolloutRequest]:
+        return [
             RolloutRequest(prompt.token_ids, sample_seed(self._job.seed, number, place, member))
-            for place, prompt in enumerate(chosen)
+            for place, prompt in enumerate(self._sampler.chosen(number))
             for member in range(self._generate.completions)
         ]
-        found = self._sampler.sample(self._lora, requests, self._generate.temperature, self._watch, interrupt)
+
+    def _receive(self, number: int, found: list[Completion], interrupt: Callable[[], None]) -> None:
+        chosen = self._sampler.chosen(number)
         prompts = [prompt for prompt in chosen for _ in range(self._generate.completions)]
         with self._watch.waiting("score"):
             rewards = self._score(prompts, found, interrupt)
         self._enter(Round(number, self._generate.temperature, chosen, found, rewards))
-        return sampling_rate(found, self._watch)
 
     def _enter(self, found: Round) -> None:
         self._use(gather(self._host, self._job, found.groups()))
@@ -191,12 +168,12 @@ class RolloutRun(GrpoRun):
             said=without_thinking(codec, prompt.token_ids, completion.token_ids),
         )
 
-    def _evaluate(self, interrupt: Callable[[], None]) -> dict[str, float]:
-        """Mean reward of the greedy answers to the held-out prompts, as ``eval_reward``."""
+    def evaluate(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """See JobRun.evaluate: the mean reward of greedy answers to the held-out prompts, as ``eval_reward``."""
+        if not self._held_out:
+            return {}
         started = time.perf_counter()
-        requests = [RolloutRequest(prompt.token_ids, 0) for prompt in self._held_out]
-        # No part of the step that it happens to fall on.
-        found = self._sampler.sample(self._lora, requests, 0.0, StepTimer(self._host.model.device), interrupt)
+        found = self._sample_greedily(self._held_out, interrupt)
         rewards = self._score(self._held_out, found, interrupt)
         return {"eval_reward": math.fsum(rewards) / len(rewards), "eval_seconds": time.perf_counter() - started}
 
@@ -205,7 +182,7 @@ class RolloutRun(GrpoRun):
     def state(self) -> RunState:
         """See JobRun.state: with the rollouts of a round that is under way."""
         state = super().state()
-        if self._round is None or not self._rounds.under_way(self._round.number, self._finished):
+        if self._round is None or not self._under_way:
             gone = ("start.", "reference.")
             kept = {name: value for name, value in state.tensors.items() if not name.startswith(gone)}
             return RunState(kept, state.data)
@@ -220,6 +197,7 @@ class RolloutRun(GrpoRun):
             number = int(state.data["round"]["number"])
             self._enter(Round.of_state(state.tensors, state.data["round"], self._sampler.chosen(number)))
             self._start, self._reference = said
+            self._number = number
         return step
 
 

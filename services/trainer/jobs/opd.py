@@ -1,9 +1,8 @@
 """On-policy distillation: the student samples, the teacher reads, the student moves towards the teacher.
 
-A round samples completions with the engine that serves, by the adapter as it is then, and trains on them for a fixed
-number of optimizer steps; so a step number says what comes next. What a round sampled is part of a checkpoint until
-its last step. With lmbda below 1 some completions are those of the data instead (GKD, Agarwal et al.,
-arXiv 2306.13649, algorithm 1; there a coin a step, here a coin a prompt).
+A round samples completions with the engine that serves, by the adapter as it is then, and trains on them
+(services/trainer/jobs/rounds.py). With lmbda below 1 some completions are those of the data instead (GKD, Agarwal et
+al., arXiv 2306.13649, algorithm 1; there a coin a step, here a coin a prompt).
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from services.common.errors import InvalidRequest
 from services.common.jobs import OpdJob
 from services.common.jobs.documents import Document, completion_document
 from services.trainer.host.policy_host import PolicyHost
-from services.trainer.host.rollouts import Completion, RolloutRequest, sampling_rate
-from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
+from services.trainer.host.rollouts import Completion, RolloutRequest
+from services.trainer.jobs.adapter_run import microbatch_tokens
 from services.trainer.jobs.base import RunState
-from services.trainer.jobs.rounds import Rounds
+from services.trainer.jobs.rounds import RoundRun, Rounds
 from services.trainer.losses import divergence_loss, sampled_reverse_kl
 from services.trainer.losses.logprob_gap import SamplerGap
 from services.trainer.losses.logprobs import importance_ratio
@@ -40,14 +39,15 @@ from services.trainer.sampling.prompts import check_stop_tokens, sample_seed
 from services.trainer.sampling.round import completion_tensors, completions_of
 from services.trainer.sampling.round_sampler import RoundSampler
 from services.trainer.sampling.teacher import Teacher
-from services.trainer.timers import StepTimer
 
 _ROUND, _HELD_OUT = "round.", "held_out."
 """Tensors of a checkpoint."""
 
 
-class OpdRun(AdapterRun):
+class OpdRun(RoundRun[TokenizedPrompt]):
     """A prepared distillation job; see `prepare`."""
+
+    measure = "eval_divergence"
 
     def __init__(
         self,
@@ -61,7 +61,12 @@ class OpdRun(AdapterRun):
     ) -> None:
         self._job = spec
         self._teacher = teacher
-        self._sampler = RoundSampler(
+        self._references: list[Completion] = []
+        """Completions of those held-out prompts that came without one, once they have been sampled."""
+        self._sampled: list[Completion] = []
+        self._round = DistillationRound((), 0, 0)
+        per_epoch = -(-spec.round_prompts // spec.step_prompts)
+        sampler = RoundSampler(
             host.rollouts,
             prompts,
             size=spec.round_prompts,
@@ -69,15 +74,8 @@ class OpdRun(AdapterRun):
             max_tokens=spec.max_tokens,
             stop_token_ids=spec.stop_token_ids,
         )
-        self._held_out = held_out
-        self._references: list[Completion] = []
-        """Completions of those held-out prompts that came without one, once they have been sampled."""
-        self._number = -1
-        """The round that is under way."""
-        self._sampled: list[Completion] = []
-        self._round = DistillationRound((), 0, 0)
-        per_epoch = -(-spec.round_prompts // spec.step_prompts)
-        self._rounds = Rounds(spec.rounds, spec.epochs, per_epoch, spec.eval_every)
+        rounds = Rounds(spec.rounds, spec.epochs, per_epoch, spec.eval_every)
+        self._plan_rounds(rounds, sampler, spec.sampling_temperature, held_out)
         lengths = [_longest(spec, prompt) for prompt in prompts]
         longest = sorted(lengths, reverse=True)[: spec.step_prompts]
         longest += [_longest(spec, prompt) for prompt in held_out]
@@ -118,23 +116,6 @@ class OpdRun(AdapterRun):
         )
 
     # -- steps
-
-    def step(self, index: int, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """See JobRun.step. An interrupted evaluation leaves the step applied."""
-        metrics = super().step(index, interrupt)
-        metrics["round"] = float(self._rounds.number(index) + 1)
-        if self._held_out and self._rounds.evaluates_behind(index):
-            metrics |= self.evaluate(interrupt)
-        return metrics
-
-    def _before(self, index: int, interrupt: Callable[[], None]) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        number = self._rounds.number(index)
-        if index == 0 and self._held_out:
-            metrics["eval_divergence_before"] = self.evaluate(interrupt)["eval_divergence"]
-        if self._number != number:
-            metrics |= self._begin(number, interrupt)
-        return metrics
 
     def batch(self, index: int) -> list[Document]:
         """The documents of step ``index`` of the round that is under way."""
@@ -229,7 +210,7 @@ class OpdRun(AdapterRun):
         return self._job.sampling_temperature if sampled else self._job.temperature
 
     def _composition(self, members: Sequence[DistillationSample]) -> dict[str, float]:
-        """What the step and its round are made of."""
+        """Metrics of the composition of a step and its round."""
         metrics = {"cut_completions": float(self._round.cut)}
         if members:
             sampled = [member for member in members if member.sampled]
@@ -242,37 +223,29 @@ class OpdRun(AdapterRun):
 
     # -- rounds
 
-    def _begin(self, number: int, interrupt: Callable[[], None]) -> dict[str, float]:
-        """Samples a round; how fast."""
-        requests = [
+    def _requests(self, number: int) -> list[RolloutRequest]:
+        return [
             RolloutRequest(prompt.token_ids, sample_seed(self._job.seed, number, place))
             for place, prompt in enumerate(self._sampler.chosen(number))
             if drawn(self._job, number, place)
         ]
-        found = self._sampler.sample(self._lora, requests, self._job.sampling_temperature, self._watch, interrupt)
-        self._enter(number, found)
-        return sampling_rate(found, self._watch)
 
-    def _enter(self, number: int, found: list[Completion]) -> None:
-        """These are the completions that the round sampled, in the order of its places."""
+    def _receive(self, number: int, found: list[Completion], interrupt: Callable[[], None]) -> None:
+        del interrupt
         waiting = iter(found)
         chosen = self._sampler.chosen(number)
         sampled = [next(waiting) if drawn(self._job, number, place) else None for place in range(len(chosen))]
         self._round = distillation_round(self._teacher, chosen, sampled)
-        self._number, self._sampled = number, found
+        self._sampled = found
 
     # -- what is held out
 
     def _sample_references(self, interrupt: Callable[[], None]) -> None:
-        """Once, before the first step."""
+        """Samples the completions of held-out prompts that came without one, once, before the first step."""
         if self._references:
             return
-        prompts = [prompt.token_ids for prompt in self._held_out if prompt.completion is None]
-        requests = [RolloutRequest(prompt, 0) for prompt in prompts]
-        # No part of the step that it happens to fall on.
-        self._references = self._sampler.sample(
-            self._lora, requests, 0.0, StepTimer(self._host.model.device), interrupt
-        )
+        prompts = [prompt for prompt in self._held_out if prompt.completion is None]
+        self._references = self._sample_greedily(prompts, interrupt)
 
     def _held_out_documents(self) -> list[Document]:
         references = iter(self._references)
@@ -320,7 +293,7 @@ class OpdRun(AdapterRun):
         tensors, data = dict(state.tensors), dict(state.data)
         if self._references:
             tensors |= completion_tensors(_HELD_OUT, self._references)
-        if self._number >= 0 and self._rounds.under_way(self._number, self._finished):
+        if self._under_way:
             tensors |= completion_tensors(_ROUND, self._sampled)
             data["round"] = self._number
         return RunState(tensors, data)
@@ -331,7 +304,8 @@ class OpdRun(AdapterRun):
         if f"{_HELD_OUT}lengths" in state.tensors:
             self._references = completions_of(_HELD_OUT, state.tensors)
         if "round" in state.data:
-            self._enter(int(state.data["round"]), completions_of(_ROUND, state.tensors))
+            self._number = int(state.data["round"])
+            self._receive(self._number, completions_of(_ROUND, state.tensors), lambda: None)
         return step
 
 

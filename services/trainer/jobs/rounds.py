@@ -1,10 +1,20 @@
-"""The steps of a job that samples for itself: so many rounds, in each so many epochs over what it sampled."""
+"""Rounds of a job that samples for itself: the first step of each samples, and all of its steps train on that.
+
+A round is a fixed number of optimizer steps, so the job's length is known and a step number says what comes next. What
+a round sampled is part of the state until its last step, so a resumed round goes on with the same completions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
+
+from services.trainer.host.rollouts import Completion, RolloutRequest, sampling_rate
+from services.trainer.jobs.adapter_run import AdapterRun
+from services.trainer.sampling.round_sampler import RoundSampler
+from services.trainer.timers import StepTimer
 
 _T = TypeVar("_T")
 
@@ -61,3 +71,83 @@ class Rounds:
     def under_way(self, number: int, finished: int) -> bool:
         """Whether a round has steps left after so many finished ones of the job."""
         return finished < (number + 1) * self.steps
+
+
+class PromptTokens(Protocol):
+    """A prompt as tokens, with whatever else a kind of job knows of it."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...
+
+
+P = TypeVar("P", bound=PromptTokens)
+
+
+class RoundRun(AdapterRun, Generic[P]):
+    """Run of a job that samples: it evaluates before the first step, samples where a round begins, and evaluates again
+    behind rounds."""
+
+    measure: ClassVar[str]
+    """The metric of `evaluate` that is also measured before the first step."""
+
+    def _plan_rounds(self, rounds: Rounds, sampler: RoundSampler[P], temperature: float, held_out: Sequence[P]) -> None:
+        """Sets what the rounds need. A subclass calls it before ``AdapterRun.__init__``.
+
+        Args:
+            temperature: of the rounds' completions; held-out prompts are answered greedily.
+            held_out: prompts of the evaluation.
+        """
+        self._rounds = rounds
+        self._sampler = sampler
+        self._sampling_temperature = temperature
+        self._held_out = held_out
+        self._number = -1
+        """Number of the round that was sampled last; -1: none yet."""
+
+    def examine(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """See JobRun.examine: the job's examples are those that it samples."""
+        del interrupt
+        return {}
+
+    def step(self, index: int, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """See JobRun.step. An interrupted evaluation leaves the step applied."""
+        metrics = super().step(index, interrupt)
+        metrics["round"] = float(self._rounds.number(index) + 1)
+        if self._held_out and self._rounds.evaluates_behind(index):
+            metrics |= self.evaluate(interrupt)
+        return metrics
+
+    def _before(self, index: int, interrupt: Callable[[], None]) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        number = self._rounds.number(index)
+        if index == 0 and self._held_out:
+            metrics[f"{self.measure}_before"] = self.evaluate(interrupt)[self.measure]
+        if self._number != number:
+            metrics |= self._begin(number, interrupt)
+        return metrics | super()._before(index, interrupt)
+
+    def _begin(self, number: int, interrupt: Callable[[], None]) -> dict[str, float]:
+        """Samples a round; returns the metric of its speed."""
+        requests = self._requests(number)
+        found = self._sampler.sample(self._lora, requests, self._sampling_temperature, self._watch, interrupt)
+        self._receive(number, found, interrupt)
+        self._number = number
+        return sampling_rate(found, self._watch)
+
+    @abstractmethod
+    def _requests(self, number: int) -> list[RolloutRequest]:
+        """Requests for the completions of a round."""
+
+    @abstractmethod
+    def _receive(self, number: int, found: list[Completion], interrupt: Callable[[], None]) -> None:
+        """Makes the round's training data of the completions of its `_requests`."""
+
+    @property
+    def _under_way(self) -> bool:
+        """Whether the round that was sampled last has steps left."""
+        return self._number >= 0 and self._rounds.under_way(self._number, self._finished)
+
+    def _sample_greedily(self, prompts: Sequence[P], interrupt: Callable[[], None]) -> list[Completion]:
+        """Greedy completions of held-out prompts. Their time is no part of the step that they happen to fall on."""
+        requests = [RolloutRequest(prompt.token_ids, 0) for prompt in prompts]
+        return self._sampler.sample(self._lora, requests, 0.0, StepTimer(self._host.model.device), interrupt)
