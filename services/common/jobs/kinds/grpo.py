@@ -44,7 +44,7 @@ from services.common.validation.json_rules import (
 )
 from services.common.validation.strict_models import absent
 
-DEFAULT_LOSS_TYPE: LossType = "dapo"
+DEFAULT_LOSS_TYPE = LossType("dapo")
 MismatchCorrection: TypeAlias = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 RewardScale: TypeAlias = Literal["group", "batch", "none"]
 
@@ -82,7 +82,8 @@ class GrpoJob(JobBase):
     groups_per_step: int | None = Field(None, ge=1)
     """Groups an optimizer step; None: all of them."""
     loss_type: LossType = DEFAULT_LOSS_TYPE
-    """What is clipped and what the sum over tokens is divided by; docs/guides/training/grpo.md has the formulas."""
+    """Loss type: what is clipped and what the sum over tokens is divided by. docs/guides/training/grpo.md has the
+    formulas."""
     clip_low: float = Field(default_factory=lambda given: _clip(given, 0), ge=0, lt=1)
     """The ratio counts from 1 - clip_low on. Default 0.2, of gspo 0.0003."""
     clip_high: float = Field(default_factory=lambda given: _clip(given, 1), ge=0, le=1e3)
@@ -103,8 +104,9 @@ class GrpoJob(JobBase):
     """Divide the advantage by the standard deviation of the group's rewards, of all rewards of the job (batch), or not
     at all. true means group, false none."""
     mismatch_correction: MismatchCorrection = "none"
-    """What makes up for the trainer's log-probabilities not being the sampler's: weights trainer / sampler, of a token
-    or a sequence, bounded (truncate) or dropped (mask) over mismatch_cap. The ratio is then against the trainer's."""
+    """Correction for the difference between the trainer's and the sampler's log-probabilities: weights trainer /
+    sampler, of a token or a sequence, bounded (truncate) or dropped (mask) over mismatch_cap. The ratio is then against
+    the trainer's."""
     mismatch_cap: float = Field(3.0, gt=0, le=1e6)
     exact_forward: bool = False
     """Take the values of all log-probabilities from the engine, by the sampler's own kernels, and the gradients from

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 
 class LossTypeSpec(NamedTuple):
@@ -25,7 +28,25 @@ LOSS_TYPES: Mapping[str, LossTypeSpec] = {
     "gspo": LossTypeSpec("services.trainer.losses.policy:GSPO", clip=(3e-4, 4e-4)),
 }
 
-if TYPE_CHECKING:
-    LossType: TypeAlias = str
-else:
-    LossType = Literal[tuple(LOSS_TYPES)]
+
+class LossType(str):
+    """Name of a loss type in LOSS_TYPES.
+
+    Raises:
+        ValueError: there is no such loss type.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, name: str) -> LossType:
+        if name not in LOSS_TYPES:
+            raise ValueError(f"{name!r} is no loss type: {', '.join(LOSS_TYPES)}")
+        return super().__new__(cls, name)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Schema of a field: one of the names, as a Literal of them would have it."""
+        del source, handler
+        return core_schema.no_info_after_validator_function(
+            cls, core_schema.literal_schema(list(LOSS_TYPES)), serialization=core_schema.to_string_ser_schema()
+        )
