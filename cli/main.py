@@ -24,7 +24,7 @@ app = typer.Typer(
 
 
 class Device(enum.StrEnum):
-    """Where the engine computes."""
+    """Device that the engine computes on."""
 
     AUTO = "auto"
     CPU = "cpu"

@@ -22,7 +22,8 @@ class CliSettings(BaseSettings):
 
 
 class UpSettings(BaseSettings):
-    """What `temper up` takes from the environment: stores to use instead of its own, and how patiently to stop."""
+    """Settings that `temper up` takes from the environment: stores to use instead of its own, and the patience to
+    stop."""
 
     model_config = SettingsConfigDict(env_prefix="TEMPER_", extra="ignore", frozen=True)
 

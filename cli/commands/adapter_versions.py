@@ -29,7 +29,7 @@ class Dtype(enum.StrEnum):
 
 
 class Form(enum.StrEnum):
-    """Of the keys in adapter_model.safetensors."""
+    """Form of the keys in adapter_model.safetensors."""
 
     TEXT = "text"
     MULTIMODAL = "multimodal"

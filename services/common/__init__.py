@@ -1,1 +1,1 @@
-"""What services share. No torch."""
+"""Code that services share. No torch."""

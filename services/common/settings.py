@@ -43,13 +43,13 @@ class CommonSettings(BaseSettings):
     no_proxy: str = Field("", validation_alias="no_proxy")
     """Hosts and domains that are reached without a proxy, separated by commas; *: all."""
     served_model_name: str = "qwen3.5"
-    """What clients put in `model` for the base model."""
+    """Name that clients put in `model` for the base model."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"
     metrics_port: int = Field(0, ge=0, le=65535)
     """Prometheus port of a process that has no HTTP of its own; 0: off."""
     metrics_host: str = "127.0.0.1"
-    """Where it listens; there is no authentication. 0.0.0.0: on all interfaces."""
+    """Address that it listens on; there is no authentication. 0.0.0.0: all interfaces."""
     otlp_endpoint: str = Field("", pattern=r"^(https?://[^/\s]+)?$")
     """Collector of traces, OTLP over gRPC: http://collector:4317, or https:// for TLS. Empty: nothing is traced."""
     otlp_headers: SecretStr = SecretStr("")

@@ -13,7 +13,7 @@ _STEP_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 12
 
 
 OUTCOMES = ("succeeded", "failed", "cancelled", "requeued", "crashed", "lost", "unsettled")
-"""How a trainer lets go of a job. requeued: at a shutdown; lost: another trainer has it; unsettled: a fault of ours."""
+"""Outcomes of an attempt. requeued: at a shutdown; lost: another trainer has the job; unsettled: a fault of ours."""
 _SHOWN = {"loss": "loss", "reward": "reward_mean", "kl": "kl", "tokens_per_second": "tokens_per_second"}
 """Gauge of the running job → what a step calls it."""
 

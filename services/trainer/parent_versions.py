@@ -1,4 +1,4 @@
-"""What a job's result is made from: the version to continue, or the versions to merge."""
+"""Parents of a job's result: the version to continue, or the versions to merge."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _existing(ref: str, registry: AdapterRegistry) -> AdapterVersion:
 
 
 def continued(spec: Spec, parents: Sequence[ParentVersion]) -> str | None:
-    """What a job says that continues a version without having named it; None: it begins a new adapter, or names it."""
+    """Note of a job that continues a version without having named it; None: it begins a new adapter, or names it."""
     if isinstance(spec, MergeJob) or spec.start_from is not None or not parents:
         return None
     return (
@@ -115,8 +115,8 @@ def continued(spec: Spec, parents: Sequence[ParentVersion]) -> str | None:
 
 
 def sampled_elsewhere(spec: Spec, parents: Sequence[ParentVersion]) -> str | None:
-    """What the job's log says of rollouts that another policy sampled than the one it continues; None: nothing, or the
-    rollouts do not say who sampled them."""
+    """Note of a job some of whose rollouts were sampled by another policy than the one it continues; None: there are
+    none, or the rollouts do not say who sampled them."""
     if not isinstance(spec, GrpoJob):
         return None
     start = str(parents[0].version) if parents else BASE

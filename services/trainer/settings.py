@@ -11,7 +11,7 @@ from services.common.settings import CommonSettings
 
 
 class TrainerSettings(CommonSettings):
-    """How jobs are claimed, kept alive and made resumable."""
+    """Settings of the trainer: how jobs are claimed, kept alive and made resumable."""
 
     trainer_name: str | None = None
     """Name of this process in the consumer group; None: host, process id and a random part."""
@@ -22,17 +22,17 @@ class TrainerSettings(CommonSettings):
     job_max_attempts: int = Field(3, ge=1)
     """Deliveries after which a job goes to the dead letter stream."""
     checkpoint_dir: Path = Path(".temper/checkpoints")
-    """Where checkpoints wait while the object store is away."""
+    """Directory where checkpoints wait while the object store is away."""
     checkpoints_kept: int = Field(2, ge=1)
     """Newest checkpoints that stay in the object store while a job runs."""
     trainer_drain_seconds: float = Field(20.0, gt=0)
-    """How long a draining trainer tries to hand its job back in order."""
+    """Time for which a draining trainer tries to hand its job back in order."""
     rollout_sequences: int = Field(64, ge=1)
     """Rollouts of a job that are in the engine at once, at most max_num_seqs. Users' requests go before them."""
     rollout_timeout_seconds: float = Field(1800.0, gt=0)
-    """How long one round's rollouts may take beside users' requests; then the job is tried again."""
+    """Time that one round's rollouts may take beside users' requests; then the job is tried again."""
     reward_webhooks: str = ""
-    """Where jobs may send their samples to be scored: URL prefixes, separated by commas; without a scheme: https."""
+    """URL prefixes to which jobs may send their samples to be scored, separated by commas; without a scheme: https."""
     reward_webhook_secret: SecretStr | None = Field(None, min_length=16)
     """Signs the requests to webhooks (HMAC-SHA256); without it there are none."""
     reward_webhook_timeout_seconds: float = Field(30.0, gt=0)
@@ -40,7 +40,7 @@ class TrainerSettings(CommonSettings):
     reward_webhook_attempts: int = Field(4, ge=1)
     """Attempts of one request to a webhook that cannot be reached or answers with 429 or 5xx."""
     adapter_sync_seconds: float = Field(30.0, gt=0)
-    """How long a finished job waits until the engine beside it serves the new version."""
+    """Time for which a finished job waits until the engine beside it serves the new version."""
     adapter_versions_kept: int | None = Field(None, ge=1)
     """After each publish, versions of the adapter beyond this many newest ones are removed, unless
     TEMPER_ADAPTER_DAYS_KEPT, a pointer or an unfinished job keeps them; unset: all stay."""
@@ -60,11 +60,11 @@ class TrainerSettings(CommonSettings):
     session_pending_calls: int = Field(64, ge=1)
     """Calls of one session that may wait for those before them."""
     session_gap_seconds: float = Field(30.0, gt=0)
-    """How long a call waits for one before it that never comes."""
+    """Time for which a call waits for an earlier one that never comes."""
     session_results: int = Field(256, ge=1)
     """Newest results of a session that are kept for polling."""
     session_result_seconds: float = Field(900.0, gt=0)
-    """How long a result is kept."""
+    """Time for which a result is kept."""
 
     @field_validator("reward_webhooks")
     @classmethod

@@ -1,4 +1,4 @@
-"""How long the parts of a step take, by the clock of the device that computes them."""
+"""Timer of the parts of a step, by the clock of the device that computes them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StepTimer:
 
     @contextmanager
     def part(self, name: Part) -> Iterator[None]:
-        """What the block launches belongs to this part; blocks of one name add up."""
+        """Context manager that counts what its block launches as this part; blocks of one name add up."""
         if not self._cuda:
             with self.waiting(name):
                 yield

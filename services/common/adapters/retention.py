@@ -53,7 +53,7 @@ class RetentionPolicy:
             raise InvalidRequest(f"days must be a number of at least 0, got {self.days}", param="days")
 
     def reason(self, age_rank: int, manifest: Manifest, now: float) -> str | None:
-        """Why a version stays; None: it may go. ``age_rank``: 0 for the newest."""
+        """Reason why a version stays; None: it may go. ``age_rank``: 0 for the newest."""
         if self.keep is not None and age_rank < self.keep:
             return f"among the newest {self.keep}"
         if self.days is not None and now - manifest.created_at < self.days * 86400:
@@ -112,7 +112,7 @@ def prune(
 
 
 def _pointed_at(registry: AdapterRegistry, version: AdapterVersion) -> str | None:
-    """Which pointer holds a version, of all models that use this bucket."""
+    """Pointer that holds a version, of all models that use this bucket."""
     if registry.current(version.name) == version:
         return "current"
     for key in registry.store.list(ATTACHED):

@@ -1,4 +1,4 @@
-"""What every training job has in common: whose adapter, its shape, the optimizer, how the data is read."""
+"""Base of all training jobs: fields of the adapter, its shape, the optimizer and the reading of the data."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class ServedLimits:
-    """What a job is checked against: the tokenizer of the model that the engines serve, and their limits. 0: unknown,
-    as with engines of earlier releases."""
+    """Limits that a job is checked against, and the tokenizer of the model that the engines serve. 0: unknown, as with
+    engines of earlier releases."""
 
     codec: TextCodec
     vocab_size: int
@@ -70,7 +70,7 @@ class ServedLimits:
 
 @dataclass(frozen=True, slots=True)
 class DataRows:
-    """How the rows of a JSONL file become a field of a job."""
+    """Conversion of the rows of a JSONL file to a field of a job."""
 
     field: str
     model: type[SentModel]
@@ -86,7 +86,7 @@ class OptimizerSettings(SentModel):
     """None: by the method and the model (`Pace`)."""
     warmup_steps: int = Field(0, ge=0)
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """What follows the warm-up: the rate as it is, or a fall towards 0 at the end of the job."""
+    """Schedule behind the warm-up: the rate as it is, or a fall towards 0 at the end of the job."""
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.999, ge=0, lt=1)
     eps: float = Field(1e-8, gt=0)
@@ -127,14 +127,14 @@ class JobBase(PublishingJob):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the chat template for prompts that it renders, e.g. {"enable_thinking": true}."""
     prompt_format: Literal["chat", "raw"] = "chat"
-    """How a plain-string prompt is read: as one user message, or as text that is used as it is."""
+    """Reading of a plain-string prompt: as one user message, or as text that is used as it is."""
     max_tokens_per_microbatch: int | None = Field(None, ge=1)
     """Short documents are packed up to this many tokens a forward and backward; a longer one is alone. Gradients do not
     depend on it; memory does, and how long a request may wait for a layer. None: 2048 on a GPU, 512 on a CPU."""
     recompute: Recompute | None = None
-    """What the backward computes again instead of keeping it: "none" is fastest, "selective" (the inside of mixers and
-    the first product of the MLP) keeps about a third of it, "full" (whole layers) a twentieth and costs a third more
-    time. None: "none"."""
+    """Amount that the backward computes again instead of keeping it: "none" is fastest, "selective" (the inside of
+    mixers and the first product of the MLP) keeps about a third of it, "full" (whole layers) a twentieth and costs a
+    third more time. None: "none"."""
     gradient_checkpointing: bool = False
     """Shorthand for recompute "full"."""
     publish_if: PublishIf | None = None
@@ -160,7 +160,7 @@ class JobBase(PublishingJob):
     @classmethod
     @abstractmethod
     def data_rows(cls, rows: Sequence[Mapping[str, Any]]) -> DataRows:
-        """How rows of a JSONL file become the data of the job.
+        """Conversion of the rows of a JSONL file to the data of the job.
 
         Raises:
             InvalidRequest: the rows cannot be the data of one job.
@@ -172,7 +172,7 @@ class JobBase(PublishingJob):
 
     @property
     def eval_metrics(self) -> Mapping[str, Better]:
-        """What the job as it stands evaluates, and which way is better; publish_if may name these."""
+        """Metrics that the job as it stands evaluates, and which way is better; publish_if may name these."""
         return {}
 
     @model_validator(mode="after")
@@ -182,7 +182,7 @@ class JobBase(PublishingJob):
 
     @property
     def evaluation_way_out(self) -> str:
-        """What to do about a job without evaluation."""
+        """Advice for a job without evaluation that has a publish_if."""
         return "jobs of this kind compute no evaluation, so leave publish_if out"
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""What jobs that learn from examples have in common: the examples, how they are gone through, what is held out."""
+"""Base of jobs that learn from examples: the examples, the passes over them, and those that are held out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STATE_WORDS = 624
 
 
 def held_out(count: int, fraction: float) -> int:
-    """How many of ``count`` examples a share of them is."""
+    """Number of held-out examples among ``count``, by their share."""
     return 0 if fraction == 0 else min(max(1, count - 1), max(1, math.floor(count * fraction + 0.5)))
 
 
@@ -102,12 +102,12 @@ class ExampleJob(JobBase, Generic[E]):
 
     @property
     def held_out(self) -> int:
-        """How many of the examples are held out: at least one, and at least one is left, if there is to be one."""
+        """Number of examples that are held out. If any are to be, at least one is, and at least one is left."""
         return 0 if self.eval_examples else held_out(len(self.examples), self.eval_fraction)
 
     @property
     def split(self) -> tuple[Numbered[E], Numbered[E], str]:
-        """What to train on, what to hold out, and the field that the held-out examples come from."""
+        """Examples to train on, examples to hold out, and the field that the latter come from."""
         if self.eval_examples:
             return list(enumerate(self.examples)), list(enumerate(self.eval_examples)), "eval_examples"
         train, held = split_evaluation(len(self.examples), self.eval_fraction, self.seed)

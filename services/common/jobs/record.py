@@ -12,7 +12,7 @@ from services.common.validation.strict_models import StrictModel
 
 
 class JobState(enum.StrEnum):
-    """Where a job is. Terminal states never change again."""
+    """State of a job. Terminal states never change again."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -26,7 +26,7 @@ class JobState(enum.StrEnum):
 
 
 class JobProgress(StrictModel):
-    """How far a running job is."""
+    """Progress of a running job."""
 
     step: int = 0
     total_steps: int = 0
@@ -46,7 +46,7 @@ class Job(StrictModel):
     finished_at: float | None = None
     attempts: int = 0
     reason: str | None = None
-    """Why it failed or was cancelled, in words for the user."""
+    """Reason why it failed or was cancelled, in words for the user."""
     progress: JobProgress = JobProgress()
     cancel_requested: bool = False
     metrics: dict[str, float] = Field(default_factory=dict)
@@ -56,9 +56,9 @@ class Job(StrictModel):
     parent: str | None = None
     """"name@n" that it continues; of a merge all sources, with commas. null: a new adapter, or not begun yet."""
     settings: dict[str, int | float] = Field(default_factory=dict)
-    """What it trains with, whether the job named it or left it open: learning_rate, steps, epochs, …"""
+    """Settings that it trains with, named by the job or left open: learning_rate, steps, epochs, …"""
     notes: list[str] = Field(default_factory=list)
-    """What the user should know: of the data, of what is continued, and of a lesson that was hardly learnt."""
+    """Notes for the user: on the data, on the version that is continued, and on examples that were hardly learnt."""
     metadata: dict[str, str] = Field(default_factory=dict)
     key_id: str | None = None
     """Id of the API key that submitted it; null: there were no keys."""

@@ -76,7 +76,7 @@ class OpenSession(SentModel):
     adapter: AdapterRef | None = None
     """"name" or "name@n" to start from; its shape is kept."""
     checkpoint: CheckpointName | None = None
-    """What a session saved as a checkpoint: the adapter together with its optimizer."""
+    """Checkpoint of a session to start from: the adapter together with its optimizer."""
     lora: LoraSettings = LoraSettings()
     """Shape and seed of a new adapter. What is given must agree with an adapter or checkpoint to start from."""
     ttl_seconds: float | None = Field(None, gt=0)
@@ -85,8 +85,8 @@ class OpenSession(SentModel):
     max_tokens_per_microbatch: int | None = Field(None, ge=1)
     """Short data are packed up to this many tokens a forward and backward. None: 2048 on a GPU, 512 on a CPU."""
     recompute: Recompute = "none"
-    """What the backward computes again instead of keeping it: "none" is fastest, "selective" and "full" need less
-    memory."""
+    """Amount that the backward computes again instead of keeping it: "none" is fastest, "selective" and "full" need
+    less memory."""
     metadata: dict[str, Annotated[str, Field(max_length=512)]] = Field(default_factory=dict, max_length=16)
 
     json_rules: ClassVar[Rules] = (at_most_one("adapter", "checkpoint"),)
@@ -143,7 +143,7 @@ class Datum(SentModel):
 
     @property
     def inputs(self) -> list[int]:
-        """What the model reads."""
+        """Tokens that the model reads."""
         return self.token_ids if self.targets is not None else self.token_ids[:-1]
 
     @property
@@ -191,7 +191,8 @@ class _Call(SentModel):
 
 
 def _of_loss(loss: Loss) -> Rule:
-    """What a call with this loss has: its settings and no others, and what sampled the data if it needs that."""
+    """Rule for a call with this loss: it has the loss's settings and no others, and advantages with the sampler's
+    log-probabilities if the loss needs them."""
     config = left_out(*sorted(LossConfig.model_fields.keys() - _LOSS_FIELDS[loss]))
     sampled = ("advantages", "logprobs")
     if loss == "cross_entropy":  # the default, where there is one
@@ -309,7 +310,7 @@ class Sample(_Call):
     )
     """Token ids, or text."""
     prompt_format: Literal["chat", "raw"] = "raw"
-    """How a text is read: as it is, or as one user message."""
+    """Reading of a text: as it is, or as one user message."""
     n: int = Field(1, ge=1, le=MAX_SAMPLES)
     """Completions a prompt."""
     max_tokens: int = Field(ge=1, lt=2**31)
@@ -337,7 +338,7 @@ CALL: TypeAdapter[Call] = TypeAdapter(Annotated[Call, Field(discriminator="kind"
 
 
 def check_tokens(call: Call, *, vocab_size: int, max_train_tokens: int, max_call_tokens: int) -> None:
-    """What depends on the engine. A limit of 0 is not known here and is left to the engine.
+    """Checks a call against the engine's limits. A limit of 0 is not known here and is left to the engine.
 
     Raises:
         InvalidRequest: a token id outside the vocabulary, a datum or the call too long.

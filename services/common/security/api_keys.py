@@ -94,7 +94,7 @@ class ApiKey(_Strict):
         return self
 
     def refusal(self, now: datetime) -> str | None:
-        """Why it is not valid, if it is not."""
+        """Reason why the key is not valid; None: it is."""
         if self.revoked_at is not None and self.revoked_at <= now:
             return "has been revoked"
         if self.expires_at is not None and self.expires_at <= now:

@@ -1,1 +1,1 @@
-"""What the trainer asks of the engine beside it: compute, rollouts, adapters."""
+"""Interface of the engine beside the trainer: compute, rollouts, adapters."""

@@ -1,4 +1,4 @@
-"""What the trainer needs from the engine it lives beside; the pod (services/pod) wires the two together."""
+"""Interface of the engine that the trainer runs beside; the pod (services/pod) implements it."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class PolicyHost(Protocol):
 
     @property
     def max_lora_rank(self) -> int:
-        """What the engine's adapter slots hold; an adapter of a higher rank could be trained but never served."""
+        """Rank of the engine's adapter slots; an adapter of a higher rank could be trained but never served."""
         ...
 
     @property
     def train_memory_bytes(self) -> int:
-        """What the memory plan leaves for a job: adapter, gradients, optimizer and activations."""
+        """Bytes that the memory plan leaves for a job: adapter, gradients, optimizer and activations."""
         ...
 
     @property
@@ -70,12 +70,12 @@ class PolicyHost(Protocol):
 
     @property
     def webhooks(self) -> Webhooks:
-        """Where jobs may have their rollouts scored."""
+        """Webhooks that jobs may have their rollouts scored by."""
         ...
 
     @property
     def memory_budget(self) -> MemoryBudget:
-        """Who holds how much of that."""
+        """Budget that tells which job or session holds how much of that memory."""
         ...
 
     def adapter_files(self, version: AdapterVersion) -> Mapping[str, bytes]:

@@ -1,4 +1,4 @@
-"""What a job asks of the engine beside it to sample completions or to score them; the pod answers
+"""Interface by which a job samples completions on the engine beside it, or has them scored. The pod implements it
 (services/pod/rollouts.py)."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RolloutRequest:
 
 @dataclass(frozen=True, slots=True)
 class RolloutSampling:
-    """How to sample. There is no top_k, top_p or min_p: see docs/decisions/sampling-logprobs.md."""
+    """Sampling parameters of a job. There is no top_k, top_p or min_p: see docs/decisions/sampling-logprobs.md."""
 
     temperature: float
     """0 is greedy."""
@@ -36,7 +36,7 @@ class RolloutSampling:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What was sampled."""
+    """Completion that the engine sampled."""
 
     token_ids: tuple[int, ...]
     """Token ids with the one that ended the completion, unless it is ``truncated``."""
@@ -53,7 +53,7 @@ class ScoreRequest:
     prompt: tuple[int, ...]
     completion: tuple[int, ...]
     temperature: float
-    """What it was sampled at; 0 is scored as 1, as greedy tokens are."""
+    """Temperature that it was sampled at; 0 is scored as 1, as greedy tokens are."""
 
 
 class PrivatePolicy(Protocol):
@@ -66,7 +66,8 @@ class PrivatePolicy(Protocol):
 
 
 Policy = PrivatePolicy | AdapterVersion | None
-"""Who samples: a job's own adapter as it is now, a published version, or (None) the model without an adapter."""
+"""Policy that samples: a job's own adapter as it is now, a published version, or (None) the model without an
+adapter."""
 
 
 class RolloutSource(Protocol):
@@ -153,6 +154,6 @@ def sample(
 
 
 def sampling_rate(completions: Sequence[Completion], watch: StepTimer) -> dict[str, float]:
-    """The metric of what sample() has brought."""
+    """Metric of the speed at which sample() brought these completions."""
     tokens = sum(len(completion.token_ids) for completion in completions)
     return {"rollout_tokens_per_second": tokens / max(watch.waited("rollout"), 1e-9)}

@@ -1,4 +1,4 @@
-"""What every job that trains one adapter shares: parameters, optimizer, accumulation, checkpoints."""
+"""Base of every job that trains one adapter: parameters, optimizer, accumulation, checkpoints."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def microbatch_tokens(spec: JobBase, host: PolicyHost) -> int:
 
 
 def chosen_microbatch_tokens(given: int | None, host: PolicyHost) -> int:
-    """What was given, or what suits the device."""
+    """Tokens of a microbatch: the given number, or one that suits the device."""
     if given is not None:
         return given
     return _TOKENS_ON_CPU if host.model.device.type == "cpu" else USUAL_TOKENS
@@ -121,7 +121,7 @@ class AdapterRun(ABC):
             host.train_memory_bytes,
         )
         self._graphs = host.memory_budget.reserve_job(MemoryNeed.of(memory, captured=host.model.device.type == "cuda"))
-        """Where steps are captured; None: they are launched kernel by kernel."""
+        """Memory of captured steps; None: steps are launched kernel by kernel."""
         self._largest = largest
         self._memory = memory
         self._spec = spec
@@ -274,7 +274,7 @@ class AdapterRun(ABC):
         adapter stays as it is. What it computes is in parts of ``_watch``."""
 
     def _examined(self, lengths: Sequence[int], *, least: int = 1) -> list[int]:
-        """Which of the examples of these lengths `examine` looks at: about two microbatches of them."""
+        """Indices of the examples that `examine` looks at, of examples of these lengths: about two microbatches."""
         return evenly(lengths, 2 * microbatch_tokens(self._spec, self._host), least=least)
 
     def _pack(self, documents: Sequence[Document]) -> list[Microbatch]:

@@ -1,4 +1,4 @@
-"""What the worker drives: one training job, step by step, resumable at every step."""
+"""Interface of a prepared job, which the worker drives step by step and can resume at every step."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class JobRun(Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know about the prepared data (examples dropped, groups skipped): log events."""
+        """Notes for the user about the prepared data (examples dropped, groups skipped), which become log events."""
         ...
 
     @property
     def settings(self) -> Mapping[str, float]:
-        """What it trains with, given or chosen: learning_rate, steps, epochs, …"""
+        """Settings that the job trains with, given or chosen: learning_rate, steps, epochs, …"""
         ...
 
     @property
@@ -63,7 +63,7 @@ class JobRun(Protocol):
 
     @property
     def lineage(self) -> Lineage | None:
-        """What the finished result was made of, if it was made without training."""
+        """Lineage of the result, if it was made without training."""
         ...
 
     def evaluate(self, interrupt: Callable[[], None] = _uninterrupted) -> dict[str, float]:
@@ -74,8 +74,8 @@ class JobRun(Protocol):
         ...
 
     def examine(self, interrupt: Callable[[], None] = _uninterrupted) -> dict[str, float]:
-        """How well the adapter as it is knows the job's own examples, or a bounded number of them spread evenly: `loss`
-        and what else the method has to say; {} if the job has none of its own. Changes nothing."""
+        """Metrics of how well the adapter as it is knows the job's own examples, or a bounded number of them spread
+        evenly: `loss`, and others by the method; {} if the job has no examples of its own. Changes nothing."""
         ...
 
     def step(self, index: int, interrupt: Callable[[], None] = _uninterrupted) -> dict[str, float]:

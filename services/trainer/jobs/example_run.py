@@ -1,4 +1,4 @@
-"""What jobs that go through examples share: the order, the epochs, the evaluation between steps."""
+"""Base of jobs that go through examples: their order, epochs, and evaluation between steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
 from services.trainer.packing import largest_microbatch, shuffled
 
 _EXAMINED = ("loss", "token_accuracy", "accuracy", "margin")
-"""What an evaluation says of how well a job's own examples are known."""
+"""Metrics of an evaluation that tell how well a job's own examples are known."""
 
 
 class ExampleRun(AdapterRun):

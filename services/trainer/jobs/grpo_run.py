@@ -105,7 +105,7 @@ class GrpoRun(AdapterRun):
 
     @property
     def _longest(self) -> int:
-        """What dr_grpo divides by."""
+        """Completion length that dr_grpo divides by."""
         return self._job.max_completion_length or self._scored.longest
 
     def batch(self, index: int) -> list[Document]:
@@ -144,8 +144,9 @@ class GrpoRun(AdapterRun):
         return self._recomputed if self._job.mismatch_correction == "none" else self._learnt_from
 
     def _known_values(self, index: int) -> dict[int, Tensor]:
-        """What the engine says of rollouts under the policy as it is before step ``index``, where that is known without
-        asking. Of posted rollouts it is not: another adapter, engine or setting may have sampled them."""
+        """Log-probabilities that the engine computes for rollouts under the policy as it is before step ``index``,
+        where they are known without asking. Those of posted rollouts are not: another adapter, engine or setting may
+        have sampled them."""
         del index
         return {}
 

@@ -62,7 +62,7 @@ class MergeRun:
         self._shop = self._reserved(host)
 
     def _reserved(self, host: PolicyHost) -> Workshop:
-        """Where the merge runs, with the memory for its largest layer reserved."""
+        """Workshop of the merge, with the memory for its largest layer reserved."""
         shop = Workshop(host.model.device, host.gate)
         self._memory = max(self._bytes(path, shop) for layer in self._layers for path in layer)
         self._train_memory = host.train_memory_bytes
@@ -103,7 +103,7 @@ class MergeRun:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is merged."""
+        """Note that names the merged versions."""
         parts = [
             f"{source.weight:g} × {source_version.version} (rank {parent.max_rank}, {len(parent.targets)} layers)"
             for source, source_version, parent in zip(self._spec.sources, self._sources, self._parents, strict=True)
@@ -238,6 +238,6 @@ def _factors(target: BoundTarget) -> Factors:
 
 
 def _forget(error: BaseException) -> None:
-    """What an error's frames hold."""
+    """Drops what an error's frames hold."""
     traceback.clear_frames(error.__traceback__)
     gc.collect()

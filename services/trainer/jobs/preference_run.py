@@ -1,4 +1,4 @@
-"""What DPO and KTO share: log-probabilities of whole completions, under the policy and under its reference."""
+"""Base of DPO and KTO: log-probabilities of whole completions, under the policy and under its reference."""
 
 from __future__ import annotations
 

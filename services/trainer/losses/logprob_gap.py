@@ -1,4 +1,4 @@
-"""How well the engine that sampled and the trainer agree on one policy's log-probabilities.
+"""Gaps between the engine's and the trainer's log-probabilities of one policy.
 
 They compute the same function in two ways: one token at a time with a recurrent state and batches of all sorts, or a
 whole sequence in chunks. Where the policy is the same, what is left of the importance ratio is this difference.
@@ -54,7 +54,7 @@ class SamplerGap:
 
 
 class ForwardGap:
-    """How far the trainer's own forward is from the engine's values that stand in for it (exact_forward)."""
+    """Gap between the trainer's own forward and the engine's values that stand in for it (exact_forward)."""
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)

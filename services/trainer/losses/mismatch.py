@@ -69,8 +69,8 @@ class MismatchStats:
             self._most = torch.maximum(self._most, weights.max())
 
     def metrics(self) -> dict[str, float]:
-        """How far sampler and trainer are apart; with a correction also what it did. Empty when no sampler said
-        anything."""
+        """Metrics of the distance between sampler and trainer, and of the correction if there is one. Empty when no
+        rollout came with log-probabilities."""
         count, weights, outside = self._sums.tolist()
         if count == 0:
             return {}

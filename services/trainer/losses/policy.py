@@ -63,7 +63,7 @@ class PolicyTokens:
 
 @dataclass(frozen=True, slots=True)
 class Surrogate:
-    """What a loss type makes of a microbatch; all [N]."""
+    """Losses of a microbatch's tokens by a loss type; all [N]."""
 
     per_token: Tensor
     """float32: the loss of each token, with gradient."""

@@ -1,4 +1,4 @@
-"""Who holds how much of the memory that the plan leaves for training: the running job and the open sessions.
+"""Memory budget of training: how much of the plan's part the running job and the open sessions hold.
 
 Adapters, gradients and optimizer states stay for as long as their owner lives and add up. Working memory (activations,
 logits) does not: one thread computes, and frees what it used before another owner's turn. On a GPU steps are captured
@@ -34,7 +34,7 @@ class MemoryNeed:
     working: int
     """At the peak of a microbatch."""
     captured: int = 0
-    """What captured steps compute in."""
+    """Bytes that captured steps compute in."""
 
     @classmethod
     def of(cls, memory: TrainingMemory, *, captured: bool) -> MemoryNeed:
@@ -61,7 +61,7 @@ class MemoryNeed:
 
 
 class WorkingMemory(Protocol):
-    """What the bytes are of. Used by the trainer's thread only."""
+    """Device memory that the budget divides. Used by the trainer's thread only."""
 
     def start(self) -> None:
         """Begins; called by the trainer's thread before anything else."""

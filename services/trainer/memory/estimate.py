@@ -1,4 +1,4 @@
-"""What a job needs beside the frozen weights, in bytes, before it allocates anything.
+"""Estimate of the bytes that a job needs beside the frozen weights, made before it allocates anything.
 
 The activation figures count what is kept from forward to backward (tests compare them with what really is), plus
 working space: an upper bound, not a prediction.
@@ -42,7 +42,7 @@ class TrainingMemory:
     logits: int
     """One tile of the head's output with what is made of it."""
     teacher: int = 0
-    """What a teacher reads with, beside its weights: its adapter, its activations, its tile of logits."""
+    """Bytes that a teacher needs beside its weights: its adapter, its activations, its tile of logits."""
     captured: int = 0
     """Bytes among these in which steps compute that are captured as CUDA graphs."""
 
@@ -70,7 +70,7 @@ class TeacherWork:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What the memory of a job depends on.
+    """Properties of a job that its memory depends on.
 
     Raises:
         ValueError: a number below 1.
@@ -84,7 +84,7 @@ class Workload:
     """Bytes of an activation."""
     recompute: Recompute
     fused: bool
-    """On a GPU: the forward with a backward of its own; otherwise torch's autograd."""
+    """True on a GPU, where the forward has a backward of its own; otherwise torch's autograd computes it."""
     teacher: TeacherWork | None = None
 
     def __post_init__(self) -> None:

@@ -49,7 +49,7 @@ class Notes:
         self._notes: list[str] = []
 
     def tell(self, *notes: str | None) -> None:
-        """Adds what there is to say: an event each, and all of them in the record once `record` is called."""
+        """Adds notes, each of which becomes an event at once; all go into the record when `record` is called."""
         for note in notes:
             if note is not None:
                 self._notes.append(note)
@@ -62,7 +62,7 @@ class Notes:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What every job of a trainer works with."""
+    """Dependencies of an attempt that all jobs of a trainer share."""
 
     host: PolicyHost
     settings: TrainerSettings
@@ -75,12 +75,12 @@ class Parts:
     retention: VersionRetention
     metrics: TrainerMetrics
     side: SideWork
-    """What else the trainer's thread does in the pauses of a job."""
+    """Work that the trainer's thread does in the pauses of a job."""
     draining: threading.Event
     awake: threading.Event
     """Set when the thread has something to do in a pause."""
     deadline: Callable[[], float]
-    """When a process that drains has to end, of time.monotonic()."""
+    """Time at which a draining process has to end, of time.monotonic()."""
 
 
 class JobAttempt:

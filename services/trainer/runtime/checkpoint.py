@@ -49,7 +49,7 @@ class Checkpoint:
 
 
 class _Place(NamedTuple):
-    """Where a checkpoint lies; the one to go on from is the greatest."""
+    """Fence and step of a checkpoint, which name its directory. A job goes on from the greatest."""
 
     fence: int
     step: int

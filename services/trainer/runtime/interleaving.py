@@ -1,4 +1,4 @@
-"""What the trainer thread does besides jobs, and how the two share its time."""
+"""Side work of the trainer thread (training sessions), and how it shares the thread's time with jobs."""
 
 from __future__ import annotations
 

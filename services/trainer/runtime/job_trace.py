@@ -41,7 +41,7 @@ class JobTrace:
         return self.part("step", {"temper.job.step": index + 1}) if index % every == 0 else NO_SPAN
 
     def ended(self, outcome: str) -> None:
-        """How the attempt ended, before its span does."""
+        """Writes the outcome of the attempt into its span, which is about to end."""
         self.span.set({"temper.job.outcome": outcome})
         if outcome in _BAD:
             self.span.fail(outcome)

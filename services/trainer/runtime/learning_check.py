@@ -1,5 +1,5 @@
-"""What a job has learnt: how well its own examples are known before the first step and after the last one, and a note
-where that is hardly better.
+"""Check of what a job has learnt: how well its own examples are known before the first and after the last step, and a
+note where that is hardly better.
 
 What was found before the first step is remembered in every checkpoint, as the value of `publish_if` is.
 """

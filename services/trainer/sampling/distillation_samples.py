@@ -1,4 +1,4 @@
-"""What a distillation job learns from in one round: completions that the student sampled, or those of its data."""
+"""Training data of one round of a distillation job: completions that the student sampled, or those of its data."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from services.trainer.sampling.scored_rollouts import Rollout
 def replay(
     host: PolicyHost, rollouts: Sequence[Rollout], lora: LoraParams | None, interrupt: Callable[[], None]
 ) -> dict[int, Tensor]:
-    """What the engine says of rollouts under an adapter as it is now, or (None) under the model without one.
+    """Log-probabilities of rollouts as the engine computes them under an adapter as it is now, or (None) without one.
 
     Not inside the compute gate. It blocks, is interrupted and raises as RolloutSource.generate.
 

@@ -90,7 +90,7 @@ class Round:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """What does not depend on how it is trained on."""
+        """Metrics of the round, however it is trained on."""
         count = len(self.completions)
         groups = [self.rewards[start : start + self.size] for start in range(0, count, self.size)]
         return {

@@ -58,7 +58,7 @@ class RewardStats:
 
 @dataclass(frozen=True, slots=True)
 class ScoredRollouts:
-    """What a job learns from."""
+    """Rollouts that a GRPO job learns from, with their groups and rewards."""
 
     rollouts: Sequence[Rollout]
     groups: Sequence[Sequence[int]]

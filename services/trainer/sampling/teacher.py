@@ -1,4 +1,4 @@
-"""Who a distillation job learns from: the base model, a version of an adapter, or a second checkpoint."""
+"""Teacher of a distillation job: the base model, a version of an adapter, or a second checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Teacher:
     model: CausalLM
     lora: LoraParams | None
     memory: GraphMemory | None = None
-    """Where its forwards are captured."""
+    """Memory of its captured forwards."""
     most_tokens: int | None = None
     """Most tokens of a forward that ``memory`` has room for."""
     forward: FrozenForward = field(init=False)
@@ -110,7 +110,7 @@ class Teacher:
         temperature: float,
         give_way: Callable[[], None],
     ) -> Divergence:
-        """How far the student is, differentiable in its ``hidden``; ``own`` is what hidden() returned."""
+        """Divergence of the student, differentiable in its ``hidden``; ``own`` is what hidden() returned."""
         return student.divergence(hidden, self.model, own, beta=beta, temperature=temperature, give_way=give_way)
 
 

@@ -15,13 +15,13 @@ from services.common.errors import Conflict, InvalidRequest, Overloaded, TemperE
 
 T = TypeVar("T")
 _AHEAD = 10_000
-"""How far a sequence number may be ahead of the next one."""
+"""Most numbers by which a sequence number may be ahead of the next one."""
 _REMEMBERED = 4096
 """Executed calls whose digest is kept, so that a repeated one is known."""
 
 
 class CallState(enum.StrEnum):
-    """Where a call is."""
+    """State of a call."""
 
     PENDING = "pending"
     DONE = "done"
@@ -57,7 +57,7 @@ class CallQueueLimits:
     """Calls that wait or run."""
     pending_tokens: int
     gap_seconds: float
-    """How long a call waits for one before it that never came."""
+    """Seconds that a call waits for an earlier one that never came."""
     results: int
     """Ended calls whose results are kept."""
     result_seconds: float

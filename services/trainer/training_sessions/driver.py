@@ -15,7 +15,7 @@ from services.trainer.training_sessions.programs import Compute, Program
 from services.trainer.training_sessions.session import TrainingSession
 
 Told: TypeAlias = list[Callable[[], None]]
-"""Whom to tell that a call has ended, outside of any lock."""
+"""Callbacks for calls that have ended, to be called outside of any lock."""
 
 
 class Driver:

@@ -23,7 +23,7 @@ class Failed(Protocol):
 
 
 class Scoring:
-    """What is left of a call. Gradients go to the adapter's masters as they are made.
+    """Forwards and backwards of a call that are left to compute. Gradients are added to the adapter's masters at once.
 
     Args:
         forward: of the session's adapter.

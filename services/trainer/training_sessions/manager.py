@@ -160,7 +160,7 @@ class TrainingSessionManager:
         return view
 
     def look(self, future: str) -> FutureView:
-        """Where a call is.
+        """State of a call, or its result.
 
         Raises:
             NotFound: no session here has or had it.

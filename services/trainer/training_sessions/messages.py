@@ -1,4 +1,4 @@
-"""What clients are told of sessions and futures that cannot be had."""
+"""Error messages about sessions and futures that do not exist or have ended."""
 
 from __future__ import annotations
 

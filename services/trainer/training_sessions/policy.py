@@ -26,7 +26,7 @@ _PACE = Pace(1e-4)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a session computes."""
+    """Shape of a session's computation."""
 
     microbatch_tokens: int
     recompute: Recompute
@@ -47,7 +47,7 @@ def need_of(host: PolicyHost, lora: LoraParams, shape: Shape, tokens: int | None
 
 
 class SessionPolicy:
-    """What the calls of a session change.
+    """Policy of a session, which its calls change.
 
     Args:
         lora: the adapter to start with.
@@ -74,7 +74,7 @@ class SessionPolicy:
         self._accumulated = False
         """Whether there is a gradient to apply."""
         self._broken: str | None = None
-        """Why accumulated gradients were dropped, until an optim_step has said so."""
+        """Reason for which accumulated gradients were dropped, until an optim_step has told it."""
 
     def begin(self, call: Forward | ForwardBackward) -> Scoring:
         """A forward or forward_backward, to be computed part by part. When a part of a forward_backward fails, whatever
@@ -144,7 +144,7 @@ class SessionPolicy:
         return {"step": self.steps, "grad_norm": norm, "learning_rate": rate}
 
     def _out_of_memory(self, error: torch.OutOfMemoryError) -> Overloaded:
-        """What to raise; what nobody uses goes to the device."""
+        """Error to raise. Memory that nobody uses goes back to the device."""
         self._host.memory_budget.out_of_memory()
         return Overloaded(f"the device ran out of memory: {str(error).splitlines()[0][:200]}")
 

@@ -1,4 +1,5 @@
-"""What each call does, as a sequence of parts: some compute on the trainer thread, some wait for the object store."""
+"""Programs of the calls, each a sequence of parts: some compute on the trainer thread, some wait for the object
+store."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ Program: TypeAlias = Generator[Compute | Fetch, Any, dict[str, Any]]
 
 @dataclass(eq=False, slots=True)
 class ResidentSession:
-    """What a session holds in the trainer's memory."""
+    """State of a session in the trainer's memory."""
 
     id: str
     host: PolicyHost
@@ -63,7 +64,7 @@ class ResidentSession:
 
 
 def shape_of(request: OpenSession, host: PolicyHost) -> Shape:
-    """How the session computes."""
+    """Shape of the computation that a session asks for."""
     return Shape(chosen_microbatch_tokens(request.max_tokens_per_microbatch, host), request.recompute)
 
 

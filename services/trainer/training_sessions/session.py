@@ -60,7 +60,7 @@ class TrainingSession:
     """Waits for the trainer thread."""
     computing: bool = False
     ended: TemperError | None = None
-    """Why it is gone."""
+    """Error that tells why the session has ended; None: it has not."""
 
     @property
     def id(self) -> str:

@@ -1,4 +1,4 @@
-"""What sessions read from and write to the object store. Blocking; called in threads beside the trainer's.
+"""Object store of training sessions: what they read and write. Blocking; called in threads beside the trainer's.
 
 A checkpoint is one object, `sessions/checkpoints/{name}.safetensors`, written by one PUT: it is there as a whole or not
 at all. Its tensors are the adapter's float32 masters under PEFT's names and AdamW's moments; its metadata has the rest.

@@ -25,7 +25,7 @@ class PublishIf(SentModel):
     Negative: at most that much worse."""
 
     def gain(self, before: float, after: float, better: Better) -> float:
-        """How much better ``after`` is; NaN if either is."""
+        """Amount by which ``after`` is better; NaN if either is."""
         return before - after if better == "lower" else after - before
 
     def satisfied(self, before: float, after: float, better: Better) -> bool:
@@ -35,7 +35,7 @@ class PublishIf(SentModel):
 
 
 def publish_if_rule(measured: Mapping[str, Better], evaluates: Rule) -> Rule:
-    """What ``check_publish_if`` holds a job to.
+    """Rule by which JSON Schema says what ``check_publish_if`` checks.
 
     Args:
         measured: the metrics of an evaluation.

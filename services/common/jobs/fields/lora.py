@@ -115,8 +115,8 @@ def check_agrees(given: LoraSettings, present: Mapping[str, Any], all_linear: Se
 
 
 def stated_shape(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What adapter_config.json says as plainly as `check_agrees` compares it; of patterns and paths, which only the
-    files themselves make plain, nothing."""
+    """Shape of an adapter by its adapter_config.json, as far as the file is as plain as `check_agrees` needs it.
+    Patterns and paths, which only the files themselves make plain, are left out."""
     found: dict[str, Any] = {}
     if isinstance(config.get("r"), int):
         found["rank"] = config["r"]

@@ -155,4 +155,4 @@ TEACHES: Rule = both(
     {"type": "array", "contains": has(role="user")},
     {"type": "array", "contains": both(has(role="assistant"), if_any(weight={"enum": [1, None]}))},
 )
-"""What check_taught asks of a conversation, as far as JSON Schema can say it."""
+"""Rule of check_taught for a conversation, as far as JSON Schema can say it."""

@@ -51,11 +51,11 @@ class DpoJob(ExampleJob[DpoExample]):
 
     kind: Literal["dpo"] = "dpo"
     overlong: Literal["error", "drop"] = "error"
-    """What happens to a pair one of whose completions is over the token limit with its prompt."""
+    """Handling of a pair one of whose completions is over the token limit with its prompt."""
     reference: Literal["base", "start"] = "base"
-    """What the policy is compared with: the model without adapter, or the policy the job starts from."""
+    """Reference of the policy: the model without adapter, or the policy the job starts from."""
     beta: float = Field(0.1, gt=0, le=100)
-    """How strongly the policy is held to the reference: the lower, the farther it may go."""
+    """Strength with which the policy is held to the reference: the lower, the farther it may go."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """Probability that a label is wrong (conservative DPO)."""
 

@@ -22,7 +22,7 @@ LEAST_COMPARED = 2
 
 
 def check_labels(labels: Sequence[bool]) -> None:
-    """What is left to train on has both labels.
+    """Checks that the examples left to train on have both labels.
 
     Raises:
         InvalidRequest: all are equal.
@@ -36,7 +36,7 @@ def check_labels(labels: Sequence[bool]) -> None:
 
 
 def check_held_out(count: int, field: str) -> None:
-    """What is left to evaluate on can be compared with each other.
+    """Checks that the examples left to evaluate on can be compared with each other.
 
     Raises:
         InvalidRequest: there are too few.
@@ -83,9 +83,9 @@ class KtoJob(ExampleJob[KtoExample]):
     batch_size: int = Field(8, ge=2)
     """Examples an optimizer step. The reference point is estimated from them, so more than a few."""
     overlong: Literal["error", "drop"] = "error"
-    """What happens to an example over the token limit."""
+    """Handling of an example over the token limit."""
     beta: float = Field(0.1, gt=0, le=100)
-    """How strongly the policy is held to the model without adapter."""
+    """Strength with which the policy is held to the model without adapter."""
     desirable_weight: float = Field(1.0, gt=0, le=1e3)
     undesirable_weight: float = Field(1.0, gt=0, le=1e3)
     """The paper keeps (desirable_weight · number of true) : (undesirable_weight · number of false) between 1:1 and

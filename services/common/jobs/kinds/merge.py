@@ -35,7 +35,7 @@ class MergeSource(SentModel):
 
 
 class MergeSettings(SentModel):
-    """What is merged, and how."""
+    """Versions to merge, and the method."""
 
     sources: list[MergeSource] = Field(min_length=1, max_length=MAX_SOURCES)
     method: MergeMethod = "weighted"

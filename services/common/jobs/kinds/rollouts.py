@@ -181,7 +181,7 @@ def check_spread(groups: Sequence[GrpoGroup]) -> None:
 
 
 def rollout_tokens(codec: TextCodec, spec: JobBase, prompt: Sequence[int], completion: GrpoCompletion) -> list[int]:
-    """What was sampled of a scored completion; of a text, the end of its turn only where it is known to be.
+    """Sampled tokens of a scored completion; of a text, the end of its turn only where it is known to be.
 
     Raises:
         InvalidRequest: nothing was, or a text never leaves the thinking block that its prompt opens.

@@ -77,7 +77,7 @@ class SftJob(ExampleJob[SftExample]):
 
     kind: Literal["sft"] = "sft"
     overlong: Literal["error", "drop", "truncate"] = "error"
-    """What happens to an example over the token limit."""
+    """Handling of an example over the token limit."""
 
     def check_tokens(self, served: ServedLimits) -> None:
         """See JobBase. The documents are those that the trainer makes."""

@@ -31,7 +31,7 @@ class Webhooks:
     """Duration of one attempt, from first to last byte."""
     attempts: int = 4
     tls: ssl.SSLContext | None = None
-    """Whom to trust; None: the public authorities."""
+    """TLS context with the trusted authorities; None: the public ones."""
 
     def __post_init__(self) -> None:
         for entry in self.allowed:

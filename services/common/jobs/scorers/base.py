@@ -1,4 +1,4 @@
-"""What every scorer has: its settings as part of a request, what it refuses, and the scorer that is made of them.
+"""Base of the scorers' settings, which are part of a request: what they refuse, and the scorer that is made of them.
 
 One module a scorer; `registry` lists them. A scorer gives one number a completion: a reward of a training job.
 

@@ -126,7 +126,7 @@ def schema_validator(reward: JsonSchemaReward, where: str) -> Callable[[Any], bo
 
 
 class _Expansion:
-    """How large a schema is with its references written out."""
+    """Size of a schema with its references written out."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self._schema = schema

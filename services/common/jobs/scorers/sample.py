@@ -1,4 +1,4 @@
-"""What a scorer looks at: one completion with its prompt, as text."""
+"""Sample that a scorer judges: one completion with its prompt, as text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Sample:
 
     @property
     def text(self) -> str:
-        """What is judged: what a user would read as the answer."""
+        """Text to judge: what a user would read as the answer."""
         return self.completion if self.said is None else self.said
 
 

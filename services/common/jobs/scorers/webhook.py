@@ -12,7 +12,7 @@ from services.common.jobs.scorers.base import ScorerSpec
 from services.common.jobs.scorers.sample import Scorer
 
 _URL = r'^https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{0,5})?([/?][!"$-\[\]-~]*)?$'
-"""What ``webhook_parts`` takes, as far as a pattern can say it."""
+"""Pattern of the URLs that ``webhook_parts`` takes, as far as a pattern can say it."""
 
 
 class WebhookReward(ScorerSpec):

@@ -30,7 +30,7 @@ _LARGEST = 1e9
 
 
 def sign(secret: str, timestamp: str, body: bytes) -> str:
-    """What SIGNATURE_HEADER holds: "sha256=" and the hexadecimal HMAC-SHA256 of "{timestamp}.{body}"."""
+    """Value of SIGNATURE_HEADER: "sha256=" and the hexadecimal HMAC-SHA256 of "{timestamp}.{body}"."""
     return "sha256=" + hmac.new(secret.encode(), timestamp.encode() + b"." + body, hashlib.sha256).hexdigest()
 
 
