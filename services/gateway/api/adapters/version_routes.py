@@ -17,7 +17,7 @@ from services.common.jobs.fields.lora import stated_shape
 from services.common.jobs.kinds.merge import exact_sum_over
 from services.common.queue.records import spec_sha
 from services.common.telemetry import tracing
-from services.gateway.api.adapters.dependencies import Adapters, AdapterServices
+from services.gateway.api.adapters.routes import Adapters, AdapterServices
 from services.gateway.api.base.idempotency import IdempotencyKey, Once
 from services.gateway.api.base.routing import Routes
 from services.gateway.auth.caller import owner
