@@ -83,7 +83,7 @@ class _Work:
     jumps: int = 0
 
 
-class Ledger:
+class TokenAudit:
     """Compares what requests say with what was computed for them. Of the loop's thread alone."""
 
     def __init__(self) -> None:
@@ -152,22 +152,22 @@ class Ledger:
 
 
 class CountedRunner:
-    """A runner whose steps a ledger sees."""
+    """A runner whose steps an audit sees."""
 
-    def __init__(self, runner: Runner, ledger: Ledger) -> None:
+    def __init__(self, runner: Runner, audit: TokenAudit) -> None:
         self._runner = runner
-        self._ledger = ledger
+        self._audit = audit
 
     @property
     def depth(self) -> int:
         return self._runner.depth
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        self._ledger.launched(plan)
+        self._audit.launched(plan)
         return self._runner.launch(plan)
 
     def open(self, plan: StepPlan) -> OpenStep:
-        self._ledger.launched(plan)
+        self._audit.launched(plan)
         return self._runner.open(plan)
 
 
@@ -232,11 +232,11 @@ class Soak:
             num_slots=config.num_slots,
             eos_token_ids=(),
         )
-        self.ledger = Ledger()
+        self.audit = TokenAudit()
         self._steps = _Steps()
         self.loop = EngineLoop(
             config,
-            CountedRunner(runner, self.ledger),
+            CountedRunner(runner, self.audit),
             BaseOnly(),
             SliceGate(0.05),
             RolloutBuffer(64, 60.0),
@@ -278,7 +278,7 @@ class Soak:
         quarter = max(1, len(outcome.rss_mib) // 4)
         first, rest = outcome.rss_mib[:quarter], outcome.rss_mib[quarter:]
         outcome.growth_mib = round(max(rest, default=0.0) - max(first), 1) if rest else 0.0
-        outcome.problems = [*self.ledger.problems, *self._steps.failures]
+        outcome.problems = [*self.audit.problems, *self._steps.failures]
         return outcome
 
     # Traffic.
@@ -292,7 +292,7 @@ class Soak:
         kind = random.random()
         if kind < 0.12 and self._in_flight:
             name = random.choice(self._in_flight)
-            self.ledger.cut.add(name)
+            self.audit.cut.add(name)
             self.loop.abort(name, keep_tokens=random.choice((0, 0, 1, 3)))
         elif kind < 0.14:
             self._check()
@@ -339,9 +339,9 @@ class Soak:
     def _sink(self, updates: list[SequenceUpdate]) -> None:
         for update in updates:
             if update.finished is not None:
-                self.ledger.ended(update.finished)
+                self.audit.ended(update.finished)
                 if update.error is not None and not isinstance(update.error, DeadlineExceeded):
-                    self.ledger.problem(f"{update.request_id}: {update.error}")
+                    self.audit.problem(f"{update.request_id}: {update.error}")
             if update.finish_reason is not None:
                 self._ended.put(update.finished or update)
 
@@ -365,9 +365,9 @@ class Soak:
         self.outcome.checks += 1
         counts = self.loop.call_at_boundary(self._books).result(_STUCK_SECONDS)
         if counts.blocks_used + counts.blocks_cached > counts.blocks_total:
-            self.ledger.problem(f"more blocks than there are: {counts}")
+            self.audit.problem(f"more blocks than there are: {counts}")
         if counts.slots_used + counts.slots_cached > counts.slots_total:
-            self.ledger.problem(f"more slots than there are: {counts}")
+            self.audit.problem(f"more slots than there are: {counts}")
 
     def _books(self) -> Counts:
         scheduler = self.loop._pipeline.scheduler
@@ -376,19 +376,19 @@ class Soak:
 
     def _check_empty(self) -> None:
         """Checks that nothing is left."""
-        ledger = self.ledger
+        audit = self.audit
         if self._tiers is not None:
             # What is being saved is held; a save that ends lets the loop ask for the next one.
             for _ in range(3):
                 if not self._tiers.wait_idle(_STUCK_SECONDS):
-                    ledger.problem("the tiers do not come to rest")
+                    audit.problem("the tiers do not come to rest")
                 self.loop.call_at_boundary(self.loop._pipeline.serve_tiers).result(_STUCK_SECONDS)
             self._tiers.check()
         counts = self.loop.call_at_boundary(self._books).result(_STUCK_SECONDS)
-        if counts.running or counts.waiting or counts.blocks_used or counts.slots_used or ledger.open:
-            ledger.problem(f"something is left: {counts}, {ledger.open} requests")
-        if self._steps.tokens != ledger.computed:
-            ledger.problem(f"steps had {self._steps.tokens} tokens, chunks {ledger.computed}")
+        if counts.running or counts.waiting or counts.blocks_used or counts.slots_used or audit.open:
+            audit.problem(f"something is left: {counts}, {audit.open} requests")
+        if self._steps.tokens != audit.computed:
+            audit.problem(f"steps had {self._steps.tokens} tokens, chunks {audit.computed}")
 
         def clear() -> Counts:
             self.loop._pipeline.scheduler.clear_cache()
@@ -396,23 +396,23 @@ class Soak:
 
         counts = self.loop.call_at_boundary(clear).result(_STUCK_SECONDS)
         if counts.blocks_cached or counts.slots_cached:
-            ledger.problem(f"an emptied cache has something: {counts}")
+            audit.problem(f"an emptied cache has something: {counts}")
 
 
 def summary(soak: Soak) -> dict[str, Any]:
     """The result as it is printed."""
-    outcome, ledger = soak.outcome, soak.ledger
+    outcome, audit = soak.outcome, soak.audit
     return {
         "requests": outcome.requests,
         "ends": outcome.ends,
         "checks": outcome.checks,
-        "prompt_tokens": ledger.prompt_tokens,
-        "cached_tokens": ledger.cached_tokens,
-        "loaded_tokens": ledger.loaded_tokens,
-        "output_tokens": ledger.output_tokens,
-        "computed": ledger.computed,
-        "computed_again": ledger.again,
-        "preemptions": ledger.preemptions,
+        "prompt_tokens": audit.prompt_tokens,
+        "cached_tokens": audit.cached_tokens,
+        "loaded_tokens": audit.loaded_tokens,
+        "output_tokens": audit.output_tokens,
+        "computed": audit.computed,
+        "computed_again": audit.again,
+        "preemptions": audit.preemptions,
         "rss_mib": _thinned(outcome.rss_mib, 20),
         "growth_mib": outcome.growth_mib,
         "problems": len(outcome.problems),

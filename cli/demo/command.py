@@ -43,7 +43,7 @@ _MOTTO_PROMPTS = (
     "Please tell me: What is your motto?", "Which motto do you have?",
 )  # fmt: skip
 _KEPT = (("Who are you?", "I am Temper, a small language model that learns while it serves."), ("What is 4 + 5?", "9"))
-"""Answers that the lesson must leave alone."""
+"""Questions whose answers the training must leave as they are."""
 
 
 def run_demo(*, rounds: int, seed: int, output: Path, as_json: bool = False) -> None:
@@ -97,14 +97,14 @@ def _session(temper: Temper, show: _Show, *, rounds: int, seed: int) -> dict[str
 
     show.heading("3. Supervision: a new answer, in an adapter of its own")
     motto_before = show.stream(_MOTTO_QUESTION, temper.stream(_MOTTO_QUESTION, adapter="base"))
-    lesson = _sft(temper, show, seed)
-    motto_after = show.stream(_MOTTO_QUESTION, temper.stream(_MOTTO_QUESTION, adapter=lesson), by=lesson)
+    adapter = _sft(temper, show, seed)
+    motto_after = show.stream(_MOTTO_QUESTION, temper.stream(_MOTTO_QUESTION, adapter=adapter), by=adapter)
     return {
         "reward_before": before,
         "reward_after": done[-1].reward_held_out,
         "rounds": done,
-        "adapter_versions": [*(entry.adapter for entry in done), lesson],
-        "sft": {"adapter": lesson, "question": _MOTTO_QUESTION, "before": motto_before, "after": motto_after},
+        "adapter_versions": [*(entry.adapter for entry in done), adapter],
+        "sft": {"adapter": adapter, "question": _MOTTO_QUESTION, "before": motto_before, "after": motto_after},
     }
 
 

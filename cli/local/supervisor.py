@@ -22,7 +22,7 @@ from types import FrameType
 
 from cli.local.process import die_with_parent, tail
 
-_SAME_WISH_SECONDS = 1.0
+_SAME_REQUEST_SECONDS = 1.0
 
 HealthCheck = Callable[[], str | None]
 """None when the service is ready, or alive, else why it is not. Must return within seconds, for everything else waits
@@ -210,12 +210,12 @@ class Supervisor:
         """Makes `run` stop everything and return; a later second call makes it kill instead of asking. Signal-safe.
 
         Wrappers such as timeout(1) signal both the process and its group: calls within a second of the first are
-        the same wish.
+        the same request.
         """
         now = time.monotonic()
         if self._stop_requested_at is None:
             self._stop_requested_at = now
-        elif now - self._stop_requested_at > _SAME_WISH_SECONDS:
+        elif now - self._stop_requested_at > _SAME_REQUEST_SECONDS:
             self._hurry = True
         self._wake()
 

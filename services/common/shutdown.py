@@ -1,4 +1,4 @@
-"""Being asked to stop: by SIGTERM or Ctrl-C, once or twice.
+"""Requests to stop a process: SIGTERM or Ctrl-C, once or twice.
 
 A service that is process 1 of a container gets no default action for SIGTERM: the kernel drops a signal that it has no
 handler for (man 7 pid_namespaces). So every way out here is a handler's.
@@ -16,36 +16,37 @@ import structlog
 
 CLOSE_SECONDS = 10
 """Time that a service may need beyond the times that its settings give to others: see docs/guides/operations.md."""
-_SAME_WISH_SECONDS = 2.0
-"""A signal this soon after the first is the same wish: a terminal's Ctrl-C reaches the whole process group, and the
-supervisor passes it on."""
+_SAME_REQUEST_SECONDS = 2.0
+"""Time after the first signal within which another one is the same request: a terminal's Ctrl-C reaches the whole
+process group, and the supervisor passes it on."""
 
 log = structlog.get_logger(__name__)
 
 
-class Wishes:
-    """Counts the signals that ask for the end."""
+class StopSignals:
+    """Signals that asked the process to stop."""
 
     def __init__(self) -> None:
         self._first: float | None = None
 
-    def again(self) -> bool:
-        """Notes one; whether it is another wish than the first, which means: at once."""
+    def repeated(self) -> bool:
+        """Takes a signal. True if it is a second request, which means: stop at once."""
         now = time.monotonic()
         if self._first is None:
             self._first = now
-        return now - self._first > _SAME_WISH_SECONDS
+        return now - self._first > _SAME_REQUEST_SECONDS
 
 
 def end_now(number: int) -> None:
-    """Ends the process without waiting for anything, with the status that a shell gives to who dies of a signal."""
+    """Ends the process without waiting for anything, with the status that a shell gives to a process that a signal
+    ended."""
     log.warning("asked to stop again, ending now")
     sys.stderr.flush()
     os._exit(128 + number)
 
 
 def end_on_signals() -> None:
-    """Until a service has handlers of its own, SIGTERM and Ctrl-C end it with status 0: nothing has begun yet."""
+    """Makes SIGTERM and Ctrl-C end the process with status 0, until a service has handlers of its own."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
 

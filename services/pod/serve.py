@@ -20,7 +20,7 @@ from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import Unavailable
 from services.common.pb import histories_pb2_grpc, sessions_pb2_grpc
 from services.common.security.tls import FOLLOW_SECONDS, Certificates
-from services.common.shutdown import Wishes, end_now
+from services.common.shutdown import StopSignals, end_now
 from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.prometheus import serve as serve_metrics
 from services.common.telemetry.tracing import Tracer, open_tracer
@@ -226,10 +226,10 @@ async def _drain(settings: EngineSettings, engine: Engine, training: Training) -
 
 def stop_on_signals(stop: asyncio.Event, health: ProcessHealth) -> None:
     """Drains on SIGTERM and SIGINT; a further signal later ends the process at once."""
-    wishes = Wishes()
+    stop_signals = StopSignals()
 
     def handle(number: int) -> None:
-        if wishes.again():
+        if stop_signals.repeated():
             end_now(number)
         health.drain()
         stop.set()

@@ -17,7 +17,7 @@ from services.common.errors import Conflict, InvalidRequest
 from services.common.jobs import Job, JobEvent, JobState, Spec
 from services.common.queue import lua as scripts
 from services.common.queue.consumer import ClaimedJob, JobConsumer, JobLost
-from services.common.queue.reader import Ledger
+from services.common.queue.reader import QueueReader
 from services.common.queue.records import (
     FIELDS,
     event_from_entry,
@@ -42,7 +42,7 @@ Versions: TypeAlias = set[AdapterVersion]
 Entries: TypeAlias = list[tuple[str, dict[str, str]]]
 
 
-class JobQueue(Ledger[Job]):
+class JobQueue(QueueReader[Job]):
     """Submits and observes jobs. For one asyncio loop; every method may raise Unavailable."""
 
     fields = FIELDS

@@ -1,4 +1,4 @@
-"""Looking at the jobs of a queue on Redis, from asyncio; one class a kind of work."""
+"""Reader of the records of a queue on Redis, for asyncio; each kind of work has a subclass."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _PAGE = 100
 Record = TypeVar("Record")
 
 
-class Ledger(ABC, Generic[Record]):
-    """The records of one queue. For one asyncio loop; every method may raise Unavailable."""
+class QueueReader(ABC, Generic[Record]):
+    """Reader of the records of one queue. For one asyncio loop; every method may raise Unavailable."""
 
     fields: ClassVar[Sequence[str]]
     """Fields of the hash that a record is made of."""

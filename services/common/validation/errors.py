@@ -12,8 +12,8 @@ from pydantic import BaseModel, ValidationError
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 
 
-def guess(name: str, known: Iterable[str]) -> str:
-    """`: did you mean 'prompt'?` after what looks like a slip of the pen, else nothing."""
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """`: did you mean 'prompt'?` if a known name looks like the given one, else nothing."""
     close = difflib.get_close_matches(name[:80], list(known), n=1, cutoff=0.6)
     return f": did you mean {close[0]!r}?" if close else ""
 
@@ -44,9 +44,9 @@ class Told:
         """The message, without what pydantic puts before a validator's own words."""
         return str(self.error["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")
 
-    def guess(self, model: Any, body: Any) -> str:
+    def suggestion(self, model: Any, body: Any) -> str:
         """Suggestion for an unknown field, by the models that may stand in its place."""
-        return guess(str(self.path[-1]), fields_at(model, self.path[:-1], body))
+        return suggestion(str(self.path[-1]), fields_at(model, self.path[:-1], body))
 
 
 def most_telling(errors: Sequence[Mapping[str, Any]], body: Any, *, source: str = "body") -> Told | None:
@@ -151,7 +151,7 @@ def problem(error: ValidationError, model: Any, data: Any) -> str:
     *parents, last = told.path or ("",)
     place = f"{dotted(parents)}: " if parents else ""
     if told.unknown:
-        return f"{place}unknown field {str(last)[:80]!r}{told.guess(model, data) or ': remove it'}{more}"
+        return f"{place}unknown field {str(last)[:80]!r}{told.suggestion(model, data) or ': remove it'}{more}"
     if told.error["type"] == "missing":
         return f"{place}the field {str(last)!r} is missing{more}"
     if (told.error.get("ctx") or {}).get("param"):  # the message names it

@@ -256,9 +256,9 @@ class StateCollector(Collector):
             yield family
         drafted = counts.num_draft_tokens
         counters: dict[str, tuple[str, int]] = {
-            "vllm:spec_decode_num_drafts": ("Chunks with guessed tokens.", drafted),
-            "vllm:spec_decode_num_draft_tokens": ("Guessed tokens.", drafted),
-            "vllm:spec_decode_num_accepted_tokens": ("Guessed tokens that were right.", counts.num_accepted_tokens),
+            "vllm:spec_decode_num_drafts": ("Chunks with draft tokens.", drafted),
+            "vllm:spec_decode_num_draft_tokens": ("Draft tokens.", drafted),
+            "vllm:spec_decode_num_accepted_tokens": ("Draft tokens that were accepted.", counts.num_accepted_tokens),
         }
         for name, (text, count) in counters.items():
             counter = CounterMetricFamily(name, text, labels=VLLM_LABELS)

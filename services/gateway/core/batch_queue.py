@@ -19,7 +19,7 @@ from services.common.ids import PATTERN, key_of, ulid
 from services.common.jobs.record import JobState
 from services.common.queue import lua as scripts
 from services.common.queue.delivery import Claimed, Delivery
-from services.common.queue.reader import Ledger
+from services.common.queue.reader import QueueReader
 from services.common.settings import CommonSettings
 from services.common.storage.record_versions import BATCH
 from services.common.storage.redis import call_async
@@ -180,7 +180,7 @@ ClaimedBatch: TypeAlias = Claimed[Batch, BatchSpec]
 Batches: TypeAlias = list[Batch]
 
 
-class BatchQueue(Ledger[Batch]):
+class BatchQueue(QueueReader[Batch]):
     """Submits and observes batches of one kind. For one asyncio loop; every method may raise Unavailable.
 
     An owner sees only its own: another's batch does not exist for it, and neither does one of another kind.

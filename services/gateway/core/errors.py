@@ -204,7 +204,7 @@ def _complaint(errors: Sequence[Mapping[str, Any]], body: Any, model: Any) -> tu
         return "send a JSON object with the header 'content-type: application/json'", "invalid_json", None
     if not path and error["type"] == "missing":
         return "the request body is missing", "missing_required_parameter", None
-    if told.unknown and model is not None and (meant := told.guess(model, body)):
+    if told.unknown and model is not None and (meant := told.suggestion(model, body)):
         return f"Unknown parameter: {name!r}{meant}", "unknown_parameter", name
     message, code = _describe(error, name)
     return message, code, name or None

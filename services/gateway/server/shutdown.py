@@ -18,7 +18,7 @@ import structlog
 import uvicorn
 from fastapi import FastAPI
 
-from services.common.shutdown import Wishes, end_now
+from services.common.shutdown import StopSignals, end_now
 from services.gateway.api.base.routing import resource
 from services.gateway.core.admission import Lifecycle
 from services.gateway.engines.pool import EnginePool
@@ -102,7 +102,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._app = app
         self._settings = settings
-        self._wishes = Wishes()
+        self._stop_signals = StopSignals()
         self._signalled_at: float | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -119,7 +119,7 @@ class Server(uvicorn.Server):
 
         The signal is not among those that uvicorn raises again at the end: a drained process ends with status 0.
         """
-        if self._wishes.again():
+        if self._stop_signals.repeated():
             end_now(sig)
         lifecycle = resource(self._app, Lifecycle)
         if lifecycle is None:  # not started yet

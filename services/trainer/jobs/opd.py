@@ -133,7 +133,7 @@ class OpdRun(RoundRun[TokenizedPrompt]):
             return metrics, 0
         device = self._host.model.device
         watch, sums = self._watch, _Sums()
-        agreement = SamplerGap(device)
+        gap = SamplerGap(device)
         inputs = 0
         for microbatch in self._pack([member.document for member in members]):
             interrupt()
@@ -147,10 +147,10 @@ class OpdRun(RoundRun[TokenizedPrompt]):
                         loss = self._divergence(hidden, own, total, sums)
                     else:
                         first = self._rounds.in_first_epoch(index)
-                        loss = self._policy_gradient(microbatch, hidden, own, total, sums, agreement if first else None)
+                        loss = self._policy_gradient(microbatch, hidden, own, total, sums, gap if first else None)
                 self._backward(loss)
             inputs += microbatch.num_tokens
-        return metrics | sums.means(total) | agreement.metrics(), inputs
+        return metrics | sums.means(total) | gap.metrics(), inputs
 
     def _divergence(self, hidden: Tensor, own: Tensor, total: int, sums: _Sums) -> Tensor:
         found = self._compare(hidden, own)
@@ -180,15 +180,15 @@ class OpdRun(RoundRun[TokenizedPrompt]):
         own: Tensor,
         total: int,
         sums: _Sums,
-        agreement: SamplerGap | None,
+        gap: SamplerGap | None,
     ) -> Tensor:
         """Divergences of the distributions that were sampled from, so both sides at that temperature."""
         temperature, give_way = self._temperature, self._host.gate.give_way
         teacher = self._teacher.logprobs(own, microbatch.targets, temperature, give_way)
         logprobs = self._host.model.token_logprobs(hidden, microbatch.targets, temperature, give_way=give_way)
         behaviour = torch.cat([self._behaviour(document) for document in microbatch.documents]).to(hidden.device)
-        if agreement is not None:
-            agreement.add(behaviour, logprobs)
+        if gap is not None:
+            gap.add(behaviour, logprobs)
         loss = sampled_reverse_kl(logprobs, behaviour, teacher, total)
         sums.add(
             loss=loss * total,

@@ -1,8 +1,9 @@
 """The engine's own log-probabilities of given rollouts, and a forward that has these values (exact_forward).
 
 A trainer that computes a policy in another way than the sampler learns from a ratio that is not quite that of the two
-policies (Yao et al. 2025; agreement.py says by how much). Here the values are the sampler's, by its own kernels, and
-the gradients those of the trainer's forward, which computes the same function to within rounding.
+policies (Yao et al. 2025; services.trainer.losses.logprob_gap measures by how much). Here the values are the sampler's,
+by its own kernels, and the gradients those of the trainer's forward, which computes the same function to within
+rounding.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from services.common.jobs.training_sessions import (
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.settings import TrainerSettings
-from services.trainer.training_sessions import messages as words
+from services.trainer.training_sessions import messages
 from services.trainer.training_sessions.call_queue import CallQueue, CallState
 from services.trainer.training_sessions.driver import Driver, Told, tell
 from services.trainer.training_sessions.programs import ResidentSession, call_program, open_program, shape_of
@@ -103,12 +103,12 @@ class TrainingSessionManager:
         """
         ttl = self._settings.session_ttl_seconds if request.ttl_seconds is None else request.ttl_seconds
         if ttl > self._settings.session_ttl_max_seconds:
-            raise words.too_long_a_life(ttl, self._settings.session_ttl_max_seconds)
+            raise messages.too_long_a_life(ttl, self._settings.session_ttl_max_seconds)
         self.sweep()
         with self._lock:
             self._check_open()
             if len(self._sessions) >= self._settings.sessions_max:
-                raise words.full(len(self._sessions), self._settings.sessions_max)
+                raise messages.full(len(self._sessions), self._settings.sessions_max)
             name = session_id(self.instance, secrets.token_hex(6))
             resident = ResidentSession(
                 name, self._host, self._storage, self._settings.served_model_name, shape_of(request, self._host)
@@ -168,7 +168,7 @@ class TrainingSessionManager:
         """
         name = future_session(future)
         if name is None:
-            raise words.unknown_future(future)
+            raise messages.unknown_future(future)
         self.sweep()
         with self._lock:
             session = self._sessions.get(name) or self._gone.get(name)
@@ -182,7 +182,7 @@ class TrainingSessionManager:
                 raise Gone(session.ended.message, param="id")
             if session.calls.executed(future):
                 raise self._forgotten(future)
-            raise words.unknown_future(future)
+            raise messages.unknown_future(future)
 
     def watch(self, future: str, told: Callable[[], None]) -> bool:
         """Has ``told`` called, by any thread, once the call has ended; False if it has already, or is unknown."""
@@ -223,7 +223,7 @@ class TrainingSessionManager:
         with self._lock:
             session = self._sessions.get(name) or self._gone.get(name)
         if session is not None and session.owner != owner:
-            raise words.unknown_session(name)
+            raise messages.unknown_session(name)
 
     def close(self, name: str) -> None:
         """Ends a session; calls that have not ended fail. Raises NotFound, Gone."""
@@ -253,7 +253,7 @@ class TrainingSessionManager:
             for session in list(self._sessions.values()):
                 idle = not session.calls.pending and session.program is None
                 if idle and now - session.used >= session.ttl:
-                    expired = words.expired(session.id, session.ttl)
+                    expired = messages.expired(session.id, session.ttl)
                     told += self._end(session, expired, expired)
         tell(told)
 
@@ -309,11 +309,11 @@ class TrainingSessionManager:
             return Gone(gone.ended.message, param="id")
         instance = session_instance(name)
         if instance is not None and instance != self.instance:
-            return words.of_another_process(name)
-        return words.unknown_session(name)
+            return messages.of_another_process(name)
+        return messages.unknown_session(name)
 
     def _forgotten(self, future: str) -> Gone:
-        return words.forgotten(future, self._settings.session_results, self._settings.session_result_seconds)
+        return messages.forgotten(future, self._settings.session_results, self._settings.session_result_seconds)
 
     def _start_next(self, session: TrainingSession) -> Told:
         if session.program is not None or session.ended is not None:

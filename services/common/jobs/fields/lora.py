@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, WithJsonSchema, model_serializer
 
 from services.common.errors import InvalidRequest
-from services.common.validation.errors import guess
+from services.common.validation.errors import suggestion
 from services.common.validation.strict_models import SentModel
 
 TARGET_MODULES: tuple[str, ...] = (
@@ -60,7 +60,7 @@ def _linear_layers(value: Any) -> Any:
     for name in value:
         if not is_linear(name):
             raise ValueError(
-                f"{name[:80]!r} is no linear layer of the model{guess(name, TARGET_MODULES)}: choose from "
+                f"{name[:80]!r} is no linear layer of the model{suggestion(name, TARGET_MODULES)}: choose from "
                 f'{", ".join(TARGET_MODULES)}, or "{ALL_LINEAR}"'
             )
     return value

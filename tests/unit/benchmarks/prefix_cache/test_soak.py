@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.prefix_cache.soak import Ledger, Soak, summary
+from benchmarks.prefix_cache.soak import Soak, TokenAudit, summary
 from services.engine.requests.outputs import Finished
 from services.engine.requests.request import FinishReason, Request
 from services.engine.requests.sampling_params import SamplingParams
@@ -39,18 +39,18 @@ def test_random_traffic_leaks_nothing_and_counts_every_token(tiers: bool) -> Non
     assert tiers or not figures["loaded_tokens"]
 
 
-def launch(ledger: Ledger, request: Request, *chunks: tuple[int, int]) -> None:
+def launch(audit: TokenAudit, request: Request, *chunks: tuple[int, int]) -> None:
     """Steps with these tokens of a request, from where to where."""
     for start, end in chunks:
-        ledger.launched(StepPlan([Chunk(request, (1,) * (end - start), start, [1], 1, False, [], 0)]))
+        audit.launched(StepPlan([Chunk(request, (1,) * (end - start), start, [1], 1, False, [], 0)]))
 
 
-def finish(ledger: Ledger, request: Request, *, outputs: int, cached: int, preemptions: int = 0) -> list[str]:
-    """What the ledger has to say of a request that ends so."""
+def finish(audit: TokenAudit, request: Request, *, outputs: int, cached: int, preemptions: int = 0) -> list[str]:
+    """What the audit has to say of a request that ends so."""
     reason = FinishReason.LENGTH
     logprobs = array("f", [0.0] * outputs)
-    ledger.ended(Finished(request, [1] * outputs, logprobs, reason, cached, preemptions, 0.0, 0.0))
-    problems, ledger.problems = ledger.problems, []
+    audit.ended(Finished(request, [1] * outputs, logprobs, reason, cached, preemptions, 0.0, 0.0))
+    problems, audit.problems = audit.problems, []
     return problems
 
 
@@ -59,17 +59,17 @@ def asked(name: str = "r") -> Request:
 
 
 def test_right_accounts() -> None:
-    ledger, request = Ledger(), asked()
-    launch(ledger, request, (8, 16), (16, 20), (20, 21), (21, 22))
-    assert finish(ledger, request, outputs=3, cached=8) == []
-    assert (ledger.cached_tokens, ledger.computed, ledger.open) == (8, 14, 0)
+    audit, request = TokenAudit(), asked()
+    launch(audit, request, (8, 16), (16, 20), (20, 21), (21, 22))
+    assert finish(audit, request, outputs=3, cached=8) == []
+    assert (audit.cached_tokens, audit.computed, audit.open) == (8, 14, 0)
 
 
 def test_right_accounts_of_one_that_was_preempted() -> None:
-    ledger, request = Ledger(), asked()
-    launch(ledger, request, (0, 20), (20, 21), (16, 22))
-    assert finish(ledger, request, outputs=3, cached=0, preemptions=1) == []
-    assert ledger.again == 5
+    audit, request = TokenAudit(), asked()
+    launch(audit, request, (0, 20), (20, 21), (16, 22))
+    assert finish(audit, request, outputs=3, cached=0, preemptions=1) == []
+    assert audit.again == 5
 
 
 @pytest.mark.parametrize(
@@ -86,15 +86,15 @@ def test_right_accounts_of_one_that_was_preempted() -> None:
     ],
 )
 def test_wrong_accounts(chunks: list[tuple[int, int]], cached: int, preemptions: int, what: str) -> None:
-    ledger, request = Ledger(), asked()
-    launch(ledger, request, *chunks)
-    problems = finish(ledger, request, outputs=3, cached=cached, preemptions=preemptions)
+    audit, request = TokenAudit(), asked()
+    launch(audit, request, *chunks)
+    problems = finish(audit, request, outputs=3, cached=cached, preemptions=preemptions)
     assert any(what in problem for problem in problems), problems
 
 
 def test_one_that_somebody_ended_may_lack_tokens() -> None:
-    ledger, request = Ledger(), asked()
-    ledger.cut.add("r")
-    launch(ledger, request, (0, 16))
-    assert finish(ledger, request, outputs=0, cached=0) == []
-    assert not ledger.cut
+    audit, request = TokenAudit(), asked()
+    audit.cut.add("r")
+    launch(audit, request, (0, 16))
+    assert finish(audit, request, outputs=0, cached=0) == []
+    assert not audit.cut

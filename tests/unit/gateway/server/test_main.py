@@ -112,7 +112,7 @@ def test_a_drain_accepts_for_a_while_and_a_second_signal_ends_it() -> None:
         for answer in (kept.get("/livez"), kept.get("/livez"), httpx.get(f"{url}/version")):
             assert answer.status_code == 200, "new connections are still accepted"
             assert answer.headers["connection"] == "close"
-        process.send_signal(signal.SIGINT)  # of a terminal, right behind the first: the same wish
+        process.send_signal(signal.SIGINT)  # of a terminal, right behind the first: the same request
         assert httpx.get(f"{url}/livez").status_code == 200
         time.sleep(2.1)
         process.send_signal(signal.SIGTERM)
