@@ -37,7 +37,7 @@ def requirements(extras: Sequence[str]) -> list[str]:
 
 
 def write_metadata(site: Path, extras: Sequence[str]) -> Path:
-    """Makes importlib.metadata know Temper (services/common/telemetry/version.py), with what this image needs of
+    """Makes importlib.metadata know Temper (services/common/telemetry/process.py), with what this image needs of
     others."""
     table = project()
     directory = site / f"{table['name']}-{table['version']}.dist-info"

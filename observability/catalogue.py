@@ -22,8 +22,7 @@ from services.engine.requests.adapter import BASE_PIN, AdapterPin
 from services.engine.requests.outputs import Finished
 from services.engine.requests.request import FinishReason, Request
 from services.engine.requests.sampling_params import SamplingParams
-from services.gateway.core.histogram import LoopHistogram
-from services.gateway.core.metrics import GatewayMetrics
+from services.gateway.core.metrics import GatewayMetrics, LoopHistogram
 from services.trainer.metrics import TrainerMetrics
 
 _SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,10 @@ from tests.stack import Stack
 if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
+
+# Collecting tests makes millions of objects that stay: modules, models of APIs, items. Nothing looks for garbage among
+# them meanwhile, nor after pytest_collection_finish.
+gc.disable()
 
 # A busy machine must not fail a property: hypothesis would hold every example to 200 ms.
 settings.register_profile("temper", deadline=None)
@@ -96,6 +101,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         config.hook.pytest_deselected(items=marked)
         items[:] = [item for item in items if item not in marked]
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -47,8 +47,7 @@ from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.requests.request import Request
 from services.engine.requests.sampling_params import SamplingParams
-from services.engine.scheduler.chunk_segments import segments
-from services.engine.scheduler.step_plan import Chunk, StateCopy, StepPlan, StepResult
+from services.engine.scheduler.step_plan import Chunk, StateCopy, StepPlan, StepResult, segments
 from services.pod.memory import WAITING_WRITES
 from tests.kernels.gpu.delta.support import Chain, chain_segments, exact_conv, exact_delta, mixer
 

@@ -11,10 +11,9 @@ import jsonschema_rs
 
 from benchmarks.structured.drawn_schemas import Draw, Schema, spelled
 from services.common.text.tokenizer import TextCodec
-from services.engine.constraints.bits import allows
 from services.engine.constraints.grammars import CompiledGrammar, GrammarLimits, compile_grammar
 from services.engine.constraints.refusal import Refused
-from services.engine.constraints.vocabulary import Vocabulary
+from services.engine.constraints.vocabulary import Vocabulary, allows
 from services.engine.requests.sampling_params import Constraint, ConstraintKind
 
 _NEAR = 4

@@ -222,8 +222,8 @@ def check_sampling(vocab: int, rows: int, seed: int) -> dict[str, Any]:
     import numpy as np
     import torch
 
-    from services.engine.constraints.bits import allow, allows
     from services.engine.constraints.masks import RowMasks
+    from services.engine.constraints.vocabulary import allow, allows
     from services.engine.executors.cpu.sampler import Sampler
     from services.engine.executors.cuda.sampling.mask_upload import MaskUpload
     from services.engine.executors.cuda.sampling.sampler import CudaSampler

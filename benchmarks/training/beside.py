@@ -26,7 +26,7 @@ from benchmarks.lib.environment import environment
 from benchmarks.lib.random_checkpoint import checkpoint
 from benchmarks.lib.recorder import put_line
 from benchmarks.training.steps import Case, Parts, Trainer
-from services.engine.models.training_memory.recompute import Recompute
+from services.engine.models.interface import Recompute
 
 if TYPE_CHECKING:
     from benchmarks.lib.in_process import InProcessEngine

@@ -37,13 +37,12 @@ from benchmarks.lib.recorder import put_line
 from services.common.jobs import LoraSettings, OptimizerSettings
 from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import Quantization
-from services.engine.models.interface import CausalLM
+from services.engine.models.interface import CausalLM, Recompute
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.models.training_forward import TrainableForward
 from services.engine.models.training_memory.arena import GraphMemory
-from services.engine.models.training_memory.recompute import Recompute
 from services.trainer.host.policy_host import ComputeGate
 from services.trainer.losses import negative_log_likelihood
 from services.trainer.optimizer import AdapterOptimizer

@@ -14,10 +14,9 @@ import typer
 
 from cli.commands.adapters import attach_version, save, split
 from cli.http.client import Client, path
-from cli.http.context import connected
 from cli.http.job_events import conclude, watch
 from cli.local.external_tool import run_tool
-from cli.options import Json, Url
+from cli.options import Json, Url, connected
 from cli.output import CliError, ExitCode, Output, guarded
 from cli.settings import CliSettings
 

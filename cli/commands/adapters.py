@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from cli.http.client import Client, path
-from cli.http.context import connected
-from cli.options import Json, Url
+from cli.options import Json, Url, connected
 from cli.output import CliError, ExitCode, Output
 from services.common.adapters.manifest import instead_of
 from services.common.adapters.names import parse_adapter_ref

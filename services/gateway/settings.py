@@ -11,8 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from services.common.security.api_keys import MAX_PER_MINUTE
 from services.common.settings import CommonSettings
 from services.common.shutdown import CLOSE_SECONDS
-from services.gateway.core.engine_target import EngineTarget
-from services.gateway.core.listen import ListenSettings
+from services.gateway.core.addresses import EngineTarget, ListenSettings
 from services.gateway.rate_limits.limits import Limits
 
 _ORIGIN = re.compile(r"https?://(?:[a-z0-9._-]+|\[[0-9a-f:]+\])(?::[0-9]{1,5})?")

@@ -7,7 +7,7 @@ import contextlib
 import torch
 
 from services.common.errors import DoesNotFit, InvalidRequest
-from services.common.telemetry.machine import machine_bytes
+from services.common.telemetry.process import machine_bytes
 from services.engine.kv_cache.memory_plan import Footprint, MemoryPlan, plan_memory
 from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import (

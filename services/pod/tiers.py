@@ -10,7 +10,7 @@ import structlog
 
 from services.common.errors import InvalidRequest
 from services.common.storage.object_store import ObjectStore
-from services.common.telemetry.machine import machine_bytes
+from services.common.telemetry.process import machine_bytes
 from services.engine.kv_cache.keys import Tier
 from services.engine.kv_offload.manager import TierConfig, TierManager
 from services.engine.observability.events import EventStream

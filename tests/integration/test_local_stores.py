@@ -12,7 +12,7 @@ from minio import Minio
 
 from cli.local.ports import claim_ports
 from cli.local.store_processes import LocalServer, s3_server
-from services.common.telemetry.machine import machine_bytes
+from services.common.telemetry.process import machine_bytes
 from tests.integration.conftest import ACCESS_KEY, SECRET_KEY
 from tests.integration.servers import RunningServer
 

@@ -13,7 +13,7 @@ import redis
 from services.common.errors import RateLimited
 from services.common.settings import CommonSettings
 from services.gateway.core.metrics import GatewayMetrics
-from services.gateway.rate_limits import lua as scripts
+from services.gateway.rate_limits import redis_limiter as scripts
 from services.gateway.rate_limits import redis_limiter as shared
 from services.gateway.rate_limits.limiter import Grant, Quotas
 from services.gateway.rate_limits.limits import Decision, Level, Limits

@@ -15,7 +15,7 @@ import pytest
 from cli.local.ports import claim_ports
 from services.common.pb import engine_pb2
 from services.common.settings import CommonSettings
-from services.gateway.api.responses.store.store import LOST, ResponseStore
+from services.gateway.api.responses.store import LOST, ResponseStore
 from services.gateway.settings import GatewaySettings
 from tests.integration.servers import RunningServer
 from tests.stack import clean_environment

@@ -18,9 +18,8 @@ from services.engine.requests.adapter import AdapterPin
 from services.engine.requests.prompt_scoring import PromptRead
 from services.engine.requests.request import Pooling, Request
 from services.engine.requests.sampling_params import SamplingParams
-from services.engine.scheduler.chunk_segments import segments
 from services.engine.scheduler.config import SchedulerConfig
-from services.engine.scheduler.step_plan import BlockCopy, Chunk, StateCopy, StepPlan, StepResult
+from services.engine.scheduler.step_plan import BlockCopy, Chunk, StateCopy, StepPlan, StepResult, segments
 from tests.parity.fused_models import TINY, cuda_runner, random_adapters, random_model, spoil
 from tests.parity.in_step import record
 

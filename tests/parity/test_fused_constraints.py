@@ -11,9 +11,8 @@ import torch
 
 import tests.kernels.gpu.interpreter  # noqa: F401
 from services.engine.compute_sharing.host_lock import SliceGate
-from services.engine.constraints.bits import Bits, allow
 from services.engine.constraints.matcher import ConstraintBroken, OutputMatcher
-from services.engine.constraints.vocabulary import Vocabulary
+from services.engine.constraints.vocabulary import Bits, Vocabulary, allow
 from services.engine.executors.cpu.runner import ModelRunner
 from services.engine.executors.runner import Runner
 from services.engine.loop.step_pipeline import StepPipeline

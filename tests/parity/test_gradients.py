@@ -10,10 +10,10 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
+from services.engine.models.interface import Recompute
 from services.engine.models.lora.binding import bind_adapter
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.model import Qwen3_5
-from services.engine.models.training_memory.recompute import Recompute
 from tests.parity.adapters import adapter_files, make_adapter
 from tests.parity.conftest import Pair
 from tests.parity.reference import CONFIGS, prompt

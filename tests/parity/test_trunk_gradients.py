@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.train.head import token_scores
+from services.engine.models.interface import Recompute
 from services.engine.models.lora.binding import bind_adapter
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.models.qwen3_5.training import plain, trunk
 from services.engine.models.training_forward import FrozenForward, TrainableForward
 from services.engine.models.training_memory.arena import GraphMemory
-from services.engine.models.training_memory.recompute import Recompute
 from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.parity.adapters import adapter_files, make_adapter
 from tests.parity.conftest import Pair

@@ -76,11 +76,11 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "cli": (
         "settings",
-        "options",
         "interrupts",
         "output",
         "job_files",
         "http",
+        "options",
         "local",
         "commands",
         "demo",

@@ -375,7 +375,7 @@ def gated_delta_step(
         eps: of the gated norm.
         state: [num_slots, value_heads, key_dim, value_dim] float32 or bfloat16, contiguous.
         slots: [B] int32. Rows may share only slot 0, whose contents nobody reads.
-        waiting: of the same slots: what of the states' past is not in ``state`` yet, moves on with it.
+        waiting: writes of the same slots that are not in ``state`` yet; they move on with it.
         late: let writes wait; False: states are written back in this step, as they are without ``waiting``; None: by
             the number of rows.
         out: [B, value_size], where to write.

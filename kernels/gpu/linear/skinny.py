@@ -121,11 +121,12 @@ def skinny_linear(
         x: [M, K] bfloat16 or float32, last dimension contiguous; or what skinny_add() made ready for its norm.
         weight: [N, K] in x's dtype and contiguous, or quantized.
         norm: applied to x first, if x is a tensor: a kernel of its own makes it Scaled
-        (`kernels.gpu.linear.preparation`). residual: [M, N] (N / 2 with swiglu), added last; may be ``out`` itself.
-        swiglu: rows of the weight are gate | up, and ``silu(gate) · up`` is what is stored. lora: each row's adapter,
-        added before the activation. conv: what becomes of the first columns, with adapters and without residual and
-        swiglu, rounded to the result's
-            dtype first: the same as conv_decode() of the result.
+            (`kernels.gpu.linear.preparation`).
+        residual: [M, N] (N / 2 with swiglu), added last; may be ``out`` itself.
+        swiglu: rows of the weight are gate | up, and ``silu(gate) · up`` is what is stored.
+        lora: each row's adapter, added before the activation.
+        conv: convolution of the first columns, with adapters and without residual and swiglu. They are rounded to the
+            result's dtype first: the same as conv_decode() of the result.
         out: where to write.
         out_dtype: x's dtype if None.
         config: how to cut the product up; chosen from the table if None.

@@ -162,7 +162,8 @@ def adapters_ahead(lora, rows, columns, inside, first, count, width, split, LORA
         rows: [M] row of the batch; those >= count are padding.
         columns: [N block] of the output, neighbours as the compiler sees them; [N block] ``inside`` those that exist,
             ``first`` the first of them.
-        count: rows of the batch. width: N.
+        count: rows of the batch.
+        width: N.
         split: which of the programs that share this tile; the first adds the adapters.
 
     Returns:

@@ -21,18 +21,37 @@ if TYPE_CHECKING:
     from services.common.text.tokenizer import TextCodec
 
 Recompute = Literal["none", "selective", "full"]
+_WIDTH = 2560
+"""Hidden size of the model that the rates are for (4B)."""
+_WIDEST, _NARROWEST = 2 * _WIDTH, _WIDTH // 10
+"""Hidden sizes between which a rate follows the width."""
+_MOST_SEEN = 25_000
+"""Examples that a job goes through, all epochs together, unless a single epoch has more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Defaults of a kind of job: how fast it learns, and how often it goes through its examples."""
+    """Defaults of a kind of job: how fast it learns, and how often it goes through its examples.
+
+    docs/guides/training.md tells users the same, and docs/decisions/training-defaults.md why.
+    """
 
     learning_rate: float
-    """At a hidden size of 2560 (4B)."""
+    """AdamW's rate for adapters on a model with a hidden size of 2560 (4B)."""
     epochs: int = 1
     least_steps: int = 1
     """Optimizer steps below which a job makes further epochs: one step moves an adapter by about one learning rate a
     number, however much the examples have to say."""
+
+    def rate(self, hidden_size: int) -> float:
+        """AdamW's rate for adapters on a model of this width: inversely proportional to it."""
+        width = min(max(hidden_size, _NARROWEST), _WIDEST)
+        return self.learning_rate * _WIDTH / width
+
+    def passes(self, examples: int, steps_per_epoch: int) -> int:
+        """Passes over the examples: ``epochs``, more of few examples and fewer of many."""
+        affordable = max(1, min(self.epochs, _MOST_SEEN // examples))
+        return max(affordable, -(-self.least_steps // steps_per_epoch))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +85,7 @@ class OptimizerSettings(SentModel):
     """AdamW and its schedule."""
 
     learning_rate: float | None = Field(None, gt=0, le=1, exclude_if=absent)
-    """None: by the method and the model (services/trainer/jobs/defaults.py)."""
+    """None: by the method and the model (`Pace`)."""
     warmup_steps: int = Field(0, ge=0)
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """What follows the warm-up: the rate as it is, or a fall towards 0 at the end of the job."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar, get_args
 
@@ -11,7 +12,6 @@ from pydantic_core import PydanticCustomError
 
 from services.common.jobs.base import DataRows, JobBase
 from services.common.jobs.fields.acceptance import Better
-from services.common.jobs.permutation import permutation
 from services.common.validation.json_rules import SOME, Rule, Rules, either, has, if_any
 from services.common.validation.strict_models import SentModel, absent
 
@@ -20,14 +20,40 @@ Numbered: TypeAlias = list[tuple[int, E]]
 """Examples with their index in the field of the job that they come from."""
 EVALUATES: Rule = either(has(eval_examples=SOME), has(eval_fraction={"exclusiveMinimum": 0}))
 """Holds of an ExampleJob that computes evaluations."""
-
-
 HOLDS_NOTHING_OUT: Rule = either(has(eval_examples=SOME), if_any(eval_fraction=0))
+_STATE_WORDS = 624
+"""Words of a Mersenne twister's state."""
 
 
 def held_out(count: int, fraction: float) -> int:
     """How many of ``count`` examples a share of them is."""
     return 0 if fraction == 0 else min(max(1, count - 1), max(1, math.floor(count * fraction + 0.5)))
+
+
+def permutation(count: int, seed: int) -> list[int]:
+    """Permutation of the numbers below ``count``, drawn alike by every process, with torch or without.
+
+    It is that of `torch.randperm` on the CPU (a Fisher-Yates shuffle on a Mersenne twister, seeded by init_genrand of
+    Matsumoto and Nishimura): a gateway has no torch, and what jobs of earlier releases held out stays what they hold
+    out.
+    """
+    draw = _twister(seed)
+    order = list(range(count))
+    for at in range(count - 1):
+        other = at + draw.getrandbits(32) % (count - at)
+        order[at], order[other] = order[other], order[at]
+    return order
+
+
+def _twister(seed: int) -> random.Random:
+    word = seed & 0xFFFFFFFF
+    words = [word]
+    for index in range(1, _STATE_WORDS):
+        word = (1812433253 * (word ^ (word >> 30)) + index) & 0xFFFFFFFF
+        words.append(word)
+    twister = random.Random()
+    twister.setstate((3, (*words, _STATE_WORDS), None))
+    return twister
 
 
 def split_evaluation(count: int, fraction: float, seed: int) -> tuple[list[int], list[int]]:
@@ -50,7 +76,7 @@ class ExampleJob(JobBase, Generic[E]):
     eval_every: int | None = Field(None, ge=1)
     """Optimizer steps between evaluations; None: at the end of each epoch."""
     epochs: int | None = Field(None, ge=1, le=1000, exclude_if=absent)
-    """Passes over the examples. None: by the method and how many there are (services/trainer/jobs/defaults.py)."""
+    """Passes over the examples. None: by the method and how many there are (`Pace`)."""
     batch_size: int = Field(8, ge=1)
     """Examples an optimizer step. It is cut into microbatches of max_tokens_per_microbatch whose gradients add up."""
     shuffle: bool = True

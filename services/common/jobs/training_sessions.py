@@ -251,7 +251,7 @@ class OptimStep(_Call):
 
     kind: Literal["optim_step"] = "optim_step"
     learning_rate: float | None = Field(None, ge=0, le=1)
-    """None: by the model's width, 0.0001 at 4B (services/trainer/jobs/defaults.py). The result says what it was. 0
+    """None: by the model's width, 0.0001 at 4B (`Pace`). The result says what it was. 0
     moves the moments only: many schedules begin or end with it."""
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.999, ge=0, lt=1)

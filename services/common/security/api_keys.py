@@ -34,7 +34,7 @@ ANONYMOUS = "anonymous"
 MAX_FILE_BYTES = 16 * 2**20
 MAX_PER_MINUTE = 100_000_000
 """Highest limit, so that the arithmetic of the limits stays exact in 53 bits: see
-services/gateway/rate_limits/token_bucket.py."""
+services/gateway/rate_limits/memory_limiter.py."""
 
 
 class Scope(enum.StrEnum):

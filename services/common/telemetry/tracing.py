@@ -23,7 +23,7 @@ import structlog
 
 from services.common.security.outbound import authorities, proxy_for
 from services.common.settings import CommonSettings
-from services.common.telemetry.version import installed_version
+from services.common.telemetry.process import installed_version
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

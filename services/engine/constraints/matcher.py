@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from services.common.errors import InvalidRequest, TemperError
-from services.engine.constraints.bits import Bits, allow, allows, forbid
+from services.engine.constraints.vocabulary import Bits, allow, allows, forbid
 from services.engine.requests.sampling_params import Thinking
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Vocabulary for llguidance: one trie of the model's tokens for all grammars of an engine."""
+"""Vocabulary for llguidance (one trie of the model's tokens for all grammars of an engine), and masks over it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,40 @@ from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_pa
 
 from services.common.errors import CheckpointRejected
 from services.common.text.tokenizer import TextCodec
-from services.engine.constraints.bits import Bits, allow
 from services.engine.constraints.schema.probe import Probe
 
+Bits = npt.NDArray[np.int32]
+"""Mask, [words] int32: bit ``t % 32`` of word ``t // 32`` tells whether token ``t`` is allowed."""
 NO_FORCING = '%llguidance {"no_forcing": true}\n'
 """First line of every grammar. Without it llguidance tokenizes text that must follow with the checkpoint's tokenizer,
 which reads `<|im_end|>` in it as the control token: a schema's constant could then end the answer half-way."""
 _MOST_THREADS = 8
 _NEWLINES = "start: /\\n{1,4}/"
+
+
+def allow(row: Bits, tokens: Iterable[int]) -> None:
+    """Sets the bits of some tokens."""
+    unsigned = row.view(np.uint32)
+    for token in tokens:
+        unsigned[token >> 5] |= np.uint32(1 << (token & 31))
+
+
+def forbid(row: Bits, tokens: Iterable[int]) -> None:
+    """Clears the bits of some tokens."""
+    unsigned = row.view(np.uint32)
+    for token in tokens:
+        unsigned[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
+
+
+def allows(row: Bits, token: int) -> bool:
+    """True if a token's bit is set."""
+    return bool((int(row[token >> 5]) >> (token & 31)) & 1)
+
+
+def tokens_of(row: Bits) -> list[int]:
+    """All tokens whose bit is set, ascending."""
+    found: list[int] = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+    return found
 
 
 class Vocabulary:

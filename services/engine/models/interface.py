@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -19,11 +19,14 @@ from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import PLAIN, Storage
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.trainable import LoraParams
-from services.engine.models.training_memory.recompute import Recompute
 
 if TYPE_CHECKING:
     from services.engine.models.device_batch import DecodeAttention, DeviceCache, StepRows
     from services.engine.models.training_memory.arena import GraphMemory
+
+Recompute = Literal["none", "selective", "full"]
+"""How much of a forward its backward computes again: only what is nearly free; also the inside of mixers and the first
+product of the MLP; or whole layers."""
 
 
 def resolve_dtype(name: str, device: torch.device | str) -> torch.dtype:

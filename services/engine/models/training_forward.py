@@ -11,9 +11,8 @@ from torch import Tensor
 from services.engine.models.lora.trainable import LoraParams
 
 if TYPE_CHECKING:
-    from services.engine.models.interface import CausalLM
+    from services.engine.models.interface import CausalLM, Recompute
     from services.engine.models.training_memory.arena import GraphMemory
-    from services.engine.models.training_memory.recompute import Recompute
 
 
 class TrainableForward:

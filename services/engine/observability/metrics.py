@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from services.common.telemetry import tracing
-from services.common.telemetry.process_metrics import export_process
+from services.common.telemetry.process import export_process
 from services.engine.observability.events import (
     AdapterLoadFailed,
     AdapterPhase,

@@ -16,8 +16,9 @@ tokens are computed again with the next chunk.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence as SequenceABC
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from services.engine.requests.outputs import SampledToken
@@ -48,16 +49,16 @@ class Chunk(NamedTuple):
     """
 
     request: Request
-    token_ids: SequenceABC[int]
+    token_ids: Sequence[int]
     """Token ids; ``(PENDING,)`` for a decode whose token the unfinished step before it samples."""
     start: int
     """Position of the first token = number of tokens whose KV and state are already in the cache."""
-    blocks: SequenceABC[int]
+    blocks: Sequence[int]
     """Block table of the sequence, never containing block 0 (scratch)."""
     slot: int
     """State slot, never 0 (scratch)."""
     samples: bool
-    output_ids: SequenceABC[int]
+    output_ids: Sequence[int]
     """Tokens generated so far, oldest first: the live list, which lacks a pending token and grows while this plan is in
     flight."""
     output_count: int
@@ -70,7 +71,7 @@ class Chunk(NamedTuple):
     """Token behind a chunk that does not sample."""
     masked: bool = False
     """True if the token is sampled under a mask, which is made when the tokens before it are known."""
-    snapshots: SequenceABC[tuple[int, int]] = ()
+    snapshots: Sequence[tuple[int, int]] = ()
     """Snapshots inside the chunk as (position, slot), ascending: the state behind the tokens before the position also
     goes to that slot. Positions are at least FIRST_SNAPSHOT behind the chunk's start, and before its end."""
 
@@ -124,14 +125,14 @@ class BlockCopy:
 class StepPlan:
     """Step plan: one iteration. ``chunks`` has decodes first, then those that verify, then prefill chunks."""
 
-    chunks: SequenceABC[Chunk]
-    copies_before: SequenceABC[StateCopy] = ()
+    chunks: Sequence[Chunk]
+    copies_before: Sequence[StateCopy] = ()
     """Snapshots to restore into live slots before the model runs."""
-    copies_after: SequenceABC[StateCopy] = ()
+    copies_after: Sequence[StateCopy] = ()
     """Live slots to snapshot after the model has run."""
-    block_copies: SequenceABC[BlockCopy] = ()
+    block_copies: Sequence[BlockCopy] = ()
     """Block copies before the model runs. No block is the target of two, or both a source and a target."""
-    reads: SequenceABC[PromptRead] = ()
+    reads: Sequence[PromptRead] = ()
     """Prompt rows to read beside the sampled ones."""
     masked: bool = False
     """True if a chunk is masked: the runner gets the masks after the plan."""
@@ -155,9 +156,33 @@ class StepPlan:
 class StepResult:
     """Result of a step, in the order of the plan's chunks that sample."""
 
-    tokens: SequenceABC[SampledToken]
+    tokens: Sequence[SampledToken]
     """Sampled tokens, one for each sampled row: two for a chunk with a draft token."""
-    draft_token_ids: SequenceABC[int] = ()
+    draft_token_ids: Sequence[int] = ()
     """Draft tokens, with speculation: for each chunk that samples, the proposal behind its accepted tokens, or -1."""
-    reports: SequenceABC[PromptReport] = ()
+    reports: Sequence[PromptReport] = ()
     """Report for each of the plan's reads."""
+
+
+def segments(chunk: Chunk) -> Sequence[Chunk]:
+    """Segments of a chunk: up to its first snapshot, from there to the next one, and so on to its end. Each is a chunk
+    without snapshots that continues from the state behind the one before. Its slot is the chunk's; its out_slot is
+    where the state behind it goes."""
+    if not chunk.snapshots:
+        return (chunk,)
+    known, begin = chunk.token_ids, chunk.start
+    ends = [*chunk.snapshots, (begin + len(known), chunk.out_slot or chunk.slot)]
+    parts: list[Chunk] = []
+    for end, slot in ends:
+        part = known[begin - chunk.start : end - chunk.start]
+        parts.append(chunk._replace(token_ids=part, start=begin, out_slot=slot, snapshots=()))
+        begin = end
+    between = (part._replace(samples=False, next_id=after.token_ids[0]) for part, after in pairwise(parts))
+    return [*between, parts[-1]]
+
+
+def split_at_snapshots(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+    """Segments of all chunks."""
+    if not any(chunk.snapshots for chunk in chunks):
+        return chunks
+    return [link for chunk in chunks for link in segments(chunk)]

@@ -12,7 +12,7 @@ import structlog
 
 from services.common.errors import InvalidRequest, TemperError, Unauthorized
 from services.common.security.api_keys import ApiKey, digest, parse_keys
-from services.gateway.auth.principal import Principal
+from services.gateway.auth.caller import Principal
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.rate_limits.limits import Limits
 

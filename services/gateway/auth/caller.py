@@ -1,4 +1,6 @@
-"""The caller on whose behalf this task works: known to whatever a request calls, without a parameter in between."""
+"""The caller on whose behalf a task works: its principal, its deadline and tokens, and what it may see or change.
+
+Whatever a request calls finds its caller here, without a parameter in between."""
 
 from __future__ import annotations
 
@@ -8,10 +10,53 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from services.common.errors import DeadlineExceeded
+from starlette.requests import HTTPConnection
+
+from services.common.errors import DeadlineExceeded, Forbidden
 from services.common.pb import engine_pb2
-from services.gateway.auth.principal import Principal
+from services.common.security.api_keys import ANONYMOUS, Scope
 from services.gateway.rate_limits.limiter import Grant
+from services.gateway.rate_limits.limits import Limits
+
+_NONE = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """A caller: the id of its key, and what it may do."""
+
+    id: str
+    scopes: frozenset[Scope]
+    limits: Limits = _NONE
+
+    def __post_init__(self) -> None:
+        if not self.id:
+            raise ValueError("a principal needs an id")
+
+
+INTERNAL = "temper.internal"
+"""Key of the ASGI scope of a request that the gateway makes to itself for somebody whose own request was let in
+before, as a batch does. Its value has that caller's id as ``owner``, and the ``priority`` of what it asks for. Servers
+build their scopes themselves: nothing that a client sends becomes a key."""
+EVERYBODY = Principal(ANONYMOUS, frozenset(Scope))
+"""Callers of a gateway without keys."""
+NOBODY = Principal(ANONYMOUS, frozenset())
+"""Callers of public routes."""
+
+
+def internal_priority(request: HTTPConnection) -> int | None:
+    """The priority of a request that the gateway makes to itself; None: it is a client's."""
+    caller = request.scope.get(INTERNAL)
+    return None if caller is None else int(caller.priority)
+
+
+def principal_of(request: HTTPConnection) -> Principal:
+    """The caller of a request; also `request.state.principal`."""
+    found = request.state.principal
+    if not isinstance(found, Principal):
+        raise RuntimeError("the request did not come through the Access middleware")
+    return found
+
 
 _CURRENT: ContextVar[Caller | None] = ContextVar("temper_caller", default=None)
 
@@ -103,3 +148,35 @@ class TokenAccount:
         if self._grant is not None:
             grant, self._grant = self._grant, None
             grant.correct(self._used - self._reserved)
+
+
+def owner() -> str:
+    """The id of the API key that this task works for; empty where there are no keys."""
+    caller = current_caller()
+    return "" if caller is None or caller.principal.id == ANONYMOUS else caller.principal.id
+
+
+def sees(key_id: str | None) -> bool:
+    """Whether what an API key has made is the caller's to see: its own, and everybody's for whoever administrates."""
+    found = owner()
+    return not found or found == key_id or _may(Scope.ADMIN)
+
+
+def may_attach() -> bool:
+    """Whether the caller may change what the base model's name answers."""
+    return _may(Scope.ATTACH, Scope.ADMIN)
+
+
+def check_attach(param: str) -> None:
+    """Raises Forbidden unless the caller may attach a version."""
+    if not may_attach():
+        raise Forbidden(
+            f"the API key {owner()} lacks the scope attach or admin, which changing what the base model's name answers "
+            f"needs: leave {param} out or false, and call the version by its name",
+            param=param,
+        )
+
+
+def _may(*scopes: Scope) -> bool:
+    caller = current_caller()
+    return caller is None or not caller.principal.scopes.isdisjoint(scopes)

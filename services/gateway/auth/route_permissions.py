@@ -1,10 +1,13 @@
-"""What each route asks of its callers. A route says it where it is declared; the table is computed from all of them."""
+"""Permissions: what each route asks of its callers, in the application and in its OpenAPI document.
+
+A route says it where it is declared; the table is computed from all of them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from starlette.routing import compile_path
 
@@ -89,3 +92,34 @@ class PermissionTable:
             if wanted == method and (match := pattern.match(path)) is not None:
                 return permission, match.groupdict()
         return UNKNOWN, {}
+
+
+_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer", "description": "An API key, as OpenAI's clients send it."},
+    "x-api-key": {
+        "type": "apiKey",
+        "in": "header",
+        "name": "x-api-key",
+        "description": "The same, as Anthropic's send it.",
+    },
+}
+_KEY: list[dict[str, list[str]]] = [{name: []} for name in _SCHEMES]
+
+
+def add_keys(description: dict[str, Any], permissions: PermissionTable, *, needed: bool) -> None:
+    """Adds to the description of the API which operations need a key, and of which scope.
+
+    Args:
+        needed: this gateway has keys; without, they are described as optional.
+    """
+    description.setdefault("components", {})["securitySchemes"] = _SCHEMES
+    for path, operations in description["paths"].items():
+        for method, operation in operations.items():
+            permission, _ = permissions.find(method.upper(), path)
+            if permission.public:
+                operation["security"] = []
+                continue
+            operation["security"] = _KEY if needed else [{}, *_KEY]
+            scopes = " or ".join(f"`{scope}`" for scope in sorted(permission.scopes))
+            text = operation.get("description", "")
+            operation["description"] = f"{text}\n\nScope of the API key: {scopes}.".strip()

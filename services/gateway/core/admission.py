@@ -1,6 +1,11 @@
-"""Bounded admission: a place is reserved before a prompt is rendered or tokenized, and given back at the end."""
+"""Bounded admission, and the shutdown that ends it.
+
+A place is reserved before a prompt is rendered or tokenized, and given back at the end of the request."""
 
 from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
 
 from services.common.errors import Overloaded
 
@@ -58,3 +63,15 @@ class Admission:
     def give_back(self, places: int) -> None:
         """Called by Reservation."""
         self._taken -= places
+
+
+@dataclass(frozen=True, slots=True)
+class Lifecycle:
+    """Events of a shutdown.
+
+    ``stopping``: set by SIGTERM: readiness is off and batches are handed back; new requests are still answered.
+    ``closing``: set when no connection is accepted any more: followers of job events are sent home.
+    """
+
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    closing: asyncio.Event = field(default_factory=asyncio.Event)

@@ -1,4 +1,4 @@
-"""Files that clients upload and that batches write, in the object store.
+"""File store: files that clients upload and that batches write, in the object store, and the threads that call it.
 
 Objects:
     files/{owner}/{id}/{000000}     the content in pieces of PIECE_BYTES: objects are written by one PUT each, and no
@@ -12,19 +12,57 @@ Objects:
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, ParamSpec, TypeAlias, TypeVar
 
 from services.common.errors import NotFound, Unavailable
 from services.common.ids import PATTERN, key_of, ulid
 from services.common.storage.object_store import ObjectNotFound, ObjectStore
 from services.common.storage.record_versions import FILE
 from services.common.validation.strict_models import StrictModel
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_THREADS = 8
+_MAX_CALLS = 64
+
+
+class StoreThreads:
+    """Thread pool for the object store.
+
+    It is apart from all others: while the store hangs, tokenizing must not wait behind it.
+    """
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_THREADS, "store")
+        self._calls = 0
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs a blocking call to the object store in a thread.
+
+        Raises:
+            Unavailable: too many calls wait for the store already, or what the call raises.
+        """
+        if self._calls >= _MAX_CALLS:
+            raise Unavailable("too many requests wait for the object store", retry_after=5.0)
+        self._calls += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*args, **kwargs))
+        finally:
+            self._calls -= 1
+
+    def close(self) -> None:
+        """Lets the threads end."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
 
 PIECE_BYTES = 4 * 2**20
 Purpose = Literal["batch", "batch_output"]

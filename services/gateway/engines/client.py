@@ -23,8 +23,14 @@ from services.common.pb import (
 from services.gateway.core.errors import engine_error
 from services.gateway.engines.channel import Channels
 from services.gateway.engines.circuit_breaker import BreakerPolicy, CircuitBreaker
-from services.gateway.engines.in_flight import Outstanding, Sent
-from services.gateway.engines.load_balancing import TOKENS_PER_REQUEST, Candidate, Route, named_adapter
+from services.gateway.engines.load_balancing import (
+    TOKENS_PER_REQUEST,
+    Candidate,
+    Outstanding,
+    Route,
+    Sent,
+    named_adapter,
+)
 from services.gateway.engines.prefix_index import BLOCK_TOKENS, PrefixIndex
 from services.gateway.engines.update_queue import EngineLost, Inbox
 

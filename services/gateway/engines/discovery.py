@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
 import structlog
 
-from services.gateway.core.engine_target import EngineTarget, join
+from services.gateway.core.addresses import EngineTarget, join
 
 log = structlog.get_logger(__name__)
 

@@ -19,11 +19,11 @@ from services.gateway.engines.channel import Channels
 from services.gateway.engines.circuit_breaker import BreakerPolicy
 from services.gateway.engines.client import EngineClient
 from services.gateway.engines.discovery import Discovery, Resolve, resolve
-from services.gateway.engines.fair_wakeup import Turns
 from services.gateway.engines.load_balancing import Affinity, Route, choose
 from services.gateway.engines.request_group import Exchange
+from services.gateway.engines.update_queue import Turns
 from services.gateway.settings import GatewaySettings
-from services.gateway.text.vocabulary import Vocabulary
+from services.gateway.text.detokenizer import Vocabulary
 
 log = structlog.get_logger(__name__)
 

@@ -12,9 +12,8 @@ from services.common.pb import engine_pb2
 from services.gateway.auth.caller import TokenAccount, seconds_left
 from services.gateway.core.errors import engine_error
 from services.gateway.engines.client import EngineClient
-from services.gateway.engines.fair_wakeup import Turns
 from services.gateway.engines.load_balancing import Affinity, Route, route_of
-from services.gateway.engines.update_queue import EngineLost, Inbox
+from services.gateway.engines.update_queue import EngineLost, Inbox, Turns
 from services.gateway.settings import GatewaySettings
 
 _RETRYABLE = (engine_pb2.ERROR_CODE_UNAVAILABLE, engine_pb2.ERROR_CODE_OVERLOADED)

@@ -14,7 +14,7 @@ from services.common.errors import DoesNotFit, Gone, NotFound, Overloaded, Tempe
 from services.common.jobs.training_sessions import Call, OpenSession, future_session, session_instance
 from services.common.pb import engine_pb2
 from services.common.pb import sessions_pb2 as pb
-from services.gateway.auth.ownership import owner
+from services.gateway.auth.caller import owner
 from services.gateway.core.errors import engine_error
 from services.gateway.engines.client import EngineClient
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
+from services.gateway.inference.constraints import chat_constraint, check_chat, thinking_message
 from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.generation import Generation, Job
-from services.gateway.inference.prompt_logprobs import check_size
+from services.gateway.inference.logprobs import check_size
 from services.gateway.inference.prompts import chat_prompt, opens_thinking, token_budget, turn_boundaries
-from services.gateway.inference.reasoning import thinking_message
-from services.gateway.inference.structured_outputs import chat_constraint, check_chat
-from services.gateway.protocol.chat.request import ChatRequest
+from services.gateway.protocol.chat_request import ChatRequest, Message
 
 
 async def chat_generation(
@@ -111,3 +111,52 @@ def parse_chat(form: dict[str, Any]) -> ChatRequest:
     except ValidationError as error:
         found = [{**entry, "loc": ("body", *entry["loc"])} for entry in error.errors()]
         raise RequestValidationError(found, body=form) from error
+
+
+_ANSWER_SHARE = 4
+"""One in so many tokens of the context; so much is kept free for an answer whose length is not limited."""
+
+
+async def truncated(context: InferenceContext, chat: ChatRequest) -> ChatRequest:
+    """The conversation as OpenAI's truncation "auto" cuts it: the oldest messages go, until prompt and answer fit.
+
+    Instructions at the beginning stay, and so do the user's last message and what comes last. A call and its results
+    go together.
+
+    Args:
+        context: the model, and the answer's default length.
+        chat: the whole conversation.
+    """
+    window = context.engines.served.info.max_model_len
+    if await prompt_length(context, chat) + (chat.token_limit or 1) <= window:
+        return chat
+    answer = chat.token_limit or max(1, min(context.settings.default_max_tokens, window // _ANSWER_SHARE))
+    older = _older(chat.messages)
+    # The fewest that have to go: each of them less makes a longer prompt.
+    fewest, most = 1, len(older)
+    while fewest < most:
+        tried = (fewest + most) // 2
+        if await prompt_length(context, _without(chat, older[:tried])) + answer <= window:
+            most = tried
+        else:
+            fewest = tried + 1
+    return _without(chat, older[:most])
+
+
+def _older(messages: Sequence[Message]) -> list[list[int]]:
+    """What may go, oldest first: the places of messages that belong together."""
+    parts: list[list[int]] = []
+    for place, message in enumerate(messages):
+        if message.role in ("user", "assistant"):
+            parts.append([place])
+        elif parts:  # results of calls, and later instructions, belong to what is before them
+            parts[-1].append(place)
+    asked = [place for place, message in enumerate(messages) if message.role == "user"]
+    kept = {parts[-1][0], *asked[-1:]} if parts else set()
+    return [part for part in parts if part[0] not in kept]
+
+
+def _without(chat: ChatRequest, parts: Sequence[Sequence[int]]) -> ChatRequest:
+    gone = {place for part in parts for place in part}
+    messages = [message for place, message in enumerate(chat.messages) if place not in gone]
+    return chat.model_copy(update={"messages": messages})

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from services.common.pb import engine_pb2
 from services.common.telemetry import tracing
 from services.gateway.core.metrics import Latencies
-from services.gateway.inference.prompt_logprobs import PromptScores
-from services.gateway.text.detokenizer import Piece, TextAssembler
-from services.gateway.text.held_back import Unsure
+from services.gateway.inference.logprobs import PromptScores, TokenLogprob
+from services.gateway.text.detokenizer import Piece, TextAssembler, Unsure
 from services.gateway.text.output_parser import END_THINK, ChatParser, Delta
 from services.gateway.text.stops import Stops
 from services.gateway.text.tool_calls.parser import OPEN
@@ -20,16 +21,6 @@ from services.gateway.text.tool_calls.parser import OPEN
 _RUNNING = engine_pb2.FINISH_REASON_UNSPECIFIED
 _STOP = engine_pb2.FINISH_REASON_STOP
 _LENGTH = engine_pb2.FINISH_REASON_LENGTH
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """A sampled token with the alternatives to it, natural logarithms."""
-
-    token_id: int
-    logprob: float
-    top_ids: tuple[int, ...] = ()
-    top_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)
@@ -235,3 +226,20 @@ class Choice:
         elif tokens:
             latencies.itl.observe((now - self._last_update) / tokens, tracing.current())
         self._last_update = now
+
+
+def usage(choices: Sequence[Choice], *, choices_per_prompt: int) -> dict[str, Any]:
+    """Token counts. A prompt counts once, however many choices it has. With a `session_id` also where it is."""
+    firsts = choices[::choices_per_prompt]
+    prompt = sum(choice.prompt_tokens for choice in firsts)
+    completion = sum(choice.tokens for choice in choices)
+    counts: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in firsts)},
+        "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)},
+    }
+    if choices[0].session is not None:
+        counts["session"] = choices[0].session
+    return counts

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from services.common.security.api_keys import ANONYMOUS
 from services.common.telemetry.tracing import NO_TRACER, Tracer
-from services.gateway.auth.ownership import owner
+from services.gateway.auth.caller import owner
 from services.gateway.core.admission import Admission
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.engines.pool import EnginePool

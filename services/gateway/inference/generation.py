@@ -12,18 +12,15 @@ from starlette.requests import Request
 from services.common.errors import InvalidRequest, ModelNotFound, TemperError
 from services.common.pb import engine_pb2
 from services.common.telemetry import tracing
-from services.gateway.auth.caller import seconds_left
-from services.gateway.auth.ownership import owner
+from services.gateway.auth.caller import owner, seconds_left
 from services.gateway.core.admission import Reservation
-from services.gateway.core.genai_metrics import GenAiRequest
+from services.gateway.core.metrics import GenAiRequest
 from services.gateway.engines.load_balancing import Affinity
 from services.gateway.engines.pool import ServedModel
-from services.gateway.inference.cache_isolation import cache_salt, session_of
 from services.gateway.inference.choice import Choice, Step
 from services.gateway.inference.context import InferenceContext
-from services.gateway.inference.limits import check_messages, check_prompts
-from services.gateway.inference.model_ref import adapter_ref
-from services.gateway.inference.prompt_logprobs import PromptScores, check_complete
+from services.gateway.inference.engine_request import adapter_ref, cache_salt, check_messages, check_prompts, session_of
+from services.gateway.inference.logprobs import PromptScores, check_complete
 from services.gateway.protocol.fields.sampling import SamplingFields
 from services.gateway.text.detokenizer import TextAssembler
 from services.gateway.text.output_parser import END_THINK, ChatParser

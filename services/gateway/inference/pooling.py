@@ -13,11 +13,9 @@ from services.common.errors import InvalidRequest, ModelNotFound, Unavailable
 from services.common.pb import engine_pb2
 from services.gateway.auth.caller import seconds_left
 from services.gateway.core.admission import Reservation
-from services.gateway.inference.cache_isolation import cache_salt
 from services.gateway.inference.context import InferenceContext
-from services.gateway.inference.limits import check_prompts
-from services.gateway.inference.model_ref import adapter_ref
-from services.gateway.inference.prompt_logprobs import PromptScores, check_complete
+from services.gateway.inference.engine_request import adapter_ref, cache_salt, check_prompts
+from services.gateway.inference.logprobs import PromptScores, check_complete
 from services.gateway.protocol.pooling import ReadingFields
 
 T = TypeVar("T")

@@ -14,8 +14,7 @@ from services.common.errors import Forbidden, InvalidRequest, Overloaded, Temper
 from services.gateway.auth.api_keys import KeyRing
 from services.gateway.auth.audit_log import AuditLog
 from services.gateway.auth.browsers import BrowserGuard
-from services.gateway.auth.caller import Caller, working_for
-from services.gateway.auth.principal import EVERYBODY, INTERNAL, NOBODY, Principal
+from services.gateway.auth.caller import EVERYBODY, INTERNAL, NOBODY, Caller, Principal, working_for
 from services.gateway.auth.route_permissions import PERMISSION, UNKNOWN, Permission, PermissionTable
 from services.gateway.core.admission import Admission
 from services.gateway.core.errors import response_of

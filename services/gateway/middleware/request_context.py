@@ -5,17 +5,15 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Callable
 
 import structlog
 from pydantic_core import to_json
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.telemetry import tracing
 from services.common.telemetry.tracing import NO_SPAN, NO_TRACER, Span, Tracer
-from services.gateway.auth.principal import NOBODY
+from services.gateway.auth.caller import NOBODY
 from services.gateway.auth.route_permissions import PERMISSION, UNKNOWN
 from services.gateway.core.errors import CLIENT_CLOSED_REQUEST, error_payload, in_anthropic_form
 from services.gateway.core.metrics import GatewayMetrics
@@ -159,47 +157,3 @@ class HeadRequests:
             await self._app(inner, receive, send_head)
         finally:
             scope.update(inner, method="HEAD")
-
-
-class BodyLimit:
-    """Stops reading a body that is over its limit, announced or chunked. The error handlers make it a 413.
-
-    Args:
-        app: what it surrounds.
-        limit: bytes that the body of a request may have.
-    """
-
-    def __init__(self, app: ASGIApp, limit: Callable[[Scope], int]) -> None:
-        self._app = app
-        self._limit = limit
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        limit = self._limit(scope)
-        announced = headers.get("content-length", "")
-        if announced.isascii() and announced.isdigit() and len(announced) < 20:
-            excess = int(announced) > limit
-        else:
-            excess = bool(announced)
-        seen = 0
-
-        async def receive_limited() -> Message:
-            nonlocal seen
-            if excess:
-                raise _too_large(limit)
-            message = await receive()
-            if message["type"] == "http.request":
-                seen += len(message.get("body", b""))
-                if seen > limit:
-                    raise _too_large(limit)
-            return message
-
-        await self._app(scope, receive_limited, send)
-
-
-def _too_large(limit: int) -> HTTPException:
-    # An HTTPException, because that is the one kind that FastAPI lets through while it reads a body.
-    return HTTPException(413, f"the request body is over the limit of {limit} bytes: split it into smaller requests")

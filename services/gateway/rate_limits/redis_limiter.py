@@ -1,7 +1,15 @@
-"""Limits in Redis, shared by all gateways: every call that waits goes out in one pipeline, and none waits for long.
+"""Rate limits in Redis, shared by all gateways, and the Lua scripts that change them.
 
-A gateway has one connection for this and one task that uses it. Calls that arrive while a pipeline is out go with the
-next one, so a burst of requests costs a few round trips, not a connection each.
+Every call that waits goes out in one pipeline, and none waits for long. A gateway has one connection for this and one
+task that uses it. Calls that arrive while a pipeline is out go with the next one, so a burst of requests costs a few
+round trips, not a connection each.
+
+Keys:
+    temper:quota:{caller}           hash: level and time of the two buckets
+    (services/gateway/rate_limits/memory_limiter.py)
+    temper:quota:{caller}:leases    sorted set of requests that run, by the time at which each counts as lost
+
+Both expire by themselves. Times are Redis's own clock in microseconds, so that gateways need not agree.
 """
 
 from __future__ import annotations
@@ -19,8 +27,113 @@ import structlog
 from services.common.settings import CommonSettings
 from services.common.storage.redis import connect_async, unavailable
 from services.gateway.core.metrics import GatewayMetrics
-from services.gateway.rate_limits import lua as scripts
 from services.gateway.rate_limits.limits import Decision, Dimension, Level, Limits
+from services.gateway.rate_limits.memory_limiter import BUSY_WAIT, MINUTE
+
+LEASE_SECONDS = 30
+"""A request whose gateway has not renewed its lease for so long does not count any more."""
+CLOCK = """local function clock()
+  local t = redis.call('TIME')
+  return tonumber(t[1]) * 1000000 + tonumber(t[2])
+end"""
+
+
+def bucket_key(caller: str) -> str:
+    return f"temper:quota:{caller}"
+
+
+def leases_key(caller: str) -> str:
+    return f"temper:quota:{caller}:leases"
+
+
+_PRELUDE = f"""
+{CLOCK}
+local function text(number) return string.format('%.0f', number) end
+local function level(key, name, limit, now)
+  local state = redis.call('HMGET', key, name, name .. ':at')
+  return math.max(0, tonumber(state[1] or '0') - math.max(0, now - tonumber(state[2] or '0')) * limit)
+end
+local function keep(key, name, value, limit, now)
+  redis.call('HSET', key, name, text(value), name .. ':at', text(now))
+  local ttl = math.ceil(value / limit / 1000) + 60000
+  if redis.call('PTTL', key) < ttl then redis.call('PEXPIRE', key, text(ttl)) end
+end
+local function wait(value, limit, cost)
+  return math.max(0, math.ceil((value + (cost - limit) * {MINUTE}) / limit))
+end
+local function answer(by, waits, requests, rate, tokens, budget)
+  local function remaining(value, limit)
+    return limit > 0 and math.floor(math.max(0, limit * {MINUTE} - value) / {MINUTE}) or 0
+  end
+  local function empty(value, limit) return limit > 0 and math.ceil(value / limit) or 0 end
+  return {{by, waits, remaining(requests, rate), empty(requests, rate), remaining(tokens, budget),
+    empty(tokens, budget)}}
+end
+"""
+
+ACQUIRE = (
+    _PRELUDE
+    + f"""
+-- KEYS buckets leases; ARGV requests-a-minute tokens-a-minute concurrent lease. Counts a request, or does nothing.
+local rate, budget, most, now = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), clock()
+local requests, tokens = level(KEYS[1], 'requests', rate, now), level(KEYS[1], 'tokens', budget, now)
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', text(now))
+local by, waits = '', 0
+if most > 0 and redis.call('ZCARD', KEYS[2]) >= most then by, waits = 'concurrency', {BUSY_WAIT} end
+if by == '' and rate > 0 then
+  waits = wait(requests, rate, 1)
+  if waits > 0 then by = 'requests' end
+end
+if by == '' and budget > 0 then
+  waits = wait(tokens, budget, 1)
+  if waits > 0 then by = 'tokens' end
+end
+if by == '' then
+  if rate > 0 then
+    requests = requests + {MINUTE}
+    keep(KEYS[1], 'requests', requests, rate, now)
+  end
+  if most > 0 then
+    redis.call('ZADD', KEYS[2], text(now + {LEASE_SECONDS}000000), ARGV[4])
+    redis.call('EXPIRE', KEYS[2], {LEASE_SECONDS * 2})
+  end
+end
+return answer(by, waits, requests, rate, tokens, budget)
+"""
+)
+
+TAKE = (
+    _PRELUDE
+    + f"""
+-- KEYS buckets; ARGV tokens-a-minute tokens force. Reserves tokens, or does nothing. With force, a correction: more
+-- than fits, or a negative number.
+local budget, cost, now = tonumber(ARGV[1]), tonumber(ARGV[2]), clock()
+local tokens = level(KEYS[1], 'tokens', budget, now)
+local waits = ARGV[3] == '1' and 0 or wait(tokens, budget, cost)
+if waits == 0 then
+  tokens = math.max(0, tokens + cost * {MINUTE})
+  keep(KEYS[1], 'tokens', tokens, budget, now)
+end
+return answer(waits > 0 and 'tokens' or '', waits, 0, 0, tokens, budget)
+"""
+)
+
+RELEASE = """
+-- KEYS leases; ARGV lease
+return redis.call('ZREM', KEYS[1], ARGV[1])
+"""
+
+RENEW = (
+    _PRELUDE
+    + f"""
+-- KEYS leases; ARGV lease ... Also brings back leases that Redis has lost.
+local expires = text(clock() + {LEASE_SECONDS}000000)
+for _, lease in ipairs(ARGV) do redis.call('ZADD', KEYS[1], expires, lease) end
+redis.call('EXPIRE', KEYS[1], {LEASE_SECONDS * 2})
+return #ARGV
+"""
+)
+
 
 CALL_SECONDS = 0.05
 """Longest time of one pipeline. A call waits for the one before it and for its own."""
@@ -28,7 +141,7 @@ _GRACE = 0.005
 _CALLS_AT_ONCE = 64
 PROBE_SECONDS = 1.0
 """Pause between two attempts to reach a Redis that is away."""
-RENEW_SECONDS = scripts.LEASE_SECONDS / 3
+RENEW_SECONDS = LEASE_SECONDS / 3
 _DIMENSIONS: dict[str, Dimension | None] = {
     "": None,
     "requests": "requests",
@@ -49,7 +162,7 @@ class _Call:
 
 
 class SharedLimiter:
-    """The scripts of services/gateway/rate_limits/lua.py. Answers None where Redis is away: then the caller decides.
+    """Limiter that runs the scripts in Redis. It answers None where Redis is away: then its caller decides.
 
     Args:
         settings: where Redis is.
@@ -65,7 +178,7 @@ class SharedLimiter:
         self._leases = leases
         self._shas = {
             script: hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()  # what Redis names it by
-            for script in (scripts.ACQUIRE, scripts.TAKE, scripts.RELEASE, scripts.RENEW)
+            for script in (ACQUIRE, TAKE, RELEASE, RENEW)
         }
         self._calls: list[_Call] = []
         self._wake = asyncio.Event()
@@ -94,7 +207,7 @@ class SharedLimiter:
 
     async def acquire(self, caller: str, limits: Limits, lease: str) -> Decision | None:
         """Counts a request and takes a lease, or does nothing."""
-        keys = [scripts.bucket_key(caller), scripts.leases_key(caller)]
+        keys = [bucket_key(caller), leases_key(caller)]
         args: list[str | int] = [
             limits.requests_per_minute,
             limits.tokens_per_minute,
@@ -102,7 +215,7 @@ class SharedLimiter:
             lease,
         ]
         try:
-            return _decision(await self._ask(scripts.ACQUIRE, keys, args), limits)
+            return _decision(await self._ask(ACQUIRE, keys, args), limits)
         except asyncio.CancelledError:
             self.release(caller, lease)  # it may have been granted
             raise
@@ -110,15 +223,15 @@ class SharedLimiter:
     async def take(self, caller: str, limits: Limits, tokens: int) -> Decision | None:
         """Reserves tokens, or does nothing."""
         args = [limits.tokens_per_minute, tokens, 0]
-        return _decision(await self._ask(scripts.TAKE, [scripts.bucket_key(caller)], args), limits)
+        return _decision(await self._ask(TAKE, [bucket_key(caller)], args), limits)
 
     def correct(self, caller: str, limits: Limits, tokens: int) -> None:
         """Adds tokens that were used beyond a reservation; negative: gives back what was not. Does not wait."""
-        self._tell(scripts.TAKE, [scripts.bucket_key(caller)], [limits.tokens_per_minute, tokens, 1])
+        self._tell(TAKE, [bucket_key(caller)], [limits.tokens_per_minute, tokens, 1])
 
     def release(self, caller: str, lease: str) -> None:
         """A request is over. Does not wait."""
-        self._tell(scripts.RELEASE, [scripts.leases_key(caller)], [lease])
+        self._tell(RELEASE, [leases_key(caller)], [lease])
 
     async def _ask(self, script: str, keys: Sequence[str], args: Sequence[str | int]) -> Any:
         if self._away:
@@ -249,7 +362,7 @@ class SharedLimiter:
 
 
 def _renewal(caller: str, leases: set[str]) -> _Call:
-    return _Call(scripts.RENEW, [scripts.leases_key(caller)], sorted(leases))
+    return _Call(RENEW, [leases_key(caller)], sorted(leases))
 
 
 def _hand_out(calls: Sequence[_Call], replies: Sequence[Any]) -> None:

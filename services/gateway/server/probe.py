@@ -10,7 +10,7 @@ import sys
 
 from pydantic import ValidationError
 
-from services.gateway.core.listen import ListenSettings
+from services.gateway.core.addresses import ListenSettings
 
 _SECONDS = 3.0
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}

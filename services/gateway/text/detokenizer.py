@@ -1,18 +1,65 @@
-"""Tokens of one completion to text, piece by piece: whole characters only, and nothing that may be a stop string.
+"""Detokenizer: the tokens of one completion become text, whole characters only, and nothing that may be a stop string.
 
-The pieces joined are exactly the text that a non-streamed answer has, however the tokens arrive.
-"""
+The pieces joined are exactly the text that a non-streamed answer has, however the tokens arrive."""
 
 from __future__ import annotations
 
 import codecs
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-from services.gateway.text.stops import Stops, StopSearch
-from services.gateway.text.vocabulary import Vocabulary
+from services.common.text.tokenizer import TextCodec
+from services.gateway.text.stops import Stop, Stops, StopSearch
+
+MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+"""Control tokens that the gateway's parsers read, so they stay visible even if a tokenizer marks them special."""
+
+
+class Vocabulary:
+    """Bytes and text of single tokens.
+
+    Args:
+        codec: the model's tokenizer.
+    """
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._bytes: dict[int, bytes] = {}
+        self._visible: dict[int, bytes] = {}
+        self.markup: Mapping[str, int] = {
+            token: number for token in MARKUP if (number := codec.token_id(token)) is not None
+        }
+        """Ids of those that are a token of this model."""
+        self._hidden = frozenset(codec.special_ids) - frozenset(self.markup.values())
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token, also of a special one."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._codec.token_bytes(token_id)
+        return known
+
+    def visible_bytes(self, token_id: int) -> bytes:
+        """The bytes a token adds to the text: none for a special token."""
+        known = self._visible.get(token_id)
+        if known is None:
+            known = self._visible[token_id] = b"" if token_id in self._hidden else self.token_bytes(token_id)
+        return known
+
+    def is_text(self, token_id: int) -> bool:
+        """Whether a token adds to the text, be it markup; control tokens do not."""
+        return bool(self.visible_bytes(token_id))
+
+    def token_text(self, token_id: int) -> str:
+        """A token on its own, for logprobs; bytes that are not UTF-8 become U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def text(self, token_ids: list[int]) -> str:
+        """Visible text of some tokens."""
+        return b"".join(map(self.visible_bytes, token_ids)).decode("utf-8", "replace")
 
 
 @dataclass(slots=True)
@@ -122,3 +169,61 @@ class TextAssembler:
             piece.offsets.append(offset)
             piece.entries.append(entry)
         return piece
+
+
+class _Token(NamedTuple):
+    token_id: int
+    sampling_logprob: float
+    end: int
+    """End of its text, in characters of the whole."""
+
+
+Certain = tuple[Piece, list[int], list[float]]
+"""Raw text with its log-probabilities; token ids; their sampling log-probabilities."""
+
+
+@dataclass(slots=True)
+class Unsure:
+    """Text that may still be cut off, of one choice. What has been taken stays: so many tokens belong to the answer."""
+
+    taken: int = 0
+    """Tokens."""
+    _begin: int = 0
+    """Beginning of the text here, in characters of the whole."""
+    _piece: Piece = field(default_factory=Piece)
+    _tokens: deque[_Token] = field(default_factory=deque)
+
+    def add(self, piece: Piece) -> None:
+        """More raw text."""
+        self._piece += piece
+
+    def add_token(self, token_id: int, sampling_logprob: float, end: int) -> None:
+        """The next token, and where its text ends."""
+        self._tokens.append(_Token(token_id, sampling_logprob, end))
+
+    def take(self, end: int) -> Certain:
+        """What ends at a place or before it."""
+        count = 0
+        while count < len(self._tokens) and self._tokens[count].end <= end:
+            count += 1
+        return self._take(end, count)
+
+    def end(self, stop: Stop) -> Certain:
+        """The last of it: the text before a stop, and the tokens up to the one that completes it."""
+        if stop.tokens is not None:
+            count = stop.tokens - self.taken
+        else:
+            ends = (place for place, token in enumerate(self._tokens, start=1) if token.end >= stop.end)
+            count = next(ends, len(self._tokens))
+        return self._take(stop.begin, count)
+
+    def _take(self, end: int, count: int) -> Certain:
+        certain, piece, length = Piece(), self._piece, end - self._begin
+        if length > 0:  # what waits for long is not copied for every token
+            entries = bisect_left(piece.offsets, end)
+            certain = Piece(piece.text[:length], piece.entries[:entries], piece.offsets[:entries])
+            self._piece = Piece(piece.text[length:], piece.entries[entries:], piece.offsets[entries:])
+            self._begin = end
+        self.taken += count
+        tokens = [self._tokens.popleft() for _ in range(count)]
+        return certain, [token.token_id for token in tokens], [token.sampling_logprob for token in tokens]

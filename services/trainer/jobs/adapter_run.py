@@ -23,7 +23,6 @@ from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.training_forward import FrozenForward, TrainableForward
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import RunState
-from services.trainer.jobs.defaults import learning_rate
 from services.trainer.memory.budget import MemoryNeed
 from services.trainer.memory.estimate import TeacherWork, Workload, check_fits, mib
 from services.trainer.optimizer import AdapterOptimizer
@@ -131,7 +130,7 @@ class AdapterRun(ABC):
         self._total_steps = total_steps
         self._notes = tuple(notes)
         lora.link_gradients()
-        usual = learning_rate(spec.pace, host.model.config.hidden_size)
+        usual = spec.pace.rate(host.model.config.hidden_size)
         peak = usual if spec.named_learning_rate is None else spec.named_learning_rate
         self._settings: dict[str, float] = {"learning_rate": peak, "steps": total_steps, "lora_rank": lora.rank}
         self._defaults: dict[str, float] = {"learning_rate": usual}

@@ -11,7 +11,6 @@ from services.common.jobs import ExampleJob
 from services.common.jobs.documents import Document
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
-from services.trainer.jobs.defaults import epochs
 from services.trainer.packing import largest_microbatch, shuffled
 
 _EXAMINED = ("loss", "token_accuracy", "accuracy", "margin")
@@ -47,7 +46,7 @@ class ExampleRun(AdapterRun):
         self._steps_per_epoch = max(1, full + (rest >= smallest_step))
         lengths = sorted((document.length for example in examples for document in example), reverse=True)
         documents_a_step = (size + smallest_step - 1) * max(len(example) for example in examples)
-        usual = epochs(spec.pace, count, self._steps_per_epoch)
+        usual = spec.pace.passes(count, self._steps_per_epoch)
         passes = usual if spec.epochs is None else spec.epochs
         super().__init__(
             spec,

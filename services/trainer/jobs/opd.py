@@ -27,7 +27,6 @@ from services.trainer.losses import divergence_loss, sampled_reverse_kl
 from services.trainer.losses.logprob_gap import SamplerGap
 from services.trainer.losses.logprobs import importance_ratio
 from services.trainer.packing import Microbatch, largest_microbatch
-from services.trainer.sampling.completion_state import completion_tensors, completions_of
 from services.trainer.sampling.distillation_samples import (
     DistillationRound,
     DistillationSample,
@@ -38,6 +37,7 @@ from services.trainer.sampling.distillation_samples import (
     tokenized_prompts,
 )
 from services.trainer.sampling.prompts import check_stop_tokens, sample_seed
+from services.trainer.sampling.round import completion_tensors, completions_of
 from services.trainer.sampling.round_sampler import RoundSampler
 from services.trainer.sampling.teacher import Teacher
 from services.trainer.timers import StepTimer

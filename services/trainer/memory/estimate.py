@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from kernels.gated_delta import CHUNK
 from services.common.errors import DoesNotFit
 from services.engine.models.config import ModelConfig
-from services.engine.models.training_memory.recompute import Recompute
-from services.engine.models.training_memory.shapes import captured_rows
+from services.engine.models.cuda_graphs import captured_rows
+from services.engine.models.interface import Recompute
 
 MASTER_BYTES = 16
 """A trained number: float32 master, gradient, and AdamW's two moments."""

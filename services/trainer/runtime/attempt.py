@@ -29,9 +29,7 @@ from services.trainer.runtime.interleaving import Pauses, SideWork, work_or_wait
 from services.trainer.runtime.job_link import Draining, JobCancelled, JobSession
 from services.trainer.runtime.job_trace import JobTrace
 from services.trainer.runtime.learning_check import LearningCheck
-from services.trainer.runtime.notes import Notes
-from services.trainer.runtime.publish import Publisher
-from services.trainer.runtime.retention import VersionRetention
+from services.trainer.runtime.publish import Publisher, VersionRetention
 from services.trainer.settings import TrainerSettings
 
 BACKOFF_SECONDS = (0.25, 5.0)
@@ -40,6 +38,26 @@ _ETA_WEIGHT = 0.2
 """Weight of the newest step in the moving average of step times."""
 
 T = TypeVar("T")
+
+
+class Notes:
+    """Notes of an attempt, which go into the job's record together with its settings, and among its events."""
+
+    def __init__(self, session: JobSession, run: JobRun) -> None:
+        self._session = session
+        self._run = run
+        self._notes: list[str] = []
+
+    def tell(self, *notes: str | None) -> None:
+        """Adds what there is to say: an event each, and all of them in the record once `record` is called."""
+        for note in notes:
+            if note is not None:
+                self._notes.append(note)
+                self._session.event("log", {"message": note, "note": True})
+
+    def record(self, metrics: Mapping[str, float]) -> None:
+        """Writes the settings, all notes so far and these metrics into the job's record."""
+        self._session.describe(self._run.settings, self._notes, metrics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +72,7 @@ class Parts:
     checkpoints: CheckpointStore
     publisher: Publisher
     parents: ParentVersions
-    tidier: VersionRetention
+    retention: VersionRetention
     metrics: TrainerMetrics
     side: SideWork
     """What else the trainer's thread does in the pauses of a job."""
@@ -107,7 +125,7 @@ class JobAttempt:
                 cancellable=False,
             )
         session.event("published", {"adapter": str(done.ref), "attached": attached, "digest": done.digest})
-        if removed := self._parts.tidier.after_publish(spec.adapter):
+        if removed := self._parts.retention.after_publish(spec.adapter):
             session.event("log", {"message": f"removed by retention: {', '.join(removed)}"})
         return done.ref
 

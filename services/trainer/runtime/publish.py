@@ -11,9 +11,12 @@ from services.common.adapters.events import EventKind as Nudge
 from services.common.adapters.manifest import Lineage
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry, Manifest
+from services.common.adapters.retention import RetentionPolicy, prune
 from services.common.errors import Overloaded, TemperError, Unavailable
+from services.common.queue.consumer import JobConsumer
 from services.common.queue.records import finite
 from services.trainer.host.policy_host import PolicyHost
+from services.trainer.settings import TrainerSettings
 
 
 class Publisher:
@@ -79,3 +82,26 @@ class Publisher:
             self._events.publish(kind, version)
         except TemperError as error:
             self._log.warning("adapter.nudge_failed", adapter=str(version), error=error.message)
+
+
+class VersionRetention:
+    """Applies the settings' retention policy. What fails is tried again after the next publish."""
+
+    def __init__(self, settings: TrainerSettings, registry: AdapterRegistry, consumer: JobConsumer) -> None:
+        keep, days = settings.adapter_versions_kept, settings.adapter_days_kept
+        self._policy = None if keep is None and days is None else RetentionPolicy(keep, days)
+        self._registry = registry
+        self._consumer = consumer
+        self._log = structlog.get_logger("trainer")
+
+    def after_publish(self, adapter: str) -> list[str]:
+        """Removes what the policy does not keep; returns the versions removed."""
+        if self._policy is None:
+            return []
+        try:
+            needed = self._consumer.versions_needed()
+            pruned = prune(self._registry, adapter, self._policy, in_use=needed)
+        except TemperError as error:
+            self._log.warning("retention.skipped", adapter=adapter, error=error.message)
+            return []
+        return [str(manifest.ref) for manifest in pruned.removed]

@@ -31,8 +31,7 @@ from services.trainer.runtime.claims import JobClaims
 from services.trainer.runtime.interleaving import NoSideWork, SideWork, work_or_wait
 from services.trainer.runtime.job_link import Draining, JobCancelled, JobSession
 from services.trainer.runtime.job_trace import JobTrace
-from services.trainer.runtime.publish import Publisher
-from services.trainer.runtime.retention import VersionRetention
+from services.trainer.runtime.publish import Publisher, VersionRetention
 from services.trainer.settings import TrainerSettings
 
 _IDLE_SECONDS = 1.0
@@ -92,7 +91,7 @@ class TrainerWorker:
             checkpoints=self._checkpoints,
             publisher=Publisher(registry, self._events, host, settings.adapter_sync_seconds),
             parents=ParentVersions(registry, self._consumer, host.base_digest),
-            tidier=VersionRetention(settings, registry, self._consumer),
+            retention=VersionRetention(settings, registry, self._consumer),
             metrics=self._metrics,
             side=self._side,
             draining=self._draining,

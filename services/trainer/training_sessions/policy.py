@@ -8,17 +8,20 @@ from typing import Any
 import torch
 
 from services.common.errors import InvalidRequest, Overloaded
+from services.common.jobs.base import Pace
 from services.common.jobs.training_sessions import Forward, ForwardBackward, OptimStep
+from services.engine.models.interface import Recompute
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.training_forward import TrainableForward
 from services.engine.models.training_memory.arena import GraphMemory
-from services.engine.models.training_memory.recompute import Recompute
 from services.trainer.host.policy_host import PolicyHost
-from services.trainer.jobs.defaults import SESSION_PACE, learning_rate
 from services.trainer.memory.budget import MemoryNeed
 from services.trainer.memory.estimate import Workload, estimate
 from services.trainer.optimizer import MasterOptimizer
 from services.trainer.training_sessions.forward import Scoring
+
+_PACE = Pace(1e-4)
+"""Defaults of training sessions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,7 @@ class SessionPolicy:
             raise InvalidRequest("there is no gradient to apply: call forward_backward before optim_step")
         rate = call.learning_rate
         if rate is None:
-            rate = learning_rate(SESSION_PACE, self._host.model.config.hidden_size)
+            rate = _PACE.rate(self._host.model.config.hidden_size)
         with self._host.gate.training():
             try:
                 norm = self.optimizer.apply(

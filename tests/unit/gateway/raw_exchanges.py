@@ -30,8 +30,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from services.gateway.core.errors import install_error_handlers
-from services.gateway.middleware.content_encoding import BodyDecoding
-from services.gateway.middleware.request_context import BodyLimit, HeadRequests
+from services.gateway.middleware.request_body import BodyDecoding, BodyLimit
+from services.gateway.middleware.request_context import HeadRequests
 from services.gateway.server.framing import MAX_HEAD_BYTES
 from services.gateway.server.http_protocol import HttpProtocol
 

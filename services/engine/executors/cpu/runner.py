@@ -22,8 +22,7 @@ from services.engine.executors.cpu.sampler import Sampler
 from services.engine.executors.runner import CompletedStep
 from services.engine.models.batch import CacheBuffers, ForwardBatch
 from services.engine.requests.outputs import SampledToken
-from services.engine.scheduler.chunk_segments import segments
-from services.engine.scheduler.step_plan import Chunk, StateCopy, StepPlan, StepResult
+from services.engine.scheduler.step_plan import Chunk, StateCopy, StepPlan, StepResult, segments
 
 if TYPE_CHECKING:
     from services.engine.models.interface import CausalLM

@@ -20,8 +20,7 @@ from kernels.gpu.segments import TILE, Segments
 from services.engine.executors.cuda.block_tables import TableEntries
 from services.engine.executors.cuda.stream import Arrival, EngineStream
 from services.engine.models.device_batch import StepRows
-from services.engine.scheduler.chunk_segments import split_at_snapshots
-from services.engine.scheduler.step_plan import BlockCopy, Chunk, StateCopy
+from services.engine.scheduler.step_plan import BlockCopy, Chunk, StateCopy, split_at_snapshots
 
 _ALIGN = 4
 """Words: a section starts at a multiple of 16 bytes, so that every step runs the same variant of a Triton kernel."""

@@ -37,8 +37,7 @@ from services.engine.executors.runner import OpenStep, StepHandle
 from services.engine.models.device_batch import DecodeAttention, DeviceCache, StepRows
 from services.engine.models.interface import CausalLM, DeviceForward
 from services.engine.models.lora.slots import LoraSlots
-from services.engine.scheduler.chunk_segments import split_at_snapshots
-from services.engine.scheduler.step_plan import StepPlan, StepResult
+from services.engine.scheduler.step_plan import StepPlan, StepResult, split_at_snapshots
 
 log = structlog.get_logger(__name__)
 

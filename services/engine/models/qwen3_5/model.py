@@ -18,7 +18,7 @@ from kernels.rope import inverse_frequencies
 from services.engine.models.batch import CacheBuffers, ForwardBatch
 from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import PLAIN, Storage
-from services.engine.models.interface import CausalLM
+from services.engine.models.interface import CausalLM, Recompute
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.config import Qwen3_5Config
@@ -28,7 +28,6 @@ from services.engine.models.qwen3_5.step import Step
 from services.engine.models.qwen3_5.training import plain
 from services.engine.models.qwen3_5.weights import DeltaNetWeights, ModelWeights
 from services.engine.models.registry import load_model
-from services.engine.models.training_memory.recompute import Recompute
 
 if TYPE_CHECKING:
     from services.engine.models.device_batch import DeviceCache

@@ -14,14 +14,14 @@ from pydantic import BaseModel
 
 from services.common.errors import TemperError, Unavailable
 from services.common.queue.delivery import JobLost
-from services.gateway.api.batches.dependencies import BatchHost, BatchStores
 from services.gateway.api.batches.internal_client import Caller
-from services.gateway.api.batches.parts import ROOT
-from services.gateway.api.batches.runner import BatchRun, End
+from services.gateway.api.batches.results import ROOT
+from services.gateway.api.batches.runner import BatchHost, BatchRun, End
+from services.gateway.api.batches.stores import BatchStores
+from services.gateway.core.admission import Lifecycle
 from services.gateway.core.batch_queue import ClaimedBatch
 from services.gateway.core.client_disconnect import cancel
-from services.gateway.core.lifecycle import Lifecycle
-from services.gateway.core.store_threads import StoreThreads
+from services.gateway.core.file_store import StoreThreads
 from services.gateway.inference.context import InferenceContext
 
 _CLAIM_SECONDS = 0.5

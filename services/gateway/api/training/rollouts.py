@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from services.common.errors import InvalidRequest, NotFound
 from services.common.jobs import GrpoCompletion, GrpoGroup, GrpoJob
 from services.common.pb import engine_pb2
-from services.gateway.auth.ownership import owner
+from services.gateway.auth.caller import owner
 from services.gateway.engines.pool import EnginePool
 
 _NAMED_IDS = 5

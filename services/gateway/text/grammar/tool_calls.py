@@ -25,8 +25,7 @@ from services.common.errors import InvalidRequest
 from services.common.json_schema.origin import Origin, marked, needed
 from services.common.json_schema.terminals import literal
 from services.gateway.text.grammar.json_schema import is_free, leaves, looks_like, scalar_terminal, text_terminal
-from services.gateway.text.lark import contains, expression, quote
-from services.gateway.text.tool_calls.nesting import terminals
+from services.gateway.text.grammar.lark import contains, expression, quote, terminals
 from services.gateway.text.tool_calls.parameter_types import CONTAINERS, definitions_for, resolve, types_of
 from services.gateway.text.tool_calls.parser import CLOSE, END_FUNCTION, END_PARAMETER, FUNCTION, OPEN, PARAMETER
 

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from services.gateway.text.lookahead import Lookahead, More
 from services.gateway.text.stops import Stops
 from services.gateway.text.tool_calls.json_calls import JsonScan, json_call
-from services.gateway.text.tool_calls.nesting import Nesting, Place
 from services.gateway.text.tool_calls.parameter_types import UNKNOWN, Parameter, Signature
-from services.gateway.text.tool_calls.values import StoppedInValue, ValueWriter, check_json, escape
+from services.gateway.text.tool_calls.values import Nesting, Place, StoppedInValue, ValueWriter, check_json, escape
 from services.gateway.text.tool_calls.values import encode_value as encode_value
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from kernels.gpu.sampling.sample import SamplingConfig
-from services.engine.constraints.bits import allow, allows
 from services.engine.constraints.masks import RowMasks
+from services.engine.constraints.vocabulary import allow, allows
 from services.engine.executors.cpu.sampler import Sampler
 from services.engine.executors.cuda.sampling.mask_upload import MaskUpload
 from services.engine.executors.cuda.sampling.sampler import CudaSampler

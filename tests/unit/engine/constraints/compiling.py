@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from services.engine.constraints.bits import tokens_of
 from services.engine.constraints.compiler import CompilerLimits, ConstraintCompiler
 from services.engine.constraints.grammars import CompiledGrammar, GrammarLimits, compile_grammar
 from services.engine.constraints.matcher import ConstraintBroken
 from services.engine.constraints.refusal import Refused
+from services.engine.constraints.vocabulary import tokens_of
 from services.engine.observability.events import EngineEvent, EventStream, GrammarDone
 from services.engine.requests.sampling_params import Constraint, SamplingParams
 from tests.unit.engine.constraints.support import (

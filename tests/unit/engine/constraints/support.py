@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 
 from services.common.text.tokenizer import TextCodec
-from services.engine.constraints.bits import Bits, tokens_of
 from services.engine.constraints.grammars import CompiledGrammar, GrammarLimits, budget_matcher, compile_grammar
 from services.engine.constraints.masks import NO_MASKS, RowMasks
 from services.engine.constraints.matcher import OutputMatcher
-from services.engine.constraints.vocabulary import Vocabulary
+from services.engine.constraints.vocabulary import Bits, Vocabulary, tokens_of
 from services.engine.executors.runner import CompletedStep
 from services.engine.requests.outputs import SampledToken
 from services.engine.requests.request import Request

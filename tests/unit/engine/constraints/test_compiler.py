@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from services.engine.constraints.bits import tokens_of
 from services.engine.constraints.grammars import GrammarLimits
 from services.engine.constraints.refusal import Refused
+from services.engine.constraints.vocabulary import tokens_of
 from services.engine.requests.sampling_params import Constraint, SamplingParams
 from services.gateway.text.grammar.tool_calls import CallForm, Form, tool_grammar
 from tests.unit.engine.constraints.compiling import BLOW_UPS, CONTROL, _bounded, takes

@@ -9,10 +9,10 @@ import pytest
 
 from services.common.errors import InvalidRequest, Overloaded
 from services.common.pb import engine_pb2
-from services.engine.constraints.bits import tokens_of
 from services.engine.constraints.compiler import ConstraintCompiler
 from services.engine.constraints.grammars import GrammarLimits
 from services.engine.constraints.matcher import ConstraintBroken
+from services.engine.constraints.vocabulary import tokens_of
 from services.engine.requests.sampling_params import SamplingParams, Thinking
 from services.engine.server.errors import to_message
 from tests.unit.engine.constraints.compiling import Counted, regex, use

@@ -8,8 +8,8 @@ from __future__ import annotations
 import random
 
 from benchmarks.structured.judge import Judge
-from services.engine.constraints.bits import Bits, allows, tokens_of
 from services.engine.constraints.grammars import CompiledGrammar
+from services.engine.constraints.vocabulary import Bits, allows, tokens_of
 from services.engine.requests.sampling_params import Constraint, SamplingParams
 from tests.unit.engine.constraints.support import codec, mask_of, vocabulary
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.engine.constraints.bits import allow, allows, forbid, tokens_of
 from services.engine.constraints.masks import MaskMaker, RowMasks
 from services.engine.constraints.matcher import ConstraintBroken, OutputMatcher
+from services.engine.constraints.vocabulary import allow, allows, forbid, tokens_of
 from services.engine.requests.sampling_params import SamplingParams, Thinking
 from tests.unit.engine.constraints.support import codec, constraint, mask_of, matcher, schema, vocabulary
 

@@ -21,11 +21,10 @@ from services.engine.models.batch import CacheBuffers, ForwardBatch
 from services.engine.models.checkpoint import canonical_name, shard_files
 from services.engine.models.config import ModelConfig, integer, number
 from services.engine.models.footprint import PLAIN, Storage
-from services.engine.models.interface import CausalLM
+from services.engine.models.interface import CausalLM, Recompute
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.targets import Group, layer_groups
 from services.engine.models.lora.trainable import LoraParams
-from services.engine.models.training_memory.recompute import Recompute
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, queries, keys, values), [T, heads, head_dim] each, to [T, heads, head_dim]."""

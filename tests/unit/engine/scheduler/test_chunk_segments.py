@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from services.engine.requests.request import Request
 from services.engine.requests.sampling_params import SamplingParams
-from services.engine.scheduler.chunk_segments import segments, split_at_snapshots
-from services.engine.scheduler.step_plan import Chunk
+from services.engine.scheduler.step_plan import Chunk, segments, split_at_snapshots
 
 PROMPT = tuple(range(100, 130))
 

@@ -15,7 +15,7 @@ from prometheus_client import generate_latest
 from starlette.types import Message
 
 from services.common.security.api_keys import Scope, digest, new_key
-from services.gateway.auth.principal import INTERNAL
+from services.gateway.auth.caller import INTERNAL
 from tests.unit.gateway.conftest import Running
 from tests.unit.gateway.fake_engine import hangs, says
 from tests.unit.gateway.key_file import CHAT, Keys

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from services.gateway.core.histogram import LoopHistogram
+from services.gateway.core.metrics import LoopHistogram
 
 BOUNDS = (0.0005, 0.001, 0.25, 1.0)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from services.common.pb import engine_pb2
-from services.gateway.engines.fair_wakeup import Turns
-from services.gateway.engines.update_queue import Inbox
+from services.gateway.engines.update_queue import Inbox, Turns
 
 COUNT = 50
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from services.common.errors import Overloaded, TemperError, Unavailable
 from services.common.pb import engine_pb2
-from services.gateway.core.engine_target import EngineTarget
+from services.gateway.core.addresses import EngineTarget
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.engines.circuit_breaker import BreakerState
 from services.gateway.engines.client import EngineClient

@@ -8,8 +8,7 @@ import pytest
 
 from services.common.pb import engine_pb2
 from services.gateway.core.sse import ChunkTemplate, event
-from services.gateway.engines.fair_wakeup import Turns
-from services.gateway.engines.update_queue import EngineLost, Inbox
+from services.gateway.engines.update_queue import EngineLost, Inbox, Turns
 
 
 def update(token: int, **fields: object) -> engine_pb2.Update:

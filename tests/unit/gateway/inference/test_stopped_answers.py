@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from services.gateway.engines import request_group as exchange
-from services.gateway.protocol.chat.response import ChatCompletion
+from services.gateway.protocol.chat_response import ChatCompletion
 from tests.unit.gateway.api.base.test_bad_input import CHAT
-from tests.unit.gateway.api.chat_completions.test_chat_answers import events, plain, whole_of
+from tests.unit.gateway.api.completions.test_chat_answers import events, plain, whole_of
 from tests.unit.gateway.api.messages import test_messages as messages_api
 from tests.unit.gateway.api.responses import test_responses
 from tests.unit.gateway.conftest import MODEL, Running, Starter

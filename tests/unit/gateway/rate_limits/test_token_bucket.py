@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from services.common.security.api_keys import MAX_PER_MINUTE
 from services.gateway.rate_limits.limiter import _duration
 from services.gateway.rate_limits.limits import Limits
-from services.gateway.rate_limits.memory_limiter import LocalLimiter
-from services.gateway.rate_limits.token_bucket import MINUTE, Bucket
+from services.gateway.rate_limits.memory_limiter import MINUTE, Bucket, LocalLimiter
 
 LIMITS = st.one_of(st.integers(1, 20), st.integers(1, MAX_PER_MINUTE))
 PAUSES = st.one_of(st.integers(0, 3), st.integers(0, 3 * MINUTE))

@@ -7,7 +7,7 @@ import gc
 import weakref
 from contextlib import suppress
 
-from services.gateway.server.garbage_collection import QuietCollector
+from services.gateway.server.shutdown import QuietCollector
 
 
 class _Node:

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.text.detokenizer import TextAssembler
+from services.gateway.text.detokenizer import TextAssembler, Vocabulary
 from services.gateway.text.output_parser import ChatParser, TextDelta
 from services.gateway.text.tool_calls.parameter_types import signatures
 from services.gateway.text.tool_calls.parser import ToolDelta
-from services.gateway.text.vocabulary import Vocabulary
 from tests.unit.gateway.tokens import codec
 
 VOCABULARY = Vocabulary(codec())

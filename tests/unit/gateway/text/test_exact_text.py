@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.common.text.tokenizer import TextCodec
-from services.gateway.text.detokenizer import TextAssembler
-from services.gateway.text.vocabulary import Vocabulary
+from services.gateway.text.detokenizer import TextAssembler, Vocabulary
 from tests.unit.gateway import tokens
 
 SAMPLES = ["naïve", "日本語", "🙂👩‍👩‍👧", "e\u0301", "\u200b", "\x00\x7f", "<think>x</think>", "a\r\nb", "\ufffd", "𝔘"]

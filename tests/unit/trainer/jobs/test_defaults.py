@@ -10,7 +10,6 @@ import pytest
 from services.common.jobs import JOBS, DpoJob, KtoJob, SftJob
 from services.common.queue.records import SPEC, spec_json, spec_sha, text_sha
 from services.trainer.jobs import prepare_run
-from services.trainer.jobs.defaults import epochs, learning_rate
 from tests.training_support import TrainingHost
 
 
@@ -33,15 +32,15 @@ from tests.training_support import TrainingHost
     ],
 )
 def test_epochs_make_steps(method: str, examples: int, steps_per_epoch: int, expected: int) -> None:
-    assert epochs(JOBS[method].pace, examples, steps_per_epoch) == expected
+    assert JOBS[method].pace.passes(examples, steps_per_epoch) == expected
 
 
 def test_the_rate_falls_with_the_width() -> None:
-    assert learning_rate(JOBS["sft"].pace, 2560) == pytest.approx(2e-4)
-    assert learning_rate(JOBS["sft"].pace, 256) == pytest.approx(2e-3)
-    assert learning_rate(JOBS["sft"].pace, 64) == learning_rate(JOBS["sft"].pace, 256)
-    assert learning_rate(JOBS["sft"].pace, 5120) == learning_rate(JOBS["sft"].pace, 20_000) == pytest.approx(1e-4)
-    assert learning_rate(JOBS["dpo"].pace, 2560) == learning_rate(JOBS["kto"].pace, 2560) == pytest.approx(2e-5)
+    assert JOBS["sft"].pace.rate(2560) == pytest.approx(2e-4)
+    assert JOBS["sft"].pace.rate(256) == pytest.approx(2e-3)
+    assert JOBS["sft"].pace.rate(64) == JOBS["sft"].pace.rate(256)
+    assert JOBS["sft"].pace.rate(5120) == JOBS["sft"].pace.rate(20_000) == pytest.approx(1e-4)
+    assert JOBS["dpo"].pace.rate(2560) == JOBS["kto"].pace.rate(2560) == pytest.approx(2e-5)
 
 
 def job(**fields: Any) -> SftJob:

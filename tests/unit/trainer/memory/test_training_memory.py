@@ -13,11 +13,11 @@ from kernels.gpu.segments import TILE
 from kernels.gpu.train.documents import Documents
 from services.common.errors import DoesNotFit
 from services.common.jobs import LoraSettings
+from services.engine.models.interface import Recompute
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.models.qwen3_5.training.adapters import WorkingAdapter
 from services.engine.models.qwen3_5.training.trunk import Trunk
-from services.engine.models.training_memory.recompute import Recompute
 from services.trainer.memory.estimate import MARGIN, Workload, _fused_bytes, check_fits, estimate
 from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.training_support import CPU, write_checkpoint

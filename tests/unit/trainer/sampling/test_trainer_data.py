@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from services.common.errors import InvalidRequest
 from services.common.jobs import SftExample, SftJob
 from services.common.jobs.documents import Document
-from services.common.jobs.examples import split_evaluation
+from services.common.jobs.examples import permutation, split_evaluation
 from services.common.jobs.kinds.sft import example_documents
-from services.common.jobs.permutation import permutation
 from services.common.text.tokenizer import TextCodec
 from services.trainer.packing import Microbatch, apply_limit, largest_microbatch, pack, shuffled
 

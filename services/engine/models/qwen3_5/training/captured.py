@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.train.documents import Documents
-from services.engine.models.cuda_graphs import capturing, no_collection
+from services.engine.models.cuda_graphs import captured_shape, capturing, no_collection
+from services.engine.models.interface import Recompute
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.training.adapters import WorkingAdapter
@@ -25,8 +26,6 @@ from services.engine.models.qwen3_5.training.layer import Kept
 from services.engine.models.qwen3_5.training.trunk import Trunk, differentiable
 from services.engine.models.qwen3_5.weights import ModelWeights
 from services.engine.models.training_memory.arena import GraphMemory
-from services.engine.models.training_memory.recompute import Recompute
-from services.engine.models.training_memory.shapes import captured_shape
 
 
 class GraphChain:

@@ -31,10 +31,10 @@ from kernels.gpu.train.gated_delta_gradients import gated_delta_gradients
 from kernels.gpu.train.gated_norm import gated_norm_backward
 from kernels.gpu.train.qk_rope import qk_norm_rope, qk_norm_rope_backward
 from kernels.gpu.train.rms_norm import rms_norm_backward
+from services.engine.models.interface import Recompute
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.training.adapters import GroupAdapter
 from services.engine.models.qwen3_5.weights import AttentionWeights, DeltaNetWeights, LayerWeights
-from services.engine.models.training_memory.recompute import Recompute
 from services.engine.models.weights.matrix import DenseMatrix, Matrix
 
 

@@ -17,12 +17,12 @@ from torch import Tensor
 from kernels.gpu.rms_norm import rms_norm
 from kernels.gpu.train.documents import Documents
 from kernels.gpu.train.rms_norm import rms_norm_backward
+from services.engine.models.interface import Recompute
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.training.adapters import WorkingAdapter
 from services.engine.models.qwen3_5.training.layer import Kept, Layer, Shared
 from services.engine.models.qwen3_5.weights import ModelWeights
-from services.engine.models.training_memory.recompute import Recompute
 
 
 class Trunk:
