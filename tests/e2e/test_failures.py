@@ -22,7 +22,7 @@ from tests.e2e import jobs
 from tests.stack import Stack
 
 OUTAGE_SECONDS = 10
-EPOCHS = 24
+EPOCHS = 16
 """One optimizer step each: the eight examples are one batch."""
 
 
@@ -61,7 +61,7 @@ def check_outcome(client: httpx.Client, job_id: str, adapter: str, undisturbed: 
 def test_engine_killed_in_the_middle_of_a_job(faulty: Stack, undisturbed: dict[int, float]) -> None:
     with httpx.Client(base_url=faulty.url, timeout=30) as client:
         job_id = jobs.submit_sft(client, "killed", epochs=EPOCHS, checkpoint_every=5)
-        jobs.wait_for_step(client, job_id, 12)
+        jobs.wait_for_step(client, job_id, 9)
         killed = faulty.pid("engine")
         os.kill(killed, signal.SIGKILL)
         check_outcome(client, job_id, "killed", undisturbed)
@@ -121,7 +121,7 @@ def test_store_frozen_in_the_middle_of_a_job(faulty: Stack, undisturbed: dict[in
     adapter = f"frozen-{service}"
     with httpx.Client(base_url=faulty.url, timeout=30) as client:
         job_id = jobs.submit_sft(client, adapter, epochs=EPOCHS, checkpoint_every=5)
-        jobs.wait_for_step(client, job_id, 8)
+        jobs.wait_for_step(client, job_id, 6)
         with chatting(faulty) as seconds:
             with frozen(faulty.pid(service)):
                 until = time.monotonic() + OUTAGE_SECONDS
@@ -141,7 +141,7 @@ def test_store_killed_in_the_middle_of_a_job(faulty: Stack, undisturbed: dict[in
     adapter = f"killed-{service}"
     with httpx.Client(base_url=faulty.url, timeout=30) as client:
         job_id = jobs.submit_sft(client, adapter, epochs=EPOCHS, checkpoint_every=5)
-        jobs.wait_for_step(client, job_id, 8)
+        jobs.wait_for_step(client, job_id, 6)
         with chatting(faulty) as seconds:
             os.kill(faulty.pid(service), signal.SIGKILL)
             check_outcome(client, job_id, adapter, undisturbed)
@@ -206,10 +206,10 @@ async def test_two_hundred_clients_that_hang_up(faulty: Stack) -> None:
 
 
 def test_termination_checkpoints_the_job_and_a_new_start_finishes_it(faulty: Stack) -> None:
-    epochs = 20
+    epochs = 12
     with httpx.Client(base_url=faulty.url, timeout=30) as client:
         job_id = jobs.submit_sft(client, "restarted", epochs=epochs, checkpoint_every=1000)
-        jobs.wait_for_step(client, job_id, 10)
+        jobs.wait_for_step(client, job_id, 6)
         assert faulty.stop() == 0
     faulty.start()
     with httpx.Client(base_url=faulty.url, timeout=30) as client:

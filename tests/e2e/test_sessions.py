@@ -137,7 +137,7 @@ def test_closing_ends_what_is_being_sampled(http: httpx.Client, stack: Stack) ->
 def test_a_job_and_a_session_run_side_by_side(http: httpx.Client) -> None:
     session = Client(http, lora={"rank": 8})
     first = session.train()
-    job_id = jobs.submit_sft(http, "beside-a-session", epochs=40, batch_size=4)
+    job_id = jobs.submit_sft(http, "beside-a-session", epochs=16, batch_size=4)
     jobs.wait_for_step(http, job_id, 1)
     during = 0
     slowest = 0.0
