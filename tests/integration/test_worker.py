@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -23,9 +24,9 @@ from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
 from services.trainer.runtime.worker import TrainerWorker
 from services.trainer.settings import TrainerSettings
+from tests.forked import ForkedProcess, toy_worker
 from tests.integration.servers import RunningServer
 from tests.integration.toy import ToyHost, expected, make_worker
-from tests.integration.toy_processes import ToyProcess
 
 RECLAIM = 1.5
 
@@ -58,13 +59,13 @@ def worker(trainer_settings: TrainerSettings) -> Iterator[TrainerWorker]:
     worker.drain()
 
 
-Spawn = Callable[..., ToyProcess]
+Spawn = Callable[..., ForkedProcess]
 
 
 @pytest.fixture
 def spawn(trainer_settings: TrainerSettings, tmp_path: Path) -> Iterator[Spawn]:
     """Starts a worker process on the same stores."""
-    processes: list[ToyProcess] = []
+    processes: list[ForkedProcess] = []
     env = {
         "TEMPER_REDIS_URL": trainer_settings.redis_url.get_secret_value(),
         "TEMPER_S3_ENDPOINT": trainer_settings.s3_endpoint,
@@ -74,8 +75,10 @@ def spawn(trainer_settings: TrainerSettings, tmp_path: Path) -> Iterator[Spawn]:
         "TEMPER_CHECKPOINT_DIR": str(trainer_settings.checkpoint_dir),
     }
 
-    def start(**more: str) -> ToyProcess:
-        processes.append(ToyProcess({**env, **more}, tmp_path / "worker.log"))
+    def start(**more: str) -> ForkedProcess:
+        processes.append(
+            ForkedProcess(toy_worker, environment={**os.environ, **env, **more}, log=tmp_path / "worker.log")
+        )
         return processes[-1]
 
     yield start
