@@ -69,7 +69,7 @@ def there(here: Running, settings: CommonSettings) -> Iterator[tuple[subprocess.
 
 def _ready(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/readyz", timeout=2).status_code == 200
+        return httpx.get(f"{url}/readyz", timeout=2, verify=False).status_code == 200
     except httpx.TransportError:
         return False
 

@@ -17,7 +17,7 @@ from services.gateway.inference.chat import parse_chat
 from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.engine_request import adapter_ref
 from services.gateway.inference.prompts import chat_prompt
-from services.gateway.protocol.chat.request import ChatRequest
+from services.gateway.protocol.chat_request import ChatRequest
 from services.gateway.protocol.tokenize import (
     DetokenizeAnswer,
     DetokenizeRequest,

@@ -21,7 +21,7 @@ from services.gateway.api.base.routing import Routes, multipart, provided
 from services.gateway.auth.route_permissions import ADMIN, ANY_KEY, ATTACH, TRAIN_OR_ADMIN, Permission
 from services.gateway.core.file_store import StoreThreads
 from services.gateway.engines.pool import EnginePool
-from services.gateway.protocol.adapters.attachment import AdapterPath, VersionRequest
+from services.gateway.protocol.models import AdapterPath, VersionRequest
 from services.gateway.settings import GatewaySettings
 
 _UPLOADS = 2

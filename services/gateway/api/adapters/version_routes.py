@@ -22,8 +22,7 @@ from services.gateway.api.base.idempotency import IdempotencyKey, Once
 from services.gateway.api.base.routing import Routes
 from services.gateway.auth.caller import owner
 from services.gateway.auth.route_permissions import ADMIN, ATTACH, Permission
-from services.gateway.protocol.adapters.attachment import AdapterPath
-from services.gateway.protocol.adapters.versions import MergeRequest, PruneRequest, RollbackRequest
+from services.gateway.protocol.models import AdapterPath, MergeRequest, PruneRequest, RollbackRequest
 
 routes = Routes("adapters")
 

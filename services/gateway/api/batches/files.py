@@ -23,8 +23,7 @@ from services.gateway.api.batches.stores import Batches, BatchServices
 from services.gateway.auth.caller import principal_of
 from services.gateway.auth.route_permissions import INFERENCE, Permission
 from services.gateway.core.file_store import FileInfo, NewFile, Purpose, new_file_id
-from services.gateway.protocol.batches import EXPIRY_SECONDS, ExpiresAfter
-from services.gateway.protocol.files import DeletedFile, FileList, FileObject
+from services.gateway.protocol.batches import EXPIRY_SECONDS, DeletedFile, ExpiresAfter, FileList, FileObject
 
 _PARTS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
 _SLACK = 64 * 1024

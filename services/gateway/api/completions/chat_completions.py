@@ -25,8 +25,8 @@ from services.gateway.inference.choice import Step, usage
 from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.generation import Generation, reserve, traceparent_of
 from services.gateway.inference.logprobs import TokenLogprob, by_token, chat_logprobs
-from services.gateway.protocol.chat.request import ChatRequest
-from services.gateway.protocol.chat.response import ChatCompletion, ChatCompletionChunk
+from services.gateway.protocol.chat_request import ChatRequest
+from services.gateway.protocol.chat_response import ChatCompletion, ChatCompletionChunk
 from services.gateway.text.output_parser import Delta, TextDelta
 
 routes = Routes("completions")

@@ -18,9 +18,9 @@ from services.gateway.api.responses.serving import Responses, ResponseServices
 from services.gateway.api.responses.store import Place
 from services.gateway.auth.caller import principal_of
 from services.gateway.auth.route_permissions import INFERENCE, Permission
-from services.gateway.protocol.chat.request import AssistantMessage, ChatRequest, Message, ToolMessage
-from services.gateway.protocol.chat.response import ChatCompletion
-from services.gateway.protocol.chat.stored import (
+from services.gateway.protocol.chat_request import AssistantMessage, ChatRequest, Message, ToolMessage
+from services.gateway.protocol.chat_response import (
+    ChatCompletion,
     ChatList,
     DeletedChat,
     MetadataRequest,

@@ -21,8 +21,7 @@ from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.generation import Generation, Job, reserve, traceparent_of
 from services.gateway.inference.logprobs import NO_ECHO, Echo, by_token, check_size, echo, joined, text_logprobs
 from services.gateway.inference.prompts import text_prompts, token_budget
-from services.gateway.protocol.completions.request import CompletionRequest
-from services.gateway.protocol.completions.response import CompletionResponse
+from services.gateway.protocol.completions import CompletionRequest, CompletionResponse
 from services.gateway.text.detokenizer import Piece
 
 routes = Routes("completions")

@@ -27,7 +27,7 @@ from services.gateway.inference.choice import Choice, Step
 from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.engine_request import adapter_ref
 from services.gateway.inference.generation import Generation, reserve, traceparent_of
-from services.gateway.protocol.chat.request import ChatRequest
+from services.gateway.protocol.chat_request import ChatRequest
 from services.gateway.protocol.messages.context_edits import ContextManagement
 from services.gateway.protocol.messages.request import CountTokensRequest, MessagesRequest, ThinkingAdaptive, ThinkingOn
 from services.gateway.protocol.messages.response import (

@@ -22,8 +22,8 @@ from pydantic_core import to_json
 
 from services.common.errors import InvalidRequest, TemperError
 from services.gateway.inference.chat import parse_chat
-from services.gateway.protocol.chat.request import AssistantMessage, ChatRequest, Message, ToolCall, ToolMessage
-from services.gateway.protocol.fields.hosted_tools import HostedTool
+from services.gateway.protocol.chat_request import AssistantMessage, ChatRequest, Message, ToolCall, ToolMessage
+from services.gateway.protocol.fields.tools import HostedTool
 from services.gateway.protocol.messages.context_edits import (
     ClearThinking,
     ClearToolUses,

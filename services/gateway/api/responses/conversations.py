@@ -25,16 +25,16 @@ from services.gateway.api.responses.serving import Responses, ResponseServices
 from services.gateway.api.responses.store import Place, resolved
 from services.gateway.auth.caller import principal_of
 from services.gateway.auth.route_permissions import INFERENCE, Permission
-from services.gateway.protocol.chat.stored import MetadataRequest
-from services.gateway.protocol.responses.conversations import (
+from services.gateway.protocol.chat_response import MetadataRequest
+from services.gateway.protocol.responses.items import InputItem
+from services.gateway.protocol.responses.request import (
     ConversationDeleted,
     ConversationItemsOut,
     ConversationOut,
     ConversationRequest,
+    Include,
     ItemsRequest,
 )
-from services.gateway.protocol.responses.items import InputItem
-from services.gateway.protocol.responses.request import Include
 from services.gateway.protocol.responses.response import InputItemOut
 
 routes = Routes("responses")

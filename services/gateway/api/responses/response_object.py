@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from services.common.errors import InvalidRequest, NotFound, Overloaded, TemperError
 from services.gateway.core.errors import status_of
-from services.gateway.protocol.fields.hosted_tools import HostedTool, types_of_hosted
+from services.gateway.protocol.fields.tools import HostedTool, types_of_hosted
 from services.gateway.protocol.responses.items import InputItem, Item, ItemReference, MessageItem
 from services.gateway.protocol.responses.request import ResponseRequest
 from services.gateway.protocol.responses.tools import CustomTool, FunctionTool, NamespaceTool

@@ -33,7 +33,7 @@ from services.gateway.core.client_disconnect import while_connected
 from services.gateway.inference.chat import chat_generation, prompt_length, truncated
 from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.generation import Generation, reserve, traceparent_of
-from services.gateway.protocol.chat.request import ChatRequest
+from services.gateway.protocol.chat_request import ChatRequest
 from services.gateway.protocol.responses.events import ResponseStreamEvent
 from services.gateway.protocol.responses.request import ResponseRequest
 from services.gateway.protocol.responses.response import DeletedOut, InputItemsOut, InputTokensOut, ResponseOut

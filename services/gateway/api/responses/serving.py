@@ -24,7 +24,7 @@ from services.gateway.api.responses.to_chat import ChatFields
 from services.gateway.core.admission import Admission, Reservation
 from services.gateway.core.client_disconnect import cancel
 from services.gateway.inference.generation import Generation
-from services.gateway.protocol.chat.request import ChatRequest
+from services.gateway.protocol.chat_request import ChatRequest
 from services.gateway.protocol.responses.request import ResponseRequest
 from services.gateway.settings import GatewaySettings
 

@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from pydantic_core import from_json, to_json
 
 from services.common.errors import InvalidRequest, TemperError
-from services.gateway.protocol.chat.request import ChatRequest
-from services.gateway.protocol.fields.hosted_tools import HostedTool
+from services.gateway.protocol.chat_request import ChatRequest
+from services.gateway.protocol.fields.tools import HostedTool
 from services.gateway.protocol.responses.items import (
     CustomCallItem,
     CustomCallOutputItem,

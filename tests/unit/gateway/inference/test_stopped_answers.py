@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from services.gateway.engines import request_group as exchange
-from services.gateway.protocol.chat.response import ChatCompletion
+from services.gateway.protocol.chat_response import ChatCompletion
 from tests.unit.gateway.api.base.test_bad_input import CHAT
 from tests.unit.gateway.api.completions.test_chat_answers import events, plain, whole_of
 from tests.unit.gateway.api.messages import test_messages as messages_api

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from services.gateway.protocol.chat.response import ChatCompletion, ChatCompletionChunk
+from services.gateway.protocol.chat_response import ChatCompletion, ChatCompletionChunk
 from tests.unit.gateway.conftest import MODEL, Running
 
 ROUTE = "/v1/chat/completions"

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.pb import engine_pb2
-from services.gateway.protocol.chat.response import ChatCompletion, ChatCompletionChunk
+from services.gateway.protocol.chat_response import ChatCompletion, ChatCompletionChunk
 from services.gateway.text.detokenizer import TextAssembler
 from tests.unit.gateway.api.base.test_bad_input import CHAT, error_of
 from tests.unit.gateway.api.completions.test_chat import CALL, WEATHER

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from services.gateway.protocol.chat.request import ChatRequest
-from services.gateway.protocol.fields.reasoning import ReasoningFields
+from services.gateway.protocol.chat_request import ChatRequest
+from services.gateway.protocol.fields.sampling import ReasoningFields
 from services.gateway.settings import GatewaySettings
 
 GUIDE = Path("docs/guides/chat.md").read_text(encoding="utf-8")

@@ -20,19 +20,34 @@ from services.common.validation.json_rules import (
     true_only_with,
     where,
 )
-from services.gateway.protocol.fields.base import JsonObject, RequestModel, contradiction, unsupported
-from services.gateway.protocol.fields.caching import CacheBreakpoint, CacheControl, CacheOptions
-from services.gateway.protocol.fields.hosted_tools import NOT_ALONE, HostedTool, check_hosted, types_of_hosted
-from services.gateway.protocol.fields.reasoning import ReasoningFields
-from services.gateway.protocol.fields.sampling import MAX_TOP_LOGPROBS, SamplingFields, ServiceTier, Verbosity
+from services.gateway.protocol.fields.base import (
+    CacheBreakpoint,
+    CacheControl,
+    CacheOptions,
+    JsonObject,
+    RequestModel,
+    contradiction,
+    unsupported,
+)
+from services.gateway.protocol.fields.sampling import (
+    MAX_TOP_LOGPROBS,
+    ReasoningFields,
+    SamplingFields,
+    ServiceTier,
+    Verbosity,
+)
 from services.gateway.protocol.fields.structured_outputs import OPEN, SCHEMA_AT_MOST
 from services.gateway.protocol.fields.tools import (
+    NOT_ALONE,
     AllowedToolsChoice,
     FunctionSpec,
+    HostedTool,
     NamedTool,
     OfferedTool,
     Tool,
     ToolChoice,
+    check_hosted,
+    types_of_hosted,
 )
 
 _FOREIGN_PARTS = ("image_url", "input_audio", "file", "image", "video", "video_url", "audio", "refusal")

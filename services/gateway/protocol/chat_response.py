@@ -1,15 +1,21 @@
-"""What POST /v1/chat/completions answers. The handler writes the bytes itself; these describe them."""
+"""Answers of POST /v1/chat/completions, and of GET, update and DELETE of stored ones.
+
+The handler of POST writes the bytes itself; these describe them."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from services.gateway.protocol.completions.response import Answer, CompletionUsage, PromptToken
+from pydantic import BaseModel
+
+from services.gateway.protocol.chat_request import Metadata
+from services.gateway.protocol.completions import CompletionUsage, PromptToken
+from services.gateway.protocol.fields.base import AnswerModel, RequestModel
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-class TopLogprob(Answer):
+class TopLogprob(AnswerModel):
     """An alternative to a token."""
 
     token: str
@@ -23,14 +29,14 @@ class TokenLogprobEntry(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChoiceLogprobs(Answer):
+class ChoiceLogprobs(AnswerModel):
     """Log-probabilities of every token that is text: of the reasoning and of tool calls as well."""
 
     content: list[TokenLogprobEntry]
     refusal: None = None
 
 
-class FunctionCall(Answer):
+class FunctionCall(AnswerModel):
     """A call of a function."""
 
     name: str
@@ -38,7 +44,7 @@ class FunctionCall(Answer):
     """A JSON object, as text."""
 
 
-class AnsweredToolCall(Answer):
+class AnsweredToolCall(AnswerModel):
     """A call of a tool."""
 
     id: str
@@ -46,7 +52,7 @@ class AnsweredToolCall(Answer):
     function: FunctionCall
 
 
-class AnswerMessage(Answer):
+class AnswerMessage(AnswerModel):
     """What the model says."""
 
     role: Literal["assistant"]
@@ -60,7 +66,7 @@ class AnswerMessage(Answer):
     tool_calls: list[AnsweredToolCall] | None = None
 
 
-class TokensOfChoice(Answer):
+class TokensOfChoice(AnswerModel):
     """What return_token_ids adds to a choice."""
 
     token_ids: list[int] | None = None
@@ -82,7 +88,7 @@ class AnswerChoice(TokensOfChoice):
     adapter: str | None
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(AnswerModel):
     """An answer in one piece."""
 
     id: str
@@ -105,14 +111,14 @@ class ChatCompletion(Answer):
     """Where store was asked for: whether the completion is kept."""
 
 
-class FunctionDelta(Answer):
+class FunctionDelta(AnswerModel):
     """More of a call."""
 
     name: str | None = None
     arguments: str
 
 
-class ToolCallDelta(Answer):
+class ToolCallDelta(AnswerModel):
     """More of a call; the first of one has its id, type and name."""
 
     index: int
@@ -121,7 +127,7 @@ class ToolCallDelta(Answer):
     function: FunctionDelta
 
 
-class Delta(Answer):
+class Delta(AnswerModel):
     """More of a message."""
 
     role: Literal["assistant"] | None = None
@@ -141,7 +147,7 @@ class ChunkChoice(TokensOfChoice):
     completion_id: str
 
 
-class ChatCompletionChunk(Answer):
+class ChatCompletionChunk(AnswerModel):
     """The data of one event of a stream. A stream ends with `[DONE]`, or with an object that has `error`."""
 
     id: str
@@ -158,3 +164,60 @@ class ChatCompletionChunk(Answer):
     """Where the request names one."""
     left_out_tools: list[str] | None = None
     """Types of hosted tools that were sent and not offered; absent where there are none."""
+
+
+class MetadataRequest(RequestModel):
+    """Other metadata of something that is kept."""
+
+    metadata: Metadata | None
+    """Metadata in the place of what it had; null: none."""
+
+
+class ChatList(BaseModel):
+    """A page of stored completions."""
+
+    object: Literal["list"] = "list"
+    data: list[ChatCompletion]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class StoredPart(BaseModel):
+    """A piece of a message's text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class StoredMessage(BaseModel):
+    """A message that a completion was given."""
+
+    id: str
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | None
+    name: str | None
+    content_parts: list[StoredPart] | None
+    """The pieces, where it came in some; `content` is all of them together."""
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[AnsweredToolCall] | None = None
+
+
+class StoredMessageList(BaseModel):
+    """A page of messages."""
+
+    object: Literal["list"] = "list"
+    data: list[StoredMessage]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedChat(BaseModel):
+    """What DELETE answers."""
+
+    id: str
+    object: Literal["chat.completion.deleted"] = "chat.completion.deleted"
+    deleted: Literal[True] = True
