@@ -23,6 +23,7 @@ class ForkedProcess:
         environment: its whole environment.
         log: file that gets its standard error, appended.
         output: file that gets its standard output; None: where the tests' own goes.
+        directory: where it works; None: where the tests do.
     """
 
     def __init__(
@@ -32,8 +33,10 @@ class ForkedProcess:
         environment: Mapping[str, str],
         log: Path,
         output: Path | None = None,
+        directory: Path | None = None,
     ) -> None:
-        self._process = _CONTEXT.Process(target=_run, args=(target, args, dict(environment), log, output))
+        places = (log, output, directory)
+        self._process = _CONTEXT.Process(target=_run, args=(target, args, dict(environment), *places))
         self._process.start()
 
     def poll(self) -> int | None:
@@ -56,12 +59,19 @@ class ForkedProcess:
 
 
 def _run(
-    target: Callable[..., None], args: tuple[Any, ...], environment: dict[str, str], log: Path, output: Path | None
+    target: Callable[..., None],
+    args: tuple[Any, ...],
+    environment: dict[str, str],
+    log: Path,
+    output: Path | None,
+    directory: Path | None,
 ) -> None:
     for file, number in ((output, 1), (log, 2)):
         if file is not None:
             with file.open("ab") as opened:
                 os.dup2(opened.fileno(), number)
+    if directory is not None:
+        os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
     target(*args)

@@ -18,6 +18,7 @@ from typing import Any, Self
 import httpx
 
 from tests.guides.blocks import Block
+from tests.guides.temper_command import TemperCommand
 from tests.stack import ROOT, Stack, clean_environment
 
 PATIENCE = 180.0
@@ -59,8 +60,7 @@ class Reader:
         tools.mkdir()
         self._variables = tools / "variables"
         self._variables.touch()
-        (tools / "temper").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m cli "$@"\n')
-        (tools / "temper").chmod(0o755)
+        self._temper = TemperCommand(tools / "temper")
         path = f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         self._env = clean_environment({"TEMPER_URL": stack.url, "NO_COLOR": "1", "PATH": path})
         self._http = httpx.Client(base_url=stack.url, timeout=PATIENCE, trust_env=False, verify=False)
@@ -75,6 +75,7 @@ class Reader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._http.close()
+        self._temper.close()
         if self._python is not None:
             self._python.kill()
             self._python.communicate()
