@@ -25,7 +25,7 @@ from services.gateway.api.batches.input_file import InputCheck, Line, LineSplitt
 from services.gateway.api.batches.parts import Done, Parts, Result
 from services.gateway.api.batches.results import Buffer
 from services.gateway.core.batch_queue import NOW, ClaimedBatch, LineError, Stage
-from services.gateway.core.client_disconnect import cancel
+from services.gateway.core.client_disconnect import cancel_and_wait
 from services.gateway.core.file_store import FileInfo, NewFile
 
 End = Literal["completed", "failed", "expired", "cancelled"]
@@ -164,7 +164,7 @@ class BatchRun:
                 if self._buffer.due:
                     await self.flush()
         finally:
-            await cancel(feeding)
+            await cancel_and_wait(feeding)
         if failures:
             raise failures[0]
         await self.flush()

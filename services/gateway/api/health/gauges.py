@@ -58,6 +58,6 @@ async def refresh(health: HealthServices) -> None:
     for name, client in _named(clients).items():
         series.breaker.labels(name).set(client.breaker.state)
         series.load.labels(name).set(client.load)
-    series.in_flight.set(health.inference.admission.taken)
+    series.in_flight.set(health.inference.admission.in_flight)
     series.background.set(health.background.running)
     await health.queues.refresh()

@@ -62,7 +62,7 @@ async def version() -> Version:
 @routes.get("/load", Permission(ANY_KEY))
 async def load(health: Health) -> Load:
     """How busy this gateway is, as vLLM says it."""
-    return Load(server_load=health.inference.admission.taken)
+    return Load(server_load=health.inference.admission.in_flight)
 
 
 async def _works(call: Awaitable[Any]) -> str:

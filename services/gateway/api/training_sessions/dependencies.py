@@ -8,7 +8,7 @@ from typing import Annotated
 from services.gateway.api.base.dependencies import provided
 from services.gateway.core.admission import Lifecycle
 from services.gateway.engines.pool import EnginePool
-from services.gateway.engines.training_sessions import SessionRouter
+from services.gateway.engines.training_sessions import TrainingSessionRouter
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class TrainingSessionServices:
     """Training sessions, each in one of the engines."""
 
     engines: EnginePool
-    sessions: SessionRouter
+    sessions: TrainingSessionRouter
     lifecycle: Lifecycle
 
 
