@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,10 @@ from tests.stack import Stack
 if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
+
+# Collecting tests makes millions of objects that stay: modules, models of APIs, items. Nothing looks for garbage among
+# them meanwhile, nor after pytest_collection_finish.
+gc.disable()
 
 # A busy machine must not fail a property: hypothesis would hold every example to 200 ms.
 settings.register_profile("temper", deadline=None)
@@ -55,22 +60,28 @@ os.environ["TEMPER_TORCH_THREADS"] = "1"
 
 
 WHOLE = ("tests/e2e/", "tests/conformance/")
+"""Tests of a whole Temper."""
+OWN = tuple(f"tests/e2e/test_{name}.py" for name in ("demo", "failures", "guides", "manifest", "traces"))
+"""Those of them that start what they need, and leave the shared stack alone."""
 ORDER = (*WHOLE, "tests/parity/", "tests/integration/", "tests/kernels/", "tests/unit/trainer/")
 """What takes long comes first, so that at the end of a run no worker is left alone with a long file."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
-    """With `pytest -n`, tests of a whole Temper, whose processes compute on all cores, run one after the other in one
-    worker and share a stack; the other workers take the rest, file by file: what a file sets up is set up once."""
+    """With `pytest -n`, tests that share a running Temper run one after the other in one worker, and those that start
+    one of their own in another: more processes at a time would be in each other's way. The other workers take the
+    rest, file by file: what a file sets up is set up once."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class OneWholeAtATime(LoadScopeScheduling):
+    class TwoWholeAtATime(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "whole" if nodeid.startswith(WHOLE) else nodeid.partition("::")[0]
+            if nodeid.startswith(OWN):
+                return "own"
+            return "shared" if nodeid.startswith(WHOLE) else nodeid.partition("::")[0]
 
     config.option.loadscopereorder = False  # the order is that of the collection: see ORDER
-    return OneWholeAtATime(config, log)
+    return TwoWholeAtATime(config, log)
 
 
 def _place(item: pytest.Item) -> int:
@@ -90,6 +101,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         config.hook.pytest_deselected(items=marked)
         items[:] = [item for item in items if item not in marked]
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

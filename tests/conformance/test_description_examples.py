@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.gateway.api.base.openapi_examples import EXAMPLES
+from services.gateway.api.base.openapi import EXAMPLES
 from tests.stack import Stack
 
 # Jobs are submitted, and checked as far as that, in tests/unit/gateway: each would keep the trainer busy here.

@@ -1,5 +1,7 @@
 """Agent frameworks and routers against the whole system, each through its own happy path.
 
+They take seconds to import, which every process of a test run would spend: so fixtures and tests import them.
+
 What the tiny model says is seldom sensible; what a constraint makes of it is checked by the framework itself, which
 parses it into the caller's types.
 """
@@ -7,25 +9,18 @@ parses it into the caller's types.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from tests.stack import Stack
 
-# LiteLLM fetches a table of prices when it is imported, unless it is told to take its own.
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
-
-import instructor
-import litellm
-import openai
-from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
-from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+if TYPE_CHECKING:
+    from langchain_openai import ChatOpenAI
 
 ENOUGH = 1024
 """Tokens that no answer here can need: what a constraint allows is finite, white space included (64 blanks between two
@@ -59,7 +54,6 @@ class Numbers(BaseModel):
     numbers: list[int] = Field(min_length=1, max_length=3)
 
 
-@tool
 def add(left: int, right: int) -> int:
     """Adds two numbers."""
     return left + right
@@ -89,6 +83,8 @@ ADD = {
 
 @pytest.fixture
 def chain(stack: Stack) -> ChatOpenAI:
+    from langchain_openai import ChatOpenAI
+
     return ChatOpenAI(
         model=stack.served_model_name,
         base_url=f"{stack.url}/v1",
@@ -101,6 +97,8 @@ def chain(stack: Stack) -> ChatOpenAI:
 
 
 def test_langchain_answers_and_streams(chain: ChatOpenAI) -> None:
+    from langchain_core.messages import HumanMessage
+
     answer = chain.invoke([HumanMessage(QUESTION)])
     streamed = list(chain.stream([HumanMessage(QUESTION)], stream_usage=True))
     assert "".join(str(chunk.content) for chunk in streamed) == answer.content
@@ -110,7 +108,11 @@ def test_langchain_answers_and_streams(chain: ChatOpenAI) -> None:
 
 
 def test_langchain_calls_a_tool_and_takes_its_answer(chain: ChatOpenAI) -> None:
-    bound = chain.bind_tools([add], tool_choice="add", strict=True)
+    from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+    from langchain_core.tools import tool
+
+    adding = tool(add)
+    bound = chain.bind_tools([adding], tool_choice="add", strict=True)
     call = bound.invoke([HumanMessage(QUESTION)])
     assert isinstance(call, AIMessage)
     assert [made["name"] for made in call.tool_calls] == ["add"] * len(call.tool_calls)
@@ -121,8 +123,8 @@ def test_langchain_calls_a_tool_and_takes_its_answer(chain: ChatOpenAI) -> None:
         merged = chunk if merged is None else merged + chunk
     assert merged is not None
     assert [c["args"] for c in merged.tool_calls] == [c["args"] for c in call.tool_calls]
-    results = [ToolMessage(str(add.invoke(made["args"])), tool_call_id=made["id"]) for made in call.tool_calls]
-    after = chain.bind_tools([add]).invoke([HumanMessage(QUESTION), call, *results])
+    results = [ToolMessage(str(adding.invoke(made["args"])), tool_call_id=made["id"]) for made in call.tool_calls]
+    after = chain.bind_tools([adding]).invoke([HumanMessage(QUESTION), call, *results])
     assert after.response_metadata["finish_reason"] in ("stop", "length", "tool_calls")
 
 
@@ -133,6 +135,8 @@ def test_langchain_parses_structured_output(chain: ChatOpenAI, method: Any) -> N
 
 
 def test_langchain_embeds(stack: Stack) -> None:
+    from langchain_openai import OpenAIEmbeddings
+
     embeddings = OpenAIEmbeddings(
         model=stack.served_model_name,
         base_url=f"{stack.url}/v1",
@@ -149,6 +153,15 @@ def test_langchain_embeds(stack: Stack) -> None:
 # -- LiteLLM
 
 
+@pytest.fixture
+def litellm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    # It fetches a table of prices when it is imported, unless it is told to take its own.
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    import litellm
+
+    return litellm
+
+
 def _litellm(stack: Stack) -> dict[str, Any]:
     return {
         "model": f"openai/{stack.served_model_name}",
@@ -159,7 +172,7 @@ def _litellm(stack: Stack) -> dict[str, Any]:
     }
 
 
-def test_litellm_answers_and_streams(stack: Stack) -> None:
+def test_litellm_answers_and_streams(stack: Stack, litellm: Any) -> None:
     options = {**_litellm(stack), "messages": USER, "temperature": 0, "max_tokens": 24}
     answer = litellm.completion(**options)
     chunks = list(litellm.completion(**options, stream=True, stream_options={"include_usage": True}))
@@ -168,7 +181,7 @@ def test_litellm_answers_and_streams(stack: Stack) -> None:
     assert litellm.stream_chunk_builder(chunks).usage.completion_tokens == answer.usage.completion_tokens
 
 
-def test_litellm_calls_a_tool(stack: Stack) -> None:
+def test_litellm_calls_a_tool(stack: Stack, litellm: Any) -> None:
     answer = litellm.completion(
         **_litellm(stack), messages=USER, tools=[ADD], tool_choice="required", max_tokens=ENOUGH
     )
@@ -178,7 +191,7 @@ def test_litellm_calls_a_tool(stack: Stack) -> None:
     assert set(json.loads(calls[0].function.arguments)) == {"left", "right"}
 
 
-def test_litellm_structured_output_and_embeddings(stack: Stack) -> None:
+def test_litellm_structured_output_and_embeddings(stack: Stack, litellm: Any) -> None:
     answer = litellm.completion(**_litellm(stack), messages=USER, response_format=Sum, max_tokens=ENOUGH)
     assert isinstance(Sum.model_validate_json(answer.choices[0].message.content), Sum)
     made = litellm.embedding(**_litellm(stack), input=["a", "b"])
@@ -195,9 +208,11 @@ def plain(stack: Stack) -> Iterator[openai.OpenAI]:
         yield client
 
 
-@pytest.mark.parametrize("mode", [instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA])
-def test_instructor_returns_the_callers_type(stack: Stack, plain: openai.OpenAI, mode: instructor.Mode) -> None:
-    client = instructor.from_openai(plain, mode=mode)
+@pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"])
+def test_instructor_returns_the_callers_type(stack: Stack, plain: openai.OpenAI, mode: str) -> None:
+    import instructor
+
+    client = instructor.from_openai(plain, mode=instructor.Mode[mode])
     found = client.chat.completions.create(
         model=stack.served_model_name, messages=USER, response_model=Sum, max_tokens=ENOUGH, max_retries=0
     )
@@ -205,6 +220,8 @@ def test_instructor_returns_the_callers_type(stack: Stack, plain: openai.OpenAI,
 
 
 def test_instructor_streams_partial_objects(stack: Stack, plain: openai.OpenAI) -> None:
+    import instructor
+
     client = instructor.from_openai(plain, mode=instructor.Mode.JSON_SCHEMA)
     parts = list(
         client.chat.completions.create_partial(

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
+import tempfile
 import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.stack import ROOT, Stack, clean_environment
+from tests.forked import ForkedProcess, command_line
+from tests.stack import Stack, clean_environment
 
 
 def temper(stack: Stack, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "cli", *args],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=clean_environment({"TEMPER_URL": stack.url, "NO_COLOR": "1"}),
-        cwd=ROOT,
-    )
+    with tempfile.TemporaryDirectory() as scratch:
+        output, log = Path(scratch, "output"), Path(scratch, "log")
+        environment = clean_environment({"TEMPER_URL": stack.url, "NO_COLOR": "1"})
+        process = ForkedProcess(command_line, *args, environment=environment, log=log, output=output)
+        status = process.wait(120)
+        return subprocess.CompletedProcess(args, status, output.read_text(), log.read_text())
 
 
 def ok(stack: Stack, *args: str) -> Any:

@@ -137,7 +137,7 @@ def test_closing_ends_what_is_being_sampled(http: httpx.Client, stack: Stack) ->
 def test_a_job_and_a_session_run_side_by_side(http: httpx.Client) -> None:
     session = Client(http, lora={"rank": 8})
     first = session.train()
-    job_id = jobs.submit_sft(http, "beside-a-session", epochs=40, batch_size=4)
+    job_id = jobs.submit_sft(http, "beside-a-session", epochs=16, batch_size=4)
     jobs.wait_for_step(http, job_id, 1)
     during = 0
     slowest = 0.0
@@ -236,34 +236,33 @@ def test_too_many_sessions(http: httpx.Client) -> None:
     Client(http, lora={"rank": 2})
 
 
-def test_an_engine_that_dies_takes_its_sessions_along_and_says_so(tmp_path: Path) -> None:
-    with Stack(tmp_path / "data") as stack, httpx.Client(base_url=stack.url, timeout=120) as http:
-        session = Client(http, lora={"rank": 8})
-        session.train()
-        session.run("save", checkpoint="before-the-end")
-        done = session.send("forward", data=DATA)
-        session.ended(done)
-        long = [{"token_ids": [40] * 512}] * 60
-        pending = [session.send("forward_backward", loss="cross_entropy", data=long) for _ in range(2)]
-        os.kill(stack.pid("engine"), signal.SIGKILL)
-        for future in [*pending, done]:
-            found = session.ended(future)
-            assert found["state"] == "failed", found
-            assert (found["error"]["code"], found["error"]["category"]) == ("gone", "server")
-            assert "has ended" in found["error"]["message"]
-        deadline = time.monotonic() + 60
-        while (answer := http.get(f"/v1/train/sessions/{session.id}")).status_code == 503:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        assert answer.status_code == 410
-        assert "checkpoint" in answer.json()["error"]["message"]
-        sent = http.post(f"/v1/train/sessions/{session.id}/optim_step", json={"seq": 9})
-        assert sent.status_code == 410
-        while (answer := http.post("/v1/train/sessions", json={"checkpoint": "before-the-end"})).status_code == 503:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        assert answer.status_code == 201, answer.text
-        assert answer.json()["step"] == 1
+def test_an_engine_that_dies_takes_its_sessions_along_and_says_so(http: httpx.Client, stack: Stack) -> None:
+    session = Client(http, lora={"rank": 8})
+    session.train()
+    session.run("save", checkpoint="before-the-end")
+    done = session.send("forward", data=DATA)
+    session.ended(done)
+    long = [{"token_ids": [40] * 512}] * 60
+    pending = [session.send("forward_backward", loss="cross_entropy", data=long) for _ in range(2)]
+    os.kill(stack.pid("engine"), signal.SIGKILL)
+    for future in [*pending, done]:
+        found = session.ended(future)
+        assert found["state"] == "failed", found
+        assert (found["error"]["code"], found["error"]["category"]) == ("gone", "server")
+        assert "has ended" in found["error"]["message"]
+    deadline = time.monotonic() + 60
+    while (answer := http.get(f"/v1/train/sessions/{session.id}")).status_code == 503:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert answer.status_code == 410
+    assert "checkpoint" in answer.json()["error"]["message"]
+    sent = http.post(f"/v1/train/sessions/{session.id}/optim_step", json={"seq": 9})
+    assert sent.status_code == 410
+    while (answer := http.post("/v1/train/sessions", json={"checkpoint": "before-the-end"})).status_code == 503:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert answer.status_code == 201, answer.text
+    assert answer.json()["step"] == 1
 
 
 def test_a_job_that_fits_only_alone_waits_for_the_sessions(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Self
 import httpx
 
 from tests.guides.blocks import Block
+from tests.guides.temper_command import TemperCommand
 from tests.stack import ROOT, Stack, clean_environment
 
 PATIENCE = 180.0
@@ -52,7 +53,6 @@ class Reader:
     """
 
     def __init__(self, stack: Stack, directory: Path) -> None:
-        self._stack = stack
         self._address = stack.url.removeprefix("http://")
         self._directory = directory
         (directory / "models").symlink_to(ROOT / "models")  # as in the repository, where readers are
@@ -60,10 +60,10 @@ class Reader:
         tools.mkdir()
         self._variables = tools / "variables"
         self._variables.touch()
-        (tools / "temper").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m cli "$@"\n')
-        (tools / "temper").chmod(0o755)
+        self._temper = TemperCommand(tools / "temper")
         path = f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         self._env = clean_environment({"TEMPER_URL": stack.url, "NO_COLOR": "1", "PATH": path})
+        self._http = httpx.Client(base_url=stack.url, timeout=PATIENCE, trust_env=False, verify=False)
         self._python: subprocess.Popen[str] | None = None
         self._known: set[str] = set()
         """Ids of jobs that have ended."""
@@ -74,6 +74,8 @@ class Reader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._http.close()
+        self._temper.close()
         if self._python is not None:
             self._python.kill()
             self._python.communicate()
@@ -159,20 +161,16 @@ class Reader:
             json.loads(code)
         except ValueError as error:
             return "", f"it is no JSON: {error}"
-        answer = httpx.request(
-            block.method,
-            f"{self._stack.url}{block.path}",
-            content=code.encode(),
-            headers={"content-type": "application/json"},
-            timeout=PATIENCE,
-        )
+        assert block.path is not None
+        headers = {"content-type": "application/json"}
+        answer = self._http.request(block.method, block.path, content=code.encode(), headers=headers)
         return answer.text, None if answer.is_success else f"{answer.status_code} {answer.text}"
 
     def _wait_for_jobs(self, block: Block) -> None:
         """A reader looks at a job's result when the job has ended. What fails is not as written."""
         deadline = time.monotonic() + PATIENCE
         while True:
-            jobs = httpx.get(f"{self._stack.url}/v1/train/jobs", timeout=PATIENCE).json()["data"]
+            jobs = self._http.get("/v1/train/jobs").json()["data"]
             if all(job["state"] in _ENDED for job in jobs):
                 break
             if time.monotonic() > deadline:

@@ -23,7 +23,7 @@ from services.common.errors import Conflict, NotFound
 from services.common.queue.delivery import JobLost
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
-from services.gateway.api.batches.dependencies import BatchStores
+from services.gateway.api.batches.stores import BatchStores
 from services.gateway.core.batch_queue import BATCHES, NOW, BatchConsumer, BatchQueue, BatchSpec, ClaimedBatch
 from services.gateway.core.file_store import FileStore
 from tests.integration.servers import RunningServer

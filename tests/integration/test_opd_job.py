@@ -91,7 +91,7 @@ async def test_drained_in_the_middle_it_ends_as_if_it_had_not_been(
     pod: Pod,  # noqa: F811
     tutor: str,
 ) -> None:
-    spec = job(tutor, rounds=4, max_tokens=60, sampling_temperature=30)
+    spec = job(tutor, rounds=3, max_tokens=40, sampling_temperature=30)
     first = start()
     submitted = await queue.submit(spec)
     await until(queue, submitted.id, lambda job: job.progress.step >= 3)

@@ -15,7 +15,7 @@ import pytest
 from cli.local.ports import claim_ports
 from services.common.pb import engine_pb2
 from services.common.settings import CommonSettings
-from services.gateway.api.responses.store.store import LOST, ResponseStore
+from services.gateway.api.responses.store import LOST, ResponseStore
 from services.gateway.settings import GatewaySettings
 from tests.integration.servers import RunningServer
 from tests.stack import clean_environment
@@ -69,7 +69,7 @@ def there(here: Running, settings: CommonSettings) -> Iterator[tuple[subprocess.
 
 def _ready(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/readyz", timeout=2).status_code == 200
+        return httpx.get(f"{url}/readyz", timeout=2, verify=False).status_code == 200
     except httpx.TransportError:
         return False
 

@@ -11,12 +11,10 @@ import redis
 
 from services.common.errors import InvalidRequest, NotFound, PayloadTooLarge, Unavailable
 from services.common.settings import CommonSettings
-from services.gateway.api.responses.background import BackgroundResponses, Work
-from services.gateway.api.responses.store import store as keys
-from services.gateway.api.responses.store.best_effort import Shelf
-from services.gateway.api.responses.store.record import Record, given_items
-from services.gateway.api.responses.store.store import Place, ResponseStore
-from services.gateway.api.responses.streaming.response_object import new_response
+from services.gateway.api.responses import store as keys
+from services.gateway.api.responses.response_object import Record, given_items, new_response
+from services.gateway.api.responses.serving import BackgroundResponses, Work
+from services.gateway.api.responses.store import Place, ResponseStore, Shelf
 from services.gateway.protocol.responses.request import ResponseRequest
 from services.gateway.settings import GatewaySettings
 from tests.integration.servers import RunningServer

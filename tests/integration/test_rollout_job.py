@@ -153,7 +153,7 @@ async def test_draining_in_the_middle_of_a_rollout(
     queue: JobQueue, registry: AdapterRegistry, start: Start, pod: Pod
 ) -> None:
     """The job is handed back, not failed; another trainer ends it with the adapter of an undisturbed run."""
-    spec = job(**{**LONG, "completions": 6, "max_tokens": 60})
+    spec = job(**{**LONG, "completions": 4, "max_tokens": 40})
     first = start()
     submitted = await queue.submit(spec)
     await until(queue, submitted.id, lambda job: job.progress.step >= 1)

@@ -12,10 +12,10 @@ import redis
 
 from services.common.errors import NewerSchema, NotFound, PayloadTooLarge
 from services.common.settings import CommonSettings
-from services.gateway.api.chat_completions.stored import change_metadata
-from services.gateway.api.responses.store.documents import Document, DocumentStore
-from services.gateway.api.responses.store.store import Place, ResponseStore
-from services.gateway.api.responses.streaming.items import new_id
+from services.gateway.api.completions.stored_chats import change_metadata
+from services.gateway.api.responses.documents import Document, DocumentStore
+from services.gateway.api.responses.response_object import new_id
+from services.gateway.api.responses.store import Place, ResponseStore
 from services.gateway.settings import GatewaySettings
 from tests.integration.servers import RunningServer
 from tests.integration.test_response_store import check_account, raw, record

@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +24,7 @@ from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
 from services.trainer.runtime.worker import TrainerWorker
 from services.trainer.settings import TrainerSettings
+from tests.forked import ForkedProcess, toy_worker
 from tests.integration.servers import RunningServer
 from tests.integration.toy import ToyHost, expected, make_worker
 
@@ -60,13 +59,13 @@ def worker(trainer_settings: TrainerSettings) -> Iterator[TrainerWorker]:
     worker.drain()
 
 
-Spawn = Callable[..., "subprocess.Popen[bytes]"]
+Spawn = Callable[..., ForkedProcess]
 
 
 @pytest.fixture
 def spawn(trainer_settings: TrainerSettings, tmp_path: Path) -> Iterator[Spawn]:
     """Starts a worker process on the same stores."""
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[ForkedProcess] = []
     env = {
         "TEMPER_REDIS_URL": trainer_settings.redis_url.get_secret_value(),
         "TEMPER_S3_ENDPOINT": trainer_settings.s3_endpoint,
@@ -74,13 +73,12 @@ def spawn(trainer_settings: TrainerSettings, tmp_path: Path) -> Iterator[Spawn]:
         "TEMPER_JOB_RECLAIM_SECONDS": str(RECLAIM),
         "TEMPER_JOB_HEARTBEAT_SECONDS": "0.2",
         "TEMPER_CHECKPOINT_DIR": str(trainer_settings.checkpoint_dir),
-        "OMP_NUM_THREADS": "1",
     }
 
-    def start(**more: str) -> subprocess.Popen[bytes]:
-        with (tmp_path / "worker.log").open("ab") as log:
-            argv = [sys.executable, "-m", "tests.integration.toy"]
-            processes.append(subprocess.Popen(argv, env={**os.environ, **env, **more}, stderr=log))
+    def start(**more: str) -> ForkedProcess:
+        processes.append(
+            ForkedProcess(toy_worker, environment={**os.environ, **env, **more}, log=tmp_path / "worker.log")
+        )
         return processes[-1]
 
     yield start

@@ -123,10 +123,14 @@ def main() -> None:
     parser.add_argument("modules", nargs="+")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    with compiled() as kernels:
-        for module in options.modules:
+    rows = []
+    for module in options.modules:
+        with compiled() as kernels:
             importlib.import_module(module).launches()
-    rows = [{key: value for key, value in asdict(k).items() if key not in ("ptx", "cubin")} for k in kernels]
+        rows += [
+            {"module": module} | {key: value for key, value in asdict(kernel).items() if key not in ("ptx", "cubin")}
+            for kernel in kernels
+        ]
     if options.json:
         json.dump(rows, sys.stdout)
         return

@@ -21,7 +21,7 @@ from tests.rollout_support import Pod, running_pod, wait_for
 from tests.training_support import Stepped, stepped, through_a_checkpoint, without_times
 
 SHORT = RolloutSampling(3.0, 12)
-SPREAD = {"rounds": 2, "completions": 8, "temperature": 3.0}
+SPREAD = {"rounds": 2, "completions": 6, "max_tokens": 10, "temperature": 3.0}
 """Enough completions that no group's rewards are all equal, so that every step has something to learn."""
 AGREEMENT = ("sampler_trainer_logprob_difference", "sampler_trainer_kl", "sampler_trainer_ratio_outside")
 
@@ -126,7 +126,7 @@ def test_resume_is_bitwise(pod: Pod, straight: Stepped, stop: int) -> None:
 
 
 def test_an_interrupted_replay_has_not_happened(pod: Pod) -> None:
-    fields: dict[str, Any] = {"epochs": 2, "generate": {"rounds": 1, "max_tokens": 40, "completions": 8}, "beta": 0.1}
+    fields: dict[str, Any] = {"epochs": 2, "generate": {"rounds": 1, "max_tokens": 32, "completions": 6}, "beta": 0.1}
     whole = sampling(pod, **fields)
     curve = [without_times(whole.step(index)) for index in range(2)]
     run = sampling(pod, **fields)

@@ -31,7 +31,8 @@ from tests.tokenizer_support import qwen_like_tokenizer
 from tests.training_support import Stepped, stepped, through_a_checkpoint, without_times, write_checkpoint
 
 LEFT = 0.5
-"""Share of the held-out divergence to the teacher that may be left; 0.23, 0.32 and 0.30 with seeds 0, 1 and 2."""
+"""Share of the held-out divergence to the teacher that may be left; 0.21 and 0.40 with seeds 0 and 1, with the sampled
+loss 0.22 and 0.33."""
 TAUGHT = AdapterVersion("taught", 1)
 SETTINGS: dict[str, Any] = {"max_num_seqs": 32, "token_budget": 512, "num_blocks": 1025}
 
@@ -103,10 +104,10 @@ def prepared(pod: Pod, **fields: Any) -> OpdRun:
 LEARNING: dict[str, Any] = {
     "prompts": asked(64),
     "eval_prompts": asked(16, held_out=True),
-    "rounds": 8,
+    "rounds": 5,
     "prompts_per_round": 12,
     "max_tokens": 14,
-    "learning_rate": 2e-3,
+    "learning_rate": 3e-3,
 }
 
 

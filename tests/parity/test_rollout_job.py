@@ -25,7 +25,7 @@ from tests.training_support import Stepped, stepped, without_times
 from tests.unit.common.jobs.scorers.test_webhook import SECRET, Seen, ok, serving
 
 GAIN = 0.25
-"""Least rise of the held-out reward; 0.41, 0.52 and 0.41 with seeds 0, 1 and 2."""
+"""Least rise of the held-out reward; 0.38, 0.38 and 0.44 with seeds 0, 1 and 2."""
 
 
 def prompts(items: list[Item]) -> list[dict[str, Any]]:
@@ -55,15 +55,15 @@ def prepared(pod: Pod, **fields: Any) -> RolloutRun:
 
 
 def test_a_job_raises_the_reward_on_what_it_has_not_seen() -> None:
-    rounds, size = 4, 12
+    rounds, size = 2, 8
     fields = {
-        "learning_rate": 2e-3,
+        "learning_rate": 4e-3,
         "optimizer": {"schedule": "cosine"},
         "groups_per_step": 4,
         "lora": {"rank": 8, "alpha": 16},
         "generate": {
             "prompts": prompts(dates.items(0, rounds * size, held_out=False)),
-            "eval_prompts": prompts(dates.items(0, 64, held_out=True)),
+            "eval_prompts": prompts(dates.items(0, 32, held_out=True)),
             "rounds": rounds,
             "prompts_per_round": size,
             "completions": 8,
@@ -74,19 +74,19 @@ def test_a_job_raises_the_reward_on_what_it_has_not_seen() -> None:
     }
     with running_pod(max_num_seqs=64, token_budget=1024, num_blocks=2049) as pod:
         run = prepared(pod, **fields, seed=0)
-        assert run.total_steps == rounds * 3
+        assert run.total_steps == rounds * 2
         history = [run.step(index) for index in range(run.total_steps)]
         pod.settle()
     before, after = history[0]["eval_reward_before"], history[-1]["eval_reward"]
     assert after >= before + GAIN, (before, after)
     assert history[-1]["reward_mean"] > history[0]["reward_mean"]
     # The sampler and the trainer compute one policy.
-    first_uses = history[::3]
+    first_uses = history[::2]
     assert all(step["sampler_trainer_logprob_difference"] < 1e-4 for step in first_uses)
     assert all(step["sampler_trainer_kl"] < 1e-6 for step in first_uses)
     assert all(step["sampler_trainer_ratio_outside"] == 0 for step in first_uses)
-    assert all("sampler_trainer_kl" not in step for step in history[1::3])
-    assert any(abs(step["behaviour_kl"]) > 1e-6 for step in history[1::3])
+    assert all("sampler_trainer_kl" not in step for step in history[1::2])
+    assert any(abs(step["behaviour_kl"]) > 1e-6 for step in history[1::2])
 
 
 def test_what_a_round_reports(pod: Pod) -> None:
@@ -265,7 +265,7 @@ def test_users_are_served_while_a_job_samples_and_trains(pod: Pod) -> None:
     user = pod.user()
     prompt = tuple(pod.engine.codec.encode_chat([{"role": "user", "content": "What is 12 + 30?"}]))
     alone = user.answer(user.submit(prompt))
-    run = prepared(pod, generate={"rounds": 2, "completions": 16, "max_tokens": 40, "temperature": 20.0})
+    run = prepared(pod, generate={"rounds": 2, "completions": 8, "max_tokens": 24, "temperature": 20.0})
     failed: list[BaseException] = []
 
     def learn() -> None:

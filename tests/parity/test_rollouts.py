@@ -129,16 +129,16 @@ def test_what_does_not_fit_is_refused(pod: Pod) -> None:
 
 
 def test_users_go_first_and_get_what_they_get_alone(pod: Pod) -> None:
-    """Seven times as many rollouts as seats; a user's request takes a seat at once and answers the same."""
+    """Five times as many rollouts as seats; a user's request takes a seat at once and answers the same."""
     user = pod.user()
     prompt = tuple(pod.engine.codec.encode("What is 12 + 30?"))
     alone = user.answer(user.submit(prompt))
     done: list[float] = []
 
     def roll() -> None:
-        asked = requests(pod, 4, each=15)
+        asked = requests(pod, 4, each=10)
         with pod.host.rollouts.policy(adapter(pod, 1)) as policy:
-            pod.host.rollouts.generate(asked, RolloutSampling(20.0, 60), policy)
+            pod.host.rollouts.generate(asked, RolloutSampling(20.0, 40), policy)
         done.append(time.monotonic())
 
     thread = threading.Thread(target=roll)

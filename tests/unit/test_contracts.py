@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.contracts import SURFACES, changes
+from tests.contracts import PLACE, SURFACES, changes
 
 
 @pytest.mark.parametrize("surface", SURFACES)
@@ -14,6 +14,6 @@ def test_nothing_that_others_rely_on_has_changed(surface: str) -> None:
 
 def test_schemas_are_not_named_after_modules() -> None:
     """Two models of one name would be: a name that changes whenever a file moves, and so do generated clients."""
-    assert [
-        line.split()[1] for line in SURFACES["http"]() if line.startswith("schema ") and "__" in line.split()[1]
-    ] == []
+    names = [line.split()[1] for line in (PLACE / "http.txt").read_text().splitlines() if line.startswith("schema ")]
+    assert len(names) > 100
+    assert [name for name in names if "__" in name] == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -14,9 +14,11 @@ from services.common.adapters.names import POLICY_SCHEMA, AdapterName
 from services.common.jobs.fields.acceptance import Better, PublishIf, check_publish_if
 from services.common.jobs.fields.lora import LoraSettings
 from services.common.jobs.scorers.base import ScorerSpec
-from services.common.text.tokenizer import TextCodec
 from services.common.validation.json_rules import Rules, if_any, true_only_with
 from services.common.validation.strict_models import SentModel, absent
+
+if TYPE_CHECKING:
+    from services.common.text.tokenizer import TextCodec
 
 Recompute = Literal["none", "selective", "full"]
 _WIDTH = 2560

@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from services.common.errors import InvalidRequest
 from services.common.jobs.base import JobBase
 from services.common.jobs.fields.messages import Message, as_turns
 from services.common.jobs.fields.prompts import AskedExample
-from services.common.text.tokenizer import TextCodec
+
+if TYPE_CHECKING:
+    from services.common.text.tokenizer import TextCodec
 
 _ANSWERS_AT_ONCE: Mapping[str, Any] = {"enable_thinking": False}
 """Options of the template under which a turn without a thought is generated."""

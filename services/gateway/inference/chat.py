@@ -13,7 +13,7 @@ from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.generation import Generation, PromptSpec
 from services.gateway.inference.logprobs import check_size
 from services.gateway.inference.prompts import chat_prompt, opens_thinking, token_budget, turn_boundaries
-from services.gateway.protocol.chat.request import ChatRequest, Message
+from services.gateway.protocol.chat_request import ChatRequest, Message
 
 
 async def chat_generation(

@@ -10,8 +10,8 @@ from pydantic_core import to_json
 from services.common.errors import InvalidRequest
 from services.common.pb import engine_pb2
 from services.gateway.engines.pool import ServedModel
-from services.gateway.protocol.chat.request import ChatRequest
-from services.gateway.protocol.fields.reasoning import ReasoningFields
+from services.gateway.protocol.chat_request import ChatRequest
+from services.gateway.protocol.fields.sampling import ReasoningFields
 from services.gateway.protocol.fields.structured_outputs import ConstraintFields, Wanted
 from services.gateway.settings import GatewaySettings
 from services.gateway.text.detokenizer import Vocabulary

@@ -9,7 +9,7 @@ from services.common.adapters.names import BASE, parse_adapter_ref
 from services.common.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from services.common.pb import engine_pb2
 from services.gateway.auth.caller import owner
-from services.gateway.protocol.chat.request import ChatRequest
+from services.gateway.protocol.chat_request import ChatRequest
 from services.gateway.protocol.fields.sampling import SamplingFields
 from services.gateway.settings import CacheScope, GatewaySettings
 

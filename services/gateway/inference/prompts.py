@@ -9,8 +9,8 @@ from typing import Any
 from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.common.text.template import RESERVED_KWARGS
 from services.gateway.engines.pool import ServedModel
-from services.gateway.protocol.chat.request import ChatRequest
-from services.gateway.protocol.completions.request import CompletionRequest
+from services.gateway.protocol.chat_request import ChatRequest
+from services.gateway.protocol.completions import CompletionRequest
 from services.gateway.settings import GatewaySettings
 from services.gateway.text.output_parser import END_THINK, THINK
 

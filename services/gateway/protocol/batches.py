@@ -1,13 +1,64 @@
-"""/v1/batches."""
+"""Bodies of /v1/files and /v1/batches."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal, cast
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from services.gateway.core.batch_queue import Batch, BatchSpec, Endpoint, LineError, Status
+from services.gateway.core.file_store import FileInfo, Purpose
 from services.gateway.protocol.fields.base import RequestModel
+
+
+class FileObject(BaseModel):
+    """A file, as OpenAI shows it."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: Purpose
+    status: Literal["processed"] = "processed"
+    status_details: str | None = None
+    sha256: str
+    """Lower-case hex digest of the content."""
+
+    @classmethod
+    def of(cls, info: FileInfo) -> FileObject:
+        """What a client sees of a file."""
+        return cls(
+            id=info.id,
+            bytes=info.bytes,
+            created_at=info.created_at,
+            expires_at=info.expires_at,
+            filename=info.filename,
+            purpose=info.purpose,
+            sha256=info.sha256,
+        )
+
+
+class FileList(BaseModel):
+    """A page of files."""
+
+    object: Literal["list"] = "list"
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedFile(BaseModel):
+    """What DELETE answers."""
+
+    id: str
+    object: Literal["file"] = "file"
+    deleted: Literal[True] = True
+
 
 EXPIRY_SECONDS = (3600, 30 * 86_400)
 """Bounds of expires_after: as at OpenAI."""

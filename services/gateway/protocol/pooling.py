@@ -7,10 +7,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from services.common.validation.json_rules import Rules, at_most_one, given, only_with
-from services.gateway.protocol.chat.request import ChatRequest, Message
-from services.gateway.protocol.completions.request import Texts, TokenIds, as_list
-from services.gateway.protocol.completions.response import Answer, CachedTokens
-from services.gateway.protocol.fields.base import JsonObject, contradiction
+from services.gateway.protocol.chat_request import ChatRequest, Message
+from services.gateway.protocol.completions import CachedTokens, Texts, TokenIds, as_list
+from services.gateway.protocol.fields.base import AnswerModel, JsonObject, contradiction
 from services.gateway.protocol.fields.sampling import PolicyFields
 from services.gateway.protocol.fields.tools import Tool
 
@@ -96,7 +95,7 @@ class ScoreRequest(ReadingFields):
         return self
 
 
-class ReadingUsage(Answer):
+class ReadingUsage(AnswerModel):
     """Token counts."""
 
     prompt_tokens: int
@@ -104,7 +103,7 @@ class ReadingUsage(Answer):
     prompt_tokens_details: CachedTokens
 
 
-class Embedding(Answer):
+class Embedding(AnswerModel):
     """One vector."""
 
     object: Literal["embedding"]
@@ -116,7 +115,7 @@ class Embedding(Answer):
     """The version that read this input."""
 
 
-class EmbeddingsResponse(Answer):
+class EmbeddingsResponse(AnswerModel):
     """One vector for each input, in their order."""
 
     object: Literal["list"]
@@ -126,7 +125,7 @@ class EmbeddingsResponse(Answer):
     usage: ReadingUsage
 
 
-class Score(Answer):
+class Score(AnswerModel):
     """How likely one completion is. Natural logarithms, of the plain model: no temperature."""
 
     object: Literal["score"]
@@ -151,7 +150,7 @@ class Score(Answer):
     """The version that read it."""
 
 
-class ScoreResponse(Answer):
+class ScoreResponse(AnswerModel):
     """One score for each completion, in their order."""
 
     id: str

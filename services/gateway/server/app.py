@@ -20,23 +20,19 @@ from services.common.queue.job_queue import JobQueue
 from services.common.security.tls import Certificates, TlsFiles
 from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.tracing import open_tracer
-from services.gateway.api.adapters.dependencies import AdapterServices
-from services.gateway.api.base.dependencies import provide
+from services.gateway.api.adapters.routes import AdapterServices
 from services.gateway.api.base.idempotency import Idempotency, RedisRecords
-from services.gateway.api.base.openapi import whole_bounds
-from services.gateway.api.base.openapi_examples import add_examples
-from services.gateway.api.batches.dependencies import BatchServices, BatchStores, open_batching
+from services.gateway.api.base.openapi import add_examples, whole_bounds
+from services.gateway.api.base.routing import provide
+from services.gateway.api.batches.stores import BatchServices, BatchStores, open_batching
 from services.gateway.api.batches.worker import BatchWorker
-from services.gateway.api.health.gauges import HealthServices
-from services.gateway.api.health.queue_gauges import QueueWatch
-from services.gateway.api.responses.background import BackgroundResponses
-from services.gateway.api.responses.dependencies import ResponseServices
-from services.gateway.api.responses.store.best_effort import Shelf
-from services.gateway.api.responses.store.documents import DocumentStore
-from services.gateway.api.responses.store.store import ResponseStore
+from services.gateway.api.health import HealthServices, QueueWatch
+from services.gateway.api.responses.documents import DocumentStore
+from services.gateway.api.responses.serving import BackgroundResponses, ResponseServices
+from services.gateway.api.responses.store import ResponseStore, Shelf
 from services.gateway.api.surfaces import API
-from services.gateway.api.training.dependencies import TrainingServices
-from services.gateway.api.training_sessions.dependencies import TrainingSessionServices
+from services.gateway.api.training.validation import TrainingServices
+from services.gateway.api.training_sessions import TrainingSessionServices
 from services.gateway.auth.api_keys import KeyRing
 from services.gateway.auth.audit_log import AuditLog
 from services.gateway.auth.browsers import BrowserGuard

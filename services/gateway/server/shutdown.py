@@ -19,7 +19,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from services.common.shutdown import Wishes, end_now
-from services.gateway.api.base.dependencies import resource
+from services.gateway.api.base.routing import resource
 from services.gateway.core.admission import Lifecycle
 from services.gateway.engines.pool import EnginePool
 from services.gateway.inference.context import InferenceContext

@@ -19,8 +19,8 @@ import httpx
 
 from models.tiny.recipe.skills.words import invented, word
 from services.gateway.api.messages.to_chat import as_chat
-from services.gateway.api.responses.to_chat.translation import chat_fields
-from services.gateway.protocol.chat.request import ChatRequest
+from services.gateway.api.responses.to_chat import chat_fields
+from services.gateway.protocol.chat_request import ChatRequest
 from services.gateway.protocol.messages.request import MessagesRequest
 from services.gateway.protocol.responses.request import ResponseRequest
 

@@ -19,7 +19,7 @@ import httpx
 from typer.testing import CliRunner
 
 from cli.main import app
-from services.gateway.protocol.chat.request import ChatRequest
+from services.gateway.protocol.chat_request import ChatRequest
 from tests.conformance.clients.agents import AGENTS, Setting
 from tests.conformance.clients.lessons import ADAPTERS, RECORDED_WORD, SHELL, TASK, chat_of, job
 from tests.conformance.clients.recorder import recorded

@@ -151,14 +151,14 @@ async def test_many_versions_are_swapped_in_under_load(engine: EngineUnderTest) 
 
     async def client(number: int) -> None:
         while not stop.is_set():
-            answer = await stream.run(request([5 + number, *PROMPT], max_tokens=24))
+            answer = await stream.run(request([5 + number, *PROMPT], max_tokens=16))
             assert answer.error is None, answer.error
             assert answer.adapter is not None
             done.append((number, answer.adapter, answer.token_ids))
             answered[answer.adapter].set()
 
     clients = [asyncio.create_task(client(number)) for number in range(6)]
-    for seed in range(8):
+    for seed in range(6):
         await engine.publish("policy", seed=seed)
         version = f"policy@{seed + 1}"
         assert (await sync(engine)).attached == version
@@ -168,7 +168,7 @@ async def test_many_versions_are_swapped_in_under_load(engine: EngineUnderTest) 
     expected: dict[tuple[int, str], list[int]] = {}
     for number, adapter, tokens in done:
         if (number, adapter) not in expected:
-            alone = request([5 + number, *PROMPT], adapter=adapter or "base", max_tokens=24, cache_salt="alone")
+            alone = request([5 + number, *PROMPT], adapter=adapter or "base", max_tokens=16, cache_salt="alone")
             expected[number, adapter] = (await engine.generate(alone)).token_ids
         assert tokens == expected[number, adapter], (number, adapter)
 

@@ -18,9 +18,9 @@ def test_answers_to_generated_schemas_are_valid() -> None:
         settings_for(TINY, "cpu", torch_threads=1, max_num_seqs=16, max_model_len=2048, num_blocks=1025)
     )
     try:
-        report = try_schemas(engine, 40, seed=11, max_tokens=1500)
+        report = try_schemas(engine, 20, seed=11, max_tokens=1500)
     finally:
         engine.stop()
     assert report["invalid"] == 0, report["examples"]
-    assert report["valid"] + report["refused"] == 40
-    assert report["refused"] <= 6, report["refusals"]
+    assert report["valid"] + report["refused"] == 20
+    assert report["refused"] <= 3, report["refusals"]

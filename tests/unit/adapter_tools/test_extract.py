@@ -233,6 +233,8 @@ def test_the_process_says_what_it_does(tmp_path: Path, checkpoint: Path, capsys:
     assert not (tmp_path / "b").exists()
     arguments = ("extract", "--adapter", unknown, "--base", checkpoint, "--out", tmp_path / "b", "--any-base")
     assert run_main(capsys, *arguments)[0] == 0
+    status, events = run_main(capsys, *arguments[:2], tmp_path / "nobody", *arguments[3:5], "--out", tmp_path / "c")
+    assert (status, "nobody/adapter_model.safetensors does not exist" in events[-1]["message"]) == (1, True)
     (known / "adapter_model.safetensors").write_bytes(b"other")
     status, events = run_main(capsys, "extract", "--adapter", known, "--base", checkpoint, "--out", tmp_path / "c")
     assert (status, "manifest.json describes" in events[-1]["message"]) == (1, True)

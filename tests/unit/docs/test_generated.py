@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -10,25 +11,30 @@ from docs_tools import packages, reference_cli, reference_grpc, reference_http, 
 from docs_tools.generate import files
 from docs_tools.paths import ROOT
 
-FILES = files()
+
+@pytest.fixture(scope="module")
+def generated() -> Mapping[Path, str]:
+    return files()
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_is_generated_is_current(path: Path) -> None:
-    assert path.exists(), "run `python -m docs_tools.generate`"
-    assert path.read_text() == FILES[path], "run `python -m docs_tools.generate`"
+def test_what_is_generated_is_current(generated: Mapping[Path, str]) -> None:
+    assert len(generated) > 6
+    stale = [
+        str(path.relative_to(ROOT)) for path, text in generated.items() if not path.exists() or path.read_text() != text
+    ]
+    assert stale == [], "run `python -m docs_tools.generate`"
 
 
-def test_every_setting_is_described() -> None:
-    assert settings_page.render().count("| `TEMPER_") > 50
+def test_every_setting_is_described(generated: Mapping[Path, str]) -> None:
+    assert generated[settings_page.TARGET].count("| `TEMPER_") > 50
 
 
 def test_every_package_says_what_is_in_it() -> None:
     assert len([packages.purpose(package) for package in packages.packages()]) > 80
 
 
-def test_references_have_what_users_call() -> None:
-    assert "## temper train submit" in reference_cli.render()
-    assert "## POST /v1/chat/completions" in reference_http.render()
-    assert "### Engine\n" in reference_grpc.render()
-    assert "`prompt_token_ids`" in reference_grpc.render()
+def test_references_have_what_users_call(generated: Mapping[Path, str]) -> None:
+    assert "## temper train submit" in generated[reference_cli.TARGET]
+    assert "## POST /v1/chat/completions" in generated[reference_http.TARGET]
+    assert "### Engine\n" in generated[reference_grpc.TARGET]
+    assert "`prompt_token_ids`" in generated[reference_grpc.TARGET]

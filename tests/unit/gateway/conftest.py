@@ -16,11 +16,11 @@ import pytest
 import uvicorn
 
 from services.common.adapters.registry import AdapterRegistry
-from services.gateway.api.base.dependencies import resource
 from services.gateway.api.base.idempotency import Idempotency
-from services.gateway.api.batches.dependencies import BatchStores
-from services.gateway.api.health.gauges import HealthServices
-from services.gateway.api.responses.dependencies import ResponseServices
+from services.gateway.api.base.routing import resource
+from services.gateway.api.batches.stores import BatchStores
+from services.gateway.api.health import HealthServices
+from services.gateway.api.responses.serving import ResponseServices
 from services.gateway.core.admission import Lifecycle
 from services.gateway.core.file_store import FileStore
 from services.gateway.inference.context import InferenceContext

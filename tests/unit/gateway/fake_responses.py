@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from services.common.errors import InvalidRequest, NotFound, PayloadTooLarge, Unavailable
-from services.gateway.api.responses.store.documents import Document, DocumentStore
-from services.gateway.api.responses.store.record import ACTIVE, Record, missing
-from services.gateway.api.responses.store.store import Place
+from services.gateway.api.responses.documents import Document, DocumentStore
+from services.gateway.api.responses.response_object import ACTIVE, Record, missing
+from services.gateway.api.responses.store import Place
 
 
 class MemoryResponses:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -26,7 +26,6 @@ from services.common.jobs.token_checks import (
     check_vocabulary,
     over_limit,
 )
-from services.common.text.tokenizer import TextCodec
 from services.common.validation.json_rules import (
     SOME,
     Rules,
@@ -41,6 +40,9 @@ from services.common.validation.json_rules import (
     only_with,
     where,
 )
+
+if TYPE_CHECKING:
+    from services.common.text.tokenizer import TextCodec
 
 CHECKPOINT = "checkpoint"
 """The teacher that the engine's settings name (TEMPER_TEACHER_MODEL)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -14,7 +14,6 @@ from services.common.jobs.base import JobBase
 from services.common.jobs.documents import check_thinking, completion_tokens
 from services.common.jobs.fields.messages import SAYS, check_asks
 from services.common.jobs.fields.prompts import PromptFields
-from services.common.text.tokenizer import TextCodec
 from services.common.validation.json_rules import (
     NULL,
     SOME,
@@ -31,6 +30,9 @@ from services.common.validation.json_rules import (
     only_with,
 )
 from services.common.validation.strict_models import SentModel, absent
+
+if TYPE_CHECKING:
+    from services.common.text.tokenizer import TextCodec
 
 Reward = Annotated[float, Field(ge=-1e9, le=1e9)]
 """Bounded, so that statistics over rewards stay finite."""

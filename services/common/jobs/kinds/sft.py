@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -14,9 +14,11 @@ from services.common.jobs.examples import EVALUATES, ExampleJob
 from services.common.jobs.fields.acceptance import Better, publish_if_rule
 from services.common.jobs.fields.messages import SAYS, TEACHES, Message, check_asks, check_taught
 from services.common.jobs.token_checks import check_conversation, check_split, over_limit
-from services.common.text.tokenizer import TextCodec
 from services.common.validation.json_rules import NULL, Rules, both, either, given, if_any, left_out
 from services.common.validation.strict_models import SentModel
+
+if TYPE_CHECKING:
+    from services.common.text.tokenizer import TextCodec
 
 
 class SftExample(SentModel):

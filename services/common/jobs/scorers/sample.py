@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from services.common.text.tokenizer import TextCodec
+if TYPE_CHECKING:  # the command line checks jobs without a tokenizer, and starts faster without its libraries
+    from services.common.text.tokenizer import TextCodec
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from fastapi import Query, Request
@@ -11,15 +12,37 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.formparsers import MultiPartException
 
 from services.common.adapters.names import NAME_SCHEMA, AdapterVersion, check_adapter_name
-from services.common.adapters.registry import CONFIG, WEIGHTS, Manifest, Pointers
+from services.common.adapters.registry import CONFIG, WEIGHTS, AdapterRegistry, Manifest, Pointers
 from services.common.errors import Conflict, InvalidRequest, NotFound
-from services.gateway.api.adapters.archive import tar_gz
-from services.gateway.api.adapters.dependencies import Adapters, AdapterServices
-from services.gateway.api.adapters.upload import check_files, read_form
+from services.common.queue.job_queue import JobQueue
+from services.gateway.api.adapters.files import check_files, read_form, tar_gz
 from services.gateway.api.base.idempotency import Once
-from services.gateway.api.base.routing import Routes, multipart
+from services.gateway.api.base.routing import Routes, multipart, provided
 from services.gateway.auth.route_permissions import ADMIN, ANY_KEY, ATTACH, TRAIN_OR_ADMIN, Permission
-from services.gateway.protocol.adapters.attachment import AdapterPath, VersionRequest
+from services.gateway.core.file_store import StoreThreads
+from services.gateway.engines.pool import EnginePool
+from services.gateway.protocol.models import AdapterPath, VersionRequest
+from services.gateway.settings import GatewaySettings
+
+_UPLOADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterServices:
+    """Adapters in the object store, and the engines that serve them."""
+
+    settings: GatewaySettings
+    engines: EnginePool
+    registry: AdapterRegistry
+    """Blocking, so only called in ``threads``."""
+    queue: JobQueue
+    threads: StoreThreads
+    uploads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_UPLOADS))
+    """Held while an upload is in memory."""
+
+
+Adapters = Annotated[AdapterServices, provided(AdapterServices)]
+
 
 routes = Routes("adapters")
 

@@ -17,13 +17,12 @@ from services.common.jobs.fields.lora import stated_shape
 from services.common.jobs.kinds.merge import exact_sum_over
 from services.common.queue.records import spec_sha
 from services.common.telemetry import tracing
-from services.gateway.api.adapters.dependencies import Adapters, AdapterServices
+from services.gateway.api.adapters.routes import Adapters, AdapterServices
 from services.gateway.api.base.idempotency import IdempotencyKey, Once
 from services.gateway.api.base.routing import Routes
 from services.gateway.auth.caller import owner
 from services.gateway.auth.route_permissions import ADMIN, ATTACH, Permission
-from services.gateway.protocol.adapters.attachment import AdapterPath
-from services.gateway.protocol.adapters.versions import MergeRequest, PruneRequest, RollbackRequest
+from services.gateway.protocol.models import AdapterPath, MergeRequest, PruneRequest, RollbackRequest
 
 routes = Routes("adapters")
 

@@ -25,7 +25,7 @@ from pydantic_core import to_json
 from services.common.errors import Conflict, InProgress, Unavailable
 from services.common.settings import CommonSettings
 from services.common.storage.redis import call_async, connect_async
-from services.gateway.api.base.dependencies import resource_of
+from services.gateway.api.base.routing import resource_of
 from services.gateway.auth.caller import principal_of
 from services.gateway.core.client_disconnect import cancel_and_wait
 

@@ -1,13 +1,16 @@
-"""Routes: each is declared once, with its permission, and reads JSON by the same strict parser as all others."""
+"""Routes and what their handlers work with.
+
+Each route is declared once, with its permission, and reads JSON by the same strict parser as all others. Resources are
+built by the lifespan of the application, and a handler finds them by their type."""
 
 from __future__ import annotations
 
 import json
 from codecs import BOM_UTF8
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends, FastAPI
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic_core import from_json
@@ -16,6 +19,48 @@ from starlette.responses import Response
 
 from services.common.errors import NotFound
 from services.gateway.auth.route_permissions import PERMISSION, Permission
+from services.gateway.inference.context import InferenceContext
+
+T = TypeVar("T")
+
+
+def provide(app: FastAPI, *resources: object) -> None:
+    """Gives an application its resources, one of each type."""
+    app.state.resources = {type(resource): resource for resource in resources}
+
+
+def resource(app: FastAPI, kind: type[T]) -> T | None:
+    """The resource of a type; None: the application was not started."""
+    found = getattr(app.state, "resources", {}).get(kind)
+    return found if isinstance(found, kind) else None
+
+
+def resource_of(request: Request, kind: type[T]) -> T:
+    """The resource of a type that serves a request.
+
+    Raises:
+        RuntimeError: the application was not started.
+    """
+    found = resource(request.app, kind)
+    if found is None:
+        raise RuntimeError(f"the application was not started: its lifespan builds the {kind.__name__}")
+    return found
+
+
+def provided(kind: type[Any]) -> Any:
+    """Dependency of a route on a resource."""
+
+    async def find(request: Request) -> Any:
+        # A coroutine because FastAPI runs what is none in a thread, which would cost two changes of threads.
+        return resource_of(request, kind)
+
+    return Depends(find)
+
+
+Inference = Annotated[InferenceContext, provided(InferenceContext)]
+"""Inference context for routes that run seldom; those of completions call ``resource_of``, which is 0.06 ms less of
+FastAPI's."""
+
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 

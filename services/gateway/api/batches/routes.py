@@ -9,8 +9,7 @@ from fastapi import Query, Request
 from services.common.errors import InvalidRequest, NotFound
 from services.gateway.api.base.idempotency import IdempotencyKey
 from services.gateway.api.base.routing import Routes
-from services.gateway.api.batches.dependencies import Batches
-from services.gateway.api.batches.limits import check_unfinished
+from services.gateway.api.batches.stores import Batches, check_unfinished
 from services.gateway.auth.caller import principal_of
 from services.gateway.auth.route_permissions import INFERENCE, Permission
 from services.gateway.protocol.batches import BatchList, BatchObject, BatchRequest

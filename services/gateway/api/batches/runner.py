@@ -11,22 +11,69 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from concurrent.futures import Executor
 from contextlib import aclosing
-from typing import Literal, TypeVar
+from typing import Literal, ParamSpec, TypeVar
 
 import structlog
 
 from services.common.errors import NotFound, Unavailable
 from services.common.ids import ulid_of
 from services.common.storage.object_store import PreconditionFailed
-from services.gateway.api.batches.dependencies import BatchHost
-from services.gateway.api.batches.forms import ResultFile, Unrun, form_of
 from services.gateway.api.batches.input_file import InputCheck, Line, LineSplitter, parse_line
-from services.gateway.api.batches.parts import Done, Parts, Result
-from services.gateway.api.batches.results import Buffer
+from services.gateway.api.batches.internal_client import Caller
+from services.gateway.api.batches.results import Buffer, Done, Parts, Result, ResultFile, Unrun, form_of
+from services.gateway.api.batches.stores import BatchStores
 from services.gateway.core.batch_queue import NOW, ClaimedBatch, LineError, Stage
-from services.gateway.core.client_disconnect import cancel_and_wait
-from services.gateway.core.file_store import FileInfo, NewFile
+from services.gateway.core.client_disconnect import cancel
+from services.gateway.core.file_store import FileInfo, NewFile, StoreThreads
+from services.gateway.core.metrics import GatewayMetrics
+from services.gateway.settings import GatewaySettings
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class BatchHost:
+    """What the batches that one gateway runs share.
+
+    Args:
+        settings: how many requests run at a time.
+        metrics: where batches are counted.
+        threads: for what blocks on the object store.
+        stores: where files and batches are.
+        caller: sends the requests.
+        redis_threads: for what blocks on Redis.
+    """
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        metrics: GatewayMetrics,
+        threads: StoreThreads,
+        stores: BatchStores,
+        caller: Caller,
+        redis_threads: Executor,
+    ) -> None:
+        self.settings = settings
+        self.files = stores.files
+        self.consumer = stores.consumer
+        self.queue = stores.queue
+        self.caller = caller
+        self.slots = asyncio.Semaphore(settings.batch_concurrency)
+        """Requests of all batches that run here at a time."""
+        self.metrics = metrics
+        self._threads = threads
+        self._redis_threads = redis_threads
+
+    async def store(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs a blocking call to the object store in a thread. Raises Unavailable."""
+        return await self._threads.run(function, *args, **kwargs)
+
+    async def redis(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs a blocking call to Redis in a thread. Raises Unavailable."""
+        return await asyncio.get_running_loop().run_in_executor(self._redis_threads, lambda: function(*args, **kwargs))
+
 
 End = Literal["completed", "failed", "expired", "cancelled"]
 _BACKOFF_SECONDS = (0.25, 5.0)
@@ -34,8 +81,6 @@ _BACKOFF_SECONDS = (0.25, 5.0)
 _TICK_SECONDS = 0.25
 _LINE_SLACK = 4096
 """Bytes of a line besides its body."""
-
-T = TypeVar("T")
 
 
 class InputGone(Exception):
@@ -164,7 +209,7 @@ class BatchRun:
                 if self._buffer.due:
                     await self.flush()
         finally:
-            await cancel_and_wait(feeding)
+            await cancel(feeding)
         if failures:
             raise failures[0]
         await self.flush()

@@ -10,19 +10,22 @@ from fastapi.responses import Response
 
 from services.common.errors import Conflict, InvalidRequest, NotFound, TemperError
 from services.common.validation.json_rules import NULL
-from services.gateway.api.base.dependencies import Inference, resource_of
 from services.gateway.api.base.openapi import answers_with
-from services.gateway.api.base.routing import Routes
+from services.gateway.api.base.routing import Inference, Routes, resource_of
 from services.gateway.api.base.serving import SESSION_HEADER, answer, json_response, noted, session_named
-from services.gateway.api.responses.dependencies import Responses, ResponseServices
-from services.gateway.api.responses.serving import Answering
-from services.gateway.api.responses.store.conversations import Turn, check_new, find_conversation
-from services.gateway.api.responses.store.record import CONTINUABLE, Record, checked_id, given_items, parsed
-from services.gateway.api.responses.store.references import resolved
-from services.gateway.api.responses.store.store import Place
-from services.gateway.api.responses.streaming.items import Data
-from services.gateway.api.responses.streaming.response_object import new_response
-from services.gateway.api.responses.to_chat.translation import chat_fields
+from services.gateway.api.responses.documents import Turn, check_new, find_conversation
+from services.gateway.api.responses.response_object import (
+    CONTINUABLE,
+    Data,
+    Record,
+    checked_id,
+    given_items,
+    new_response,
+    parsed,
+)
+from services.gateway.api.responses.serving import Answering, Responses, ResponseServices
+from services.gateway.api.responses.store import Place, resolved
+from services.gateway.api.responses.to_chat import chat_fields
 from services.gateway.auth.caller import principal_of
 from services.gateway.auth.route_permissions import INFERENCE, Permission
 from services.gateway.core.admission import Reservation
@@ -30,7 +33,7 @@ from services.gateway.core.client_disconnect import while_connected
 from services.gateway.inference.chat import chat_generation, prompt_length, truncated
 from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.generation import Generation, reserve, traceparent_of
-from services.gateway.protocol.chat.request import ChatRequest
+from services.gateway.protocol.chat_request import ChatRequest
 from services.gateway.protocol.responses.events import ResponseStreamEvent
 from services.gateway.protocol.responses.request import ResponseRequest
 from services.gateway.protocol.responses.response import DeletedOut, InputItemsOut, InputTokensOut, ResponseOut

@@ -14,10 +14,8 @@ from services.common.queue.records import spec_sha
 from services.common.telemetry import tracing
 from services.gateway.api.base.idempotency import IdempotencyKey
 from services.gateway.api.base.routing import Routes
-from services.gateway.api.training.dependencies import Training, TrainingServices
-from services.gateway.api.training.job_references import check_references
 from services.gateway.api.training.rollouts import resolve_rollouts
-from services.gateway.api.training.validation import check_training_job
+from services.gateway.api.training.validation import Training, TrainingServices, check_references, check_training_job
 from services.gateway.auth.caller import check_attach, may_attach, owner, sees
 from services.gateway.auth.route_permissions import TRAIN, TRAIN_OR_ADMIN, Permission
 from services.gateway.core.client_disconnect import cancel_and_wait

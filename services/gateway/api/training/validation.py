@@ -1,14 +1,55 @@
-"""Checks of a training job against the model that the engines serve: done at submission, so that a bad job never waits
-in the queue. What depends on the kind of job is in its schema (JobBase.check_tokens)."""
+"""Checks of a training job when it is submitted, so that a bad job never waits in the queue.
+
+The job has to fit the model that the engines serve. What it names outside of its body has to be there, and to fit the
+job and the engines. What depends on the kind of job is in its schema (JobBase.check_tokens).
+
+A job may wait behind others that publish what it continues, or in front of engines that are not connected yet: what is
+not decided when a job is submitted is left to the trainer, which checks all of it again.
+"""
 
 from __future__ import annotations
 
-from services.common.errors import InvalidRequest
-from services.common.jobs import JobBase, TrainingSpec
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from services.common.adapters.manifest import Manifest
+from services.common.adapters.names import BASE, AdapterVersion, parse_adapter_ref
+from services.common.adapters.registry import AdapterRegistry
+from services.common.errors import AdapterRejected, InvalidRequest, ModelNotFound, TemperError
+from services.common.jobs import GrpoJob, JobBase, JobState, OpdJob, TrainingSpec
 from services.common.jobs.base import ServedLimits
+from services.common.jobs.fields.lora import TARGET_MODULES, check_agrees, stated_shape
 from services.common.jobs.token_checks import check_free
-from services.gateway.engines.pool import ServedModel
+from services.common.pb import engine_pb2
+from services.common.queue.job_queue import JobQueue
+from services.gateway.api.base.routing import provided
+from services.gateway.core.admission import Lifecycle
+from services.gateway.core.file_store import StoreThreads
+from services.gateway.engines.pool import EnginePool, ServedModel
 from services.gateway.inference.prompts import check_template_kwargs
+from services.gateway.settings import GatewaySettings
+
+_CHECKS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingServices:
+    """The job queue, and what a job may refer to."""
+
+    settings: GatewaySettings
+    engines: EnginePool
+    queue: JobQueue
+    registry: AdapterRegistry
+    """Blocking, so only called in ``threads``."""
+    threads: StoreThreads
+    lifecycle: Lifecycle
+    checks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_CHECKS))
+    """Held while a training job is tokenized: the threads are shared with prompts."""
+
+
+Training = Annotated[TrainingServices, provided(TrainingServices)]
 
 
 def check_training_job(served: ServedModel, job: TrainingSpec) -> None:
@@ -54,3 +95,137 @@ def _check_layers(served: ServedModel, job: JobBase) -> None:
             f"{', '.join(sorted(last))}, from the paths of its layers (such as {min(layers)}), or leave it out for all",
             param="lora.target_modules",
         )
+
+
+async def check_references(training: TrainingServices, spec: TrainingSpec) -> None:
+    """Looks up everything that a job names.
+
+    Raises:
+        ModelNotFound: a version does not exist.
+        AdapterRejected: one belongs to another base model.
+        InvalidRequest: the job contradicts what it continues, has nothing to learn of its teacher, or has samples
+            scored where an engine may not send them.
+    """
+    training.registry.check_new_name(spec.adapter)
+    start = await _start(training, spec)
+    try:
+        await _check_start(training, spec, start)
+    except TemperError:
+        if await _starts_there(training, spec):
+            raise
+    _check_scorers([client.model for client in training.engines.clients if client.model is not None], spec)
+    if isinstance(spec, GrpoJob):
+        await _check_samplers(training, spec)
+    if isinstance(spec, OpdJob):
+        await _check_teacher(training, spec, start)
+
+
+async def _start(training: TrainingServices, spec: TrainingSpec) -> Manifest | None:
+    """What the job continues, as it stands now; None: a new adapter."""
+    if spec.start_from == BASE:
+        return None
+    if spec.start_from is None:
+        try:
+            version = await training.threads.run(training.registry.current, spec.adapter)
+        except ModelNotFound:
+            return None
+        return await _manifest(training, version, "adapter")
+    try:
+        name, number = parse_adapter_ref(spec.start_from)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"start_from: {error.message}", param="start_from") from error
+    if number is not None:
+        return await _manifest(training, AdapterVersion(name, number), "start_from")
+    try:
+        version = await training.threads.run(training.registry.current, name)
+    except TemperError as error:
+        error.param = "start_from"
+        raise
+    return await _manifest(training, version, "start_from")
+
+
+async def _check_start(training: TrainingServices, spec: TrainingSpec, start: Manifest | None) -> None:
+    """The adapter that is trained has a shape that the engines serve, and is of their base model."""
+    info = training.engines.served.info
+    if start is None:
+        if info.max_lora_rank and spec.lora.rank > info.max_lora_rank:
+            default = "" if "rank" in spec.lora.model_fields_set else " by default"
+            raise InvalidRequest(
+                f"lora.rank is {spec.lora.rank}{default} and the engines take at most {info.max_lora_rank} "
+                "(TEMPER_MAX_LORA_RANK): give a lower one",
+                param="lora.rank",
+            )
+        return
+    if start.base_digest and start.base_digest != info.digest:
+        raise AdapterRejected(
+            f"cannot continue from {start.ref}: it belongs to base model {start.base_digest[:12]}, the engines serve "
+            f'{info.digest[:12]}; give start_from: "base" to start afresh',
+            param="start_from",
+        )
+    if spec.lora.model_fields_set - {"seed"}:
+        config = await training.threads.run(training.registry.config, start.ref)
+        names = {path.rsplit(".", 1)[1] for path in info.linear_layers} or TARGET_MODULES
+        check_agrees(spec.lora, stated_shape(config), sorted(names))
+
+
+async def _check_teacher(training: TrainingServices, spec: OpdJob, start: Manifest | None) -> None:
+    """The teacher exists, and is another policy than the one that is to learn from it."""
+    teacher = None
+    if spec.teacher_version is not None:
+        teacher = await _manifest(training, spec.teacher_version, "teacher")
+        digest = training.engines.served.info.digest
+        if teacher.base_digest and teacher.base_digest != digest:
+            raise AdapterRejected(
+                f"teacher: {teacher.ref} belongs to base model {teacher.base_digest[:12]}, the engines serve "
+                f"{digest[:12]}: name a version of an adapter of this one",
+                param="teacher",
+            )
+    same = spec.teacher == BASE if start is None else teacher is not None and start.digest == teacher.digest
+    if same and await _starts_there(training, spec):
+        raise InvalidRequest(
+            f'nothing to learn: the policy that the job starts from is its teacher, "{spec.teacher}"; name another '
+            "teacher, or start_from an adapter that is not the teacher",
+            param="teacher",
+        )
+
+
+async def _starts_there(training: TrainingServices, spec: TrainingSpec) -> bool:
+    """Whether what the job continues is decided: it is named, or no job in front of it publishes another version."""
+    if spec.start_from is not None and (spec.start_from == BASE or "@" in spec.start_from):
+        return True
+    adapter = spec.start_from or spec.adapter
+    waiting = [
+        await training.queue.list(limit=1, state=state, adapter=adapter)
+        for state in (JobState.QUEUED, JobState.RUNNING)
+    ]
+    return not any(waiting)
+
+
+async def _check_samplers(training: TrainingServices, spec: GrpoJob) -> None:
+    """The versions that sampled the rollouts exist."""
+    samplers = await asyncio.to_thread(lambda: spec.sampled_by)  # of a large job
+    for version, where in samplers.items():
+        try:
+            await training.threads.run(training.registry.manifest, version)
+        except ModelNotFound as error:
+            raise ModelNotFound(
+                f"{where}: the rollout was sampled by {version}, which was never published or is deleted: sample "
+                "again, or leave `adapter` out",
+                param=where,
+            ) from error
+
+
+def _check_scorers(engines: Sequence[engine_pb2.Model], spec: TrainingSpec) -> None:
+    """Every engine that says what it allows may run every scorer of the job: any of them may take it."""
+    allowed = [model.webhooks for model in engines if model.HasField("webhooks")]
+    for where, scorer in spec.scorers():
+        for webhooks in allowed:
+            scorer.check_allowed(where, webhooks.allowed, signed=webhooks.signed)
+
+
+async def _manifest(training: TrainingServices, version: AdapterVersion, param: str) -> Manifest:
+    try:
+        return await training.threads.run(training.registry.manifest, version)
+    except TemperError as error:
+        error.param = param
+        raise

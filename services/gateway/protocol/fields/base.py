@@ -1,11 +1,14 @@
-"""What the request models have in common."""
+"""What the models of requests and answers have in common, and the marks of prompt caching.
+
+All that clients say about caching is accepted without effect: the beginning of every prompt is cached, and found again,
+by itself."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
@@ -72,6 +75,37 @@ class RequestModel(JsonIntegers, Ruled):
         return PydanticCustomError("extra_forbidden", "unknown field", {"param": param})
 
 
+class AnswerModel(BaseModel):
+    """Part of an answer: exact, nothing beside what is described."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
 JsonObject = Annotated[dict[str, Any], AfterValidator(check_finite)]
 """Any JSON object without NaN or infinity."""
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+class CacheControl(RequestModel):
+    """Anthropic's mark of the end of what should be cached. Accepted without effect: every beginning is cached."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+    scope: str | None = Field(None, max_length=64)
+
+
+class CacheBreakpoint(RequestModel):
+    """OpenAI's mark of the same. Accepted without effect."""
+
+    mode: Literal["explicit"]
+    ttl: Literal["30m", "12h"] | None = None
+
+
+class CacheOptions(RequestModel):
+    """OpenAI's options of the cache. Accepted without effect."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m", "12h"] | None = None
+    comparison_response_id: str | None = None
+    prewarm: Literal[False] | None = None
+    """Only false: every request is answered."""

@@ -19,10 +19,9 @@ from services.common.validation.json_rules import (
     only_with,
     where,
 )
-from services.gateway.protocol.fields.base import JsonObject, RequestModel, contradiction, unsupported
-from services.gateway.protocol.fields.caching import CacheControl
-from services.gateway.protocol.fields.hosted_tools import NOT_ALONE, check_hosted
+from services.gateway.protocol.fields.base import CacheControl, JsonObject, RequestModel, contradiction, unsupported
 from services.gateway.protocol.fields.sampling import MAX_STOP_STRINGS, StopString
+from services.gateway.protocol.fields.tools import NOT_ALONE, check_hosted
 from services.gateway.protocol.messages.context_edits import ContextManagement
 from services.gateway.protocol.messages.tools import (
     AnyChoice,

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, RootModel
+from pydantic import RootModel
 
-from services.gateway.protocol.completions.response import SessionUse
-
-
-class _Answer(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+from services.gateway.protocol.completions import SessionUse
+from services.gateway.protocol.fields.base import AnswerModel
 
 
-class ErrorDetails(_Answer):
+class ErrorDetails(AnswerModel):
     """The cause of an error, for programs."""
 
     error_code: str | None
@@ -22,7 +19,7 @@ class ErrorDetails(_Answer):
     """The field at fault."""
 
 
-class AnthropicError(_Answer):
+class AnthropicError(AnswerModel):
     """What went wrong."""
 
     type: Literal[
@@ -39,21 +36,21 @@ class AnthropicError(_Answer):
     details: ErrorDetails
 
 
-class AnthropicErrorBody(_Answer):
+class AnthropicErrorBody(AnswerModel):
     """Every answer that is not a success, and the last event of a stream that failed."""
 
     type: Literal["error"]
     error: AnthropicError
 
 
-class TextContent(_Answer):
+class TextContent(AnswerModel):
     """Text."""
 
     type: Literal["text"]
     text: str
 
 
-class ThinkingContent(_Answer):
+class ThinkingContent(AnswerModel):
     """What the model thought before it went on."""
 
     type: Literal["thinking"]
@@ -63,7 +60,7 @@ class ThinkingContent(_Answer):
     """SHA-256 of the thinking."""
 
 
-class ToolUseContent(_Answer):
+class ToolUseContent(AnswerModel):
     """A call of a tool."""
 
     type: Literal["tool_use"]
@@ -76,13 +73,13 @@ Block = TextContent | ThinkingContent | ToolUseContent
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
 
-class OutputTokensDetails(_Answer):
+class OutputTokensDetails(AnswerModel):
     """What the output tokens were spent on."""
 
     thinking_tokens: int
 
 
-class UsageSoFar(_Answer):
+class UsageSoFar(AnswerModel):
     """Tokens; the prompt has input_tokens + cache_read_input_tokens."""
 
     input_tokens: int
@@ -103,7 +100,7 @@ class MessageUsage(UsageSoFar):
     service_tier: Literal["standard"]
 
 
-class ClearedThinking(_Answer):
+class ClearedThinking(AnswerModel):
     """Thinking that the model was not shown."""
 
     type: Literal["clear_thinking_20251015"]
@@ -112,7 +109,7 @@ class ClearedThinking(_Answer):
     """Tokens by which the prompt is shorter."""
 
 
-class ClearedToolUses(_Answer):
+class ClearedToolUses(AnswerModel):
     """Results of tools that the model was not shown."""
 
     type: Literal["clear_tool_uses_20250919"]
@@ -121,14 +118,14 @@ class ClearedToolUses(_Answer):
     """Tokens by which the prompt is shorter."""
 
 
-class ContextManaged(_Answer):
+class ContextManaged(AnswerModel):
     """What context_management left out of the prompt."""
 
     applied_edits: list[ClearedThinking | ClearedToolUses]
     """Edits that left something out."""
 
 
-class _Message(_Answer):
+class _Message(AnswerModel):
     id: str
     """Also the completion_id that training scores."""
     type: Literal["message"]
@@ -165,20 +162,20 @@ class StartedMessage(_Message):
     usage: MessageUsage
 
 
-class MessageStart(_Answer):
+class MessageStart(AnswerModel):
     """The first event: the engine has begun."""
 
     type: Literal["message_start"]
     message: StartedMessage
 
 
-class Ping(_Answer):
+class Ping(AnswerModel):
     """Nothing has happened."""
 
     type: Literal["ping"]
 
 
-class BlockStart(_Answer):
+class BlockStart(AnswerModel):
     """A block begins; it is empty."""
 
     type: Literal["content_block_start"]
@@ -186,35 +183,35 @@ class BlockStart(_Answer):
     content_block: Block
 
 
-class TextMore(_Answer):
+class TextMore(AnswerModel):
     """More of a text."""
 
     type: Literal["text_delta"]
     text: str
 
 
-class ThinkingMore(_Answer):
+class ThinkingMore(AnswerModel):
     """More of what is thought."""
 
     type: Literal["thinking_delta"]
     thinking: str
 
 
-class Signature(_Answer):
+class Signature(AnswerModel):
     """The signature of a thinking block, which is at its end."""
 
     type: Literal["signature_delta"]
     signature: str
 
 
-class InputMore(_Answer):
+class InputMore(AnswerModel):
     """More of the JSON of a call's input."""
 
     type: Literal["input_json_delta"]
     partial_json: str
 
 
-class BlockDelta(_Answer):
+class BlockDelta(AnswerModel):
     """More of the block that began last."""
 
     type: Literal["content_block_delta"]
@@ -222,21 +219,21 @@ class BlockDelta(_Answer):
     delta: TextMore | ThinkingMore | Signature | InputMore
 
 
-class BlockStop(_Answer):
+class BlockStop(AnswerModel):
     """The block is complete."""
 
     type: Literal["content_block_stop"]
     index: int
 
 
-class Stop(_Answer):
+class Stop(AnswerModel):
     """Why the message ends."""
 
     stop_reason: StopReason
     stop_sequence: str | None
 
 
-class MessageDelta(_Answer):
+class MessageDelta(AnswerModel):
     """The message is complete."""
 
     type: Literal["message_delta"]
@@ -247,7 +244,7 @@ class MessageDelta(_Answer):
     """Absent where the request has none."""
 
 
-class MessageStop(_Answer):
+class MessageStop(AnswerModel):
     """The last event."""
 
     type: Literal["message_stop"]
@@ -261,13 +258,13 @@ class MessageEvent(
     """An event of a stream, named by its type."""
 
 
-class Unmanaged(_Answer):
+class Unmanaged(AnswerModel):
     """The prompt before context_management."""
 
     original_input_tokens: int
 
 
-class TokenCount(_Answer):
+class TokenCount(AnswerModel):
     """Length of a prompt."""
 
     input_tokens: int

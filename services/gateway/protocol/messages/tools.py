@@ -6,10 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 
-from services.gateway.protocol.fields.base import JsonObject, RequestModel, unsupported
-from services.gateway.protocol.fields.caching import CacheControl
-from services.gateway.protocol.fields.hosted_tools import HostedTool, is_hosted
-from services.gateway.protocol.fields.tools import MAX_TOOL_NAME, TOOL_NAME
+from services.gateway.protocol.fields.base import CacheControl, JsonObject, RequestModel, unsupported
+from services.gateway.protocol.fields.tools import MAX_TOOL_NAME, TOOL_NAME, HostedTool, is_hosted
 
 
 def _own(tool: Any) -> Any:

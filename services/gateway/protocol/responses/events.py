@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import RootModel
 
+from services.gateway.protocol.fields.base import AnswerModel
 from services.gateway.protocol.responses.response import (
-    AnswerModel,
     OutputItem,
     ResponseOut,
     SummaryPart,

@@ -1,4 +1,4 @@
-"""POST /v1/responses."""
+"""Bodies of POST /v1/responses and of /v1/conversations."""
 
 from __future__ import annotations
 
@@ -17,11 +17,18 @@ from services.common.validation.json_rules import (
     true_only_with,
     where,
 )
-from services.gateway.protocol.chat.request import NOT_ONLY_HOSTED, TOOL_CHOICE_NEEDS_TOOLS
-from services.gateway.protocol.fields.base import JsonObject, RequestModel, contradiction, unsupported
-from services.gateway.protocol.fields.caching import CacheOptions
+from services.gateway.protocol.chat_request import NOT_ONLY_HOSTED, TOOL_CHOICE_NEEDS_TOOLS, Metadata
+from services.gateway.protocol.fields.base import (
+    AnswerModel,
+    CacheOptions,
+    JsonObject,
+    RequestModel,
+    contradiction,
+    unsupported,
+)
 from services.gateway.protocol.fields.sampling import MAX_TOP_LOGPROBS, SamplerFields, ServiceTier, Verbosity
 from services.gateway.protocol.responses.items import MAX_ITEMS, InputItem
+from services.gateway.protocol.responses.response import InputItemOut
 from services.gateway.protocol.responses.tools import OfferedTool, ToolChoice
 
 LOGPROBS = "message.output_text.logprobs"
@@ -219,3 +226,48 @@ class ResponseRequest(SamplerFields):
                 "a background response cannot be streamed: leave stream out and poll GET /v1/responses/{id}", "stream"
             )
         return self
+
+
+MAX_ADDED = 20
+"""Items at a time, as at OpenAI."""
+
+
+class ConversationRequest(RequestModel):
+    """A new conversation."""
+
+    items: Annotated[list[InputItem], Field(max_length=MAX_ADDED)] | None = None
+    """What it begins with."""
+    metadata: Metadata | None = None
+
+
+class ItemsRequest(RequestModel):
+    """More items of a conversation."""
+
+    items: Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ADDED)]
+
+
+class ConversationOut(AnswerModel):
+    """A conversation."""
+
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: dict[str, str]
+
+
+class ConversationDeleted(AnswerModel):
+    """A conversation that is not kept any more."""
+
+    id: str
+    object: Literal["conversation.deleted"] = "conversation.deleted"
+    deleted: Literal[True] = True
+
+
+class ConversationItemsOut(AnswerModel):
+    """A page of a conversation's items."""
+
+    object: Literal["list"]
+    data: list[InputItemOut]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

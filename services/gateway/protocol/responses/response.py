@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from services.gateway.protocol.completions.response import SessionUse
+from services.gateway.protocol.completions import SessionUse
+from services.gateway.protocol.fields.base import AnswerModel
 from services.gateway.protocol.responses.items import ItemStatus
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
-
-
-class AnswerModel(BaseModel):
-    """Part of an answer: exact, nothing beside what is described."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class TopLogprob(AnswerModel):

@@ -9,8 +9,14 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from services.common.validation.json_rules import Rules, has
 from services.gateway.protocol.fields.base import JsonObject, RequestModel, unsupported
-from services.gateway.protocol.fields.hosted_tools import NOT_ALONE, HostedTool, check_hosted, is_hosted
-from services.gateway.protocol.fields.tools import MAX_TOOL_NAME, TOOL_NAME
+from services.gateway.protocol.fields.tools import (
+    MAX_TOOL_NAME,
+    NOT_ALONE,
+    TOOL_NAME,
+    HostedTool,
+    check_hosted,
+    is_hosted,
+)
 from services.gateway.protocol.messages.tools import DirectCallers
 
 _OURS = ("function", "custom", "namespace")

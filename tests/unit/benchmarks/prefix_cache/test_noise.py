@@ -68,7 +68,7 @@ def engine() -> Iterator[InProcessEngine]:
 
 
 def test_the_cache_is_used_where_it_says(engine: InProcessEngine) -> None:
-    measured = measure(engine, conversations(4, engine.vocab_size, 0, 24.0), answer=4)
+    measured = measure(engine, conversations(4, engine.vocab_size, 0, 48.0), answer=4)
     found = measured.figures()
     assert set(found["cached"]) == {"all", *KINDS}
     assert found["uncached"] == 0
@@ -106,7 +106,7 @@ def test_requests_that_fail_are_no_figures(engine: InProcessEngine) -> None:
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "noise.jsonl"
-    arguments = f"--device cpu --model {TINY} --conversations 4 --shrink 24 --out {out}"
+    arguments = f"--device cpu --model {TINY} --conversations 4 --shrink 48 --out {out}"
     # Processes of their own keep their log and Triton's cache as these say; this one runs other tests.
     monkeypatch.setattr("benchmarks.lib.in_process.only_warnings", lambda: None)
     monkeypatch.setattr("services.pod.preflight.use_kernel_cache", lambda settings: None)

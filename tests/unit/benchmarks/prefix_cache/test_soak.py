@@ -21,8 +21,8 @@ PROMPT = tuple(range(100, 120))
 def test_random_traffic_leaks_nothing_and_counts_every_token(tiers: bool) -> None:
     soak = Soak(TINY, seed=1, tiers=tiers)
     try:
-        for _ in range(10):  # the one that all of it has happened in
-            outcome = soak.run(cpu_seconds=2.0)
+        for _ in range(20):  # the one that all of it has happened in
+            outcome = soak.run(cpu_seconds=1.0)
             figures = summary(soak)
             happened = [
                 figures[name] for name in ("cached_tokens", "preemptions", *(["loaded_tokens"] if tiers else []))

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[4]
 
 def test_every_place(tmp_path: Path) -> None:
     out = tmp_path / "tiers.jsonl"
-    arguments = f"--device cpu --model models/tiny --shrink 16 --each 2 --directory {tmp_path} --out {out}"
+    arguments = f"--device cpu --model models/tiny --shrink 16 --each 1 --directory {tmp_path} --out {out}"
     arguments += " --set tier_load_share=1000"  # however busy the machine
     subprocess.run(
         [sys.executable, "-m", "benchmarks.prefix_cache.tier_restore", *arguments.split()], cwd=ROOT, check=True
@@ -26,7 +26,7 @@ def test_every_place(tmp_path: Path) -> None:
     sources |= {"page cache": ["disk"], "disk": ["disk"]}
     assert {place: list(line["from"]) for place, line in lines.items()} == sources
     for place, line in lines.items():
-        assert line["requests"] == (10 if place == "nowhere" else 2)
+        assert line["requests"] == (5 if place == "nowhere" else 1)
         assert line["cached"] >= 0.9 * line["ideal"]
     assert [path.name for path in tmp_path.iterdir()] == ["tiers.jsonl"]
 

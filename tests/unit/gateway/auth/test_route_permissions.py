@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from starlette.routing import Route, compile_path
 
 from services.gateway.api.surfaces import API
@@ -45,14 +46,20 @@ def test_open_routes(door: httpx.Client, keys: Keys) -> None:
     assert "temper_gateway_api_keys" in door.get("/metrics", headers=keys.bearer("inference")).text
 
 
-def test_the_description_names_keys_and_scopes(door: httpx.Client) -> None:
+@pytest.fixture(scope="module")
+def app() -> FastAPI:
+    """A gateway that asks for no keys."""
+    return create_app(GatewaySettings())
+
+
+def test_the_description_names_keys_and_scopes(door: httpx.Client, app: FastAPI) -> None:
     described = door.get("/openapi.json").json()
     assert set(described["components"]["securitySchemes"]) == {"bearer", "x-api-key"}
     attach = described["paths"]["/v1/adapters/{name}/attach"]["post"]
     assert attach["security"] == [{"bearer": []}, {"x-api-key": []}]
     assert "Scope of the API key: `admin` or `attach`." in attach["description"]
     assert described["paths"]["/livez"]["get"]["security"] == []
-    without_keys = create_app(GatewaySettings()).openapi()["paths"]["/v1/models"]["get"]
+    without_keys = app.openapi()["paths"]["/v1/models"]["get"]
     assert without_keys["security"][0] == {}
 
 
@@ -71,9 +78,8 @@ def _routes(candidates: Any) -> Iterator[tuple[str, str]]:
 PERMISSIONS = [permission for routes in API for permission in routes.permissions]
 
 
-def test_every_route_has_a_permission() -> None:
+def test_every_route_has_a_permission(app: FastAPI) -> None:
     """A route that does not come from a list of the API has none, and would be open to every key."""
-    app = create_app(GatewaySettings())
     routes = [f"{method} {path}" for method, path in _routes(app.routes)]
     assert len(routes) > 30
     assert sorted(routes) == sorted(permission.route for permission in PERMISSIONS), "declare them with Routes"
@@ -84,9 +90,9 @@ def test_every_route_has_a_permission() -> None:
     assert described <= {permission.route.replace(":path}", "}") for permission in PERMISSIONS}
 
 
-def test_a_path_gets_the_permission_of_its_route() -> None:
+def test_a_path_gets_the_permission_of_its_route(app: FastAPI) -> None:
     """The table is searched in its own way: it must find what the router would run."""
-    app, table = create_app(GatewaySettings()), PermissionTable(PERMISSIONS)
+    table = PermissionTable(PERMISSIONS)
     for method, path in _routes(app.routes):
         _, template, convertors = compile_path(path)
         values = {name: "no/such/path" if name == "rest" else f"some-{name}" for name in convertors}

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from services.gateway.protocol.completions.response import CompletionResponse
+from services.gateway.protocol.completions import CompletionResponse
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import says
 from tests.unit.gateway.reading_engine import logprob, rank, reads, top_ids

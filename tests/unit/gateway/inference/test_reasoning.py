@@ -12,7 +12,7 @@ import pytest
 from services.common.pb import engine_pb2
 from services.gateway.settings import GatewaySettings
 from tests.unit.gateway.api.base.test_bad_input import CHAT, error_of
-from tests.unit.gateway.api.chat_completions.test_chat import USER
+from tests.unit.gateway.api.completions.test_chat import USER
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import says
 

@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from services.gateway.engines import request_group
-from services.gateway.protocol.chat.response import ChatCompletion
+from services.gateway.engines import request_group as exchange
+from services.gateway.protocol.chat_response import ChatCompletion
 from tests.unit.gateway.api.base.test_bad_input import CHAT
-from tests.unit.gateway.api.chat_completions.test_chat_answers import events, plain, whole_of
+from tests.unit.gateway.api.completions.test_chat_answers import events, plain, whole_of
 from tests.unit.gateway.api.messages import test_messages as messages_api
 from tests.unit.gateway.api.responses import test_responses
 from tests.unit.gateway.conftest import MODEL, Running, Starter
@@ -246,7 +246,7 @@ def _choices(answer: httpx.Response, stream: bool) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_engine_that_does_not_say(start: Starter, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    monkeypatch.setattr(request_group, "_KEEP_SECONDS", 0.2)
+    monkeypatch.setattr(exchange, "_KEEP_SECONDS", 0.2)
     running = start(FakeEngine(behaviour=says("one two three", pause=0.001), keep_after=None))
     with httpx.Client(base_url=running.url, timeout=20) as http:
         answer = http.post("/v1/chat/completions", json=CHAT | {"stop": ["two"], "stream": stream})

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.unit.gateway.api.chat_completions.test_chat_answers import events, plain, whole_of
+from tests.unit.gateway.api.completions.test_chat_answers import events, plain, whole_of
 from tests.unit.gateway.conftest import MODEL, Running
 from tests.unit.gateway.fake_engine import says
 

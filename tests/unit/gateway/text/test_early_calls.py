@@ -10,7 +10,7 @@ import pytest
 
 from services.common.pb import engine_pb2
 from services.gateway.text.output_parser import ChatParser
-from tests.unit.gateway.api.chat_completions.test_chat_answers import events, plain, whole_of
+from tests.unit.gateway.api.completions.test_chat_answers import events, plain, whole_of
 from tests.unit.gateway.conftest import MODEL, Running
 from tests.unit.gateway.fake_engine import says
 from tests.unit.gateway.text.test_tool_corpus import joined

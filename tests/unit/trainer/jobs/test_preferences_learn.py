@@ -21,7 +21,7 @@ from services.trainer.jobs import prepare_run
 from services.trainer.jobs.preference_run import PreferenceRun
 from tests.training_support import TrainingHost
 
-TRAINED, HELD_OUT = 96, 32
+TRAINED, HELD_OUT, BATCH = 48, 16, 8
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def prepared(host: TrainingHost, kind: str, seed: int) -> PreferenceRun:
         "adapter": "dates",
         "examples": examples,
         "eval_examples": evaluated,
-        "batch_size": 16,
+        "batch_size": BATCH,
         "epochs": 1,
         "learning_rate": 1e-3,
         "lora": {"rank": 8, "seed": seed},
@@ -84,9 +84,9 @@ def test_held_out_questions_are_answered_right(tiny: TrainingHost, kind: str) ->
     accuracy, margin = preferred(run)
     assert accuracy < 0.65  # seeds 0 to 2: 0.50, 0.53, 0.38
     history = [run.step(index) for index in range(run.total_steps)]
-    assert len(history) == TRAINED // 16
+    assert len(history) == TRAINED // BATCH
     accuracy_after, margin_after = preferred(run)
-    assert accuracy_after >= accuracy + 0.3  # found: 1.00, 1.00, 0.97 by dpo; 1.00, 1.00, 0.91 by kto
-    assert margin_after >= margin + 1.5  # found: 3.0 to 3.5, and 2.5 to 3.4
-    assert history[-1]["eval_margin"] >= 0.15  # 0 before the first step; found: 0.28 to 0.35
+    assert accuracy_after >= accuracy + 0.3  # found: 1.00, 1.00, 0.88 by dpo and by kto
+    assert margin_after >= margin + 1.5  # found: 2.0 to 2.6, and 1.8 to 2.5
+    assert history[-1]["eval_margin"] >= 0.15  # 0 before the first step; found: 0.18 to 0.26
     assert kind != "dpo" or history[-1]["eval_accuracy"] >= 0.9

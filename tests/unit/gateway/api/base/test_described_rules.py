@@ -12,10 +12,10 @@ from pydantic import BaseModel, ValidationError
 from services.common.jobs import DpoJob, GrpoJob, KtoJob, OpdJob, SftJob
 from services.common.jobs.scorers.webhook import WebhookReward
 from services.common.jobs.training_sessions import Forward, ForwardBackward, Load, OpenSession, Save
-from services.gateway.protocol.adapters.versions import MergeRequest
-from services.gateway.protocol.chat.request import ChatRequest
-from services.gateway.protocol.completions.request import CompletionRequest
+from services.gateway.protocol.chat_request import ChatRequest
+from services.gateway.protocol.completions import CompletionRequest
 from services.gateway.protocol.messages.request import MessagesRequest
+from services.gateway.protocol.models import MergeRequest
 from services.gateway.protocol.pooling import ScoreRequest
 from services.gateway.protocol.responses.request import ResponseRequest
 from services.gateway.protocol.tokenize import TokenizeRequest

@@ -7,7 +7,7 @@ import jsonschema_rs
 import pytest
 
 from services.common.text.tokenizer import TextCodec
-from services.gateway.api.base.openapi_examples import EXAMPLES
+from services.gateway.api.base.openapi import EXAMPLES
 from tests.stack import TINY
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from services.common.errors import NotFound, PayloadTooLarge, Unavailable
-from services.gateway.api.batches.file_upload import clean_name
+from services.gateway.api.batches.files import clean_name
 from services.gateway.core.file_store import PIECE_BYTES, FileStore, NewFile, new_file_id
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.fake_stores import MemoryStore

@@ -13,7 +13,7 @@ import pytest
 
 from services.common.pb import engine_pb2
 from services.gateway.inference.prompts import text_prompts
-from services.gateway.protocol.completions.request import CompletionRequest
+from services.gateway.protocol.completions import CompletionRequest
 from services.gateway.settings import GatewaySettings
 from tests.unit.gateway.conftest import MODEL, Running
 from tests.unit.gateway.fake_engine import says

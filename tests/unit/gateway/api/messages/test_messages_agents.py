@@ -10,7 +10,7 @@ import httpx
 import pytest
 from anthropic.types.beta import BetaMessage, BetaMessageTokensCount, BetaRawMessageDeltaEvent
 
-from services.gateway.api.messages.context_edits import CLEARED
+from services.gateway.api.messages.to_chat import CLEARED
 from services.gateway.protocol.messages.response import MessageAnswer, TokenCount
 from tests.unit.gateway.api.messages.test_messages import BODY, ROUTE, USER, WEATHER, events_of
 from tests.unit.gateway.conftest import MODEL, Running

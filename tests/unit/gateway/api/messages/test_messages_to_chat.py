@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import InvalidRequest
-from services.gateway.api.messages.content_blocks import MessageBlocks, joined
+from services.gateway.api.messages.routes import MessageBlocks, joined
 from services.gateway.api.messages.to_chat import chat_form, named_as_sent
 from services.gateway.protocol.messages.request import MessagesRequest
 from services.gateway.text.output_parser import TextDelta

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from services.gateway.api.responses.streaming.calls import InputText
+from services.gateway.api.responses.streaming import InputText
 from services.gateway.protocol.responses.response import InputItemsOut
 from tests.unit.gateway.api.responses.test_responses import ROUTE, events_of, plain, prompt, same, stream
 from tests.unit.gateway.conftest import MODEL, Running

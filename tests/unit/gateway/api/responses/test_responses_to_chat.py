@@ -10,8 +10,8 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from services.common.errors import InvalidRequest
-from services.gateway.api.responses.store.record import given_items, parsed
-from services.gateway.api.responses.to_chat.translation import ChatFields, chat_fields
+from services.gateway.api.responses.response_object import given_items, parsed
+from services.gateway.api.responses.to_chat import ChatFields, chat_fields
 from services.gateway.core.errors import validation_response
 from services.gateway.protocol.responses.items import ItemReference
 from services.gateway.protocol.responses.request import ResponseRequest

@@ -1,1 +1,0 @@
-"""Liveness, readiness, load, and gauges that are read at a scrape."""

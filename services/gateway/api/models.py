@@ -1,0 +1,105 @@
+"""GET /v1/models: the base model and every adapter."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from datetime import UTC, datetime
+
+import structlog
+
+from services.common.adapters.names import AdapterVersion, parse_adapter_ref
+from services.common.errors import InvalidRequest, ModelNotFound, Unavailable
+from services.gateway.api.adapters.routes import Adapters, AdapterServices
+from services.gateway.api.base.routing import Routes
+from services.gateway.auth.route_permissions import ANY_KEY, Permission
+from services.gateway.protocol.models import ModelList, ModelObject
+
+routes = Routes("models")
+_PATIENCE = 1.5
+"""Seconds for the object store: clients ask for the models first, and completions do not need it."""
+log = structlog.get_logger(__name__)
+
+
+async def _adapters(adapters: AdapterServices) -> tuple[str | None, dict[str, int]]:
+    """What is attached, and the current version of every adapter; without the object store, what engines report."""
+    try:
+        async with asyncio.timeout(_PATIENCE):
+            pointers = await adapters.threads.run(adapters.registry.pointers)
+    except (Unavailable, TimeoutError) as error:
+        log.warning("adapters are listed from the engines", error=str(error) or "the object store hangs")
+        current: dict[str, int] = {}
+        for client in adapters.engines.clients:
+            for text in client.status.loaded_adapters if client.status is not None else ():
+                name, version = parse_adapter_ref(text)
+                current[name] = max(current.get(name, 0), version or 0)
+        return adapters.engines.attached, current
+    return (None if pointers.attached is None else str(pointers.attached)), dict(pointers.current)
+
+
+def _model(
+    adapters: AdapterServices, model: str, *, root: str | None, parent: str | None, adapter: str | None, attached: bool
+) -> ModelObject:
+    info, created = adapters.engines.info, adapters.engines.created
+    context = info.max_model_len if info is not None else None
+    return ModelObject(
+        id=model,
+        created=created,
+        root=root or (info.name if info is not None else model),
+        parent=parent,
+        max_model_len=context,
+        adapter=adapter,
+        attached=attached,
+        display_name=model,
+        created_at=datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
+        max_input_tokens=context,
+    )
+
+
+def _base(adapters: AdapterServices, attached: str | None) -> ModelObject:
+    name = adapters.settings.served_model_name
+    return _model(adapters, name, root=None, parent=None, adapter=attached, attached=False)
+
+
+def _adapter(adapters: AdapterServices, model: str, version: AdapterVersion, attached: str | None) -> ModelObject:
+    """``model`` is what a request calls it: with or without its version."""
+    name, parent = str(version), adapters.settings.served_model_name
+    return _model(adapters, model, root=name, parent=parent, adapter=name, attached=attached == name)
+
+
+async def _exists(adapters: AdapterServices, version: AdapterVersion) -> bool:
+    """Whether there is such a version; without the object store, whether an engine has it."""
+    try:
+        async with asyncio.timeout(_PATIENCE):
+            await adapters.threads.run(adapters.registry.manifest, version)
+    except ModelNotFound:
+        return False
+    except (Unavailable, TimeoutError) as error:
+        log.warning("a version is looked for in the engines", error=str(error) or "the object store hangs")
+        statuses = [client.status for client in adapters.engines.clients if client.status is not None]
+        return any(str(version) in status.loaded_adapters for status in statuses)
+    return True
+
+
+@routes.get("/v1/models", Permission(ANY_KEY))
+async def list_models(adapters: Adapters) -> ModelList:
+    """The base model, with the adapter that answers under its name, and the adapters."""
+    attached, current = await _adapters(adapters)
+    versions = [AdapterVersion(name, number) for name, number in sorted(current.items())]
+    models = [_base(adapters, attached), *(_adapter(adapters, v.name, v, attached) for v in versions)]
+    return ModelList(data=models, first_id=models[0].id, last_id=models[-1].id)
+
+
+@routes.get("/v1/models/{model:path}", Permission(ANY_KEY))
+async def get_model(model: str, adapters: Adapters) -> ModelObject:
+    """One of them, or a version of an adapter, "name@3"."""
+    attached, current = await _adapters(adapters)
+    if model == adapters.settings.served_model_name:
+        return _base(adapters, attached)
+    if model in current:
+        return _adapter(adapters, model, AdapterVersion(model, current[model]), attached)
+    with suppress(InvalidRequest):
+        name, number = parse_adapter_ref(model)
+        if number is not None and await _exists(adapters, version := AdapterVersion(name, number)):
+            return _adapter(adapters, model, version, attached)
+    raise ModelNotFound(f"model {model[:80]!r} does not exist", param="model")

@@ -1,1 +1,0 @@
-"""/v1/models, /tokenize and /detokenize."""

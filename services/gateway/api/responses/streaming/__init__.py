@@ -1,1 +1,0 @@
-"""Events of a streamed response."""

@@ -1,1 +1,0 @@
-"""A response's input as a chat request."""

@@ -1,1 +1,0 @@
-"""/v1/train/sessions: training loops of clients."""

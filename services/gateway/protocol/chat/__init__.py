@@ -1,1 +1,0 @@
-"""Bodies of /v1/chat/completions."""
