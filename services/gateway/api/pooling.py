@@ -47,27 +47,27 @@ async def create_embeddings(request: Request, body: EmbeddingsRequest, context: 
 
 async def _embed(request: Request, body: EmbeddingsRequest, context: InferenceContext) -> Response:
     served = context.engines.served
-    readings = Readings(context, body, prefix="embd", traceparent=traceparent_of(request))
+    pooled = Pooling(context, body, prefix="embd", traceparent=traceparent_of(request))
     prompts = await encode_texts(served, body.inputs, context.settings, field="input", encode=served.codec.encode)
     for position, prompt in enumerate(prompts):
         where = "input" if len(prompts) == 1 else f"input.{position}"
         token_budget(len(prompt), 1, default=1, context=served.info.max_model_len, field=where)
     pooling = _POOLINGS[body.pooling or "last"]
 
-    def entry(index: int, reading: Reading) -> tuple[str | None, bytes]:
-        vector = _shaped(reading.embedding, body)
+    def entry(index: int, output: PoolingOutput) -> tuple[str | None, bytes]:
+        vector = _shaped(output.embedding, body)
         entry = {
             "object": "embedding",
             "index": index,
             "embedding": _base64(vector) if body.encoding_format == "base64" else vector.tolist(),
-            "adapter": reading.adapter,
+            "adapter": output.adapter,
         }
         # Now, one by one: thousands of vectors together would keep everybody else waiting.
-        return reading.adapter, to_json(entry)
+        return output.adapter, to_json(entry)
 
-    data = await readings.read([Question(prompt, pooling=pooling) for prompt in prompts], entry)
+    data = await pooled.read([PoolingRequest(prompt, pooling=pooling) for prompt in prompts], entry)
     adapter = data[0][0]
-    head = to_json({"object": "list", "model": body.model, "adapter": adapter, "usage": readings.usage()})
+    head = to_json({"object": "list", "model": body.model, "adapter": adapter, "usage": pooled.usage()})
     whole = b'%b,"data":[%b]}' % (head[:-1], b",".join(encoded for _, encoded in data))
     return Response(whole, headers=adapter_header(adapter), media_type="application/json")
 
