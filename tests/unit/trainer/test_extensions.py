@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +123,18 @@ print(json.dumps(Rewards(job.generate.reward, None).score(samples)))
 """
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of every copy, one after the other: what Python has compiled of one it takes for the next."""
+    return tmp_path_factory.mktemp("copy")
+
+
 @pytest.fixture
-def services(tmp_path: Path) -> Path:
+def services(place: Path) -> Iterator[Path]:
     """A copy of the services, which comes before the project's own in `used`."""
-    return Path(shutil.copytree(ROOT / "services", tmp_path / "services", ignore=shutil.ignore_patterns("__pycache__")))
+    copy = shutil.copytree(ROOT / "services", place / "services", ignore=shutil.ignore_patterns("__pycache__"))
+    yield copy
+    shutil.rmtree(copy)
 
 
 def replaced(path: Path, old: str, new: str) -> None:
