@@ -100,8 +100,8 @@ class BackgroundResponses:
             raise InvalidRequest("there are no background responses here: leave background out", param="background")
         if self._places.in_flight >= limit:
             raise Overloaded(
-                f"this gateway runs {self._places.in_flight} background responses and the limit is {limit}: try again when "
-                "some have ended, or leave background out",
+                f"this gateway runs {self._places.in_flight} background responses and the limit is {limit}: try again "
+                "when some have ended, or leave background out",
                 retry_after=5.0,
             )
         return self._places.reserve(1)
