@@ -15,9 +15,9 @@ from services.common.settings import CommonSettings
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.rate_limits import redis_limiter as scripts
 from services.gateway.rate_limits import redis_limiter as shared
-from services.gateway.rate_limits.limiter import Grant, Quotas
+from services.gateway.rate_limits.limiter import Grant, RateLimiter
 from services.gateway.rate_limits.limits import Decision, Level, Limits
-from services.gateway.rate_limits.memory_limiter import LocalLimiter
+from services.gateway.rate_limits.memory_limiter import MemoryLimiter
 from services.gateway.rate_limits.redis_limiter import CALL_SECONDS, PROBE_SECONDS
 from tests.integration.servers import RunningServer
 
@@ -27,10 +27,10 @@ ME = "k-me"
 @pytest.fixture
 async def two(
     settings: CommonSettings, valkey: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[tuple[Quotas, Quotas]]:
+) -> AsyncIterator[tuple[RateLimiter, RateLimiter]]:
     """The limiters of two gateways; patient ones, because a Valkey on a busy machine is slow without being away."""
     monkeypatch.setattr(shared, "CALL_SECONDS", 5.0)
-    pair = Quotas(settings, GatewayMetrics()), Quotas(settings, GatewayMetrics())
+    pair = RateLimiter(settings, GatewayMetrics()), RateLimiter(settings, GatewayMetrics())
     for quotas in pair:
         await quotas.start()
     yield pair
@@ -38,7 +38,7 @@ async def two(
         await quotas.stop()
 
 
-async def acquired(quotas: Quotas, limits: Limits) -> Grant | None:
+async def acquired(quotas: RateLimiter, limits: Limits) -> Grant | None:
     grant = Grant(quotas, ME, limits)
     try:
         await grant.acquire()
@@ -47,14 +47,14 @@ async def acquired(quotas: Quotas, limits: Limits) -> Grant | None:
     return grant
 
 
-async def test_two_gateways_share_a_limit(two: tuple[Quotas, Quotas]) -> None:
+async def test_two_gateways_share_a_limit(two: tuple[RateLimiter, RateLimiter]) -> None:
     limits = Limits(requests_per_minute=100)
     grants = await asyncio.gather(*(acquired(two[number % 2], limits) for number in range(300)))
     assert sum(grant is not None for grant in grants) == 100
     assert {quotas._metrics.quota_shared._value.get() for quotas in two} == {1.0}
 
 
-async def test_concurrency_is_shared_and_given_back(two: tuple[Quotas, Quotas], raw: redis.Redis) -> None:
+async def test_concurrency_is_shared_and_given_back(two: tuple[RateLimiter, RateLimiter], raw: redis.Redis) -> None:
     limits = Limits(concurrent_requests=3)
     first = [await acquired(two[number % 2], limits) for number in range(4)]
     assert [grant is not None for grant in first] == [True, True, True, False]
@@ -69,7 +69,7 @@ async def test_concurrency_is_shared_and_given_back(two: tuple[Quotas, Quotas], 
 
 
 async def test_leases_of_a_killed_gateway_expire_and_those_of_a_live_one_do_not(
-    two: tuple[Quotas, Quotas], raw: redis.Redis
+    two: tuple[RateLimiter, RateLimiter], raw: redis.Redis
 ) -> None:
     dead, live = two
     limits = Limits(concurrent_requests=2)
@@ -87,7 +87,7 @@ async def test_leases_of_a_killed_gateway_expire_and_those_of_a_live_one_do_not(
     assert await acquired(live, limits) is None
 
 
-async def test_tokens_are_reserved_and_corrected(two: tuple[Quotas, Quotas]) -> None:
+async def test_tokens_are_reserved_and_corrected(two: tuple[RateLimiter, RateLimiter]) -> None:
     limits = Limits(tokens_per_minute=1000)
     first, second = [await acquired(quotas, limits) for quotas in two]
     assert first is not None
@@ -114,7 +114,7 @@ def test_lua_decides_as_python_does(raw: redis.Redis) -> None:
     rng = random.Random(5)
     for limits in (Limits(7, 1000, 3), Limits(100_000_000, 100_000_000, 0), Limits(0, 50, 1), Limits(1, 0, 0)):
         raw.flushall()
-        local, now, running = LocalLimiter(), 1_700_000_000_000_000, list[str]()
+        local, now, running = MemoryLimiter(), 1_700_000_000_000_000, list[str]()
         for number in range(150):
             now += rng.choice((0, 1, 1000, 1_000_000, 30_000_000))
             # Leases would expire by the clock, which is not what is compared here.
@@ -173,7 +173,7 @@ def _comparable(reply: list[str | int], limits: Limits, acquired: bool) -> Decis
     )
 
 
-async def back(quotas: Quotas) -> None:
+async def back(quotas: RateLimiter) -> None:
     """Until the limits are shared again."""
     deadline = time.monotonic() + 10
     while quotas._shared.away:
@@ -181,7 +181,7 @@ async def back(quotas: Quotas) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_valkey_killed(two: tuple[Quotas, Quotas], valkey: RunningServer, raw: redis.Redis) -> None:
+async def test_valkey_killed(two: tuple[RateLimiter, RateLimiter], valkey: RunningServer, raw: redis.Redis) -> None:
     quotas, limits = two[0], Limits(requests_per_minute=10, concurrent_requests=5)
     held = [await acquired(quotas, limits) for _ in range(3)]
     with valkey.down():
@@ -204,7 +204,7 @@ async def test_valkey_killed(two: tuple[Quotas, Quotas], valkey: RunningServer, 
 
 
 async def test_a_frozen_valkey_costs_little(
-    two: tuple[Quotas, Quotas], valkey: RunningServer, monkeypatch: pytest.MonkeyPatch
+    two: tuple[RateLimiter, RateLimiter], valkey: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quotas, limits = two[0], Limits(requests_per_minute=100_000, tokens_per_minute=10_000_000)
 
@@ -237,7 +237,7 @@ async def test_a_frozen_valkey_costs_little(
     assert decision.requests.remaining == 6
 
 
-async def test_scripts_that_valkey_has_forgotten(two: tuple[Quotas, Quotas], raw: redis.Redis) -> None:
+async def test_scripts_that_valkey_has_forgotten(two: tuple[RateLimiter, RateLimiter], raw: redis.Redis) -> None:
     limits = Limits(requests_per_minute=3)
     assert await acquired(two[0], limits)
     raw.script_flush()
@@ -246,7 +246,9 @@ async def test_scripts_that_valkey_has_forgotten(two: tuple[Quotas, Quotas], raw
     assert not two[0]._shared.away
 
 
-async def test_a_client_that_leaves_while_it_waits_holds_nothing(two: tuple[Quotas, Quotas], raw: redis.Redis) -> None:
+async def test_a_client_that_leaves_while_it_waits_holds_nothing(
+    two: tuple[RateLimiter, RateLimiter], raw: redis.Redis
+) -> None:
     limits = Limits(concurrent_requests=1)
     waiting = asyncio.ensure_future(acquired(two[0], limits))
     await asyncio.sleep(0)

@@ -123,7 +123,7 @@ async def refresh(health: HealthServices) -> None:
     for name, client in _named(clients).items():
         series.breaker.labels(name).set(client.breaker.state)
         series.load.labels(name).set(client.load)
-    series.in_flight.set(health.inference.admission.taken)
+    series.in_flight.set(health.inference.admission.in_flight)
     series.background.set(health.background.running)
     await health.queues.refresh()
 
@@ -174,7 +174,7 @@ async def version() -> Version:
 @routes.get("/load", Permission(ANY_KEY))
 async def load(health: Health) -> Load:
     """How busy this gateway is, as vLLM says it."""
-    return Load(server_load=health.inference.admission.taken)
+    return Load(server_load=health.inference.admission.in_flight)
 
 
 async def _works(call: Awaitable[Any]) -> str:

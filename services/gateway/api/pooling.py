@@ -23,7 +23,7 @@ from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.engine_request import check_messages
 from services.gateway.inference.generation import traceparent_of
 from services.gateway.inference.logprobs import check_size
-from services.gateway.inference.pooling import Question, Reading, Readings, reserve
+from services.gateway.inference.pooling import Pooling, PoolingOutput, PoolingRequest, reserve
 from services.gateway.inference.prompts import chat_prompt, encode_texts, token_budget
 from services.gateway.protocol.pooling import EmbeddingsRequest, EmbeddingsResponse, ScoreRequest, ScoreResponse
 from services.gateway.settings import GatewaySettings
@@ -47,27 +47,27 @@ async def create_embeddings(request: Request, body: EmbeddingsRequest, context: 
 
 async def _embed(request: Request, body: EmbeddingsRequest, context: InferenceContext) -> Response:
     served = context.engines.served
-    readings = Readings(context, body, prefix="embd", traceparent=traceparent_of(request))
+    pooled = Pooling(context, body, prefix="embd", traceparent=traceparent_of(request))
     prompts = await encode_texts(served, body.inputs, context.settings, field="input", encode=served.codec.encode)
     for position, prompt in enumerate(prompts):
         where = "input" if len(prompts) == 1 else f"input.{position}"
         token_budget(len(prompt), 1, default=1, context=served.info.max_model_len, field=where)
     pooling = _POOLINGS[body.pooling or "last"]
 
-    def entry(index: int, reading: Reading) -> tuple[str | None, bytes]:
-        vector = _shaped(reading.embedding, body)
+    def entry(index: int, output: PoolingOutput) -> tuple[str | None, bytes]:
+        vector = _shaped(output.embedding, body)
         entry = {
             "object": "embedding",
             "index": index,
             "embedding": _base64(vector) if body.encoding_format == "base64" else vector.tolist(),
-            "adapter": reading.adapter,
+            "adapter": output.adapter,
         }
         # Now, one by one: thousands of vectors together would keep everybody else waiting.
-        return reading.adapter, to_json(entry)
+        return output.adapter, to_json(entry)
 
-    data = await readings.read([Question(prompt, pooling=pooling) for prompt in prompts], entry)
+    data = await pooled.read([PoolingRequest(prompt, pooling=pooling) for prompt in prompts], entry)
     adapter = data[0][0]
-    head = to_json({"object": "list", "model": body.model, "adapter": adapter, "usage": readings.usage()})
+    head = to_json({"object": "list", "model": body.model, "adapter": adapter, "usage": pooled.usage()})
     whole = b'%b,"data":[%b]}' % (head[:-1], b",".join(encoded for _, encoded in data))
     return Response(whole, headers=adapter_header(adapter), media_type="application/json")
 
@@ -107,7 +107,7 @@ async def create_scores(request: Request, body: ScoreRequest, context: Inference
 
 async def _score(request: Request, body: ScoreRequest, context: InferenceContext) -> Response:
     served, settings = context.engines.served, context.settings
-    readings = Readings(context, body, prefix="score", traceparent=traceparent_of(request))
+    pooled = Pooling(context, body, prefix="score", traceparent=traceparent_of(request))
     prompt = await _prompt(served, body, settings)
     encode = served.codec.encode if body.messages is None else served.codec.encode_completion
     completions = await encode_texts(served, body.completions, settings, field="completion", encode=encode)
@@ -124,22 +124,24 @@ async def _score(request: Request, body: ScoreRequest, context: InferenceContext
     total = sum(map(len, completions))
     check_size(total, alternatives, limit=settings.max_prompt_logprobs, field="completion")
 
-    def entry(index: int, reading: Reading) -> dict[str, Any]:
-        return _entry(index, completions[index], reading, body, bare=not prompt)
+    def entry(index: int, output: PoolingOutput) -> dict[str, Any]:
+        return _entry(index, completions[index], output, body, bare=not prompt)
 
     # What stands before is the same for all: it may come from the prefix cache.
     parting = [len(prompt)] if prompt else []
-    questions = [Question([*prompt, *tokens], alternatives, len(prompt), boundaries=parting) for tokens in completions]
-    data = await readings.read(questions, entry)
+    requests = [
+        PoolingRequest([*prompt, *tokens], alternatives, len(prompt), boundaries=parting) for tokens in completions
+    ]
+    data = await pooled.read(requests, entry)
     adapter = data[0]["adapter"]
     whole: dict[str, Any] = {
-        "id": readings.id,
+        "id": pooled.id,
         "object": "list",
-        "created": readings.created,
+        "created": pooled.created,
         "model": body.model,
         "adapter": adapter,
         "data": data,
-        "usage": readings.usage(),
+        "usage": pooled.usage(),
     }
     if body.return_token_ids:
         whole["prompt_token_ids"] = prompt
@@ -157,9 +159,9 @@ async def _prompt(served: ServedModel, body: ScoreRequest, settings: GatewaySett
     return prompt
 
 
-def _entry(index: int, tokens: list[int], reading: Reading, body: ScoreRequest, *, bare: bool) -> dict[str, Any]:
+def _entry(index: int, tokens: list[int], output: PoolingOutput, body: ScoreRequest, *, bare: bool) -> dict[str, Any]:
     """One score. ``bare``: the first token has nothing before it."""
-    scores = reading.scores
+    scores = output.prompt_logprobs
     missing: list[None] = [None] if bare else []
     entry: dict[str, Any] = {
         "object": "score",
@@ -169,7 +171,7 @@ def _entry(index: int, tokens: list[int], reading: Reading, body: ScoreRequest, 
         "is_greedy": all(rank == 1 for rank in scores.ranks),
         "token_logprobs": [*missing, *scores.logprobs],
         "ranks": [*missing, *scores.ranks],
-        "adapter": reading.adapter,
+        "adapter": output.adapter,
     }
     if body.top_logprobs is not None:
         empty: list[list[Any]] = [[]] if bare else []

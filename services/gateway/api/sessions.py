@@ -16,12 +16,12 @@ from services.gateway.api.base.routing import Inference, Routes, provided
 from services.gateway.auth.caller import owner
 from services.gateway.auth.route_permissions import ADMIN, INFERENCE, Permission
 from services.gateway.core.errors import response_of
-from services.gateway.engines.conversation_sessions import HistoryRouter
+from services.gateway.engines.conversation_sessions import ConversationSessionRouter
 from services.gateway.inference.engine_request import session_of
 from services.gateway.protocol.sessions import DeletedSession, SessionList, SessionObject, SessionPath
 
 routes = Routes("sessions")
-Sessions = Annotated[HistoryRouter, provided(HistoryRouter)]
+Sessions = Annotated[ConversationSessionRouter, provided(ConversationSessionRouter)]
 """Clients' sessions, as engines keep them."""
 
 _ROUTE = "/v1/sessions/{session_id:path}"

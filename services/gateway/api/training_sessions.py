@@ -27,7 +27,7 @@ from services.gateway.auth.route_permissions import TRAIN, Permission
 from services.gateway.core.admission import Lifecycle
 from services.gateway.core.errors import engine_error, payload_of
 from services.gateway.engines.pool import EnginePool
-from services.gateway.engines.training_sessions import SessionRouter
+from services.gateway.engines.training_sessions import TrainingSessionRouter
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class TrainingSessionServices:
     """Training sessions, each in one of the engines."""
 
     engines: EnginePool
-    sessions: SessionRouter
+    sessions: TrainingSessionRouter
     lifecycle: Lifecycle
 
 

@@ -34,19 +34,19 @@ class Principal:
             raise ValueError("a principal needs an id")
 
 
-INTERNAL = "temper.internal"
+ON_BEHALF_OF = "temper.internal"
 """Key of the ASGI scope of a request that the gateway makes to itself for somebody whose own request was let in
 before, as a batch does. Its value has that caller's id as ``owner``, and the ``priority`` of what it asks for. Servers
 build their scopes themselves: nothing that a client sends becomes a key."""
-EVERYBODY = Principal(ANONYMOUS, frozenset(Scope))
+UNRESTRICTED = Principal(ANONYMOUS, frozenset(Scope))
 """Callers of a gateway without keys."""
-NOBODY = Principal(ANONYMOUS, frozenset())
+UNAUTHENTICATED = Principal(ANONYMOUS, frozenset())
 """Callers of public routes."""
 
 
 def internal_priority(request: HTTPConnection) -> int | None:
     """The priority of a request that the gateway makes to itself; None: it is a client's."""
-    caller = request.scope.get(INTERNAL)
+    caller = request.scope.get(ON_BEHALF_OF)
     return None if caller is None else int(caller.priority)
 
 
@@ -104,7 +104,7 @@ def seconds_left(limit: float) -> float:
 
 
 class TokenAccount:
-    """What engine requests of one exchange use of their caller's tokens a minute.
+    """What engine requests of one request group use of their caller's tokens a minute.
 
     Args:
         requests: choices of the same prompt stand side by side, and the prompt is counted once.

@@ -34,17 +34,17 @@ class Admission:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._taken = 0
+        self._in_flight = 0
 
     @property
-    def taken(self) -> int:
+    def in_flight(self) -> int:
         """Places in use."""
-        return self._taken
+        return self._in_flight
 
     @property
     def full(self) -> bool:
         """No place is left."""
-        return self._taken >= self._limit
+        return self._in_flight >= self._limit
 
     def reserve(self, places: int) -> Reservation:
         """Takes places at once or refuses.
@@ -52,17 +52,17 @@ class Admission:
         Raises:
             Overloaded: the gateway has no room for so many completions now.
         """
-        if self._taken + places > self._limit:
+        if self._in_flight + places > self._limit:
             raise Overloaded(
-                f"{self._taken} completions are in flight and the limit is {self._limit}: try again shortly",
+                f"{self._in_flight} completions are in flight and the limit is {self._limit}: try again shortly",
                 retry_after=1.0,
             )
-        self._taken += places
+        self._in_flight += places
         return Reservation(self, places)
 
     def give_back(self, places: int) -> None:
         """Called by Reservation."""
-        self._taken -= places
+        self._in_flight -= places
 
 
 @dataclass(frozen=True, slots=True)

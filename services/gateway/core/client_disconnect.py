@@ -21,7 +21,7 @@ async def client_gone(receive: Receive) -> None:
         continue
 
 
-async def cancel(task: asyncio.Future[Any]) -> None:
+async def cancel_and_wait(task: asyncio.Future[Any]) -> None:
     """Cancels a task and waits until it is over, however it ends."""
     task.cancel()
     await asyncio.wait([task])

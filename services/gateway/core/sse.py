@@ -12,7 +12,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.core.client_disconnect import ClientWatch, cancel
+from services.gateway.core.client_disconnect import ClientWatch, cancel_and_wait
 from services.gateway.core.errors import ClientDisconnected
 
 DONE = b"data: [DONE]\n\n"
@@ -111,7 +111,7 @@ class EventStream(Response):
             scope["temper.disconnected"] = True
         finally:
             try:
-                await cancel(sender)
+                await cancel_and_wait(sender)
                 await self._events.aclose()
             finally:
                 if self._on_close is not None:
@@ -145,7 +145,7 @@ class _Ticker:
     async def __aexit__(self, *_: object) -> None:
         self._timer.cancel()
         if self._sending is not None:
-            await cancel(self._sending)
+            await cancel_and_wait(self._sending)
 
     def sent(self) -> None:
         """Something else is sent now."""

@@ -21,8 +21,8 @@ _LOOK_SECONDS = 0.1
 Connections = MutableMapping[str, asyncio.Task[None]]
 
 
-class Renewal:
-    """Follows the certificate files of one pool of engines.
+class CertificateRotation:
+    """Replacement of the connections of one pool when its certificate files change.
 
     Args:
         certificates: looked at every few seconds.
@@ -78,14 +78,14 @@ class Renewal:
         if fresh.ready and self._clients.get(old.address) is old:
             self._retired[old] = self._connections[old.address]
             self._clients[old.address], self._connections[old.address] = fresh, connection
-            log.info("connected with the new certificate", engine=old.address, finishing=old.outstanding)
+            log.info("connected with the new certificate", engine=old.address, finishing=old.in_flight)
             return
         connection.cancel()
         await asyncio.wait([connection])
 
     async def _reap(self) -> None:
         for client, connection in list(self._retired.items()):
-            if client.outstanding == 0:
+            if client.in_flight == 0:
                 connection.cancel()
                 await asyncio.wait([connection])
                 del self._retired[client]

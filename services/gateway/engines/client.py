@@ -26,13 +26,13 @@ from services.gateway.engines.circuit_breaker import BreakerPolicy, CircuitBreak
 from services.gateway.engines.load_balancing import (
     TOKENS_PER_REQUEST,
     Candidate,
-    Outstanding,
+    InFlightRequest,
+    InFlightRequests,
     Route,
-    Sent,
     named_adapter,
 )
 from services.gateway.engines.prefix_index import BLOCK_TOKENS, PrefixIndex
-from services.gateway.engines.update_queue import EngineLost, Inbox
+from services.gateway.engines.update_queue import StreamBroken, UpdateQueue
 
 log = structlog.get_logger(__name__)
 
@@ -95,8 +95,8 @@ class EngineClient:
         self._stale_after = stale_after
         self._on_model = on_model
         self._on_change = on_change
-        self._requests = Outstanding()
-        self._keeping: dict[str, tuple[int, Inbox]] = {}
+        self._requests = InFlightRequests()
+        self._keeping: dict[str, tuple[int, UpdateQueue]] = {}
         """Where it is awaited that a rollout is kept, by request id."""
         self._others = 0
         """Requests of other gateways there, when its status was read."""
@@ -125,7 +125,7 @@ class EngineClient:
         return not len(self._requests) and (self.status is None or not self.status.sessions_open)
 
     @property
-    def outstanding(self) -> int:
+    def in_flight(self) -> int:
         """Requests there that have not ended."""
         return len(self._requests)
 
@@ -152,16 +152,16 @@ class EngineClient:
 
     # -- requests
 
-    def submit(self, request: engine_pb2.GenerateRequest, index: int, inbox: Inbox, route: Route) -> None:
-        """Sends a request; its updates, or one EngineLost, arrive in ``inbox`` together with ``index``."""
+    def submit(self, request: engine_pb2.GenerateRequest, index: int, queue: UpdateQueue, route: Route) -> None:
+        """Sends a request; its updates, or one StreamBroken, arrive in ``queue`` together with ``index``."""
         if self._outgoing is None:
-            inbox.put(index, EngineLost(self.last_error))
+            queue.put(index, StreamBroken(self.last_error))
             return
         cached = self.prefixes.matched(route.chain) * BLOCK_TOKENS
         predicted = self.prefixes.route(route.chain, route.tokens)
-        sent = Sent(
+        sent = InFlightRequest(
             index,
-            inbox,
+            queue,
             named_adapter(request),
             max(0, route.tokens - cached),
             None if request.pooling or request.HasField("prompt_logprobs") else predicted,
@@ -177,11 +177,11 @@ class EngineClient:
             abort = engine_pb2.AbortRequest(request_id=request_id)
             self._outgoing.put_nowait(engine_pb2.ClientFrame(abort=abort))
 
-    def keep(self, request_id: str, tokens: int, index: int, inbox: Inbox) -> bool:
+    def keep(self, request_id: str, tokens: int, index: int, queue: UpdateQueue) -> bool:
         """Ends a request whose text ended after so many tokens, or cuts the rollout of one that has ended.
 
         Returns:
-            Whether an update with ``kept``, or one EngineLost, will arrive in ``inbox`` together with ``index``: the
+            Whether an update with ``kept``, or one StreamBroken, will arrive in ``queue`` together with ``index``: the
             engine may be gone, or too old to tell.
         """
         self._drop(request_id)
@@ -190,7 +190,7 @@ class EngineClient:
         abort = engine_pb2.AbortRequest(request_id=request_id, keep_tokens=tokens)
         self._outgoing.put_nowait(engine_pb2.ClientFrame(abort=abort))
         if self.model.tells_kept:
-            self._keeping[request_id] = index, inbox
+            self._keeping[request_id] = index, queue
         return self.model.tells_kept
 
     def _drop(self, request_id: str) -> bool:
@@ -203,7 +203,7 @@ class EngineClient:
     def end_requests(self, reason: str) -> None:
         """Ends all requests of this gateway there with an error: it is about to exit."""
         for sent in self._requests.take_all():
-            sent.inbox.put(sent.index, EngineLost(reason, final=True))
+            sent.queue.put(sent.index, StreamBroken(reason, final=True))
 
     # -- calls
 
@@ -366,8 +366,8 @@ class EngineClient:
                 sent = self._requests.get(name)
                 if sent is None:
                     if update.kept and (awaited := self._keeping.pop(name, None)) is not None:
-                        index, inbox = awaited
-                        inbox.put(index, update)
+                        index, queue = awaited
+                        queue.put(index, update)
                     continue
                 if sent.predicted is not None:
                     if not update.HasField("error") and update.finish_reason not in _BROKEN_OFF:
@@ -379,7 +379,7 @@ class EngineClient:
                 elif not sent.begun:
                     self._requests.begin(sent)
                     self.breaker.answered(name)
-                sent.inbox.put(sent.index, update)
+                sent.queue.put(sent.index, update)
             if failed:
                 # One step that fails ends all its requests: it is one failure.
                 self.breaker.failed()
@@ -426,10 +426,10 @@ class EngineClient:
         if orphans:
             self.breaker.failed()
         for sent in orphans:
-            sent.inbox.put(sent.index, EngineLost(self.last_error))
+            sent.queue.put(sent.index, StreamBroken(self.last_error))
         keeping, self._keeping = self._keeping, {}
-        for index, inbox in keeping.values():
-            inbox.put(index, EngineLost(self.last_error))
+        for index, queue in keeping.values():
+            queue.put(index, StreamBroken(self.last_error))
         if was_connected:
             self.away_since = asyncio.get_running_loop().time()
             log.warning("engine lost", engine=self.address, error=self.last_error, requests=len(orphans))

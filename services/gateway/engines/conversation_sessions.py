@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import grpc
 from grpc import aio
@@ -14,6 +14,7 @@ from services.common.errors import DeadlineExceeded, InvalidRequest, NotFound, O
 from services.common.pb import engine_pb2
 from services.common.pb import histories_pb2 as pb
 from services.gateway.engines.client import EngineClient
+from services.gateway.engines.pool import EnginePool
 
 _CALL_SECONDS = 30.0
 _ERRORS: Mapping[grpc.StatusCode, type[TemperError]] = {
@@ -27,32 +28,15 @@ A = TypeVar("A")
 Asking: TypeAlias = Callable[[EngineClient], Awaitable[A]]
 
 
-class Engines(Protocol):
-    """Who is asked."""
-
-    @property
-    def clients(self) -> Sequence[EngineClient]:
-        """All engines."""
-        ...
-
-    def home(self, owner: str, session: str) -> EngineClient | None:
-        """Where the requests of a session go; None: nowhere in particular."""
-        ...
-
-    def settle(self, owner: str, session: str) -> EngineClient:
-        """The engine that the requests of a session go to from now on. Raises Unavailable: there is none."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class Kept:
+class ConversationSession:
     """A session, and the engine that keeps it."""
 
     history: pb.History
     client: EngineClient
 
 
-class HistoryRouter:
+class ConversationSessionRouter:
     """Asks the engine that a session's requests go to, or, when that does not know it, all.
 
     Args:
@@ -60,11 +44,11 @@ class HistoryRouter:
         long_seconds: for what writes to disk or store.
     """
 
-    def __init__(self, engines: Engines, long_seconds: float) -> None:
+    def __init__(self, engines: EnginePool, long_seconds: float) -> None:
         self._engines = engines
         self._long_seconds = long_seconds
 
-    async def all_of(self, owner: str) -> list[Kept]:
+    async def all_of(self, owner: str) -> list[ConversationSession]:
         """All sessions of an owner, last used first; of one that several engines keep, what the last of them has.
 
         Raises:
@@ -72,30 +56,30 @@ class HistoryRouter:
         """
         message = pb.ListHistoriesRequest(owner=owner)
 
-        async def ask(client: EngineClient) -> list[Kept]:
+        async def ask(client: EngineClient) -> list[ConversationSession]:
             answer = await _call(client, client.histories().List(message, timeout=_CALL_SECONDS))
-            return [Kept(history, client) for history in answer.histories]
+            return [ConversationSession(history, client) for history in answer.histories]
 
-        found: dict[str, Kept] = {}
+        found: dict[str, ConversationSession] = {}
         for kept in _last_used_first([kept for some in await self._ask_all(ask) for kept in some]):
             found.setdefault(kept.history.session.name, kept)
         return list(found.values())
 
-    async def get(self, session: engine_pb2.SessionRef) -> Kept:
+    async def get(self, session: engine_pb2.SessionRef) -> ConversationSession:
         """One session.
 
         Raises:
             NotFound: no engine that can be asked has it.
             Unavailable: none can be asked.
         """
-        home = self._engines.home(session.owner, session.name)
-        if home is not None and home.connected:
+        sticky = self._engines.sticky_engine(session.owner, session.name)
+        if sticky is not None and sticky.connected:
             try:
-                return await self._get(home, session)
+                return await self._get(sticky, session)
             except (NotFound, Unavailable):
                 pass  # it may have been there before, or be known elsewhere, too
 
-        async def ask(client: EngineClient) -> list[Kept]:
+        async def ask(client: EngineClient) -> list[ConversationSession]:
             try:
                 return [await self._get(client, session)]
             except NotFound:
@@ -106,7 +90,7 @@ class HistoryRouter:
             raise _unknown(session)
         return _last_used_first(found)[0]
 
-    async def save(self, session: engine_pb2.SessionRef) -> Kept:
+    async def save(self, session: engine_pb2.SessionRef) -> ConversationSession:
         """Has it written to disk and store.
 
         Raises:
@@ -115,7 +99,9 @@ class HistoryRouter:
         """
         client = (await self.get(session)).client
         message = pb.SaveHistoryRequest(session=session)
-        return Kept(await _call(client, client.histories().Save(message, timeout=self._long_seconds)), client)
+        return ConversationSession(
+            await _call(client, client.histories().Save(message, timeout=self._long_seconds)), client
+        )
 
     async def delete(self, session: engine_pb2.SessionRef) -> None:
         """Has all engines forget it.
@@ -155,7 +141,7 @@ class HistoryRouter:
             raise
         return _pieces(client, call, first)
 
-    async def take_in(self, session: engine_pb2.SessionRef, pieces: AsyncIterator[bytes]) -> Kept:
+    async def take_in(self, session: engine_pb2.SessionRef, pieces: AsyncIterator[bytes]) -> ConversationSession:
         """Has the engine that its requests go to read its file.
 
         Raises:
@@ -163,7 +149,7 @@ class HistoryRouter:
             Overloaded: the engine reads others.
             Unavailable: there is no engine, or it was lost.
         """
-        client = self._engines.settle(session.owner, session.name)
+        client = self._engines.pin_session(session.owner, session.name)
         failures: list[Exception] = []
 
         async def messages() -> AsyncIterator[pb.ImportHistoryRequest]:
@@ -177,15 +163,15 @@ class HistoryRouter:
             yield pb.ImportHistoryRequest(last=True)
 
         try:
-            return Kept(await _call(client, client.histories().Import(messages())), client)
+            return ConversationSession(await _call(client, client.histories().Import(messages())), client)
         except TemperError:
             if failures:
                 raise failures[0] from None
             raise
 
-    async def _get(self, client: EngineClient, session: engine_pb2.SessionRef) -> Kept:
+    async def _get(self, client: EngineClient, session: engine_pb2.SessionRef) -> ConversationSession:
         message = pb.GetHistoryRequest(session=session)
-        return Kept(await _call(client, client.histories().Get(message, timeout=_CALL_SECONDS)), client)
+        return ConversationSession(await _call(client, client.histories().Get(message, timeout=_CALL_SECONDS)), client)
 
     async def _ask_all(self, ask: Asking[A]) -> list[A]:
         """What the engines say that can be asked. Raises Unavailable: none could."""
@@ -232,7 +218,7 @@ def _refuse(client: EngineClient, error: aio.AioRpcError) -> NoReturn:
     raise Unavailable(f"engine {client.id}: {details}", retry_after=2.0) from error
 
 
-def _last_used_first(found: list[Kept]) -> list[Kept]:
+def _last_used_first(found: list[ConversationSession]) -> list[ConversationSession]:
     return sorted(found, key=lambda kept: -kept.history.used_unix_ms)
 
 

@@ -15,15 +15,15 @@ from typing import Literal
 
 from services.common.pb import engine_pb2
 from services.gateway.engines.prefix_index import BLOCK_TOKENS, Prediction, hash_chain
-from services.gateway.engines.update_queue import Inbox
+from services.gateway.engines.update_queue import UpdateQueue
 
 
 @dataclass(slots=True)
-class Sent:
-    """A request that the engine has not ended yet."""
+class InFlightRequest:
+    """Request that an engine has not ended yet."""
 
     index: int
-    inbox: Inbox
+    queue: UpdateQueue
     adapter: str
     """Adapter that the request names; empty: none."""
     prefill: int
@@ -33,11 +33,11 @@ class Sent:
     begun: bool = False
 
 
-class Outstanding:
-    """Books by request id. Used from the event loop only."""
+class InFlightRequests:
+    """Requests that one engine has of this gateway, and how much work they are. Used from the event loop only."""
 
     def __init__(self) -> None:
-        self._sent: dict[str, Sent] = {}
+        self._sent: dict[str, InFlightRequest] = {}
         self._adapters: Counter[str] = Counter()
         self.prefill = 0
         """Prompt tokens of all that have not begun."""
@@ -45,7 +45,7 @@ class Outstanding:
     def __len__(self) -> int:
         return len(self._sent)
 
-    def get(self, request_id: str) -> Sent | None:
+    def get(self, request_id: str) -> InFlightRequest | None:
         """None: it has ended, or nobody waits for it."""
         return self._sent.get(request_id)
 
@@ -53,13 +53,13 @@ class Outstanding:
         """Whether one of them names this adapter."""
         return adapter in self._adapters
 
-    def add(self, request_id: str, sent: Sent) -> None:
+    def add(self, request_id: str, sent: InFlightRequest) -> None:
         """A request was sent."""
         self._sent[request_id] = sent
         self._adapters[sent.adapter] += 1
         self.prefill += sent.prefill
 
-    def begin(self, sent: Sent) -> None:
+    def begin(self, sent: InFlightRequest) -> None:
         """The first of its answer came."""
         self.prefill -= sent.prefill
         sent.begun, sent.prefill = True, 0
@@ -75,8 +75,8 @@ class Outstanding:
             del self._adapters[sent.adapter]
         return True
 
-    def take_all(self) -> list[Sent]:
-        """All that are left; the books are empty then."""
+    def take_all(self) -> list[InFlightRequest]:
+        """All that are left; none is in flight then."""
         left = list(self._sent.values())
         self._sent.clear()
         self._adapters.clear()
@@ -98,7 +98,7 @@ Reason = Literal["session", "adapter", "prefix", "hash"]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What about a request matters to its way."""
+    """Request as far as routing looks at it."""
 
     key: bytes
     """Requests with equal keys go to the same engine where nothing else decides."""

@@ -14,14 +14,14 @@ from services.common.pb import adapters_pb2, engine_pb2
 from services.common.security.tls import Certificates
 from services.common.text.tokenizer import TextCodec
 from services.gateway.core.metrics import GatewayMetrics
-from services.gateway.engines.certificate_rotation import Renewal
+from services.gateway.engines.certificate_rotation import CertificateRotation
 from services.gateway.engines.channel import Channels
 from services.gateway.engines.circuit_breaker import BreakerPolicy
 from services.gateway.engines.client import EngineClient
 from services.gateway.engines.discovery import Discovery, Resolve, resolve
 from services.gateway.engines.load_balancing import Affinity, Route, choose
-from services.gateway.engines.request_group import Exchange
-from services.gateway.engines.update_queue import Turns
+from services.gateway.engines.request_group import RequestGroup
+from services.gateway.engines.update_queue import FairWaker
 from services.gateway.settings import GatewaySettings
 from services.gateway.text.detokenizer import Vocabulary
 
@@ -65,7 +65,7 @@ class EnginePool:
         self._settings = settings
         self._metrics = metrics
         self.created = int(time.time())
-        self.turns = Turns()
+        self.waker = FairWaker()
         self._model: ServedModel | None = None
         self._model_lock = asyncio.Lock()
         self._breaker = BreakerPolicy(
@@ -88,9 +88,9 @@ class EnginePool:
         self._clients = {
             target.address: self._new_client(target.address) for target in settings.engine_targets if not target.dns
         }
-        self._renewal: Renewal | None = None
+        self._renewal: CertificateRotation | None = None
         if certificates is not None:
-            self._renewal = Renewal(certificates, self._clients, self._connections, self._new_client)
+            self._renewal = CertificateRotation(certificates, self._clients, self._connections, self._new_client)
 
     @property
     def clients(self) -> tuple[EngineClient, ...]:
@@ -261,11 +261,11 @@ class EnginePool:
         admitted = [client for client in ready if client.breaker.admits]
         return admitted or sorted(ready, key=lambda client: client.breaker.badness)[:1]
 
-    def home(self, owner: str, session: str) -> EngineClient | None:
+    def sticky_engine(self, owner: str, session: str) -> EngineClient | None:
         """The engine that the requests of a client's session go to; None: it has had none here, or that has left."""
         return self._clients.get(self._sessions.get((owner, session), ""))
 
-    def settle(self, owner: str, session: str) -> EngineClient:
+    def pin_session(self, owner: str, session: str) -> EngineClient:
         """The engine that the requests of a session go to from now on: its own, or the one with least to do.
 
         Raises:
@@ -274,8 +274,8 @@ class EnginePool:
         usable = self._usable()
         if not usable:
             raise Unavailable("no engine is ready", retry_after=2.0)
-        home = self.home(owner, session)
-        client = home if home in usable else min(usable, key=lambda client: client.load)
+        sticky = self.sticky_engine(owner, session)
+        client = sticky if sticky in usable else min(usable, key=lambda client: client.load)
         self._remember(owner, session, client)
         return client
 
@@ -287,9 +287,9 @@ class EnginePool:
 
     def _choose(self, usable: list[EngineClient], route: Route, affinity: Affinity) -> EngineClient:
         session = affinity.session
-        home = None if session is None else self._sessions.get((affinity.owner, session))
+        sticky = None if session is None else self._sessions.get((affinity.owner, session))
         # Whatever else is to be had elsewhere: what the session has computed is there, and its adapter.
-        client = next((client for client in usable if client.address == home), None)
+        client = next((client for client in usable if client.address == sticky), None)
         if client is not None:
             self._metrics.routed.labels("session").inc()
         elif len(usable) == 1:
@@ -319,13 +319,13 @@ class EnginePool:
         """Counts a request that is sent again: the engine "refused" it or was "lost"."""
         self._metrics.retries.labels(reason).inc()
 
-    def exchange(
+    def request_group(
         self,
         requests: Sequence[engine_pb2.GenerateRequest],
         affinity: Affinity | None = None,
         *,
         prompts: Sequence[Sequence[int]] | None = None,
-    ) -> Exchange:
+    ) -> RequestGroup:
         """All engine requests of one HTTP request.
 
         Args:
@@ -335,7 +335,7 @@ class EnginePool:
         """
         if prompts is None:
             prompts = [request.prompt_token_ids for request in requests]
-        return Exchange(self, requests, prompts, self._settings, affinity or Affinity())
+        return RequestGroup(self, requests, prompts, self._settings, affinity or Affinity())
 
     # -- other calls
 

@@ -13,7 +13,7 @@ from services.gateway.auth.caller import TokenAccount, seconds_left
 from services.gateway.core.errors import engine_error
 from services.gateway.engines.client import EngineClient
 from services.gateway.engines.load_balancing import Affinity, Route, route_of
-from services.gateway.engines.update_queue import EngineLost, Inbox, Turns
+from services.gateway.engines.update_queue import FairWaker, StreamBroken, UpdateQueue
 from services.gateway.settings import GatewaySettings
 
 _RETRYABLE = (engine_pb2.ERROR_CODE_UNAVAILABLE, engine_pb2.ERROR_CODE_OVERLOADED)
@@ -28,7 +28,7 @@ _KEPT = engine_pb2.Update(kept=True)
 
 
 class Engines(Protocol):
-    """Where an exchange gets its engines."""
+    """Engines that a request group may ask."""
 
     async def pick(
         self, route: Route, affinity: Affinity, *, avoid: frozenset[EngineClient], deadline: float
@@ -45,12 +45,12 @@ class Engines(Protocol):
         ...
 
     @property
-    def turns(self) -> Turns:
-        """When exchanges that have something new go on."""
+    def waker(self) -> FairWaker:
+        """Wakes the request groups that have something new."""
         ...
 
 
-class Exchange:
+class RequestGroup:
     """All updates as one stream of (index, update).
 
     Use as an async context manager: leaving it aborts what has not finished. A request without any update yet is sent
@@ -77,7 +77,7 @@ class Exchange:
         self._prompts = prompts
         self._settings = settings
         self._affinity = affinity
-        self._inbox = Inbox(engines.turns)
+        self._queue = UpdateQueue(engines.waker)
         self._routes: dict[int, Route] = {}
         self._at: dict[int, EngineClient] = {}
         self._attempts = [0] * len(requests)
@@ -96,7 +96,7 @@ class Exchange:
         now = asyncio.get_running_loop().time()
         # The engine's own deadline comes first.
         self._expires = now + seconds_left(self._settings.request_timeout_seconds) + 2.0
-        self._inbox.expire_at(self._expires)
+        self._queue.expire_at(self._expires)
         try:
             for index in range(len(self._requests)):
                 await self._place(index, until=now + self._settings.engine_retry_seconds)
@@ -123,18 +123,18 @@ class Exchange:
         """
         while self._open or self._keeping:
             try:
-                index, item = await self._inbox.get()
+                index, item = await self._queue.get()
             except TimeoutError as error:
                 if self._open:
                     raise self._late() from error
                 index, item = next(iter(self._keeping)), _KEPT
-            if index in self._keeping and (isinstance(item, EngineLost) or item.kept):
+            if index in self._keeping and (isinstance(item, StreamBroken) or item.kept):
                 self._keeping.pop(index).cancel()
                 self._at[index].abort(self._requests[index].request_id)  # waits for it no longer, if it is late
                 return index, _KEPT
             if index not in self._open:
                 continue
-            if isinstance(item, EngineLost):
+            if isinstance(item, StreamBroken):
                 await self._lost(index, item)
                 continue
             if item.HasField("error"):
@@ -153,9 +153,9 @@ class Exchange:
     def finish(self, index: int, *, keep_tokens: int) -> None:
         """The text of a request is complete after its first ``keep_tokens`` tokens: the engine may stop."""
         self._open.discard(index)
-        tells = self._at[index].keep(self._requests[index].request_id, keep_tokens, index, self._inbox)
+        tells = self._at[index].keep(self._requests[index].request_id, keep_tokens, index, self._queue)
         patience = _KEEP_SECONDS if tells else 0.0
-        late = asyncio.get_running_loop().call_later(patience, self._inbox.put, index, engine_pb2.Update(kept=True))
+        late = asyncio.get_running_loop().call_later(patience, self._queue.put, index, engine_pb2.Update(kept=True))
         self._keeping[index] = late
 
     def session(self, index: int) -> dict[str, str] | None:
@@ -181,9 +181,9 @@ class Exchange:
             raise self._late()
         self._attempts[index] += 1
         self._at[index] = client
-        client.submit(self._requests[index], index, self._inbox, route)
+        client.submit(self._requests[index], index, self._queue, route)
 
-    async def _lost(self, index: int, lost: EngineLost) -> None:
+    async def _lost(self, index: int, lost: StreamBroken) -> None:
         reason = lost.reason
         if lost.final:
             raise Unavailable(reason, retry_after=1.0)
@@ -217,7 +217,7 @@ class Exchange:
 
     def _abort_all(self) -> None:
         self._account.settle()
-        self._inbox.close()
+        self._queue.close()
         for timer in self._keeping.values():
             timer.cancel()
         for index in self._open | self._keeping.keys():

@@ -28,7 +28,7 @@ _RETRY_PAUSE = 0.3
 A = TypeVar("A", pb.SessionAnswer, pb.FutureAnswer)
 
 
-class SessionRouter:
+class TrainingSessionRouter:
     """Calls the engine that a session's id names.
 
     Args:

@@ -17,7 +17,7 @@ _AT_ONCE = 2
 """Between two looks at the sockets, which cost a few microseconds (benchmarks/NOTES.md)."""
 
 
-class Turns:
+class FairWaker:
     """Wakes readers in the order in which they ask for it. Used from one event loop only.
 
     Args:
@@ -47,7 +47,7 @@ class Turns:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLost:
+class StreamBroken:
     """The stream that carried a request is gone."""
 
     reason: str
@@ -58,21 +58,21 @@ class EngineLost:
 @dataclass(slots=True)
 class _Waiting:
     index: int
-    item: engine_pb2.Update | EngineLost
+    item: engine_pb2.Update | StreamBroken
 
 
-class Inbox:
+class UpdateQueue:
     """A queue of (index of the request, update) for one reader.
 
     An update that arrives while one of the same request still waits is joined to it: a client that reads slowly gets
     fewer, longer pieces, and the gateway has less to do when it is behind.
 
     Args:
-        turns: when the reader may go on; it need not wait for the first item.
+        waker: when the reader may go on; it need not wait for the first item.
     """
 
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
+    def __init__(self, waker: FairWaker) -> None:
+        self._waker = waker
         self._begun = False
         self._items: deque[_Waiting] = deque()
         self._open: dict[int, engine_pb2.Update] = {}
@@ -81,9 +81,9 @@ class Inbox:
         self._timer: asyncio.TimerHandle | None = None
         self._expired = False
 
-    def put(self, index: int, item: engine_pb2.Update | EngineLost) -> None:
+    def put(self, index: int, item: engine_pb2.Update | StreamBroken) -> None:
         """Adds an item; the caller gives the update away."""
-        if isinstance(item, EngineLost) or item.HasField("error"):
+        if isinstance(item, StreamBroken) or item.HasField("error"):
             self._open.pop(index, None)
         else:
             waiting = self._open.get(index)
@@ -95,7 +95,7 @@ class Inbox:
         first, self._begun = not self._begun, True
         self._wake(at_once=first)
 
-    async def get(self) -> tuple[int, engine_pb2.Update | EngineLost]:
+    async def get(self) -> tuple[int, engine_pb2.Update | StreamBroken]:
         """The oldest item.
 
         Raises:
@@ -135,4 +135,4 @@ class Inbox:
         if at_once:
             reader.set_result(None)
         else:
-            self._turns.wake(reader)
+            self._waker.wake(reader)

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from services.gateway.inference.constraints import chat_constraint, check_chat, thinking_message
 from services.gateway.inference.context import InferenceContext
-from services.gateway.inference.generation import Generation, Job
+from services.gateway.inference.generation import Generation, PromptSpec
 from services.gateway.inference.logprobs import check_size
 from services.gateway.inference.prompts import chat_prompt, opens_thinking, token_budget, turn_boundaries
 from services.gateway.protocol.chat_request import ChatRequest, Message
@@ -69,7 +69,7 @@ async def chat_generation(
         served,
         body,
         [
-            Job(
+            PromptSpec(
                 prompt,
                 max_tokens,
                 tuple(body.offered_tools),

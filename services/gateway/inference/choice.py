@@ -11,8 +11,8 @@ from typing import Any
 from services.common.pb import engine_pb2
 from services.common.telemetry import tracing
 from services.gateway.core.metrics import Latencies
-from services.gateway.inference.logprobs import PromptScores, TokenLogprob
-from services.gateway.text.detokenizer import Piece, TextAssembler, Unsure
+from services.gateway.inference.logprobs import PromptLogprobs, TokenLogprob
+from services.gateway.text.detokenizer import HeldBackText, Piece, TextAssembler
 from services.gateway.text.output_parser import END_THINK, ChatParser, Delta
 from services.gateway.text.stops import Stops
 from services.gateway.text.tool_calls.parser import OPEN
@@ -67,7 +67,7 @@ class Choice:
     call_id: int | None = None
     silent: bool = False
     shows_end: bool = False
-    prompt_scores: PromptScores = field(default_factory=PromptScores)
+    prompt_scores: PromptLogprobs = field(default_factory=PromptLogprobs)
     adapter: str | None = None
     session: dict[str, str] | None = None
     """The client's session, and which engine it is at; None without one."""
@@ -78,7 +78,7 @@ class Choice:
     """Where each token that may be reasoning begins in the text."""
     _last_update: float = field(default_factory=time.monotonic)
     _end: TokenLogprob | None = None
-    _unsure: Unsure = field(default_factory=Unsure)
+    _held_back: HeldBackText = field(default_factory=HeldBackText)
     """Text that may turn out to be behind a stop string of a chat."""
 
     def reads(self, update: engine_pb2.Update) -> bool:
@@ -131,19 +131,19 @@ class Choice:
         self.finished = reason is not None
         if self.stops is None or self.parser is None:
             return Step(self, piece, deltas, tokens[:used], update.sampling_logprobs[:used], first, reason)
-        self._unsure.add(piece)
+        self._held_back.add(piece)
         if self.stops.found is not None:
-            certain, ids, logprobs = self._unsure.end(self.stops.found)
+            certain, ids, logprobs = self._held_back.end(self.stops.found)
         else:
             # A token without text may stand behind all of it.
             end = self.assembler.length + 1 if self.finished else self.parser.certain
-            certain, ids, logprobs = self._unsure.take(end)
+            certain, ids, logprobs = self._held_back.take(end)
         return Step(self, certain, deltas, ids, logprobs, first, reason)
 
     @property
     def tokens(self) -> int:
         """Tokens of the completion so far."""
-        return self.assembler.tokens if self.stops is None else self._unsure.taken
+        return self.assembler.tokens if self.stops is None else self._held_back.taken
 
     @property
     def stopped(self) -> bool:
@@ -200,7 +200,7 @@ class Choice:
             assembler.push(token_id, entry, visible=visible)
             if self.stops is not None:
                 self.stops.take(assembler.tokens, token_id, begin, assembler.length)
-                self._unsure.add_token(token_id, update.sampling_logprobs[position], assembler.length)
+                self._held_back.add_token(token_id, update.sampling_logprobs[position], assembler.length)
             if not visible and self.shows_end:
                 self._end = entry
             if assembler.stopped:

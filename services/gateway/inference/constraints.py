@@ -15,7 +15,7 @@ from services.gateway.protocol.fields.sampling import ReasoningFields
 from services.gateway.protocol.fields.structured_outputs import ConstraintFields, Wanted
 from services.gateway.settings import GatewaySettings
 from services.gateway.text.detokenizer import Vocabulary
-from services.gateway.text.grammar.tool_calls import CallForm, Form, tool_grammar
+from services.gateway.text.grammar.tool_calls import CallForm, TurnForm, tool_grammar
 from services.gateway.text.output_parser import END_THINK
 from services.gateway.text.tool_calls.parser import OPEN
 
@@ -199,6 +199,6 @@ def chat_constraint(
     if not functions or not bound:
         return None if wanted is None else constraint_of(wanted)
     document: Mapping[str, Any] | None = None if wanted is None or forced else wanted.value
-    form = Form(forced, body.may_repeat_calls, document, "response_format" if wanted is None else wanted.param)
+    form = TurnForm(forced, body.may_repeat_calls, document, "response_format" if wanted is None else wanted.param)
     grammar = tool_grammar(functions, form, vocabulary.markup, limit=settings.max_grammar_bytes)
     return engine_pb2.Constraint(lark=grammar, param="tools")

@@ -20,7 +20,7 @@ from services.gateway.engines.pool import ServedModel
 from services.gateway.inference.choice import Choice, Step
 from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.engine_request import adapter_ref, cache_salt, check_messages, check_prompts, session_of
-from services.gateway.inference.logprobs import PromptScores, check_complete
+from services.gateway.inference.logprobs import PromptLogprobs, check_complete
 from services.gateway.protocol.fields.sampling import SamplingFields
 from services.gateway.text.detokenizer import TextAssembler
 from services.gateway.text.output_parser import END_THINK, ChatParser
@@ -31,8 +31,8 @@ _SMALLEST_TOP_P = 1e-6  # less may become 0 in the protocol's 32 bits
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One prompt with what may follow it."""
+class PromptSpec:
+    """One prompt with limits and constraints of what follows it."""
 
     prompt: list[int]
     max_tokens: int
@@ -57,7 +57,7 @@ class Generation:
         context: settings, engines, metrics.
         served: the model.
         body: the request.
-        jobs: its prompts, ``body.choices`` choices each.
+        specs: its prompts, ``body.choices`` choices each.
         prefix: of the response id, "chatcmpl" or "cmpl".
         top_logprobs: alternatives a token; None: no log-probabilities.
         chat: parse reasoning and tool calls.
@@ -77,7 +77,7 @@ class Generation:
         context: InferenceContext,
         served: ServedModel,
         body: SamplingFields,
-        jobs: Sequence[Job],
+        specs: Sequence[PromptSpec],
         *,
         prefix: str,
         top_logprobs: int | None,
@@ -92,7 +92,7 @@ class Generation:
         self.created = int(time.time())
         self.model = body.model
         self.served = served
-        self.jobs = jobs
+        self.specs = specs
         self._affinity = Affinity(session, body.prompt_cache_key or body.user or None, owner())
         self._context = context
         self._started = time.monotonic()
@@ -100,9 +100,9 @@ class Generation:
         self._choices_per_prompt = body.choices
         self._adapter_field = "model" if body.adapter is None else "adapter"
         _check_tokens(body, served.info.vocab_size)
-        check_prompts([len(job.prompt) for job in jobs], context.settings)
+        check_prompts([len(spec.prompt) for spec in specs], context.settings)
         adapter = adapter_ref(body.model, body.adapter, served_model_name=context.settings.served_model_name)
-        total = len(jobs) * body.choices
+        total = len(specs) * body.choices
         operation = "chat" if chat else "text_completion"
         self._genai = GenAiRequest(context.metrics.genai, operation, context.settings.served_model_name)
         self._span = context.tracer.start(f"{operation} {body.model}", parent=traceparent, kind="client")
@@ -124,18 +124,18 @@ class Generation:
         self.choices: list[Choice] = []
         self._requests: list[engine_pb2.GenerateRequest] = []
         for index in range(total):
-            job = jobs[index // body.choices]
+            spec = specs[index // body.choices]
             completion_id = self.id if total == 1 else f"{self.id}:{index}"
             parser, stops = None, None
             if chat:
                 if body.stop_strings or text_ends:
                     stops = Stops(body.stop_strings, token_ids=text_ends, min_tokens=body.min_tokens or 0)
                 parser = ChatParser(
-                    thinking=job.thinking,
-                    resumed=job.resumed,
+                    thinking=spec.thinking,
+                    resumed=spec.resumed,
                     told=end_think is not None,
                     told_calls=call is not None,
-                    tools=job.tools,
+                    tools=spec.tools,
                     parallel=parallel_tool_calls,
                     stops=stops,
                 )
@@ -145,7 +145,7 @@ class Generation:
                 Choice(
                     index,
                     completion_id,
-                    len(job.prompt),
+                    len(spec.prompt),
                     assembler,
                     parser,
                     own_ends | cut_ids,
@@ -153,25 +153,25 @@ class Generation:
                     cut_ids=cut_ids,
                     end_think_id=end_think,
                     call_id=call,
-                    silent=job.max_tokens == 0,
+                    silent=spec.max_tokens == 0,
                     shows_end=shows_end,
                 )
             )
             self._requests.append(
                 engine_pb2.GenerateRequest(
                     request_id=completion_id,
-                    prompt_token_ids=job.prompt,
-                    sampling=_sampling(body, job, index % body.choices, top_logprobs, engine_ends),
+                    prompt_token_ids=spec.prompt,
+                    sampling=_sampling(body, spec, index % body.choices, top_logprobs, engine_ends),
                     adapter=adapter,
                     deadline_unix_ms=deadline,
                     traceparent=traceparent,
                     cache_salt=salt,
                     priority=body.priority or 0,
-                    keep_rollout=job.max_tokens > 0,
+                    keep_rollout=spec.max_tokens > 0,
                     owner=owner(),
                     # Once a prompt: what its first choice is told counts for the others. A stream cannot wait for it.
                     prompt_logprobs=prompt_logprobs if body.stream or index % body.choices == 0 else None,
-                    boundaries=job.boundaries,
+                    boundaries=spec.boundaries,
                     session=kept_as,
                 )
             )
@@ -180,7 +180,7 @@ class Generation:
     def choices_per_prompt(self) -> int:
         return self._choices_per_prompt
 
-    def prompt_scores(self, choice: Choice) -> PromptScores:
+    def prompt_scores(self, choice: Choice) -> PromptLogprobs:
         """Scores of a choice's prompt, once all is said of it; of a stream's, once the choice has begun."""
         if choice.prompt_scores.logprobs:
             return choice.prompt_scores
@@ -195,9 +195,9 @@ class Generation:
         ended: dict[int, Step] = {}
         """Last steps, which are told when the engine has their rollouts as they are."""
         try:
-            prompts = [job.prompt for job in self.jobs]
-            async with self._context.engines.exchange(self._requests, self._affinity, prompts=prompts) as exchange:
-                async for index, update in exchange:
+            prompts = [spec.prompt for spec in self.specs]
+            async with self._context.engines.request_group(self._requests, self._affinity, prompts=prompts) as group:
+                async for index, update in group:
                     choice = self.choices[index]
                     if choice.finished:
                         yield ended.pop(index)
@@ -207,14 +207,14 @@ class Generation:
                     step = choice.take(update, self._latencies)
                     if step.first:
                         self._genai.begun(index)
-                        choice.session = exchange.session(index)
+                        choice.session = group.session(index)
                         if self._requests[index].HasField("prompt_logprobs"):
                             check_complete(choice.prompt_scores, choice.prompt_tokens - 1)
                     if step.finish_reason is not None:
                         self._finished(choice, step.finish_reason)
                         if update.finish_reason == engine_pb2.FINISH_REASON_UNSPECIFIED or choice.stopped:
                             ended[index] = step
-                            exchange.finish(index, keep_tokens=choice.tokens)
+                            group.finish(index, keep_tokens=choice.tokens)
                             continue
                     yield step
         except ModelNotFound as error:
@@ -246,14 +246,14 @@ class Generation:
 
     def _ended(self, model: str) -> None:
         """All choices are finished."""
-        input_tokens = sum(len(job.prompt) for job in self.jobs)
+        input_tokens = sum(len(spec.prompt) for spec in self.specs)
         output_tokens = sum(one.tokens for one in self.choices)
         self._genai.ended(input_tokens=input_tokens, output_tokens=output_tokens)
         if self._span.recorded:
             cached = sum(one.cached_tokens for one in self.choices[:: self._choices_per_prompt])
             self._span.set(
                 {
-                    "gen_ai.request.max_tokens": max(job.max_tokens for job in self.jobs),
+                    "gen_ai.request.max_tokens": max(spec.max_tokens for spec in self.specs),
                     "gen_ai.response.model": model,
                     "gen_ai.response.finish_reasons": self._reasons,
                     "gen_ai.usage.input_tokens": input_tokens,
@@ -326,11 +326,11 @@ def _check_length(body: SamplingFields, constraint: engine_pb2.Constraint) -> No
 
 
 def _sampling(
-    body: SamplingFields, job: Job, number: int, top_logprobs: int | None, stop_token_ids: Sequence[int]
+    body: SamplingFields, spec: PromptSpec, number: int, top_logprobs: int | None, stop_token_ids: Sequence[int]
 ) -> engine_pb2.SamplingParams:
-    max_tokens = job.max_tokens
-    if job.constraint is not None:
-        _check_length(body, job.constraint)
+    max_tokens = spec.max_tokens
+    if spec.constraint is not None:
+        _check_length(body, spec.constraint)
     if body.min_tokens is not None and body.min_tokens > max_tokens:
         raise InvalidRequest(
             f"min_tokens is {body.min_tokens}, but the completion may have at most {max_tokens} tokens",
@@ -351,6 +351,6 @@ def _sampling(
         min_tokens=body.min_tokens or 0,
         max_tokens=max(1, max_tokens),  # an engine ends a request with a token; see Choice.silent
         top_logprobs=top_logprobs,
-        constraint=job.constraint,
-        thinking=job.limits,
+        constraint=spec.constraint,
+        thinking=spec.limits,
     )

@@ -22,7 +22,7 @@ class TokenLogprob:
 
 
 @dataclass(slots=True)
-class PromptScores:
+class PromptLogprobs:
     """Log-probabilities of consecutive tokens of one prompt, as they come in."""
 
     logprobs: list[float] = field(default_factory=list)
@@ -72,14 +72,14 @@ def check_size(tokens: int, alternatives: int, *, limit: int, field: str) -> Non
         )
 
 
-def check_complete(scores: PromptScores, wanted: int) -> None:
+def check_complete(scores: PromptLogprobs, wanted: int) -> None:
     """Raises Unavailable if the engine has begun to answer and has not said all of the prompt."""
     if len(scores.logprobs) != wanted:
         raise Unavailable(f"the engine told {len(scores.logprobs)} of {wanted} log-probabilities of the prompt")
 
 
 def by_token(
-    vocabulary: Vocabulary, prompt: Sequence[int], scores: PromptScores, top: int
+    vocabulary: Vocabulary, prompt: Sequence[int], scores: PromptLogprobs, top: int
 ) -> list[dict[str, Any] | None]:
     """`prompt_logprobs` as vLLM answers: null for the first token, then token id → log-probability, rank and text of
     ``top`` alternatives and of the prompt's own token."""
@@ -118,7 +118,7 @@ def joined(before: dict[str, Any] | None, own: dict[str, Any]) -> dict[str, Any]
     return {name: None if part is None else before[name] + part for name, part in own.items()}
 
 
-def echo(vocabulary: Vocabulary, prompt: Sequence[int], scores: PromptScores | None, top: int) -> Echo:
+def echo(vocabulary: Vocabulary, prompt: Sequence[int], scores: PromptLogprobs | None, top: int) -> Echo:
     """The prompt as text, its tokens and their places in it.
 
     Args:

@@ -1,4 +1,4 @@
-"""Prompts that engines read without an answer: log-probabilities of their tokens, and vectors."""
+"""Pooling: prompts that engines read without an answer, for log-probabilities of their tokens or for embeddings."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from services.gateway.auth.caller import seconds_left
 from services.gateway.core.admission import Reservation
 from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.engine_request import adapter_ref, cache_salt, check_prompts
-from services.gateway.inference.logprobs import PromptScores, check_complete
+from services.gateway.inference.logprobs import PromptLogprobs, check_complete
 from services.gateway.protocol.pooling import ReadingFields
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What is to be known of one prompt."""
+class PoolingRequest:
+    """Request to read one prompt, and what is to be told of it."""
 
     prompt: list[int]
     alternatives: int | None = None
@@ -36,12 +36,12 @@ class Question:
 
 
 @dataclass(slots=True)
-class Reading:
-    """What an engine said of it."""
+class PoolingOutput:
+    """Output of one PoolingRequest, as an engine's updates bring it."""
 
     adapter: str | None = None
     cached_tokens: int = 0
-    scores: PromptScores = field(default_factory=PromptScores)
+    prompt_logprobs: PromptLogprobs = field(default_factory=PromptLogprobs)
     embedding: list[float] = field(default_factory=list)
 
     def add(self, update: engine_pb2.Update) -> None:
@@ -49,16 +49,16 @@ class Reading:
         self.adapter = update.adapter or self.adapter
         self.cached_tokens = update.cached_tokens or self.cached_tokens
         if update.HasField("prompt_logprobs"):
-            self.scores.add(update.prompt_logprobs)
+            self.prompt_logprobs.add(update.prompt_logprobs)
         self.embedding += update.embedding
 
 
-class Readings:
-    """The prompts of one HTTP request.
+class Pooling:
+    """Pooling requests of one HTTP request.
 
     Args:
         context: settings, engines, metrics.
-        body: which policy reads, and how urgently.
+        body: which adapter reads, and how urgently.
         prefix: of the response id.
         traceparent: W3C trace context, checked.
 
@@ -79,32 +79,32 @@ class Readings:
         self._salt = cache_salt(context.settings.cache_scope, body.cache_salt)
         self._deadline = int((time.time() + seconds_left(context.settings.request_timeout_seconds)) * 1000)
 
-    async def read(self, questions: Sequence[Question], take: Callable[[int, Reading], T]) -> list[T]:
-        """What ``take`` makes of each reading, in the order of the questions; as many as the request has places for are
-        read at a time.
+    async def read(self, requests: Sequence[PoolingRequest], take: Callable[[int, PoolingOutput], T]) -> list[T]:
+        """Results of ``take`` on each output, in the order of the requests; as many as the HTTP request has places for
+        are read at a time.
 
         Raises:
             ContextLengthExceeded: a prompt is longer than this gateway takes.
             TemperError: what an engine answered instead, or that it is gone. Then nothing more is read.
         """
-        check_prompts([len(question.prompt) for question in questions], self._context.settings)
+        check_prompts([len(request.prompt) for request in requests], self._context.settings)
         made: dict[int, T] = {}
 
         async def one(index: int) -> None:
-            reading = await self._read(index, questions[index])
-            self.prompt_tokens += len(questions[index].prompt)
-            self.cached_tokens += reading.cached_tokens
-            made[index] = take(index, reading)
+            output = await self._read(index, requests[index])
+            self.prompt_tokens += len(requests[index].prompt)
+            self.cached_tokens += output.cached_tokens
+            made[index] = take(index, output)
 
         try:
-            await _each(len(questions), places(self._context, len(questions)), one)
+            await _each(len(requests), places(self._context, len(requests)), one)
         except ModelNotFound as error:
             # The engine does not know where the name stood.
             error.param = "model" if self._body.adapter is None else "adapter"
             raise
         self._context.count_tokens("prompt", self.prompt_tokens)
         self._context.count_tokens("cached", self.cached_tokens)
-        return [made[index] for index in range(len(questions))]
+        return [made[index] for index in range(len(requests))]
 
     def usage(self) -> dict[str, object]:
         """Token counts, once all is read."""
@@ -114,10 +114,10 @@ class Readings:
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
-    async def _read(self, index: int, question: Question) -> Reading:
+    async def _read(self, index: int, pooling: PoolingRequest) -> PoolingOutput:
         request = engine_pb2.GenerateRequest(
             request_id=f"{self.id}:{index}",
-            prompt_token_ids=question.prompt,
+            prompt_token_ids=pooling.prompt,
             # An engine ends a request with a token, which nobody looks at.
             sampling=engine_pb2.SamplingParams(temperature=0.0, max_tokens=1),
             adapter=self._adapter,
@@ -125,20 +125,20 @@ class Readings:
             traceparent=self._traceparent,
             cache_salt=self._salt,
             priority=self._body.priority or 0,
-            prompt_logprobs=question.alternatives,
-            prompt_logprobs_from=question.first,
-            pooling=question.pooling,
-            boundaries=question.boundaries,
+            prompt_logprobs=pooling.alternatives,
+            prompt_logprobs_from=pooling.first,
+            pooling=pooling.pooling,
+            boundaries=pooling.boundaries,
         )
-        reading = Reading()
-        async with self._context.engines.exchange([request]) as exchange:
-            async for _, update in exchange:
-                reading.add(update)
-        if question.alternatives is not None:
-            check_complete(reading.scores, len(question.prompt) - max(1, question.first))
-        if question.pooling and not reading.embedding:
+        output = PoolingOutput()
+        async with self._context.engines.request_group([request]) as group:
+            async for _, update in group:
+                output.add(update)
+        if pooling.alternatives is not None:
+            check_complete(output.prompt_logprobs, len(pooling.prompt) - max(1, pooling.first))
+        if pooling.pooling and not output.embedding:
             raise Unavailable("the engine told no vector of the prompt")
-        return reading
+        return output
 
 
 def places(context: InferenceContext, prompts: int) -> int:

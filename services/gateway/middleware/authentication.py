@@ -14,18 +14,18 @@ from services.common.errors import Forbidden, InvalidRequest, Overloaded, Temper
 from services.gateway.auth.api_keys import KeyRing
 from services.gateway.auth.audit_log import AuditLog
 from services.gateway.auth.browsers import BrowserGuard
-from services.gateway.auth.caller import EVERYBODY, INTERNAL, NOBODY, Caller, Principal, working_for
+from services.gateway.auth.caller import ON_BEHALF_OF, UNAUTHENTICATED, UNRESTRICTED, Caller, Principal, working_for
 from services.gateway.auth.route_permissions import PERMISSION, UNKNOWN, Permission, PermissionTable
 from services.gateway.core.admission import Admission
 from services.gateway.core.errors import response_of
 from services.gateway.core.metrics import GatewayMetrics
-from services.gateway.rate_limits.limiter import Grant, Quotas
+from services.gateway.rate_limits.limiter import Grant, RateLimiter
 
 TIMEOUT_HEADER = "x-request-timeout-seconds"
 _SMALL_BODY = 64 * 1024
 
 
-class Access:
+class Authentication:
     """Authenticates, checks the scope, counts against the caller's limits, refuses while the gateway is full.
 
     Sets ``request.state.principal``. A refused request gets its answer without its body being read.
@@ -45,7 +45,7 @@ class Access:
         app: ASGIApp,
         *,
         keys: KeyRing | None,
-        quotas: Quotas,
+        quotas: RateLimiter,
         audit: AuditLog,
         permissions: PermissionTable,
         metrics: GatewayMetrics,
@@ -67,25 +67,25 @@ class Access:
             return
         permission, params = self._permissions.find(scope["method"], scope["path"])
         scope[PERMISSION] = permission
-        exchange = _Exchange(send)
+        outcome = _Outcome(send)
         try:
-            await self._admit(scope, permission, exchange, receive)
+            await self._admit(scope, permission, outcome, receive)
         except Exception:
-            exchange.failed()
+            outcome.failed()
             raise
         finally:
-            if exchange.caller is not None:
-                exchange.caller.grant.release()
-                exchange.caller.deadline = None
+            if outcome.caller is not None:
+                outcome.caller.grant.release()
+                outcome.caller.deadline = None
             if permission.audited:
-                self._write_audit(scope, permission, params, exchange)
+                self._write_audit(scope, permission, params, outcome)
 
-    async def _admit(self, scope: Scope, permission: Permission, exchange: _Exchange, receive: Receive) -> None:
+    async def _admit(self, scope: Scope, permission: Permission, outcome: _Outcome, receive: Receive) -> None:
         headers = Headers(scope=scope)
         state = scope.setdefault("state", {})
-        state["principal"] = NOBODY
+        state["principal"] = UNAUTHENTICATED
         try:
-            if self._keys is None and INTERNAL not in scope:
+            if self._keys is None and ON_BEHALF_OF not in scope:
                 self._browsers.check(scope, headers)
             principal = state["principal"] = self._principal(scope, permission, headers)
             _check_scope(permission, principal, self._metrics)
@@ -93,23 +93,23 @@ class Access:
                 principal, Grant(self._quotas, principal.id, principal.limits), _deadline(permission, headers)
             )
             _check_idempotency(permission, headers)
-            exchange.caller = caller
+            outcome.caller = caller
             await caller.grant.acquire()
             _check_room(permission, self._admission)
         except TemperError as error:
-            await _refuse(scope, receive, exchange, headers, error)
+            await _refuse(scope, receive, outcome, headers, error)
             return
         with working_for(caller):
-            await self._app(scope, receive, exchange.send)
+            await self._app(scope, receive, outcome.send)
 
     def _principal(self, scope: Scope, permission: Permission, headers: Headers) -> Principal:
         if permission.public:
-            return NOBODY
-        if INTERNAL in scope:
-            owner = str(scope[INTERNAL].owner)
-            return replace(EVERYBODY, id=owner) if self._keys is None else self._keys.owner(owner)
+            return UNAUTHENTICATED
+        if ON_BEHALF_OF in scope:
+            owner = str(scope[ON_BEHALF_OF].owner)
+            return replace(UNRESTRICTED, id=owner) if self._keys is None else self._keys.owner(owner)
         if self._keys is None:
-            return EVERYBODY
+            return UNRESTRICTED
         scheme, _, credentials = headers.get("authorization", "").partition(" ")
         key = credentials.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
         if not key:
@@ -119,23 +119,21 @@ class Access:
             )
         return self._keys.authenticate(key)
 
-    def _write_audit(
-        self, scope: Scope, permission: Permission, params: Mapping[str, str], exchange: _Exchange
-    ) -> None:
+    def _write_audit(self, scope: Scope, permission: Permission, params: Mapping[str, str], outcome: _Outcome) -> None:
         state, client = scope["state"], scope.get("client")
         principal: Principal = state["principal"]
-        target = ", ".join([*params.values(), *state.get("audit_targets", ())]) or exchange.location
+        target = ", ".join([*params.values(), *state.get("audit_targets", ())]) or outcome.location
         self._audit.write(
-            principal=None if principal is NOBODY else principal.id,
+            principal=None if principal is UNAUTHENTICATED else principal.id,
             action=permission.route,
             target=target,
-            status=exchange.status,
+            status=outcome.status,
             request_id=str(state.get("request_id", "")),
             client=client[0] if client else None,
         )
 
 
-class _Exchange:
+class _Outcome:
     """What becomes of one request."""
 
     def __init__(self, send: Send) -> None:
@@ -164,7 +162,7 @@ class _Exchange:
         await self._send(message)
 
 
-async def _refuse(scope: Scope, receive: Receive, exchange: _Exchange, headers: Headers, error: TemperError) -> None:
+async def _refuse(scope: Scope, receive: Receive, outcome: _Outcome, headers: Headers, error: TemperError) -> None:
     response = response_of(error, scope["path"])
     length = headers.get("content-length", "")
     small = length.isascii() and length.isdigit() and int(length[:10]) <= _SMALL_BODY
@@ -172,7 +170,7 @@ async def _refuse(scope: Scope, receive: Receive, exchange: _Exchange, headers: 
         response.headers["connection"] = (
             "close"  # or the server would read the body to its end, to find the next request
         )
-    await response(scope, receive, exchange.send)
+    await response(scope, receive, outcome.send)
 
 
 def _check_scope(permission: Permission, principal: Principal, metrics: GatewayMetrics) -> None:
@@ -216,6 +214,6 @@ def _deadline(permission: Permission, headers: Mapping[str, str]) -> float | Non
 def _check_room(permission: Permission, admission: Admission) -> None:
     if permission.generates and admission.full:
         raise Overloaded(
-            f"{admission.taken} completions are in flight, which is the limit: try again shortly",
+            f"{admission.in_flight} completions are in flight, which is the limit: try again shortly",
             retry_after=1.0,
         )

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.telemetry import tracing
 from services.common.telemetry.tracing import NO_SPAN, NO_TRACER, Span, Tracer
-from services.gateway.auth.caller import NOBODY
+from services.gateway.auth.caller import UNAUTHENTICATED
 from services.gateway.auth.route_permissions import PERMISSION, UNKNOWN
 from services.gateway.core.errors import CLIENT_CLOSED_REQUEST, error_payload, in_anthropic_form
 from services.gateway.core.metrics import GatewayMetrics
@@ -107,7 +107,7 @@ class RequestContext:
             status=status,
             seconds=round(seconds, 4),
             client=client[0] if client else None,
-            principal=None if principal is None or principal is NOBODY else principal.id,
+            principal=None if principal is None or principal is UNAUTHENTICATED else principal.id,
         )
 
 

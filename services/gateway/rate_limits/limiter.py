@@ -10,11 +10,11 @@ from services.common.errors import InvalidRequest, RateLimited
 from services.common.settings import CommonSettings
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.rate_limits.limits import Decision, Dimension, Level, Limits
-from services.gateway.rate_limits.memory_limiter import LocalLimiter
-from services.gateway.rate_limits.redis_limiter import SharedLimiter
+from services.gateway.rate_limits.memory_limiter import MemoryLimiter
+from services.gateway.rate_limits.redis_limiter import RedisLimiter
 
 
-class Quotas:
+class RateLimiter:
     """Counts what callers do. For one asyncio loop; `start` before the first call.
 
     Every request is also counted here, so that without Redis the limits go on from what this gateway has seen.
@@ -22,8 +22,8 @@ class Quotas:
 
     def __init__(self, settings: CommonSettings, metrics: GatewayMetrics) -> None:
         self._metrics = metrics
-        self._local = LocalLimiter()
-        self._shared = SharedLimiter(settings, metrics, self._local.leases)
+        self._local = MemoryLimiter()
+        self._shared = RedisLimiter(settings, metrics, self._local.leases)
         self._replica = uuid.uuid4().hex[:12]
         self._count = 0
 
@@ -110,7 +110,7 @@ class Grant:
 
     __slots__ = ("_held", "_quotas", "_requests", "_tokens", "caller", "lease", "limits")
 
-    def __init__(self, quotas: Quotas, caller: str, limits: Limits) -> None:
+    def __init__(self, quotas: RateLimiter, caller: str, limits: Limits) -> None:
         self.caller = caller
         self.limits = limits
         self.lease = quotas.new_lease()

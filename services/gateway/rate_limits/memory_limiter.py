@@ -61,7 +61,7 @@ class _Caller:
     leases: set[str] = field(default_factory=set)
 
 
-class LocalLimiter:
+class MemoryLimiter:
     """Limiter that decides as SharedLimiter does in Redis, about the requests that this gateway has seen."""
 
     def __init__(self) -> None:

@@ -161,7 +161,7 @@ class _Call:
     reply: asyncio.Future[Any] | None = None
 
 
-class SharedLimiter:
+class RedisLimiter:
     """Limiter that runs the scripts in Redis. It answers None where Redis is away: then its caller decides.
 
     Args:

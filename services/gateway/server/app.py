@@ -38,18 +38,18 @@ from services.gateway.auth.audit_log import AuditLog
 from services.gateway.auth.browsers import BrowserGuard
 from services.gateway.auth.route_permissions import PERMISSION, Permission, PermissionTable, add_keys
 from services.gateway.core.admission import Admission, Lifecycle
-from services.gateway.core.client_disconnect import cancel
+from services.gateway.core.client_disconnect import cancel_and_wait
 from services.gateway.core.errors import install_error_handlers
 from services.gateway.core.file_store import StoreThreads
 from services.gateway.core.metrics import GatewayMetrics
-from services.gateway.engines.conversation_sessions import HistoryRouter
+from services.gateway.engines.conversation_sessions import ConversationSessionRouter
 from services.gateway.engines.pool import EnginePool
-from services.gateway.engines.training_sessions import SessionRouter
+from services.gateway.engines.training_sessions import TrainingSessionRouter
 from services.gateway.inference.context import InferenceContext
-from services.gateway.middleware.authentication import TIMEOUT_HEADER, Access
+from services.gateway.middleware.authentication import TIMEOUT_HEADER, Authentication
 from services.gateway.middleware.request_body import BodyDecoding, BodyLimit, BodyMemory
 from services.gateway.middleware.request_context import HeadRequests, RequestContext
-from services.gateway.rate_limits.limiter import Quotas
+from services.gateway.rate_limits.limiter import RateLimiter
 from services.gateway.settings import GatewaySettings
 
 log = structlog.get_logger(__name__)
@@ -117,7 +117,7 @@ def create_app(
     metrics = GatewayMetrics()
     keys = _key_ring(settings, metrics)
     audit = _audit_log(settings, metrics)
-    quotas = Quotas(settings, metrics)
+    quotas = RateLimiter(settings, metrics)
     tracer = open_tracer(settings, "gateway")
     admission = Admission(settings.max_in_flight)
     certificates = _certificates(settings, metrics)
@@ -132,7 +132,7 @@ def create_app(
         kept = keep_responses(settings)
         background = BackgroundResponses(kept, settings, lifecycle.closing)
         idempotency = Idempotency(RedisRecords(settings))
-        sessions = SessionRouter(lambda: engines.clients, settings.engine_retry_seconds)
+        sessions = TrainingSessionRouter(lambda: engines.clients, settings.engine_retry_seconds)
         queues = QueueWatch({"training": queue, "batches": batch_stores.queue}, metrics)
         provide(
             app,
@@ -142,7 +142,7 @@ def create_app(
             AdapterServices(settings, engines, registry, queue, threads),
             TrainingServices(settings, engines, queue, registry, threads, lifecycle),
             TrainingSessionServices(engines, sessions, lifecycle),
-            HistoryRouter(engines, settings.request_timeout_seconds),
+            ConversationSessionRouter(engines, settings.request_timeout_seconds),
             ResponseServices(kept, keep_documents(kept), Shelf(kept), background),
             BatchServices.of(settings, batch_stores, threads),
             HealthServices(inference, lifecycle, queue, queues, registry, threads, background),
@@ -163,7 +163,7 @@ def create_app(
             lifecycle.closing.set()
             await worker.stop()
             if following is not None:
-                await cancel(following)
+                await cancel_and_wait(following)
             await background.stop()
             await engines.stop()
             await kept.aclose()
@@ -195,7 +195,7 @@ def create_app(
     app.add_middleware(BodyLimit, limit=_body_limit(settings))
     app.add_middleware(BodyDecoding, limit=_body_limit(settings))
     app.add_middleware(
-        Access,
+        Authentication,
         keys=keys,
         quotas=quotas,
         audit=audit,

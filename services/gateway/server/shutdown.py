@@ -111,7 +111,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         inference = resource(self._app, InferenceContext)
         if inference is not None:
-            collector = QuietCollector(lambda: inference.admission.taken > 0)
+            collector = QuietCollector(lambda: inference.admission.in_flight > 0)
             self._tasks.add(asyncio.create_task(collector.run()))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - as uvicorn has it
@@ -134,7 +134,7 @@ class Server(uvicorn.Server):
             now, delay = asyncio.get_running_loop().time(), self._settings.drain_delay_seconds
             if self._signalled_at is None:
                 self._signalled_at = now
-                log.info("draining", accepting_for=delay, running=inference.admission.taken)
+                log.info("draining", accepting_for=delay, running=inference.admission.in_flight)
             self.should_exit = now - self._signalled_at >= delay
         return await super().on_tick(counter)
 

@@ -183,8 +183,8 @@ Certain = tuple[Piece, list[int], list[float]]
 
 
 @dataclass(slots=True)
-class Unsure:
-    """Text that may still be cut off, of one choice. What has been taken stays: so many tokens belong to the answer."""
+class HeldBackText:
+    """Text of one choice that may still be cut off by a stop. What was taken stays: its tokens are the answer's."""
 
     taken: int = 0
     """Tokens."""

@@ -24,7 +24,7 @@ _LONGEST_SPACE = 64
 _LONGEST_NAME = 256
 
 
-class More(Exception):
+class NeedMoreText(Exception):
     """The text so far does not decide."""
 
 
@@ -46,35 +46,35 @@ class Lookahead:
         """Where white space ends.
 
         Raises:
-            More: more of it may follow.
+            NeedMoreText: more of it may follow.
         """
         end = position
         stop = min(len(self._buffer), position + _LONGEST_SPACE)
         while end < stop and self._buffer[end] in _SPACE:
             end += 1
         if end == len(self._buffer) and end < position + _LONGEST_SPACE and not self._final:
-            raise More
+            raise NeedMoreText
         return end
 
     def _tag(self, position: int, tags: tuple[str, ...]) -> str | None:
         """Which of the tags stands there.
 
         Raises:
-            More: one of them begins there.
+            NeedMoreText: one of them begins there.
         """
         for tag in tags:
             if self._buffer.startswith(tag, position):
                 return tag
         left = len(self._buffer) - position
         if not self._final and any(left < len(tag) and tag.startswith(self._buffer[position:]) for tag in tags):
-            raise More
+            raise NeedMoreText
         return None
 
     def _named(self, position: int, tag: str) -> tuple[str, int] | None:
         """The name in a tag and the position behind it; None if it is not one.
 
         Raises:
-            More: the tag is not closed yet.
+            NeedMoreText: the tag is not closed yet.
         """
         raw = self._raw_name(position, tag)
         return (raw[0].strip(), raw[1]) if raw is not None and raw[0].strip() else None
@@ -87,5 +87,5 @@ class Lookahead:
         if stop is None:
             if len(text) > _LONGEST_NAME or self._final:
                 return None
-            raise More
+            raise NeedMoreText
         return (text[:stop], start + stop + 1) if text[stop] == ">" else None

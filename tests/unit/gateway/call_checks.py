@@ -21,7 +21,7 @@ from services.engine.constraints.grammars import GrammarLimits, compile_grammar
 from services.engine.constraints.vocabulary import Vocabulary as Tokens
 from services.engine.requests.sampling_params import Constraint, ConstraintKind
 from services.gateway.text.detokenizer import MARKUP, TextAssembler, Vocabulary
-from services.gateway.text.grammar.tool_calls import CallForm, Form, tool_grammar
+from services.gateway.text.grammar.tool_calls import CallForm, TurnForm, tool_grammar
 from services.gateway.text.output_parser import ChatParser, Delta
 from tests.unit.gateway.hostile_calls import Drawn, canonical, draw, writable
 from tests.unit.gateway.text.test_tool_corpus import joined, loads
@@ -102,7 +102,7 @@ def grammar_of(drawn: Drawn, *, repeat: bool = True) -> LLMatcher:
         CallForm(tool["function"]["name"], tool["function"]["parameters"], True, "tools[0].function.parameters")
         for tool in drawn.tools
     ]
-    lark = tool_grammar(functions, Form(forced=True, repeat=repeat), MARKUP, limit=LIMIT)
+    lark = tool_grammar(functions, TurnForm(forced=True, repeat=repeat), MARKUP, limit=LIMIT)
     constraint = Constraint(ConstraintKind.LARK, (lark,))
     return compile_grammar(TOKENS, constraint, GrammarLimits()).prototype
 

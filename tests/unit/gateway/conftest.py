@@ -192,7 +192,7 @@ def _in_first_state(shared: Running) -> Iterator[Running]:
     shared.records.kept.clear()
     shared.response_services.best_effort._away_until = 0.0
     yield shared
-    shared.wait_for(lambda: shared.inference.admission.taken == 0)
+    shared.wait_for(lambda: shared.inference.admission.in_flight == 0)
     shared.wait_for(lambda: not engine.running)
 
 

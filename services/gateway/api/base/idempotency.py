@@ -27,7 +27,7 @@ from services.common.settings import CommonSettings
 from services.common.storage.redis import call_async, connect_async
 from services.gateway.api.base.routing import resource_of
 from services.gateway.auth.caller import principal_of
-from services.gateway.core.client_disconnect import cancel
+from services.gateway.core.client_disconnect import cancel_and_wait
 
 log = structlog.get_logger(__name__)
 KEEP_SECONDS = 86400
@@ -181,7 +181,7 @@ class Idempotency:
         try:
             response = await work()
         finally:
-            await cancel(renewing)
+            await cancel_and_wait(renewing)
             if response is None or not 200 <= response.status_code < 300:
                 await _tried(self.records.abandon(name, token))
         if 200 <= response.status_code < 300:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from services.common.errors import InvalidRequest, TemperError
 from services.gateway.core.admission import Reservation
-from services.gateway.core.client_disconnect import cancel, while_connected
+from services.gateway.core.client_disconnect import cancel_and_wait, while_connected
 from services.gateway.core.errors import payload_of
 from services.gateway.core.sse import EventStream, event
 from services.gateway.inference.context import InferenceContext
@@ -222,7 +222,7 @@ class StartedEvents:
         """Ends the engines' work."""
         self._ended = True
         if self._first is not None:
-            await cancel(self._first)
+            await cancel_and_wait(self._first)
             self._first = None
         await self._chunks.aclose()
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.types import Message, Scope
 
-from services.gateway.auth.caller import INTERNAL
+from services.gateway.auth.caller import ON_BEHALF_OF
 from services.gateway.core.errors import error_payload
 
 _BUSY = frozenset({429, 503})
@@ -111,7 +111,7 @@ class Caller:
             "client": None,
             "server": None,
             "state": {"principal": caller},
-            INTERNAL: caller,
+            ON_BEHALF_OF: caller,
         }
         sent = False
         status = 0

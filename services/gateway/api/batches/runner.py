@@ -25,7 +25,7 @@ from services.gateway.api.batches.internal_client import Caller
 from services.gateway.api.batches.results import Buffer, Done, Parts, Result, ResultFile, Unrun, form_of
 from services.gateway.api.batches.stores import BatchStores
 from services.gateway.core.batch_queue import NOW, ClaimedBatch, LineError, Stage
-from services.gateway.core.client_disconnect import cancel
+from services.gateway.core.client_disconnect import cancel_and_wait
 from services.gateway.core.file_store import FileInfo, NewFile, StoreThreads
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings
@@ -209,7 +209,7 @@ class BatchRun:
                 if self._buffer.due:
                     await self.flush()
         finally:
-            await cancel(feeding)
+            await cancel_and_wait(feeding)
         if failures:
             raise failures[0]
         await self.flush()

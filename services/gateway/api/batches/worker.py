@@ -20,7 +20,7 @@ from services.gateway.api.batches.runner import BatchHost, BatchRun, End
 from services.gateway.api.batches.stores import BatchStores
 from services.gateway.core.admission import Lifecycle
 from services.gateway.core.batch_queue import ClaimedBatch
-from services.gateway.core.client_disconnect import cancel
+from services.gateway.core.client_disconnect import cancel_and_wait
 from services.gateway.core.file_store import StoreThreads
 from services.gateway.inference.context import InferenceContext
 
@@ -64,7 +64,7 @@ class BatchWorker:
 
         def has_room() -> bool:
             """Half of the places are for users alone."""
-            return 2 * inference.admission.taken < settings.max_in_flight
+            return 2 * inference.admission.in_flight < settings.max_in_flight
 
         caller = Caller(app, priority=settings.batch_priority, endpoints=endpoints, has_room=has_room)
         self._host = BatchHost(settings, inference.metrics, threads, stores, caller, self._threads)
@@ -82,7 +82,7 @@ class BatchWorker:
         """Waits until all batches are handed back. They begin to be when the gateway's `stopping` is set."""
         if self._tasks:
             claiming, tidying = self._tasks
-            await cancel(tidying)
+            await cancel_and_wait(tidying)
             await claiming
         await asyncio.get_running_loop().run_in_executor(self._threads, self._consumer.close)
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -158,11 +158,11 @@ class BatchWorker:
                 return await self._ended(claimed, run, work)
             if beating.done():
                 beating.result()  # raises JobLost: another gateway has the batch
-            await cancel(work)
+            await cancel_and_wait(work)
             return await self._hand_back(claimed, run)
         finally:
             for task in (work, beating, stopping):
-                await cancel(task)
+                await cancel_and_wait(task)
 
     async def _ended(self, claimed: ClaimedBatch, run: BatchRun, work: asyncio.Future[End]) -> str:
         try:

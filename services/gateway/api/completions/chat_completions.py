@@ -189,7 +189,7 @@ class _ChunkWriter:
         if self._body.include_usage:
             chunk["usage"] = self._counts() if counts is None and self._body.usage_in_chunks else counts
         if first and self._body.return_token_ids:
-            chunk["prompt_token_ids"] = self._generation.jobs[0].prompt
+            chunk["prompt_token_ids"] = self._generation.specs[0].prompt
         return chunk | _echoes(self._body) if first else chunk
 
 
@@ -299,11 +299,11 @@ async def _whole(generation: Generation, body: ChatRequest, messages: Sequence[_
         "usage": usage(generation.choices, choices_per_prompt=generation.choices_per_prompt),
     }
     if body.return_token_ids:
-        whole["prompt_token_ids"] = generation.jobs[0].prompt
+        whole["prompt_token_ids"] = generation.specs[0].prompt
     whole |= _echoes(body)
     if body.prompt_logprobs is not None:
         scores = generation.prompt_scores(generation.choices[0])
-        prompt, vocabulary = generation.jobs[0].prompt, generation.served.vocabulary
+        prompt, vocabulary = generation.specs[0].prompt, generation.served.vocabulary
         # Of a long prompt that takes a while.
         whole["prompt_logprobs"] = await asyncio.to_thread(by_token, vocabulary, prompt, scores, body.prompt_logprobs)
     return whole

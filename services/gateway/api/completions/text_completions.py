@@ -18,7 +18,7 @@ from services.gateway.core.sse import DONE, ChunkTemplate, event
 from services.gateway.inference.choice import Choice, Step, usage
 from services.gateway.inference.constraints import check_constraint, constraint_of
 from services.gateway.inference.context import InferenceContext
-from services.gateway.inference.generation import Generation, Job, reserve, traceparent_of
+from services.gateway.inference.generation import Generation, PromptSpec, reserve, traceparent_of
 from services.gateway.inference.logprobs import NO_ECHO, Echo, by_token, check_size, echo, joined, text_logprobs
 from services.gateway.inference.prompts import text_prompts, token_budget
 from services.gateway.protocol.completions import CompletionRequest, CompletionResponse
@@ -49,8 +49,8 @@ async def _prepare(
     prompts = await text_prompts(served, body, context.settings)
     constraint = None if body.wanted is None else constraint_of(body.wanted)
     default = 16  # OpenAI's, for this route
-    jobs = [
-        Job(
+    specs = [
+        PromptSpec(
             prompt,
             token_budget(
                 len(prompt), body.max_tokens, default=default, context=served.info.max_model_len, field="prompt"
@@ -73,7 +73,7 @@ async def _prepare(
         context,
         served,
         body,
-        jobs,
+        specs,
         prefix="cmpl",
         top_logprobs=body.logprobs,
         chat=False,
@@ -95,7 +95,7 @@ class _Writer:
 
     def prompt_of(self, choice: Choice) -> list[int]:
         """Tokens of a choice's prompt."""
-        return self._generation.jobs[choice.index // self._generation.choices_per_prompt].prompt
+        return self._generation.specs[choice.index // self._generation.choices_per_prompt].prompt
 
     def echo(self, choice: Choice) -> Echo:
         """What stands before the text."""
@@ -153,8 +153,8 @@ class _Writer:
             "adapter": adapter,
             "choices": choices,
         }
-        if with_prompt and self._body.return_token_ids and len(self._generation.jobs) == 1:
-            whole["prompt_token_ids"] = self._generation.jobs[0].prompt
+        if with_prompt and self._body.return_token_ids and len(self._generation.specs) == 1:
+            whole["prompt_token_ids"] = self._generation.specs[0].prompt
         return whole
 
     def event(self, step: Step) -> bytes:

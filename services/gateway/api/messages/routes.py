@@ -273,7 +273,7 @@ class _Told:
 
     def stop(self, generation: Generation, step: Step) -> dict[str, str | None]:
         """Why the last step is the last."""
-        clipped = generation.jobs[0].max_tokens < self.source.max_tokens
+        clipped = generation.specs[0].max_tokens < self.source.max_tokens
         return stop_of(step.choice, step.finish_reason or "stop", clipped=clipped)
 
 

@@ -22,7 +22,7 @@ from services.gateway.api.responses.store import Place, ResponseStore, Shelf
 from services.gateway.api.responses.streaming import EventEncoder, ResponseWriter
 from services.gateway.api.responses.to_chat import ChatFields
 from services.gateway.core.admission import Admission, Reservation
-from services.gateway.core.client_disconnect import cancel
+from services.gateway.core.client_disconnect import cancel_and_wait
 from services.gateway.inference.generation import Generation
 from services.gateway.protocol.chat_request import ChatRequest
 from services.gateway.protocol.responses.request import ResponseRequest
@@ -98,10 +98,10 @@ class BackgroundResponses:
         limit = self._settings.max_background_responses
         if limit == 0:
             raise InvalidRequest("there are no background responses here: leave background out", param="background")
-        if self._places.taken >= limit:
+        if self._places.in_flight >= limit:
             raise Overloaded(
-                f"this gateway runs {self._places.taken} background responses and the limit is {limit}: try again when "
-                "some have ended, or leave background out",
+                f"this gateway runs {self._places.in_flight} background responses and the limit is {limit}: try again "
+                "when some have ended, or leave background out",
                 retry_after=5.0,
             )
         return self._places.reserve(1)
@@ -126,7 +126,7 @@ class BackgroundResponses:
             await self._draining
             await self._wait(_STOP_SECONDS)
         if self._beating is not None:
-            await cancel(self._beating)
+            await cancel_and_wait(self._beating)
 
     async def _drain(self) -> None:
         # From the signal on, not only when the last connection is closed: both have the same time.
@@ -138,7 +138,7 @@ class BackgroundResponses:
                 task.cancel()
         await self._wait(_STOP_SECONDS)
         for _, task in list(self._tasks.values()):
-            await cancel(task)
+            await cancel_and_wait(task)
 
     async def _wait(self, seconds: float) -> None:
         if self._tasks:

@@ -277,7 +277,7 @@ class ResponseWriter:
         self._top = body.top_logprobs or 0
         self._logprobs: MessageLogprobs | None = None
         if body.logprobs:
-            self._logprobs = MessageLogprobs(self._vocabulary, thinking=generation.jobs[0].thinking)
+            self._logprobs = MessageLogprobs(self._vocabulary, thinking=generation.specs[0].thinking)
         self._open: Text | Call | None = None
         self._sequence = 0
         self._finish_reason: str | None = None

@@ -18,7 +18,7 @@ from services.gateway.api.training.rollouts import resolve_rollouts
 from services.gateway.api.training.validation import Training, TrainingServices, check_references, check_training_job
 from services.gateway.auth.caller import check_attach, may_attach, owner, sees
 from services.gateway.auth.route_permissions import TRAIN, TRAIN_OR_ADMIN, Permission
-from services.gateway.core.client_disconnect import cancel
+from services.gateway.core.client_disconnect import cancel_and_wait
 from services.gateway.core.errors import payload_of
 from services.gateway.core.sse import EventStream, event
 
@@ -156,7 +156,7 @@ async def _follow(training: TrainingServices, events: AsyncIterator[JobEvent]) -
     finally:
         stopping.cancel()
         if upcoming is not None:
-            await cancel(upcoming)
+            await cancel_and_wait(upcoming)
         if isinstance(events, AsyncGenerator):
             await events.aclose()
 

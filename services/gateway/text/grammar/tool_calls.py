@@ -61,7 +61,7 @@ class CallForm:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class TurnForm:
     """What may stand around the calls.
 
     Args:
@@ -77,7 +77,7 @@ class Form:
     param: str = "response_format"
 
 
-def tool_grammar(functions: Sequence[CallForm], form: Form, tokens: Collection[str], *, limit: int) -> str:
+def tool_grammar(functions: Sequence[CallForm], form: TurnForm, tokens: Collection[str], *, limit: int) -> str:
     """A grammar of an assistant's turn.
 
     Args:
@@ -94,7 +94,7 @@ def tool_grammar(functions: Sequence[CallForm], form: Form, tokens: Collection[s
 
 
 class _Writer:
-    def __init__(self, functions: Sequence[CallForm], form: Form, tokens: Collection[str], limit: int) -> None:
+    def __init__(self, functions: Sequence[CallForm], form: TurnForm, tokens: Collection[str], limit: int) -> None:
         self._rules: list[str] = []
         self._limit = self._left = limit
         self._tokens = tokens
@@ -135,7 +135,7 @@ class _Writer:
     def _tag(self, tag: str) -> str:
         return " | ".join([tag, literal(tag)] if tag in self._tokens else [literal(tag)])
 
-    def _answer(self, form: Form) -> list[str]:
+    def _answer(self, form: TurnForm) -> list[str]:
         call = "call: open body close"
         calls = f"calls: call{' (SEPARATOR call)*' if form.repeat else ''}"
         separator = f"SEPARATOR: {literal(chr(10))}"

@@ -19,11 +19,11 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.gateway.text.lookahead import Lookahead, More
+from services.gateway.text.lookahead import Lookahead, NeedMoreText
 from services.gateway.text.stops import Stops
 from services.gateway.text.tool_calls.json_calls import JsonScan, json_call
 from services.gateway.text.tool_calls.parameter_types import UNKNOWN, Parameter, Signature
-from services.gateway.text.tool_calls.values import Nesting, Place, StoppedInValue, ValueWriter, check_json, escape
+from services.gateway.text.tool_calls.values import Nesting, StoppedInValue, ValueEnd, ValueWriter, check_json, escape
 from services.gateway.text.tool_calls.values import encode_value as encode_value
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -142,7 +142,7 @@ class ToolCallParser(Lookahead):
         try:
             while self.state is CallState.READING:
                 self._step()
-        except More:
+        except NeedMoreText:
             pass
         except StoppedInValue as stop:
             self._arguments.append(stop.written)
@@ -171,7 +171,7 @@ class ToolCallParser(Lookahead):
         self.state, self._buffer = CallState.COMPLETE, ""
         return [ToolDelta(self._index, value)] if value else []
 
-    # -- one transition each; they raise More when the text does not decide
+    # -- one transition each; they raise NeedMoreText when the text does not decide
 
     def _step(self) -> None:
         match self._at:
@@ -204,7 +204,7 @@ class ToolCallParser(Lookahead):
             if self._scan.broken or self._final:
                 self._give_up()
                 return
-            raise More
+            raise NeedMoreText
         call = json_call(self._buffer[:end], self._functions)
         if call is None:
             self._give_up()
@@ -262,7 +262,7 @@ class ToolCallParser(Lookahead):
             self._looked = position
             try:
                 length = self._end_of_value(position)
-            except More:
+            except NeedMoreText:
                 break
             if length is not None:
                 self._end_value(position, length)
@@ -271,7 +271,7 @@ class ToolCallParser(Lookahead):
         self._looked = end = len(self._buffer) if position < 0 else position
         self._write(self._before(end))
         if not self._final:
-            raise More
+            raise NeedMoreText
         self._looked, self._buffer = 0, "".join([*self._held, self._buffer])
         if (place := self._nesting.place) is not None:
             self.doubts += 1
@@ -307,7 +307,7 @@ class ToolCallParser(Lookahead):
         """Length of the markup to skip, if the value ends at ``position``; None if it goes on.
 
         Raises:
-            More: what follows does not decide yet; nothing has changed.
+            NeedMoreText: what follows does not decide yet; nothing has changed.
         """
         tag = self._tag(position, (END_PARAMETER, END_FUNCTION, CLOSE, PARAMETER))
         if tag is None:
@@ -325,13 +325,13 @@ class ToolCallParser(Lookahead):
             certain = self._before(position)
             self._write(certain)
             position -= certain
-            nesting.doubt, self._held_length = Place(position, length), 0
+            nesting.doubt, self._held_length = ValueEnd(position, length), 0
         at = self._held_length + position
-        forgotten = None if length is None else Place(at, length)
+        forgotten = None if length is None else ValueEnd(at, length)
         if own and tag == PARAMETER:
             nesting.open(forgotten)
         elif own:
-            nesting.close(Place(at, len(tag)) if told else None, forgotten)
+            nesting.close(ValueEnd(at, len(tag)) if told else None, forgotten)
         return None
 
     def _on_its_own_line(self, position: int, tag: str) -> bool:

@@ -18,7 +18,7 @@ from services.gateway.text.tool_calls.parameter_types import Parameter, Types, k
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ValueEnd:
     """Where a value may have ended.
 
     Args:
@@ -36,25 +36,25 @@ class Nesting:
 
     depth: int = 0
     """Parameters of the value itself that are open."""
-    doubt: Place | None = None
+    doubt: ValueEnd | None = None
     """First place where the value ended if a model has forgotten something."""
-    _forgotten: Place | None = None
+    _forgotten: ValueEnd | None = None
     """First place outside of all nested parameters where something was forgotten."""
-    _ends: dict[int, Place] = field(default_factory=dict)
+    _ends: dict[int, ValueEnd] = field(default_factory=dict)
     """First place that looks like the end in all but the count, by the depth behind it."""
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> ValueEnd | None:
         """Where the value ended, all text having been read."""
         found = [*self._ends.values(), *([] if self._forgotten is None else [self._forgotten])]
         return min(found, key=lambda place: place.position, default=self.doubt)
 
-    def open(self, forgotten: Place | None) -> None:
+    def open(self, forgotten: ValueEnd | None) -> None:
         """A line opens a parameter; ``forgotten``: the value ended before it, without a tag."""
         self._remember(forgotten)
         self.depth += 1
 
-    def close(self, end: Place | None, forgotten: Place | None) -> None:
+    def close(self, end: ValueEnd | None, forgotten: ValueEnd | None) -> None:
         """A line closes a parameter.
 
         Args:
@@ -73,7 +73,7 @@ class Nesting:
         elif not depth:
             self._forgotten = None
 
-    def _remember(self, forgotten: Place | None) -> None:
+    def _remember(self, forgotten: ValueEnd | None) -> None:
         if not self.depth:
             self._forgotten = self._forgotten or forgotten
 

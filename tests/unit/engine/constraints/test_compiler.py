@@ -11,7 +11,7 @@ from services.engine.constraints.grammars import GrammarLimits
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.vocabulary import tokens_of
 from services.engine.requests.sampling_params import Constraint, SamplingParams
-from services.gateway.text.grammar.tool_calls import CallForm, Form, tool_grammar
+from services.gateway.text.grammar.tool_calls import CallForm, TurnForm, tool_grammar
 from tests.unit.engine.constraints.compiling import BLOW_UPS, CONTROL, _bounded, takes
 from tests.unit.engine.constraints.support import (
     SIZE,
@@ -224,7 +224,7 @@ def test_the_grammars_of_tool_calls(forced: bool) -> None:
     }  # fmt: skip
     function = CallForm("weather", parameters, True, "tools[0].function.parameters")
     document = None if forced else {"type": "array", "items": {"const": "a"}, "maxItems": 2}
-    source = tool_grammar([function], Form(forced, False, document), ["<tool_call>", "</tool_call>"], limit=65536)
+    source = tool_grammar([function], TurnForm(forced, False, document), ["<tool_call>", "</tool_call>"], limit=65536)
     wanted = constraint("lark", source, param="tools")
     texts = set()
     for seed in range(6):

@@ -95,13 +95,13 @@ def test_many_texts_with_few_places(start: Starter) -> None:
         with pytest.raises(httpx.ReadTimeout):
             http.post("/v1/embeddings", json=body, timeout=0.5)
         # Only those that had a place ever ran; all are given up together.
-        running.wait_for(lambda: not running.engine.running and running.inference.admission.taken == 0)
+        running.wait_for(lambda: not running.engine.running and running.inference.admission.in_flight == 0)
         assert len(running.engine.requests) == 23
         running.engine.behaviour = reads()
         held = running.inference.admission.reserve(2)
         assert http.post("/v1/embeddings", json=body).status_code == 503
         held.release()
-    running.wait_for(lambda: running.inference.admission.taken == 0)
+    running.wait_for(lambda: running.inference.admission.in_flight == 0)
 
 
 def test_one_failure_ends_all(running: Running, http: httpx.Client) -> None:

@@ -15,7 +15,7 @@ from prometheus_client import generate_latest
 from starlette.types import Message
 
 from services.common.security.api_keys import Scope, digest, new_key
-from services.gateway.auth.caller import INTERNAL
+from services.gateway.auth.caller import ON_BEHALF_OF
 from tests.unit.gateway.conftest import Running
 from tests.unit.gateway.fake_engine import hangs, says
 from tests.unit.gateway.key_file import CHAT, Keys
@@ -151,7 +151,7 @@ def test_what_the_gateway_asks_itself_for_somebody(guarded: Running, keys: Keys)
 
         scope = {"type": "http", "method": "GET", "path": path, "headers": [], "query_string": b"", "state": {}}
         scope |= {"client": None, "server": None, "scheme": "http", "http_version": "1.1", "root_path": ""}
-        await guarded.app({**scope, INTERNAL: SimpleNamespace(owner=owner)}, receive, send)
+        await guarded.app({**scope, ON_BEHALF_OF: SimpleNamespace(owner=owner)}, receive, send)
         return status[0]
 
     keys.add("batch", Scope.INFERENCE)

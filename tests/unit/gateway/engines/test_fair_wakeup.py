@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from services.common.pb import engine_pb2
-from services.gateway.engines.update_queue import Inbox, Turns
+from services.gateway.engines.update_queue import FairWaker, UpdateQueue
 
 COUNT = 50
 
@@ -14,9 +14,9 @@ def update() -> engine_pb2.Update:
     return engine_pb2.Update(request_id="r", token_ids=[1])
 
 
-async def waiting(turns: Turns, order: list[int], number: int) -> tuple[Inbox, asyncio.Task[None]]:
+async def waiting(turns: FairWaker, order: list[int], number: int) -> tuple[UpdateQueue, asyncio.Task[None]]:
     """A reader that has had its first update and waits for the next."""
-    inbox = Inbox(turns)
+    inbox = UpdateQueue(turns)
     inbox.put(0, update())
 
     async def read() -> None:
@@ -30,7 +30,7 @@ async def waiting(turns: Turns, order: list[int], number: int) -> tuple[Inbox, a
 
 
 async def test_the_loop_goes_round_between_a_few_readers() -> None:
-    turns, order = Turns(at_once=3), list[int]()
+    turns, order = FairWaker(at_once=3), list[int]()
     readers = [await waiting(turns, order, number) for number in range(COUNT)]
     for inbox, _ in readers:
         inbox.put(0, update())
@@ -44,9 +44,9 @@ async def test_the_loop_goes_round_between_a_few_readers() -> None:
 
 
 async def test_who_has_had_nothing_goes_ahead() -> None:
-    turns, order = Turns(at_once=1), list[int]()
+    turns, order = FairWaker(at_once=1), list[int]()
     readers = [await waiting(turns, order, number) for number in range(COUNT)]
-    new = Inbox(turns)
+    new = UpdateQueue(turns)
     first = asyncio.create_task(new.get())
     await asyncio.sleep(0)
     for inbox, _ in readers:
@@ -57,7 +57,7 @@ async def test_who_has_had_nothing_goes_ahead() -> None:
 
 
 async def test_a_reader_that_leaves_holds_nobody_up() -> None:
-    turns, order = Turns(at_once=1), list[int]()
+    turns, order = FairWaker(at_once=1), list[int]()
     readers = [await waiting(turns, order, number) for number in range(3)]
     for inbox, _ in readers:
         inbox.put(0, update())

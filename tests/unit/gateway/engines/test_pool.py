@@ -48,8 +48,8 @@ def request(tokens: list[int] | None = None) -> engine_pb2.GenerateRequest:
 async def run(pool: EnginePool, sent: engine_pb2.GenerateRequest, affinity: Affinity | None = None) -> list[int]:
     """The tokens of a request."""
     tokens: list[int] = []
-    async with pool.exchange([sent], affinity) as exchange:
-        async for _, update in exchange:
+    async with pool.request_group([sent], affinity) as group:
+        async for _, update in group:
             tokens += update.token_ids
     return tokens
 

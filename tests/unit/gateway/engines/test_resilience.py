@@ -51,7 +51,7 @@ def test_many_clients_leave(running: Running) -> None:
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(leave, range(48)))
-    running.wait_for(lambda: not running.engine.running and running.inference.admission.taken == 0)
+    running.wait_for(lambda: not running.engine.running and running.inference.admission.in_flight == 0)
 
 
 def test_admission_is_bounded(start: Starter) -> None:
@@ -59,13 +59,13 @@ def test_admission_is_bounded(start: Starter) -> None:
     with httpx.Client(base_url=running.url, timeout=10) as http:
         waiting = threading.Thread(target=lambda: _quietly(running, {"n": 3}))
         waiting.start()
-        running.wait_for(lambda: running.inference.admission.taken == 3)
+        running.wait_for(lambda: running.inference.admission.in_flight == 3)
         answer = http.post(ROUTE, json=CHAT | {"n": 2})
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "overloaded"
         assert int(answer.headers["retry-after"]) >= 1
         waiting.join()
-        running.wait_for(lambda: running.inference.admission.taken == 0)
+        running.wait_for(lambda: running.inference.admission.in_flight == 0)
 
 
 def _quietly(running: Running, change: dict[str, object]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from services.common.pb import engine_pb2
 from services.gateway.core.sse import ChunkTemplate, event
-from services.gateway.engines.update_queue import EngineLost, Inbox, Turns
+from services.gateway.engines.update_queue import FairWaker, StreamBroken, UpdateQueue
 
 
 def update(token: int, **fields: object) -> engine_pb2.Update:
@@ -16,7 +16,7 @@ def update(token: int, **fields: object) -> engine_pb2.Update:
 
 
 async def test_updates_of_a_request_are_joined_while_they_wait() -> None:
-    inbox = Inbox(Turns())
+    inbox = UpdateQueue(FairWaker())
     inbox.put(0, update(1, adapter="a@1", cached_tokens=3))
     inbox.put(1, update(7))
     inbox.put(0, update(2))
@@ -39,22 +39,22 @@ async def test_updates_of_a_request_are_joined_while_they_wait() -> None:
 
 
 async def test_errors_and_losses_stay_behind_what_came_before() -> None:
-    inbox = Inbox(Turns())
+    inbox = UpdateQueue(FairWaker())
     inbox.put(0, update(1))
     failed = engine_pb2.Update(request_id="r", error=engine_pb2.Error(message="no"))
     inbox.put(0, failed)
     inbox.put(1, update(2))
-    inbox.put(1, EngineLost("gone"))
+    inbox.put(1, StreamBroken("gone"))
     assert [await inbox.get() for _ in range(4)] == [
         (0, update(1)),
         (0, failed),
         (1, update(2)),
-        (1, EngineLost("gone")),
+        (1, StreamBroken("gone")),
     ]
 
 
 async def test_a_reader_waits_until_something_comes_or_the_time_is_up() -> None:
-    inbox = Inbox(Turns())
+    inbox = UpdateQueue(FairWaker())
     reading = asyncio.create_task(inbox.get())
     await asyncio.sleep(0)
     inbox.put(0, update(1))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from services.common.security.api_keys import MAX_PER_MINUTE
 from services.gateway.rate_limits.limiter import _duration
 from services.gateway.rate_limits.limits import Limits
-from services.gateway.rate_limits.memory_limiter import MINUTE, Bucket, LocalLimiter
+from services.gateway.rate_limits.memory_limiter import MINUTE, Bucket, MemoryLimiter
 
 LIMITS = st.one_of(st.integers(1, 20), st.integers(1, MAX_PER_MINUTE))
 PAUSES = st.one_of(st.integers(0, 3), st.integers(0, 3 * MINUTE))
@@ -83,7 +83,7 @@ def test_a_clock_that_goes_back_leaks_nothing() -> None:
 
 
 def test_three_limits_of_one_caller() -> None:
-    limiter, limits = LocalLimiter(), Limits(requests_per_minute=3, tokens_per_minute=100, concurrent_requests=2)
+    limiter, limits = MemoryLimiter(), Limits(requests_per_minute=3, tokens_per_minute=100, concurrent_requests=2)
     assert limiter.acquire("a", limits, "1", 0).by is None
     assert limiter.acquire("a", limits, "2", 0).by is None
     busy = limiter.acquire("a", limits, "3", 0)

@@ -20,7 +20,7 @@ from services.engine.constraints.grammars import GrammarLimits, compile_grammar
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.vocabulary import Vocabulary
 from services.gateway.text.detokenizer import MARKUP
-from services.gateway.text.grammar.tool_calls import CallForm, Form, tool_grammar
+from services.gateway.text.grammar.tool_calls import CallForm, TurnForm, tool_grammar
 from services.gateway.text.output_parser import ChatParser, TextDelta
 from services.gateway.text.tool_calls.parser import CLOSE, OPEN
 from tests.unit.engine.constraints.support import constraint
@@ -30,11 +30,11 @@ CODEC = TextCodec.from_directory(Path("models/tiny"))
 TOKENIZER = LLTokenizer(CODEC.files["tokenizer.json"].decode(), eos_token=CODEC.eos_ids[0])
 VOCABULARY = Vocabulary(CODEC, TOKENIZER.vocab_size, threads=1)
 LIMIT = 262144
-FORCED = Form(forced=True, repeat=False)
-FREE = Form(forced=False, repeat=True)
+FORCED = TurnForm(forced=True, repeat=False)
+FREE = TurnForm(forced=False, repeat=True)
 
 
-def compiled(schema: Any, form: Form = FORCED, *, enforced: bool = True) -> LLMatcher:
+def compiled(schema: Any, form: TurnForm = FORCED, *, enforced: bool = True) -> LLMatcher:
     functions = [CallForm("f", schema, enforced, "tools[0]"), CallForm("now", None, True, "tools[1]")]
     text = tool_grammar(functions, form, MARKUP, limit=LIMIT)
     return compile_grammar(VOCABULARY, constraint("lark", text, param="tools"), GrammarLimits()).prototype.deep_copy()
@@ -239,15 +239,15 @@ def test_free_text_until_a_call() -> None:
 def test_forms() -> None:
     schema, call = schema_of({"i": {"type": "integer"}}), written(i="3")
     now = f"{OPEN}\n<function=now>\n</function>\n{CLOSE}"
-    many = compiled(schema, Form(forced=True, repeat=True))
+    many = compiled(schema, TurnForm(forced=True, repeat=True))
     assert accepts(many, f"{call}\n{now}\n{call}")
     assert not accepts(many, "")
     assert not accepts(many, f"text {call}")
     assert not accepts(compiled(schema), f"{call}\n{now}")
-    one = compiled(schema, Form(forced=False, repeat=False))
+    one = compiled(schema, TurnForm(forced=False, repeat=False))
     assert accepts(one, f"text {call}")
     assert not accepts(one, f"{call}\n{call}")
-    document = compiled(schema, Form(forced=False, repeat=True, document={"type": "object"}))
+    document = compiled(schema, TurnForm(forced=False, repeat=True, document={"type": "object"}))
     assert accepts(document, '{"a": 1}')
     assert accepts(document, f"{call}\n{call}")
     assert not accepts(document, "text")

@@ -120,8 +120,8 @@ def test_clients_that_leave_while_they_wait_for_an_engine(start: Starter, stream
     with send(running, CHAT | {"stream": stream, "n": 2}):
         running.wait_for(lambda: bool(running.inference.engines._waiters))
         time.sleep(0.3)  # a stream has begun by then
-        assert running.inference.admission.taken == 2
-    running.wait_for(lambda: running.inference.admission.taken == 0, seconds=2)
+        assert running.inference.admission.in_flight == 2
+    running.wait_for(lambda: running.inference.admission.in_flight == 0, seconds=2)
     running.wait_for(lambda: not running.inference.engines._waiters, seconds=2)
     running.run(running.engine.start(running.engine.port))
     running.wait_for(lambda: running.inference.engines.ready)
@@ -134,7 +134,7 @@ def test_a_client_that_leaves_a_stream_that_waits(start: Starter) -> None:
         read_until(connection, b": keep-alive\n\n")
         assert len(running.engine.running) == 3
     running.wait_for(lambda: len(running.engine.aborts) == 3, seconds=2)
-    running.wait_for(lambda: running.inference.admission.taken == 0, seconds=2)
+    running.wait_for(lambda: running.inference.admission.in_flight == 0, seconds=2)
 
 
 def test_a_client_that_leaves_while_its_prompt_is_tokenized(start: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,8 +150,8 @@ def test_a_client_that_leaves_while_its_prompt_is_tokenized(start: Starter, monk
     monkeypatch.setattr(codec, "encode_chat", encode)
     with send(running, CHAT):
         running.wait_for(lambda: bool(slow))
-        assert running.inference.admission.taken == 1
-    running.wait_for(lambda: running.inference.admission.taken == 0, seconds=0.4)
+        assert running.inference.admission.in_flight == 1
+    running.wait_for(lambda: running.inference.admission.in_flight == 0, seconds=0.4)
     time.sleep(0.6)
     assert not running.engine.requests
 
@@ -165,7 +165,7 @@ def test_a_client_that_reads_nothing_is_cut_off(start: Starter) -> None:
     with send(running, LONG, receive_buffer=4096) as connection:
         running.wait_for(lambda: bool(engine.aborts), seconds=10)
         assert len(engine.aborts) == 1
-        running.wait_for(lambda: running.inference.admission.taken == 0, seconds=2)
+        running.wait_for(lambda: running.inference.admission.in_flight == 0, seconds=2)
         # What the kernel had taken is still there, and then nothing: the connection was cut, not ended.
         rest = b""
         while part := connection.recv(65536):
@@ -183,7 +183,7 @@ def test_a_client_that_reads_slowly_is_not_cut_off(start: Starter) -> None:
             assert connection.recv(4096)
             time.sleep(0.02)
         assert not engine.aborts
-        assert running.inference.admission.taken == 1
+        assert running.inference.admission.in_flight == 1
 
 
 def test_a_stream_has_an_end_even_if_it_is_read_ever_so_slowly(start: Starter) -> None:
@@ -191,7 +191,7 @@ def test_a_stream_has_an_end_even_if_it_is_read_ever_so_slowly(start: Starter) -
     running = start(engine, request_timeout_seconds=0.5, write_timeout_seconds=0.6, send_buffer=16384)
     with send(running, LONG, receive_buffer=4096) as connection:
         until = time.monotonic() + 4.0
-        while running.inference.admission.taken or time.monotonic() < until - 3.9:
+        while running.inference.admission.in_flight or time.monotonic() < until - 3.9:
             assert time.monotonic() < until, "its place is given back"
             connection.recv(1024)
             time.sleep(0.02)

@@ -24,4 +24,4 @@ def batches(_gateway: Batches) -> Iterator[Batches]:
     _gateway.running.engine.behaviour = says("Hello")
     _gateway.running.engine.requests.clear()
     yield _gateway
-    _gateway.running.wait_for(lambda: _gateway.running.inference.admission.taken == 0)
+    _gateway.running.wait_for(lambda: _gateway.running.inference.admission.in_flight == 0)

@@ -67,7 +67,7 @@ def messages(_gateway: Messages) -> Iterator[Messages]:
     _gateway.running.engine.behaviour = says("Hello")
     _gateway.running.engine.requests.clear()
     yield _gateway
-    _gateway.running.wait_for(lambda: _gateway.running.inference.admission.taken == 0)
+    _gateway.running.wait_for(lambda: _gateway.running.inference.admission.in_flight == 0)
 
 
 def counts(batch: MessageBatch) -> tuple[int, int, int, int, int]:

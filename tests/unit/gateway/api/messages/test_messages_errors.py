@@ -187,7 +187,7 @@ def test_body_limit_and_admission(start: Starter) -> None:
         running.engine.behaviour = hangs
         with pytest.raises(httpx.ReadTimeout):
             http.post(ROUTE, json=BODY, timeout=0.2)
-        running.wait_for(lambda: bool(running.engine.aborts) and running.inference.admission.taken == 0)
+        running.wait_for(lambda: bool(running.engine.aborts) and running.inference.admission.in_flight == 0)
         place = running.inference.admission.reserve(1)
         for route in (ROUTE, f"{ROUTE}/count_tokens"):
             body = BODY if route == ROUTE else {"model": MODEL, "messages": USER}

@@ -47,7 +47,7 @@ def test_life(start: Starter) -> None:
         assert done["output"][0]["content"][0]["text"] == "slowly"
         assert (done["adapter"], done["usage"]["output_tokens"]) == ("bot@2", 7)
         assert http.post(f"{ROUTE}/{response_id}/cancel").json() == done, "what has ended stays as it is"
-        assert running.inference.admission.taken == running.response_services.background.running == 0
+        assert running.inference.admission.in_flight == running.response_services.background.running == 0
         answer = http.post(ROUTE, json={"model": MODEL, "input": "and?", "previous_response_id": response_id})
         assert answer.status_code == 200
 
@@ -116,7 +116,7 @@ def test_number_is_bounded(start: Starter) -> None:
         full = http.post(ROUTE, json=ASK)
         assert (full.status_code, full.json()["error"]["code"]) == (503, "overloaded")
         assert "retry-after" in full.headers
-        assert running.inference.admission.taken == 2, "what was refused holds nothing"
+        assert running.inference.admission.in_flight == 2, "what was refused holds nothing"
         http.post(f"{ROUTE}/{first}/cancel")
         running.wait_for(lambda: running.response_services.background.running == 1)
         begin(http)
@@ -174,7 +174,7 @@ def test_redis_away_at_the_end(start: Starter) -> None:
         response_id = begin(http)
         running.responses.down = True
         released.set()
-        running.wait_for(lambda: running.inference.admission.taken == 0)
+        running.wait_for(lambda: running.inference.admission.in_flight == 0)
         assert running.response_services.background.running == 1, "its answer is not stored yet"
         running.responses.down = False
         await_status(running, http, response_id, "completed")
