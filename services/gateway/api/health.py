@@ -32,23 +32,23 @@ from services.gateway.inference.context import InferenceContext
 
 _FRESH_SECONDS = 5.0
 _PATIENCE_SECONDS = 1.0
-"""A scrape must not wait longer for a frozen Redis."""
+"""Longest time that a scrape waits for a frozen Redis."""
 
 
 class Queue(Protocol):
-    """What is asked of a queue."""
+    """Queue whose depth the gauges show."""
 
     async def depth(self) -> QueueDepth:
-        """Raises Unavailable."""
+        """Depth of the queue. Raises Unavailable."""
         ...
 
 
 class QueueWatch:
-    """Keeps the gauges of the queues. On the event loop.
+    """Sets the gauges of the queues. Used on the event loop only.
 
     Args:
         queues: by the name that the gauges have for them.
-        metrics: where the gauges are.
+        metrics: has the gauges.
     """
 
     def __init__(self, queues: Mapping[str, Queue], metrics: GatewayMetrics) -> None:
@@ -58,7 +58,8 @@ class QueueWatch:
         self._due = 0.0
 
     async def refresh(self) -> None:
-        """Asks again if the answer is old. While Redis is away there are no gauges of queues, rather than old ones."""
+        """Asks the queues again if their last answer is old. While Redis is away there are no gauges of queues, rather
+        than old ones."""
         async with self._lock:
             if time.monotonic() < self._due:
                 return
@@ -84,14 +85,14 @@ class QueueWatch:
 
 @dataclass(frozen=True, slots=True)
 class HealthServices:
-    """Everything whose state probes and scrapes ask for."""
+    """Services whose state probes and scrapes ask for."""
 
     inference: InferenceContext
     lifecycle: Lifecycle
     queue: JobQueue
     queues: QueueWatch
     registry: AdapterRegistry
-    """Blocking, so only called in ``threads``."""
+    """Registry of adapters. It blocks, so it is only called in ``threads``."""
     threads: StoreThreads
     background: BackgroundResponses
 
@@ -100,8 +101,8 @@ Health = Annotated[HealthServices, provided(HealthServices)]
 
 
 def _named(clients: Sequence[EngineClient]) -> dict[str, EngineClient]:
-    """Engines by what they call themselves. An address is another after each restart on Kubernetes: it is taken only of
-    one that has not said its name yet, or that shares it."""
+    """Engines by their own names. Addresses change with each restart on Kubernetes, so an engine goes by its address
+    only if it has not said its name yet, or shares it with another."""
     names = [client.name for client in clients]
     return {
         name if name and names.count(name) == 1 else client.address: client

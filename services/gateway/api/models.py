@@ -17,12 +17,13 @@ from services.gateway.protocol.models import ModelList, ModelObject
 
 routes = Routes("models")
 _PATIENCE = 1.5
-"""Seconds for the object store: clients ask for the models first, and completions do not need it."""
+"""Longest time that a list waits for the object store. Clients ask for the models first, and completions do not need
+the store."""
 log = structlog.get_logger(__name__)
 
 
 async def _adapters(adapters: AdapterServices) -> tuple[str | None, dict[str, int]]:
-    """What is attached, and the current version of every adapter; without the object store, what engines report."""
+    """Attached adapter, and the current version of every adapter. While the object store is away, engines tell both."""
     try:
         async with asyncio.timeout(_PATIENCE):
             pointers = await adapters.threads.run(adapters.registry.pointers)
@@ -62,13 +63,13 @@ def _base(adapters: AdapterServices, attached: str | None) -> ModelObject:
 
 
 def _adapter(adapters: AdapterServices, model: str, version: AdapterVersion, attached: str | None) -> ModelObject:
-    """``model`` is what a request calls it: with or without its version."""
+    """Entry of an adapter. ``model`` is its name in a request, with or without the version."""
     name, parent = str(version), adapters.settings.served_model_name
     return _model(adapters, model, root=name, parent=parent, adapter=name, attached=attached == name)
 
 
 async def _exists(adapters: AdapterServices, version: AdapterVersion) -> bool:
-    """Whether there is such a version; without the object store, whether an engine has it."""
+    """True if there is such a version. While the object store is away: if an engine has it."""
     try:
         async with asyncio.timeout(_PATIENCE):
             await adapters.threads.run(adapters.registry.manifest, version)

@@ -62,7 +62,7 @@ async def _embed(request: Request, body: EmbeddingsRequest, context: InferenceCo
             "embedding": _base64(vector) if body.encoding_format == "base64" else vector.tolist(),
             "adapter": output.adapter,
         }
-        # Now, one by one: thousands of vectors together would keep everybody else waiting.
+        # Each is encoded when it arrives: thousands of vectors at once would keep everybody else waiting.
         return output.adapter, to_json(entry)
 
     data = await pooled.read([PoolingRequest(prompt, pooling=pooling) for prompt in prompts], entry)
@@ -73,7 +73,7 @@ async def _embed(request: Request, body: EmbeddingsRequest, context: InferenceCo
 
 
 def _shaped(vector: list[float], body: EmbeddingsRequest) -> array[float]:
-    """Cut to the wanted dimensions, then of length 1; float32, so that both encodings say the same.
+    """Embedding cut to the wanted dimensions, then scaled to length 1. It is float32, so that both encodings agree.
 
     Raises:
         InvalidRequest: it has fewer dimensions.
@@ -127,7 +127,7 @@ async def _score(request: Request, body: ScoreRequest, context: InferenceContext
     def entry(index: int, output: PoolingOutput) -> dict[str, Any]:
         return _entry(index, completions[index], output, body, bare=not prompt)
 
-    # What stands before is the same for all: it may come from the prefix cache.
+    # All completions have the same prompt: its state may come from the prefix cache.
     parting = [len(prompt)] if prompt else []
     requests = [
         PoolingRequest([*prompt, *tokens], alternatives, len(prompt), boundaries=parting) for tokens in completions
@@ -160,7 +160,7 @@ async def _prompt(served: ServedModel, body: ScoreRequest, settings: GatewaySett
 
 
 def _entry(index: int, tokens: list[int], output: PoolingOutput, body: ScoreRequest, *, bare: bool) -> dict[str, Any]:
-    """One score. ``bare``: the first token has nothing before it."""
+    """Score of one completion. ``bare``: the first token has nothing before it."""
     scores = output.prompt_logprobs
     missing: list[None] = [None] if bare else []
     entry: dict[str, Any] = {

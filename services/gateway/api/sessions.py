@@ -22,11 +22,12 @@ from services.gateway.protocol.sessions import DeletedSession, SessionList, Sess
 
 routes = Routes("sessions")
 Sessions = Annotated[ConversationSessionRouter, provided(ConversationSessionRouter)]
-"""Clients' sessions, as engines keep them."""
+"""Router to the engines that keep clients' sessions."""
 
 _ROUTE = "/v1/sessions/{session_id:path}"
 _CLOSE = {"connection": "close"}
-"""Where an import is refused: or the rest of the file would be read, to find the next request."""
+"""Header of the answer that refuses an import. Without it, the rest of the file would be read to find the next
+request."""
 _FILE = {"schema": {"type": "string", "format": "binary"}}
 
 
@@ -52,7 +53,7 @@ async def list_sessions(
     )
 
 
-# Before the route of a session, whose path would contain theirs.
+# These routes come before that of a session, whose path would match theirs.
 
 
 @routes.get(
@@ -102,7 +103,7 @@ async def import_session(
         refusal = response_of(error, request.url.path)
         refusal.headers.update(_CLOSE)
         return refusal
-    except HTTPException as error:  # of the middleware that counts the body
+    except HTTPException as error:  # raised by the middleware that counts the body
         raise HTTPException(error.status_code, error.detail, {**(error.headers or {}), **_CLOSE}) from error
     return Response(SessionObject.of(kept.history, kept.client.id).model_dump_json(), media_type="application/json")
 

@@ -28,7 +28,7 @@ from services.gateway.protocol.tokenize import (
 
 routes = Routes("tokenizer")
 _CHARS_A_TOKEN = 4
-"""Decoding a token costs about as much as encoding its text."""
+"""Characters of text that a token counts as: decoding it costs about as much as encoding its text."""
 
 
 @routes.post("/tokenize", Permission(INFERENCE), responses={200: {"model": TokenizeAnswer}})

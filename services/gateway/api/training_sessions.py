@@ -59,7 +59,7 @@ _USER_CODES = frozenset(
         "adapter_rejected",
     }
 )
-"""A call that failed so fails again as it is; any other may succeed in a new session or later."""
+"""Error codes of calls that would fail again as they are. Any other call may succeed in a new session, or later."""
 
 
 @routes.post(
@@ -170,7 +170,7 @@ async def _submit(training: TrainingSessionServices, session_id: str, call: Call
 
 
 def _future_body(found: pb.Future) -> bytes:
-    """A future as JSON. The result is the engine's own JSON, which may be megabytes: it is not read here."""
+    """Future as JSON. Its result is the engine's own JSON, which may be megabytes and is not parsed here."""
     body: dict[str, Any] = {
         "id": found.id,
         "object": "train.future",

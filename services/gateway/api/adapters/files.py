@@ -1,6 +1,6 @@
 """Files of adapters: reading an uploaded one, and writing a published version as an archive.
 
-What the files of an upload mean is for the engine to check; here they only have to be whole."""
+The engine checks what the files of an upload mean; here they only have to be whole."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ _PIECE = 2**20
 
 
 class _Pipe(io.RawIOBase):
-    """A file to write to, whose content is taken away in between."""
+    """Write-only file, whose content is taken out in pieces while it is still being written."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -101,7 +101,7 @@ class _Pipe(io.RawIOBase):
         return len(part)
 
     def take(self) -> bytes:
-        """What was written since the last call."""
+        """Bytes written since the last call."""
         parts, self._parts = self._parts, []
         return b"".join(parts)
 

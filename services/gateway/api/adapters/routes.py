@@ -34,11 +34,11 @@ class AdapterServices:
     settings: GatewaySettings
     engines: EnginePool
     registry: AdapterRegistry
-    """Blocking, so only called in ``threads``."""
+    """Registry of adapters. It blocks, so it is only called in ``threads``."""
     queue: JobQueue
     threads: StoreThreads
     uploads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_UPLOADS))
-    """Held while an upload is in memory."""
+    """Semaphore held while an upload is in memory."""
 
 
 Adapters = Annotated[AdapterServices, provided(AdapterServices)]
@@ -137,7 +137,9 @@ async def _publish(adapters: AdapterServices, name: str, files: dict[str, bytes]
 
 
 def _said(name: str, files: dict[str, bytes]) -> bytes:
-    """What an upload says. Its body says the same in other words each time: the boundary is random."""
+    """Content that an idempotency key of an upload stands for: the name, and the digests of the files.
+
+    The body itself would differ each time the same files are sent: its multipart boundary is random."""
     digests = [hashlib.sha256(files[file]).hexdigest() for file in sorted(files)]
     return "\0".join([name, *digests]).encode()
 
@@ -224,7 +226,7 @@ async def detach_adapter(name: AdapterPath, adapters: Adapters, once: Once, body
         attached = await adapters.threads.run(adapters.registry.attached)
         wanted = body.version if body is not None else None
         if attached is None:
-            await adapters.threads.run(adapters.registry.current, name)  # 404 for a name that nobody has
+            await adapters.threads.run(adapters.registry.current, name)  # 404 if there is no such adapter
             return await _synced(adapters, None)
         if attached.name != name or (wanted is not None and attached.version != wanted):
             asked = name if wanted is None else f"{name}@{wanted}"
@@ -245,7 +247,7 @@ async def _synced(adapters: AdapterServices, attached: str | None) -> dict[str, 
 
 @routes.add(("GET", "POST", "PUT", "DELETE"), "/v1/adapters/{rest:path}", Permission(ANY_KEY), include_in_schema=False)
 async def unknown_path(request: Request, rest: str) -> None:
-    """A name with a slash ends here: refused as a name, so that no path traversal looks like a missing route."""
+    """Route of names with a slash. They are refused as names, so that no path traversal looks like a missing route."""
     head = rest.split("/")[0]
     if ".." in rest or "\\" in rest or "//" in rest or "\0" in rest:
         check_adapter_name(rest)

@@ -53,7 +53,7 @@ async def merge_adapters(
 
 
 async def _pinned(adapters: AdapterServices, sent: MergeJob) -> MergeJob:
-    """The job with the version of every source, which the engine could merge and serve as far as can be said here.
+    """Merge job with the version of every source, checked for whether an engine could merge and serve it.
 
     Raises:
         ModelNotFound: a source does not exist.
@@ -87,8 +87,8 @@ async def _pinned(adapters: AdapterServices, sent: MergeJob) -> MergeJob:
 
 
 def _check_sum(configs: Sequence[Mapping[str, Any]], highest: int) -> None:
-    """Checks the rank of a merge. Without one the result's is the largest sum over any layer. Where only the files tell
-    which layers have which rank, the trainer checks it."""
+    """Checks the rank of a merge whose job names none: it is the largest sum of the sources' ranks over any layer.
+    Where only the files tell which layers have which rank, the trainer checks it."""
     shapes = [stated_shape(config) for config in configs]
     if any(config.get("rank_pattern") for config in configs):
         return

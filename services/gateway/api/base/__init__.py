@@ -1,1 +1,1 @@
-"""What API packages share: routes, answers, idempotency, OpenAPI."""
+"""Parts that the API's packages share: routes, answers, idempotency, OpenAPI."""

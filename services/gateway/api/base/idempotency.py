@@ -1,9 +1,9 @@
 """Idempotency-Key: a request that is sent twice happens once, and gets the same answer for a day.
 
 Follows draft-ietf-httpapi-idempotency-key-header-07, except that another body under a used key is a 409, as it is for
-training jobs. Only answers of success are kept: one that refuses has changed nothing, so its key is free again. While
-the first request runs, a second gets 409 with Retry-After. Keys belong to their principal; those of training jobs, too,
-but the queue keeps them.
+training jobs. Only answers of success are kept: a refused request has changed nothing, so its key is free again. While
+the first request runs, a second gets 409 with Retry-After. Keys belong to their principal; so do those of training
+jobs, which the queue keeps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from services.gateway.core.client_disconnect import cancel_and_wait
 log = structlog.get_logger(__name__)
 KEEP_SECONDS = 86400
 CLAIM_SECONDS = 30
-"""After the last sign of life of a gateway that answers a request, the request may be sent again."""
+"""Seconds that a claim lasts after the last renewal by the gateway that answers the request; then the request may be
+sent again."""
 _KEPT_HEADERS = ("location", "content-type", "x-temper-adapter")
 
 Work = Callable[[], Awaitable[Response]]
@@ -44,7 +45,7 @@ IdempotencyKey = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer that is kept."""
+    """Kept answer of a request."""
 
     status: int
     headers: dict[str, str]
@@ -60,22 +61,23 @@ class Answer:
 
 
 class Records(Protocol):
-    """Where keys are claimed and answers kept. Every method may raise Unavailable."""
+    """Store of claimed keys and kept answers. Every method may raise Unavailable."""
 
     async def claim(self, key: str, sha: str, token: str) -> tuple[str, str]:
-        """("new", ""), ("running", ""), ("other", "") of another request, or ("done", the packed answer)."""
+        """Claims a key, and returns its state: ("new", ""), ("running", ""), ("other", "") if another request has it,
+        or ("done", the packed answer)."""
         ...
 
     async def renew(self, key: str, token: str) -> None:
-        """The request still runs."""
+        """Renews the claim of a request that still runs."""
         ...
 
     async def finish(self, key: str, token: str, answer: str) -> None:
-        """The request has been answered."""
+        """Keeps the answer of a request."""
         ...
 
     async def abandon(self, key: str, token: str) -> None:
-        """Nothing has happened: the key is free again."""
+        """Frees the key of a request that has changed nothing."""
         ...
 
     async def aclose(self) -> None: ...
@@ -142,7 +144,7 @@ class Idempotency:
         self.records = records
 
     async def answer(self, request: Request, key: str, said: bytes, work: Work) -> Response:
-        """The kept answer, or that of ``work``, which is kept.
+        """Answers with the kept answer, or with that of ``work``, which is then kept.
 
         Args:
             said: what the request says; another text under the same key is another request.
@@ -154,7 +156,7 @@ class Idempotency:
         """
         route = f"{request.method} {request.url.path}"
         sha = hashlib.sha256(route.encode() + b"\0" + said).hexdigest()
-        # The digest keeps a principal's keys apart from all others', whatever characters are in them.
+        # A digest of both keeps the keys of different principals apart, whatever characters are in them.
         owner = principal_of(request).id
         name = hashlib.sha256(f"{owner}\0{key}".encode()).hexdigest()
         token = secrets.token_hex(8)
@@ -197,7 +199,8 @@ class Idempotency:
 
 
 async def _tried(record: Awaitable[None]) -> None:
-    """What has been done is done, and its client gets the answer: only the record of it ends with its claim."""
+    """Writes a record, or logs that Redis is away. The work is done and its client gets the answer in any case; without
+    the record, the key is free when its claim ends."""
     try:
         await record
     except Unavailable as error:
@@ -216,16 +219,16 @@ class OncePerKey:
         self.key = key
 
     async def __call__(self, work: Callable[[], Awaitable[Any]], **bodies: BaseModel | None) -> Any:
-        """What ``work`` returns, or the answer that is kept of it.
+        """Result of ``work``, or the answer that is kept of it.
 
         Args:
-            bodies: the request's bodies by the names of the handler's arguments: the key stands for them. The path is
-                part of the request's name already.
+            bodies: the request's bodies by the names of the handler's arguments. The key stands for them, and for the
+                path.
         """
         return await work() if self.key is None else await self.keep(_said(bodies), work)
 
     async def keep(self, said: bytes, work: Callable[[], Awaitable[Any]]) -> Response:
-        """The same for a request with a key, whose content ``said`` tells."""
+        """Answer of ``work`` for a request that has a key and the content ``said``."""
         if self.key is None:
             raise ValueError("the request has no key")
 

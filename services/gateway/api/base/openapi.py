@@ -33,8 +33,8 @@ def answers_with(whole: type[BaseModel], *, stream: type[BaseModel], done: bool 
 
 
 def whole_bounds(value: Any) -> Any:
-    """A description whose bounds that are whole numbers are integers: FastAPI writes all as floating-point numbers,
-    and what is next to 2**63 is not told from it as one of those."""
+    """OpenAPI document in which bounds that are whole numbers are integers. FastAPI writes all bounds as floating-point
+    numbers, which cannot tell 2**63 from its neighbours."""
     if isinstance(value, list):
         return [whole_bounds(member) for member in value]
     if not isinstance(value, dict):
@@ -62,7 +62,7 @@ def _event(data: type[BaseModel], *, done: bool) -> dict[str, Any]:
 
 
 def _inlined(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema without references: FastAPI collects definitions of JSON bodies only."""
+    """JSON schema without references, because FastAPI collects definitions of JSON bodies only."""
     definitions = schema.get("$defs", {})
 
     def resolve(value: Any) -> Any:
@@ -176,12 +176,12 @@ _TYPES: dict[Part, str] = {
 _POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; img-src 'self' data:"
 )
-"""FastAPI writes the page's script into the page."""
+"""Content security policy of /docs. Scripts may be inline because FastAPI writes the page's script into the page."""
 
 
 @routes.get("/openapi.json", PUBLIC, include_in_schema=False)
 async def openapi(request: Request) -> JSONResponse:
-    """The description of the API, which is the same everywhere but for whether keys are needed."""
+    """OpenAPI document of this gateway. It differs between gateways only in whether keys are needed."""
     return JSONResponse(request.app.openapi())
 
 

@@ -39,23 +39,24 @@ SESSION_HEADER = {
         }
     ]
 }
-"""`openapi_extra` of every route that uses ``answer``. As a dependency it would cost a request 0.1 ms of FastAPI's."""
+"""`openapi_extra` of every route that uses ``answer``. As a dependency it would cost a request 0.1 ms in FastAPI."""
 
 
 def adapter_header(adapter: str | None) -> dict[str, str]:
-    """The version that answered; no header for the model without adapter, as `adapter` is null in the body."""
+    """Header with the adapter version that answered. The model without adapter has none, as `adapter` is null in the
+    body."""
     return {} if adapter is None else {"x-temper-adapter": adapter}
 
 
 def noted(response: Response, body: SamplingFields) -> Response:
-    """The response, whose header says which of the request's tools were not offered."""
+    """Response with a header that says which of the request's tools were not offered, if there are any."""
     if body.left_out_tools:
         response.headers[_LEFT_OUT_HEADER] = ", ".join(body.left_out_tools)
     return response
 
 
 def error_event(error: Exception) -> bytes:
-    """What a stream ends with when it fails after its headers were sent; no [DONE] follows."""
+    """Last event of a stream that fails after its headers were sent; no [DONE] follows."""
     return event(payload_of(error))
 
 
@@ -97,7 +98,7 @@ async def answer(
 
 
 async def within(reservation: Reservation, request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Does work that is no completion in the place of one, which is given back when it is done.
+    """Runs work other than a completion in a place reserved for one, and gives the place back when the work is done.
 
     Raises:
         ClientDisconnected: the client left, or what the work raises.
@@ -109,10 +110,10 @@ async def within(reservation: Reservation, request: Request, work: Coroutine[Any
 
 
 def session_named(request: Request, body: SamplingFields) -> str | None:
-    """The session that body or header name.
+    """Session that the body or the header names.
 
     Raises:
-        InvalidRequest: they name two, or the header none that could be one.
+        InvalidRequest: they name two different ones, or the header is empty or too long.
     """
     header = request.headers.get(_SESSION_HEADER)
     if header is not None and not 0 < len(header) <= _LONGEST_SESSION:
@@ -140,8 +141,8 @@ async def _stream_response(
     reservation: Reservation,
     failed: Callable[[Exception], bytes],
 ) -> EventStream:
-    """Waits a while for the first event, so that errors have a status of their own and the version is known; then
-    streams, and errors are events.
+    """Streams the events of a generation. It waits a while for the first one, so that errors before it have a status of
+    their own and the version is known; later errors are events.
 
     Raises:
         TemperError: the engine refused.
@@ -159,7 +160,7 @@ async def _stream_response(
     return EventStream(
         events,
         keep_alive=settings.keep_alive_seconds,
-        # The engine's work ends by itself then; this is for a client that takes what there is ever so slowly.
+        # The engine ends its work by itself before that. The limit is for a client that reads very slowly.
         longest=settings.request_timeout_seconds + settings.write_timeout_seconds,
         headers=adapter_header(answering.adapter) if begun else {},
         begun=begun,
@@ -168,7 +169,7 @@ async def _stream_response(
 
 
 class StartedEvents:
-    """The events of a stream, the first of which is under way from the start. A failure behind it becomes an event.
+    """Events of a stream, the first of which is awaited from the start. A failure after it becomes an event.
 
     Args:
         chunks: the encoded events; closed by ``aclose``, whether or not anything was read.
@@ -182,7 +183,7 @@ class StartedEvents:
         self._ended = False
 
     async def started(self, seconds: float) -> bool:
-        """Whether the first event is there, or has failed, within so many seconds.
+        """Waits up to so many seconds for the first event; True if it is there.
 
         Raises:
             TemperError: what it failed with.

@@ -1,1 +1,1 @@
-"""Running batches of requests: what a gateway does besides answering."""
+"""Batches of requests, which a gateway runs besides answering clients."""

@@ -27,14 +27,14 @@ from services.gateway.protocol.batches import EXPIRY_SECONDS, DeletedFile, Expir
 
 _PARTS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
 _SLACK = 64 * 1024
-"""Bytes of a body besides the file."""
+"""Bytes that a body may have besides the file."""
 _BLOCK = 2**20
 _MAX_NAME = 255
 
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """An upload that is to be kept. ``seconds``: after which it expires."""
+    """Upload that is to be kept, and expires after ``seconds``."""
 
     file: UploadFile
     filename: str
@@ -42,14 +42,14 @@ class Upload:
     seconds: int | None
 
     def content(self) -> Iterator[bytes]:
-        """The bytes. Blocking."""
+        """Blocks of the file's bytes. Blocking."""
         self.file.file.seek(0)
         while block := self.file.file.read(_BLOCK):
             yield block
 
 
 async def receive_form(request: Request, limit: int) -> FormData:
-    """The parts of a request, larger ones on disk.
+    """Parts of a multipart request; large ones are on disk.
 
     Args:
         limit: bytes of a file.
@@ -76,7 +76,7 @@ async def receive_form(request: Request, limit: int) -> FormData:
 
 
 def read_upload(form: FormData, limit: int) -> Upload:
-    """What a form asks for.
+    """Upload that a form describes.
 
     Raises:
         InvalidRequest: a part is missing, unknown, given twice, or has a value that it cannot have.
@@ -204,7 +204,7 @@ async def list_files(
 def _page(
     stores: BatchServices, owner: str, purpose: Purpose | None, limit: int, newest_first: bool, after: str | None
 ) -> list[FileInfo]:
-    """Blocking."""
+    """Page of an owner's files. Blocking."""
     ids = stores.files.ids(owner)
     if after is not None:
         if after not in ids:
@@ -245,7 +245,7 @@ async def get_content(request: Request, file_id: str, stores: Batches) -> Respon
 
 async def content_of(stores: BatchServices, owner: str, info: FileInfo, *, media_type: str) -> Response:
     """Streams a file. Raises NotFound: it was deleted meanwhile."""
-    # What is not there has its status before the answer begins.
+    # The first piece is read before the answer begins, so that a missing file has a status of its own.
     first = await stores.threads.run(stores.files.piece, owner, info, 0)
     headers = {
         "content-length": str(info.bytes),

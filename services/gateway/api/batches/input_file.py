@@ -13,14 +13,14 @@ from pydantic_core import from_json
 from services.gateway.core.batch_queue import LineError
 
 MAX_ERRORS = 100
-"""Told of one file."""
+"""Most errors that are told of one file."""
 MAX_CUSTOM_ID = 512
 _FIELDS = ("custom_id", "method", "url", "body")
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One request. ``number`` is from 1 and counts empty lines, as editors do."""
+    """Line with one request. ``number`` counts from 1 and includes empty lines, as in editors."""
 
     number: int
     custom_id: str
@@ -28,7 +28,7 @@ class Line:
 
 
 class LineSplitter:
-    """Makes lines of pieces.
+    """Splits a file that comes in pieces into lines.
 
     Args:
         limit: bytes of a line.
@@ -40,7 +40,7 @@ class LineSplitter:
         self._number = 0
 
     def feed(self, piece: bytes, *, last: bool) -> Iterator[tuple[int, bytes]]:
-        """The whole lines that are there now, numbered, without empty ones.
+        """Lines that a piece completes, each with its number; empty ones are left out.
 
         Raises:
             LineTooLong: one is over the limit.
@@ -54,7 +54,7 @@ class LineSplitter:
             if len(line) > self._limit:
                 raise LineTooLong(self._number, self._limit)
             if self._number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)  # editors of Windows put it there
+                line = line.removeprefix(codecs.BOM_UTF8)  # some editors on Windows write one
             if line.strip():
                 yield self._number, line
         if len(self._rest) > self._limit:
@@ -80,13 +80,13 @@ class LineRefused(Exception):
 
 
 def parse_line(number: int, text: bytes, endpoint: str) -> Line:
-    """Raises LineRefused."""
+    """Request that a line holds. Raises LineRefused."""
 
     def refused(code: str, message: str, param: str | None = None) -> LineRefused:
         return LineRefused(LineError(code=code, message=message, line=number, param=param))
 
     try:
-        # As the routes read bodies: NaN is left to the models, which name the field.
+        # Lines are read as routes read bodies: NaN is left to the models, which name the field.
         value: Any = from_json(text, allow_inf_nan=True)
     except ValueError as error:
         hint = "; an array's objects are written one a line" if text.lstrip().startswith(b"[") else ""
@@ -138,7 +138,8 @@ class InputCheck:
         self.total = 0
         self.errors: list[LineError] = []
         self.stopped = False
-        """What follows is not looked at: no more errors are told, or a line is endless."""
+        """True when the rest of the file is not looked at: as many errors as are told were found, or a line is too
+        long."""
 
     def take(self, lines: Iterator[tuple[int, bytes]]) -> None:
         """Checks some lines."""
@@ -153,7 +154,7 @@ class InputCheck:
             self.stopped = True
 
     def finish(self) -> None:
-        """The file has ended."""
+        """Ends the check: a file without requests is an error."""
         if self.total == 0 and not self.errors:
             self.errors.append(LineError(code="empty_file", message="the input file has no requests"))
 

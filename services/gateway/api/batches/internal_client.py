@@ -1,4 +1,5 @@
-"""A request that the gateway makes to itself: middleware, validation, admission and handlers are everybody's."""
+"""Requests that the gateway makes to itself, through the same middleware, validation, admission and handlers as
+everybody's."""
 
 from __future__ import annotations
 
@@ -16,26 +17,27 @@ from services.gateway.auth.caller import ON_BEHALF_OF
 from services.gateway.core.errors import error_payload
 
 _BUSY = frozenset({429, 503})
-"""Answers that another attempt may not get again."""
+"""Statuses of answers that another attempt may not get again."""
 _TOO_LATE = 504
 _LATE_ATTEMPTS = 5
-"""Behind users a request may wait for longer than a request may live; one that always takes too long must end."""
+"""Attempts that may end too late. A request that waits behind those of users may run out of time before its turn; one
+that always takes too long must end."""
 _BACKOFF_SECONDS = (0.25, 15.0)
-"""First and longest pause; a longer Retry-After counts, up to a minute."""
+"""First and longest pause between attempts. A longer Retry-After counts, up to a minute."""
 _LONGEST_RETRY_AFTER = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class InternalCall:
-    """A request that the gateway makes to itself for somebody, whose own request was authenticated before."""
+    """Sender of a request that the gateway makes to itself, for an owner whose own request was authenticated before."""
 
     owner: str
     priority: int
-    """Priority of a request that cannot say one itself."""
+    """Priority of a request whose body has no field for one."""
 
     @property
     def id(self) -> str:
-        """Id like that of a key: it stands in the place of whoever sent the request."""
+        """Id of the owner, in the place of the id of the key that sent a request."""
         return self.owner
 
 
@@ -56,7 +58,7 @@ class Caller:
     Args:
         priority: of requests that name none, where requests have one: after those of users.
         endpoints: the models of the bodies that may be sent, by path.
-        has_room: whether the gateway can take more than users want of it; asked before every attempt.
+        has_room: whether the gateway has room beside the requests of users; asked before every attempt.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Caller:
         self._with_priority = frozenset(path for path, model in endpoints.items() if "priority" in model.model_fields)
 
     async def call(self, path: str, body: Mapping[str, object], *, owner: str, request_id: str) -> Answer:
-        """Repeats a request until it is answered otherwise than with "busy" or "too late"; while nobody cancels it."""
+        """Sends a request, and repeats it while the gateway is busy or the answer too late, until it is cancelled."""
         if path in self._with_priority and body.get("priority") is None:
             body = {**body, "priority": self._priority}
         data = to_json(body, inf_nan_mode="constants")
@@ -123,7 +125,7 @@ class Caller:
             if not sent:
                 sent = True
                 return {"type": "http.request", "body": data, "more_body": False}
-            await asyncio.Event().wait()  # it stays connected until it is cancelled
+            await asyncio.Event().wait()  # the sender stays connected until it is cancelled
             raise AssertionError("unreachable")
 
         async def send(message: Message) -> None:

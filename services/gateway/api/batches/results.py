@@ -2,8 +2,8 @@
 
 The lines are those of OpenAI's two files, or of the one file of Anthropic's message batches.
 
-Parts are numbered objects in the object store, and the truth about what is done. A part is created only if its number
-is free. Two gateways that both believe they own a batch therefore cannot both write part n: the later one sees what the
+Parts are numbered objects in the object store, and they alone say what is done. A part is created only if its number is
+free. Two gateways that both believe they own a batch therefore cannot both write part n: the later one sees what the
 earlier wrote, or that it has lost the batch. A line of a part is `{line number} {kind} {JSON of the result}`; the
 numbers tell what is done, the kinds which file a result goes to.
 """
@@ -28,20 +28,20 @@ from services.gateway.core.errors import error_payload
 
 ROOT = "batches/"
 Kind = Literal["o", "e", "c", "x"]
-"""Output or error; and of message batches: canceled or expired before it ran."""
+"""Kind of a result: output or error; in message batches also canceled or expired before the request ran."""
 
 
 @dataclass(slots=True)
 class Done:
-    """What the parts of a batch hold."""
+    """Requests of a batch whose results are in its parts."""
 
     lines: set[int] = field(default_factory=set)
     kinds: Counter[Kind] = field(default_factory=Counter)
-    """How many results of each there are."""
+    """Number of results of each kind."""
     parts: int = 0
 
     def add(self, number: int, kind: Kind) -> None:
-        """One more result."""
+        """Counts one more result."""
         self.lines.add(number)
         self.kinds[kind] += 1
 
@@ -53,7 +53,7 @@ class Result:
     number: int
     kind: Kind
     json: bytes
-    """One line of the output or error file, without its end."""
+    """Line of the output or error file, without its line end."""
 
     def encode(self) -> bytes:
         return b"%d %s %s\n" % (self.number, self.kind.encode(), self.json)
@@ -74,7 +74,7 @@ class Parts:
             done.parts = number + 1
 
     def write(self, number: int, data: bytes) -> None:
-        """Raises PreconditionFailed: there is such a part."""
+        """Writes a part. Raises PreconditionFailed: there is one with this number."""
         self._store.put(self._key(number), data, if_absent=True)
 
     def content(self, kinds: Sequence[Kind], parts: int) -> Iterator[bytes]:
@@ -84,7 +84,7 @@ class Parts:
             yield b"".join(result + b"\n" for _, found, result in self._results(number) if found in wanted)
 
     def discard(self) -> None:
-        """Removes all."""
+        """Removes all parts."""
         self._store.delete_prefix(self._prefix)
 
     def _results(self, number: int) -> Iterator[tuple[int, bytes, bytes]]:
@@ -99,8 +99,8 @@ class Parts:
 PART_BYTES = 4 * 2**20
 _PART_LINES = 1000
 _PART_SECONDS = (1.0, 60.0)
-"""The youngest and the oldest that a result waits to be stored: the longer a batch runs, the fewer parts a minute. A
-hundredth of its time is what a batch may lose with its gateway, and a day's makes some hundreds of parts."""
+"""Shortest and longest time that a result waits to be stored. Between them it waits a hundredth of the time that the
+batch has run: a longer batch writes fewer parts a minute, and loses more if its gateway dies."""
 
 
 class Buffer:
@@ -112,7 +112,8 @@ class Buffer:
         self._bytes = 0
         self.results: list[Result] = []
         self.room = asyncio.Event()
-        """Nothing more is computed than memory has room for while the store is away."""
+        """Event that is set while the buffer has room. Requests wait for it, so that results do not fill the memory
+        while the store is away."""
         self.room.set()
 
     def add(self, result: Result) -> None:
@@ -128,12 +129,12 @@ class Buffer:
 
     @property
     def full(self) -> bool:
-        """Whether the results are to be stored at once."""
+        """True if the results are as many, or as large, as one part holds."""
         return self._bytes >= PART_BYTES or len(self.results) >= _PART_LINES
 
     @property
     def due(self) -> bool:
-        """Whether the results are to be stored now."""
+        """True if the results are to be stored now: the buffer is full, or the oldest has waited long enough."""
         if self._oldest is None:
             return False
         now = time.monotonic()
@@ -142,12 +143,12 @@ class Buffer:
 
 
 Unrun = Literal["expired", "cancelled"]
-"""Why a request did not run."""
+"""Reason why a request did not run."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResultFile:
-    """A file of results. ``field`` of the batch has its id, ``name`` is part of its own."""
+    """File of results. ``field`` is the batch's field with the id of the file, ``name`` is part of the file's name."""
 
     field: str
     name: str
@@ -155,11 +156,11 @@ class ResultFile:
 
 
 class Form(ABC):
-    """How the results of one batch are written."""
+    """Form in which the results of one batch are written."""
 
     files: ClassVar[Sequence[ResultFile]]
     counted: ClassVar[Mapping[str, Kind]]
-    """Fields of the batch that count results."""
+    """Fields of the batch that count results, each with the kind that it counts."""
 
     @abstractmethod
     def answered(self, number: int, custom_id: str, answer: Answer) -> Result:
@@ -234,5 +235,5 @@ def unrun_message(custom_id: str, why: Unrun | LineError) -> bytes:
 
 
 def form_of(claimed: ClaimedBatch) -> Form:
-    """Form of a batch's kind."""
+    """Form of the results of a batch, by its kind."""
     return MessagesForm() if claimed.spec.kind == "msgbatch" else OpenAIForm(claimed)

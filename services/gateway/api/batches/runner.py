@@ -35,15 +35,15 @@ T = TypeVar("T")
 
 
 class BatchHost:
-    """What the batches that one gateway runs share.
+    """Resources that the batches of one gateway share.
 
     Args:
         settings: how many requests run at a time.
-        metrics: where batches are counted.
-        threads: for what blocks on the object store.
-        stores: where files and batches are.
+        metrics: counts batches.
+        threads: for calls that block on the object store.
+        stores: of files and batches.
         caller: sends the requests.
-        redis_threads: for what blocks on Redis.
+        redis_threads: for calls that block on Redis.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class BatchHost:
         self.queue = stores.queue
         self.caller = caller
         self.slots = asyncio.Semaphore(settings.batch_concurrency)
-        """Requests of all batches that run here at a time."""
+        """Semaphore of the requests that run in this gateway at a time, of all batches."""
         self.metrics = metrics
         self._threads = threads
         self._redis_threads = redis_threads
@@ -80,7 +80,7 @@ _BACKOFF_SECONDS = (0.25, 5.0)
 """First and longest pause between attempts to reach a store that is away."""
 _TICK_SECONDS = 0.25
 _LINE_SLACK = 4096
-"""Bytes of a line besides its body."""
+"""Bytes that a line may have besides its body."""
 
 
 class InputGone(Exception):
@@ -88,10 +88,10 @@ class InputGone(Exception):
 
 
 class BatchRun:
-    """Runs what one claimed batch still needs.
+    """Run of one claimed batch, which computes the results that are missing and writes the files.
 
     Args:
-        host: of this gateway.
+        host: resources of this gateway's batches.
         cancelled: set when the owner of the batch wants it to stop.
     """
 
@@ -106,17 +106,17 @@ class BatchRun:
         self._total = claimed.job.total
         self._stored = False
         self.settling = False
-        """Whether the batch's end is being written: that the heartbeats hear of it is no loss."""
+        """True once the batch's end is being written. A heartbeat that finds the batch ended is then no loss."""
         self._log = structlog.get_logger("batches").bind(batch=claimed.id, attempt=claimed.attempt)
 
     @property
     def progressed(self) -> bool:
-        """This attempt stored something that another need not do again."""
+        """True if this attempt has stored results, which another one need not compute again."""
         return self._stored
 
     async def run(self) -> End:
-        """Runs the batch to its end. Raises JobLost; being cancelled, it leaves everything to another attempt, after
-        `flush`."""
+        """Runs the batch to its end. Raises JobLost. If the run is cancelled, call `flush`: another attempt does the
+        rest."""
         try:
             if self._claimed.job.in_progress_at is None:
                 errors = await self._validate()
@@ -129,7 +129,7 @@ class BatchRun:
             if unrun is not None:
                 await self._close(unrun)
             elif not await self._until_back(lambda: self._host.redis(self._host.consumer.publishing, self._claimed)):
-                end = "cancelled"  # by somebody who did not know that everything had run
+                end = "cancelled"  # by a client that did not know that everything had run
         except InputGone:
             await self.flush()
             error = LineError(
@@ -150,7 +150,8 @@ class BatchRun:
             try:
                 await self._write_part(results)
             except PreconditionFailed:
-                # Somebody else owned the batch before, or does now: heartbeat raises JobLost then.
+                # Another gateway wrote this part: it owned the batch before, or owns it now. If it does now, heartbeat
+                # raises JobLost.
                 await self._until_back(lambda: self._host.redis(self._host.consumer.heartbeat, self._claimed))
                 await self._until_back(lambda: self._host.store(self._parts.read, self._done))
                 continue
@@ -178,7 +179,7 @@ class BatchRun:
         for number in range(info.pieces):
             piece = await self._piece(info, number)
             lines = splitter.feed(piece, last=number + 1 == info.pieces)
-            await asyncio.to_thread(check.take, lines)  # of megabytes
+            await asyncio.to_thread(check.take, lines)  # megabytes of them
             if check.stopped:
                 break
         else:
@@ -239,7 +240,7 @@ class BatchRun:
             while running:
                 await asyncio.wait(running)
         finally:
-            # All are cancelled before one is waited for: each tells an engine.
+            # All are cancelled before any is awaited, because each has to tell an engine.
             for task in running:
                 task.cancel()
             if running:
@@ -278,7 +279,7 @@ class BatchRun:
         try:
             await self._host.store(self._parts.discard)
             await self._discard_input(written)
-        except Unavailable as error:  # tidied later
+        except Unavailable as error:  # the worker's tidying removes them later
             self._log.info("batch.parts_left", error=error.message)
         return end
 

@@ -21,12 +21,12 @@ _FILE_UPLOADS = 4
 
 @dataclass(frozen=True, slots=True)
 class BatchStores:
-    """Where files and batches are.
+    """Stores of files and batches.
 
     Args:
-        files: in the object store; blocking.
-        queue: batches, as those who submit them see them.
-        consumer: as those who run them do; blocking.
+        files: files, in the object store; blocking.
+        queue: batches, for those who submit them.
+        consumer: batches, for those who run them; blocking.
     """
 
     files: FileStore
@@ -35,7 +35,7 @@ class BatchStores:
 
 
 def open_batching(settings: GatewaySettings) -> BatchStores:
-    """Files and batches in the same stores. Connects on first use."""
+    """Opens the stores of files and batches, which connect on first use."""
     consumer = BatchConsumer(
         settings,
         owner=f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}",
@@ -47,16 +47,16 @@ def open_batching(settings: GatewaySettings) -> BatchStores:
 
 @dataclass(frozen=True, slots=True)
 class BatchServices:
-    """Files and batches."""
+    """Stores of files and batches, as routes use them."""
 
     settings: GatewaySettings
     files: FileStore
-    """Blocking, so only called in ``threads``."""
+    """Store of files. It blocks, so it is only called in ``threads``."""
     batches: BatchQueue
     message_batches: BatchQueue
     threads: StoreThreads
     file_uploads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_FILE_UPLOADS))
-    """Held while an uploaded file is written to the object store, in one of the ``threads``."""
+    """Semaphore held while an uploaded file is written to the object store, in one of the ``threads``."""
 
     @classmethod
     def of(cls, settings: GatewaySettings, stores: BatchStores, threads: StoreThreads) -> BatchServices:
@@ -68,7 +68,7 @@ Batches = Annotated[BatchServices, provided(BatchServices)]
 
 
 async def check_unfinished(stores: BatchServices, owner: str) -> None:
-    """Raises RateLimited: so many batches of an owner, of whatever kind, have not ended that there may be no more."""
+    """Checks that an owner may have another batch. Raises RateLimited: too many, of all kinds, have not ended."""
     most = stores.settings.batch_max_unfinished
     if await stores.batches.unfinished(owner, most=most) >= most:
         raise RateLimited(

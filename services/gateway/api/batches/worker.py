@@ -25,24 +25,24 @@ from services.gateway.core.file_store import StoreThreads
 from services.gateway.inference.context import InferenceContext
 
 _CLAIM_SECONDS = 0.5
-"""The longest that one look for a batch takes, and so the longest that a stop waits for it."""
+"""Longest time that one look for a batch takes, and so the longest that a stop waits for it."""
 _AWAY_SECONDS = 2.0
 _SETTLE_SECONDS = 5.0
-"""How long a gateway that stops tries to hand a batch back; after that it is reclaimed."""
+"""Longest time that a stopping gateway tries to hand a batch back; after that the batch is reclaimed."""
 _TIDY_SECONDS = 600.0
 
 log = structlog.get_logger("batches")
 
 
 class BatchWorker:
-    """The batches of one gateway.
+    """Worker of one gateway, which claims batches and runs them.
 
     Args:
         app: answers their requests.
         inference: settings, metrics, and how busy the gateway is.
-        stores: where files and batches are.
-        threads: for what blocks on the object store.
-        lifecycle: when the gateway stops.
+        stores: of files and batches.
+        threads: for calls that block on the object store.
+        lifecycle: says when the gateway stops.
         endpoints: the models of the bodies that batches may hold, by path.
     """
 
@@ -59,11 +59,11 @@ class BatchWorker:
         settings = inference.settings
         self._settings = settings
         self._stopping = lifecycle.stopping
-        # One thread claims, the others say that those who claimed are alive: neither waits for the other.
+        # One thread claims batches, the others send the heartbeats of claimed ones: neither waits for the other.
         self._threads = ThreadPoolExecutor(2 + settings.batch_workers, "batches")
 
         def has_room() -> bool:
-            """Half of the places are for users alone."""
+            """True while less than half of the places are taken: the other half is for users alone."""
             return 2 * inference.admission.in_flight < settings.max_in_flight
 
         caller = Caller(app, priority=settings.batch_priority, endpoints=endpoints, has_room=has_room)
@@ -109,7 +109,7 @@ class BatchWorker:
             claimed = await self._host.redis(self._consumer.claim, _CLAIM_SECONDS)
             self._away = False
             return claimed
-        except (Unavailable, redis.exceptions.RedisError) as error:  # the latter of a server that is still loading
+        except (Unavailable, redis.exceptions.RedisError) as error:  # RedisError: the server is still loading
             if not self._away:
                 log.warning("queue.away", error=str(error))
             self._away = True
@@ -173,14 +173,14 @@ class BatchWorker:
             log.error("batch.crashed", batch=claimed.id, exc_info=error)
             # The text of a bug is for the log, not for the client.
             reason = error.message if isinstance(error, TemperError) else "internal error; the log has the details"
-            if run.progressed:  # which is another attempt's first
+            if run.progressed:  # an attempt that stored results does not count
                 await self._settle(lambda: self._consumer.requeue(claimed, reason))
             else:
                 await self._settle(lambda: self._consumer.retry(claimed, reason))
             return "crashed"
 
     async def _hand_back(self, claimed: ClaimedBatch, run: BatchRun) -> str:
-        """Stores what is there, and lets another gateway go on at once."""
+        """Hands a batch back: stores the results that are there, and lets another gateway go on at once."""
         with contextlib.suppress(TimeoutError, Unavailable):
             await asyncio.wait_for(run.flush(), _SETTLE_SECONDS)
         await self._settle(lambda: self._consumer.requeue(claimed, "its gateway is shutting down"))
@@ -200,7 +200,7 @@ class BatchWorker:
             await asyncio.sleep(0.25)
 
     async def _beat(self, claimed: ClaimedBatch, cancelled: asyncio.Event) -> None:
-        """Says that the batch has an owner, and hears of a cancellation. Ends only by raising JobLost."""
+        """Sends the heartbeats of a batch, whose answers tell of a cancellation. Ends only by raising JobLost."""
         away = False
         while True:
             try:
@@ -217,10 +217,10 @@ class BatchWorker:
                 log.exception("heartbeat.failed", batch=claimed.id)
             await asyncio.sleep(self._settings.batch_heartbeat_seconds)
 
-    # What is left behind.
+    # Tidying.
 
     async def _tidy(self) -> None:
-        """Tidies, again and again."""
+        """Tidies at intervals, as long as the gateway runs."""
         while True:
             await asyncio.sleep(_TIDY_SECONDS)
             try:

@@ -62,7 +62,7 @@ async def _prepare(request: Request, body: ChatRequest, context: InferenceContex
 
 
 def _echoes(body: ChatRequest) -> dict[str, Any]:
-    """What an answer says of its request, once."""
+    """Fields that an answer has once, about its request."""
     told: dict[str, Any] = {}
     if body.metadata:
         told["metadata"] = body.metadata
@@ -78,7 +78,7 @@ def _echoes(body: ChatRequest) -> dict[str, Any]:
 
 def _delta(delta: Delta) -> dict[str, Any]:
     if isinstance(delta, TextDelta):
-        # vLLM's present name of it and its older one, which DeepSeek's API has: clients read one or the other.
+        # Reasoning has two names: vLLM's present one, and its older one, which DeepSeek's API has. Clients read either.
         return dict.fromkeys(("reasoning", "reasoning_content") if delta.reasoning else ("content",), delta.text)
     if delta.name is not None:
         function = {"name": delta.name, "arguments": delta.arguments}
@@ -98,7 +98,7 @@ class _ChunkWriter:
         self._templates: dict[tuple[int, bool], ChunkTemplate] = {}
 
     def write(self, step: Step) -> list[bytes]:
-        """The chunks of one step: nothing, if it adds nothing that a client could see."""
+        """Chunks of one step; none, if the step adds nothing that a client could see."""
         body, index = self._body, step.choice.index
         plain = not step.first and step.finish_reason is None and not body.logprobs and not body.usage_in_chunks
         if plain and len(step.deltas) == 1:
@@ -108,7 +108,7 @@ class _ChunkWriter:
         return self._write(step, index)
 
     def _more_text(self, step: Step, delta: TextDelta) -> bytes:
-        """The chunk of most steps, filled into a template."""
+        """Chunk of a step that only adds text, as most do, filled into a template."""
         tokens = (step.token_ids, step.sampling_logprobs) if self._body.return_token_ids else ()
         key = step.choice.index, delta.reasoning
         template = self._templates.get(key)
@@ -265,7 +265,7 @@ async def _complete(generation: Generation, body: ChatRequest, *, keeper: ChatKe
     if keeper is not None:
         await keeper.keep(whole)
     adapter = generation.choices[0].adapter
-    if body.prompt_logprobs is not None:  # which take a while to be written
+    if body.prompt_logprobs is not None:  # writing those takes a while
         return await asyncio.to_thread(json_response, whole, adapter)
     return json_response(whole, adapter)
 
@@ -304,6 +304,6 @@ async def _whole(generation: Generation, body: ChatRequest, messages: Sequence[_
     if body.prompt_logprobs is not None:
         scores = generation.prompt_scores(generation.choices[0])
         prompt, vocabulary = generation.specs[0].prompt, generation.served.vocabulary
-        # Of a long prompt that takes a while.
+        # For a long prompt this takes a while.
         whole["prompt_logprobs"] = await asyncio.to_thread(by_token, vocabulary, prompt, scores, body.prompt_logprobs)
     return whole

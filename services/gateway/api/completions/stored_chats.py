@@ -35,7 +35,7 @@ class ChatKeeper:
     """Keeps the answer to one request.
 
     Args:
-        owner: whose it is.
+        owner: of the answer.
         body: the request.
     """
 
@@ -59,7 +59,7 @@ class ChatKeeper:
 
 
 async def find_chat(documents: DocumentStore, place: Place) -> Document:
-    """Raises NotFound."""
+    """Stored completion. Raises NotFound."""
     found = await documents.find(place) if _ID.fullmatch(place.id) else None
     if found is None:
         raise _missing(place)
@@ -67,7 +67,7 @@ async def find_chat(documents: DocumentStore, place: Place) -> Document:
 
 
 async def delete_chat(documents: DocumentStore, place: Place) -> None:
-    """Raises NotFound."""
+    """Deletes a stored completion. Raises NotFound."""
     if _ID.fullmatch(place.id) is None or not await documents.delete(place):
         raise _missing(place)
 
@@ -77,7 +77,7 @@ async def change_metadata(documents: DocumentStore, place: Place, metadata: Mapp
 
     Raises:
         NotFound: it is not kept.
-        Conflict: others change it all the time.
+        Conflict: others kept changing it at the same time.
     """
 
     def edit(document: Document) -> None:
@@ -97,7 +97,7 @@ def _missing(place: Place) -> NotFound:
 
 
 def _stored(message: Message, message_id: str) -> Data:
-    """A message of a request, as it is told of a stored completion."""
+    """Message of a request, in the form in which a stored completion shows it."""
     content = message.content
     parts = None if content is None or isinstance(content, str) else [{"type": "text", "text": p.text} for p in content]
     told: dict[str, Any] = {
@@ -178,7 +178,7 @@ async def list_chat_completions(
 
 
 def _pairs(request: Request) -> dict[str, str]:
-    """The metadata of the query. Raises InvalidRequest."""
+    """Metadata that a query asks for. Raises InvalidRequest."""
     pairs: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
         if name != "metadata" and not name.startswith("metadata["):

@@ -48,7 +48,7 @@ async def _prepare(
     check_constraint(body, context.settings)
     prompts = await text_prompts(served, body, context.settings)
     constraint = None if body.wanted is None else constraint_of(body.wanted)
-    default = 16  # OpenAI's, for this route
+    default = 16  # OpenAI's default for this route
     specs = [
         PromptSpec(
             prompt,
@@ -61,7 +61,7 @@ async def _prepare(
     ]
     wanted = None
     if body.tells_prompt:
-        # Both forms say the same: the engine is asked for as much as the more demanding one wants.
+        # Both fields ask for log-probabilities of the prompt: the engine gives as many as the larger one says.
         wanted = max(body.prompt_logprobs or 0, (body.logprobs or 0) if body.echo else 0)
         check_size(
             body.choices * sum(map(len, prompts)),
@@ -98,7 +98,7 @@ class _Writer:
         return self._generation.specs[choice.index // self._generation.choices_per_prompt].prompt
 
     def echo(self, choice: Choice) -> Echo:
-        """What stands before the text."""
+        """Prompt of a choice, as it stands before the text; empty unless the request has `echo`."""
         if not self._body.echo:
             return NO_ECHO
         number = choice.index // self._generation.choices_per_prompt
@@ -196,7 +196,7 @@ async def _chunks(generation: Generation, body: CompletionRequest) -> AsyncGener
             if not shows:
                 continue
             if step.first and body.echo and body.logprobs is not None:
-                yield await asyncio.to_thread(writer.event, step)  # of a long prompt that takes a while
+                yield await asyncio.to_thread(writer.event, step)  # for a long prompt this takes a while
             else:
                 yield writer.event(step)
     if body.include_usage:
