@@ -33,7 +33,7 @@ from services.gateway.protocol.messages.batches import (
 from services.gateway.protocol.messages.response import AnthropicErrorBody
 
 KEPT_SECONDS = JOB_TTL
-"""Results: as long as the batch can be looked at."""
+"""Time that results are kept: as long as the batch can be looked at."""
 
 
 def digest_of(lines: Sequence[bytes]) -> str:
@@ -45,14 +45,14 @@ def digest_of(lines: Sequence[bytes]) -> str:
 
 
 async def write_input(stores: BatchServices, owner: str, file_id: str, lines: Sequence[bytes]) -> None:
-    """Writes the input file of a batch. One that no batch comes to own goes when it expires."""
+    """Writes the input file of a batch. A file that no batch comes to own goes when it expires."""
     new = NewFile(owner, file_id, "requests.jsonl", "batch", int(time.time()), KEPT_SECONDS)
     async with stores.file_uploads:
         await stores.threads.run(stores.files.create, new, lines)
 
 
 async def results_without_file(stores: BatchServices, batch: Batch) -> AsyncGenerator[bytes, None]:
-    """The results of a batch that ended before any were written: those of all requests say why.
+    """Results of a batch that ended before any were written. That of each request says why.
 
     Raises:
         NotFound: its requests are gone as well.
@@ -106,7 +106,7 @@ async def create_message_batch(
             f"requests has {len(body.requests)} entries, and a batch may have {limit}: split it", param="requests"
         )
     owner = principal_of(request).id
-    # Of megabytes.
+    # In a thread: the lines may have megabytes.
     lines = await asyncio.to_thread(lambda: list(body.lines()))
     spec = BatchSpec(
         owner=owner,
@@ -142,7 +142,7 @@ async def list_message_batches(
     except NotFound as error:
         error.param = "after_id" if before_id is None else "before_id"
         raise
-    # The one too many stands on the side that the pages go to.
+    # One batch over the limit was asked for, to know whether there is another page: it is on that page's side.
     page = found[:limit] if before_id is None else found[-limit:]
     data = [_shown(request, batch) for batch in page]
     return MessageBatchList(
@@ -200,6 +200,6 @@ async def get_message_batch_results(request: Request, batch_id: str, stores: Bat
 def _shown(request: Request, batch: Batch) -> MessageBatch:
     url = request.base_url.replace(path=f"{_ROUTE}/{batch.id}/results")
     if request.headers.get("x-forwarded-proto", "").split(",")[0].strip() == "https":
-        # A proxy took the TLS off. The header is believed in this alone: who made it up gets a URL that does not work.
+        # A proxy ended TLS. Nothing but this URL depends on the header: a client that made it up gets a useless URL.
         url = url.replace(scheme="https")
     return MessageBatch.of(batch, str(url))

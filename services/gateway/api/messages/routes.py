@@ -65,7 +65,7 @@ class MessageBlocks:
         return self._index
 
     def continues(self, delta: TextDelta) -> bool:
-        """Whether a delta is nothing but more text of the open block."""
+        """True if a delta only adds text to the open block."""
         return self._open == "text" and not delta.reasoning
 
     def take(self, delta: Delta) -> list[BlockEvent]:
@@ -79,7 +79,7 @@ class MessageBlocks:
         return [*self._begin("text", {"type": "text", "text": ""}), *self._more("text", delta.text)]
 
     def close(self) -> list[BlockEvent]:
-        """The end of the open block, if one is."""
+        """Events that end the open block, if there is one."""
         if self._open is None:
             return []
         events = [{"type": "content_block_stop", "index": self._index}]
@@ -113,7 +113,7 @@ class MessageBlocks:
 
 
 def joined(events: Sequence[BlockEvent]) -> list[dict[str, Any]]:
-    """The blocks that events of a whole answer make."""
+    """Content blocks of a whole answer, made of its events."""
     blocks: list[dict[str, Any]] = []
     pieces: list[list[str]] = []
     for entry in events:
@@ -137,12 +137,12 @@ def joined(events: Sequence[BlockEvent]) -> list[dict[str, Any]]:
 
 
 def _input(text: str) -> dict[str, Any]:
-    """Arguments as an object; of a call that max_tokens or a stop cut off the values that are complete, as
-    anthropic-python reads the stream."""
+    """Arguments of a call as an object. If max_tokens or a stop cut the call off, the object has the values that are
+    complete, as anthropic-python reads the stream."""
     try:
         parsed: dict[str, Any] = from_json(text, allow_partial=True)
     except ValueError:
-        # Nested deeper than a parser of JSON goes, so it would not be read as an object by clients either.
+        # It is nested deeper than parsers of JSON go, so clients would not read it as an object either.
         parsed = {"arguments": text}
     return parsed
 
@@ -151,7 +151,7 @@ def stop_of(choice: Choice, finish_reason: str, *, clipped: bool) -> dict[str, s
     """`stop_reason` and `stop_sequence`.
 
     Args:
-        choice: it is finished.
+        choice: a finished one.
         finish_reason: OpenAI's.
         clipped: its tokens were limited by the context, not by max_tokens.
     """
@@ -228,7 +228,7 @@ async def _count(context: InferenceContext, chat: ChatRequest, wanted: ContextMa
 
 
 class _Told:
-    """What an answer tells of its request, and of what was made of it."""
+    """Parts of an answer that depend on its request, such as the tools and the context that were left out."""
 
     def __init__(self, source: MessagesRequest, chat: ChatRequest) -> None:
         self.source = source
@@ -239,7 +239,7 @@ class _Told:
     async def prepare(
         self, request: Request, chat: ChatRequest, context: InferenceContext, session: str | None
     ) -> Generation:
-        """What the conversation sends to the engines, without what the model shall not see of it."""
+        """Generation of the answer, from the conversation without what its edits leave out."""
         wanted = self.source.context_management
         if wanted is not None:
             chat, applied = await edited(chat, wanted, partial(prompt_length, context))
@@ -249,7 +249,7 @@ class _Told:
         )
 
     def message(self, generation: Generation, choice: Choice) -> dict[str, Any]:
-        """The message before anything is said."""
+        """Message before it has any content."""
         left_out = {"left_out_tools": self._left_out} if self._left_out else {}
         return {
             "id": generation.id,
@@ -266,13 +266,13 @@ class _Told:
         }
 
     def blocks(self) -> MessageBlocks:
-        """The content, which is empty."""
+        """Blocks of the content, none of which has begun."""
         thinking = self.source.thinking
         omitted = isinstance(thinking, ThinkingOn | ThinkingAdaptive) and thinking.display == "omitted"
         return MessageBlocks(show_thinking=not omitted)
 
     def stop(self, generation: Generation, step: Step) -> dict[str, str | None]:
-        """Why the last step is the last."""
+        """Reason why the message ends with its last step."""
         clipped = generation.specs[0].max_tokens < self.source.max_tokens
         return stop_of(step.choice, step.finish_reason or "stop", clipped=clipped)
 
@@ -324,7 +324,7 @@ def _failed(error: Exception) -> bytes:
 
 
 def _named(payload: dict[str, Any]) -> bytes:
-    """An event is named by its type."""
+    """Encoded event, named by its type."""
     return event(payload, name=payload["type"])
 
 

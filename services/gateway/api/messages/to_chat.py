@@ -1,9 +1,9 @@
-"""Anthropic's messages in the form of OpenAI's chat, which is what everything behind it speaks.
+"""Translation of Anthropic's messages into OpenAI's chat, the form that everything behind it works with.
 
-What has no counterpart there:
+Rules for what has no counterpart there:
 
 - Blocks of text of one turn are joined by a newline; those of an assistant by nothing, as the answers they come from.
-- The results of tools become turns of their own, in the order of the calls: the model tells them apart by it.
+- The results of tools become turns of their own, in the order of the calls, by which the model tells them apart.
 - An error of a tool is its text with "Error: " before it.
 - Thinking that another provider encrypted is left out.
 - Edits of `context_management` are applied to the chat: what they leave out is left out of the prompt alone.
@@ -61,23 +61,23 @@ _NAMES = (
     (re.compile(r"\bchat_template_kwargs\.enable_thinking\b"), "thinking"),
     (re.compile(r"\bcontinue_final_message\b"), "messages"),
 )
-"""Fields of the chat, as errors name them, and what they are called in a message."""
+"""Fields of the chat, as errors name them, and their names in a message."""
 _SAME = ("max_tokens", "stream", "temperature", "top_p", "top_k")
-"""Fields that both have, with one meaning."""
+"""Fields that both APIs have, with one meaning."""
 _EFFORTS = {"max": "xhigh"}
-"""Anthropic's names that OpenAI's API has another one for."""
+"""Anthropic's names of efforts that have another name in OpenAI's API."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A block with the place of it in the request."""
+    """Content block with its place in the request."""
 
     value: Any
     param: str
 
 
 def as_chat(body: ConversationFields) -> ChatRequest:
-    """The same request as a chat.
+    """Chat request of the same meaning.
 
     Raises:
         InvalidRequest: calls and results of tools do not match.
@@ -88,7 +88,7 @@ def as_chat(body: ConversationFields) -> ChatRequest:
 
 @contextmanager
 def named_as_sent() -> Iterator[None]:
-    """Errors of the chat inside name the fields of the message that it was made of."""
+    """Context in which errors of the chat name the fields of the message that it was made of."""
     try:
         yield
     except TemperError as error:
@@ -110,7 +110,7 @@ def _renamed(text: str) -> str:
 
 
 def chat_form(body: ConversationFields) -> dict[str, Any]:
-    """The same request as the JSON object of a chat.
+    """JSON object of a chat request of the same meaning.
 
     Raises:
         InvalidRequest: calls and results of tools do not match, or there is nothing in it.
@@ -250,7 +250,7 @@ def _call(block: ToolUseBlock) -> dict[str, Any]:
 
 
 def _asked(turns: Sequence[tuple[str, Sequence[_Block]]], calls: Sequence[_Block]) -> list[dict[str, Any]]:
-    """What stands between two turns of the assistant: the user's turns, and those of the system among them."""
+    """Messages between two turns of the assistant: those of the user, and those of the system among them."""
     said = [block for role, blocks in turns if role == "user" for block in blocks]
     results = [block for block in said if isinstance(block.value, ToolResultBlock)]
     for block in said[: len(results)]:
@@ -282,10 +282,10 @@ def _result(block: ToolResultBlock) -> str:
 
 
 def _check_answered(calls: Sequence[_Block], results: Sequence[_Block]) -> None:
-    """Each call has one result in the turn after it.
+    """Checks that each call has one result in the turn after it.
 
     Raises:
-        InvalidRequest: one has none, or more, or there is a result of nothing.
+        InvalidRequest: a call has no result, or several, or a result has no call.
     """
     open_calls = {call.value.id: call for call in calls}
     for result in results:
@@ -304,7 +304,7 @@ def _check_answered(calls: Sequence[_Block], results: Sequence[_Block]) -> None:
 
 
 CLEARED = "[This result was left out of the conversation to make room.]"
-"""What the model reads in the place of a result."""
+"""Text that the model reads in the place of a result that was cleared."""
 _TRIGGER = InputTokens(type="input_tokens", value=100_000)
 _KEEP_USES = 3
 
@@ -313,7 +313,7 @@ Count = Callable[[ChatRequest], Awaitable[int]]
 
 
 async def edited(chat: ChatRequest, wanted: ContextManagement, count: Count) -> tuple[ChatRequest, list[Applied]]:
-    """The conversation that the model is shown, and what was left out of it, as the answer tells it.
+    """Conversation that the model is shown, and the edits that made it, as the answer tells them.
 
     Args:
         chat: the whole conversation.
@@ -383,7 +383,7 @@ def _without(message: Message, cleared: Collection[str], edit: ClearToolUses) ->
 
 
 def _silenced(call: ToolCall, cleared: Collection[str], edit: ClearToolUses) -> ToolCall:
-    """A call without what it said, where that is cleared as well."""
+    """Call without its arguments, if those are cleared as well."""
     if call.id not in cleared or not (edit.clear_tool_inputs is True or call.function.name in _named(edit)):
         return call
     return call.model_copy(update={"function": call.function.model_copy(update={"arguments": "{}"})})

@@ -159,7 +159,7 @@ async def _new_items(stores: ResponseServices, place: Place, items: Sequence[Inp
 
 
 async def _change(stores: ResponseServices, place: Place, edit: Any) -> Document:
-    """Raises NotFound, PayloadTooLarge, Conflict, and what ``edit`` raises."""
+    """Changes a stored conversation. Raises NotFound, PayloadTooLarge, Conflict, and what ``edit`` raises."""
     try:
         changed = await stores.documents.change(place, edit) if is_conversation(place) else None
     except PayloadTooLarge as error:

@@ -24,7 +24,7 @@ _ATTEMPTS = 16
 """Attempts to change what others change at the same time."""
 _LOOKED_AT = 100
 _PAGE_BYTES = 8 * 2**20
-"""Size of a page of a list: where documents are large, it has fewer than were asked for."""
+"""Largest size of a page of a list. Where documents are large, a page has fewer of them than were asked for."""
 
 
 @dataclass(slots=True)
@@ -34,9 +34,9 @@ class Document:
     body: Data
     """Body as GET answers it."""
     items: list[Data] = field(default_factory=list)
-    """What belongs to it: the messages of a chat's request, the items of a conversation."""
+    """Items of the document: the messages of a chat's request, or the items of a conversation."""
     tags: Data = field(default_factory=dict)
-    """What a list looks at without reading the rest."""
+    """Tags that a list is filtered by, without reading the rest."""
     revision: str = ""
 
     @property
@@ -45,10 +45,10 @@ class Document:
 
 
 class DocumentStore:
-    """Keeps and finds documents. For one asyncio loop; every method may raise Unavailable.
+    """Store of documents. For one asyncio loop; every method may raise Unavailable.
 
     Args:
-        store: of the responses; its limits are theirs together.
+        store: of the responses; its limits hold for responses and documents together.
     """
 
     def __init__(self, store: ResponseStore) -> None:
@@ -58,10 +58,10 @@ class DocumentStore:
         """Keeps a document, and gives it a new revision.
 
         Args:
-            replaces: only in the place of the revision that it has.
+            replaces: write only over the revision that the document has.
 
         Returns:
-            Whether it was written.
+            True if it was written.
 
         Raises:
             PayloadTooLarge: it is over the limit.
@@ -78,7 +78,7 @@ class DocumentStore:
         return written
 
     async def find(self, place: Place) -> Document | None:
-        """None: it is not kept."""
+        """Stored document; None: it is not kept."""
         names = ["body", "items", "tags", "revision", "schema"]
         body, items, tags, revision, schema = await call_async(
             lambda: cast(Awaitable[list[str | None]], self._store.redis.hmget(place.key, names))
@@ -89,17 +89,17 @@ class DocumentStore:
         return Document(from_json(body), from_json(items or "[]"), from_json(tags or "{}"), revision or "")
 
     async def change(self, place: Place, edit: Callable[[Document], None]) -> Document | None:
-        """Changes a document as if nobody else did at the same time.
+        """Changes a document atomically.
 
         Args:
-            edit: is called again for what somebody else has made of it meanwhile.
+            edit: changes the document; called again if somebody else has changed it meanwhile.
 
         Returns:
-            What it is now; None: it is not kept.
+            Document as it is now; None: it is not kept.
 
         Raises:
             PayloadTooLarge: it would be over the limit.
-            Conflict: others change it all the time.
+            Conflict: others kept changing it at the same time.
         """
         for _ in range(_ATTEMPTS):
             found = await self.find(place)
@@ -111,7 +111,7 @@ class DocumentStore:
         raise Conflict(f"{place.id} is being changed by others: try again")
 
     async def delete(self, place: Place) -> bool:
-        """Forgets a document; whether there was one."""
+        """Deletes a document; True if there was one."""
         return await self._store.drop(place)
 
     async def chats(
@@ -126,7 +126,7 @@ class DocumentStore:
         """Stored chats by the time at which they were made, and whether there are more.
 
         Args:
-            wanted: whether a chat with these tags is.
+            wanted: whether a chat with these tags is in the list.
             after: id of the chat behind which the page begins.
 
         Raises:
@@ -181,13 +181,13 @@ _ID = re.compile(r"conv_[0-9a-f]{32}")
 
 
 def new_conversation(metadata: Mapping[str, str] | None) -> Document:
-    """One without items."""
+    """New conversation, without items."""
     body = {"id": new_id("conv"), "object": "conversation", "created_at": int(time.time())}
     return Document(body | {"metadata": dict(metadata or {})})
 
 
 async def find_conversation(documents: DocumentStore, place: Place, *, param: str = "conversation_id") -> Document:
-    """Raises NotFound; it names ``param``."""
+    """Stored conversation. Raises NotFound, which names ``param``."""
     found = await documents.find(place) if _ID.fullmatch(place.id) else None
     if found is None:
         raise missing(place, param=param)
@@ -202,12 +202,13 @@ def missing(place: Place, *, param: str = "conversation_id") -> NotFound:
 
 
 def is_conversation(place: Place) -> bool:
-    """Whether one can have such an id."""
+    """True if a conversation can have such an id."""
     return _ID.fullmatch(place.id) is not None
 
 
 def check_new(items: Sequence[Data], known: Sequence[Data], *, field: str) -> None:
-    """Raises InvalidRequest: an item of ``field`` has the id of another one in the conversation."""
+    """Checks the ids of new items. Raises InvalidRequest: an item of ``field`` has the id of another one in the
+    conversation."""
     ids = {item["id"] for item in known}
     for index, item in enumerate(items):
         if item["id"] in ids:
@@ -220,11 +221,11 @@ def check_new(items: Sequence[Data], known: Sequence[Data], *, field: str) -> No
 
 
 class Turn:
-    """What one response adds to a conversation.
+    """Turn of a conversation: the input and the answer of one response.
 
     Args:
-        documents: where conversations are.
-        place: of this one.
+        documents: store of conversations.
+        place: of the conversation.
         given: the input of the response.
     """
 
@@ -234,8 +235,8 @@ class Turn:
         self._given = given
 
     async def end(self, record: Record) -> None:
-        """Adds input and answer, if there is one, and says in the response's `conversation` whether that was done: the
-        answer goes out all the same."""
+        """Adds input and answer to the conversation, if there is an answer. If they cannot be added, the response's
+        `conversation` becomes null and the answer goes out all the same."""
         response = record.response
         if record.status not in CONTINUABLE:
             return
@@ -250,6 +251,6 @@ class Turn:
     def _add(self, conversation: Document, record: Record) -> None:
         known = {item["id"] for item in conversation.items}
         for item in (*self._given, *record.said):
-            if item["id"] in known:  # another response was given the same at the same time
+            if item["id"] in known:  # another response was given the same item at the same time
                 item = {**item, "id": new_item_id(item["id"].partition("_")[0], record.id)}
             conversation.items.append(item)

@@ -1,4 +1,4 @@
-"""The response object: what the request says of it, what changes while the model answers, and the record of it that is
+"""The response object, which begins with the request and changes while the model answers, and the record of it that is
 kept, with the items that a response which continues it needs."""
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def new_id(kind: str) -> str:
 
 
 def new_item_id(kind: str, response_id: str) -> str:
-    """The id of an item that a response was given or answers: it says in which response the item is found again."""
+    """Id of an item that a response was given or answers. The response's own id is part of it, by which it is found
+    again."""
     return f"{kind}_{response_id.removeprefix('resp_')}{uuid.uuid4().hex[:16]}"
 
 
@@ -76,7 +77,7 @@ def new_response(body: ResponseRequest) -> Data:
 
 
 def failure(error: Exception) -> Data:
-    """`error` of a failed response; an unexpected one shows nothing of itself."""
+    """`error` of a failed response. An unexpected error does not show its text."""
     if not isinstance(error, TemperError) or status_of(error) == 500:
         return {"code": "server_error", "message": "internal error; the log has the details"}
     code = "server_error"
@@ -145,7 +146,7 @@ _PREFIXES = {
 }
 _UNKEPT = {"caller", "async_", "phase", "encrypted_content"}
 _UNKEPT_OF_PARTS = ("cache_control", "prompt_cache_breakpoint")
-"""What has no effect."""
+"""Fields of a content part that have no effect and are not kept."""
 ACTIVE = frozenset({"queued", "in_progress"})
 """States of a response that has not ended."""
 CONTINUABLE = frozenset({"completed", "incomplete"})
@@ -158,7 +159,7 @@ class Record:
     response: Data
     """Response as GET answers it."""
     items: list[Data] = field(default_factory=list)
-    """What it was given, oldest first: what came before it and its own input, each with an id."""
+    """Items that the response was given, oldest first: those that came before it and its own input, each with an id."""
 
     @property
     def id(self) -> str:
@@ -170,24 +171,24 @@ class Record:
 
     @property
     def whole(self) -> list[Data]:
-        """What it was given and what it answered: what a response that continues it is given before its own input. A
-        call that was cut off can be neither run nor read, and is left out."""
+        """Items that the response was given and answered, which a response that continues it is given before its own
+        input. A call that was cut off can be neither run nor read, and is left out."""
         return [*self.items, *self.said]
 
     @property
     def said(self) -> list[Data]:
-        """What of its answer can be read again."""
+        """Items of the answer that a later response can read."""
         return [_readable(item) for item in self.response["output"] if not cut_call(item)]
 
     def item(self, item_id: str) -> Data | None:
-        """One of its items, given or answered."""
+        """Item with an id, given or answered; None: there is none."""
         items = (*self.items, *map(_readable, self.response["output"]))
         return next((item for item in items if item["id"] == item_id), None)
 
 
 def parsed(items: Sequence[Data]) -> list[Item]:
-    """Stored items as a request has them."""
-    # What is kept refers to nothing.
+    """Stored items, parsed as those of a request."""
+    # No reference is ever kept.
     return [item for item in _ITEMS.validate_python(items) if not isinstance(item, ItemReference)]
 
 
@@ -211,7 +212,7 @@ def missing(response_id: str, *, param: str = "response_id") -> NotFound:
 
 
 def response_of(item_id: str) -> str | None:
-    """The response that an item is kept with; None: no item of ours has such an id."""
+    """Id of the response that an item is kept with; None: no item of ours has such an id."""
     found = _ITEM_ID.fullmatch(item_id)
     return None if found is None else f"resp_{found[1]}"
 
@@ -243,12 +244,12 @@ def _described(item: Item, response_id: str) -> Data:
 
 
 def cut_call(item: Data) -> bool:
-    """A call that can be neither run nor read."""
+    """True for a call that was cut off, which can be neither run nor read."""
     return item["type"] in ("function_call", "custom_tool_call") and item["status"] == "incomplete"
 
 
 def _readable(item: Data) -> Data:
-    """An output item without what is of no use to a model: log-probabilities may be megabytes."""
+    """Output item without log-probabilities, which are of no use to a model and may be megabytes."""
     if item["type"] != "message":
         return item
     return {**item, "content": [{**part, "logprobs": []} for part in item["content"]]}

@@ -98,7 +98,7 @@ async def _fitting(context: InferenceContext, chat: ChatRequest, body: ResponseR
 
 
 async def _prior(stores: ResponseServices, owner: str, body: ResponseRequest) -> list[Data]:
-    """What a response continues: all that the one before was given and answered, or the items of a conversation."""
+    """Items that a response continues: all that the one before was given and answered, or those of a conversation."""
     if body.conversation_id is not None:
         place = Place(owner, body.conversation_id)
         return (await find_conversation(stores.documents, place, param="conversation")).items
@@ -130,7 +130,7 @@ async def _begin(
         session = session_named(request, chat)
         generation = await while_connected(request, _prepare(request, chat, context, session, body=body))
         await stores.responses.save(Place(owner, record.id), record)
-        told = json_response(record.response, None)  # before the model begins to change it
+        told = json_response(record.response, None)  # encoded before the model changes it
         stores.background.begin(answering.work(generation, tuple(held)))
         held.clear()
         return noted(told, chat)

@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 _SAVE_PAUSE = 1.0
 _STOP_SECONDS = 3.0
-"""How long the answers of interrupted responses may take to be written when the gateway stops."""
+"""Longest time that the answers of interrupted responses may take to be written when the gateway stops."""
 
 
 @dataclass(slots=True)
@@ -40,10 +40,10 @@ class Work:
     """One background response.
 
     Args:
-        place: where it is kept.
+        place: of the response in the store.
         record: kept up to date by ``generate``.
         generate: runs the model to its end.
-        fail: writes into the record why it did not come there.
+        fail: writes into the record why the model did not get there.
         reservations: given back when the model has ended.
     """
 
@@ -53,16 +53,16 @@ class Work:
     fail: Callable[[Exception], None]
     reservations: tuple[Reservation, ...]
     ended: bool = False
-    """The model has; what is left is to write it down."""
+    """True once the model has ended, and only the end of the response is still to be stored."""
 
 
 class BackgroundResponses:
-    """All of one gateway. Used from its event loop only.
+    """Background responses of one gateway. Used from its event loop only.
 
     Args:
-        store: where they are kept.
-        settings: their number, beats and lease, and how long they may go on when the gateway stops.
-        stopping: set when it does.
+        store: of responses.
+        settings: their number, heartbeats and lease, and how long they may go on when the gateway stops.
+        stopping: set when the gateway begins to stop.
     """
 
     def __init__(self, store: ResponseStore, settings: GatewaySettings, stopping: asyncio.Event) -> None:
@@ -81,16 +81,16 @@ class BackgroundResponses:
         return len(self._tasks)
 
     def start(self) -> None:
-        """Begins to beat, and to wait for the end."""
+        """Starts the heartbeats, and the wait for the gateway's stop."""
         self._beating = asyncio.create_task(self._beat())
         self._draining = asyncio.create_task(self._drain())
 
     def reserve(self) -> Reservation:
-        """A place for one more.
+        """Reserves a place for one more response.
 
         Raises:
-            InvalidRequest: this gateway has none.
-            Overloaded: there is none now.
+            InvalidRequest: this gateway has no places.
+            Overloaded: no place is free now.
             Unavailable: the gateway is stopping.
         """
         if self._stopping.is_set():
@@ -107,11 +107,11 @@ class BackgroundResponses:
         return self._places.reserve(1)
 
     def begin(self, work: Work) -> None:
-        """Runs a response that is stored already."""
+        """Begins to run a response that is stored already."""
         task = asyncio.create_task(self._run(work))
         self._tasks[work.place.id] = work, task
         if self._interrupted:
-            task.cancel()  # it came too late
+            task.cancel()  # it came after the others were interrupted
         task.add_done_callback(lambda _: self._tasks.pop(work.place.id, None))
 
     def cancel(self, response_id: str) -> None:
@@ -121,7 +121,7 @@ class BackgroundResponses:
             known[1].cancel()
 
     async def stop(self) -> None:
-        """Returns when all have ended: those that did not by the end of the gateway's grace are stored as failed."""
+        """Waits until all have ended. Those that have not by the end of the gateway's grace are stored as failed."""
         if self._draining is not None:
             await self._draining
             await self._wait(_STOP_SECONDS)
@@ -129,7 +129,7 @@ class BackgroundResponses:
             await cancel_and_wait(self._beating)
 
     async def _drain(self) -> None:
-        # From the signal on, not only when the last connection is closed: both have the same time.
+        # The grace begins with the signal, not when the last connection is closed: both have the same time.
         await self._stopping.wait()
         await self._wait(self._settings.shutdown_grace_seconds)
         self._interrupted = True
@@ -149,7 +149,7 @@ class BackgroundResponses:
             await work.generate()
         except asyncio.CancelledError:
             if not self._interrupted:
-                return  # the client wanted it so, or the response is not kept any more
+                return  # the client cancelled it, or the response is not kept any more
             work.fail(Unavailable("the gateway was stopped before the response was finished: send it again"))
         except TemperError as error:
             work.fail(error)
@@ -163,7 +163,8 @@ class BackgroundResponses:
         await self._write(work)
 
     async def _write(self, work: Work) -> None:
-        """Stores the end. While Redis is away it is tried again, as long as nobody may call the response lost."""
+        """Stores the end of a response. While Redis is away it tries again, until its lease is over and others may call
+        it lost."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._settings.response_lease_seconds
         while True:
@@ -201,11 +202,11 @@ class BackgroundResponses:
 
 @dataclass(frozen=True, slots=True)
 class ResponseServices:
-    """Stores of what is kept of answers, and the responses that run in the background."""
+    """Stores of responses, chats and conversations, and the responses that run in the background."""
 
     responses: ResponseStore
     documents: DocumentStore
-    """Stored chats and conversations."""
+    """Store of chats and conversations."""
     best_effort: Shelf
     background: BackgroundResponses
 
@@ -214,15 +215,15 @@ Responses = Annotated[ResponseServices, provided(ResponseServices)]
 
 
 class Answering:
-    """One response.
+    """Answering of one Responses request: as a stream, in one piece, or in the background.
 
     Args:
-        gateway: where it is kept.
+        stores: of responses and conversations.
         body: the request.
         chat: the chat request that was made of it.
-        place: where the response belongs.
-        record: the object that has not begun, and what it is given.
-        turn: what it adds to a conversation.
+        place: of the response in the store.
+        record: the response object before the model begins, and the items that it is given.
+        turn: adds input and answer to a conversation; None: there is none.
     """
 
     def __init__(
@@ -243,8 +244,8 @@ class Answering:
         self._stream: tuple[ResponseWriter, EventEncoder] | None = None
 
     async def chunks(self, generation: Generation, _: ChatRequest) -> AsyncGenerator[bytes, None]:
-        """The encoded events of a stream. What the engine refuses before its first token is raised; a later failure is
-        an event, and the response is kept as failed."""
+        """Encoded events of a stream. An error of the engine before its first token is raised; a later one is an event,
+        and the response is kept as failed."""
         writer, encoder = self._stream = self._writer(generation), EventEncoder()
         begun = False
         try:
@@ -273,7 +274,7 @@ class Answering:
         yield encoder.encode([*events, writer.last()])
 
     def failed(self, error: Exception) -> bytes:
-        """All events of a stream whose headers were sent while it waited, and that the engine refused then."""
+        """All events of a stream that the engine refused after the headers had been sent."""
         if self._stream is None:
             raise RuntimeError("a stream cannot fail before its events are asked for")
         writer, encoder = self._stream

@@ -1,4 +1,4 @@
-"""Where responses are kept: Redis, so that every gateway finds them and a restart loses none. Documents
+"""Store of responses in Redis, so that every gateway finds them and a restart loses none. Documents
 (services/gateway/api/responses/documents.py) lie there as well, in the same form, for the same time and within
 the same limits.
 
@@ -12,13 +12,15 @@ Keys:
     temper:responses:index:{owner}  sorted set of an owner's keys
     temper:responses:chats:{owner}  sorted set of the ids of its stored chats by the time at which they were made
 
-``owner`` is a digest of who made it, empty without API keys: nobody can name the response of someone else. ``status``
-and ``reason`` are the truth where the body says something else: a response that is cancelled or lost is changed by who
-has not its body. Together the responses have at most so many bytes, and those of one owner too, so that nobody pushes
-out what others keep; the ones nearest to their end make room. Redis holds the jobs as well, which are worth more.
+``owner`` is a digest of the response's owner, empty without API keys: nobody can name the response of someone else.
+``status`` and ``reason`` count where the body says something else: a gateway that cancels a response, or finds it lost,
+changes it without having its body. All responses together have at most so many bytes, and so have those of one owner:
+nobody pushes out what others keep. The ones that expire first make room. Redis holds the jobs as well, which are worth
+more.
 
-A background response that has not ended beats: its gateway says every second that it still runs it, and hears whether
-it still shall. Who finds one without a beat for longer than the lease writes down that it failed. Times are Redis's.
+A background response that has not ended has heartbeats: every second its gateway says that it still runs the response,
+and learns whether the response is still wanted. A gateway that finds one without a heartbeat for longer than the lease
+stores that it failed. Times are Redis's.
 """
 
 from __future__ import annotations
@@ -159,10 +161,10 @@ return wanted
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a response is kept."""
+    """Place of a response in the store."""
 
     owner: str
-    """Who made it; empty: there are no API keys."""
+    """Owner of the response; empty: there are no API keys."""
     id: str
 
     @property
@@ -171,7 +173,7 @@ class Place:
 
     @property
     def chats(self) -> str:
-        """The key of the list of the owner's chats."""
+        """Key of the list of the owner's chats."""
         return f"{CHATS}:{self._digest}"
 
     @property
@@ -180,7 +182,7 @@ class Place:
 
 
 class ResponseStore:
-    """Keeps and finds responses. For one asyncio loop; every method may raise Unavailable."""
+    """Store of responses. For one asyncio loop; every method may raise Unavailable."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
@@ -192,7 +194,7 @@ class ResponseStore:
         self._beat = self.redis.register_script(_BEAT)
 
     def largest_of(self, owner: str) -> int:
-        """Bytes of an owner's response that can be kept; 0: none can."""
+        """Largest size of a response of an owner that can be kept, in bytes; 0: none can."""
         settings = self._settings
         own = settings.responses_key_max_bytes if owner else settings.responses_max_bytes
         return min(settings.response_max_bytes, settings.responses_max_bytes, own)
@@ -207,7 +209,7 @@ class ResponseStore:
             only_active: only if it is there and has not ended.
 
         Returns:
-            Whether it was written.
+            True if it was written.
 
         Raises:
             PayloadTooLarge: it is over the limit for one response.
@@ -236,11 +238,11 @@ class ResponseStore:
         tags: bytes = b"",
         replaces: str = "",
     ) -> bool:
-        """Writes body and items, whatever they are; whether that was done.
+        """Writes body and items of a response or a document; True if that was done.
 
         Args:
             revision, tags: of a document.
-            replaces: only in the place of this revision.
+            replaces: write only over this revision.
         """
         settings = self._settings
         size = sum(map(len, texts)) + len(tags)
@@ -250,7 +252,7 @@ class ResponseStore:
         return bool(await call_async(lambda: self._save(keys=[place.key], args=args)))
 
     async def load(self, place: Place, *, param: str = "response_id") -> Record:
-        """Raises NotFound; it names ``param``."""
+        """Stored response. Raises NotFound, which names ``param``."""
         lease = str(self._settings.response_lease_seconds)
         reply: Any = await call_async(lambda: self._load(keys=[place.key], args=[lease]))
         status, body, items, reason, schema = reply
@@ -282,7 +284,7 @@ class ResponseStore:
         return await self.load(place)
 
     async def delete(self, place: Place) -> None:
-        """Forgets a response; one that runs in the background ends.
+        """Deletes a response; one that runs in the background ends.
 
         Raises:
             NotFound: there is none.
@@ -291,11 +293,11 @@ class ResponseStore:
             raise missing(place.id)
 
     async def drop(self, place: Place) -> bool:
-        """Forgets what is kept in a place; whether there was something."""
+        """Deletes what is kept in a place; True if there was something."""
         return bool(await call_async(lambda: self._delete(keys=[place.key])))
 
     async def beat(self, running: Sequence[tuple[Place, str]]) -> list[bool]:
-        """Says that these responses still run, and their statuses; whether each still shall."""
+        """Stores heartbeats of running responses, with their statuses. For each, True if it is still wanted."""
         keys, statuses = [place.key for place, _ in running], [status for _, status in running]
         reply: Any = await call_async(lambda: self._beat(keys=keys, args=statuses))
         return [bool(wanted) for wanted in reply]
@@ -307,10 +309,10 @@ _PAUSE_SECONDS = 5.0
 
 
 class Shelf:
-    """Stores responses as long as the store is there.
+    """Best-effort storage of responses: what cannot be stored is answered all the same.
 
     Args:
-        store: where they are kept.
+        store: of responses.
     """
 
     def __init__(self, store: ResponseStore) -> None:
@@ -319,13 +321,13 @@ class Shelf:
 
     async def keep(self, place: Place, record: Record) -> None:
         """Stores a response and says in its `store` whether that was done. When the store does not answer, it is left
-        alone for a while: clients do not wait for it one after the other."""
+        alone for a while, so that clients do not wait for it one after the other."""
         response = record.response
         if response["store"]:
             response["store"] = await self.tried(place, lambda: self._store.save(place, record))
 
     async def tried(self, place: Place, save: Callable[[], Awaitable[bool]]) -> bool:
-        """Whether something was stored, under the same rule."""
+        """Stores something by the same rule; True if that was done."""
         if self._store.largest_of(place.owner) == 0 or time.monotonic() < self._away_until:
             return False
         try:
@@ -340,18 +342,18 @@ class Shelf:
 async def resolved(
     store: ResponseStore, owner: str, given: str | Sequence[InputItem], *, field: str = "input"
 ) -> str | list[Item | None]:
-    """The input of a request, every reference replaced by what it names; None in the place of a call that was cut off,
-    which can be neither run nor read.
+    """Input of a request, with every reference replaced by the item that it names. None is in the place of a call that
+    was cut off, which can be neither run nor read.
 
     Args:
-        store: where responses are kept.
-        owner: who asks, and finds his own responses only.
+        store: of responses.
+        owner: of the request; only the owner's responses are found.
         given: the input.
-        field: of the request that has it.
+        field: of the request that has the input.
 
     Raises:
         NotFound: an item is not kept.
-        Unavailable: nobody can say.
+        Unavailable: Redis is away.
     """
     if isinstance(given, str):
         return given

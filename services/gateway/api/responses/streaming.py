@@ -1,4 +1,4 @@
-"""Steps of a generation as the output items and the events of a response.
+"""Translation of the steps of a generation into the output items and the events of a response.
 
 Items grow: text, reasoning, and calls of functions, which take JSON, and of custom tools, which take text."""
 
@@ -25,7 +25,7 @@ from services.gateway.text.tool_calls.parser import CLOSE, ToolDelta
 
 @dataclass(slots=True)
 class Text:
-    """A message, or reasoning, while it is written."""
+    """Message or reasoning while it is written."""
 
     index: int
     response_id: str
@@ -39,18 +39,18 @@ class Text:
         self.id = new_item_id("rs" if self.reasoning else "msg", self.response_id)
 
     def takes(self, delta: TextDelta | ToolDelta) -> bool:
-        """The delta is more of this."""
+        """True if the delta continues this item."""
         return isinstance(delta, TextDelta) and delta.reasoning == self.reasoning
 
     def add(self, delta: TextDelta, logprobs: Sequence[Data]) -> Data:
-        """The event of more text."""
+        """Adds text; its event."""
         self.parts.append(delta.text)
         self.logprobs += logprobs
         more: Data = {} if self.reasoning else {"logprobs": list(logprobs)}
         return {"type": f"{self._event}.delta", **self._place, "delta": delta.text, **more}
 
     def begin(self) -> list[Data]:
-        """The events before its first text."""
+        """Events before the item's first text."""
         part = self._part("", [])
         return [
             {
@@ -62,7 +62,7 @@ class Text:
         ]
 
     def end(self, status: str) -> list[Data]:
-        """The events behind its last text."""
+        """Events after the item's last text."""
         text = "".join(self.parts)
         more: Data = {} if self.reasoning else {"logprobs": self.logprobs}
         return [
@@ -72,7 +72,7 @@ class Text:
         ]
 
     def item(self, status: str, *, fresh: bool = False) -> Data:
-        """The item as it is now; ``fresh``: as it was before its first text."""
+        """Item as it is now, or with ``fresh`` as it was before its first text."""
         parts = [] if fresh else [self._part("".join(self.parts), self.logprobs)]
         if not self.reasoning:
             return {"id": self.id, "type": "message", "status": status, "role": "assistant", "content": parts}
@@ -102,18 +102,18 @@ class Text:
 
 _HEAD = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 _READABLE = re.compile(r'(?:[^"\\]|\\(?:u(?![dD][89aAbB])[0-9a-fA-F]{4}|u[dD][89aAbB]..\\u[0-9a-fA-F]{4}|[^u]))*')
-"""Text of a JSON string up to its end, or to a sequence that is not whole yet."""
+"""Pattern of the text of a JSON string, up to its end or to an escape sequence that is not whole yet."""
 
 
 class InputText:
-    """The text of a custom tool's input, out of arguments that come in pieces."""
+    """Text of a custom tool's input, read out of arguments that come in pieces."""
 
     def __init__(self) -> None:
         self._unread = ""
         self._begun = False
 
     def feed(self, arguments: str) -> str:
-        """More of the text."""
+        """Takes a piece of the arguments; the text that it adds."""
         self._unread += arguments
         if not self._begun:
             head = _HEAD.match(self._unread)
@@ -133,12 +133,12 @@ class Call:
     index: int
     response_id: str
     number: int
-    """Among the calls of the answer."""
+    """Number of the call among those of the answer."""
     call_id: str
     function: str
-    """What the model calls."""
+    """Name that the model calls."""
     offer: Offer | None
-    """What that is for the client; None: it was not offered."""
+    """Tool that the client offered under this name; None: there is none."""
     id: str = ""
     parts: list[str] = field(default_factory=list)
     text: InputText = field(default_factory=InputText)
@@ -147,11 +147,11 @@ class Call:
         self.id = new_item_id("ctc" if self._custom else "fc", self.response_id)
 
     def takes(self, delta: TextDelta | ToolDelta) -> bool:
-        """The delta is more of this."""
+        """True if the delta continues this item."""
         return isinstance(delta, ToolDelta) and delta.index == self.number
 
     def add(self, delta: ToolDelta) -> list[Data]:
-        """The event of more arguments or input; none, if there is no more."""
+        """Adds arguments or input; their event, or none if there are none."""
         more = self.text.feed(delta.arguments) if self._custom else delta.arguments
         if not more:
             return []
@@ -159,11 +159,11 @@ class Call:
         return [{"type": f"{self._event}.delta", **self._place, "delta": more}]
 
     def begin(self) -> list[Data]:
-        """The event before its first arguments."""
+        """Event before the call's first arguments."""
         return [{"type": "response.output_item.added", "output_index": self.index, "item": self.item("in_progress")}]
 
     def end(self, status: str) -> list[Data]:
-        """The events behind its last arguments."""
+        """Events after the call's last arguments."""
         return [
             {"type": f"{self._event}.done", **self._place, self._field: "".join(self.parts)},
             {"type": "response.output_item.done", "output_index": self.index, "item": self.item(status)},
@@ -200,10 +200,10 @@ class Call:
 
 
 class MessageLogprobs:
-    """Finds the deltas of messages in the raw text of an answer, which is where its tokens are.
+    """Log-probabilities of messages, found by locating the deltas of messages in the raw text of an answer.
 
-    Deltas are pieces of the raw text in its order; what lies between them is reasoning, calls or markup, and ends where
-    services/gateway/text/output_parser.py sees it end.
+    Tokens belong to the raw text. Deltas are pieces of it, in its order; what lies between them is reasoning, calls or
+    markup, and ends where services/gateway/text/output_parser.py sees it end.
 
     Args:
         vocabulary: text of tokens.
@@ -213,11 +213,11 @@ class MessageLogprobs:
     def __init__(self, vocabulary: Vocabulary, *, thinking: bool) -> None:
         self._vocabulary = vocabulary
         self._thinking = thinking
-        self._raw = ""  # from _begin on
+        self._raw = ""  # the text from _begin on
         self._begin = 0
         self._entries: deque[tuple[int, TokenLogprob]] = deque()
-        self._fresh = True  # no message has begun
-        self._calls = 0  # since the last text
+        self._fresh = True  # True before the first message
+        self._calls = 0  # begun since the last text
 
     def feed(self, step: Step) -> None:
         """Takes the raw text of a step, before its deltas are located."""
@@ -225,7 +225,7 @@ class MessageLogprobs:
         self._entries.extend(zip(step.piece.offsets, step.piece.entries, strict=True))
 
     def locate(self, delta: TextDelta | ToolDelta) -> list[TokenLogprob]:
-        """The tokens in the next delta that no delta before had."""
+        """Tokens of the next delta that no delta before had."""
         if isinstance(delta, ToolDelta):
             self._calls += delta.name is not None
             return []
@@ -265,7 +265,7 @@ class ResponseWriter:
         response: the object, from ``new_response``; it is kept up to date.
         body: the request.
         offers: its tools.
-        generation: what answers it.
+        generation: of its answer.
     """
 
     def __init__(self, response: Data, body: ResponseRequest, offers: Offers, generation: Generation) -> None:
@@ -283,12 +283,12 @@ class ResponseWriter:
         self._finish_reason: str | None = None
 
     def start(self) -> list[Data]:
-        """The events before the first item: the model has begun."""
+        """Events before the first item, when the model has begun."""
         self.response["status"] = "in_progress"
         return [self._snapshot("response.created"), self._snapshot("response.in_progress")]
 
     def add(self, step: Step) -> list[Data]:
-        """Takes a step; the events of what it adds."""
+        """Takes a step; events of what it adds."""
         if step.first:
             self.response["adapter"] = step.choice.adapter
         if self._logprobs is not None:
@@ -303,20 +303,20 @@ class ResponseWriter:
         return self._numbered(events)
 
     def end(self) -> list[Data]:
-        """The model has ended: closes the last item, and completes the object. ``last`` makes the last event."""
+        """Ends the answer: closes the last item, and completes the object. ``last`` makes the last event."""
         full = self._finish_reason == "length"
-        # A stop ends a text, but it breaks a call.
+        # A stop string completes a text, but it cuts a call off.
         cut = full or self._generation.choices[0].broken
         events = self._close("incomplete" if cut else "completed")
         if not cut and not any(item["type"] != "reasoning" for item in self.response["output"]):
-            # Even an empty answer is a message.
+            # An empty answer is a message, too.
             events += self._begin(TextDelta(""))
             events += self._close("completed")
         generation = self._generation
         counts = usage(generation.choices, choices_per_prompt=generation.choices_per_prompt)
         self.response |= {
             "status": "incomplete" if cut else "completed",
-            # OpenAI has no word for a stop.
+            # OpenAI has no reason for a call that a stop string cut off.
             "incomplete_details": {"reason": "max_output_tokens"} if full else None,
             "completed_at": None if cut else int(time.time()),
             "completion_id": generation.choices[0].completion_id,
@@ -325,7 +325,7 @@ class ResponseWriter:
         return self._numbered(events)
 
     def fail(self, error: Exception) -> None:
-        """The model does not go on: what it has written stays, as far as it came."""
+        """Fails the response, because the model does not go on. What it has written stays."""
         if self._open is not None:
             self.response["output"].append(self._open.item("incomplete"))
             self._open = None
@@ -361,7 +361,7 @@ class ResponseWriter:
         return events
 
     def _snapshot(self, name: str) -> Data:
-        # A copy: the object goes on changing.
+        # Copied, because the object goes on changing.
         return self._numbered([{"type": name, "response": {**self.response, "output": [*self.response["output"]]}}])[0]
 
     def _numbered(self, events: Iterable[Data]) -> list[Data]:
@@ -374,13 +374,13 @@ class ResponseWriter:
 
 
 class EventEncoder:
-    """Encodes the events of one stream; those of which there is one a token from a template."""
+    """Encodes the events of one stream. Those that come with every token are filled into a template."""
 
     def __init__(self) -> None:
         self._templates: dict[tuple[str, str], ChunkTemplate] = {}
 
     def encode(self, events: Sequence[Data]) -> bytes:
-        """All of them, in one piece."""
+        """Encodes events in one piece."""
         return b"".join(map(self._one, events))
 
     def _one(self, data: Data) -> bytes:

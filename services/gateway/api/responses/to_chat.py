@@ -40,7 +40,7 @@ Location = tuple[int | str, ...]
 
 
 def dotted(location: Location) -> str:
-    """A place in a body as errors name it."""
+    """Name of a place in a body, as errors have it."""
     text = ""
     for segment in location:
         text += f"[{segment}]" if isinstance(segment, int) else f".{segment}" if text else segment
@@ -53,7 +53,7 @@ _BETWEEN = "__"
 
 
 def qualified(name: str, namespace: str | None) -> str:
-    """What the model knows a tool by. Namespaces of MCP servers end with the separator themselves."""
+    """Name by which the model knows a tool. Namespaces of MCP servers end with the separator themselves."""
     if not namespace:
         return name
     return f"{namespace}{name}" if namespace.endswith(_BETWEEN) else f"{namespace}{_BETWEEN}{name}"
@@ -66,7 +66,7 @@ class Offer:
     Args:
         tool: in the chat's form.
         source: where it is in the request.
-        name: what the client knows it by; empty for a hosted one.
+        name: the client's name of it; empty for a hosted one.
         namespace: of the name.
         custom: its input is a text.
     """
@@ -90,18 +90,18 @@ class Offers:
         self._by_name = {offer.tool["function"]["name"]: offer for offer in self.all if offer.name}
 
     def called(self, function: str) -> Offer | None:
-        """The tool that the model calls by a name; None: there is none."""
+        """Tool that the model calls by a name; None: there is none."""
         return self._by_name.get(function)
 
     def function_of(self, name: str, namespace: str | None) -> str:
-        """The function that the client names. Without a namespace it may be in one, where no other has the name."""
+        """Function that the client names. A name without namespace also finds the only function of that name in one."""
         if namespace is not None or name in self._by_name:
             return qualified(name, namespace)
         found = [offer for offer in self._by_name.values() if offer.name == name]
         return qualified(name, found[0].namespace) if len(found) == 1 else name
 
     def allowed(self, choice: ResponseAllowedTools) -> list[str]:
-        """The functions that a choice allows; what is hosted is left out."""
+        """Functions that a choice allows; hosted tools are left out."""
         names: list[str] = []
         for tool in choice.tools:
             if isinstance(tool, ToolName):
@@ -149,16 +149,16 @@ def _one_text(tool: CustomTool) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The messages of a chat, each with where the client said it."""
+    """Messages of a chat, each with its place in the client's request."""
 
     messages: list[dict[str, Any]]
     sources: list[Location]
-    """Locations of each message: where its first item is."""
+    """Location of each message: that of its first item."""
     calls: dict[int, list[Location]]
     """Locations of the calls in each message."""
 
     def source_of(self, index: int, call: int | None = None) -> Location:
-        """The field of the request that a message, or a call in it, was made of."""
+        """Location in the request of what a message, or a call in it, was made of."""
         if call is not None and call < len(self.calls.get(index, ())):
             return self.calls[index][call]
         return self.sources[index] if index < len(self.sources) else ("input",)
@@ -214,7 +214,7 @@ class _Builder:
         self._append({"role": "tool", "tool_call_id": item.call_id, "content": item.text}, source)
 
     def _assistant(self, source: Location, *, fresh: Sequence[str] = ()) -> dict[str, Any]:
-        """The model's turn that an item belongs to: a new one, if the last one has one of ``fresh``."""
+        """Message of the model that an item belongs to: a new one, if the last one has a field of ``fresh`` already."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or any(name in last for name in fresh):
             self._append({"role": "assistant"}, source)
@@ -226,7 +226,7 @@ class _Builder:
 
 
 def _check_arguments(text: str, param: str) -> None:
-    # Chat checks it, too, but can only say which message it is in.
+    # The chat request checks them, too, but can only say which message they are in.
     try:
         arguments = from_json(text) if text.strip() else {}
     except ValueError as error:
@@ -242,13 +242,13 @@ def conversation(
     *,
     continues: str = "previous_response_id",
 ) -> Conversation:
-    """The messages of instructions, the items of what is continued, and the input.
+    """Messages made of the instructions, the items that are continued, and the input.
 
     Args:
         instructions: of the request.
         prior: items of the response or conversation that it continues.
-        continues: the field that names that.
-        given: its input; None: an item that nobody can read.
+        continues: the field that names the response or conversation.
+        given: input of the request; None: an item that nobody can read.
 
     Raises:
         InvalidRequest: a function's answer without its call.
@@ -286,14 +286,14 @@ _NAMES = (
     (re.compile(r"\breasoning_effort\b"), "reasoning.effort"),
     (re.compile(r"\bresponse_format\b(\.json_schema\b)?"), "text.format"),
 )
-"""What error messages and their `param` say, and what it is called here."""
+"""Names of a chat's fields, as error messages and their `param` have them, and their names here."""
 _INDEXED = re.compile(r"messages\[(\d+)\].*")
 _TOOL = re.compile(r"\btools\[(\d+)\](\.function)?")
 
 
 @dataclass(frozen=True, slots=True)
 class ChatFields:
-    """A chat request's fields, and where its messages come from."""
+    """Fields of a chat request, and the places in the Responses body that its messages come from."""
 
     fields: dict[str, Any]
     conversation: Conversation
@@ -341,7 +341,7 @@ class ChatFields:
             context = dict(entry.get("ctx") or {})
             location = entry["loc"]
             if not location and context.get("param"):
-                context["param"] = self._param(context["param"])  # of the whole body
+                context["param"] = self._param(context["param"])  # the error is of the whole body
             if "message" in context:
                 context["message"] = self._reworded(str(context["message"]))
             where = ("body", *self._location(location))
@@ -352,7 +352,7 @@ class ChatFields:
         match location:
             case ("messages", int(index), "tool_calls", int(call), "function", *rest):
                 return (*self.conversation.source_of(index, call), *rest)
-            case ("messages", int(index), str(), "tool_calls", int(call), "function", *rest):  # behind the role's tag
+            case ("messages", int(index), str(), "tool_calls", int(call), "function", *rest):  # with the role's tag
                 return (*self.conversation.source_of(index, call), *rest)
             case ("messages", int(index), *rest):
                 return (*self.conversation.source_of(index), *rest)
@@ -364,7 +364,7 @@ class ChatFields:
 
 
 def chat_fields(body: ResponseRequest, prior: Sequence[Item], given: str | Sequence[Item | None]) -> ChatFields:
-    """What a chat request of the same meaning has.
+    """Fields of the chat request that means the same as a Responses request.
 
     Args:
         body: the Responses request.
@@ -398,7 +398,7 @@ def _add_tools(fields: dict[str, Any], body: ResponseRequest, offers: Offers) ->
     if body.tools:
         fields["tools"] = [offer.tool for offer in offers.all]
     elif body.parallel_tool_calls is not None:
-        del fields["parallel_tool_calls"]  # nothing to be parallel
+        del fields["parallel_tool_calls"]  # without tools there are no calls
     match body.tool_choice:
         case ToolName(name=name, namespace=namespace):
             fields["tool_choice"] = _function(offers.function_of(name, namespace))
@@ -406,7 +406,7 @@ def _add_tools(fields: dict[str, Any], body: ResponseRequest, offers: Offers) ->
             allowed = [_function(name) for name in offers.allowed(body.tool_choice)]
             fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
         case "auto" if not body.tools:
-            pass  # OpenAI's default here, with or without tools; in chat it needs some
+            pass  # OpenAI's default here, with or without tools; a chat may say it with tools only
         case str(choice):
             fields["tool_choice"] = choice
 

@@ -1,4 +1,4 @@
-"""Makes a GRPO job self-contained: what its completion ids stand for is fetched from the engines and written in."""
+"""Makes a GRPO job self-contained: rollouts are fetched from the engines and written in for its completion ids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Rollouts = Mapping[str, engine_pb2.Rollout]
 
 
 async def resolve_rollouts(job: GrpoJob, engines: EnginePool) -> GrpoJob:
-    """The job with token ids and log-probabilities in place of completion ids.
+    """Job with token ids and log-probabilities in place of completion ids.
 
     Raises:
         NotFound: completions that no engine remembers, or that another API key sampled; the message names them.

@@ -31,7 +31,7 @@ def _submission(model: type[TrainingSpec]) -> Callable[..., Awaitable[dict[str, 
     ) -> dict[str, Any]:
         return await _submit(training, body, idempotency_key, response)
 
-    # What the framework reads the schema of the body from.
+    # FastAPI reads the schema of the body from this.
     submit.__annotations__["body"] = model
     return submit
 
@@ -41,7 +41,7 @@ async def _submit(
 ) -> dict[str, Any]:
     # The key stands for what was sent. It is looked up before anything that can change in the meantime: the engines
     # forget completions, adapters are deleted, and the answer to a repeated request stays the same.
-    sha = await asyncio.to_thread(spec_sha, sent)  # of megabytes, if it is a large job
+    sha = await asyncio.to_thread(spec_sha, sent)  # a large job has megabytes
     job = None if key is None else await training.queue.submitted(key, sha, key_id=owner())
     if job is None:
         spec = _attaching(sent)
@@ -58,7 +58,7 @@ async def _submit(
 
 
 def _attaching(spec: TrainingSpec) -> TrainingSpec:
-    """The job with `attach` as the caller may have it: left open, it is what its API key allows.
+    """Job with `attach` as the caller may have it. If the job leaves it open, it is what the API key allows.
 
     Raises:
         Forbidden: the job says that it attaches, and the key may not.
@@ -71,7 +71,7 @@ def _attaching(spec: TrainingSpec) -> TrainingSpec:
 
 
 async def _found(training: TrainingServices, job_id: str) -> Job:
-    """A job that the caller may see. Raises NotFound, also for another key's."""
+    """Job that the caller may see. Raises NotFound, also if it is another key's."""
     job = await training.queue.get(job_id)
     if not sees(job.key_id):
         raise training.queue.missing(job_id)
@@ -133,7 +133,7 @@ async def follow_job(
     last_event_id: Annotated[str | None, Header(max_length=64, pattern=r"^(0|[0-9]+-[0-9]+)?$")] = None,
 ) -> Response:
     """The job's events as SSE: those after Last-Event-ID (all without it), then new ones until the job has ended."""
-    await _found(training, job_id)  # 404 while there still is a status to send
+    await _found(training, job_id)  # a missing job is a 404 only before the stream begins
     events = training.queue.events(job_id, last_event_id or None)
     return EventStream(_follow(training, events), keep_alive=training.settings.keep_alive_seconds)
 

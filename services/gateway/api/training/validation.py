@@ -36,24 +36,24 @@ _CHECKS = 2
 
 @dataclass(frozen=True, slots=True)
 class TrainingServices:
-    """The job queue, and what a job may refer to."""
+    """Job queue, and the services that know what a job may refer to."""
 
     settings: GatewaySettings
     engines: EnginePool
     queue: JobQueue
     registry: AdapterRegistry
-    """Blocking, so only called in ``threads``."""
+    """Registry of adapters. It blocks, so it is only called in ``threads``."""
     threads: StoreThreads
     lifecycle: Lifecycle
     checks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_CHECKS))
-    """Held while a training job is tokenized: the threads are shared with prompts."""
+    """Semaphore held while a training job is tokenized, because the threads are shared with prompts."""
 
 
 Training = Annotated[TrainingServices, provided(TrainingServices)]
 
 
 def check_training_job(served: ServedModel, job: TrainingSpec) -> None:
-    """Tokenizes every example. Blocking: call it in a thread.
+    """Checks a job by itself, and tokenizes every example of it. Blocking: call it in a thread.
 
     Raises:
         InvalidRequest: the rank does not fit the engines, the layers are not the model's, or see JobBase.check_tokens.
@@ -82,8 +82,8 @@ def check_training_job(served: ServedModel, job: TrainingSpec) -> None:
 
 
 def _check_layers(served: ServedModel, job: JobBase) -> None:
-    """The linear layers that an adapter is to change are layers of this model; engines of earlier releases do not say
-    which there are."""
+    """Checks that the layers that an adapter is to change are linear layers of this model. Engines of earlier releases
+    do not say which there are."""
     layers = set(served.info.linear_layers)
     asked = job.lora.target_modules
     if not layers or asked is None or isinstance(asked, str):
@@ -121,7 +121,7 @@ async def check_references(training: TrainingServices, spec: TrainingSpec) -> No
 
 
 async def _start(training: TrainingServices, spec: TrainingSpec) -> Manifest | None:
-    """What the job continues, as it stands now; None: a new adapter."""
+    """Manifest of the version that the job continues, as things stand now; None: a new adapter."""
     if spec.start_from == BASE:
         return None
     if spec.start_from is None:
@@ -145,7 +145,7 @@ async def _start(training: TrainingServices, spec: TrainingSpec) -> Manifest | N
 
 
 async def _check_start(training: TrainingServices, spec: TrainingSpec, start: Manifest | None) -> None:
-    """The adapter that is trained has a shape that the engines serve, and is of their base model."""
+    """Checks that the adapter to be trained has a shape that the engines serve, and is of their base model."""
     info = training.engines.served.info
     if start is None:
         if info.max_lora_rank and spec.lora.rank > info.max_lora_rank:
@@ -169,7 +169,7 @@ async def _check_start(training: TrainingServices, spec: TrainingSpec, start: Ma
 
 
 async def _check_teacher(training: TrainingServices, spec: OpdJob, start: Manifest | None) -> None:
-    """The teacher exists, and is another policy than the one that is to learn from it."""
+    """Checks that the teacher exists, and is another policy than the one that is to learn from it."""
     teacher = None
     if spec.teacher_version is not None:
         teacher = await _manifest(training, spec.teacher_version, "teacher")
@@ -190,7 +190,8 @@ async def _check_teacher(training: TrainingServices, spec: OpdJob, start: Manife
 
 
 async def _starts_there(training: TrainingServices, spec: TrainingSpec) -> bool:
-    """Whether what the job continues is decided: it is named, or no job in front of it publishes another version."""
+    """True if the version that the job continues is decided: the job names it, or no job in front of it publishes
+    another one."""
     if spec.start_from is not None and (spec.start_from == BASE or "@" in spec.start_from):
         return True
     adapter = spec.start_from or spec.adapter
@@ -202,8 +203,8 @@ async def _starts_there(training: TrainingServices, spec: TrainingSpec) -> bool:
 
 
 async def _check_samplers(training: TrainingServices, spec: GrpoJob) -> None:
-    """The versions that sampled the rollouts exist."""
-    samplers = await asyncio.to_thread(lambda: spec.sampled_by)  # of a large job
+    """Checks that the versions that sampled the rollouts exist."""
+    samplers = await asyncio.to_thread(lambda: spec.sampled_by)  # the job may be large
     for version, where in samplers.items():
         try:
             await training.threads.run(training.registry.manifest, version)
@@ -216,7 +217,7 @@ async def _check_samplers(training: TrainingServices, spec: GrpoJob) -> None:
 
 
 def _check_scorers(engines: Sequence[engine_pb2.Model], spec: TrainingSpec) -> None:
-    """Every engine that says what it allows may run every scorer of the job: any of them may take it."""
+    """Checks every scorer of the job against each engine that says what it allows: any of them may take the job."""
     allowed = [model.webhooks for model in engines if model.HasField("webhooks")]
     for where, scorer in spec.scorers():
         for webhooks in allowed:
