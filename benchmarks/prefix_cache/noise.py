@@ -1,4 +1,4 @@
-"""Whether the prefix cache moves log-probabilities more than a batch does: `python -m benchmarks.prefix_cache.noise
+"""Noise of the prefix cache in log-probabilities, compared with a batch's: `python -m benchmarks.prefix_cache.noise
 --model qwen3.5-4b --random`.
 
 Conversations of random tokens: three turns, of some hundreds to a few thousand tokens, all at once, so that what is

@@ -77,7 +77,7 @@ class Arrival:
     prompt: tuple[int, ...]
     out: int
     warm: bool = False
-    """Whether it goes on with a conversation."""
+    """True if the request goes on with a conversation."""
     then: Callable[[float, tuple[int, ...]], Sequence[tuple[float, Arrival]]] | None = None
     """Gets when it ended and its whole history; what is sent on that."""
 

@@ -154,7 +154,7 @@ class Training:
 
 
 def after(seconds: float) -> Callable[[], bool]:
-    """Whether so much time has passed since this call."""
+    """Function that tells whether so much time has passed since this call."""
     end = time.perf_counter() + seconds
     return lambda: time.perf_counter() > end
 

@@ -1,4 +1,4 @@
-"""Which products of a linear layer `kernels.gpu.linear.skinny` takes, and what surrounds the others, of many rows."""
+"""Products of a linear layer: which `kernels.gpu.linear.skinny` takes, and what surrounds the others, of many rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which variant of `skinny_linear` runs for which shape: one explicit table, filled from measurements on an H200
+"""Variants of `skinny_linear` by shape: one explicit table, filled from measurements on an H200
 (benchmarks/tuning/linear/sweep.py), no tuning at run time."""
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ LAST_WORDS_SECONDS = 2
 
 
 def is_draining(app: FastAPI) -> bool:
-    """Whether a signal has come."""
+    """True once a signal has told the gateway to shut down."""
     lifecycle = resource(app, Lifecycle)
     return lifecycle is not None and lifecycle.stopping.is_set()
 

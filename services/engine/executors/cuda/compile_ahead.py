@@ -57,7 +57,7 @@ class Variant:
         return source(kernel, self.signature, self.constants, self.attributes)
 
     def identity(self) -> str:
-        """The same text in every process."""
+        """Identity of the variant, as a text that is the same in every process."""
         parts = (self.module, self.name, self.source, self.signature, self.constants, self.attributes, self.options)
         return repr(parts)
 

@@ -1,4 +1,4 @@
-"""Which step shapes are captured as CUDA graphs, and how each is launched."""
+"""Step shapes that are captured as CUDA graphs, and how each is launched."""
 
 from __future__ import annotations
 

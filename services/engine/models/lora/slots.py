@@ -26,7 +26,7 @@ _PIECE_BYTES = 8 * 2**20
 """Size of the pieces in which an adapter is copied. A copy of this size holds up the small ones of a step by 0.2 ms at
 most."""
 _LAYOUTS = 16
-"""Whose plans are kept at most, of 100 KB each for an adapter on all layers of a 4B model."""
+"""Most layouts whose upload plans are kept, of 100 KB each for an adapter on all layers of a 4B model."""
 
 
 @dataclass(frozen=True, slots=True)

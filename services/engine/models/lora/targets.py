@@ -1,4 +1,4 @@
-"""Which linear layers an adapter may change, and where each lies in the fused projections."""
+"""Linear layers that an adapter may change, and where each lies in the fused projections."""
 
 from __future__ import annotations
 
