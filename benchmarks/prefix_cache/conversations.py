@@ -30,7 +30,7 @@ class Conversation:
     """True if only the host has the conversation when the last message comes."""
 
     def prompt(self, history: Tokens) -> Tokens:
-        """The one behind the conversation."""
+        """Prompt of the last message, behind the conversation."""
         first = len(self.turns[0]) + self.said
         return (*history[: first + max(1, int(self.cut * (len(history) - first)))], *self.last)
 

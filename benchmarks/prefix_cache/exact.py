@@ -132,7 +132,7 @@ class Totals:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def missing(self, places: Sequence[str]) -> list[str]:
-        """Those that did not answer, or to no prompt that branches."""
+        """Places that did not answer, or to no prompt that branches."""
         return [place for place in places if not self.cached_from[place] or not self.branched_from[place]]
 
 

@@ -299,7 +299,7 @@ class Measurement:
         self.cached_tokens[tier] += finished.cached_tokens
 
     def _fresh(self, prompt: Tokens, sampling: SamplingParams) -> Ask:
-        """One that shares nothing with any other."""
+        """Request that shares nothing with any other."""
         self._salts += 1
         return Ask(prompt, sampling, f"fresh-{self._salts}")
 

@@ -244,7 +244,7 @@ def _times(values: Sequence[float]) -> str:
 
 
 def line(name: str, found: Simulated, rate: float | None = None) -> str:
-    """One row of the table."""
+    """Row of the table for one simulation."""
     per_step = sum(found.prefills) / max(1, len(found.prefills))
     rate = found.out_tokens / found.seconds if rate is None else rate
     cells = (f"{rate:,.0f}", f"{found.seconds:.3f}", f"{per_step:,.0f}", _times(found.cold), _times(found.warm))

@@ -32,7 +32,7 @@ class Outcome:
     near: int = 0
     """Values near an answer."""
     taken: int = 0
-    """Those of them that the grammar takes."""
+    """Values near an answer that the grammar takes."""
     missed: int = 0
     """Valid ones that it does not take: that is allowed."""
     problems: list[str] = field(default_factory=list)

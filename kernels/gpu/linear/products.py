@@ -20,7 +20,7 @@ def streams(rows: int, weight: Weight, invariant: bool) -> bool:
 
 
 _MOST_CONVOLVED = 32
-"""Beside a tile of 64 rows their old inputs do not fit the registers."""
+"""Most rows of a product with a convolution: beside a tile of 64, the rows' old inputs do not fit the registers."""
 
 
 def convolves(rows: int, weight: Weight, invariant: bool) -> bool:

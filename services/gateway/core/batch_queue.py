@@ -42,7 +42,7 @@ Kind = Literal["batch", "msgbatch"]
 Stage = Literal["validating", "in_progress", "finalizing"]
 Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"]
 EXPIRED = "expired"
-"""The one state that a training job does not have."""
+"""State of a batch whose window is over; a training job has no such state."""
 NOW = "@first"
 """Value of a stage's field that stands for the present time, unless an earlier attempt wrote one."""
 _ENDS: Mapping[str, Status] = {

@@ -38,7 +38,7 @@ log = structlog.get_logger(__name__)
 
 _CHUNK = 2**20
 _ROLLOUTS = 64
-"""Asked for at once: a rollout may have a whole context of tokens."""
+"""Most rollouts that are asked for at once: one may have a whole context of tokens."""
 
 
 ModelHandler = Callable[["EngineClient", engine_pb2.Model], Awaitable[None]]

@@ -163,7 +163,7 @@ class EnginePool:
 
     @property
     def ready(self) -> bool:
-        """At least one engine takes requests."""
+        """True if at least one engine takes requests."""
         return any(client.ready for client in self.clients)
 
     @property

@@ -20,7 +20,7 @@ _RETRYABLE = (engine_pb2.ERROR_CODE_UNAVAILABLE, engine_pb2.ERROR_CODE_OVERLOADE
 _RUNNING = engine_pb2.FINISH_REASON_UNSPECIFIED
 _BROKEN_OFF = (engine_pb2.FINISH_REASON_ABORT, engine_pb2.FINISH_REASON_ERROR)
 _PAUSE = 0.2
-"""Before the engine that has just refused is asked again; doubled each time."""
+"""Seconds before the engine that has just refused is asked again; doubled each time."""
 _LONGEST_PAUSE = 2.0
 _KEEP_SECONDS = 5.0
 """Seconds for which an answer whose text has ended waits for the engine to say that it keeps the rollout."""

@@ -110,7 +110,7 @@ class ChatParser:
 
     @property
     def certain(self) -> int:
-        """Up to here, in characters of the whole text, no later text changes what it is, and no stop can begin."""
+        """End of the text, in characters of the whole, that no later text changes and in which no stop can begin."""
         held_from = None if self._search is None else self._search.held_from
         if held_from is not None:
             return held_from

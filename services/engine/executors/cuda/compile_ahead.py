@@ -48,7 +48,7 @@ class Variant:
     constants: dict[tuple[int, ...], Any]
     attributes: dict[tuple[int, ...], Any]
     options: dict[str, Any]
-    """Those of the backend: warps, stages and so on."""
+    """Options of the backend: warps, stages and so on."""
 
     def ast(self) -> ASTSource:
         """Source that triton.compile() takes; imports the kernel."""

@@ -234,7 +234,7 @@ class _Walk:
         return edges if kind == "AT_BOUNDARY" else self._all & ~edges
 
     def _where(self, part: _Op, fold: bool) -> int:
-        """Before which characters a part of one character takes the next."""
+        """Places, as bits, before which a part of one character takes the next one."""
         op, given = part
         if str(op) == "LITERAL" and not fold:
             return self._letters.get(chr(given), 0)

@@ -52,7 +52,7 @@ class _Prepared:
     ranks: Tensor
     """[layers, groups] int32 on the CPU."""
     plan: UploadPlan | None
-    """None on the CPU."""
+    """Plan of the upload; None on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class _Selection:
     """The adapters one step uses."""
 
     only: int | None
-    """The one slot of all rows, or None if rows differ."""
+    """Slot of all rows, or None if rows differ."""
     distinct: Tensor | None
     """Slots to compute with; None: all of them."""
     rows: Tensor | None

@@ -216,7 +216,7 @@ class ToolCallParser(Lookahead):
         self._arguments.append(arguments)
 
     def _between(self) -> None:
-        """After a name or a parameter."""
+        """Reads on behind a name or a parameter."""
         start = self._space()
         tag = self._tag(start, _AFTER_VALUE if self._announced else (PARAMETER, END_FUNCTION, CLOSE))
         named = self._named(start, PARAMETER) if tag == PARAMETER else None
@@ -248,7 +248,7 @@ class ToolCallParser(Lookahead):
         self._at, self.state = _At.AFTER, state
 
     def _after(self) -> None:
-        """After `</function>`."""
+        """Reads on behind `</function>`."""
         start = self._space()
         tag = self._tag(start, (CLOSE, FUNCTION))
         if tag is not None:
