@@ -90,7 +90,7 @@ hooks: setup ## have git run `make fix`'s quick part before each commit
 # half of the time, and then help the third with the rest. One thread in each, or threads would wait for each other.
 test: lint $(CLIENTS) ## lint, then all tests; some 20 minutes on 2 cores
 	@scratch=$$(mktemp -d) && \
-	if OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --basetemp="$$scratch/test" $(ARGS); \
+	if OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --basetemp="$$scratch/test" $(ARGS); \
 	then rm -rf "$$scratch"; else status=$$?; echo "left for inspection: $$scratch" >&2; exit $$status; fi
 
 docs: setup ## the documentation as a site in build/site, links checked

@@ -30,7 +30,7 @@ HEADER = """# Configuration
 
 <!-- Written by `python -m docs_tools.generate`; change the settings classes, not this file. -->
 
-Everything is an environment variable. A service reads them once, at its start, and refuses a value that it cannot
+Every setting is an environment variable. A service reads them once, at its start, and refuses a value that it cannot
 use with a line that names the variable. `temper up` sets those of its own stores and of the data directory, puts its
 options before their variables (`temper up --help` names them), and passes all others on, so
 `TEMPER_MAX_NUM_SEQS=128 temper up` works as expected.

@@ -133,7 +133,7 @@ def chunk_gated_delta(
         return x.float().index_select(0, layout.gather).view(-1, layout.size, *x.shape[1:]).transpose(1, 2)
 
     def spread(x: Tensor) -> Tensor:
-        """Each key head's matrix to its value heads."""
+        """Copies of each key head's matrix for its value heads."""
         return x.repeat_interleave(ratio, dim=1) if ratio > 1 else x
 
     q, k, v, g, beta = chunked(q), chunked(k), chunked(v), chunked(g), chunked(beta)

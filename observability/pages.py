@@ -11,7 +11,7 @@ _HEADER = """# Metrics
 
 <!-- Written by `python -m observability.generate`; change the code that exports them, not this file. -->
 
-Gateways export theirs at `/metrics` of their port, engines at `/metrics` of `TEMPER_METRICS_PORT`. What each is good
+Gateways export metrics at `/metrics` of their port, engines at `/metrics` of `TEMPER_METRICS_PORT`. What each is good
 for: [monitoring.md](monitoring.md). No label has values that clients can make up without bound: there are no users, job
 ids or prompts in them, and names of adapter versions only while they are in one of an engine's slots.
 

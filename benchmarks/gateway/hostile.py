@@ -157,7 +157,7 @@ def schema_cases(url: str, count: int, options: argparse.Namespace, report: Repo
 
 
 def aftermath(url: str, model: str, report: Report) -> dict[str, Any]:
-    """Whether the service is as it was: it answers, and what it held for hostile requests is free."""
+    """Gauges of the service, after a check that it is as it was: it answers, and holds nothing for hostile requests."""
     probe = Hostile("/v1/chat/completions", b"", made="probe afterwards")
     figures: dict[str, Any] = {}
     with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:

@@ -88,7 +88,7 @@ class Outcome:
     """Number of kills by process and way."""
     answers: Counter[str] = field(default_factory=Counter)
     unanswered: Counter[str] = field(default_factory=Counter)
-    """Why, by how often."""
+    """Number of requests without an answer, by the reason."""
     jobs: Counter[str] = field(default_factory=Counter)
     """Accepted jobs by how they ended."""
     attempts: int = 0

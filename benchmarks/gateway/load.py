@@ -61,8 +61,8 @@ class Schedule:
     sleeping: bool = False
     """Clients sleep while nothing comes."""
     pause_seconds: float = 0.0
-    """Up to so long between two streams of a slot, at random: who would begin when its last stream ends would always
-    begin behind the tokens of all the others, in the middle of a step of its engine."""
+    """Longest pause between two streams of a slot, drawn at random: a stream that began when the last one ends would
+    always begin behind the tokens of all the others, in the middle of a step of its engine."""
 
 
 @dataclass(frozen=True, slots=True)

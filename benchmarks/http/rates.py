@@ -52,7 +52,7 @@ class Stack:
 
 
 def measure(stack: Stack, case: Case, clients: int) -> dict[str, Any]:
-    """One case: a warm-up, t(1), t(out)."""
+    """Measures one case: a warm-up, t(1), t(out)."""
     load = Load(stack.host, stack.port, stack.model, case.prompt_tokens, case.new_tokens, stack.vocab_size)
     run_load(replace(load, new_tokens=min(8, case.new_tokens)), case.requests, processes=clients)
     one = min(

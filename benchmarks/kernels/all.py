@@ -32,7 +32,7 @@ def all_cases() -> list[Case]:
 
 
 def measure(case: Case, ceilings: Ceilings) -> dict[str, Any]:
-    """One row of the table."""
+    """Row of the table for one case."""
     work = case.make(Tensors(torch.device("cuda")))
     report: dict[str, Any] = {"kernel": case.kernel, "shape": case.shape}
     if work.check is not None:

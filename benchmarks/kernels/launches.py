@@ -1,4 +1,4 @@
-"""Which Triton kernels are launched: leaves some out, counts them, deals them out to processes that compile."""
+"""Control of launches of Triton kernels: leaves some out, counts them, deals them out to processes that compile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 Keep = Callable[[str, tuple[Any, ...], dict[str, Any]], bool]
-"""Whether a launch takes place, from the kernel's name and what it is launched with."""
+"""Predicate of launches: True if one takes place, from the kernel's name and what it is launched with."""
 
 
 @contextmanager

@@ -201,7 +201,7 @@ def expanding(name: str, rows: int) -> Case:
 
 
 def expanding_before_activation(rows: int) -> Case:
-    """The same of gate and up, and the activation behind them."""
+    """B h of 8 adapters, added to gate and up, and the activation behind them."""
     n, _, ends = MATRICES["gate_up"]
 
     def make(t: Tensors) -> Work:

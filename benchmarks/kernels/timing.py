@@ -32,7 +32,7 @@ class Work:
     """One kernel at one shape, ready to run."""
 
     runs: Sequence[Callable[[], Tensor]]
-    """The same work on different memory, so that nothing is found in L2 that would not be there in a step."""
+    """Runs of the same work on different memory, so that nothing is found in L2 that would not be there in a step."""
     bytes: int
     """Read and written once each, by the algorithm."""
     flops: int = 0

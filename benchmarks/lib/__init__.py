@@ -1,1 +1,1 @@
-"""What benchmarks share: an engine in this process, random checkpoints, timing, result files."""
+"""Parts that benchmarks share: an engine in this process, random checkpoints, timing, result files."""

@@ -194,7 +194,7 @@ GENERATORS: dict[str, Callable[[Sizes], tuple[Workload, ...]]] = {
 
 
 def fitting(workload: Workload, capacity: int) -> Workload:
-    """The same with only so many of its last sessions that the tokens of all fit."""
+    """Workload with only its first sessions, as many as fit into ``capacity`` with all their tokens."""
     count, tokens = 0, 0
     for session in workload.sessions:
         tokens += session.length

@@ -102,7 +102,7 @@ class RandomWeights:
 
 
 def random_adapter(config: Qwen3_5Config, rank: int) -> BoundAdapter:
-    """One on all linear layers, its tensors on the CPU."""
+    """Random adapter on all linear layers, its tensors on the CPU."""
     targets = {
         path: BoundTarget(
             torch.empty(rank, inputs, dtype=torch.bfloat16).normal_(std=inputs**-0.5),

@@ -34,7 +34,7 @@ class Recorder:
         self.rows: list[dict[str, Any]] = self._all["rows"]
 
     def done(self, key: Mapping[str, Any]) -> bool:
-        """Whether there is a row with these entries."""
+        """True if there is a row with these entries."""
         return any(all(name in row and row[name] == value for name, value in key.items()) for row in self.rows)
 
     def add(self, row: dict[str, Any]) -> None:

@@ -27,10 +27,10 @@ class Conversation:
     """Place of the last message: at the end, or at this part of what was said behind the first answer."""
     last: Tokens
     host: bool
-    """Whether only the host has it when the last message comes."""
+    """True if only the host has the conversation when the last message comes."""
 
     def prompt(self, history: Tokens) -> Tokens:
-        """The one behind the conversation."""
+        """Prompt of the last message, behind the conversation."""
         first = len(self.turns[0]) + self.said
         return (*history[: first + max(1, int(self.cut * (len(history) - first)))], *self.last)
 

@@ -205,7 +205,7 @@ def check_snapshots(bench: Bench, tokens: int) -> dict[str, float]:
 
 
 def check_transfer(bench: Bench, tokens: int) -> None:
-    """There and back, to other blocks and another slot."""
+    """Checks a copy there and back, to other blocks and another slot."""
     bench.fill()
     transfer, layout = bench.transfer, bench.transfer.layout
     count = -(-tokens // _BLOCK)

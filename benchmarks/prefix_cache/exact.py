@@ -1,4 +1,4 @@
-"""Whether the prefix cache changes an answer: `python -m benchmarks.prefix_cache.exact --workloads 2000`.
+"""Comparison of answers with and without the prefix cache: `python -m benchmarks.prefix_cache.exact --workloads 2000`.
 
 Random trees of requests (benchmarks.prefix_cache.workloads) go through scheduler, cache, runner and a small random
 model in float32 on the CPU, with little memory and many at a time; then each request alone, without a cache. It is done
@@ -112,9 +112,9 @@ class Totals:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     cached_from: Counter[str] = field(default_factory=Counter)
-    """The same by the place that they came from: the slowest, if some of a prompt's came from another."""
+    """Cached tokens by the tier that they came from: the slowest, if a prompt's came from several."""
     branched_from: Counter[str] = field(default_factory=Counter)
-    """Those of prompts that leave what they go on from before its end."""
+    """Cached tokens, likewise by tier, of prompts that leave what they go on from before its end."""
     evicted: Counter[str] = field(default_factory=Counter)
     """Copies that tiers gave up; those that they were told to forget count as well."""
     preemptions: int = 0
@@ -132,7 +132,7 @@ class Totals:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def missing(self, places: Sequence[str]) -> list[str]:
-        """Those that did not answer, or to no prompt that branches."""
+        """Places that did not answer, or to no prompt that branches."""
         return [place for place in places if not self.cached_from[place] or not self.branched_from[place]]
 
 
@@ -297,7 +297,7 @@ class Bench:
         raise RuntimeError(f"{len(workload.asks) - len(answers)} requests have no answer after {_MOST_STEPS} steps")
 
     def alone(self, request: Request, block_size: int, output: Sequence[int], budget: int = _ALONE) -> Answer:
-        """The same request alone and without a cache; in chunks it is forced to ``output``.
+        """Answer to a request alone and without a cache; in chunks it is forced to ``output``.
 
         Args:
             budget: tokens of a step: 1 to compute the prompt in pieces.

@@ -1,4 +1,4 @@
-"""Whether the prefix cache moves log-probabilities more than a batch does: `python -m benchmarks.prefix_cache.noise
+"""Noise of the prefix cache in log-probabilities, compared with a batch's: `python -m benchmarks.prefix_cache.noise
 --model qwen3.5-4b --random`.
 
 Conversations of random tokens: three turns, of some hundreds to a few thousand tokens, all at once, so that what is
@@ -299,7 +299,7 @@ class Measurement:
         self.cached_tokens[tier] += finished.cached_tokens
 
     def _fresh(self, prompt: Tokens, sampling: SamplingParams) -> Ask:
-        """One that shares nothing with any other."""
+        """Request that shares nothing with any other."""
         self._salts += 1
         return Ask(prompt, sampling, f"fresh-{self._salts}")
 

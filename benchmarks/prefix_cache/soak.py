@@ -92,7 +92,7 @@ class TokenAudit:
         self.again = 0
         self.preemptions = 0
         self.loaded_tokens = 0
-        """Those of the cached ones that came from a tier."""
+        """Cached tokens that came from a tier."""
         self.cut: set[str] = set()
         """Requests that somebody may end before their time; from any thread."""
         self.problems: list[str] = []
@@ -193,7 +193,7 @@ class Outcome:
     ends: dict[str, int] = field(default_factory=dict)
     checks: int = 0
     rss_mib: list[float] = field(default_factory=list)
-    """At a hundred even points of the CPU time of a run."""
+    """Resident memory at a hundred even points of the CPU time of a run."""
     growth_mib: float = 0.0
     """Peak memory behind the first quarter less the peak in it."""
     problems: list[str] = field(default_factory=list)

@@ -28,7 +28,7 @@ class TokenByToken:
 
 
 def single_steps(plan: StepPlan) -> list[StepPlan]:
-    """The same as steps of one token: what is copied before and behind it, and within its chunks, lies between them."""
+    """Step plan cut into steps of one token: its copies before, behind and within its chunks lie between them."""
     steps = [StepPlan([single], copies_after=copies) for chunk in plan.chunks for single, copies in _singles(chunk)]
     steps[0] = replace(plan, chunks=steps[0].chunks, copies_after=steps[0].copies_after)
     steps[-1] = replace(steps[-1], copies_after=[*steps[-1].copies_after, *plan.copies_after])

@@ -64,7 +64,7 @@ class Workload:
     Where there are no tiers, nobody is told to."""
 
     def branches(self, number: int) -> bool:
-        """Whether a request leaves the history that it begins with before its end."""
+        """True if a request leaves the history that it begins with before its end."""
         ask = self.asks[number]
         if ask.behind is None:
             return False

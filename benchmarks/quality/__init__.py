@@ -1,1 +1,1 @@
-"""What quantization costs, and how far sampler and trainer are apart."""
+"""Quality benchmarks: what quantization costs, and how far sampler and trainer are apart."""

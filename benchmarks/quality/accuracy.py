@@ -134,7 +134,7 @@ def error(ours: Tensor, expected: Tensor) -> float:
 def measure(
     directory: Path, quantization: Sequence[Quantization], device: torch.device, recorder: Recorder, clock: Clock
 ) -> None:
-    """One row a prompt, way and quantization."""
+    """Records a row for each prompt, way and quantization."""
     torch.backends.cuda.matmul.allow_tf32 = False
     generator = torch.Generator().manual_seed(1)
     vocabulary = json.loads((directory / "config.json").read_text())["vocab_size"]

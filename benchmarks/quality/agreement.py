@@ -44,7 +44,7 @@ RANK = 16
 SHARP = 0.3
 """Factor of the final norm: with a tied head the random model repeats its last token, so likely as this makes it."""
 _OUTWARD = ("out_proj", "o_proj", "down_proj")
-"""Whose random weights are small (benchmarks.lib.random_checkpoint, gentle)."""
+"""Modules whose random weights are small (benchmarks.lib.random_checkpoint, gentle)."""
 
 
 def random_policy(host: PodHost) -> LoraParams:

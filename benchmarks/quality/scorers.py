@@ -197,7 +197,7 @@ class EngineScorer:
 
 
 def _longest(prefixes: Set[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Those that no other one begins with."""
+    """Prefixes that no other one begins with."""
     ordered = sorted(prefixes)  # a prefix stands right before what begins with it
     return [text for text, following in zip(ordered, [*ordered[1:], ()], strict=True) if following[: len(text)] != text]
 

@@ -43,7 +43,7 @@ class StepTimer:
         self.spent: dict[str, float] = {}
 
     def timed(self, name: str, function: Callable[..., _T]) -> Callable[..., _T]:
-        """The same function, whose time is added up."""
+        """Wrapper of a function that adds up its time under ``name``."""
 
         def call(*args: object) -> _T:
             began = time.thread_time()

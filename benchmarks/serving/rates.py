@@ -35,7 +35,7 @@ _WARM_TOKENS = 12
 
 
 def measure(engine: InProcessEngine, case: Case) -> dict[str, Any]:
-    """One case on an InProcessEngine, in the fields of the tables in README.md."""
+    """Measures one case on an InProcessEngine, in the fields of the tables in README.md."""
     from benchmarks.lib.step_times import by_kind, recorded_steps
 
     process = psutil.Process()

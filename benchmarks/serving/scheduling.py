@@ -77,7 +77,7 @@ class Arrival:
     prompt: tuple[int, ...]
     out: int
     warm: bool = False
-    """Whether it goes on with a conversation."""
+    """True if the request goes on with a conversation."""
     then: Callable[[float, tuple[int, ...]], Sequence[tuple[float, Arrival]]] | None = None
     """Gets when it ended and its whole history; what is sent on that."""
 
@@ -244,7 +244,7 @@ def _times(values: Sequence[float]) -> str:
 
 
 def line(name: str, found: Simulated, rate: float | None = None) -> str:
-    """One row of the table."""
+    """Row of the table for one simulation."""
     per_step = sum(found.prefills) / max(1, len(found.prefills))
     rate = found.out_tokens / found.seconds if rate is None else rate
     cells = (f"{rate:,.0f}", f"{found.seconds:.3f}", f"{per_step:,.0f}", _times(found.cold), _times(found.warm))

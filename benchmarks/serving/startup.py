@@ -24,7 +24,7 @@ _FIRST_TOKEN_SECONDS = 120.0
 
 
 def child(model: Path, zero: float) -> None:
-    """One start in this process; settings come from TEMPER_*."""
+    """Measures one start in this process; settings come from TEMPER_*."""
     stages = Stages(zero)
     stages.done("interpreter")
     from services.pod.preflight import read_settings, use_kernel_cache
@@ -79,7 +79,7 @@ def child(model: Path, zero: float) -> None:
 
 
 def start(model: Path, variables: dict[str, str], seconds: float) -> dict[str, Any]:
-    """One start in a fresh process.
+    """Measures one start in a fresh process.
 
     Args:
         seconds: it may take.

@@ -1,4 +1,4 @@
-"""Whether answers are valid under their schemas, and whether a grammar takes what is not: against jsonschema_rs."""
+"""Judge of structured answers, by jsonschema_rs: are they valid, and does a grammar take what is not?"""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Outcome:
     near: int = 0
     """Values near an answer."""
     taken: int = 0
-    """Those of them that the grammar takes."""
+    """Values near an answer that the grammar takes."""
     missed: int = 0
     """Valid ones that it does not take: that is allowed."""
     problems: list[str] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Judge:
         self.outcome.problems.append(f"failed: {why} under {json.dumps(schema)}")
 
     def _takes(self, grammar: CompiledGrammar, text: str) -> bool:
-        """Whether the masks let a text through, byte by byte."""
+        """True if the masks let a text through, byte by byte."""
         matcher = grammar.prototype.deep_copy()
         for byte in text.encode():
             if matcher.is_stopped() or not matcher.consume_token(self._bytes[byte]):

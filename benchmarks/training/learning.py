@@ -184,7 +184,7 @@ class Point:
 
     @classmethod
     def now(cls, steps: int, host: PodHost, run: JobRun, items: Sequence[Item]) -> Point:
-        """Behind so many optimizer steps."""
+        """Point of the curve behind so many optimizer steps."""
         return cls(steps, right(host, run, items), ordered(host, run, items))
 
 

@@ -67,7 +67,7 @@ def merge_settings(method: str, parents: int, rank: int) -> MergeSettings:
 
 
 def measure(options: argparse.Namespace, method: str, parents: int) -> dict[str, Any]:
-    """One line of the result."""
+    """Measures one merge: a line of the result."""
     config = Qwen3_5Config.from_dict(config_of(options.shape))
     device = torch.device(options.device)
     shop = Workshop(device)

@@ -196,7 +196,7 @@ def measure(pod: TrainingPod, method: str, sizes: Sizes, steps: int, warm_up: in
 
 
 def measure_generate(pod: TrainingPod, sizes: Sizes, steps: int, warm_up: int) -> dict[str, Any]:
-    """The same of a job that samples itself, and the way of each step to the next request."""
+    """Job that samples its completions itself, in the fields above, and the way of each step to the next request."""
     next_request = NextRequest(pod, ADAPTER, RandomText(pod.host.codec, 1).prompt(sizes.prompt_tokens))
     run = prepare_run(generate_job(pod.host.codec, sizes, steps + warm_up), pod.host, None)
     seconds: list[float] = []

@@ -1,4 +1,4 @@
-"""The same workloads in TRL's GKDTrainer: see benchmarks.training.opd. Needs trl (with trl.experimental.gkd), datasets
+"""Workloads of benchmarks.training.opd in TRL's GKDTrainer. Needs trl (with trl.experimental.gkd), datasets
 and peft, which are no dependencies of this project."""
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from services.trainer.timers import Part
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of checkpoints() and report_to()."""
+    """Adds the arguments of checkpoints() and report_to()."""
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
         "--shape",

@@ -176,7 +176,7 @@ class Trainer:
 
 
 def measure(trainer: Trainer, case: Case, recompute: Recompute, repeats: int, warm_up: int = 2) -> dict[str, Any]:
-    """One case, in the fields above."""
+    """Measures one case, in the fields above."""
     tokens = torch.randint(trainer.config.vocab_size, (case.total,), device="cuda")
     for _ in range(warm_up):
         trainer.step(tokens, case, recompute, Parts())

@@ -76,7 +76,7 @@ class Bench:
         launches: Callable[[], Sequence[Callable[[], object]]],
         amount: float,
     ) -> None:
-        """One row: microseconds and TB/s or TFLOP/s, or why it failed. Nothing once the time is over.
+        """Records a row: microseconds and TB/s or TFLOP/s, or why it failed. Nothing once the time is over.
 
         Args:
             launches: makes what is timed.
@@ -95,7 +95,7 @@ class Bench:
             carry_on_or_start_again("benchmarks.tuning.sweep_attention")
 
     def check(self, what: str, run: Callable[[], tuple[float, bool]]) -> None:
-        """One row: the relative error against float64, and whether the bits repeat."""
+        """Records a row: the relative error against float64, and whether the bits repeat."""
         if self.recorder.done({"check": what}):
             return
         row: dict[str, Any] = {"check": what}

@@ -1,5 +1,5 @@
-"""Whether programmatic dependent launch starts kernels early: small kernels that note when they start, when they go on
-after their wait, and when they end."""
+"""Probe of whether programmatic dependent launch starts kernels early: small kernels that note when they start, when
+they go on after their wait, and when they end."""
 
 # Triton's language: constants are upper case, kernels have no annotations that mypy knows.
 # ruff: noqa: N803

@@ -79,7 +79,7 @@ class Driver:
             raise RuntimeError(f"{name} returned {code}")
 
     def divide(self, sms: int) -> tuple[Part, Part]:
-        """At least ``sms`` multiprocessors with a stream of high priority, and the others."""
+        """Parts of the GPU: at least ``sms`` multiprocessors with a stream of high priority, and the others."""
         whole, part, rest, groups = _Resource(), _Resource(), _Resource(), ctypes.c_uint(1)
         self._call("cuDeviceGetDevResource", 0, ctypes.byref(whole), _SM_RESOURCE)
         self._call(
@@ -154,7 +154,7 @@ class Training:
 
 
 def after(seconds: float) -> Callable[[], bool]:
-    """Whether so much time has passed since this call."""
+    """Function that tells whether so much time has passed since this call."""
     end = time.perf_counter() + seconds
     return lambda: time.perf_counter() > end
 

@@ -129,7 +129,7 @@ def sweep_prefill(bench: Bench, dtype: torch.dtype, count: int, length: int, sta
 
 
 def sweep_torch(bench: Bench, count: int, length: int) -> None:
-    """The same product by torch's scaled_dot_product_attention, without pages or gate."""
+    """Prefill attention by torch's scaled_dot_product_attention, without pages or gate."""
     q = torch.randn(count, HEADS, length, DIM, device=bench.device, dtype=_BF16)
     k, v = (torch.randn(count, HEADS, length, DIM, device=bench.device, dtype=_BF16) for _ in range(2))
     flop = 4 * HEADS * DIM * count * length * (length + 1) / 2

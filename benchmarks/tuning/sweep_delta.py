@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def _cases() -> list[Case]:
-    """Those least likely to fail first."""
+    """Cases, those least likely to fail first."""
     pairs = itertools.product((4,), (False, True))
     return [
         *(("step", config) for config in STEPS),

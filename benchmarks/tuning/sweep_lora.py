@@ -122,7 +122,7 @@ def _expand_cuts(rows: int) -> Iterator[tuple[int, ...]]:
 
 
 def launches(t: Tensors, entry: Entry) -> list[Callable[[], object]]:
-    """The same work on different memory, more than L2 holds, as the engine launches it."""
+    """Launches of the same work on different memory, more than L2 holds, as the engine launches it."""
     return {"pairs": _pairs, "shrink": _shrinks, "expand": _expands}[entry.part](t, entry)
 
 

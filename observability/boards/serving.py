@@ -268,7 +268,7 @@ _MEMORY = Row(
             alerts=("TemperPreemptions",),
         ),
         Panel(
-            "Guessed tokens that were right",
+            "Draft tokens that were accepted",
             "With speculation on; below a half it costs more than it saves.",
             (
                 Query(

@@ -49,7 +49,7 @@ class GatewaySettings(ListenSettings, CommonSettings):
     request_timeout_seconds: float = Field(600.0, gt=0)
     """Longest life of a completion, queueing included."""
     engine_retry_seconds: float = Field(20.0, ge=0)
-    """How long a request that has no token yet waits for another engine, or for this one to come back."""
+    """Time that a request without a token yet waits for another engine, or for this one to come back."""
     engine_attempts: int = Field(8, ge=1)
     """Most engines that a request without a token yet is sent to, one after the other; the same one counts again."""
     status_interval_seconds: float = Field(1.0, gt=0)
@@ -61,25 +61,25 @@ class GatewaySettings(ListenSettings, CommonSettings):
     sticky_sessions: int = Field(65536, ge=1)
     """Most `session_id`s whose engine is remembered; the one longest unused is forgotten first."""
     cache_scope: CacheScope = "auto"
-    """Whose requests share cached prompt state: "shared": those of all API keys; "key": those of one key; "auto": "key"
-    where there are keys. By how soon it is answered, a client can learn whether somebody in the scope has sent the same
-    beginning before."""
+    """Scope within which requests share cached prompt state: "shared": those of all API keys; "key": those of one key;
+    "auto": "key" where there are keys. By how soon it is answered, a client can learn whether somebody in the scope has
+    sent the same beginning before."""
     breaker_failures: int = Field(5, ge=1)
     """Failures in a row (steps, or connections lost with requests) after which an engine gets nothing for a while."""
     breaker_window_seconds: float = Field(30.0, gt=0)
     """Failures further apart than this are not in a row."""
     breaker_open_seconds: float = Field(2.0, gt=0)
-    """How long it gets nothing the first time; then one request, and twice as long if that fails."""
+    """Time that a failing engine gets nothing the first time; then one request, and twice as long if that fails."""
     breaker_open_max_seconds: float = Field(60.0, gt=0)
-    """How long at most."""
+    """Longest time that an engine gets nothing before it is tried again."""
     sync_timeout_seconds: float = Field(10.0, gt=0)
-    """How long an attach, detach or upload waits for the engines to serve it."""
+    """Time that an attach, detach or upload waits for the engines to serve it."""
     validate_timeout_seconds: float = Field(120.0, gt=0)
-    """How long an engine may take to check an uploaded adapter."""
+    """Time that an engine may take to check an uploaded adapter."""
     keep_alive_seconds: float = Field(15.0, gt=0)
     """Pause after which a silent event stream gets a comment line, so that proxies keep it open."""
     stream_start_seconds: float = Field(2.0, ge=0)
-    """How long a stream waits for its first token before its headers are sent (at most keep_alive_seconds). What fails
+    """Time that a stream waits for its first token before its headers are sent (at most keep_alive_seconds). A failure
     until then has its own HTTP status; after that it is an event of a 200."""
     write_timeout_seconds: float = Field(30.0, gt=0)
     """A client that takes nothing of its answer for so long is cut off, and its request ended."""
@@ -110,7 +110,7 @@ class GatewaySettings(ListenSettings, CommonSettings):
     reasoning_closing: str = (
         "Considering the limited time by the user, I have to give the solution based on the thinking directly now."
     )
-    """What the model's thinking ends with when its budget is used up, a paragraph of its own before the closing tag.
+    """Text that ends the model's thinking when its budget is used up, a paragraph of its own before the closing tag.
     The words are Qwen's: its models have learnt to answer after them. Empty: the tag alone."""
     max_file_bytes: int = Field(200 * 2**20, ge=1024)
     """Largest file of /v1/files."""
@@ -125,7 +125,7 @@ class GatewaySettings(ListenSettings, CommonSettings):
     batch_max_unfinished: int = Field(100, ge=1, le=1000)
     """Batches of one API key that have not ended; more are answered with 429. Without keys, of all together."""
     batch_heartbeat_seconds: float = Field(2.0, gt=0)
-    """How often a gateway says that it is still at a batch, and asks whether to cancel it."""
+    """Interval at which a gateway says that it is still at a batch, and asks whether to cancel it."""
     batch_reclaim_seconds: float = Field(30.0, gt=0)
     """Silence after which a batch's gateway counts as dead and another goes on; several heartbeats."""
     batch_max_attempts: int = Field(3, ge=1)
@@ -134,7 +134,7 @@ class GatewaySettings(ListenSettings, CommonSettings):
     """After SIGTERM the gateway says at once that it is not ready, but accepts connections for so long: those who send
     requests hear of it a little later. Put it above the time that takes; Kubernetes needs about 5."""
     shutdown_grace_seconds: int = Field(30, ge=0)
-    """How long running responses may go on once no connection is accepted any more; then they end with an error."""
+    """Time that running responses may go on once no connection is accepted any more; then they end with an error."""
     api_keys_file: str = ""
     """File of API keys, as `temper keys` writes it. Empty: no keys, everybody may do everything."""
     api_keys_poll_seconds: float = Field(2.0, gt=0)
@@ -162,13 +162,13 @@ class GatewaySettings(ListenSettings, CommonSettings):
     max_bodies_bytes: int = Field(256 * 2**20, ge=1024)
     """JSON bodies in memory at a time, together, but at least one of the largest; more are answered with 503."""
     body_timeout_seconds: float = Field(60.0, gt=0)
-    """How long a JSON body may take to arrive, or an upload to send its next piece."""
+    """Time that a JSON body may take to arrive, or an upload to send its next piece."""
     max_messages: int = Field(4096, ge=1, le=4096)
     """Most messages of one chat."""
     max_prompt_tokens: int = Field(0, ge=0)
     """Longest prompt; 0: what the model's context allows."""
     responses_ttl_seconds: int = Field(7 * 86400, ge=1)
-    """How long a response of /v1/responses, a stored chat or a conversation is kept in Redis after its last change."""
+    """Time that a response of /v1/responses, a stored chat or a conversation is kept in Redis after its last change."""
     response_max_bytes: int = Field(4 * 2**20, ge=1024)
     """Largest response, stored chat or conversation, with everything that belongs to it, in bytes of JSON."""
     responses_max_bytes: int = Field(256 * 2**20, ge=0)

@@ -16,7 +16,7 @@ NOT_CUTS = ("torch.mm", "apart")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One linear layer of the 4B model."""
+    """Shape of one linear layer of the 4B model."""
 
     name: str
     outputs: int

@@ -58,7 +58,7 @@ class LeftOut:
         stream.added(norm, Scaled(torch.empty_like(rows), squares, norm.eps))
 
     def few(self, rows: int) -> bool:
-        """Whether it reads what others make ready."""
+        """True if it reads what others make ready: never."""
         del rows
         return False
 

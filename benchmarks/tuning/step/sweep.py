@@ -161,7 +161,7 @@ class Timer:
 
 @torch.inference_mode()
 def measure(step: DecodeStep, wanted: list[Variant], recorder: Recorder, clock: Clock) -> None:
-    """One row a variant, until the time is over."""
+    """Records a row for each variant, until the time is over."""
     timer = Timer(step)
     for variant in wanted:
         if clock.over:

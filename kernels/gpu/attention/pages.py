@@ -116,7 +116,7 @@ class StackedPages:
         return cls(zeros.view(dtype).view(*places, head_dim), scales)
 
     def layers(self) -> tuple[KvPages, ...]:
-        """Each layer's pages, views of these."""
+        """Pages of each layer, views of these."""
         keys, values = self.pages
         if self.scales is None:
             return tuple(KvPages(*layer) for layer in zip(keys, values, strict=True))

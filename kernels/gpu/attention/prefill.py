@@ -39,7 +39,7 @@ class PrefillConfig:
     stages: int
     """Steps of the inner loop whose pages are on their way at once, the current one included."""
     tail_stages: int
-    """The same for the last steps, which need the causal mask."""
+    """Stages, counted likewise, of the last steps, which need the causal mask."""
     overlapped: bool = False
     """True for the kernel of `kernels.gpu.attention.prefill_hopper`, which has its own cut."""
 

@@ -1,5 +1,5 @@
-"""The same as `kernels.gpu.attention.prefill`, bit for bit, for bfloat16 pages on Hopper, whose tensor cores work on
-while a step is weighed.
+"""Prefill attention for bfloat16 pages on Hopper, bit for bit that of `kernels.gpu.attention.prefill`: tensor cores
+work on while a step is weighed.
 
 Triton issues a product and waits for it, so that tensor cores idle during the softmax. Written in Gluon, Triton's
 language below that one, scores of the next step and values of this one are issued together, and the softmax of the

@@ -177,7 +177,7 @@ class ChunkConfig:
     state_terms: int = 1
     """bfloat16 terms of the state as an operand: 1 rounds it to 2⁻⁹, 2 to 2⁻¹⁷. The state itself is float32."""
     tile_terms: int = 1
-    """The same for what tokens write and for a tile's own matrices."""
+    """bfloat16 terms, likewise, of what tokens write and of a tile's own matrices."""
     inverse_terms: int = 1
     """float16 terms of the operands of the triangular inverse: 1 is as good as 2 if the result is rounded to one term
     of bfloat16, and takes two thirds of the time."""

@@ -40,7 +40,7 @@ class Waiting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WaitingWrites:
-    """Beside a pool of states [..., num_slots, heads, key_dim, value_dim]; zeros: nothing waits.
+    """Writes that wait beside a pool of states [..., num_slots, heads, key_dim, value_dim]; zeros: nothing waits.
 
     Raises:
         ValueError: more or fewer writes than 1 to 8 a head.
@@ -97,7 +97,7 @@ class WaitingWrites:
         self.spans.add_((17 * phase).to(torch.int8)[:, None])
 
     def __getitem__(self, layer: int) -> WaitingWrites:
-        """Those of one layer's states."""
+        """Writes that wait beside one layer's states."""
         return WaitingWrites(*(pool[layer] for pool in self.pools()))
 
     def arguments(self, state: Tensor) -> Waiting:

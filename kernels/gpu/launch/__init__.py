@@ -1,1 +1,1 @@
-"""How kernels are launched: programmatic dependent launch, compiled variants, device limits."""
+"""Launch of kernels: programmatic dependent launch, compiled variants, device limits."""

@@ -1,4 +1,4 @@
-"""Which products of a linear layer `kernels.gpu.linear.skinny` takes, and what surrounds the others, of many rows."""
+"""Products of a linear layer: which `kernels.gpu.linear.skinny` takes, and what surrounds the others, of many rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def streams(rows: int, weight: Weight, invariant: bool) -> bool:
 
 
 _MOST_CONVOLVED = 32
-"""Beside a tile of 64 rows their old inputs do not fit the registers."""
+"""Most rows of a product with a convolution: beside a tile of 64, the rows' old inputs do not fit the registers."""
 
 
 def convolves(rows: int, weight: Weight, invariant: bool) -> bool:

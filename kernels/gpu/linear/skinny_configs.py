@@ -1,4 +1,4 @@
-"""Which variant of `skinny_linear` runs for which shape: one explicit table, filled from measurements on an H200
+"""Variants of `skinny_linear` by shape: one explicit table, filled from measurements on an H200
 (benchmarks/tuning/linear/sweep.py), no tuning at run time."""
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _few_int4(rows: int, outputs: int, inputs: int, swiglu: bool) -> SkinnyConfi
 
 
 def most_rows(outputs: int, inputs: int, kind: Kind) -> int:
-    """Up to how many rows `skinny_linear` beats a plain matrix product with the rest in kernels of its own: as many as
+    """Most rows for which `skinny_linear` beats a plain matrix product with the rest in kernels of its own: as many as
     were measured, else by rule."""
     measured = _MEASURED.get((kind, outputs, inputs))
     if measured is not None:

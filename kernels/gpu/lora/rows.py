@@ -1,4 +1,4 @@
-"""Which adapters a step uses, as device buffers. Needs no Triton."""
+"""Adapters that a step uses, row by row, as device buffers. Needs no Triton."""
 
 from __future__ import annotations
 

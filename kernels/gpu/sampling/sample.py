@@ -115,7 +115,7 @@ class SamplingBuffers:
 
 @dataclass(frozen=True, slots=True)
 class MaskTensors:
-    """Which tokens rows may take, read by the kernels as it is: 31 KiB a masked row at a vocabulary of 248,320."""
+    """Masks of tokens that rows may take, as the kernels read them: 31 KiB a masked row at a vocabulary of 248,320."""
 
     rows: Tensor
     """[R] int32: the mask of each row, -1 for none."""

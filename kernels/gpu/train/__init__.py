@@ -1,1 +1,1 @@
-"""What training needs beside the serving kernels: forwards that keep what their backward reads, and the backwards."""
+"""Training kernels beside those of serving: forwards that keep what their backward reads, and the backwards."""

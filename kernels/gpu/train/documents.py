@@ -20,7 +20,7 @@ class Documents:
     """
 
     segments: Segments
-    """Their rows and tiles; document i has slot i."""
+    """Rows and tiles of the documents; document i has slot i."""
     first_tile: Tensor
     """[S]: number of each document's first tile."""
     positions: Tensor

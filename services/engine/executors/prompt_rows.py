@@ -28,7 +28,7 @@ class ReadRows:
     pooled: SequenceABC[tuple[int, int]]
     """[M]: rows to sum up for each vector, as (begin, end)."""
     vectors: SequenceABC[int]
-    """Which of the M vectors each read has, -1 for none."""
+    """Index of the vector, of M, that each read has; -1 for none."""
 
     @classmethod
     def of(cls, reads: SequenceABC[PromptRead], chunks: SequenceABC[Chunk], offsets: SequenceABC[int]) -> ReadRows:

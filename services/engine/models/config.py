@@ -115,8 +115,8 @@ class ModelConfig(ABC):
         }
 
     def output_order(self, module: str) -> tuple[int, ...] | None:  # noqa: ARG002
-        """Which row of a module each of its rows in the fused projection is; None: they lie as in the checkpoint. Only
-        one module of a model may have such an order."""
+        """Order of a module's rows in the fused projection: the row of the checkpoint that each is. None: they lie as
+        in the checkpoint. Only one module of a model may have such an order."""
         return None
 
     @abstractmethod

@@ -69,7 +69,7 @@ class DeviceCache:
     stacked: StackedPages
     """Pages of all full-attention layers, and of the mtp layer if it is used."""
     pages: Sequence[KvPages]
-    """Each layer's, views of ``stacked``."""
+    """Pages of each full-attention layer, views of ``stacked``."""
     conv: Tensor
     """[linear layers, num_slots, kernel - 1, conv_dim], model dtype."""
     recurrent: Tensor

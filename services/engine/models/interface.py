@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from services.engine.models.training_arena import GraphMemory
 
 Recompute = Literal["none", "selective", "full"]
-"""How much of a forward its backward computes again: only what is nearly free; also the inside of mixers and the first
-product of the MLP; or whole layers."""
+"""Extent to which the backward computes the forward again: only what is nearly free; also the inside of mixers and the
+first product of the MLP; or whole layers."""
 
 
 def resolve_dtype(name: str, device: torch.device | str) -> torch.dtype:

@@ -18,11 +18,11 @@ AdapterPhase: TypeAlias = Literal["download", "bind", "upload", "flip"]
 """Phase of a swap: files from the store, their tensors checked and read, into a slot, and a name moved between two
 steps."""
 LoadFailure: TypeAlias = Literal["rejected", "missing", "unavailable", "no_slot", "error"]
-"""Why a version could not be loaded."""
+"""Reason why a version could not be loaded."""
 CopyFailure: TypeAlias = Literal["damaged", "missing", "unreadable", "full", "slow", "away", "late"]
-"""Why a copy could not be read or written: its bytes are not those that were written; it is gone; the disk fails; there
-is no room; the store takes too long, or does not answer; a load took so long that computing was the better way. Each is
-a miss for whoever asked, and nothing worse."""
+"""Reason why a copy could not be read or written: its bytes are not those that were written; it is gone; the disk
+fails; there is no room; the store takes too long, or does not answer; a load took so long that computing was the better
+way. Each is a miss for whoever asked, and nothing worse."""
 
 
 @dataclass(frozen=True, slots=True)

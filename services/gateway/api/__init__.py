@@ -1,1 +1,1 @@
-"""The HTTP API, one module a resource."""
+"""The HTTP API: one package or module a surface."""

@@ -1,1 +1,1 @@
-"""Who may do what: API keys, scopes, the audit log."""
+"""Access control of the gateway: API keys, scopes, the audit log."""

@@ -44,7 +44,7 @@ class KeyRing:
         self._use(_read(path))
 
     def authenticate(self, key: str) -> Principal:
-        """Whose key it is.
+        """Principal that an API key belongs to.
 
         Raises:
             Unauthorized: nobody's, or not any more.
@@ -57,7 +57,7 @@ class KeyRing:
         return self._checked(*found)
 
     def owner(self, key_id: str) -> Principal:
-        """Whose key has this id.
+        """Principal whose API key has this id.
 
         Raises:
             Unauthorized: nobody's, or not any more.

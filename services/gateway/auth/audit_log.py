@@ -1,4 +1,4 @@
-"""Who changed what: one line for every call that trains or administrates, and for every one that was refused."""
+"""Audit log: one line for every call that trains or administrates, and for every one that was refused."""
 
 from __future__ import annotations
 

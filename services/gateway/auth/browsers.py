@@ -1,4 +1,4 @@
-"""What a gateway without API keys refuses browsers: foreign names for this machine, and changes by foreign pages.
+"""Refusals of browsers by a gateway without API keys: foreign names for this machine, and changes by foreign pages.
 
 Where everybody may do everything, a web page that the user of the machine visits may, too: its scripts send requests to
 localhost. A browser says which page a request comes from (Origin, Sec-Fetch-Site), and a name that somebody else has
@@ -74,7 +74,7 @@ class BrowserGuard:
 
 
 def _arrived_on_loopback(scope: Scope) -> bool:
-    """Whether the connection's end here is on loopback, which a page can make a browser of this machine dial."""
+    """True if the connection's end here is on loopback, which a page can make a browser of this machine dial."""
     address, _ = scope.get("server") or ("", None)
     try:
         return ipaddress.ip_address(address).is_loopback

@@ -86,7 +86,7 @@ def working_for(caller: Caller) -> Iterator[None]:
 
 
 def seconds_left(limit: float) -> float:
-    """How long a completion that starts now may take.
+    """Seconds that a completion may take which starts now.
 
     Args:
         limit: the most that any may.
@@ -104,7 +104,7 @@ def seconds_left(limit: float) -> float:
 
 
 class TokenAccount:
-    """What engine requests of one request group use of their caller's tokens a minute.
+    """Account of the tokens a minute that the engine requests of one request group take from their caller's limit.
 
     Args:
         requests: choices of the same prompt stand side by side, and the prompt is counted once.
@@ -157,13 +157,13 @@ def owner() -> str:
 
 
 def sees(key_id: str | None) -> bool:
-    """Whether what an API key has made is the caller's to see: its own, and everybody's for whoever administrates."""
+    """True if the caller may see what an API key has made: a caller sees its own, and an administrator everybody's."""
     found = owner()
     return not found or found == key_id or _may(Scope.ADMIN)
 
 
 def may_attach() -> bool:
-    """Whether the caller may change what the base model's name answers."""
+    """True if the caller may change which version answers under the base model's name."""
     return _may(Scope.ATTACH, Scope.ADMIN)
 
 

@@ -23,7 +23,7 @@ ANY_KEY = frozenset(Scope)
 
 @dataclass(frozen=True, slots=True)
 class Permission:
-    """What a route asks of its callers.
+    """Requirements that a route has of its callers.
 
     ``scopes``: the caller's API key needs one of these; empty: the route is open to everybody. ``audited``: calls are
     written to the audit log. ``generates``: refused before its body is read while the gateway is full. ``upload``:

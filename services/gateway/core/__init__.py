@@ -1,1 +1,1 @@
-"""What every layer of the gateway may use: errors, admission, events, metrics."""
+"""Base layer of the gateway, which every other may use: errors, admission, events, metrics."""

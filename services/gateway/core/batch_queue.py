@@ -42,7 +42,7 @@ Kind = Literal["batch", "msgbatch"]
 Stage = Literal["validating", "in_progress", "finalizing"]
 Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"]
 EXPIRED = "expired"
-"""The one state that a training job does not have."""
+"""State of a batch whose window is over; a training job has no such state."""
 NOW = "@first"
 """Value of a stage's field that stands for the present time, unless an earlier attempt wrote one."""
 _ENDS: Mapping[str, Status] = {
@@ -78,18 +78,18 @@ _FIELDS = (
 
 
 class BatchSpec(StrictModel):
-    """What was asked for."""
+    """Specification of a batch, as it was asked for."""
 
     owner: str
     input_file_id: str
     endpoint: Endpoint | Literal["/v1/messages"]
     window_seconds: int = Field(86_400, ge=1)
-    """After which what has not run does not run any more."""
+    """Time after which requests of the batch that have not run are not run any more."""
     metadata: dict[str, str] | None = None
     output_seconds: int | None = Field(None, ge=1)
-    """After which the files that it writes expire; None: never."""
+    """Time after which the files that the batch writes expire; None: never."""
     requests: int | None = Field(None, ge=1, exclude_if=lambda value: value is None)
-    """How many there are, where the gateway wrote the input file from the request itself."""
+    """Number of requests, where the gateway wrote the input file from the request itself."""
     digest: str | None = Field(None, exclude_if=lambda value: value is None)
     """SHA-256 of that file: what an idempotency key stands for, in the place of the file's id."""
 
@@ -99,13 +99,13 @@ class BatchSpec(StrictModel):
 
     @property
     def file_owner(self) -> str:
-        """Whose its files are in the object store: those of a message batch are none of /v1/files."""
+        """Owner of the batch's files in the object store; files of a message batch are not shown by /v1/files."""
         # No id of a key has a slash.
         return f"{self.owner}/messages" if self.kind == "msgbatch" else self.owner
 
 
 class LineError(StrictModel):
-    """Why an input file was refused."""
+    """Error for which an input file was refused."""
 
     code: str
     message: str
@@ -207,7 +207,7 @@ class BatchQueue(QueueReader[Batch]):
         return _batch(values)
 
     async def unfinished(self, owner: str, *, most: int) -> int:
-        """How many of an owner's batches, the latest thousand of each kind, have not ended; counted up to ``most``."""
+        """Number of unfinished batches of an owner, of the latest thousand of each kind; counted up to ``most``."""
         indexes = [_index(owner, kind) for kind in ("batch", "msgbatch")]
         return int(await call_async(lambda: self._open(keys=indexes, args=[most])))
 

@@ -98,7 +98,7 @@ def status_of(error: TemperError) -> int:
 
 
 def in_anthropic_form(route: str) -> bool:
-    """Whether the clients of a URL's path are Anthropic's."""
+    """True if clients of this path are Anthropic's, which expect errors in the form of its API."""
     return route == _MESSAGES or route.startswith(f"{_MESSAGES}/")
 
 

@@ -76,7 +76,7 @@ Ids: TypeAlias = list[str]
 
 
 class FileInfo(StrictModel):
-    """What is known of a file."""
+    """Metadata of a file."""
 
     id: str
     bytes: int
@@ -119,7 +119,7 @@ class FileStore:
 
     @property
     def objects(self) -> ObjectStore:
-        """Where the files are."""
+        """Object store that holds the files."""
         return self._store
 
     def create(self, new: NewFile, content: Iterable[bytes]) -> FileInfo:

@@ -145,7 +145,7 @@ class GenAiMetrics:
 
 
 class GenAiRequest:
-    """What is measured of one request, from now on.
+    """Measurements of one request, from now on.
 
     Args:
         metrics: where.
@@ -193,7 +193,7 @@ _LATENCY_LABELS = ("model", "stream")
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Where the times of one request's completions are observed."""
+    """Histograms of latency in which one request's completions are observed."""
 
     ttft: Histogram
     itl: LoopSeries

@@ -75,7 +75,7 @@ class Channels:
         return aio.secure_channel(address, credentials, options=options, interceptors=self._interceptors)
 
     def explain(self, error: aio.AioRpcError) -> str:
-        """What went wrong, for logs and /healthz."""
+        """Explanation of a failed call, for logs and /healthz."""
         details = error.details() or ""
         if _NOT_CONNECTED in details:
             known = _PLAIN if self.certificates is None else _TLS

@@ -9,7 +9,7 @@ from enum import IntEnum
 
 
 class BreakerState(IntEnum):
-    """What the engine gets; the numbers are those of the metric."""
+    """State of a circuit breaker: what the engine is sent. The numbers are those of the metric."""
 
     CLOSED = 0
     """Requests."""
@@ -21,7 +21,7 @@ class BreakerState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class BreakerPolicy:
-    """When a breaker opens and for how long.
+    """Policy of a circuit breaker: when it opens and for how long.
 
     Args:
         failures: in a row.
@@ -47,7 +47,7 @@ class BreakerPolicy:
 
 
 class CircuitBreaker:
-    """What the failures of one engine mean for its next requests.
+    """Circuit breaker of one engine: keeps requests from it for a while after failures in a row.
 
     Only what is the engine's own fault counts: steps that failed, and requests lost with its stream. A refusal (full,
     draining, a bad request) says nothing about it.
@@ -78,13 +78,13 @@ class CircuitBreaker:
 
     @property
     def admits(self) -> bool:
-        """Whether the engine may be given a request."""
+        """True if the engine may be given a request."""
         state = self.state
         return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and self._probe is None)
 
     @property
     def badness(self) -> float:
-        """The smallest is the one to try when no engine is admitted."""
+        """Key of the order in which engines are tried when none is admitted, the smallest first."""
         return float("-inf") if self._open_until is None else self._open_until
 
     def sent(self, request_id: str) -> None:

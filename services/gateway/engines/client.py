@@ -38,7 +38,7 @@ log = structlog.get_logger(__name__)
 
 _CHUNK = 2**20
 _ROLLOUTS = 64
-"""Asked for at once: a rollout may have a whole context of tokens."""
+"""Most rollouts that are asked for at once: one may have a whole context of tokens."""
 
 
 ModelHandler = Callable[["EngineClient", engine_pb2.Model], Awaitable[None]]
@@ -77,9 +77,9 @@ class EngineClient:
     ) -> None:
         self.address = address
         self.id = "engine-" + blake2b(address.encode(), digest_size=4).hexdigest()
-        """What clients may know of it: their answers do not show addresses of a cluster."""
+        """Id of the engine for clients: their answers do not show addresses of a cluster."""
         self.name = ""
-        """What it calls itself; empty: it has not been heard yet, or is of an earlier release."""
+        """Name that the engine gives itself; empty: it has not been heard yet, or is of an earlier release."""
         self.model: engine_pb2.Model | None = None
         self.status: engine_pb2.EngineStatus | None = None
         self.last_error = "not connected yet"
@@ -97,7 +97,7 @@ class EngineClient:
         self._on_change = on_change
         self._requests = InFlightRequests()
         self._keeping: dict[str, tuple[int, UpdateQueue]] = {}
-        """Where it is awaited that a rollout is kept, by request id."""
+        """Indexes and queues of the requests that wait until the engine has kept their rollout, by request id."""
         self._others = 0
         """Requests of other gateways there, when its status was read."""
         self._outgoing: asyncio.Queue[engine_pb2.ClientFrame] | None = None
@@ -135,7 +135,7 @@ class EngineClient:
         return len(self._requests) + self._others + self._requests.prefill / TOKENS_PER_REQUEST
 
     def candidate(self, route: Route) -> Candidate:
-        """What routing has to know."""
+        """Candidate for a route: what routing has to know of this engine."""
         return Candidate(
             self.address,
             self.load,
@@ -212,7 +212,7 @@ class EngineClient:
         return sessions_pb2_grpc.SessionsStub(self._open_channel())
 
     def histories(self) -> histories_pb2_grpc.HistoriesAsyncStub:
-        """What the engine keeps of clients' sessions."""
+        """Stub for the histories that the engine keeps of clients' sessions."""
         return histories_pb2_grpc.HistoriesStub(self._open_channel())
 
     async def tokenizer_files(self) -> dict[str, bytes]:
@@ -386,7 +386,7 @@ class EngineClient:
         raise Unavailable(f"engine {self.address} closed the stream")
 
     def _judge(self, update: engine_pb2.Update) -> bool:
-        """What the last update of a request says about the engine; True: that it has failed."""
+        """Verdict on the engine by the last update of a request: True if the engine has failed."""
         if update.HasField("error"):
             if update.error.code in _FAULTS:
                 return True

@@ -174,7 +174,7 @@ class ConversationSessionRouter:
         return ConversationSession(await _call(client, client.histories().Get(message, timeout=_CALL_SECONDS)), client)
 
     async def _ask_all(self, ask: Asking[A]) -> list[A]:
-        """What the engines say that can be asked. Raises Unavailable: none could."""
+        """Answers of all engines that can be asked. Raises Unavailable: none could."""
         clients = [client for client in self._engines.clients if client.connected]
         answers = await asyncio.gather(*map(ask, clients), return_exceptions=True)
         told = [answer for answer in answers if not isinstance(answer, BaseException)]

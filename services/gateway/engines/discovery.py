@@ -1,4 +1,4 @@
-"""Which engines there are: addresses that are given, and those that a name stands for, asked for again and again."""
+"""Discovery of engines: addresses that are given, and those that a name stands for, asked for again and again."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Discovery:
 
     @property
     def known(self) -> Mapping[EngineTarget, frozenset[str]]:
-        """What each name stood for when it was last answered."""
+        """Addresses that each name stood for when it was last answered."""
         return self._known
 
     async def run(self) -> None:

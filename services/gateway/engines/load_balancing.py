@@ -29,7 +29,7 @@ class InFlightRequest:
     prefill: int
     """Prompt tokens to compute before the first of its answer; 0 from there on."""
     predicted: Prediction | None
-    """What the engine should have of its prompt; None: such a prompt is read whole."""
+    """Prediction of how much of the prompt the engine has cached; None: such a prompt is read whole."""
     begun: bool = False
 
 
@@ -50,7 +50,7 @@ class InFlightRequests:
         return self._sent.get(request_id)
 
     def names(self, adapter: str) -> bool:
-        """Whether one of them names this adapter."""
+        """True if one of the requests names this adapter."""
         return adapter in self._adapters
 
     def add(self, request_id: str, sent: InFlightRequest) -> None:
@@ -85,7 +85,7 @@ class InFlightRequests:
 
 
 _SLACK = 1.25
-"""How far above the mean an engine may be loaded (consistent hashing with bounded loads, Mirrokni 2016)."""
+"""Most load of an engine as a factor of the mean (consistent hashing with bounded loads, Mirrokni 2016)."""
 TOKENS_PER_REQUEST = 256
 """Prompt tokens that are as much work as one running request: on an H200 3 ms of prefill, or a token each for one more
 sequence in some hundred steps of decoding."""
@@ -112,19 +112,19 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Affinity:
-    """What a client says about where its request belongs."""
+    """Client's wishes for where its request is sent."""
 
     session: str | None = None
     """Session, whose requests go to one engine."""
     cache_key: str | None = None
     """Key of requests that probably begin alike."""
     owner: str = ""
-    """Whose session it is: others may have one of the same name."""
+    """Owner of the session: others may have one of the same name."""
 
     @property
     def history(self) -> str | None:
-        """What the engine keeps together as a session. A cache key is one, too, but not bound to an engine: where a
-        product has one key for all of its users, they would all meet in the same place."""
+        """Name under which an engine keeps a session together. A cache key is one, too, but not bound to an engine:
+        where a product has one key for all of its users, they would all meet in the same place."""
         return self.session or self.cache_key
 
 
@@ -154,7 +154,7 @@ def named_adapter(request: engine_pb2.GenerateRequest) -> str:
 
 
 def route_of(request: engine_pb2.GenerateRequest, tokens: Sequence[int], affinity: Affinity) -> Route:
-    """What matters of a request.
+    """Route of a request: what load balancing has to know of it.
 
     Args:
         tokens: its prompt; taken from a list rather than from the message, because that takes half as long.

@@ -78,7 +78,7 @@ class EnginePool:
         self._connections: dict[str, asyncio.Task[None]] = {}
         self._last_ready = float("-inf")
         self._ending: str | None = None
-        """Why no request is sent any more; None: requests are."""
+        """Reason why no request is sent any more; None: requests are."""
         self._waiters: set[asyncio.Future[None]] = set()
         self._sessions: OrderedDict[tuple[str, str], str] = OrderedDict()
         """The address that each client's session (its owner's) is at, least recently used first."""
@@ -163,7 +163,7 @@ class EnginePool:
 
     @property
     def ready(self) -> bool:
-        """At least one engine takes requests."""
+        """True if at least one engine takes requests."""
         return any(client.ready for client in self.clients)
 
     @property
@@ -312,7 +312,7 @@ class EnginePool:
         self._wake()
 
     def untried(self, tried: frozenset[EngineClient]) -> bool:
-        """Whether an engine that takes requests is not among ``tried``."""
+        """True if an engine that takes requests is not among ``tried``."""
         return any(client not in tried for client in self._usable())
 
     def retried(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Which prompts an engine has been given: a bounded memory of hashes, one a block of tokens.
+"""Index of the prompts that an engine has been given: a bounded memory of hashes, one a block of tokens.
 
 Each hash stands for the whole prompt up to the end of its block, so the blocks that two prompts have in common from
 their beginning on have equal hashes, and what was routed to an engine is found by how many of them it has seen.
@@ -41,7 +41,7 @@ def hash_chain(tokens: Sequence[int], salt: bytes) -> tuple[bytes, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What was known of a prompt when it was routed."""
+    """Prediction of a prompt's cache hit, from what was known when it was routed."""
 
     chain: tuple[bytes, ...]
     time: int
@@ -111,7 +111,7 @@ class PrefixIndex:
         return len(self._blocks)
 
     def matched(self, chain: Sequence[bytes]) -> int:
-        """How many blocks of a prompt were routed here before."""
+        """Number of blocks of a prompt that were routed to this engine before."""
         low, high = 0, len(chain)
         while low < high:
             middle = (low + high + 1) // 2

@@ -20,7 +20,7 @@ _RETRYABLE = (engine_pb2.ERROR_CODE_UNAVAILABLE, engine_pb2.ERROR_CODE_OVERLOADE
 _RUNNING = engine_pb2.FINISH_REASON_UNSPECIFIED
 _BROKEN_OFF = (engine_pb2.FINISH_REASON_ABORT, engine_pb2.FINISH_REASON_ERROR)
 _PAUSE = 0.2
-"""Before the engine that has just refused is asked again; doubled each time."""
+"""Seconds before the engine that has just refused is asked again; doubled each time."""
 _LONGEST_PAUSE = 2.0
 _KEEP_SECONDS = 5.0
 """Seconds for which an answer whose text has ended waits for the engine to say that it keeps the rollout."""
@@ -37,7 +37,7 @@ class Engines(Protocol):
         ...
 
     def untried(self, tried: frozenset[EngineClient]) -> bool:
-        """Whether an engine that takes requests is not among ``tried``."""
+        """True if an engine that takes requests is not among ``tried``."""
         ...
 
     def retried(self, reason: str) -> None:
@@ -86,7 +86,7 @@ class RequestGroup:
         self._begun: set[int] = set()
         self._open = set(range(len(requests)))
         self._keeping: dict[int, asyncio.TimerHandle] = {}
-        """Whose text has ended; the engine is to keep their rollouts as they are."""
+        """Timers of the requests whose text has ended and whose rollout the engine is to keep as it is, by index."""
         self._expires = 0.0
         self._first_refusal: float | None = None
         self._account = TokenAccount(requests)

@@ -144,7 +144,7 @@ async def truncated(context: InferenceContext, chat: ChatRequest) -> ChatRequest
 
 
 def _older(messages: Sequence[Message]) -> list[list[int]]:
-    """What may go, oldest first: the places of messages that belong together."""
+    """Groups of messages that may be left out, oldest first: places of messages that belong together."""
     parts: list[list[int]] = []
     for place, message in enumerate(messages):
         if message.role in ("user", "assistant"):

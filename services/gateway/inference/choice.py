@@ -25,7 +25,7 @@ _LENGTH = engine_pb2.FINISH_REASON_LENGTH
 
 @dataclass(slots=True)
 class Step:
-    """What one update adds to a choice."""
+    """Addition of one update to a choice."""
 
     choice: Choice
     piece: Piece
@@ -75,7 +75,7 @@ class Choice:
     begun: bool = False
     finished: bool = False
     _starts: list[int] = field(default_factory=list)
-    """Where each token that may be reasoning begins in the text."""
+    """Places in the text where the tokens begin that may be reasoning."""
     _last_update: float = field(default_factory=time.monotonic)
     _end: TokenLogprob | None = None
     _held_back: HeldBackText = field(default_factory=HeldBackText)

@@ -29,7 +29,7 @@ def thinking_message(
     constrained: bool,
     calls: bool,
 ) -> engine_pb2.Thinking | None:
-    """Where the reasoning ends and when it is closed; None: the engine need not know.
+    """Limits of the reasoning: where it ends and when it is closed; None: the engine need not know.
 
     Args:
         served: the model.
@@ -169,7 +169,7 @@ def check_chat(body: ChatRequest, settings: GatewaySettings) -> None:
 def chat_constraint(
     body: ChatRequest, vocabulary: Vocabulary, settings: GatewaySettings
 ) -> engine_pb2.Constraint | None:
-    """What the answer to a conversation has to look like; None: anything.
+    """Constraint on the answer to a conversation; None: anything is allowed.
 
     A forced call is bound to the schema of its function; with tool_choice "auto" that of functions with ``strict`` is,
     and a JSON schema for the text means: calls, or a document. response_format does not apply to a forced call, which

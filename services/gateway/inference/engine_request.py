@@ -80,7 +80,7 @@ def session_of(name: str) -> engine_pb2.SessionRef:
 
 
 def check_messages(body: SamplingFields, settings: GatewaySettings) -> None:
-    """Before anything is rendered.
+    """Checks the number of messages, before anything is rendered.
 
     Raises:
         InvalidRequest: a chat has too many messages.
@@ -93,7 +93,7 @@ def check_messages(body: SamplingFields, settings: GatewaySettings) -> None:
 
 
 def check_prompts(lengths: Sequence[int], settings: GatewaySettings) -> None:
-    """Before anything is sent to an engine.
+    """Checks the length of prompts, before anything is sent to an engine.
 
     Raises:
         ContextLengthExceeded: a prompt has too many tokens.

@@ -43,11 +43,11 @@ class PromptSpec:
     resumed: bool = False
     """The completion goes on with the last message of a conversation."""
     limits: engine_pb2.Thinking | None = None
-    """How long that may be."""
+    """Limits of the reasoning: where it ends and when it is closed."""
     constraint: engine_pb2.Constraint | None = None
-    """What the completion, or what follows its reasoning, must look like."""
+    """Constraint on the completion, or on what follows its reasoning."""
     boundaries: Sequence[int] = ()
-    """Where in the prompt a message ends and another may follow."""
+    """Places in the prompt where a message ends and another may follow."""
 
 
 class Generation:
@@ -187,7 +187,7 @@ class Generation:
         return self.choices[choice.index - choice.index % self._choices_per_prompt].prompt_scores
 
     async def steps(self) -> AsyncGenerator[Step, None]:
-        """What the engines answer, step by step; closing the generator aborts what still runs.
+        """Steps that the engines answer, as they come; closing the generator aborts what still runs.
 
         Raises:
             TemperError: what an engine answered instead of tokens, or that it is gone.

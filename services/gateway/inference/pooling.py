@@ -27,12 +27,12 @@ class PoolingRequest:
 
     prompt: list[int]
     alternatives: int | None = None
-    """Beside each token's log-probability; None: none of them is asked for."""
+    """Number of alternatives beside each token's log-probability; None: no log-probability is asked for."""
     first: int = 0
-    """The first token whose log-probability is asked for."""
+    """First token whose log-probability is asked for."""
     pooling: engine_pb2.Pooling.ValueType = engine_pb2.POOLING_UNSPECIFIED
     boundaries: Sequence[int] = ()
-    """Where others of its kind may part from it."""
+    """Places in the prompt where similar prompts may begin to differ from it."""
 
 
 @dataclass(slots=True)
@@ -142,7 +142,7 @@ class Pooling:
 
 
 def places(context: InferenceContext, prompts: int) -> int:
-    """How many prompts of a request are read at a time."""
+    """Number of prompts of a request that are read at a time."""
     return min(prompts, context.settings.max_choices)
 
 

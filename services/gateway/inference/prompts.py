@@ -107,7 +107,7 @@ async def encode_texts(
 
 
 def opens_thinking(served: ServedModel, prompt: list[int]) -> bool:
-    """Whether the prompt ends inside an open `<think>`, so that the completion begins there."""
+    """True if the prompt ends inside an open `<think>`, so that the completion begins there."""
     opening, closing = (served.vocabulary.markup.get(tag) for tag in (THINK, END_THINK))
     if opening is None or closing is None:
         tail = served.vocabulary.text(prompt[-_TAIL_TOKENS:])
@@ -122,8 +122,8 @@ def opens_thinking(served: ServedModel, prompt: list[int]) -> bool:
 
 
 def turn_boundaries(served: ServedModel, prompt: list[int]) -> list[int]:
-    """Where in a chat's prompt a turn ends and another begins, ascending: the last ones, if there are too many to tell.
-    What clients write contains no control token, so every one of them is the template's."""
+    """Places in a chat's prompt where a turn ends and another begins, ascending: the last ones, if there are too many
+    to tell. What clients write contains no control token, so every one of them is the template's."""
     start, place = served.codec.turn_start_id, 0
     found: list[int] = []
     if start is None:
@@ -139,7 +139,7 @@ def turn_boundaries(served: ServedModel, prompt: list[int]) -> list[int]:
 def token_budget(
     prompt_tokens: int, wanted: int | None, *, default: int, context: int, field: str, clip: bool = False
 ) -> int:
-    """How many tokens a completion may have.
+    """Most tokens that a completion may have.
 
     Args:
         prompt_tokens: length of the prompt.

@@ -1,1 +1,1 @@
-"""What every HTTP request passes: request id, access, body limits."""
+"""Middleware that every HTTP request passes: request id, access, body limits."""

@@ -134,13 +134,13 @@ class Authentication:
 
 
 class _Outcome:
-    """What becomes of one request."""
+    """Outcome of one request: its caller, and the status that it is answered with."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self.caller: Caller | None = None
         self.status = 499
-        """Until something is answered: the client went away."""
+        """Status of the answer; until there is one, 499: the client went away."""
         self.location = ""
         self.started = False
 

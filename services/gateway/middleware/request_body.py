@@ -126,7 +126,7 @@ _FRAMES: Mapping[str, Callable[[int], _Frame]] = {
     "deflate": _deflate,
     "zstd": _zstd,
 }
-"""How a frame is opened, by its first byte."""
+"""Constructors of decoders by content coding; each is given the first byte of the frame."""
 
 
 @dataclass(slots=True)
@@ -138,7 +138,7 @@ class _Decoder:
 
     @property
     def whole(self) -> bool:
-        """Whether the body may end here."""
+        """True if the body may end here."""
         return self._frame is None or self._frame.eof
 
     def feed(self, data: bytes) -> Iterator[bytes]:

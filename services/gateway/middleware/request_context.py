@@ -1,4 +1,4 @@
-"""What surrounds every request: its id, HEAD, the body limit, the access log, metrics, and the last resort for bugs."""
+"""Outermost middleware: request id, HEAD, the body limit, the access log, metrics, and the last resort for bugs."""
 
 from __future__ import annotations
 

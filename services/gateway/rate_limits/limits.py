@@ -1,4 +1,4 @@
-"""What a limiter answers."""
+"""Answers of a rate limiter."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """How full one bucket is: what fits now, and microseconds until it is empty."""
+    """Level of one bucket: what fits now, and microseconds until it is empty."""
 
     remaining: int
     empty_in: int
@@ -37,9 +37,9 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Whether a request may go on.
+    """Decision on whether a request may go on.
 
-    ``by``: the limit that says no. ``wait``: microseconds after which it may say yes.
+    ``by``: the limit that refuses it. ``wait``: microseconds after which the limit may let it pass.
     """
 
     by: Dimension | None

@@ -42,7 +42,7 @@ class Bucket:
         self.level = max(0, self.level + cost * MINUTE)
 
     def remaining(self, limit: int) -> int:
-        """What fits now."""
+        """Amount that fits now."""
         return max(0, limit * MINUTE - self.level) // MINUTE
 
     def empty_in(self, limit: int) -> int:

@@ -328,7 +328,7 @@ class RedisLimiter:
         self._metrics.quota_shared.set(0)
 
     async def _drop_connection(self) -> None:
-        """What was sent may still be answered: nobody may read that as the answer to something else."""
+        """Closes the connection: an answer that still comes must not be read as the answer to another command."""
         with contextlib.suppress(redis.exceptions.RedisError, OSError):
             await self._connection.disconnect(nowait=True)
 

@@ -1,4 +1,4 @@
-"""What a request's framing may be, and how answers are framed for clients that are not of HTTP/1.1's usual form."""
+"""HTTP framing: what a request's may be, and that of answers for clients that are not of HTTP/1.1's usual form."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def head_too_slow(seconds: float) -> Refusal:
 
 
 def unserved(method: bytes, version: str, headers: list[tuple[bytes, bytes]]) -> Refusal | None:
-    """Why a request whose head is HTTP gets no answer of the application; None: it gets one."""
+    """Refusal of a request whose head is HTTP but which the application does not serve; None: it is served."""
     if version not in ("1.0", "1.1"):
         message = f"HTTP/{version} is not spoken here: send HTTP/1.1"
         return Refusal(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, message, "invalid_http")

@@ -108,16 +108,16 @@ class HttpProtocol(HttpToolsProtocol):
     _late: asyncio.TimerHandle | None = None
     """Runs while a head is on its way."""
     _in_head = _in_body = False
-    """Whether the parser is in the head or in the body of a message; between two messages neither."""
+    """Parser's place: in the head or in the body of a message; between two messages neither."""
     _outstanding = 0
     """Requests without a whole answer."""
     _refusal: Refusal | None = None
 
     _NEXT_REQUEST_SECONDS = 1
-    """How long a client may still send a request over a connection whose last answer did not say that it closes."""
+    """Time for a client to send another request over a connection whose last answer did not say that it closes."""
 
     draining: Callable[[], bool] = staticmethod(lambda: False)
-    """Whether answers close their connection, so that its client comes back through a balancer."""
+    """True while answers close their connection, so that its client comes back through a balancer."""
 
     @classmethod
     def of(cls, write_timeout: float, draining: Callable[[], bool]) -> type[HttpProtocol]:

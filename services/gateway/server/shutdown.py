@@ -63,7 +63,7 @@ class QuietCollector:
         self.collections = 0
 
     async def run(self) -> None:
-        """Until cancelled; then the collector is as it was."""
+        """Collects garbage until it is cancelled; then the collector is as it was."""
         thresholds = gc.get_threshold()
         gc.collect()
         gc.freeze()  # modules and routes: they stay, there is nothing to look for in them
@@ -90,7 +90,7 @@ LAST_WORDS_SECONDS = 2
 
 
 def is_draining(app: FastAPI) -> bool:
-    """Whether a signal has come."""
+    """True once a signal has told the gateway to shut down."""
     lifecycle = resource(app, Lifecycle)
     return lifecycle is not None and lifecycle.stopping.is_set()
 

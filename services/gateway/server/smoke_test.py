@@ -43,7 +43,7 @@ class SmokeSettings(BaseSettings):
     api_key: SecretStr | None = None
     """API key with the scopes inference, train and admin, where the gateway asks for keys."""
     smoke_seconds: float = Field(600.0, gt=0)
-    """How long all of it may take; a first job on a GPU compiles kernels."""
+    """Most seconds that the whole test may take; a first job on a GPU compiles kernels."""
 
 
 class Failed(Exception):

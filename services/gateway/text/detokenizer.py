@@ -50,7 +50,7 @@ class Vocabulary:
         return known
 
     def is_text(self, token_id: int) -> bool:
-        """Whether a token adds to the text, be it markup; control tokens do not."""
+        """True if a token adds to the text, be it markup; control tokens do not."""
         return bool(self.visible_bytes(token_id))
 
     def token_text(self, token_id: int) -> str:
@@ -69,7 +69,7 @@ class Piece:
     text: str = ""
     entries: list[Any] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
-    """Where in the whole text each entry's token begins, in characters."""
+    """Places in the whole text where each entry's token begins, in characters."""
 
     def __add__(self, other: Piece) -> Piece:
         return Piece(self.text + other.text, self.entries + other.entries, self.offsets + other.offsets)
@@ -202,7 +202,7 @@ class HeldBackText:
         self._tokens.append(_Token(token_id, sampling_logprob, end))
 
     def take(self, end: int) -> Certain:
-        """What ends at a place or before it."""
+        """Text and tokens that end at a place or before it."""
         count = 0
         while count < len(self._tokens) and self._tokens[count].end <= end:
             count += 1

@@ -36,14 +36,14 @@ class Lookahead:
         self._final = False  # nothing follows the buffer
 
     def _followed(self, position: int, tags: tuple[str, ...]) -> bool:
-        """Whether one of the tags, or the end of the text, follows."""
+        """True if one of the tags, or the end of the text, follows."""
         start = self._space(position)
         if self._final and start == len(self._buffer):
             return True
         return self._tag(start, tags) is not None
 
     def _space(self, position: int = 0) -> int:
-        """Where white space ends.
+        """Place where white space ends.
 
         Raises:
             NeedMoreText: more of it may follow.
@@ -57,7 +57,7 @@ class Lookahead:
         return end
 
     def _tag(self, position: int, tags: tuple[str, ...]) -> str | None:
-        """Which of the tags stands there.
+        """Tag, of those given, that stands at the position; None: none of them.
 
         Raises:
             NeedMoreText: one of them begins there.
@@ -80,7 +80,7 @@ class Lookahead:
         return (raw[0].strip(), raw[1]) if raw is not None and raw[0].strip() else None
 
     def _raw_name(self, position: int, tag: str) -> tuple[str, int] | None:
-        """The same with the white space around the name, of which it may consist."""
+        """Name in a tag with the white space around it, of which alone it may consist, and the position behind it."""
         start = position + len(tag)
         text = self._buffer[start : start + _LONGEST_NAME + 1]
         stop = next((index for index, character in enumerate(text) if character in "<>\n"), None)

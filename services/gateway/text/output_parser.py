@@ -110,7 +110,7 @@ class ChatParser:
 
     @property
     def certain(self) -> int:
-        """Up to here, in characters of the whole text, no later text changes what it is, and no stop can begin."""
+        """End of the text, in characters of the whole, that no later text changes and in which no stop can begin."""
         held_from = None if self._search is None else self._search.held_from
         if held_from is not None:
             return held_from
@@ -127,7 +127,7 @@ class ChatParser:
 
     @property
     def reasoning(self) -> tuple[int, int | None] | None:
-        """Where in the whole text the reasoning is, in characters, its tags left out; the end is None while it goes on.
+        """Place of the reasoning in the whole text, in characters, its tags left out; the end is None while it goes on.
         None: there is none so far."""
         end = self._reasoning_to if self._early is None else self._early.begin
         return None if self._reasoning_from is None else (self._reasoning_from, end)
@@ -246,7 +246,7 @@ class ChatParser:
         return False
 
     def _end_of_reasoning(self, final: bool) -> tuple[int | None, int]:
-        """Where in the buffer the reasoning ends, as far as that is known, and how much of the buffer is before it for
+        """Place in the buffer where the reasoning ends, if that is known, and how much of the buffer is before it for
         certain."""
         length = len(self._buffer)
         if self._told:
@@ -259,7 +259,7 @@ class ChatParser:
         return None, length - (0 if final or self._told else open_suffix(self._buffer, (END_THINK,)))
 
     def _next_call(self) -> int | None:
-        """Where in the buffer the next `<tool_call>` begins that may begin a call, though its text may not be there."""
+        """Place in the buffer of the next `<tool_call>` that may begin a call, though its text may not be there."""
         if not self._tools or self._thought_of >= _MOST_THOUGHT_OF:
             return None
         if self._told_calls is None:
@@ -307,7 +307,7 @@ class ChatParser:
         return final or bool(behind.strip())
 
     def _think_on(self, deltas: list[Delta], early: EarlyCalls) -> None:
-        """What looked like calls was thought."""
+        """Goes on with the reasoning: what looked like calls was thought."""
         self._early, self._state = None, _State.REASONING
         self._thought_of += 1
         self._put_back(early.open_text)

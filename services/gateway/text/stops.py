@@ -1,4 +1,4 @@
-"""Where an answer's text ends early: stop strings and stop tokens, looked for in what a client sees of it."""
+"""Stops, which end an answer's text early: stop strings and stop tokens, looked for in what a client sees of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Stop:
     end: int
     """End of the stop itself: the first token whose text reaches it is the answer's last."""
     tokens: int | None = None
-    """How many tokens there are up to and with the stop token."""
+    """Number of tokens up to and with the stop token."""
 
 
 class Stops:
@@ -83,7 +83,7 @@ class Stops:
         return self.found
 
     def find(self, text: str, place: int) -> int | None:
-        """Where in a text the first stop string begins, of a text that is known as a whole at one place."""
+        """Place where the first stop string begins in a text that is known as a whole at one place."""
         if place <= self._counts_from:
             return None
         found = [(at + len(one), at, one) for one in self.strings if (at := text.find(one)) >= 0]
@@ -113,7 +113,7 @@ class StopSearch:
 
     @property
     def held_from(self) -> int | None:
-        """Where text begins that is held back, because it may be the beginning of a stop; None: none is."""
+        """Beginning of the text that is held back because a stop may begin in it; None: nothing is held back."""
         return self._begin if self._held else None
 
     def add(self, text: str, begin: int) -> str:

@@ -76,7 +76,7 @@ class SamplingRows:
         self.candidates = max((params[r].top_k + 1 for r in filtered), default=0)
 
         self.forced_rows = [r for r, p in enumerate(params) if p.forced_ids]
-        """Whose tokens are given: what is drawn there is put aside."""
+        """Rows whose tokens are given: what is drawn there is put aside."""
         self.forced = self._index(self.forced_rows)
 
         self.logprob_rows = [r for r, p in enumerate(params) if p.top_logprobs is not None]

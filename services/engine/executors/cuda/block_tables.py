@@ -48,5 +48,5 @@ class TableShadow:
         return np.concatenate(found) if found else _NONE
 
     def forget(self) -> None:
-        """After a step that may not have reached the device."""
+        """Forgets what was sent, after a step that may not have reached the device."""
         self._lists = [None] * len(self._lists)

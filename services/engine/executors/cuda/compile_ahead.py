@@ -48,7 +48,7 @@ class Variant:
     constants: dict[tuple[int, ...], Any]
     attributes: dict[tuple[int, ...], Any]
     options: dict[str, Any]
-    """Those of the backend: warps, stages and so on."""
+    """Options of the backend: warps, stages and so on."""
 
     def ast(self) -> ASTSource:
         """Source that triton.compile() takes; imports the kernel."""
@@ -57,7 +57,7 @@ class Variant:
         return source(kernel, self.signature, self.constants, self.attributes)
 
     def identity(self) -> str:
-        """The same text in every process."""
+        """Identity of the variant, as a text that is the same in every process."""
         parts = (self.module, self.name, self.source, self.signature, self.constants, self.attributes, self.options)
         return repr(parts)
 

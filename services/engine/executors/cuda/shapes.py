@@ -1,4 +1,4 @@
-"""Which step shapes are captured as CUDA graphs, and how each is launched."""
+"""Step shapes that are captured as CUDA graphs, and how each is launched."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from services.engine.scheduler.step_plan import MOST_VERIFIED
 
 _DECODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _PREFILL_TOKENS = (64, 128, 256, 512, 1024, 1536, 2048)
-"""Up to here a step's launches may take the host longer than its kernels take the device: about 27 ms, 50 with
-adapters, beside 75 tokens a millisecond."""
+"""Prompt tokens of captured steps. Up to the last, a step's launches may take the host longer than its kernels take the
+device: about 27 ms, 50 with adapters, beside 75 tokens a millisecond."""
 _MIXED_DECODES = (8, 32, 64, 128, 256)
 _MIXED_TOKENS = (128, 512, 1024, 2048)
 """Prompt tokens of captured mixed steps. With adapters the launches of 2,048 tokens took the host 57 ms beside an H200
@@ -28,7 +28,7 @@ two hundred programs for it that end at once."""
 _VERIFIED = (1, 2, 4, 8, 16, 32, 64, 128)
 """Answers of a step that checks draft tokens."""
 _FEW_VERIFIED = 4
-"""Up to here the products of all its rows take as long as one row's, so that the rows need not be counted closely."""
+"""Number of answers up to which the products of all rows take as long as one row's: their rows need no close count."""
 
 
 def decode_bucket(decodes: int) -> int:

@@ -64,7 +64,7 @@ class BoundAdapter:
     module_prefix: str
     """ModelConfig.module_prefix of the base, whichever form the files had."""
     layout: object | None = None
-    """The same object for adapters of AdapterBinder whose files differ in nothing but numbers."""
+    """Layout of the file: one object for all adapters of AdapterBinder whose files differ in nothing but numbers."""
     data: bytes = b""
     """The file that the tensors are views of, if there is a layout."""
 

@@ -86,7 +86,7 @@ def _parsed(expression: str, pattern: str) -> Any:
 
 
 def _linear(expression: str, pattern: str) -> Any:
-    """The same by RE2; None if it does not read the expression, or not alike."""
+    """Expression made of a pattern, compiled by RE2; None if RE2 does not read it, or not as Python does."""
     if any(text in pattern for text in _MEANS_OTHER):
         return None
     options = re2.Options()
@@ -234,7 +234,7 @@ class _Walk:
         return edges if kind == "AT_BOUNDARY" else self._all & ~edges
 
     def _where(self, part: _Op, fold: bool) -> int:
-        """Before which characters a part of one character takes the next."""
+        """Places, as bits, before which a part of one character takes the next one."""
         op, given = part
         if str(op) == "LITERAL" and not fold:
             return self._letters.get(chr(given), 0)

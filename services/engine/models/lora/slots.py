@@ -26,7 +26,7 @@ _PIECE_BYTES = 8 * 2**20
 """Size of the pieces in which an adapter is copied. A copy of this size holds up the small ones of a step by 0.2 ms at
 most."""
 _LAYOUTS = 16
-"""Whose plans are kept at most, of 100 KB each for an adapter on all layers of a 4B model."""
+"""Most layouts whose upload plans are kept, of 100 KB each for an adapter on all layers of a 4B model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class _Prepared:
     ranks: Tensor
     """[layers, groups] int32 on the CPU."""
     plan: UploadPlan | None
-    """None on the CPU."""
+    """Plan of the upload; None on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class _Selection:
     """The adapters one step uses."""
 
     only: int | None
-    """The one slot of all rows, or None if rows differ."""
+    """Slot of all rows, or None if rows differ."""
     distinct: Tensor | None
     """Slots to compute with; None: all of them."""
     rows: Tensor | None

@@ -1,4 +1,4 @@
-"""Which linear layers an adapter may change, and where each lies in the fused projections."""
+"""Linear layers that an adapter may change, and where each lies in the fused projections."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LORA_GROUPS: tuple[str, ...] = ("in", "out", "gate_up", "down")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One linear layer inside a group of linear layers that share an input and one fused output."""
+    """Linear layer inside a group of linear layers that share an input and one fused output."""
 
     module: str
     """Path inside the layer, e.g. "self_attn.q_proj"."""

@@ -127,7 +127,7 @@ class LoraParams:
         )
 
     def on(self, device: torch.device) -> LoraParams:
-        """The same numbers on a device; itself if they are there. Gradients are not taken along."""
+        """Copy of the parameters on a device; the object itself if they are there. Gradients are not taken along."""
         if self.flat_a.device == device:
             return self
         targets = {

@@ -49,8 +49,8 @@ class UploadPlan:
     """Tensors that the addresses point into, kept alive here."""
 
     def relative(self, address: int, size: int) -> UploadPlan | None:
-        """The same for any data laid out like that at ``address``, as far from a multiple of 16; None if something
-        lies elsewhere. Holds nothing."""
+        """Plan for any data laid out like that at ``address``, as far from a multiple of 16; None if something lies
+        elsewhere. It holds no tensors."""
         runs = [run for piece in self.pieces for run in piece.runs]
         if not all(address <= begin and begin + length <= address + size for begin, _, length in runs):
             return None

@@ -220,8 +220,8 @@ def _split_workspace(device: torch.device) -> SplitWorkspace:
 
 
 def _in_memory_order(matrix: Tensor) -> Tensor:
-    """The same [out, in] matrix, on the CPU with its transpose contiguous in memory: products with few rows are up to
-    twice as fast there. Other devices do not care."""
+    """Matrix [out, in] with equal values, on the CPU with its transpose contiguous in memory: products with few rows
+    are up to twice as fast there. Other devices do not care."""
     return matrix.t().contiguous().t() if matrix.device.type == "cpu" else matrix
 
 

@@ -1,4 +1,4 @@
-"""What a JSON schema demands of a value that is written without quotes, between tags: texts and scalars."""
+"""Demands of a JSON schema on a value that is written without quotes, between tags: texts and scalars."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class Leaf:
         )
 
     def of_kind(self, kind: str) -> Leaf | None:
-        """The same for values of one type; None: there is none. A whole number is an "integer" and a "number"."""
+        """Leaf without the values of other types; None: it has none of this one. A whole number is an "integer" and a
+        "number"."""
         wanted = {kind, "integer"} if kind == "number" else {kind}
         allowed = None if self.kinds is None else self.kinds | ({"integer"} if "number" in self.kinds else set())
         if allowed is not None and not allowed & wanted:
@@ -77,7 +78,7 @@ class Leaf:
         return True
 
     def excludes(self, other: Leaf) -> bool:
-        """Whether no text or scalar is valid under both, as far as that is soon seen."""
+        """True if no text or scalar is valid under both, as far as that is soon seen."""
         both = self & other
         kinds = {kind for kind in (*_SCALARS, "string") if both.of_kind(kind) is not None}
         if both.values is not None:
@@ -216,7 +217,7 @@ def _numbers(schema: Mapping[str, Any], param: str) -> Numbers:
 
 
 def is_free(leaf: Leaf) -> bool:
-    """Whether a leaf allows any text, but for an empty one."""
+    """True if a leaf allows any text, but for an empty one."""
     return leaf.values is None and not leaf.patterns and leaf.longest is None and leaf.shortest <= 1
 
 

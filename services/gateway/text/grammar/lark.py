@@ -49,7 +49,7 @@ _OPENED, _NAMED = re.compile(f"{_OPENING}{{1,256}}>"), re.compile(f"{_OPENING}{{
 
 
 def stands(value: str) -> bool:
-    """Whether a value is read back as it is, whatever stands around it: it closes all that it opens, and nothing in it
+    """True if a value is read back as it is, whatever stands around it: it closes all that it opens, and nothing in it
     looks like its end."""
     depth, at = 0, 0
     for line in value.split("\n"):

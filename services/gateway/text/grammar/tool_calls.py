@@ -62,7 +62,7 @@ class CallForm:
 
 @dataclass(frozen=True, slots=True)
 class TurnForm:
-    """What may stand around the calls.
+    """Form of a turn with tool calls: what may stand around them.
 
     Args:
         forced: there is at least one call and no text.

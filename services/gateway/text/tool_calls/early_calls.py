@@ -23,9 +23,9 @@ class EarlyCalls:
     def __init__(self, begin: int, functions: Mapping[str, Signature]) -> None:
         self.begin = begin
         self.text = ""
-        """What was written up to the call that is open: thoughts, if that is no call."""
+        """Text up to the call that is open: thoughts, if that is no call."""
         self.open_text = ""
-        """What was written of that call: it may have the beginning of another in it."""
+        """Text of the call that is open: it may have the beginning of another in it."""
         self._functions = functions
         self._call: ToolCallParser | None = None
         self.begin_call("")

@@ -22,7 +22,7 @@ class Digits(str):
 
     @property
     def whole(self) -> bool:
-        """Whether the number is written as a whole one."""
+        """True if the number is written as a whole one."""
         return self.removeprefix("-").isdigit()
 
 
@@ -41,7 +41,7 @@ def _refuse_constant(name: str) -> float:
 
 
 def dumps(value: Any) -> str:
-    """What ``loads`` read, on one line.
+    """JSON, on one line, of a value that ``loads`` read.
 
     Raises:
         RecursionError: it is nested too deeply.

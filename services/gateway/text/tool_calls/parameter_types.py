@@ -1,4 +1,4 @@
-"""What the schema of a function says about the types of its parameters.
+"""Types of a function's parameters, from its schema.
 
 Nobody has checked that it is a JSON schema: what is not one says nothing.
 """
@@ -22,7 +22,7 @@ NO_TYPES: Types = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What is known of a parameter.
+    """Parameter of a function, as far as it is known.
 
     Args:
         types: JSON types that it may have; none: nobody knows, and its text is a string.
@@ -37,7 +37,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What the schema of a function says of its parameters.
+    """Signature of a function: its parameters, by its schema.
 
     Args:
         named: those that it names.
@@ -58,7 +58,7 @@ UNKNOWN = Signature()
 
 
 def signatures(tools: Sequence[Mapping[str, Any]]) -> dict[str, Signature]:
-    """What the tools' schemas say, by the names of the functions."""
+    """Signatures of the tools' functions, by name."""
     found: dict[str, Signature] = {}
     for tool in tools:
         function = tool.get("function", {})

@@ -52,7 +52,7 @@ class ToolDelta:
 
 
 class CallState(enum.Enum):
-    """Where a call is."""
+    """State of a call that is being read."""
 
     READING = enum.auto()
     COMPLETE = enum.auto()
@@ -117,17 +117,17 @@ class ToolCallParser(Lookahead):
 
     @property
     def announced(self) -> bool:
-        """Whether the call's name has been given out."""
+        """True once the call's name has been given out."""
         return self._announced
 
     @property
     def rest(self) -> str:
-        """What was read but is not part of it."""
+        """Text that was read but is not part of the call."""
         return self._buffer
 
     @property
     def certain(self) -> int:
-        """Up to here, in characters of the answer's whole text, it is read, and no stop can begin."""
+        """End of the text that is read and in which no stop can begin, in characters of the answer's whole text."""
         if self._at is _At.VALUE:
             return self._value.certain
         return self._position - len(self._buffer) - (0 if self._announced else len(self._read))
@@ -216,7 +216,7 @@ class ToolCallParser(Lookahead):
         self._arguments.append(arguments)
 
     def _between(self) -> None:
-        """After a name or a parameter."""
+        """Reads on behind a name or a parameter."""
         start = self._space()
         tag = self._tag(start, _AFTER_VALUE if self._announced else (PARAMETER, END_FUNCTION, CLOSE))
         named = self._named(start, PARAMETER) if tag == PARAMETER else None
@@ -248,7 +248,7 @@ class ToolCallParser(Lookahead):
         self._at, self.state = _At.AFTER, state
 
     def _after(self) -> None:
-        """After `</function>`."""
+        """Reads on behind `</function>`."""
         start = self._space()
         tag = self._tag(start, (CLOSE, FUNCTION))
         if tag is not None:
@@ -300,7 +300,7 @@ class ToolCallParser(Lookahead):
         self._at, self._held = _At.PARAMETERS, []
 
     def _before(self, position: int) -> int:
-        """Where the value ends, if its markup begins at ``position``: the newline before belongs to the markup."""
+        """End of the value, if its markup begins at ``position``: the newline before belongs to the markup."""
         return position - 1 if position and self._buffer[position - 1] == "\n" else position
 
     def _end_of_value(self, position: int) -> int | None:
@@ -335,7 +335,7 @@ class ToolCallParser(Lookahead):
         return None
 
     def _on_its_own_line(self, position: int, tag: str) -> bool:
-        """Whether it is a tag of a parameter with nothing else in its line."""
+        """True if the tag is one of a parameter with nothing else in its line."""
         if tag not in (PARAMETER, END_PARAMETER) or self._before(position) == position:
             return False
         end = position + len(tag)
@@ -347,7 +347,7 @@ class ToolCallParser(Lookahead):
         return self._tag(end, ("\n",)) is not None
 
     def _ends_as_told(self, position: int, *, nested: bool) -> bool:
-        """Whether the line there is the next parameter, or the end of the call. ``nested``: of any call, and there must
+        """True if the line there is the next parameter, or the end of the call. ``nested``: of any call, and there must
         be another behind it, or nothing."""
         tag = self._tag(position, (PARAMETER, _END_CALL))
         if tag == PARAMETER:

@@ -19,7 +19,7 @@ from services.gateway.text.tool_calls.parameter_types import Parameter, Types, k
 
 @dataclass(frozen=True, slots=True)
 class ValueEnd:
-    """Where a value may have ended.
+    """Place where a value may have ended.
 
     Args:
         position: of the markup.
@@ -45,7 +45,7 @@ class Nesting:
 
     @property
     def place(self) -> ValueEnd | None:
-        """Where the value ended, all text having been read."""
+        """Place where the value ended, all text having been read."""
         found = [*self._ends.values(), *([] if self._forgotten is None else [self._forgotten])]
         return min(found, key=lambda place: place.position, default=self.doubt)
 
@@ -189,7 +189,7 @@ class ValueWriter:
 
     @property
     def certain(self) -> int:
-        """Where in the answer's whole text that part of the value ends in which no stop can begin any more."""
+        """Place in the answer's whole text up to which no stop can begin in the value any more."""
         held_from = None if self._search is None else self._search.held_from
         return self._position if held_from is None else held_from
 
@@ -236,7 +236,7 @@ class ValueWriter:
         return self._rest() + "".join(self._held)
 
     def _rest(self) -> str:
-        """What was held back because a stop might have begun in it."""
+        """Text that was held back because a stop might have begun in it."""
         return "" if self._search is None else self._write(self._search.close())
 
     def _differs_from_null(self) -> bool:

@@ -24,7 +24,7 @@ class Part:
     """Adapter of one linear layer of a group."""
 
     columns: slice
-    """Of the group's fused output."""
+    """Columns of the part in the group's fused output."""
     ranks: slice
     """Slice of the group's low-rank rows."""
     b: Tensor
@@ -46,7 +46,7 @@ class GroupAdapter:
     """[R, in] float32: the gradient is added to it."""
     parts: tuple[Part, ...]
     width: int
-    """Of the group's fused output."""
+    """Width of the group's fused output."""
 
     def reduce(self, x: Tensor) -> Tensor:
         """[T, in] to [T, R]."""

@@ -137,7 +137,7 @@ def forward_packed(
 
 
 def _yielding(x: Tensor, give_way: Callable[[], None]) -> Tensor:
-    """The same tensor; give_way is called when its gradient is there, i.e. between two layers of the backward."""
+    """Tensor ``x`` itself; give_way is called when its gradient is there, i.e. between two layers of the backward."""
     if x.requires_grad:
         x.register_hook(lambda _: give_way())  # type: ignore[no-untyped-call]
     return x
