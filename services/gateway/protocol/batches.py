@@ -30,7 +30,7 @@ class FileObject(BaseModel):
 
     @classmethod
     def of(cls, info: FileInfo) -> FileObject:
-        """What a client sees of a file."""
+        """File object of a stored file."""
         return cls(
             id=info.id,
             bytes=info.bytes,
@@ -88,7 +88,7 @@ class BatchRequest(RequestModel):
     """Expiry of the files with the results; default: they stay."""
 
     def spec(self, owner: str) -> BatchSpec:
-        """What the queue takes."""
+        """Batch as the queue takes it."""
         expires = self.output_expires_after
         return BatchSpec(
             owner=owner,
@@ -154,7 +154,7 @@ class BatchObject(BaseModel):
 
     @classmethod
     def of(cls, batch: Batch) -> BatchObject:
-        """What a client sees of a batch."""
+        """Batch object of a batch."""
         ended = {batch.status: _whole(batch.finished_at)}
         errors = BatchErrors(data=[BatchError.of(error) for error in batch.errors]) if batch.errors else None
         return cls(

@@ -247,7 +247,7 @@ class ChatRequest(ReasoningFields, SamplingFields):
 
     @property
     def callable_names(self) -> frozenset[str] | None:
-        """The functions that tool_choice allows; None: it does not say."""
+        """Names of the functions that tool_choice allows; None: it does not say."""
         if isinstance(self.tool_choice, NamedTool):
             return frozenset((self.tool_choice.function.name,))
         if isinstance(self.tool_choice, AllowedToolsChoice):
@@ -256,7 +256,7 @@ class ChatRequest(ReasoningFields, SamplingFields):
 
     @property
     def must_call(self) -> bool:
-        """The answer has to be a call."""
+        """True if the answer has to be a call."""
         choice = self.tool_choice
         if isinstance(choice, AllowedToolsChoice):
             return choice.allowed_tools.mode == "required"
@@ -264,7 +264,7 @@ class ChatRequest(ReasoningFields, SamplingFields):
 
     @property
     def may_repeat_calls(self) -> bool:
-        """More than one call may follow. A named choice is one call, as at OpenAI."""
+        """True if more than one call may follow. A named choice is one call, as at OpenAI."""
         return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
 
     @model_validator(mode="after")

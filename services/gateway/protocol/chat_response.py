@@ -67,7 +67,7 @@ class AnswerMessage(AnswerModel):
 
 
 class TokensOfChoice(AnswerModel):
-    """What return_token_ids adds to a choice."""
+    """Fields that return_token_ids adds to a choice."""
 
     token_ids: list[int] | None = None
     """Every sampled token, the one that ended the completion included."""

@@ -58,7 +58,7 @@ class CompletionRequest(SamplingFields):
 
     @property
     def tells_prompt(self) -> bool:
-        """Whether log-probabilities of the prompt are part of the answer."""
+        """True if log-probabilities of the prompt are part of the answer."""
         return self.prompt_logprobs is not None or (bool(self.echo) and self.logprobs is not None)
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ MAX_SCORE_ALTERNATIVES = 128
 
 
 class ReadingFields(PolicyFields):
-    """What requests have in common whose prompts are read and not answered."""
+    """Fields of requests whose prompts are read and not answered."""
 
     user: str | None = None
     """Accepted and ignored."""

@@ -47,7 +47,7 @@ class SessionObject(BaseModel):
 
     @classmethod
     def of(cls, history: histories_pb2.History, engine: str) -> SessionObject:
-        """What a client sees of a session that an engine keeps."""
+        """Session object of a session that an engine keeps."""
         return cls(
             id=history.session.name,
             tokens=history.tokens,

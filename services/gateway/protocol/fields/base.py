@@ -1,4 +1,4 @@
-"""What the models of requests and answers have in common, and the marks of prompt caching.
+"""Base models of requests and answers, and the marks of prompt caching.
 
 All that clients say about caching is accepted without effect: the beginning of every prompt is cached, and found again,
 by itself."""
@@ -17,7 +17,7 @@ from services.common.validation.json_rules import NULL, Ruled
 from services.common.validation.strict_models import check_finite
 
 _MOST_FIELDS = 200
-"""No model has so many."""
+"""Limit of the fields of a body; no model has so many."""
 
 
 def unsupported(message: str, param: str | None = None, *, code: str = "unsupported_parameter") -> PydanticCustomError:

@@ -15,7 +15,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ReasoningFields(RequestModel):
-    """What is left out is up to the chat template."""
+    """Fields that say whether and how long a model thinks. The chat template decides what is left out."""
 
     reasoning_effort: Effort | None = None
     """"none": no thinking. Otherwise thinking, up to the budget that the gateway's settings give this effort; "max" is
@@ -43,7 +43,7 @@ class ReasoningFields(RequestModel):
 
     @property
     def wants_thinking(self) -> bool | None:
-        """Whether there shall be thinking, as far as the fields beside chat_template_kwargs say; None: they do not."""
+        """True if the fields beside chat_template_kwargs ask for thinking, False if for none; None: neither."""
         if self.reasoning_effort is not None:
             return self.reasoning_effort != "none"
         return None if self.budget is None else self.budget > 0
@@ -125,7 +125,7 @@ class StreamOptions(RequestModel):
 
 
 class PolicyFields(RequestModel):
-    """Which policy a request is for, and how urgently. null is the same as leaving a field out."""
+    """Policy and priority of a request. null is the same as leaving a field out."""
 
     model: str = Field(min_length=1, max_length=256)
     """The base model's name (the attached adapter answers, if one is), an adapter, or "adapter@version"."""
@@ -138,7 +138,7 @@ class PolicyFields(RequestModel):
 
 
 class SamplerFields(PolicyFields):
-    """How tokens are chosen, in every API that has them under these names."""
+    """Fields of the sampler, in every API that has them under these names."""
 
     temperature: float | None = Field(None, ge=0, le=2)
     """0 is greedy; default 1."""
@@ -157,7 +157,7 @@ class SamplerFields(PolicyFields):
 
 
 class SamplingFields(SamplerFields, ConstraintFields):
-    """How to generate. null is the same as leaving a field out."""
+    """Fields of a generation. null is the same as leaving a field out."""
 
     n: int | None = Field(None, ge=1)
     """Choices a prompt. With a seed, choice i uses seed + i."""
@@ -212,7 +212,7 @@ class SamplingFields(SamplerFields, ConstraintFields):
 
     @property
     def usage_in_chunks(self) -> bool:
-        """Every chunk has the usage so far."""
+        """True if every chunk has the usage so far."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @model_validator(mode="after")
@@ -229,5 +229,5 @@ class SamplingFields(SamplerFields, ConstraintFields):
 
 
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"] | None
-"""What OpenAI's clients ask for; the answer says which tier it had."""
+"""Service tier that OpenAI's clients ask for; the answer says which tier it had."""
 Verbosity = Literal["low", "medium", "high"]

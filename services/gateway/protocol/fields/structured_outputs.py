@@ -35,7 +35,7 @@ ConstraintKind = Literal["json_schema", "regex", "lark", "choices"]
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What one field asks for.
+    """Constraint that one field asks for.
 
     Args:
         kind: which kind of language.
@@ -160,7 +160,7 @@ class StructuredOutputs(RequestModel):
         return getattr(self, "json_" if name == "json" else name) is not None
 
     def wanted(self, param: str) -> Wanted:
-        """What it asks for."""
+        """Constraint that the field asks for."""
         if self.json_ is not None:
             return Wanted("json_schema", self.json_, f"{param}.json")
         if self.regex is not None:

@@ -40,7 +40,7 @@ class HostedTool(RequestModel):
 
 
 def is_hosted(tool: Any) -> bool:
-    """Whether a tool of a request, read or not, is one of these."""
+    """True if a tool of a request, parsed or not, is one that another provider runs."""
     kind = tool.get("type") if isinstance(tool, Mapping) else getattr(tool, "type", None)
     return isinstance(kind, str) and _HOSTED.match(kind) is not None
 
@@ -50,7 +50,7 @@ NOT_ALONE: Rule = contains(never(has(type={"type": "string", "pattern": _PATTERN
 
 
 def check_hosted(tools: Sequence[Any], forced: str | None = None) -> None:
-    """Refuses them where nothing else is offered, or where one is forced.
+    """Refuses hosted tools where nothing else is offered, or where one is forced.
 
     Args:
         tools: of the request.
@@ -74,7 +74,7 @@ def check_hosted(tools: Sequence[Any], forced: str | None = None) -> None:
 
 
 def types_of_hosted(tools: Sequence[Any] | None) -> list[str]:
-    """What is left out of a request's tools, each type once."""
+    """Types of a request's tools that are left out, each once."""
     return list(dict.fromkeys(tool.type for tool in tools or () if isinstance(tool, HostedTool)))
 
 

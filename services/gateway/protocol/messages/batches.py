@@ -119,7 +119,7 @@ class MessageBatch(_Answer):
 
     @classmethod
     def of(cls, batch: Batch, results_url: str) -> MessageBatch:
-        """What a client sees of a batch."""
+        """Message batch object of a batch."""
         status = "ended" if batch.ended else "canceling" if batch.cancelling else "in_progress"
         # One that had not begun ended with its cancellation.
         cancelled_at = batch.cancelling_at or (batch.finished_at if batch.status == "cancelled" else None)

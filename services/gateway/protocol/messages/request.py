@@ -256,7 +256,7 @@ _ELSEWHERE: Mapping[str, str] = {
 
 
 class ConversationFields(RequestModel):
-    """What the prompt is made of, which is all that counting its tokens needs. null is the same as leaving out."""
+    """Fields of the prompt, which are all that counting its tokens needs. null is the same as leaving out."""
 
     model: str = Field(min_length=1, max_length=256)
     """The base model's name (answers with the attached adapter, if one is), an adapter, or "adapter@version"."""

@@ -1,4 +1,4 @@
-"""What /v1/messages answers: Anthropic's forms, for the description of the API."""
+"""Answers of /v1/messages in Anthropic's forms, for the description of the API."""
 
 from __future__ import annotations
 

@@ -189,22 +189,22 @@ class ResponseRequest(SamplerFields):
 
     @property
     def conversation_id(self) -> str | None:
-        """The conversation that it belongs to."""
+        """Id of the conversation that the response belongs to."""
         return self.conversation.id if isinstance(self.conversation, ConversationName) else self.conversation
 
     @property
     def stored(self) -> bool:
-        """The client wants it kept."""
+        """True if the client wants the response kept."""
         return self.store is not False
 
     @property
     def logprobs(self) -> bool:
-        """The client wants log-probabilities."""
+        """True if the client wants log-probabilities."""
         return LOGPROBS in (self.include or ())
 
     @property
     def summarised(self) -> bool:
-        """Thinking is told as a summary."""
+        """True if thinking is told as a summary."""
         options = self.reasoning
         return options is not None and (options.summary or options.generate_summary) is not None
 

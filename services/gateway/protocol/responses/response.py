@@ -1,4 +1,4 @@
-"""What /v1/responses answers, as OpenAI's client reads it."""
+"""Answers of /v1/responses, as OpenAI's client reads them."""
 
 from __future__ import annotations
 
