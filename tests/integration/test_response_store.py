@@ -14,7 +14,7 @@ from services.common.settings import CommonSettings
 from services.gateway.api.responses import store as keys
 from services.gateway.api.responses.response_object import Record, given_items, new_response
 from services.gateway.api.responses.serving import BackgroundResponses, Work
-from services.gateway.api.responses.store import Place, ResponseStore, Shelf
+from services.gateway.api.responses.store import BestEffortStore, Place, ResponseStore
 from services.gateway.protocol.responses.request import ResponseRequest
 from services.gateway.settings import GatewaySettings
 from tests.integration.servers import RunningServer
@@ -115,7 +115,7 @@ async def test_bounded_in_bytes(opened: Open, raw: redis.Redis) -> None:
     assert check_account(raw) > 500, "what cannot be kept drives nothing out"
     nothing = opened(responses_max_bytes=0)
     answered = record()
-    await Shelf(nothing).keep(Place("", answered.id), answered)
+    await BestEffortStore(nothing).keep(Place("", answered.id), answered)
     assert answered.response["store"] is False
 
 
@@ -144,7 +144,7 @@ async def test_an_owner_pushes_out_its_own_only(opened: Open, raw: redis.Redis) 
     check_account(raw)
     none = opened(responses_key_max_bytes=0)
     answered = record()
-    await Shelf(none).keep(Place("greedy", answered.id), answered)
+    await BestEffortStore(none).keep(Place("greedy", answered.id), answered)
     assert answered.response["store"] is False
 
 

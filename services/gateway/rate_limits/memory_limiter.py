@@ -62,7 +62,7 @@ class _Caller:
 
 
 class MemoryLimiter:
-    """Limiter that decides as SharedLimiter does in Redis, about the requests that this gateway has seen."""
+    """Limiter that decides as RedisLimiter does in Redis, about the requests that this gateway has seen."""
 
     def __init__(self) -> None:
         self._callers: dict[str, _Caller] = {}

@@ -29,7 +29,7 @@ from services.gateway.api.batches.worker import BatchWorker
 from services.gateway.api.health import HealthServices, QueueWatch
 from services.gateway.api.responses.documents import DocumentStore
 from services.gateway.api.responses.serving import BackgroundResponses, ResponseServices
-from services.gateway.api.responses.store import ResponseStore, Shelf
+from services.gateway.api.responses.store import BestEffortStore, ResponseStore
 from services.gateway.api.surfaces import API
 from services.gateway.api.training.validation import TrainingServices
 from services.gateway.api.training_sessions import TrainingSessionServices
@@ -143,7 +143,7 @@ def create_app(
             TrainingServices(settings, engines, queue, registry, threads, lifecycle),
             TrainingSessionServices(engines, sessions, lifecycle),
             ConversationSessionRouter(engines, settings.request_timeout_seconds),
-            ResponseServices(kept, keep_documents(kept), Shelf(kept), background),
+            ResponseServices(kept, keep_documents(kept), BestEffortStore(kept), background),
             BatchServices.of(settings, batch_stores, threads),
             HealthServices(inference, lifecycle, queue, queues, registry, threads, background),
         )

@@ -18,7 +18,7 @@ from services.gateway.api.base.routing import provided
 from services.gateway.api.base.serving import json_response
 from services.gateway.api.responses.documents import DocumentStore, Turn
 from services.gateway.api.responses.response_object import Record
-from services.gateway.api.responses.store import Place, ResponseStore, Shelf
+from services.gateway.api.responses.store import BestEffortStore, Place, ResponseStore
 from services.gateway.api.responses.streaming import EventEncoder, ResponseWriter
 from services.gateway.api.responses.to_chat import ChatFields
 from services.gateway.core.admission import Admission, Reservation
@@ -207,7 +207,7 @@ class ResponseServices:
     responses: ResponseStore
     documents: DocumentStore
     """Store of chats and conversations."""
-    best_effort: Shelf
+    best_effort: BestEffortStore
     background: BackgroundResponses
 
 

@@ -308,7 +308,7 @@ log = structlog.get_logger(__name__)
 _PAUSE_SECONDS = 5.0
 
 
-class Shelf:
+class BestEffortStore:
     """Best-effort storage of responses: what cannot be stored is answered all the same.
 
     Args:
