@@ -86,8 +86,8 @@ hooks: setup ## have git run `make fix`'s quick part before each commit
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pre-commit
 	$(BIN)/pre-commit install
 
-# Three processes for two cores: two have the tests of a whole Temper (tests/conftest.py), which wait for its processes
-# half of the time, and then help the third with the rest. One thread in each, or threads would wait for each other.
+# Four processes for two cores: two have the tests of a whole Temper (tests/conftest.py), which wait for its processes
+# half of the time, and then help the others with the rest. One thread in each, or threads would wait for each other.
 test: lint $(CLIENTS) ## lint, then all tests; some 20 minutes on 2 cores
 	@scratch=$$(mktemp -d) && \
 	if OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --basetemp="$$scratch/test" $(ARGS); \

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from services.common.errors import InvalidRequest, NotFound
 from services.gateway.api.base.routing import Routes
 from services.gateway.api.base.serving import json_response
-from services.gateway.api.responses.documents import Document, DocumentStore
+from services.gateway.api.responses.documents import Document, DocumentStore, page_of
 from services.gateway.api.responses.response_object import Data
 from services.gateway.api.responses.serving import Responses, ResponseServices
 from services.gateway.api.responses.store import Place
@@ -236,18 +236,14 @@ async def list_chat_messages(
 ) -> StoredMessageList:
     """The messages that a stored completion was given, oldest first unless order says otherwise."""
     items = (await find_chat(stores.documents, _place(request, completion_id))).items
-    items = items[::-1] if order == "desc" else items
-    start = 0
-    if after is not None:
-        start = next((index + 1 for index, item in enumerate(items) if item["id"] == after), -1)
-        if start < 0:
-            raise NotFound(f"completion {completion_id[:80]} has no message {after[:80]!r}", param="after")
-    page: list[Any] = [StoredMessage.model_validate(item) for item in items[start : start + limit]]
+    missing_item = f"completion {completion_id[:80]} has no message"
+    found, more = page_of(items, after=after, limit=limit, order=order, missing_item=missing_item)
+    page: list[Any] = [StoredMessage.model_validate(item) for item in found]
     return StoredMessageList(
         data=page,
         first_id=page[0].id if page else None,
         last_id=page[-1].id if page else None,
-        has_more=start + limit < len(items),
+        has_more=more,
     )
 
 

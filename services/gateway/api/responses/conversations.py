@@ -19,6 +19,7 @@ from services.gateway.api.responses.documents import (
     is_conversation,
     missing,
     new_conversation,
+    page_of,
 )
 from services.gateway.api.responses.response_object import Data, given_items
 from services.gateway.api.responses.serving import Responses, ResponseServices
@@ -124,9 +125,9 @@ async def list_items(
 ) -> Response:
     """The items of a conversation, newest first unless order says otherwise."""
     items = (await find_conversation(stores.documents, _place(request, conversation_id))).items
-    items = items[::-1] if order == "desc" else items
-    start = 0 if after is None else _position(items, conversation_id, after, param="after") + 1
-    return _page(items[start : start + limit], more=start + limit < len(items))
+    missing_item = f"conversation {conversation_id[:80]} has no item"
+    page, more = page_of(items, after=after, limit=limit, order=order, missing_item=missing_item)
+    return _page(page, more=more)
 
 
 @routes.get(
@@ -175,11 +176,11 @@ def _too_large(error: PayloadTooLarge) -> PayloadTooLarge:
     )
 
 
-def _position(items: Sequence[Data], conversation_id: str, item_id: str, *, param: str = "item_id") -> int:
+def _position(items: Sequence[Data], conversation_id: str, item_id: str) -> int:
     for index, item in enumerate(items):
         if item["id"] == item_id:
             return index
-    raise NotFound(f"conversation {conversation_id[:80]} has no item {item_id[:80]!r}", param=param)
+    raise NotFound(f"conversation {conversation_id[:80]} has no item {item_id[:80]!r}", param="item_id")
 
 
 def _page(page: Sequence[Data], *, more: bool) -> Response:

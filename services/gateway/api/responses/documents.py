@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import structlog
 from pydantic_core import from_json, to_json
@@ -254,3 +254,25 @@ class Turn:
             if item["id"] in known:  # another response was given the same item at the same time
                 item = {**item, "id": new_item_id(item["id"].partition("_")[0], record.id)}
             conversation.items.append(item)
+
+
+def page_of(
+    items: Sequence[Data], *, after: str | None, limit: int, order: Literal["asc", "desc"], missing_item: str
+) -> tuple[list[Data], bool]:
+    """Page of stored items, and whether more follow it.
+
+    Args:
+        items: oldest first.
+        after: id of the item before the page; None: the page is the first.
+        missing_item: beginning of the error, which the id follows: "response resp_1 has no input item".
+
+    Raises:
+        NotFound: no item has the id ``after``.
+    """
+    ordered = items[::-1] if order == "desc" else items
+    start = 0
+    if after is not None:
+        start = next((index + 1 for index, item in enumerate(ordered) if item["id"] == after), 0)
+        if start == 0:
+            raise NotFound(f"{missing_item} {after[:80]!r}", param="after")
+    return list(ordered[start : start + limit]), start + limit < len(ordered)

@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 from fastapi import Query, Request
 from fastapi.responses import Response
 
-from services.common.errors import Conflict, InvalidRequest, NotFound, TemperError
+from services.common.errors import Conflict, InvalidRequest, TemperError
 from services.common.validation.json_rules import NULL
 from services.gateway.api.base.openapi import answers_with
 from services.gateway.api.base.routing import Inference, Routes, resource_of
 from services.gateway.api.base.serving import SESSION_HEADER, answer, json_response, noted, session_named
-from services.gateway.api.responses.documents import Turn, check_new, find_conversation
+from services.gateway.api.responses.documents import Turn, check_new, find_conversation, page_of
 from services.gateway.api.responses.response_object import (
     CONTINUABLE,
     Data,
@@ -234,20 +234,15 @@ async def list_input_items(
     """What a response was given: the items of the responses that it continues, and its own input. Newest first, unless
     order says otherwise."""
     items = (await stores.responses.load(_place(request, response_id))).items
-    if order == "desc":
-        items = items[::-1]
-    start = 0
-    if after is not None:
-        start = next((index + 1 for index, item in enumerate(items) if item["id"] == after), -1)
-        if start < 0:
-            raise NotFound(f"response {response_id} has no input item {after[:80]!r}", param="after")
-    page: list[Any] = items[start : start + limit]
+    page: list[Any]
+    missing_item = f"response {response_id} has no input item"
+    page, more = page_of(items, after=after, limit=limit, order=order, missing_item=missing_item)
     return InputItemsOut(
         object="list",
         data=page,
         first_id=page[0]["id"] if page else None,
         last_id=page[-1]["id"] if page else None,
-        has_more=start + limit < len(items),
+        has_more=more,
     )
 
 
