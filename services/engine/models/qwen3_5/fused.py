@@ -30,6 +30,7 @@ from kernels.gpu.rms_norm import rms_norm
 from services.engine.models.device_batch import DecodeAttention, DeviceCache, StepRows
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.config import Qwen3_5Config
+from services.engine.models.qwen3_5.fused_experts import Mixture
 from services.engine.models.qwen3_5.side_stream import SideStream
 from services.engine.models.qwen3_5.weights import (
     AttentionWeights,
@@ -74,6 +75,7 @@ class FusedForward:
         self._tables, self._last_tokens = tables, last_tokens
         self._pdl = pdl
         self._side_stream = SideStream(inverse.device)
+        self._mixture = Mixture(inverse.device, batch_invariant=batch_invariant)
         self._chunk: ChunkConfig | None = None
         self._late: bool | None = None
         """True if decodes let writes to states wait; None: by their number."""
@@ -182,11 +184,15 @@ class FusedForward:
         """The rest of a layer behind its mixer; ``following`` is the layer that reads x next, ``joined`` whether
         kernels on two streams made ``mixed``."""
         eps, pdl = self._config.rms_norm_eps, self._pdl
-        norm = Norm(layer.post_norm, eps)
+        norm, experts = Norm(layer.post_norm, eps), layer.experts
+        first = layer.gate_up if experts is None else experts.router
         out_proj = layer.mixer.out_proj
-        out_proj.add_to(x, mixed, ahead=(norm, layer.gate_up), lora=lora.get("out"), pdl=pdl and not joined)
-        active = layer.gate_up.project(x, norm=norm, swiglu=True, lora=lora.get("gate_up"), pdl=pdl)
+        out_proj.add_to(x, mixed, ahead=(norm, first), lora=lora.get("out"), pdl=pdl and not joined)
         ahead = None if following is None else (Norm(following.input_norm, eps), following.mixer.in_proj)
+        if experts is not None:
+            self._mixture.add_to(x, layer, experts, eps, lora, ahead=ahead, pdl=pdl)
+            return
+        active = layer.gate_up.project(x, norm=norm, swiglu=True, lora=lora.get("gate_up"), pdl=pdl)
         layer.down.add_to(x, active, ahead=ahead, lora=lora.get("down"), pdl=pdl)
 
     def _adapters(self, layer: int, rows: StepRows) -> Mapping[str, LoraRows]:

@@ -69,8 +69,6 @@ class Qwen3_5(CausalLM):  # noqa: N801
         """See CausalLM."""
         if not isinstance(config, Qwen3_5Config):
             raise TypeError(f"a Qwen3.5 model needs a Qwen3_5Config, got {type(config).__name__}")
-        if torch.device(device).type == "cuda" and config.expert_shapes(0):
-            raise InvalidRequest("a mixture of experts has no forward on a GPU: use TEMPER_DEVICE=cpu", param="device")
         return cls(config, load_checkpoint(path, config, dtype, device, storage, mtp=mtp))
 
     @classmethod
@@ -184,6 +182,8 @@ class Qwen3_5(CausalLM):  # noqa: N801
     ) -> Tensor:
         """See CausalLM."""
         if self.device.type == "cuda":
+            if self.config.expert_shapes(0):
+                raise InvalidRequest("a mixture of experts is trained on the CPU only: use TEMPER_DEVICE=cpu")
             # Imported here: only engines on a GPU have Triton.
             from services.engine.models.qwen3_5.training import trunk
 
@@ -214,8 +214,10 @@ class Qwen3_5(CausalLM):  # noqa: N801
         recompute: Recompute | None,
         memory: GraphMemory,
         most_tokens: int | None,
-    ) -> CapturedSteps:
+    ) -> CapturedSteps | None:
         """See CausalLM."""
+        if self.config.expert_shapes(0):
+            return None
         from services.engine.models.qwen3_5.training.captured import CapturedSteps
 
         return CapturedSteps(self.config, self.weights, self.inverse_frequencies, lora, recompute, memory, most_tokens)
