@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.rms_norm import rms_norm
 from kernels.rope import Rotation, inverse_frequencies, yarn_frequencies
+from services.common.errors import InvalidRequest
 from services.engine.models.batch import CacheBuffers, ForwardBatch
 from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import PLAIN, Storage
@@ -85,6 +86,8 @@ class Qwen3_5(CausalLM):  # noqa: N801
         """See CausalLM."""
         if not isinstance(config, Qwen3_5Config):
             raise TypeError(f"a Qwen3.5 model needs a Qwen3_5Config, got {type(config).__name__}")
+        if torch.device(device).type == "cuda" and config.expert_shapes(0):
+            raise InvalidRequest("a mixture of experts has no forward on a GPU: use TEMPER_DEVICE=cpu", param="device")
         return cls(config, load_checkpoint(path, config, dtype, device, storage, mtp=mtp))
 
     @classmethod

@@ -55,6 +55,10 @@ class Matrix(ABC):
     def dense(self) -> Tensor:
         """[out, in] in the model's dtype; decoded anew at every call if quantized."""
 
+    @abstractmethod
+    def part(self, rows: slice) -> Tensor:
+        """Rows of dense(), without the others being decoded."""
+
     def few(self, rows: int) -> bool:
         """True if a product of ``rows`` rows streams the weight."""
         from kernels.gpu.linear.products import streams
@@ -170,6 +174,9 @@ class DenseMatrix(Matrix):
     def dense(self) -> Tensor:
         return self.weight
 
+    def part(self, rows: slice) -> Tensor:
+        return self.weight[rows]
+
     def product(self, x: Tensor, *, pdl: bool) -> Tensor:
         del pdl  # torch's kernels wait for those ahead
         if len(x) <= _PIECE or len(self.weight) < _WIDE:
@@ -191,6 +198,9 @@ class Fp8Matrix(Matrix):
 
     def dense(self) -> Tensor:
         return dequantize_fp8(self.weight, self.dtype)
+
+    def part(self, rows: slice) -> Tensor:
+        return dequantize_fp8(Fp8Weight(self.weight.values[rows], self.weight.scale[rows]), self.dtype)
 
     def product(self, x: Tensor, *, pdl: bool) -> Tensor:
         return self._product(x, None, pdl)
@@ -216,6 +226,10 @@ class Int4Matrix(Matrix):
 
     def dense(self) -> Tensor:
         return dequantize_int4(self.weight, self.dtype)
+
+    def part(self, rows: slice) -> Tensor:
+        packed, scale, zero = (tensor[:, rows] for tensor in self.weight.tensors())
+        return dequantize_int4(Int4Weight(packed, scale, zero), self.dtype)
 
     def product(self, x: Tensor, *, pdl: bool) -> Tensor:
         from kernels.gpu.linear.int4 import dequantize

@@ -19,6 +19,7 @@ from kernels.rope import Rotation, apply_rope, rope_tables
 from services.engine.models.interface import Recompute
 from services.engine.models.lora.trainable import LoraParams, TrainableTarget
 from services.engine.models.qwen3_5.config import Qwen3_5Config
+from services.engine.models.qwen3_5.experts import pass_experts
 from services.engine.models.qwen3_5.layers import split_heads
 from services.engine.models.qwen3_5.loader import query_row_order
 from services.engine.models.qwen3_5.step import query_key_scale
@@ -59,21 +60,26 @@ class PackedStep:
 def frozen_linear(x: Tensor, weight: Matrix) -> Tensor:
     """``x Wᵀ``, differentiable in x. A quantized matrix is decoded again for the backward: keeping what the forward
     decoded would keep the whole model in full size."""
+    return frozen_part(x, weight, slice(None))
+
+
+def frozen_part(x: Tensor, weight: Matrix, rows: slice) -> Tensor:
+    """frozen_linear() with some rows of the weight."""
     if isinstance(weight, DenseMatrix):
-        return F.linear(x, weight.dense())
-    result: Tensor = _DecodedLinear.apply(x, weight)  # type: ignore[no-untyped-call]
+        return F.linear(x, weight.part(rows))
+    result: Tensor = _DecodedLinear.apply(x, weight, rows)  # type: ignore[no-untyped-call]
     return result
 
 
 class _DecodedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Matrix) -> Tensor:
-        ctx.weight = weight
-        return F.linear(x, weight.dense())
+    def forward(ctx: Any, x: Tensor, weight: Matrix, rows: slice) -> Tensor:
+        ctx.weight, ctx.rows = weight, rows
+        return F.linear(x, weight.part(rows))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] @ ctx.weight.dense(), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0] @ ctx.weight.part(ctx.rows), None, None
 
 
 class LayerAdapter:
@@ -175,8 +181,13 @@ def _mixer(x: Tensor, weights: LayerWeights, config: Qwen3_5Config, step: Packed
 def _mlp(x: Tensor, weights: LayerWeights, config: Qwen3_5Config, adapter: LayerAdapter) -> Tensor:
     normed = rms_norm(x, weights.post_norm, config.rms_norm_eps)
     width = config.intermediate_size
-    gate_up = adapter.project(normed, weights.gate_up, {"mlp.gate_proj": width, "mlp.up_proj": width})
-    return adapter.add(x, F.silu(gate_up[0]) * gate_up[1], weights.down, "mlp.down_proj")
+    first, second, last = (path for group in ("gate_up", "down") for path in config.linear_groups(0)[group])
+    gate_up = adapter.project(normed, weights.gate_up, {first: width, second: width})
+    active = F.silu(gate_up[0]) * gate_up[1]
+    if weights.experts is not None:
+        chosen, gate = pass_experts(normed, weights.experts, frozen_part)
+        x, active = x + chosen, active * gate
+    return adapter.add(x, active, weights.down, last)
 
 
 def _attention(
