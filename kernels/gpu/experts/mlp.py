@@ -19,8 +19,8 @@ from kernels.gpu.experts.configs import Cut, Grouped, Streamed
 from kernels.gpu.experts.grouped import grouped_product
 from kernels.gpu.experts.groups import group
 from kernels.gpu.experts.routing import Routes
-from kernels.gpu.experts.streamed import streamed_down_kernel, streamed_gate_up_kernel
 from kernels.gpu.experts.stack import Stack
+from kernels.gpu.experts.streamed import streamed_down_kernel, streamed_gate_up_kernel
 from kernels.gpu.linear.fp8 import quantize_rows
 from kernels.gpu.linear.skinny import KINDS, Norm, Scaled, Weight, weight_kind
 from kernels.gpu.linear.skinny_parts import Around, finish

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from services.common.errors import CheckpointRejected
@@ -88,6 +88,19 @@ class ModelConfig(ABC):
         Raises:
             CheckpointRejected: a missing or malformed key, or something that the architecture does not support.
         """
+
+    def digested(self) -> dict[str, Any]:
+        """Numbers that the checkpoint's digest contains: all but those that the same weights, and adapters for them,
+        may have otherwise."""
+        numbers = asdict(self)
+        del numbers["module_prefix"]
+        original = numbers.pop("original_max_position_embeddings")
+        numbers["max_position_embeddings"] = original or self.max_position_embeddings
+        return numbers
+
+    def rotation_identity(self) -> str:
+        """What keys depend on, of that which the digest leaves out; empty: nothing."""
+        return ""
 
     @property
     @abstractmethod

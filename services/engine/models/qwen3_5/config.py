@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from services.common.errors import CheckpointRejected
 from services.engine.models.config import CacheLayout, ModelConfig, TrainingNumbers, integer, number
+from services.engine.models.qwen3_5.rope import Yarn, read_rope
 
 LayerType = Literal["linear_attention", "full_attention"]
 _LAYER_TYPES: tuple[LayerType, ...] = ("linear_attention", "full_attention")
@@ -31,6 +32,8 @@ class Qwen3_5Config(ModelConfig):  # noqa: N801
     linear_key_dim: int
     linear_value_dim: int
     conv_kernel: int
+    yarn: Yarn | None = field(default=None, kw_only=True)
+    """How the context was lengthened; None: the rotation is plain."""
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_5", "qwen3_5_text")
     """Spellings of `model_type` that the class reads."""
 
@@ -90,6 +93,16 @@ class Qwen3_5Config(ModelConfig):  # noqa: N801
             state_key_dim=self.linear_key_dim,
             state_value_dim=self.linear_value_dim,
         )
+
+    def digested(self) -> dict[str, Any]:
+        """See ModelConfig. YaRN lengthens the context of the same weights."""
+        numbers = ModelConfig.digested(self)
+        del numbers["yarn"]
+        return numbers
+
+    def rotation_identity(self) -> str:
+        """See ModelConfig."""
+        return "" if self.yarn is None else repr(self.yarn)
 
     def linear_groups(self, layer: int) -> dict[str, tuple[str, ...]]:
         """See ModelConfig."""
@@ -235,7 +248,7 @@ class Qwen3_5Config(ModelConfig):  # noqa: N801
         layer_types = _layer_types(text)
         hidden, heads = integer(text, "hidden_size"), integer(text, "num_attention_heads")
         head_dim = integer(text, "head_dim") if text.get("head_dim") is not None else hidden // heads
-        theta, partial = _rope(text)
+        rope = read_rope(text)
         tied = text.get("tie_word_embeddings", data.get("tie_word_embeddings", False))
         if "text_config" in data and "tie_word_embeddings" in data:
             tied = data["tie_word_embeddings"]
@@ -249,21 +262,18 @@ class Qwen3_5Config(ModelConfig):  # noqa: N801
             num_heads=heads,
             num_kv_heads=integer(text, "num_key_value_heads"),
             head_dim=head_dim,
-            rotary_dim=int(head_dim * partial),
-            rope_theta=theta,
+            rotary_dim=int(head_dim * rope.partial),
+            rope_theta=rope.theta,
             rms_norm_eps=number(text, "rms_norm_eps"),
             linear_key_heads=integer(text, "linear_num_key_heads"),
             linear_value_heads=integer(text, "linear_num_value_heads"),
             linear_key_dim=integer(text, "linear_key_head_dim"),
             linear_value_dim=integer(text, "linear_value_head_dim"),
             conv_kernel=integer(text, "linear_conv_kernel_dim"),
-            max_position_embeddings=integer(text, "max_position_embeddings"),
+            max_position_embeddings=rope.max_position_embeddings,
             tie_word_embeddings=tied,
-            original_max_position_embeddings=(
-                integer(text, "original_max_position_embeddings")
-                if text.get("original_max_position_embeddings") is not None
-                else None
-            ),
+            original_max_position_embeddings=rope.original_max_position_embeddings,
+            yarn=rope.yarn,
             **cls.mlp_sizes(text),
         )
 
@@ -284,19 +294,6 @@ def _layer_types(text: Mapping[str, Any]) -> tuple[LayerType, ...]:
             f"config.json: layer_types must list num_hidden_layers={count} entries, each one of {list(_LAYER_TYPES)}"
         )
     return tuple(given)
-
-
-def _rope(text: Mapping[str, Any]) -> tuple[float, float]:
-    """Theta and the rotary share of a head, from rope_parameters or the older flat keys."""
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise CheckpointRejected("config.json: rope_parameters is not an object")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "mrope"):
-        raise CheckpointRejected(f"config.json: rope_parameters.rope_type {kind!r} is not supported, only 'default' is")
-    merged = {**text, **rope}
-    partial = number(merged, "partial_rotary_factor") if "partial_rotary_factor" in merged else 0.25
-    return number(merged, "rope_theta"), partial
 
 
 def _refuse_foreign(data: Mapping[str, Any], text: Mapping[str, Any], kinds: tuple[str, ...]) -> None:

@@ -27,6 +27,7 @@ from kernels.gpu.embedding import gather_tokens
 from kernels.gpu.linear.skinny import Convolution, Norm
 from kernels.gpu.lora.rows import LoraRows
 from kernels.gpu.rms_norm import rms_norm
+from kernels.rope import Rotation
 from services.engine.models.device_batch import DecodeAttention, DeviceCache, StepRows
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.config import Qwen3_5Config
@@ -49,7 +50,7 @@ class FusedForward:
     """Launches the kernels of a step and never waits for the device.
 
     Args:
-        inverse: [rotary_dim / 2] float32, inverse frequencies of the rotation.
+        rotation: of queries and keys.
         tables: [num_slots, max_blocks] int32, the block table of every state slot; row 0 is zeros.
         last_tokens: [num_slots] int32, the token sampled last for every state slot.
         batch_invariant: each kernel cuts its work in one way, whatever the batch: sums are taken in the same order, and
@@ -61,7 +62,7 @@ class FusedForward:
         self,
         config: Qwen3_5Config,
         weights: ModelWeights,
-        inverse: Tensor,
+        rotation: Rotation,
         cache: DeviceCache,
         lora: LoraSlots,
         *,
@@ -70,12 +71,12 @@ class FusedForward:
         batch_invariant: bool = False,
         pdl: bool = False,
     ) -> None:
-        self._config, self._weights, self._inverse = config, weights, inverse
+        self._config, self._weights, self._rotation = config, weights, rotation
         self._cache, self._lora = cache, lora
         self._tables, self._last_tokens = tables, last_tokens
         self._pdl = pdl
-        self._side_stream = SideStream(inverse.device)
-        self._mixture = Mixture(inverse.device, batch_invariant=batch_invariant)
+        self._side_stream = SideStream(weights.embedding.device)
+        self._mixture = Mixture(weights.embedding.device, batch_invariant=batch_invariant)
         self._chunk: ChunkConfig | None = None
         self._late: bool | None = None
         """True if decodes let writes to states wait; None: by their number."""
@@ -213,7 +214,7 @@ class FusedForward:
             projected,
             weights.qk_norm,
             eps,
-            self._inverse,
+            self._rotation,
             rows.positions,
             rows.slots,
             tables,

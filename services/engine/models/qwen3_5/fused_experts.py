@@ -17,7 +17,7 @@ from services.engine.models.residual import Residual
 from services.engine.models.weights.matrix import Matrix
 
 _MOST_TOGETHER = 64
-"""Most rows for which the shared expert is one of the chosen ones: of more, a product of its own is worth its launch."""
+"""Most rows for which the shared expert is one of the chosen ones: of more, a product of its own pays."""
 
 
 class Mixture:
@@ -31,7 +31,7 @@ class Mixture:
     def __init__(self, device: torch.device, *, batch_invariant: bool) -> None:
         self._shared_memory, self._float8 = _WIDE, True
         if device.type == "cuda":
-            self._shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+            self._shared_memory = int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
             self._float8 = torch.cuda.get_device_capability(device) >= (8, 9)
         self._invariant = batch_invariant
 

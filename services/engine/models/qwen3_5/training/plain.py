@@ -15,7 +15,7 @@ from kernels.attention import PackedLayout, packed_causal
 from kernels.conv1d import ConvLayout, causal_conv_packed
 from kernels.gated_delta import ChunkLayout, chunk_gated_delta, gates
 from kernels.rms_norm import gated_rms_norm, rms_norm
-from kernels.rope import apply_rope, rope_tables
+from kernels.rope import Rotation, apply_rope, rope_tables
 from services.engine.models.interface import Recompute
 from services.engine.models.lora.trainable import LoraParams, TrainableTarget
 from services.engine.models.qwen3_5.config import Qwen3_5Config
@@ -41,9 +41,11 @@ class PackedStep:
     """Order in which q_proj's rows stand in the fused projection."""
 
     @classmethod
-    def build(cls, lengths: Sequence[int], config: Qwen3_5Config, inverse: Tensor, device: torch.device) -> PackedStep:
+    def build(
+        cls, lengths: Sequence[int], config: Qwen3_5Config, rotation: Rotation, device: torch.device
+    ) -> PackedStep:
         positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-        cos, sin = rope_tables(positions, inverse)
+        cos, sin = rope_tables(positions, rotation)
         return cls(
             cos=cos,
             sin=sin,
@@ -116,7 +118,7 @@ def forward_packed(
     lengths: Sequence[int],
     config: Qwen3_5Config,
     weights: ModelWeights,
-    inverse: Tensor,
+    rotation: Rotation,
     lora: LoraParams | None,
     *,
     recompute: Recompute,
@@ -125,7 +127,7 @@ def forward_packed(
     """See Qwen3_5.forward_train."""
     if sum(lengths) != token_ids.shape[0] or min(lengths, default=0) < 1:
         raise ValueError(f"lengths {list(lengths)[:8]} do not cut {token_ids.shape[0]} tokens into documents")
-    step = PackedStep.build(lengths, config, inverse, token_ids.device)
+    step = PackedStep.build(lengths, config, rotation, token_ids.device)
     per_layer = _by_layer(lora, config.num_layers)
     x = F.embedding(token_ids, weights.embedding)
     for layer, targets in zip(weights.layers, per_layer, strict=True):
