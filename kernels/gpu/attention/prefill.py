@@ -54,7 +54,7 @@ def prefill_config(kv: KvPages, heads: int, device: DeviceLimits) -> PrefillConf
         return PrefillConfig(block_rows=32, block_keys=16, warps=4, stages=1, tail_stages=1)
     if device.size == "small":
         # The tile's queries take half of the shared memory: keys pass through what is left one step at a time.
-        return PrefillConfig(block_rows=64, block_keys=32, warps=4, stages=2, tail_stages=1)
+        return PrefillConfig(block_rows=64, block_keys=32, warps=8 if kv.quantized else 4, stages=2, tail_stages=1)
     if kv.quantized:
         # Dequantised pages pass through registers, which leaves none for more keys or for pages ahead in the tail.
         return PrefillConfig(block_rows=128, block_keys=32, warps=8, stages=3, tail_stages=1)

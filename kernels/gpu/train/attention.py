@@ -150,7 +150,7 @@ class AttentionCut:
 
 
 FORWARD = AttentionCut(rows=128, keys=64, warps=8, stages=2)
-_FORWARD_SMALL = AttentionCut(rows=64, keys=32, warps=4, stages=2)
+_FORWARD_SMALL = AttentionCut(rows=64, keys=32, warps=8, stages=2)
 EXACT = AttentionCut(rows=32, keys=16, warps=4, stages=1)
 
 

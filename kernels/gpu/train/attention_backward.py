@@ -204,8 +204,8 @@ def _queries_kernel(
 KEYS = AttentionCut(rows=32, keys=64, warps=8, stages=2)
 QUERIES = AttentionCut(rows=128, keys=32, warps=8, stages=2)
 _BY_SIZE: dict[Size, tuple[AttentionCut, AttentionCut]] = {
-    "small": (AttentionCut(rows=16, keys=64, warps=4, stages=1), AttentionCut(rows=64, keys=32, warps=4, stages=1)),
-    "large": (AttentionCut(rows=32, keys=64, warps=8, stages=1), AttentionCut(rows=128, keys=32, warps=8, stages=1)),
+    "small": (AttentionCut(rows=16, keys=64, warps=8, stages=2), AttentionCut(rows=32, keys=32, warps=4, stages=2)),
+    "large": (KEYS, AttentionCut(rows=64, keys=32, warps=8, stages=2)),
     "wide": (KEYS, QUERIES),
 }
 
