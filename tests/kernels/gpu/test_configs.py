@@ -95,7 +95,7 @@ def test_small_cards_get_small_cuts() -> None:
 
 def test_parts_of_k_follow_the_number_of_multiprocessors() -> None:
     few, many = named("sm89"), named("sm120")
-    assert shrink_config(512, 2560, 64, few).splits < shrink_config(512, 2560, 64, many).splits
+    assert shrink_config(4096, 2560, 64, few).splits < shrink_config(4096, 2560, 64, many).splits
     assert choose(64, 2560, 4096, "fp8", False, few).splits < choose(64, 2560, 4096, "fp8", False, many).splits
 
 

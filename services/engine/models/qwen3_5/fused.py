@@ -279,6 +279,7 @@ class FusedForward:
                     slots,
                     waiting=waiting,
                     late=self._late,
+                    device=self._kernels.device,
                     out=out[:decodes],
                     pdl=pdl,
                 )
