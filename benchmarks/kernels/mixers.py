@@ -348,17 +348,18 @@ def attend_segment(length: int, start: int, fp8: bool) -> Case:
 def rope(rows: int, fp8: bool) -> Case:
     def make(t: Tensors) -> Work:
         from kernels.gpu.attention.qk_rope import qk_norm_rope_write
+        from kernels.rope import Rotation, inverse_frequencies
 
         paged = _Paged(t, rows, BLOCK, fp8)
         projected, norm = t.normal(rows, 10240), 1 + t.normal(HEADS + KV_HEADS, DIM, scale=0.1, dtype=torch.float32)
-        inverse = (1e7 ** (-torch.arange(0, 64, 2, dtype=torch.float64) / 64)).float().to(t.device)
+        rotation = Rotation(inverse_frequencies(64, 1e7).to(t.device))
         positions = t.ints([index % BLOCK for index in range(rows)])
         run = partial(
             qk_norm_rope_write,
             projected,
             norm,
             EPS,
-            inverse,
+            rotation,
             positions,
             t.ints(range(1, rows + 1)),
             paged.tables,
@@ -368,7 +369,7 @@ def rope(rows: int, fp8: bool) -> Case:
         def check(result: Tensor) -> tuple[Tensor, Tensor]:
             q = projected[:, 4096:8192].double().view(rows, HEADS, DIM)
             q = q / (q.square().mean(-1, keepdim=True) + EPS).sqrt() * norm[:HEADS].double()
-            angle = positions.double()[:, None] * inverse.double()
+            angle = positions.double()[:, None] * rotation.frequencies.double()
             cos, sin = angle.cos()[:, None], angle.sin()[:, None]
             a, b = q[..., :32].clone(), q[..., 32:64].clone()
             q[..., :32], q[..., 32:64] = a * cos - b * sin, b * cos + a * sin

@@ -57,7 +57,6 @@ class Fused:
     def __init__(self, directory: Path, quantization: Quantization, device: torch.device) -> None:
         from kernels.gpu.attention.decode import DecodeWorkspace, decode_splits
         from kernels.gpu.launch.device import limits_of
-        from kernels.rope import inverse_frequencies
         from services.engine.models.device_batch import DecodeAttention, DeviceCache
         from services.engine.models.footprint import Storage
         from services.engine.models.lora.slots import LoraSlots
@@ -82,7 +81,7 @@ class Fused:
         self._forward = FusedForward(
             config,
             model.weights,
-            inverse_frequencies(config.rotary_dim, config.rope_theta, device),
+            model.rotation,
             cache,
             LoraSlots(config, 2, 16, torch.bfloat16, device),
             tables=tables,

@@ -39,6 +39,7 @@ from kernels.gpu.attention.pages import KvPages
 from kernels.gpu.attention.prefill import OVERLAPPED, PrefillConfig, paged_prefill, prefill_config
 from kernels.gpu.attention.qk_rope import qk_norm_rope_write
 from kernels.gpu.segments import Segments
+from kernels.rope import Rotation
 
 DECODE_CASES = [(batch, context) for batch in (1, 8, 16, 64, 256) for context in (600, 4200)]
 DECODE_CASES += [(1, 32768), (8, 32768), (16, 20000), (32, 20000), (64, 10000), (1, 131072)]
@@ -144,7 +145,10 @@ def sweep_rope(bench: Bench, dtype: torch.dtype, rows: int) -> None:
     kv, tables = bench.pools[dtype], bench.tables([rows], 1)
     copies = max(2, min(48, 400_000_000 // (rows * WIDTH * 2)))
     inputs = [torch.randn(rows, WIDTH, device=bench.device, dtype=_BF16) for _ in range(copies)]
-    norm, inverse = torch.ones(HEADS + KV_HEADS, DIM, device=bench.device), torch.ones(32, device=bench.device)
+    norm, rotation = (
+        torch.ones(HEADS + KV_HEADS, DIM, device=bench.device),
+        Rotation(torch.ones(32, device=bench.device)),
+    )
     positions = torch.arange(rows, dtype=torch.int32, device=bench.device)
     slots = torch.ones(rows, dtype=torch.int32, device=bench.device)
     out = torch.empty(rows, HEADS, DIM, device=bench.device, dtype=_BF16)
@@ -153,7 +157,7 @@ def sweep_rope(bench: Bench, dtype: torch.dtype, rows: int) -> None:
         knobs: dict[str, Any] = {"rows_a_program": tile, "heads_a_program": group, "num_warps": warps}
 
         def launch(x: Tensor, knobs: dict[str, Any] = knobs) -> Callable[[], object]:
-            return lambda: qk_norm_rope_write(x, norm, 1e-6, inverse, positions, slots, tables, kv, out=out, **knobs)
+            return lambda: qk_norm_rope_write(x, norm, 1e-6, rotation, positions, slots, tables, kv, out=out, **knobs)
 
         what = " ".join(f"{key}={value}" for key, value in knobs.items())
         ready = [launch(x) for x in inputs]
@@ -216,7 +220,7 @@ def all_launches() -> list[Launch]:
                 _, projected, kv, tables, ints = inputs(device, dtype, 64)
                 norm = torch.ones(HEADS + KV_HEADS, DIM, device=device)
                 return qk_norm_rope_write(
-                    projected, norm, 1e-6, torch.ones(32, device=device), ints, ints, tables, kv,
+                    projected, norm, 1e-6, Rotation(torch.ones(32, device=device)), ints, ints, tables, kv,
                     rows_a_program=c[0], heads_a_program=c[1], num_warps=c[2],
                 )  # fmt: skip
 

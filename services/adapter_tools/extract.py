@@ -191,7 +191,7 @@ def _entries(base: Path, stack: ExitStack, config: ModelConfig, bound: BoundAdap
             widened = "F32" if dtype == "float32" and kind in ("F16", "BF16") else kind
             entries.append(_Entry(name, widened, shape, data, kind, target))
     present = {canonical_name(entry.name): entry.shape for entry in entries}
-    for path, expected in config.tensor_shapes().items():
+    for path, expected in config.as_stored(config.tensor_shapes(), present).items():
         if path not in present:
             raise CheckpointRejected(f"tensor {path} is missing from the checkpoint {base}")
         if present[path] != expected:

@@ -203,6 +203,7 @@ def build_engine(
         settings,
         hardware,
         executor,
+        config,
         base_digest,
         stream,
         wake=lambda: loop.wake(),

@@ -13,6 +13,7 @@ from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.process import machine_bytes
 from services.engine.kv_cache.keys import Tier
 from services.engine.kv_offload.manager import TierConfig, TierManager
+from services.engine.models.config import ModelConfig
 from services.engine.observability.events import EventStream
 from services.engine.settings import EngineSettings
 from services.pod.device import Device
@@ -21,9 +22,12 @@ from services.pod.runner import DeviceExecutor
 log = structlog.get_logger(__name__)
 
 
-def cache_identity(settings: EngineSettings, base_digest: str) -> str:
-    """Hash of what KV and states depend on beside their own formats: the checkpoint, and how its weights are stored."""
-    parts = (base_digest, settings.quantization, settings.speculative, settings.batch_invariant)
+def cache_identity(settings: EngineSettings, config: ModelConfig, base_digest: str) -> str:
+    """Hash of what KV and states depend on beside their own formats: the checkpoint, how its weights are stored, and a
+    rotation that the checkpoint's digest leaves out."""
+    parts: tuple[object, ...] = (base_digest, settings.quantization, settings.speculative, settings.batch_invariant)
+    if rotation := config.rotation_identity():
+        parts = (*parts, rotation)
     return hashlib.blake2b(repr(parts).encode(), digest_size=20).hexdigest()
 
 
@@ -31,6 +35,7 @@ def build_tiers(
     settings: EngineSettings,
     hardware: Device,
     executor: DeviceExecutor,
+    config: ModelConfig,
     base_digest: str,
     events: EventStream,
     wake: Callable[[], None],
@@ -44,7 +49,7 @@ def build_tiers(
     limits = tier_limits(settings, hardware.kind, machine_bytes())
     if limits is None or not settings.prefix_cache:
         return None
-    transfer = executor.transfer(cache_identity(settings, base_digest))
+    transfer = executor.transfer(cache_identity(settings, config, base_digest))
     transfer.warm_up()
     try:
         tiers = TierManager(transfer, limits, events, wake, store)

@@ -6,7 +6,7 @@ import torch
 
 from kernels.activations import swiglu
 from kernels.rms_norm import gated_rms_norm, l2_normalize, rms_norm
-from kernels.rope import apply_rope, inverse_frequencies, rope_tables
+from kernels.rope import Rotation, apply_rope, inverse_frequencies, rope_tables
 
 
 def test_rms_norm() -> None:
@@ -49,8 +49,8 @@ def test_gated_norm() -> None:
 
 def test_rope_rotates_pairs_and_passes_the_rest() -> None:
     x, positions = torch.randn(6, 2, 16), torch.tensor([0, 1, 2, 70, 500, 4000])
-    inverse = inverse_frequencies(8, 1e4)
-    out = apply_rope(x, *rope_tables(positions, inverse))
+    rotation = Rotation(inverse_frequencies(8, 1e4))
+    out = apply_rope(x, *rope_tables(positions, rotation))
     torch.testing.assert_close(out[..., 8:], x[..., 8:], atol=0, rtol=0)
     torch.testing.assert_close(out[0], x[0])
     for row, position in enumerate(positions.tolist()):
@@ -63,7 +63,7 @@ def test_rope_rotates_pairs_and_passes_the_rest() -> None:
 
 def test_rope_over_a_whole_head() -> None:
     x = torch.randn(3, 2, 8)
-    out = apply_rope(x, *rope_tables(torch.arange(3), inverse_frequencies(8, 1e4)))
+    out = apply_rope(x, *rope_tables(torch.arange(3), Rotation(inverse_frequencies(8, 1e4))))
     torch.testing.assert_close(out.norm(dim=-1), x.norm(dim=-1))
 
 

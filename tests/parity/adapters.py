@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 from services.engine.models.lora.targets import TARGET_MODULES
 
@@ -15,7 +15,7 @@ from services.engine.models.lora.targets import TARGET_MODULES
 def make_adapter(checkpoint: Path, out: Path, *, seed: int = 0, **settings: Any) -> PeftModel:
     """A PEFT model over a fresh load of the checkpoint, with an adapter whose B is not zero; saved to ``out``."""
     torch.manual_seed(seed)
-    base = Qwen3_5ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     options = {"r": 4, "lora_alpha": 8, "target_modules": list(TARGET_MODULES), "lora_dropout": 0.0} | settings
     peft = get_peft_model(base, LoraConfig(**options))
     with torch.no_grad():

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
 from services.engine.models.batch import CacheBuffers, ForwardBatch
 from services.engine.models.lora.slots import LoraSlots
@@ -58,7 +58,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention", "linear_attention"],
         "tie_word_embeddings": False,
     },
+    "experts": {
+        "num_experts": 12,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 36,
+        "shared_expert_intermediate_size": 52,
+        "tie_word_embeddings": False,
+    },
 }
+DENSE = tuple(name for name, settings in CONFIGS.items() if "num_experts" not in settings)
 
 LENGTHS = (1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 300)
 CHUNKS = (1, 7, 16, 64, None)
@@ -76,7 +84,12 @@ def make_checkpoint(name: str, path: Path, seed: int = SEED) -> Qwen3_5ForCausal
     is nearly zero before its norm, and transformers' own gradients are 1e-4 off a float64 computation; with this seed
     they are within 2e-5 for every configuration. How far rounding alone moves ours: `tests.parity.conditioning`."""
     torch.manual_seed(seed)
-    reference = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**(BASE | CONFIGS[name]))).eval()
+    if "num_experts" in CONFIGS[name]:
+        reference = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**(BASE | CONFIGS[name])))
+        reference.set_experts_implementation("eager")
+    else:
+        reference = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**(BASE | CONFIGS[name])))
+    reference.eval()
     for parameter_name, parameter in reference.named_parameters():
         if parameter_name.endswith("A_log"):
             parameter.uniform_(-4.0, 1.5)
@@ -89,7 +102,7 @@ def make_checkpoint(name: str, path: Path, seed: int = SEED) -> Qwen3_5ForCausal
         elif "embed_tokens" in parameter_name or "lm_head" in parameter_name:
             parameter.copy_(torch.randn_like(parameter) * 0.15)
         else:
-            parameter.copy_(torch.randn_like(parameter) * 0.7 * parameter.shape[1] ** -0.5)
+            parameter.copy_(torch.randn_like(parameter) * 0.7 * parameter.shape[-1] ** -0.5)
     reference.save_pretrained(path)
     return reference
 

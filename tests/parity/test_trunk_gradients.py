@@ -22,7 +22,7 @@ from services.engine.models.training_forward import FrozenForward, TrainableForw
 from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.parity.adapters import adapter_files, make_adapter
 from tests.parity.conftest import Pair
-from tests.parity.reference import CONFIGS, prompt
+from tests.parity.reference import DENSE, prompt
 from tests.parity.test_gradients import assert_equal_gradients, gradients
 
 FEW = (6, 2, 3)
@@ -59,7 +59,7 @@ def fused(
         lengths,
         model.config,
         model.weights,
-        model.inverse_frequencies,
+        model.rotation,
         lora,
         recompute=recompute,
         give_way=lambda: None,
@@ -74,7 +74,7 @@ def device_and_model(pair: Pair) -> tuple[torch.device, Qwen3_5]:
     return torch.device("cuda"), Qwen3_5.from_directory(pair.path, dtype="float32", device="cuda")
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", DENSE)
 def test_equals_plain_autograd(pairs: dict[str, Pair], name: str, tmp_path: Path) -> None:
     pair = pairs[name]
     sizes = MANY if name in ("grouped", "odd-groups") or torch.cuda.is_available() else FEW
@@ -87,7 +87,7 @@ def test_equals_plain_autograd(pairs: dict[str, Pair], name: str, tmp_path: Path
         lengths,
         pair.model.config,
         pair.model.weights,
-        pair.model.inverse_frequencies,
+        pair.model.rotation,
         lora,
         recompute="none",
         give_way=lambda: None,

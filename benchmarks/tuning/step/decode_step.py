@@ -17,12 +17,12 @@ from kernels.gpu.configs import KernelConfigs
 from kernels.gpu.delta.step import LATE_ROWS
 from kernels.gpu.linear.skinny import Norm, Scaled, SplitWorkspace, weight_kind
 from kernels.gpu.linear.skinny_configs import Kind, SkinnyConfig
-from kernels.rope import inverse_frequencies
 from services.engine.models.device_batch import DecodeAttention, DeviceCache, StepRows
 from services.engine.models.footprint import Quantization
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.fused import FusedForward
+from services.engine.models.qwen3_5.model import rotation_of
 from services.engine.models.qwen3_5.weights import LayerWeights, ModelWeights
 from services.engine.models.residual import Residual
 from services.engine.models.weights.matrix import Matrix
@@ -128,7 +128,7 @@ class DecodeStep:
         self._active = {
             count: ints([min(count, adapters), *range(1, 1 + min(count, adapters + 2))]) for count in range(1, rows + 1)
         }
-        self._inverse = inverse_frequencies(config.rotary_dim, config.rope_theta, device)
+        self._rotation = rotation_of(config, device)
         self._last_tokens = torch.zeros(1 + rows, dtype=torch.int32, device=device)
         self._attention: dict[tuple[int, int], DecodeAttention] = {}
 
@@ -166,7 +166,7 @@ class DecodeStep:
         forward = FusedForward(
             self.config,
             _without(self.weights, left_out),
-            self._inverse,
+            self._rotation,
             self.cache,
             self._lora,
             tables=self._tables,

@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.attention.pages import KvPages
 from kernels.gpu.elementary import inverse_root
+from kernels.rope import Rotation
 
 _MANY_ROWS = 256
 """Number of rows from which on a program takes several heads, so that a rotation's cosines serve more than one."""
@@ -39,6 +40,19 @@ def cosine_sine(angle):
     c = tl.where(swap, sine, cosine)
     s = tl.where(swap, cosine, sine)
     return tl.where((quadrant == 1) | (quadrant == 2), -c, c), tl.where(quadrant >= 2, -s, s)
+
+
+@triton.jit
+def rotation_of(position, frequency, column, HALF: tl.constexpr, SCALE: tl.constexpr):
+    """Cosine and signed sine, [rows, columns], that the columns of a head are rotated with; past the rotation 1 and 0.
+
+    ``frequency`` is 0 past the rotation; ``SCALE`` is the factor of both within it."""
+    # The product is rounded to float32, as in the reference.
+    cosine, sine = cosine_sine(position.to(tl.float32)[:, None] * frequency[None, :])
+    if SCALE != 1.0:
+        cosine = tl.where((column < 2 * HALF)[None, :], cosine * SCALE, cosine)
+        sine = sine * SCALE
+    return cosine, tl.where((column < HALF)[None, :], -sine, sine)
 
 
 @triton.jit
@@ -76,6 +90,7 @@ def _qk_rope_kernel(
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     HALF: tl.constexpr,
+    SCALE: tl.constexpr,
     FP8: tl.constexpr,
     ROWS: tl.constexpr,
     HEADS_A_PROGRAM: tl.constexpr,
@@ -98,9 +113,7 @@ def _qk_rope_kernel(
     slot = tl.load(row_slots + row, mask=real, other=0).to(tl.int64)
     block = tl.load(tables + slot * table_stride + position // block_size, mask=real, other=0).to(tl.int64)
     place = block * block_size + position % block_size
-    # The product is rounded to float32, as in the reference.
-    cosine, sine = cosine_sine(position.to(tl.float32)[:, None] * frequency[None, :])
-    sine = tl.where((column < HALF)[None, :], -sine, sine)
+    cosine, sine = rotation_of(position, frequency, column, HALF, SCALE)
     if PDL:
         gdc_wait()
     base = projected + row.to(tl.int64)[:, None] * projected_stride
@@ -127,7 +140,7 @@ def qk_norm_rope_write(
     projected: Tensor,
     qk_norm: Tensor,
     eps: float,
-    inv_freq: Tensor,
+    rotation: Rotation,
     positions: Tensor,
     row_slots: Tensor,
     tables: Tensor,
@@ -148,7 +161,7 @@ def qk_norm_rope_write(
         projected: [T, (2 heads + 2 kv_heads) · head_dim] bf16 or float32, columns gate | query | key | value.
         qk_norm: [heads + kv_heads, head_dim] float32: 1 + w of each query head, then of each key head.
         eps: of the norm.
-        inv_freq: [R / 2] float32, `kernels.rope.inverse_frequencies`.
+        rotation: of the first dimensions of each head.
         positions: [T] int32.
         row_slots: [T] int32: row of ``tables`` of each row. Padded rows: slot 0, position 0.
         tables: [num_slots, max_blocks] int32; row 0 all zeros.
@@ -166,11 +179,11 @@ def qk_norm_rope_write(
     """
     rows, width = projected.shape
     total, dim = qk_norm.shape
-    heads, half = total - kv.kv_heads, inv_freq.shape[0]
+    heads, half = total - kv.kv_heads, rotation.half
     if width != 2 * total * dim or dim != kv.head_dim or 2 * half > dim or projected.stride(1) != 1:
         raise ValueError(
             f"qk_norm_rope_write: projected {tuple(projected.shape)}, qk_norm {tuple(qk_norm.shape)}, "
-            f"pages {tuple(kv.keys.shape)}, inv_freq {tuple(inv_freq.shape)}"
+            f"pages {tuple(kv.keys.shape)}, {half} rotated pairs"
         )
     if positions.shape != (rows,) or row_slots.shape != (rows,) or tables.stride(1) != 1:
         raise ValueError(f"qk_norm_rope_write: {rows} rows, positions {tuple(positions.shape)}")
@@ -188,7 +201,7 @@ def qk_norm_rope_write(
     _qk_rope_kernel[(triton.cdiv(rows, tile), total // group)](
         projected,
         qk_norm,
-        inv_freq,
+        rotation.frequencies,
         positions,
         row_slots,
         tables,
@@ -206,6 +219,7 @@ def qk_norm_rope_write(
         KV_HEADS=kv.kv_heads,
         DIM=dim,
         HALF=half,
+        SCALE=rotation.scale,
         FP8=kv.quantized,
         ROWS=tile,
         HEADS_A_PROGRAM=group,

@@ -33,6 +33,8 @@ from kernels.gpu.delta.waiting_writes import (
 from kernels.gpu.elementary import exponential, inverse_root, sigmoid, silu, softplus
 from kernels.gpu.launch.device import DeviceLimits, limits_of
 
+_HOPPER = (9, 0)
+"""Compute capability."""
 _MANY_ROWS = 64
 """Number of rows from which on programs that start early are in the way of those that work: inside a step on an H200 a
 launch of 256 rows takes 306 µs with and 293 without programmatic launch; of 128 rows it is 2 µs, of 64 a few tenths."""
@@ -384,8 +386,8 @@ def gated_delta_step(
         num_warps: of a program that writes its state back. 4 was the fastest on an H200 at 1 to 256 rows, also beside
             programs that stay and stream blocks of states through shared memory, and beside programs of 168 registers,
             of which three instead of two share a multiprocessor.
-        part: key dimensions that a program whose write waits has in registers at once, a power of two; 32 if None,
-            which other compilers than Hopper's spill: 16 there.
+        part: key dimensions that a program whose write waits has in registers at once, a power of two; if None 32 on
+            Hopper and 16 elsewhere, where 32 would spill registers.
         device: limits to choose the part for; those of the tensors' device if None.
         pdl: launch before the kernels ahead have finished (kernels.gpu.launch.programmatic): none of them may write
             ``state``, ``waiting`` or ``slots``.
@@ -415,7 +417,7 @@ def gated_delta_step(
         _gated_delta_step_kernel[grid](mixer, state, slots, writes, ROOM=room, **constants, num_warps=num_warps)
         return out
     if part is None:
-        part = 32 if (device or limits_of(mixed.device)).size == "wide" else 16
+        part = 32 if (device or limits_of(mixed.device)).capability == _HOPPER else 16
     _late_step_kernel[grid](
         mixer,
         state,

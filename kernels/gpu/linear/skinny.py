@@ -319,7 +319,7 @@ def _launch(
     rows, inputs = x.shape
     outputs = weight.shape[0]
     kind = weight_kind(weight)
-    values, scale, zero = _parts(weight)
+    values, scale, zero = parts_of(weight)
     tiles = triton.cdiv(outputs, config.block_n)
     if config.variant == "vector" and isinstance(weight, Int4Weight):
         if rows > INT4_VECTOR_ROWS or config.block_n < INT4_VECTOR_TILE:
@@ -332,7 +332,7 @@ def _launch(
             N=outputs, ROWS=triton.next_power_of_2(rows), **shared,
         )  # fmt: skip
         return
-    shared = shared | {"KIND": _KINDS[kind], "PREFETCH": config.prefetch}
+    shared = shared | {"KIND": KINDS[kind], "PREFETCH": config.prefetch}
     if config.variant == "vector":
         vector_kernel[(tiles,)](
             x, values, scale, around, adapters, outputs, x.stride(0), ROWS=rows, BLOCK_K=config.block_k, **shared
@@ -383,12 +383,12 @@ def _launch(
     )  # fmt: skip
 
 
-_KINDS: dict[Kind, int] = {"none": 0, "fp8": 1, "int4": 2}
+KINDS: dict[Kind, int] = {"none": 0, "fp8": 1, "int4": 2}
 _PARTS: dict[Kind, int] = {"none": 1, "fp8": 2, "int4": 4}
 """Numbers of a weight's word."""
 
 
-def _parts(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def parts_of(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor | None]:
     if isinstance(weight, Tensor):
         return weight, None, None
     if isinstance(weight, Fp8Weight):

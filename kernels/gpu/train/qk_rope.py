@@ -13,20 +13,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.attention.qk_rope import cosine_sine
+from kernels.gpu.attention.qk_rope import rotation_of
 from kernels.gpu.elementary import inverse_root
+from kernels.rope import Rotation
 
 
 @triton.jit
-def _rotation(inverse_frequency, positions, row, real, column, HALF: tl.constexpr):
+def _rotation(inverse_frequency, positions, row, real, column, HALF: tl.constexpr, SCALE: tl.constexpr):
     """Columns of each one's partner, and the cosine and the signed sine of each row and column."""
     rotated = column < 2 * HALF
     partner = tl.where(column < HALF, column + HALF, column - HALF)
     frequency = tl.load(inverse_frequency + tl.where(column < HALF, column, column - HALF), mask=rotated, other=0.0)
     position = tl.load(positions + row, mask=real, other=0)
-    # The product is rounded to float32, as in the reference.
-    cosine, sine = cosine_sine(position.to(tl.float32)[:, None] * frequency[None, :])
-    return partner, rotated, cosine, tl.where((column < HALF)[None, :], -sine, sine)
+    cosine, sine = rotation_of(position, frequency, column, HALF, SCALE)
+    return partner, rotated, cosine, sine
 
 
 @triton.jit
@@ -43,6 +43,7 @@ def _forward_kernel(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     HALF: tl.constexpr,
+    SCALE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -50,7 +51,7 @@ def _forward_kernel(
     real = row < rows
     column = tl.arange(0, BLOCK)
     inside = real[:, None] & (column < DIM)[None, :]
-    partner, rotated, cosine, sine = _rotation(inverse_frequency, positions, row, real, column, HALF)
+    partner, rotated, cosine, sine = _rotation(inverse_frequency, positions, row, real, column, HALF, SCALE)
     has_partner = real[:, None] & rotated[None, :]
     wide = row.to(tl.int64)[:, None]
     for head in range(HEADS):
@@ -81,6 +82,7 @@ def _backward_kernel(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     HALF: tl.constexpr,
+    SCALE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -88,7 +90,7 @@ def _backward_kernel(
     real = row < rows
     column = tl.arange(0, BLOCK)
     inside = real[:, None] & (column < DIM)[None, :]
-    partner, rotated, cosine, sine = _rotation(inverse_frequency, positions, row, real, column, HALF)
+    partner, rotated, cosine, sine = _rotation(inverse_frequency, positions, row, real, column, HALF, SCALE)
     has_partner = real[:, None] & rotated[None, :]
     wide = row.to(tl.int64)[:, None]
     for head in range(HEADS):
@@ -107,14 +109,14 @@ def _backward_kernel(
 
 
 def qk_norm_rope(
-    projected: Tensor, weight: Tensor, eps: float, inverse: Tensor, positions: Tensor, *, offset: int
+    projected: Tensor, weight: Tensor, eps: float, rotation: Rotation, positions: Tensor, *, offset: int
 ) -> Tensor:
     """``rope(rms_norm(x))`` of each head.
 
     Args:
         projected: [T, width], rows contiguous; heads · head_dim columns from ``offset`` on are x.
         weight: [heads, head_dim] float32, as used (1 + w).
-        inverse: [rotary_dim / 2] float32, inverse frequencies.
+        rotation: of the first dimensions of each head.
         positions: [T] int32.
 
     Returns:
@@ -126,7 +128,7 @@ def qk_norm_rope(
     _forward_kernel[(triton.cdiv(count, 4),)](
         projected,
         weight,
-        inverse,
+        rotation.frequencies,
         positions,
         out,
         count,
@@ -135,7 +137,8 @@ def qk_norm_rope(
         OFFSET=offset,
         HEADS=heads,
         DIM=dim,
-        HALF=inverse.shape[0],
+        HALF=rotation.half,
+        SCALE=rotation.scale,
         ROWS=4,
         BLOCK=max(16, triton.next_power_of_2(dim)),
         num_warps=4,
@@ -147,7 +150,7 @@ def qk_norm_rope_backward(
     projected: Tensor,
     weight: Tensor,
     eps: float,
-    inverse: Tensor,
+    rotation: Rotation,
     positions: Tensor,
     grad: Tensor,
     *,
@@ -165,7 +168,7 @@ def qk_norm_rope_backward(
     _backward_kernel[(triton.cdiv(count, 4),)](
         projected,
         weight,
-        inverse,
+        rotation.frequencies,
         positions,
         grad,
         out,
@@ -176,7 +179,8 @@ def qk_norm_rope_backward(
         OFFSET=offset,
         HEADS=heads,
         DIM=dim,
-        HALF=inverse.shape[0],
+        HALF=rotation.half,
+        SCALE=rotation.scale,
         ROWS=4,
         BLOCK=max(16, triton.next_power_of_2(dim)),
         num_warps=4,

@@ -11,7 +11,6 @@ import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -63,18 +62,14 @@ def checkpoint_digest(path: str | Path) -> str:
     """sha256 (hex) of the text model: its ModelConfig and each tensor's name, dtype, shape and bytes, in name order.
 
     Neither sharding nor the class prefix nor vision weights nor the mtp layer change it, nor a context that was
-    lengthened (original_max_position_embeddings). Tensors are hashed on several threads.
+    lengthened (ModelConfig.digested). Tensors are hashed on several threads.
 
     Raises:
         CheckpointRejected: a file that cannot be read.
     """
     directory = Path(path)
     config = read_config(directory)
-    numbers = asdict(config)
-    del numbers["module_prefix"]
-    original = numbers.pop("original_max_position_embeddings")
-    numbers["max_position_embeddings"] = original or config.max_position_embeddings
-    total = hashlib.sha256(json.dumps(numbers, sort_keys=True).encode())
+    total = hashlib.sha256(json.dumps(config.digested(), sort_keys=True).encode())
     with ExitStack() as stack, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         tensors: dict[str, tuple[str, memoryview]] = {}
         for file in shard_files(directory):

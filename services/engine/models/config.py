@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from services.common.errors import CheckpointRejected
@@ -46,6 +46,18 @@ class TrainingNumbers:
     """True if recompute="selective" keeps ``inside``."""
 
 
+@dataclass(frozen=True, slots=True)
+class MlpNumbers:
+    """Numbers a token, of the model's dtype, that one layer's MLP takes in a training step."""
+
+    plain: int
+    """Numbers that torch's autograd keeps of it."""
+    inside: int
+    """Numbers that the forward on a GPU keeps between its projections, if it keeps them."""
+    backward: int
+    """Numbers of scratch memory of the backward on a GPU."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(ABC):
     """Numbers of one checkpoint, of whichever architecture. Every number is read from config.json.
@@ -76,6 +88,19 @@ class ModelConfig(ABC):
         Raises:
             CheckpointRejected: a missing or malformed key, or something that the architecture does not support.
         """
+
+    def digested(self) -> dict[str, Any]:
+        """Numbers that the checkpoint's digest contains: all but those that the same weights, and adapters for them,
+        may have otherwise."""
+        numbers = asdict(self)
+        del numbers["module_prefix"]
+        original = numbers.pop("original_max_position_embeddings")
+        numbers["max_position_embeddings"] = original or self.max_position_embeddings
+        return numbers
+
+    def rotation_identity(self) -> str:
+        """What keys depend on, of that which the digest leaves out; empty: nothing."""
+        return ""
 
     @property
     @abstractmethod
@@ -119,16 +144,33 @@ class ModelConfig(ABC):
         in the checkpoint. Only one module of a model may have such an order."""
         return None
 
+    def expert_shapes(self, layer: int) -> dict[str, tuple[int, int, int]]:  # noqa: ARG002
+        """Shapes [experts, out, in] of a layer's experts by module path inside the layer, {} if it has none. An adapter
+        does not change them."""
+        return {}
+
     @abstractmethod
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of a checkpoint without its prefix ("embed_tokens.weight", "layers.0.…", "lm_head.weight")."""
+
+    def as_stored(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        names: Container[str | None],  # noqa: ARG002
+    ) -> dict[str, tuple[int, ...]]:
+        """Tensors of tensor_shapes() as a checkpoint has them, where they may be cut up in one way or another.
+
+        Args:
+            names: of the checkpoint's tensors.
+        """
+        return dict(shapes)
 
     def parameters(self) -> int:
         """Parameters of the text model, a tied head counted once."""
         return sum(math.prod(shape) for shape in self.tensor_shapes().values())
 
     def vector_bytes(self, itemsize: int) -> int:  # noqa: ARG002
-        """Bytes of all weights but the linear maps, the embedding and the head. Norms are kept in float32."""
+        """Bytes of all weights but the linear maps, experts, the embedding and the head. Norms are kept in float32."""
         matrices = {f"layers.{n}.{path}.weight" for n in range(self.num_layers) for path in self.linear_shapes(n)}
         matrices |= {"embed_tokens.weight", "lm_head.weight"}
         return 4 * sum(math.prod(shape) for name, shape in self.tensor_shapes().items() if name not in matrices)
@@ -137,7 +179,11 @@ class ModelConfig(ABC):
         """Shapes [out, in] of the linear maps of the layer that predicts the token after next; {}: there is none."""
         return {}
 
-    def mtp_vector_bytes(self) -> int:
+    def mtp_expert_shapes(self) -> dict[str, tuple[int, int, int]]:
+        """Shapes [experts, out, in] of that layer's experts."""
+        return {}
+
+    def mtp_vector_bytes(self, itemsize: int) -> int:  # noqa: ARG002
         """Bytes of that layer's other weights."""
         return 0
 
@@ -154,6 +200,15 @@ class ModelConfig(ABC):
             backward=4 * queries + 2 * (queries + keys),
             selective_keeps_inside=True,
         )
+
+    def mlp_numbers(self) -> MlpNumbers:
+        """Memory of a layer's MLP in training."""
+        width = self.intermediate_size
+        return MlpNumbers(plain=4 * width, inside=2 * width, backward=2 * width + 4 * self.hidden_size)
+
+    def expert_outputs(self) -> int:
+        """Numbers a token that its experts give before they are added up, in serving; 0: there are none."""
+        return 0
 
 
 def require(text: Mapping[str, Any], key: str) -> Any:

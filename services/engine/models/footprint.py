@@ -35,7 +35,8 @@ class Storage:
         if self.quantization == "none":
             return
         for layer in range(config.num_layers):
-            for module, (_, into) in config.linear_shapes(layer).items():
+            shapes = config.linear_shapes(layer) | config.expert_shapes(layer)
+            for module, (*_, into) in shapes.items():
                 if into % GROUP:
                     raise InvalidRequest(
                         f"TEMPER_QUANTIZATION={self.quantization} needs inputs in multiples of {GROUP}, "
@@ -77,15 +78,15 @@ def matrix_bytes(out: int, into: int, itemsize: int, quantization: Quantization)
 
 def weight_bytes(config: ModelConfig, formats: Formats) -> int:
     """Bytes of all weights as they are stored."""
-    total = 0
-    for layer in range(config.num_layers):
-        shapes = config.linear_shapes(layer).values()
-        total += sum(matrix_bytes(out, into, formats.itemsize, formats.storage.quantization) for out, into in shapes)
+    shapes = [shape for n in range(config.num_layers) for shape in config.linear_shapes(n).values()]
+    stacks = [shape for n in range(config.num_layers) for shape in config.expert_shapes(n).values()]
+    total = config.vector_bytes(formats.itemsize)
     if formats.mtp:
-        shapes = config.mtp_linear_shapes().values()
-        total += sum(matrix_bytes(out, into, formats.itemsize, formats.storage.quantization) for out, into in shapes)
-        total += config.mtp_vector_bytes()
-    total += config.vector_bytes(formats.itemsize)
+        shapes += config.mtp_linear_shapes().values()
+        stacks += config.mtp_expert_shapes().values()
+        total += config.mtp_vector_bytes(formats.itemsize)
+    shapes += [(count * out, into) for count, out, into in stacks]
+    total += sum(matrix_bytes(out, into, formats.itemsize, formats.storage.quantization) for out, into in shapes)
     embedding = config.vocab_size * config.hidden_size * formats.itemsize
     if formats.storage.float8_head:
         return total + embedding + matrix_bytes(config.vocab_size, config.hidden_size, formats.itemsize, "fp8")
@@ -111,12 +112,13 @@ def slot_bytes(config: ModelConfig, formats: Formats) -> int:
 
 
 def widest_output(config: ModelConfig) -> int:
-    """Numbers a token of the widest fused projection."""
-    return max(
+    """Numbers a token of the widest fused projection, or of its experts' outputs."""
+    widest = max(
         sum(config.linear_shapes(layer)[module][0] for module in modules)
         for layer in range(config.num_layers)
         for modules in config.linear_groups(layer).values()
     )
+    return max(widest, config.expert_outputs())
 
 
 def copies_head(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:

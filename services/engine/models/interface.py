@@ -121,9 +121,13 @@ class CausalLM(ABC):
     def head(self) -> Tensor:
         """[vocab, hidden]: the matrix that logits come from, decoded if it is quantized."""
 
-    @abstractmethod
     def kernel_configs(self) -> KernelConfigs:
-        """Configurations of the GPU's kernels that this model is run by."""
+        """Configurations of the GPU's kernels that this model is run by; those that fit its device where it was loaded
+        with no others."""
+        # Imported here: only engines on a GPU have Triton.
+        from kernels.gpu.configs import KernelConfigs
+
+        return KernelConfigs.on(self.device)
 
     @property
     def has_mtp(self) -> bool:

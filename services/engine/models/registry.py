@@ -35,13 +35,21 @@ class Architecture(NamedTuple):
 _QWEN3_5 = Architecture(
     "services.engine.models.qwen3_5.config:Qwen3_5Config", "services.engine.models.qwen3_5.model:Qwen3_5"
 )
+_QWEN3_5_MOE = Architecture("services.engine.models.qwen3_5.moe_config:Qwen3_5MoeConfig", _QWEN3_5.model)
 
 ARCHITECTURES: dict[str, Architecture] = {
     "Qwen3_5ForCausalLM": _QWEN3_5,
     "Qwen3_5ForConditionalGeneration": _QWEN3_5,
+    "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
 }
 """Architectures by an entry of `architectures` in config.json."""
-_MODEL_TYPES: dict[str, str] = {"qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5": "Qwen3_5ForConditionalGeneration"}
+_MODEL_TYPES: dict[str, str] = {
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+}
 """Entries of `architectures` by `model_type`, for a config.json whose `architectures` names none of them."""
 
 

@@ -112,7 +112,7 @@ def estimate(config: ModelConfig, work: Workload) -> TrainingMemory:
         if work.recompute == "full":
             kept = config.num_layers * config.hidden_size * work.itemsize + max(whole)
         elif work.recompute == "selective":
-            mlp = _plain_mlp(config) * work.itemsize
+            mlp = config.mlp_numbers().plain * work.itemsize
             kept += config.num_layers * (config.hidden_size * work.itemsize - mlp) + mlp
         copies = 0
         final = config.hidden_size * (2 * work.itemsize + 8)
@@ -146,15 +146,10 @@ def _teacher_bytes(teacher: TeacherWork, work: Workload) -> tuple[int, int]:
     return int(MARGIN * work.tokens * (layer + final)), adapter + logits
 
 
-def _plain_mlp(config: ModelConfig) -> int:
-    """Numbers a token of the MLP that autograd keeps."""
-    return 4 * config.intermediate_size
-
-
 def _plain_bytes(config: ModelConfig, layer: int, work: Workload) -> int:
     """Bytes a token that one layer keeps, counted from its inputs to autograd: the numbers of ``narrow`` are of the
     model's dtype, those of ``wide`` float32."""
-    narrow = _plain_mlp(config) + len(config.linear_shapes(layer)) * work.rank
+    narrow = config.mlp_numbers().plain + len(config.linear_shapes(layer)) * work.rank
     mixer = config.training_numbers(layer, chunk=CHUNK, tile=_TILE).plain
     return (narrow + mixer[0]) * work.itemsize + (4 * config.hidden_size + mixer[1]) * 4
 
@@ -173,14 +168,14 @@ def _fused_bytes(config: ModelConfig, layer: int, work: Workload, recompute: Rec
     if recompute == "none" or (recompute == "selective" and mixer.selective_keeps_inside):
         narrow, wide = narrow + mixer.inside[0], wide + mixer.inside[1]
     if recompute == "none":
-        narrow += 2 * config.intermediate_size
+        narrow += config.mlp_numbers().inside
     return narrow * work.itemsize + wide * 4
 
 
 def _fused_working(config: ModelConfig, layer: int, work: Workload) -> int:
     """Bytes a token that one layer's backward works in on a GPU, what it computes again included."""
     again = _fused_bytes(config, layer, work, "none") - _fused_bytes(config, layer, work, work.recompute)
-    mlp = 2 * config.intermediate_size + 4 * config.hidden_size
+    mlp = config.mlp_numbers().backward
     numbers = config.training_numbers(layer, chunk=CHUNK, tile=_TILE)
     narrow, wide = numbers.inside
     mixer = 2 * _projection(config, layer) + narrow + numbers.backward

@@ -16,6 +16,7 @@ from services.common.storage.object_store import ObjectStore
 from services.engine.models.footprint import Formats, Quantization, Storage, block_bytes, slot_bytes, weight_bytes
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.models.qwen3_5.moe_config import Qwen3_5MoeConfig
 from services.engine.models.registry import read_config
 from services.engine.models.weights.matrix import Fp8Matrix, Int4Matrix
 from services.engine.settings import EngineSettings
@@ -47,6 +48,32 @@ QWEN_4B = Qwen3_5Config.from_dict(
         "max_position_embeddings": 262144,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    }
+)
+
+
+QWEN_35B = Qwen3_5MoeConfig.from_dict(
+    {
+        "model_type": "qwen3_5_moe_text",
+        "vocab_size": 248320,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
     }
 )
@@ -156,6 +183,20 @@ def test_quantized_sizes() -> None:
     half = footprint(QWEN_4B, settings(kv_cache_dtype="fp8", state_dtype="bfloat16").for_device("cuda"), BF16, H200)
     assert half.block == 16 * 8 * 2 * 4 * (256 + 4)
     assert half.slot == pytest.approx((25.1 + 4.63) * 2**20, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "weights", "least_tokens"), [("fp8", 35.2e9, 600_000), ("int4", 19.2e9, 900_000)]
+)
+def test_a_mixture_of_experts_leaves_room_for_kv_on_an_80_gb_card(
+    quantization: str, weights: float, least_tokens: int
+) -> None:
+    assert QWEN_35B.parameters() == pytest.approx(34.66e9, rel=1e-3)
+    chosen, made = plan(QWEN_35B, settings(quantization=quantization), BF16, H200, 79 * GIB)
+    assert made.weights == pytest.approx(weights, rel=0.01)
+    assert chosen.max_num_seqs >= 192
+    assert made.capacity_tokens >= least_tokens
+    assert made.training > GIB
 
 
 def test_int4_keeps_the_head_where_there_is_no_float8() -> None:

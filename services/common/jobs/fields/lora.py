@@ -40,7 +40,7 @@ def means_all_linear(names: Any) -> bool:
     return any(isinstance(name, str) and name.lower() == ALL_LINEAR for name in given)
 
 
-_PATH = rf"(layers\.[0-9]{{1,5}}\.(self_attn|linear_attn|mlp)\.)?({'|'.join(TARGET_MODULES)})"
+_PATH = rf"(layers\.[0-9]{{1,5}}\.(self_attn|linear_attn|mlp|mlp\.shared_expert)\.)?({'|'.join(TARGET_MODULES)})"
 LinearName = Annotated[str, WithJsonSchema({"type": "string", "pattern": f"^{_PATH}$"})]
 """A name of linear layers, in descriptions."""
 

@@ -24,6 +24,8 @@ PEFT_PREFIX = "base_model.model."
 _KEY = re.compile(
     r"base_model\.model\.(model\.language_model\.|model\.)(layers\.\d{1,5}\.[\w.]{1,200})\.lora_(A|B)\.weight", re.ASCII
 )
+_FROZEN = re.compile(r"\.mlp\.(experts|gate|shared_expert_gate)\.")
+"""Parts of a mixture of experts without an adapter."""
 ADAPTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LAYOUTS = 16
 """Remembered at most, of 100 KB each for an adapter on all layers of a 4B model."""
@@ -227,7 +229,10 @@ def sort_tensors(tensors: Mapping[str, Tensor], expected: Container[str]) -> dic
     for key, tensor in tensors.items():
         match = _KEY.fullmatch(key)
         if match is None or match[2] not in expected:
-            raise AdapterRejected(f"tensor {key} binds to no linear layer that the adapter targets in this model")
+            frozen = ": experts and what chooses among them take no adapters" if _FROZEN.search(key) else ""
+            raise AdapterRejected(
+                f"tensor {key} binds to no linear layer that the adapter targets in this model{frozen}"
+            )
         place = (match[2], match[3])
         if place in found:
             raise AdapterRejected(f"tensors {found[place][0]} and {key} bind to the same layer")

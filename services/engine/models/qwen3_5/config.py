@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 from services.common.errors import CheckpointRejected
 from services.engine.models.config import CacheLayout, ModelConfig, TrainingNumbers, integer, number
+from services.engine.models.qwen3_5.rope import Yarn, read_rope
 
 LayerType = Literal["linear_attention", "full_attention"]
 _LAYER_TYPES: tuple[LayerType, ...] = ("linear_attention", "full_attention")
@@ -31,6 +32,10 @@ class Qwen3_5Config(ModelConfig):  # noqa: N801
     linear_key_dim: int
     linear_value_dim: int
     conv_kernel: int
+    yarn: Yarn | None = field(default=None, kw_only=True)
+    """How the context was lengthened; None: the rotation is plain."""
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5", "qwen3_5_text")
+    """Spellings of `model_type` that the class reads."""
 
     def __post_init__(self) -> None:
         def check(ok: bool, message: str) -> None:
@@ -89,6 +94,16 @@ class Qwen3_5Config(ModelConfig):  # noqa: N801
             state_value_dim=self.linear_value_dim,
         )
 
+    def digested(self) -> dict[str, Any]:
+        """See ModelConfig. YaRN lengthens the context of the same weights."""
+        numbers = ModelConfig.digested(self)
+        del numbers["yarn"]
+        return numbers
+
+    def rotation_identity(self) -> str:
+        """See ModelConfig."""
+        return "" if self.yarn is None else repr(self.yarn)
+
     def linear_groups(self, layer: int) -> dict[str, tuple[str, ...]]:
         """See ModelConfig."""
         if self.layer_types[layer] == "full_attention":
@@ -117,7 +132,7 @@ class Qwen3_5Config(ModelConfig):  # noqa: N801
         norms = 4 * self.hidden_size * (2 * self.num_layers + 1)
         return delta_net * self.num_linear_layers + attention * self.num_full_layers + norms
 
-    def mtp_vector_bytes(self) -> int:
+    def mtp_vector_bytes(self, itemsize: int) -> int:  # noqa: ARG002
         """See ModelConfig."""
         return 4 * (5 * self.hidden_size + (self.num_heads + self.num_kv_heads) * self.head_dim)
 
@@ -165,11 +180,16 @@ class Qwen3_5Config(ModelConfig):  # noqa: N801
                 "linear_attn.in_proj_a": (self.linear_value_heads, hidden),
                 "linear_attn.out_proj": (hidden, self.value_size),
             }
-        return shapes | {
-            "mlp.gate_proj": (self.intermediate_size, hidden),
-            "mlp.up_proj": (self.intermediate_size, hidden),
-            "mlp.down_proj": (hidden, self.intermediate_size),
-        }
+        return shapes | self.mlp_linears()
+
+    def mlp_linears(self) -> dict[str, tuple[int, int]]:
+        """Shapes [out, in] of the linear maps of the MLP that every token passes, by module path inside a layer."""
+        hidden, width = self.hidden_size, self.intermediate_size
+        return {"mlp.gate_proj": (width, hidden), "mlp.up_proj": (width, hidden), "mlp.down_proj": (hidden, width)}
+
+    def router_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Tensors of a layer's MLP, but for its linear maps and experts."""
+        return {}
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of a checkpoint without its prefix ("embed_tokens.weight", "layers.0.…", "lm_head.weight")."""
@@ -204,6 +224,7 @@ class Qwen3_5Config(ModelConfig):  # noqa: N801
             "post_attention_layernorm.weight": (self.hidden_size,),
         }
         layer |= {f"{path}.weight": shape for path, shape in self._linears(kind).items()}
+        layer |= self.router_shapes() | self.expert_shapes(0)
         if kind == "full_attention":
             return layer | {"self_attn.q_norm.weight": (self.head_dim,), "self_attn.k_norm.weight": (self.head_dim,)}
         return layer | {
@@ -223,11 +244,11 @@ class Qwen3_5Config(ModelConfig):  # noqa: N801
         text = data.get("text_config", data)
         if not isinstance(text, Mapping):
             raise CheckpointRejected("config.json: text_config is not an object")
-        _refuse_foreign(data, text)
+        _refuse_foreign(data, text, cls.model_types)
         layer_types = _layer_types(text)
         hidden, heads = integer(text, "hidden_size"), integer(text, "num_attention_heads")
         head_dim = integer(text, "head_dim") if text.get("head_dim") is not None else hidden // heads
-        theta, partial = _rope(text)
+        rope = read_rope(text)
         tied = text.get("tie_word_embeddings", data.get("tie_word_embeddings", False))
         if "text_config" in data and "tie_word_embeddings" in data:
             tied = data["tie_word_embeddings"]
@@ -237,27 +258,29 @@ class Qwen3_5Config(ModelConfig):  # noqa: N801
             module_prefix="model.language_model." if "text_config" in data else "model.",
             vocab_size=integer(text, "vocab_size"),
             hidden_size=hidden,
-            intermediate_size=integer(text, "intermediate_size"),
             layer_types=layer_types,
             num_heads=heads,
             num_kv_heads=integer(text, "num_key_value_heads"),
             head_dim=head_dim,
-            rotary_dim=int(head_dim * partial),
-            rope_theta=theta,
+            rotary_dim=int(head_dim * rope.partial),
+            rope_theta=rope.theta,
             rms_norm_eps=number(text, "rms_norm_eps"),
             linear_key_heads=integer(text, "linear_num_key_heads"),
             linear_value_heads=integer(text, "linear_num_value_heads"),
             linear_key_dim=integer(text, "linear_key_head_dim"),
             linear_value_dim=integer(text, "linear_value_head_dim"),
             conv_kernel=integer(text, "linear_conv_kernel_dim"),
-            max_position_embeddings=integer(text, "max_position_embeddings"),
+            max_position_embeddings=rope.max_position_embeddings,
             tie_word_embeddings=tied,
-            original_max_position_embeddings=(
-                integer(text, "original_max_position_embeddings")
-                if text.get("original_max_position_embeddings") is not None
-                else None
-            ),
+            original_max_position_embeddings=rope.original_max_position_embeddings,
+            yarn=rope.yarn,
+            **cls.mlp_sizes(text),
         )
+
+    @classmethod
+    def mlp_sizes(cls, text: Mapping[str, Any]) -> dict[str, int]:
+        """Fields that describe the MLP, by name. Raises CheckpointRejected."""
+        return {"intermediate_size": integer(text, "intermediate_size")}
 
 
 def _layer_types(text: Mapping[str, Any]) -> tuple[LayerType, ...]:
@@ -273,23 +296,10 @@ def _layer_types(text: Mapping[str, Any]) -> tuple[LayerType, ...]:
     return tuple(given)
 
 
-def _rope(text: Mapping[str, Any]) -> tuple[float, float]:
-    """Theta and the rotary share of a head, from rope_parameters or the older flat keys."""
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise CheckpointRejected("config.json: rope_parameters is not an object")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "mrope"):
-        raise CheckpointRejected(f"config.json: rope_parameters.rope_type {kind!r} is not supported, only 'default' is")
-    merged = {**text, **rope}
-    partial = number(merged, "partial_rotary_factor") if "partial_rotary_factor" in merged else 0.25
-    return number(merged, "rope_theta"), partial
-
-
-def _refuse_foreign(data: Mapping[str, Any], text: Mapping[str, Any]) -> None:
+def _refuse_foreign(data: Mapping[str, Any], text: Mapping[str, Any], kinds: tuple[str, ...]) -> None:
     kind = text.get("model_type", data.get("model_type"))
-    if kind not in ("qwen3_5_text", "qwen3_5"):
-        raise CheckpointRejected(f"config.json: model_type {kind!r} is neither qwen3_5 nor qwen3_5_text")
+    if kind not in kinds:
+        raise CheckpointRejected(f"config.json: model_type {kind!r} is neither {' nor '.join(kinds)}")
     if text.get("attention_bias"):
         raise CheckpointRejected("config.json: attention_bias=true is not supported")
     if text.get("attn_output_gate", True) is not True:

@@ -28,9 +28,11 @@ from kernels.gpu.delta.verify import gated_delta_verify
 from kernels.gpu.linear.skinny import Convolution, Norm
 from kernels.gpu.lora.rows import LoraRows
 from kernels.gpu.rms_norm import rms_norm
+from kernels.rope import Rotation
 from services.engine.models.device_batch import DecodeAttention, DeviceCache, StepRows
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.config import Qwen3_5Config
+from services.engine.models.qwen3_5.fused_experts import Mixture
 from services.engine.models.qwen3_5.side_stream import SideStream
 from services.engine.models.qwen3_5.weights import (
     AttentionWeights,
@@ -49,7 +51,7 @@ class FusedForward:
     """Launches the kernels of a step and never waits for the device.
 
     Args:
-        inverse: [rotary_dim / 2] float32, inverse frequencies of the rotation.
+        rotation: of queries and keys.
         tables: [num_slots, max_blocks] int32, the block table of every state slot; row 0 is zeros.
         last_tokens: [num_slots] int32, the token sampled last for every state slot.
         batch_invariant: each kernel cuts its work in one way, whatever the batch: sums are taken in the same order, and
@@ -61,7 +63,7 @@ class FusedForward:
         self,
         config: Qwen3_5Config,
         weights: ModelWeights,
-        inverse: Tensor,
+        rotation: Rotation,
         cache: DeviceCache,
         lora: LoraSlots,
         *,
@@ -70,12 +72,13 @@ class FusedForward:
         batch_invariant: bool = False,
         pdl: bool = False,
     ) -> None:
-        self._config, self._weights, self._inverse = config, weights, inverse
+        self._config, self._weights, self._rotation = config, weights, rotation
         self._cache, self._lora = cache, lora
         self._tables, self._last_tokens = tables, last_tokens
         self._pdl = pdl
-        self._kernels = weights.kernels or KernelConfigs.on(inverse.device)
-        self._side_stream = SideStream(inverse.device)
+        self._kernels = weights.kernels or KernelConfigs.on(weights.embedding.device)
+        self._side_stream = SideStream(weights.embedding.device)
+        self._mixture = Mixture(weights.embedding.device, batch_invariant=batch_invariant)
         self._chunk: ChunkConfig | None = None
         self._late: bool | None = None
         """True if decodes let writes to states wait; None: by their number."""
@@ -184,11 +187,15 @@ class FusedForward:
         """The rest of a layer behind its mixer; ``following`` is the layer that reads x next, ``joined`` whether
         kernels on two streams made ``mixed``."""
         eps, pdl = self._config.rms_norm_eps, self._pdl
-        norm = Norm(layer.post_norm, eps)
+        norm, experts = Norm(layer.post_norm, eps), layer.experts
+        first = layer.gate_up if experts is None else experts.router
         out_proj = layer.mixer.out_proj
-        out_proj.add_to(x, mixed, ahead=(norm, layer.gate_up), lora=lora.get("out"), pdl=pdl and not joined)
-        active = layer.gate_up.project(x, norm=norm, swiglu=True, lora=lora.get("gate_up"), pdl=pdl)
+        out_proj.add_to(x, mixed, ahead=(norm, first), lora=lora.get("out"), pdl=pdl and not joined)
         ahead = None if following is None else (Norm(following.input_norm, eps), following.mixer.in_proj)
+        if experts is not None:
+            self._mixture.add_to(x, layer, experts, eps, lora, ahead=ahead, pdl=pdl)
+            return
+        active = layer.gate_up.project(x, norm=norm, swiglu=True, lora=lora.get("gate_up"), pdl=pdl)
         layer.down.add_to(x, active, ahead=ahead, lora=lora.get("down"), pdl=pdl)
 
     def _adapters(self, layer: int, rows: StepRows) -> Mapping[str, LoraRows]:
@@ -209,7 +216,7 @@ class FusedForward:
             projected,
             weights.qk_norm,
             eps,
-            self._inverse,
+            self._rotation,
             rows.positions,
             rows.slots,
             tables,

@@ -14,6 +14,7 @@ from kernels.rms_norm import gated_rms_norm, l2_normalize, rms_norm
 from kernels.rope import apply_rope
 from services.engine.models.lora.slots import LoraLayer
 from services.engine.models.qwen3_5.config import Qwen3_5Config
+from services.engine.models.qwen3_5.experts import pass_experts
 from services.engine.models.qwen3_5.step import Step
 from services.engine.models.qwen3_5.weights import AttentionWeights, DeltaNetWeights, LayerWeights
 from services.engine.models.weights.matrix import Matrix
@@ -42,7 +43,13 @@ def decoder_layer(
         mixed = _delta_net(projected, mixer, config, step, *pools)
     x = _add_linear(x, mixed, mixer.out_proj, lora, "out")
     normed = rms_norm(x, weights.post_norm, config.rms_norm_eps)
-    return _add_linear(x, swiglu(_linear(normed, weights.gate_up, lora, "gate_up")), weights.down, lora, "down")
+    active = swiglu(_linear(normed, weights.gate_up, lora, "gate_up"))
+    if weights.experts is not None:
+        chosen, gate = pass_experts(
+            normed, weights.experts, lambda rows, weight, part: F.linear(rows, weight.part(part))
+        )
+        x, active = x + chosen, active * gate
+    return _add_linear(x, active, weights.down, lora, "down")
 
 
 def _linear(x: Tensor, weight: Matrix, lora: LoraLayer | None, group: str) -> Tensor:

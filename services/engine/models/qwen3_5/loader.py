@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,9 +16,11 @@ from services.common.errors import CheckpointRejected
 from services.engine.models.checkpoint import MTP_PREFIX, canonical_name, shard_files
 from services.engine.models.footprint import PLAIN, Storage, copies_head
 from services.engine.models.qwen3_5.config import LayerType, Qwen3_5Config
+from services.engine.models.qwen3_5.moe_config import DOWN, GATE_UP, SHARED, Qwen3_5MoeConfig, separate_experts
 from services.engine.models.qwen3_5.weights import (
     AttentionWeights,
     DeltaNetWeights,
+    ExpertWeights,
     LayerWeights,
     ModelWeights,
     MtpWeights,
@@ -91,7 +94,8 @@ class _Builder:
         self._storage = storage
         self._uploader = Uploader(device) if device.type == "cuda" else None
         self._workspace = _split_workspace(device) if device.type == "cuda" else None
-        self._shapes = expected = config.tensor_shapes() | (config.mtp_shapes() if mtp else {})
+        named = config.tensor_shapes() | (config.mtp_shapes() if mtp else {})
+        self._shapes = expected = config.as_stored(named, shards)
         if mtp and not any(name.startswith(MTP_PREFIX) for name in shards):
             raise CheckpointRejected("the checkpoint has no mtp layer, which TEMPER_SPECULATIVE=mtp needs: use none")
         for name in expected:
@@ -140,13 +144,30 @@ class _Builder:
         )
 
     def _layer(self, prefix: str, kind: LayerType) -> LayerWeights:
-        full = kind == "full_attention"
+        full, config = kind == "full_attention", self._config
+        mlp = prefix + (SHARED if isinstance(config, Qwen3_5MoeConfig) else "mlp.")
         return LayerWeights(
             input_norm=self._norm(prefix + "input_layernorm.weight"),
             mixer=self._attention(prefix + "self_attn.") if full else self._delta_net(prefix + "linear_attn."),
             post_norm=self._norm(prefix + "post_attention_layernorm.weight"),
-            gate_up=self._matrix(prefix + "mlp.gate_proj.weight", prefix + "mlp.up_proj.weight"),
-            down=self._matrix(prefix + "mlp.down_proj.weight"),
+            gate_up=self._matrix(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
+            down=self._matrix(mlp + "down_proj.weight"),
+            experts=self._experts(prefix, config) if isinstance(config, Qwen3_5MoeConfig) else None,
+        )
+
+    def _experts(self, prefix: str, config: Qwen3_5MoeConfig) -> ExpertWeights:
+        def stacked(path: str) -> Matrix:
+            name = prefix + path
+            return self._matrix(
+                *([name] if name in self._shapes else separate_experts(name, config.expert_shapes(0)[path]))
+            )
+
+        return ExpertWeights(
+            count=config.num_experts,
+            per_token=config.experts_per_token,
+            router=self._matrix(prefix + "mlp.gate.weight", prefix + "mlp.shared_expert_gate.weight", kind="none"),
+            gate_up=stacked(GATE_UP),
+            down=stacked(DOWN),
         )
 
     def _attention(self, prefix: str) -> AttentionWeights:
@@ -188,20 +209,20 @@ class _Builder:
         return target
 
     def _matrix(self, *names: str, first_rows: Tensor | None = None, kind: str = "") -> Matrix:
-        """The named tensors one below the other.
+        """The named tensors one below the other; of one with more than two dimensions all rows.
 
         Args:
             first_rows: the order of the first one's rows.
             kind: how to store them; empty: like all layers.
         """
-        shapes = [self._shapes[name] for name in names]
-        matrix = torch.empty(sum(rows for rows, _ in shapes), shapes[0][1], dtype=self._dtype, device=self._device)
-        parts = torch.split(matrix, [rows for rows, _ in shapes])
+        counts = [math.prod(self._shapes[name][:-1]) for name in names]
+        matrix = torch.empty(sum(counts), self._shapes[names[0]][-1], dtype=self._dtype, device=self._device)
+        parts = torch.split(matrix, counts)
         for place, (name, target) in enumerate(zip(names, parts, strict=True)):
             if place == 0 and first_rows is not None:
                 torch.index_select(self._copy(name, self._dtype), 0, first_rows, out=target)
             else:
-                self._fill(self._read(name), target)
+                self._fill(self._read(name).flatten(0, -2), target)
         kind = kind or self._storage.quantization
         return self._stored(_in_memory_order(matrix) if kind == "none" else matrix, kind)
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kernels.rms_norm import rms_norm
-from kernels.rope import inverse_frequencies
+from kernels.rope import Rotation, inverse_frequencies, yarn_frequencies
+from services.common.errors import InvalidRequest
 from services.engine.models.batch import CacheBuffers, ForwardBatch
 from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import PLAIN, Storage
@@ -37,6 +38,23 @@ if TYPE_CHECKING:
     from services.engine.models.training_arena import GraphMemory
 
 
+def rotation_of(config: Qwen3_5Config, device: torch.device) -> Rotation:
+    """Rotation of a model's queries and keys, its frequencies on the device."""
+    yarn = config.yarn
+    if yarn is None:
+        return Rotation(inverse_frequencies(config.rotary_dim, config.rope_theta).to(device))
+    frequencies = yarn_frequencies(
+        config.rotary_dim,
+        config.rope_theta,
+        factor=yarn.factor,
+        original_context=yarn.original_context,
+        beta_fast=yarn.beta_fast,
+        beta_slow=yarn.beta_slow,
+        truncate=yarn.truncate,
+    )
+    return Rotation(frequencies.to(device), yarn.attention_factor)
+
+
 class Qwen3_5(CausalLM):  # noqa: N801
     """A Qwen3.5 text model."""
 
@@ -45,7 +63,7 @@ class Qwen3_5(CausalLM):  # noqa: N801
     def __init__(self, config: Qwen3_5Config, weights: ModelWeights) -> None:
         self.config = config
         self.weights = weights
-        self.inverse_frequencies = inverse_frequencies(config.rotary_dim, config.rope_theta, self.device)
+        self.rotation = rotation_of(config, self.device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,10 +117,7 @@ class Qwen3_5(CausalLM):  # noqa: N801
 
     def kernel_configs(self) -> KernelConfigs:
         """See CausalLM."""
-        # Imported here: only engines on a GPU have Triton.
-        from kernels.gpu.configs import KernelConfigs
-
-        return self.weights.kernels or KernelConfigs.on(self.device)
+        return self.weights.kernels or super().kernel_configs()
 
     @property
     def has_mtp(self) -> bool:
@@ -122,7 +137,7 @@ class Qwen3_5(CausalLM):  # noqa: N801
 
     def begin_step(self, batch: ForwardBatch, cache: CacheBuffers) -> Step:
         """See CausalLM."""
-        return Step.build(batch, cache, self.config, self.inverse_frequencies)
+        return Step.build(batch, cache, self.config, self.rotation)
 
     @torch.inference_mode()
     def draft(self, hidden: Tensor, next_ids: Tensor, step: Step, cache: CacheBuffers) -> Tensor:
@@ -140,7 +155,7 @@ class Qwen3_5(CausalLM):  # noqa: N801
 
     def _layers(self, batch: ForwardBatch, cache: CacheBuffers, lora: LoraSlots | None) -> tuple[Tensor, Step]:
         config, weights = self.config, self.weights
-        step = Step.build(batch, cache, config, self.inverse_frequencies)
+        step = Step.build(batch, cache, config, self.rotation)
         adapters = lora.step(batch) if lora is not None and batch.has_adapters else None
         x = F.embedding(batch.token_ids, weights.embedding)
         full = linear = 0
@@ -171,7 +186,7 @@ class Qwen3_5(CausalLM):  # noqa: N801
         return FusedForward(
             self.config,
             self.weights,
-            self.inverse_frequencies,
+            self.rotation,
             cache,
             lora,
             tables=tables,
@@ -191,6 +206,8 @@ class Qwen3_5(CausalLM):  # noqa: N801
     ) -> Tensor:
         """See CausalLM."""
         if self.device.type == "cuda":
+            if self.config.expert_shapes(0):
+                raise InvalidRequest("a mixture of experts is trained on the CPU only: use TEMPER_DEVICE=cpu")
             # Imported here: only engines on a GPU have Triton.
             from services.engine.models.qwen3_5.training import trunk
 
@@ -199,7 +216,7 @@ class Qwen3_5(CausalLM):  # noqa: N801
                 lengths,
                 self.config,
                 self.weights,
-                self.inverse_frequencies,
+                self.rotation,
                 lora,
                 recompute=recompute,
                 give_way=give_way,
@@ -209,7 +226,7 @@ class Qwen3_5(CausalLM):  # noqa: N801
             lengths,
             self.config,
             self.weights,
-            self.inverse_frequencies,
+            self.rotation,
             lora,
             recompute=recompute,
             give_way=give_way,
@@ -221,8 +238,10 @@ class Qwen3_5(CausalLM):  # noqa: N801
         recompute: Recompute | None,
         memory: GraphMemory,
         most_tokens: int | None,
-    ) -> CapturedSteps:
+    ) -> CapturedSteps | None:
         """See CausalLM."""
+        if self.config.expert_shapes(0):
+            return None
         from services.engine.models.qwen3_5.training.captured import CapturedSteps
 
-        return CapturedSteps(self.config, self.weights, self.inverse_frequencies, lora, recompute, memory, most_tokens)
+        return CapturedSteps(self.config, self.weights, self.rotation, lora, recompute, memory, most_tokens)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.conv1d import ConvLayout
 from kernels.gated_delta import ChunkLayout
-from kernels.rope import rope_tables
+from kernels.rope import Rotation, rope_tables
 from services.engine.models.batch import CacheBuffers, ForwardBatch
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 
@@ -102,9 +102,9 @@ class Step:
         return self.decode.count if self.decode else 0
 
     @classmethod
-    def build(cls, batch: ForwardBatch, cache: CacheBuffers, config: Qwen3_5Config, inverse: Tensor) -> Step:
+    def build(cls, batch: ForwardBatch, cache: CacheBuffers, config: Qwen3_5Config, rotation: Rotation) -> Step:
         """Also zeroes the states of sequences that start now: their slots hold what another sequence left."""
-        cos, sin = rope_tables(batch.positions, inverse)
+        cos, sin = rope_tables(batch.positions, rotation)
         fresh = [index for index, start in enumerate(batch.starts) if start == 0]
         if fresh:
             slots = batch.state_slots[torch.tensor(fresh, device=batch.state_slots.device)]

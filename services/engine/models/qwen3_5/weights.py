@@ -47,6 +47,21 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """Weights of one layer's experts and of what chooses among them."""
+
+    count: int
+    per_token: int
+    """Experts that a token passes."""
+    router: Matrix
+    """[count + 1, hidden], never quantized: a row for each expert's score, and the gate of the shared expert."""
+    gate_up: Matrix
+    """[count · 2 · size, hidden]: of one expert after the other the rows of gate_proj | up_proj."""
+    down: Matrix
+    """[count · hidden, size]: of one expert after the other the rows of down_proj."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """Weights of one decoder layer."""
 
@@ -55,8 +70,9 @@ class LayerWeights:
     mixer: DeltaNetWeights | AttentionWeights
     post_norm: Tensor
     gate_up: Matrix
-    """Rows of gate_proj | up_proj."""
+    """Rows of gate_proj | up_proj, of the MLP that every token passes: with experts the shared one."""
     down: Matrix
+    experts: ExpertWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +117,8 @@ class ModelWeights:
         for layer in layers:
             tensors += [layer.input_norm, layer.post_norm]
             matrices += [layer.gate_up, layer.down, layer.mixer.in_proj, layer.mixer.out_proj]
+            if layer.experts is not None:
+                matrices += [layer.experts.router, layer.experts.gate_up, layer.experts.down]
             if isinstance(layer.mixer, DeltaNetWeights):
                 tensors += [layer.mixer.conv, layer.mixer.negative_a, layer.mixer.dt_bias, layer.mixer.norm]
             else:

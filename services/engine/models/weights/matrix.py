@@ -66,6 +66,10 @@ class Matrix(ABC):
         weight = self.weight if isinstance(self.weight, Tensor) else self.weight.tensors()[0]
         return self.kernels or KernelConfigs.on(weight.device)
 
+    @abstractmethod
+    def part(self, rows: slice) -> Tensor:
+        """Rows of dense(), without the others being decoded."""
+
     def few(self, rows: int) -> bool:
         """True if a product of ``rows`` rows streams the weight."""
         return self.invariant or self.configs.streams(rows, self.weight)
@@ -185,6 +189,9 @@ class DenseMatrix(Matrix):
     def dense(self) -> Tensor:
         return self.weight
 
+    def part(self, rows: slice) -> Tensor:
+        return self.weight[rows]
+
     def product(self, x: Tensor, *, pdl: bool) -> Tensor:
         del pdl  # torch's kernels wait for those ahead
         if len(x) <= _PIECE or len(self.weight) < _WIDE:
@@ -207,6 +214,9 @@ class Fp8Matrix(Matrix):
 
     def dense(self) -> Tensor:
         return dequantize_fp8(self.weight, self.dtype)
+
+    def part(self, rows: slice) -> Tensor:
+        return dequantize_fp8(Fp8Weight(self.weight.values[rows], self.weight.scale[rows]), self.dtype)
 
     def product(self, x: Tensor, *, pdl: bool) -> Tensor:
         return self._product(x, None, pdl)
@@ -242,6 +252,10 @@ class Int4Matrix(Matrix):
 
     def dense(self) -> Tensor:
         return dequantize_int4(self.weight, self.dtype)
+
+    def part(self, rows: slice) -> Tensor:
+        packed, scale, zero = (tensor[:, rows] for tensor in self.weight.tensors())
+        return dequantize_int4(Int4Weight(packed, scale, zero), self.dtype)
 
     def product(self, x: Tensor, *, pdl: bool) -> Tensor:
         from kernels.gpu.linear.int4 import dequantize

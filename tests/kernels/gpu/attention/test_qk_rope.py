@@ -7,7 +7,7 @@ import torch
 
 from kernels.gpu.attention.pages import KvPages, quantize_heads
 from kernels.gpu.attention.qk_rope import qk_norm_rope_write
-from kernels.rope import inverse_frequencies
+from kernels.rope import Rotation, inverse_frequencies
 from tests.kernels.gpu import interpreter  # noqa: F401
 
 _EPS = 1e-6
@@ -15,16 +15,27 @@ _EPS = 1e-6
 
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "heads", "kv_heads", "dim", "rotary"), [(3, 4, 2, 32, 8), (70, 3, 1, 24, 24)])
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads", "dim", "rotary", "scale"),
+    [(3, 4, 2, 32, 8, 1.0), (70, 3, 1, 24, 24, 1.0), (3, 2, 1, 32, 8, 1.14)],
+)
 def test_against_float64(
-    rows: int, heads: int, kv_heads: int, dim: int, rotary: int, dtype: torch.dtype, fp8: bool, device: torch.device
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    rotary: int,
+    scale: float,
+    dtype: torch.dtype,
+    fp8: bool,
+    device: torch.device,
 ) -> None:
     torch.manual_seed(rows)
     block_size, total = 16, heads + kv_heads
     blocks = 70_000 // block_size + 1
     projected = (3 * torch.randn(rows, 2 * total * dim)).to(dtype)
     weight = 1 + 0.2 * torch.randn(total, dim)
-    inverse = inverse_frequencies(rotary, 1e7)
+    frequencies = inverse_frequencies(rotary, 1e7)
     # Row 0 is padding: slot 0, position 0.
     positions = torch.tensor([0, 15, *(69_000 + 7 * i for i in range(rows - 2))], dtype=torch.int32)
     slots = torch.tensor([0, *(1 + i % 2 for i in range(rows - 1))], dtype=torch.int32)
@@ -42,7 +53,7 @@ def test_against_float64(
         projected.to(device),
         weight.to(device),
         _EPS,
-        inverse.to(device),
+        Rotation(frequencies.to(device), scale),
         positions.to(device),
         slots.to(device),
         tables.to(device),
@@ -51,9 +62,10 @@ def test_against_float64(
 
     x = projected.double()[:, heads * dim :].view(rows, -1, dim)
     normed = x[:, :total] * (x[:, :total].square().mean(-1, keepdim=True) + _EPS).rsqrt() * weight.double()
-    angle = (positions.float().unsqueeze(-1) * inverse).double().unsqueeze(1)
+    angle = (positions.float().unsqueeze(-1) * frequencies).double().unsqueeze(1)
+    cosine, sine = scale * angle.cos(), scale * angle.sin()
     a, b, rest = normed.split([rotary // 2, rotary // 2, dim - rotary], -1)
-    rotated = torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest), -1)
+    rotated = torch.cat((a * cosine - b * sine, b * cosine + a * sine, rest), -1)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(q.double().cpu(), rotated[:, :heads], atol=tolerance, rtol=tolerance)
 
@@ -74,6 +86,6 @@ def test_contradictions_are_refused(device: torch.device) -> None:
     kv = KvPages.allocate(2, 16, 2, 32, torch.float32, device)
     rows, one = torch.zeros(1, 999), torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="999"):
-        qk_norm_rope_write(rows, torch.zeros(6, 32), _EPS, torch.zeros(4), one, one, torch.zeros(1, 1), kv)
+        qk_norm_rope_write(rows, torch.zeros(6, 32), _EPS, Rotation(torch.zeros(4)), one, one, torch.zeros(1, 1), kv)
     with pytest.raises(ValueError, match="both scales"):
         KvPages(kv.keys.to(torch.float8_e4m3fn), kv.values.to(torch.float8_e4m3fn))

@@ -19,7 +19,7 @@ from kernels.gpu.train.gated_norm import gated_norm_backward
 from kernels.gpu.train.head import score_rows
 from kernels.gpu.train.qk_rope import qk_norm_rope, qk_norm_rope_backward
 from kernels.gpu.train.rms_norm import rms_norm_backward
-from kernels.rope import inverse_frequencies
+from kernels.rope import Rotation, inverse_frequencies
 from tests.kernels.gpu.delta.support import mixer
 
 
@@ -40,8 +40,8 @@ def launches() -> None:
 
     heads = AttentionShape(16, 4, 256)
     projected = torch.zeros(64, heads.value_offset + 1024, dtype=torch.bfloat16)
-    weight, inverse = torch.ones(20, 256), inverse_frequencies(64, 1e7)
-    rope = (projected, weight, 1e-6, inverse, documents.positions)
+    weight, rotation = torch.ones(20, 256), Rotation(inverse_frequencies(64, 1e7))
+    rope = (projected, weight, 1e-6, rotation, documents.positions)
     rotated = qk_norm_rope(*rope, offset=heads.query_size)
     out, _, normalizer = attention_forward(rotated, projected, heads, documents)
     do, _, products = gate_backward(out, projected, out, heads, projected_grad=projected)

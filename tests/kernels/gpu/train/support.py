@@ -9,6 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kernels.gpu.delta.shape import DeltaShape
+from kernels.rope import Rotation
 
 
 def split(x: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
@@ -56,12 +57,12 @@ def delta64(
     return torch.stack(outputs)
 
 
-def rope64(x: Tensor, positions: Tensor, inverse: Tensor) -> Tensor:
+def rope64(x: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
     """[T, heads, head_dim]."""
-    half = inverse.shape[0]
+    half = rotation.half
     # The kernels' angles are rounded to float32, as the reference's.
-    angles = (positions.float()[:, None] * inverse[None, :]).double()[:, None, :]
-    cosine, sine = angles.cos(), angles.sin()
+    angles = (positions.float()[:, None] * rotation.frequencies[None, :]).double()[:, None, :]
+    cosine, sine = rotation.scale * angles.cos(), rotation.scale * angles.sin()
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((a * cosine - b * sine, b * cosine + a * sine, rest), dim=-1)
 

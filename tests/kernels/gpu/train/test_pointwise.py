@@ -14,7 +14,7 @@ from kernels.gpu.train.gated_norm import gated_norm_backward
 from kernels.gpu.train.head import token_scores
 from kernels.gpu.train.qk_rope import qk_norm_rope, qk_norm_rope_backward
 from kernels.gpu.train.rms_norm import rms_norm_backward
-from kernels.rope import inverse_frequencies
+from kernels.rope import Rotation, inverse_frequencies
 from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.kernels.gpu.train.support import conv64, relative, rms_norm64, rope64
 
@@ -109,20 +109,20 @@ def test_convolution(device: torch.device, dtype: torch.dtype, kernel: int, chan
     assert bool((out[:, channels:] == 7.0).all())
 
 
-@pytest.mark.parametrize(("heads", "dim", "rotary"), [(3, 16, 8), (2, 10, 10), (5, 32, 8)])
-def test_qk_rope(device: torch.device, dtype: torch.dtype, heads: int, dim: int, rotary: int) -> None:
+@pytest.mark.parametrize(("heads", "dim", "rotary", "scale"), [(3, 16, 8, 1.0), (2, 10, 10, 1.0), (5, 32, 8, 1.14)])
+def test_qk_rope(device: torch.device, dtype: torch.dtype, heads: int, dim: int, rotary: int, scale: float) -> None:
     documents = Documents.build(LENGTHS, device)
     count, offset = sum(LENGTHS), 6
     projected = normal(count, offset + heads * dim + 5, seed=0, device=device, dtype=dtype)
     weight = 1 + 0.2 * normal(heads, dim, seed=1, device=device)
     dy = normal(count, heads, dim, seed=2, device=device, dtype=dtype)
-    inverse = inverse_frequencies(rotary, 1e4, device)
-    rotated = qk_norm_rope(projected, weight, EPS, inverse, documents.positions, offset=offset)
+    rotation = Rotation(inverse_frequencies(rotary, 1e4).to(device), scale)
+    rotated = qk_norm_rope(projected, weight, EPS, rotation, documents.positions, offset=offset)
     out = torch.full_like(projected, 3.0)
-    qk_norm_rope_backward(projected, weight, EPS, inverse, documents.positions, dy, offset=offset, out=out)
+    qk_norm_rope_backward(projected, weight, EPS, rotation, documents.positions, dy, offset=offset, out=out)
     columns = slice(offset, offset + heads * dim)
     x64 = exact(projected[:, columns])
-    y = rope64(rms_norm64(x64.unflatten(1, (heads, dim)), weight, EPS), documents.positions, inverse)
+    y = rope64(rms_norm64(x64.unflatten(1, (heads, dim)), weight, EPS), documents.positions, rotation)
     (dx,) = torch.autograd.grad(y, x64, dy.double())
     assert relative(rotated, y.detach()) <= BARS[dtype]
     assert relative(out[:, columns], dx) <= BARS[dtype]

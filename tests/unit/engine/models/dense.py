@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.attention import PackedLayout, packed_causal, paged_prefill, write_pages
 from kernels.rms_norm import rms_norm
-from kernels.rope import apply_rope, inverse_frequencies, rope_tables
+from kernels.rope import Rotation, apply_rope, inverse_frequencies, rope_tables
 from services.common.errors import CheckpointRejected
 from services.engine.models.batch import CacheBuffers, ForwardBatch
 from services.engine.models.checkpoint import canonical_name, shard_files
@@ -99,7 +99,7 @@ class Dense(CausalLM):
             for layer, groups in enumerate(self._groups)
             for group in groups
         }
-        self._inverse = inverse_frequencies(config.head_dim, config.rope_theta, self.device)
+        self._rotation = Rotation(inverse_frequencies(config.head_dim, config.rope_theta).to(self.device))
 
     @classmethod
     def load(
@@ -190,7 +190,7 @@ class Dense(CausalLM):
         self, tokens: Tensor, positions: Tensor, attend: Attend, adapt: Adapt, give_way: Callable[[], None]
     ) -> Tensor:
         config, tensors = self.config, self._tensors
-        cos, sin = rope_tables(positions, self._inverse)
+        cos, sin = rope_tables(positions, self._rotation)
         x = F.embedding(tokens, tensors["embed_tokens.weight"])
         for layer, groups in enumerate(self._groups):
             give_way()

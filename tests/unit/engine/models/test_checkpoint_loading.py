@@ -105,7 +105,7 @@ def test_layer_types_follow_the_interval(checkpoint: Path) -> None:
         (lambda data: data.update(attention_bias=True), "attention_bias"),
         (lambda data: data.update(attn_output_gate=False), "attn_output_gate"),
         (lambda data: data.update(quantization_config={"bits": 4}), "quantization_config"),
-        (lambda data: data["rope_parameters"].update(rope_type="yarn"), "rope_type 'yarn'"),
+        (lambda data: data["rope_parameters"].update(rope_type="llama3"), "rope_type 'llama3'"),
         (lambda data: data["rope_parameters"].update(partial_rotary_factor=0.3), "rotary dimensions|layer"),
     ],
 )

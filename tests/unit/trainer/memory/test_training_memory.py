@@ -101,7 +101,7 @@ def test_what_a_gpu_keeps_is_what_the_estimate_counts(tmp_path: Path, kind: str,
     lora = LoraParams.create(model.config, LoraSettings(rank=8), device=device)
     adapter = WorkingAdapter(lora, model.config, model.dtype)
     documents = Documents.build([TILE], device)
-    layer = Trunk(model.config, model.weights, model.inverse_frequencies, documents, adapter).layers[0]
+    layer = Trunk(model.config, model.weights, model.rotation, documents, adapter).layers[0]
     middle, kept = layer.mixer(torch.randn(TILE, model.config.hidden_size, device=device), level)
     layer.mlp(middle, kept, level)
     found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors(kept)}

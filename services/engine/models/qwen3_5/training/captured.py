@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.train.documents import Documents
+from kernels.rope import Rotation
 from services.engine.models.cuda_graphs import captured_shape, capturing, no_collection
 from services.engine.models.interface import Recompute
 from services.engine.models.lora.trainable import LoraParams
@@ -42,7 +43,7 @@ class GraphChain:
         self,
         config: Qwen3_5Config,
         weights: ModelWeights,
-        inverse: Tensor,
+        rotation: Rotation,
         adapter: WorkingAdapter | None,
         rows: int,
         room: int,
@@ -57,7 +58,7 @@ class GraphChain:
         self._backward: list[torch.cuda.CUDAGraph] = []
         self._memory = memory
         # Held, because its scratch is what the graphs write to.
-        self._trunk = trunk = Trunk(config, weights, inverse, self._documents, adapter)
+        self._trunk = trunk = Trunk(config, weights, rotation, self._documents, adapter)
         memory.stream.wait_stream(torch.cuda.current_stream(device))
         with memory.allocating():  # what the captures take again
             self._rehearse(trunk, recompute)
@@ -177,13 +178,13 @@ class CapturedSteps:
         self,
         config: Qwen3_5Config,
         weights: ModelWeights,
-        inverse: Tensor,
+        rotation: Rotation,
         lora: LoraParams | None,
         recompute: Recompute | None,
         memory: GraphMemory,
         most_tokens: int | None = None,
     ) -> None:
-        self._config, self._weights, self._inverse = config, weights, inverse
+        self._config, self._weights, self._rotation = config, weights, rotation
         self._lora = lora
         self._most_tokens = most_tokens
         self._recompute: Recompute | None = recompute
@@ -221,7 +222,7 @@ class CapturedSteps:
             chain = self._chains[shape] = GraphChain(
                 self._config,
                 self._weights,
-                self._inverse,
+                self._rotation,
                 self._adapter,
                 *shape,
                 self._recompute,

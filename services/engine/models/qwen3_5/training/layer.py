@@ -32,6 +32,7 @@ from kernels.gpu.train.gated_delta_gradients import gated_delta_gradients
 from kernels.gpu.train.gated_norm import gated_norm_backward
 from kernels.gpu.train.qk_rope import qk_norm_rope, qk_norm_rope_backward
 from kernels.gpu.train.rms_norm import rms_norm_backward
+from kernels.rope import Rotation
 from services.engine.models.interface import Recompute
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.training.adapters import GroupAdapter
@@ -45,8 +46,8 @@ class Shared:
 
     config: Qwen3_5Config
     documents: Documents
-    inverse: Tensor
-    """[rotary_dim / 2] float32: rope's inverse frequencies."""
+    rotation: Rotation
+    """Of queries and keys."""
     device: DeviceLimits
     """Limits that kernels are cut up for."""
     past: Tensor
@@ -229,7 +230,7 @@ class Layer:
             projected,
             weights.qk_norm,
             self._eps,
-            shared.inverse,
+            shared.rotation,
             shared.documents.positions,
             offset=shared.config.query_size,
         )
@@ -309,7 +310,7 @@ class Layer:
             projected,
             weights.qk_norm,
             self._eps,
-            shared.inverse,
+            shared.rotation,
             shared.documents.positions,
             rotated_grad,
             offset=shape.query_size,

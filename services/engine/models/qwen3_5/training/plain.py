@@ -15,10 +15,11 @@ from kernels.attention import PackedLayout, packed_causal
 from kernels.conv1d import ConvLayout, causal_conv_packed
 from kernels.gated_delta import ChunkLayout, chunk_gated_delta, gates
 from kernels.rms_norm import gated_rms_norm, rms_norm
-from kernels.rope import apply_rope, rope_tables
+from kernels.rope import Rotation, apply_rope, rope_tables
 from services.engine.models.interface import Recompute
 from services.engine.models.lora.trainable import LoraParams, TrainableTarget
 from services.engine.models.qwen3_5.config import Qwen3_5Config
+from services.engine.models.qwen3_5.experts import pass_experts
 from services.engine.models.qwen3_5.layers import split_heads
 from services.engine.models.qwen3_5.loader import query_row_order
 from services.engine.models.qwen3_5.step import query_key_scale
@@ -40,9 +41,11 @@ class PackedStep:
     """Order in which q_proj's rows stand in the fused projection."""
 
     @classmethod
-    def build(cls, lengths: Sequence[int], config: Qwen3_5Config, inverse: Tensor, device: torch.device) -> PackedStep:
+    def build(
+        cls, lengths: Sequence[int], config: Qwen3_5Config, rotation: Rotation, device: torch.device
+    ) -> PackedStep:
         positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-        cos, sin = rope_tables(positions, inverse)
+        cos, sin = rope_tables(positions, rotation)
         return cls(
             cos=cos,
             sin=sin,
@@ -57,21 +60,26 @@ class PackedStep:
 def frozen_linear(x: Tensor, weight: Matrix) -> Tensor:
     """``x Wᵀ``, differentiable in x. A quantized matrix is decoded again for the backward: keeping what the forward
     decoded would keep the whole model in full size."""
+    return frozen_part(x, weight, slice(None))
+
+
+def frozen_part(x: Tensor, weight: Matrix, rows: slice) -> Tensor:
+    """frozen_linear() with some rows of the weight."""
     if isinstance(weight, DenseMatrix):
-        return F.linear(x, weight.dense())
-    result: Tensor = _DecodedLinear.apply(x, weight)  # type: ignore[no-untyped-call]
+        return F.linear(x, weight.part(rows))
+    result: Tensor = _DecodedLinear.apply(x, weight, rows)  # type: ignore[no-untyped-call]
     return result
 
 
 class _DecodedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Matrix) -> Tensor:
-        ctx.weight = weight
-        return F.linear(x, weight.dense())
+    def forward(ctx: Any, x: Tensor, weight: Matrix, rows: slice) -> Tensor:
+        ctx.weight, ctx.rows = weight, rows
+        return F.linear(x, weight.part(rows))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] @ ctx.weight.dense(), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0] @ ctx.weight.part(ctx.rows), None, None
 
 
 class LayerAdapter:
@@ -110,7 +118,7 @@ def forward_packed(
     lengths: Sequence[int],
     config: Qwen3_5Config,
     weights: ModelWeights,
-    inverse: Tensor,
+    rotation: Rotation,
     lora: LoraParams | None,
     *,
     recompute: Recompute,
@@ -119,7 +127,7 @@ def forward_packed(
     """See Qwen3_5.forward_train."""
     if sum(lengths) != token_ids.shape[0] or min(lengths, default=0) < 1:
         raise ValueError(f"lengths {list(lengths)[:8]} do not cut {token_ids.shape[0]} tokens into documents")
-    step = PackedStep.build(lengths, config, inverse, token_ids.device)
+    step = PackedStep.build(lengths, config, rotation, token_ids.device)
     per_layer = _by_layer(lora, config.num_layers)
     x = F.embedding(token_ids, weights.embedding)
     for layer, targets in zip(weights.layers, per_layer, strict=True):
@@ -173,8 +181,13 @@ def _mixer(x: Tensor, weights: LayerWeights, config: Qwen3_5Config, step: Packed
 def _mlp(x: Tensor, weights: LayerWeights, config: Qwen3_5Config, adapter: LayerAdapter) -> Tensor:
     normed = rms_norm(x, weights.post_norm, config.rms_norm_eps)
     width = config.intermediate_size
-    gate_up = adapter.project(normed, weights.gate_up, {"mlp.gate_proj": width, "mlp.up_proj": width})
-    return adapter.add(x, F.silu(gate_up[0]) * gate_up[1], weights.down, "mlp.down_proj")
+    first, second, last = (path for group in ("gate_up", "down") for path in config.linear_groups(0)[group])
+    gate_up = adapter.project(normed, weights.gate_up, {first: width, second: width})
+    active = F.silu(gate_up[0]) * gate_up[1]
+    if weights.experts is not None:
+        chosen, gate = pass_experts(normed, weights.experts, frozen_part)
+        x, active = x + chosen, active * gate
+    return adapter.add(x, active, weights.down, last)
 
 
 def _attention(

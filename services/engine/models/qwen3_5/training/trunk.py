@@ -18,6 +18,7 @@ from kernels.gpu.configs import KernelConfigs
 from kernels.gpu.rms_norm import rms_norm
 from kernels.gpu.train.documents import Documents
 from kernels.gpu.train.rms_norm import rms_norm_backward
+from kernels.rope import Rotation
 from services.engine.models.interface import Recompute
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.config import Qwen3_5Config
@@ -30,7 +31,7 @@ class Trunk:
     """The layers for one set of documents, in both directions.
 
     Args:
-        inverse: [rotary_dim / 2] float32, rope's inverse frequencies.
+        rotation: of queries and keys.
         adapter: None: the base model.
     """
 
@@ -38,14 +39,14 @@ class Trunk:
         self,
         config: Qwen3_5Config,
         weights: ModelWeights,
-        inverse: Tensor,
+        rotation: Rotation,
         documents: Documents,
         adapter: WorkingAdapter | None,
     ) -> None:
         device, dtype = weights.embedding.device, weights.embedding.dtype
         past = torch.empty(documents.count, config.conv_kernel - 1, config.conv_dim, dtype=dtype, device=device)
-        kernels = weights.kernels or KernelConfigs.on(inverse.device)
-        shared = Shared(config, documents, inverse, kernels.device, past)
+        kernels = weights.kernels or KernelConfigs.on(device)
+        shared = Shared(config, documents, rotation, kernels.device, past)
         self._weights, self._eps = weights, config.rms_norm_eps
         self.layers = [
             Layer(layer, shared, {} if adapter is None else adapter.layer(index))
@@ -157,7 +158,7 @@ def forward_packed(
     lengths: Sequence[int],
     config: Qwen3_5Config,
     weights: ModelWeights,
-    inverse: Tensor,
+    rotation: Rotation,
     lora: LoraParams | None,
     *,
     recompute: Recompute,
@@ -168,7 +169,7 @@ def forward_packed(
         raise ValueError(f"lengths {list(lengths)[:8]} do not cut {token_ids.shape[0]} tokens into documents")
     documents = Documents.build(lengths, token_ids.device)
     adapter = None if lora is None else WorkingAdapter(lora, config, weights.embedding.dtype)
-    trunk = Trunk(config, weights, inverse, documents, adapter)
+    trunk = Trunk(config, weights, rotation, documents, adapter)
     if lora is None or not torch.is_grad_enabled():
         with torch.no_grad():
             return EagerStep(trunk, token_ids, None, give_way).forward()
