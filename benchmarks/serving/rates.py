@@ -5,7 +5,7 @@ A case is requests x prompt tokens x new tokens. Random prompts, temperature 1, 
 the time from the first submission to the last of n tokens of all requests, the best of two after a warm-up:
 decode = c · (out - 1) / (t(out) - t(1)) tokens a second, prefill = c · in / t(1). The figures of other engines in
 README.md come from the same formulas. Beside each rate stands the least time of a step, which is that of reading what
-it reads once (benchmarks.lib.floor). One JSON line a case. Random weights are made on the device.
+it reads once (benchmarks.serving.floor). One JSON line a case. Random weights are made on the device.
 """
 
 from __future__ import annotations
@@ -114,10 +114,10 @@ def run(options: argparse.Namespace) -> None:
         directory = without_weights(options.scratch / f"{options.model}-config", config_of(options.model))
     stages = Stages(time.time())
     # Imported after Triton's cache is chosen.
-    from benchmarks.lib.floor import beside_floor
     from benchmarks.lib.in_process import InProcessEngine, only_warnings, settings_for
-    from benchmarks.lib.random_engine import made_on_the_device
     from benchmarks.serving.acceptance import ChosenAcceptance
+    from benchmarks.serving.floor import beside_floor
+    from benchmarks.serving.random_engine import made_on_the_device
     from benchmarks.serving.swaps import measure_swaps
     from benchmarks.serving.timeline import prepare, profile_decode
 

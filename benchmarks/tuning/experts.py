@@ -19,14 +19,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.timing import microseconds
-from benchmarks.lib.floor import distinct_experts, nominal_bandwidth
 from benchmarks.lib.precompile import precompile
 from benchmarks.lib.random_checkpoint import SHAPES
 from benchmarks.lib.random_model import RandomWeights
 from benchmarks.lib.recorder import Clock, Recorder, carry_on_or_start_again, describe
-from kernels.gpu.experts.configs import Cut, ExpertShape, Grouped, GroupTile, Streamed, StreamTile, choose
+from benchmarks.serving.floor import distinct_experts
+from kernels.gpu.experts.configs import Cut, ExpertShape, Grouped, GroupTile, Streamed, StreamTile, choose, fitting
 from kernels.gpu.experts.mlp import ExpertMatrices, pass_experts
 from kernels.gpu.experts.routing import route
+from kernels.gpu.launch.device import DeviceLimits, architectures, limits_of, named
 from kernels.gpu.linear.skinny import Weight
 from kernels.gpu.linear.skinny_configs import Kind
 from services.engine.models.footprint import Quantization, matrix_bytes
@@ -36,7 +37,6 @@ CONFIG = Qwen3_5MoeConfig.from_dict(SHAPES["qwen3.5-35b-a3b"])
 _ROWS = (1, 4, 16, 64, 2048, 8192)
 _TOGETHER = 64
 """Most rows with the shared expert among the chosen ones."""
-_WIDE = 227 * 1024
 _CHOICES = 12
 
 
@@ -46,13 +46,13 @@ def shape_of(kind: Kind) -> ExpertShape:
     )
 
 
-def candidates(rows: int, kind: Kind, shared_memory: int) -> Iterator[tuple[str, Cut]]:
+def candidates(rows: int, kind: Kind, device: DeviceLimits) -> Iterator[tuple[str, Cut]]:
     """The cut that is chosen, and others with one product cut otherwise."""
     shape = shape_of(kind)
-    chosen = choose(rows, shape, shared_memory, float8=True)
+    chosen = choose(rows, shape, device)
     yield "chosen", chosen
     if rows <= 8:
-        streamed = chosen if isinstance(chosen, Streamed) else choose(1, shape, shared_memory, float8=True)
+        streamed = chosen if isinstance(chosen, Streamed) else choose(1, shape, device)
         if not isinstance(streamed, Streamed):
             raise TypeError("one row is streamed")
         for block_n, groups, warps in product((8, 16, 32), (4, 8, 16), (2, 4, 8)):
@@ -65,16 +65,17 @@ def candidates(rows: int, kind: Kind, shared_memory: int) -> Iterator[tuple[str,
     high = (64, 128) if many else (16, 32)
     wide = ((128, 4), (128, 8), (256, 8)) if many else ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8))
     inner = (64, 128) if kind == "none" else (128,) if many or kind == "int4" else (128, 256)
-    base = chosen if isinstance(chosen, Grouped) else choose(8, shape, shared_memory, float8=True)
+    base = chosen if isinstance(chosen, Grouped) else choose(8, shape, device)
     if not isinstance(base, Grouped):
         raise TypeError("eight rows are grouped")
     quantized = (False, True) if kind == "fp8" and many else (False,)
     for float8, block_m, (block_n, warps), block_k, stages in product(quantized, high, wide, inner, (3, 4, 6)):
         tile = GroupTile(block_m, block_n, block_k, warps, stages)
-        if tile.shared_memory(kind, 2, float8=float8) > shared_memory - 2048:
+        if tile.shared_memory(kind, 2, float8=float8) > device.shared_memory - 2048:
             continue
-        yield "gate_up", replace(base, gate_up=tile, float8=float8)
-        yield "down", replace(base, down=tile, float8=float8)
+        other = fitting(base.down, shape, device, float8=float8)
+        yield "gate_up", Grouped(tile, other, float8)
+        yield "down", Grouped(other, tile, float8)
 
 
 class Layer:
@@ -125,13 +126,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rows", type=lambda text: [int(part) for part in text.split(",")], default=list(_ROWS))
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=["fp8", "int4", "none"])
+    parser.add_argument("--limits", choices=architectures(), default="sm90", help="cuts that fit such a card")
     parser.add_argument("--seconds", type=float, default=420.0, help="start no cut after this")
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
     work = [
         (kind, rows, side, cut)
         for kind, rows in product(options.kinds, options.rows)
-        for side, cut in candidates(rows, kind, _WIDE)
+        for side, cut in candidates(rows, kind, named(options.limits))
     ]
     print(f"{len(work)} cuts", flush=True)
     print(
@@ -140,7 +142,7 @@ def main() -> None:
     )
     clock, recorder = Clock(options.seconds), Recorder(options.out, resume=options.resume)
     device = torch.device("cuda")
-    bandwidth = nominal_bandwidth(device)
+    bandwidth = limits_of(device).bandwidth
     layer: Layer | None = None
     held = ""
     for kind, rows, side, cut in work:

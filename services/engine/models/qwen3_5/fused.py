@@ -18,12 +18,13 @@ from kernels.gpu.attention.decode import paged_decode
 from kernels.gpu.attention.pages import KvPages
 from kernels.gpu.attention.prefill import paged_prefill
 from kernels.gpu.attention.qk_rope import qk_norm_rope_write
+from kernels.gpu.configs import KernelConfigs
+from kernels.gpu.copies.embedding import gather_tokens
 from kernels.gpu.delta import chunk as gated_delta_chunk
 from kernels.gpu.delta.chunk import ChunkConfig
 from kernels.gpu.delta.conv1d import conv_decode, conv_prefill
 from kernels.gpu.delta.step import gated_delta_step
 from kernels.gpu.delta.verify import gated_delta_verify
-from kernels.gpu.embedding import gather_tokens
 from kernels.gpu.linear.skinny import Convolution, Norm
 from kernels.gpu.lora.rows import LoraRows
 from kernels.gpu.rms_norm import rms_norm
@@ -75,8 +76,9 @@ class FusedForward:
         self._cache, self._lora = cache, lora
         self._tables, self._last_tokens = tables, last_tokens
         self._pdl = pdl
+        self._kernels = weights.kernels or KernelConfigs.on(weights.embedding.device)
         self._side_stream = SideStream(weights.embedding.device)
-        self._mixture = Mixture(weights.embedding.device, batch_invariant=batch_invariant)
+        self._mixture = Mixture(self._kernels.device, batch_invariant=batch_invariant)
         self._chunk: ChunkConfig | None = None
         self._late: bool | None = None
         """True if decodes let writes to states wait; None: by their number."""
@@ -84,7 +86,7 @@ class FusedForward:
         """Rows, heads and warps of a program; 0: the kernel's own choice."""
         if batch_invariant:
             exact = weights.embedding.dtype == torch.float32
-            self._chunk = gated_delta_chunk.EXACT if exact else gated_delta_chunk.MANY
+            self._chunk = gated_delta_chunk.EXACT if exact else gated_delta_chunk.many(self._kernels.device)
             self._late = False
             self._rope = (4, 1, 4)
 
@@ -238,12 +240,14 @@ class FusedForward:
                     rows.positions[:decodes],
                     attention.splits,
                     workspace=attention.workspace,
-                    config=attention.config,
+                    config=attention.config or self._kernels.decode(pages, decodes),
                     out=out[:decodes],
                     pdl=pdl,
                 )
         if rows.segments is not None and not rows.short:
-            paged_prefill(q, projected, pages, tables, rows.segments, out=out, pdl=self._pdl)
+            paged_prefill(
+                q, projected, pages, tables, rows.segments, out=out, device=self._kernels.device, pdl=self._pdl
+            )
         self._side_stream.join()
         return out
 
@@ -282,6 +286,7 @@ class FusedForward:
                     slots,
                     waiting=waiting,
                     late=self._late,
+                    device=self._kernels.device,
                     out=out[:decodes],
                     pdl=pdl,
                 )
@@ -299,6 +304,7 @@ class FusedForward:
                 waiting=waiting,
                 out=out,
                 config=self._chunk,
+                device=self._kernels.device,
                 pdl=self._pdl,
             )
         self._side_stream.join()

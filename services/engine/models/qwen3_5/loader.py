@@ -29,6 +29,7 @@ from services.engine.models.weights.matrix import Matrix, quantize
 from services.engine.models.weights.upload import Uploader
 
 if TYPE_CHECKING:
+    from kernels.gpu.configs import KernelConfigs
     from kernels.gpu.linear.skinny import SplitWorkspace
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
@@ -56,12 +57,14 @@ def load_checkpoint(
     storage: Storage = PLAIN,
     *,
     mtp: bool = False,
+    kernels: KernelConfigs | None = None,
 ) -> ModelWeights:
     """Loads ``path/*.safetensors`` onto the device in the given dtype, without a second copy of the model in memory:
     each tensor goes from the mapped file to its place in a fused matrix, which is quantized before the next one comes.
 
     Args:
         mtp: load the layer that predicts the token after next, too.
+        kernels: configurations of the GPU's kernels; None: those that fit the device.
 
     Raises:
         InvalidRequest: the shapes cannot be quantized so.
@@ -69,7 +72,8 @@ def load_checkpoint(
     """
     with ExitStack() as stack:
         storage.check(config)
-        return _Builder(_open(Path(path), stack, mtp), config, dtype, torch.device(device), storage, mtp).build()
+        shards = _open(Path(path), stack, mtp)
+        return _Builder(shards, config, dtype, torch.device(device), storage, mtp, kernels).build()
 
 
 class _Builder:
@@ -83,8 +87,9 @@ class _Builder:
         device: torch.device,
         storage: Storage,
         mtp: bool,
+        kernels: KernelConfigs | None,
     ) -> None:
-        self._mtp = mtp
+        self._mtp, self._kernels = mtp, kernels
         self._shards, self._config, self._dtype, self._device = shards, config, dtype, device
         self._storage = storage
         self._uploader = Uploader(device) if device.type == "cuda" else None
@@ -114,7 +119,8 @@ class _Builder:
         layers = tuple(self._layer(f"layers.{index}.", kind) for index, kind in enumerate(self._config.layer_types))
         embedding = self._copy("embed_tokens.weight", self._dtype)
         mtp = self._mtp_layer() if self._mtp else None
-        weights = ModelWeights(embedding, layers, self._norm("norm.weight"), self._head(embedding), mtp)
+        head = self._head(embedding)
+        weights = ModelWeights(embedding, layers, self._norm("norm.weight"), head, mtp, self._kernels)
         if self._uploader is not None:
             self._uploader.finish()
             torch.cuda.empty_cache()  # what quantizing took is free for the caches
@@ -221,7 +227,8 @@ class _Builder:
         return self._stored(_in_memory_order(matrix) if kind == "none" else matrix, kind)
 
     def _stored(self, matrix: Tensor, kind: str) -> Matrix:
-        return quantize(matrix, kind, workspace=self._workspace, invariant=self._storage.invariant)
+        invariant = self._storage.invariant
+        return quantize(matrix, kind, workspace=self._workspace, invariant=invariant, kernels=self._kernels)
 
     def _fill(self, source: Tensor, target: Tensor) -> None:
         if self._uploader is not None:

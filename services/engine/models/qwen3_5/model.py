@@ -31,6 +31,7 @@ from services.engine.models.qwen3_5.weights import DeltaNetWeights, ModelWeights
 from services.engine.models.registry import load_model
 
 if TYPE_CHECKING:
+    from kernels.gpu.configs import KernelConfigs
     from services.engine.models.device_batch import DeviceCache
     from services.engine.models.qwen3_5.fused import FusedForward
     from services.engine.models.qwen3_5.training.captured import CapturedSteps
@@ -82,11 +83,12 @@ class Qwen3_5(CausalLM):  # noqa: N801
         storage: Storage = PLAIN,
         *,
         mtp: bool = False,
+        kernels: KernelConfigs | None = None,
     ) -> Qwen3_5:
         """See CausalLM."""
         if not isinstance(config, Qwen3_5Config):
             raise TypeError(f"a Qwen3.5 model needs a Qwen3_5Config, got {type(config).__name__}")
-        return cls(config, load_checkpoint(path, config, dtype, device, storage, mtp=mtp))
+        return cls(config, load_checkpoint(path, config, dtype, device, storage, mtp=mtp, kernels=kernels))
 
     @classmethod
     def from_directory(
@@ -97,9 +99,10 @@ class Qwen3_5(CausalLM):  # noqa: N801
         device: torch.device | str,
         storage: Storage = PLAIN,
         mtp: bool = False,
+        kernels: KernelConfigs | None = None,
     ) -> Qwen3_5:
         """registry.load_model() where the checkpoint is known to be a Qwen3.5."""
-        model = load_model(path, dtype=dtype, device=device, storage=storage, mtp=mtp)
+        model = load_model(path, dtype=dtype, device=device, storage=storage, mtp=mtp, kernels=kernels)
         if not isinstance(model, Qwen3_5):
             raise TypeError(f"{path} is a checkpoint of {type(model).__name__}")
         return model
@@ -111,6 +114,10 @@ class Qwen3_5(CausalLM):  # noqa: N801
     def head(self) -> Tensor:
         """See CausalLM."""
         return self.weights.head.dense()
+
+    def kernel_configs(self) -> KernelConfigs:
+        """See CausalLM."""
+        return self.weights.kernels or super().kernel_configs()
 
     @property
     def has_mtp(self) -> bool:

@@ -6,9 +6,10 @@ import pytest
 
 from benchmarks.tuning.experts import candidates, shape_of, table
 from kernels.gpu.experts.configs import Grouped, Streamed
+from kernels.gpu.launch.device import named
 from kernels.gpu.linear.skinny_configs import Kind
 
-SMALL = 99 * 1024
+SMALL = named("sm89")
 
 
 @pytest.mark.parametrize("kind", ["none", "fp8", "int4"])
@@ -20,7 +21,7 @@ def test_cuts_fit_and_there_is_one_of_each_kind(kind: Kind) -> None:
         for _, cut in found:
             if isinstance(cut, Grouped):
                 for tile in (cut.gate_up, cut.down):
-                    assert tile.shared_memory(kind, shape_of(kind).itemsize, float8=cut.float8) <= SMALL
+                    assert tile.shared_memory(kind, shape_of(kind).itemsize, float8=cut.float8) <= SMALL.shared_memory
 
 
 def test_the_table_has_the_best_of_each_product() -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.lib.floor import distinct_experts, step_bytes
 from benchmarks.lib.in_process import InProcessEngine, settings_for
 from benchmarks.lib.random_checkpoint import SHAPES, config_of, without_weights
-from benchmarks.lib.random_engine import made_on_the_device
+from benchmarks.serving.floor import distinct_experts, step_bytes
+from benchmarks.serving.random_engine import made_on_the_device
 from services.engine.models.footprint import Formats, Storage
 from services.engine.models.registry import read_config
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from benchmarks.lib.cases import Case
 from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import Formats, Quantization, block_bytes, matrix_bytes, slot_bytes
@@ -48,15 +46,6 @@ def step_bytes(config: ModelConfig, formats: Formats, rows: int, context: int) -
     }
 
 
-def nominal_bandwidth(device: torch.device) -> float:
-    """Bytes a second of a GPU's memory by its clock and bus."""
-    from triton.runtime import driver
-
-    found = driver.active.utils.get_device_properties(device.index or 0)
-    # Twice the clock (double data rate), in kHz, times the bus in bits.
-    return 2e3 * float(found["mem_clock_rate"]) * float(found["mem_bus_width"]) / 8
-
-
 def beside_floor(engine: InProcessEngine, case: Case, decode_rate: float, *, lora: int) -> dict[str, Any]:
     """Fields of a report on a case: bytes of a step, the least time that they take, and its share of the time taken.
     {} on a CPU.
@@ -65,6 +54,7 @@ def beside_floor(engine: InProcessEngine, case: Case, decode_rate: float, *, lor
         decode_rate: tokens a second of all sequences.
         lora: adapters that requests use, each read once a step.
     """
+    from kernels.gpu.launch.device import limits_of
     from services.pod.device import Device
     from services.pod.memory import formats
 
@@ -78,7 +68,7 @@ def beside_floor(engine: InProcessEngine, case: Case, decode_rate: float, *, lor
     parts["adapters"] = min(lora, case.requests) * LoraSlots.bytes_per_slot(
         model.config, settings.max_lora_rank, model.dtype
     )
-    bandwidth = nominal_bandwidth(model.device)
+    bandwidth = limits_of(model.device).bandwidth
     floor = sum(parts.values()) / bandwidth
     taken = case.requests / decode_rate
     return {
