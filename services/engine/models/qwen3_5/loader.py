@@ -158,9 +158,8 @@ class _Builder:
     def _experts(self, prefix: str, config: Qwen3_5MoeConfig) -> ExpertWeights:
         def stacked(path: str) -> Matrix:
             name = prefix + path
-            return self._matrix(
-                *([name] if name in self._shapes else separate_experts(name, config.expert_shapes(0)[path]))
-            )
+            names = [name] if name in self._shapes else separate_experts(name, config.expert_shapes(0)[path])
+            return self._matrix(*names, whole=False)
 
         return ExpertWeights(
             count=config.num_experts,
@@ -208,12 +207,13 @@ class _Builder:
         self._fill(source, target)
         return target
 
-    def _matrix(self, *names: str, first_rows: Tensor | None = None, kind: str = "") -> Matrix:
+    def _matrix(self, *names: str, first_rows: Tensor | None = None, kind: str = "", whole: bool = True) -> Matrix:
         """The named tensors one below the other; of one with more than two dimensions all rows.
 
         Args:
             first_rows: the order of the first one's rows.
             kind: how to store them; empty: like all layers.
+            whole: products are of all rows, not of a part.
         """
         counts = [math.prod(self._shapes[name][:-1]) for name in names]
         matrix = torch.empty(sum(counts), self._shapes[names[0]][-1], dtype=self._dtype, device=self._device)
@@ -224,7 +224,7 @@ class _Builder:
             else:
                 self._fill(self._read(name).flatten(0, -2), target)
         kind = kind or self._storage.quantization
-        return self._stored(_in_memory_order(matrix) if kind == "none" else matrix, kind)
+        return self._stored(_in_memory_order(matrix) if kind == "none" and whole else matrix, kind)
 
     def _stored(self, matrix: Tensor, kind: str) -> Matrix:
         invariant = self._storage.invariant
