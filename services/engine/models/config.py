@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from services.common.errors import CheckpointRejected
+from services.engine.models.weights.float8_scales import Float8Scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,8 @@ class ModelConfig(ABC):
     original_max_position_embeddings: int | None = None
     """The context that the checkpoint had before it was lengthened, where config.json says so: in its digest it stands
     in the place of max_position_embeddings, because the same weights take the adapters that they took before."""
+    float8: Float8Scales | None = None
+    """Scales of the checkpoint's float8 matrices; None: it has none."""
 
     @classmethod
     @abstractmethod
@@ -96,6 +99,8 @@ class ModelConfig(ABC):
         del numbers["module_prefix"]
         original = numbers.pop("original_max_position_embeddings")
         numbers["max_position_embeddings"] = original or self.max_position_embeddings
+        if self.float8 is None:
+            del numbers["float8"]  # as before there was such a field
         return numbers
 
     def rotation_identity(self) -> str:
