@@ -15,6 +15,7 @@ import structlog
 from hypothesis import settings
 
 from cli.local.ports import claim_ports
+from kernels.gpu.launch import device
 from tests.stack import Stack
 
 if TYPE_CHECKING:
@@ -49,6 +50,11 @@ class _Output:
 
 structlog.configure(logger_factory=structlog.WriteLoggerFactory(cast(TextIO, _Output())))
 
+
+if forced := os.environ.get("TEMPER_DEVICE_LIMITS"):
+    # All kernels of the tests are cut up as an engine's are under this setting.
+    read = device._read
+    device._read = lambda which: read(which).as_on(device.named(forced))
 
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     # Without a GPU Triton kernels run in Triton's interpreter; read when the kernels' modules are imported.

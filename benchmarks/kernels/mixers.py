@@ -273,8 +273,12 @@ def attend_one(rows: int, context: int, fp8: bool, splits: int = 0) -> Case:
 
     def make(t: Tensors) -> Work:
         from kernels.gpu.attention.decode import DecodeWorkspace, decode_splits, paged_decode
+        from kernels.gpu.launch.device import limits_of
 
-        paged, chosen = _Paged(t, rows, context, fp8), splits or decode_splits(rows, KV_HEADS, 132)
+        paged, chosen = (
+            _Paged(t, rows, context, fp8),
+            splits or decode_splits(rows, KV_HEADS, limits_of(torch.device("cuda"))),
+        )
         q, projected = t.normal(rows, HEADS, DIM), t.normal(rows, 10240)
         run = partial(
             paged_decode,

@@ -54,7 +54,7 @@ def activation(rows: int) -> Case:
 
 def gather(rows: int) -> Case:
     def make(t: Tensors) -> Work:
-        from kernels.gpu.embedding import gather_tokens
+        from kernels.gpu.copies.embedding import gather_tokens
 
         table = t.normal(VOCAB, HIDDEN)
         tokens = t.ints([(index * 7919) % VOCAB for index in range(rows)])

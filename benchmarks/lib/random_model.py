@@ -17,12 +17,13 @@ from services.engine.models.qwen3_5.weights import AttentionWeights, DeltaNetWei
 from services.engine.models.weights.matrix import DenseMatrix, Fp8Matrix, Int4Matrix, Matrix, quantize
 
 if TYPE_CHECKING:
+    from kernels.gpu.configs import KernelConfigs
     from kernels.gpu.linear.skinny import SplitWorkspace
 
 
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
-    """Makes weights of the sizes, dtypes and layout that services.engine.models.qwen3_5.loader gives them."""
+    """Makes weights of the sizes, dtypes and layout that services.engine.models.qwen3_5.loading.loader gives them."""
 
     config: Qwen3_5Config
     device: torch.device
@@ -31,18 +32,20 @@ class RandomWeights:
     dtype: torch.dtype = torch.bfloat16
     empty: bool = False
     """Memory of any contents instead: enough to launch kernels that do not run."""
+    kernels: KernelConfigs | None = None
+    """Configurations of the kernels that run the weights; None: those that fit the device."""
 
     def build(self) -> ModelWeights:
         """All layers, logits of order one, decays from fast to slow."""
         config = self.config
         layers = tuple(self._layer(kind) for kind in config.layer_types)
         embedding = self._normal(config.vocab_size, config.hidden_size, std=config.hidden_size**-0.5)
-        head: Matrix = DenseMatrix(embedding, self.workspace)
+        head: Matrix = DenseMatrix(embedding, self.workspace, kernels=self.kernels)
         if self.quantization != "none":
             head = self._stored(embedding, "fp8")
         elif not config.tie_word_embeddings:
             head = self._matrix(config.vocab_size, config.hidden_size, "none")
-        return ModelWeights(embedding, layers, self._ones(config.hidden_size), head)
+        return ModelWeights(embedding, layers, self._ones(config.hidden_size), head, kernels=self.kernels)
 
     def _layer(self, kind: LayerType) -> LayerWeights:
         config = self.config
@@ -79,7 +82,7 @@ class RandomWeights:
 
     def _stored(self, dense: Tensor, kind: str) -> Matrix:
         if not self.empty or kind == "none":
-            return quantize(dense, kind, workspace=self.workspace)
+            return quantize(dense, kind, workspace=self.workspace, kernels=self.kernels)
         outputs, inputs = dense.shape
 
         def made(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -87,11 +90,13 @@ class RandomWeights:
 
         if kind == "fp8":
             values = made(outputs, inputs, dtype=torch.float8_e4m3fn)
-            return Fp8Matrix(Fp8Weight(values, made(outputs, dtype=torch.float32)), self.dtype, self.workspace)
+            return Fp8Matrix(
+                Fp8Weight(values, made(outputs, dtype=torch.float32)), self.dtype, self.workspace, kernels=self.kernels
+            )
         groups = inputs // GROUP
         packed = made(groups, outputs, GROUP // 4, dtype=torch.int16)
         scale, zero = made(groups, outputs, dtype=torch.bfloat16), made(groups, outputs, dtype=torch.uint8)
-        return Int4Matrix(Int4Weight(packed, scale, zero), self.dtype, self.workspace)
+        return Int4Matrix(Int4Weight(packed, scale, zero), self.dtype, self.workspace, kernels=self.kernels)
 
     def _normal(self, *shape: int, std: float) -> Tensor:
         made = torch.empty(shape, dtype=self.dtype, device=self.device)

@@ -56,6 +56,7 @@ class Fused:
 
     def __init__(self, directory: Path, quantization: Quantization, device: torch.device) -> None:
         from kernels.gpu.attention.decode import DecodeWorkspace, decode_splits
+        from kernels.gpu.launch.device import limits_of
         from services.engine.models.device_batch import DecodeAttention, DeviceCache
         from services.engine.models.footprint import Storage
         from services.engine.models.lora.slots import LoraSlots
@@ -71,7 +72,7 @@ class Fused:
         )
         tables = torch.zeros(2, blocks, dtype=torch.int32, device=device)
         tables[1] = torch.arange(1, blocks + 1, dtype=torch.int32)
-        splits = decode_splits(1, config.num_kv_heads, torch.cuda.get_device_properties(device).multi_processor_count)
+        splits = decode_splits(1, config.num_kv_heads, limits_of(device))
         self._attention = DecodeAttention(
             splits,
             DecodeWorkspace.allocate(1, config.num_heads, config.num_kv_heads, splits, config.head_dim, device),

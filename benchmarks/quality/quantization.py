@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from benchmarks.lib.checkpoints.float8 import convert
 from benchmarks.lib.environment import environment
-from benchmarks.lib.float8_checkpoint import convert
 from benchmarks.lib.in_process import only_warnings
 from benchmarks.lib.random_checkpoint import TINY, config_of, write
 from benchmarks.lib.recorder import describe

@@ -16,12 +16,14 @@ from benchmarks.lib.recorder import describe as describe_error
 from kernels.gpu.attention.decode import DecodeConfig, DecodeWorkspace, paged_decode
 from kernels.gpu.attention.pages import KvPages
 from kernels.gpu.attention.prefill import PrefillConfig, paged_prefill
+from kernels.gpu.launch.device import named
 from kernels.gpu.segments import Segments
 
 HEADS, KV_HEADS, DIM, PAGE = 16, 4, 256, 16
 WIDTH = 2 * (HEADS + KV_HEADS) * DIM
 POOL_TOKENS = 1_100_000
-PROCESSORS = 132
+DEVICE = named("sm90")
+"""The card whose choices are compared."""
 DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 _BF16 = torch.bfloat16
 

@@ -20,12 +20,12 @@ from torch import Tensor
 from benchmarks.lib.precompile import Launch, precompile
 from benchmarks.lib.recorder import Clock, Recorder
 from benchmarks.tuning.attention_cases import (
+    DEVICE,
     DIM,
     DTYPES,
     HEADS,
     KV_HEADS,
     PAGE,
-    PROCESSORS,
     WIDTH,
     Bench,
     check_decode,
@@ -97,7 +97,7 @@ def sweep_decode(bench: Bench, dtype: torch.dtype, batch: int, context: int, ful
         case = f"{batch} x {context}"
         bench.measure("decode", case, name_of(dtype), what, in_use, lambda: [launch(rows) for rows in slots], size)
 
-    used, launched = decode_config(kv, batch), decode_splits(batch, KV_HEADS, PROCESSORS)
+    used, launched = decode_config(kv, batch, DEVICE), decode_splits(batch, KV_HEADS, DEVICE)
     measure(used, launched, True)
     if full:
         fewest = max(1, 66 // (batch * KV_HEADS))
@@ -120,7 +120,7 @@ def sweep_prefill(bench: Bench, dtype: torch.dtype, count: int, length: int, sta
     segments = Segments.build([length] * count, [start] * count, range(1, count + 1), [0] * count, bench.device)
     out = torch.empty(rows, HEADS * DIM, device=bench.device, dtype=_BF16)
     flop = 4 * HEADS * DIM * count * (length * start + length * (length + 1) / 2)
-    used = prefill_config(kv, HEADS)
+    used = prefill_config(kv, HEADS, DEVICE)
     configs = [used, *(c for c in prefill_configs(dtype) if c != used)]
     case = f"{count} x {length}" + (f" after {start}" if start else "")
     for config in configs:
@@ -232,7 +232,7 @@ def check_all(bench: Bench) -> None:
     for dtype in DTYPES:
         decodes = [(DecodeConfig(*cut, splits), splits) for cut in DECODE_CONFIGS[dtype] for splits in (1, 7, 64)]
         for batch in (1, 16, 64):
-            decodes.append((decode_config(bench.pools[dtype], batch), decode_splits(batch, KV_HEADS, PROCESSORS)))
+            decodes.append((decode_config(bench.pools[dtype], batch, DEVICE), decode_splits(batch, KV_HEADS, DEVICE)))
         for config, splits in decodes:
             what = f"decode {name_of(dtype)} {describe(config)} splits {splits}"
             bench.check(what, partial(check_decode, bench, dtype, config, splits))

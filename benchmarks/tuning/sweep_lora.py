@@ -24,6 +24,7 @@ from benchmarks.kernels.timing import Tensors
 from benchmarks.lib.graph_timing import graph_times
 from benchmarks.lib.precompile import Launch, precompile
 from benchmarks.lib.recorder import Clock, Recorder, carry_on_or_start_again, describe
+from kernels.gpu.launch.device import limits_of
 from kernels.gpu.linear.skinny_configs import SkinnyConfig, choose
 from kernels.gpu.lora.rows import LoraRows
 
@@ -69,7 +70,7 @@ def entries(parts: tuple[str, ...]) -> Iterator[Entry]:
         for rows in (8, 1, 64, 16):
             for name in _PAIRS:
                 n, k, _ = MATRICES[name]
-                chosen = choose(rows, n, k, "none", name == "gate_up")
+                chosen = choose(rows, n, k, "none", name == "gate_up", limits_of(torch.device("cuda")))
                 configs: list[SkinnyConfig | None] = [chosen]
                 if chosen.variant in ("tma", "dot"):
                     configs += [replace(chosen, prefetch=bytes_) for bytes_ in _PREFETCHES if bytes_ != chosen.prefetch]

@@ -41,6 +41,9 @@ class EngineSettings(CommonSettings):
     """Largest decode batch that runs as a CUDA graph; 0: none."""
     programmatic_launch: bool = True
     """Start each GPU kernel while the one ahead ends, on compute capability 9.0 and higher."""
+    device_limits: Literal["", "sm80", "sm86", "sm89", "sm90", "sm100", "sm120"] = ""
+    """For tests: cut kernels up for the shared memory and the features of another, older GPU than the one they run on.
+    Empty: for the GPU itself."""
     cache_dir: Path = Path("~/.cache/temper")
     """Compiled GPU kernels are kept here, so that only the first start compiles them."""
     torch_threads: int = Field(0, ge=0)

@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from tempfile import TemporaryFile
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from kernels.gpu.launch.device import DeviceLimits, limits_of, named
 from services.common.errors import InvalidRequest
 from services.engine.models.config import ModelConfig
 from services.engine.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from kernels.gpu.configs import KernelConfigs
 
 _BFLOAT16 = (8, 0)
 """First compute capability with bfloat16 tensor cores (Ampere)."""
@@ -33,10 +37,21 @@ class Device:
     """CUDA compute capability; (0, 0) on the CPU."""
     triton: str = ""
     """Version of Triton; empty: not installed."""
+    limits: DeviceLimits | None = None
+    """Limits that kernels are cut up for; None: there are no such kernels here."""
 
     @property
     def torch(self) -> torch.device:
         return torch.device(self.kind)
+
+    def kernels(self) -> KernelConfigs | None:
+        """Configurations of the kernels of this device."""
+        if self.limits is None:
+            return None
+        # Imported here: a pod without a GPU needs no Triton.
+        from kernels.gpu.configs import KernelConfigs
+
+        return KernelConfigs(self.limits)
 
     @property
     def has_float8(self) -> bool:
@@ -59,8 +74,13 @@ class Device:
             raise InvalidRequest(str(error), param="device") from error
         if kind == "cpu":
             return cls("cpu")
-        properties = torch.cuda.get_device_properties(0)
-        return cls("cuda", properties.name, (properties.major, properties.minor), _triton_version())
+        if not (triton := _triton_version()):
+            properties = torch.cuda.get_device_properties(0)
+            return cls("cuda", properties.name, (properties.major, properties.minor))
+        limits = limits_of(torch.device("cuda", 0))
+        if settings.device_limits:
+            limits = limits.as_on(named(settings.device_limits))
+        return cls("cuda", limits.name, limits.capability, triton, limits)
 
 
 def _triton_version() -> str:
@@ -152,6 +172,7 @@ def _check_cpu(settings: EngineSettings) -> None:
         "kv_cache_dtype": ("auto",),
         "state_dtype": ("float32",),
         "batch_invariant": (False,),
+        "device_limits": ("",),
     }
     for name, values in allowed.items():
         value = getattr(settings, name)

@@ -167,6 +167,7 @@ def build_engine(
             device=device,
             storage=storage(settings, hardware),
             mtp=settings.speculative == "mtp",
+            kernels=hardware.kernels(),
         )
         log.info("weights loaded", bytes=model.nbytes())
         teacher = load_teacher(settings, model, teacher_storage(settings, hardware))

@@ -20,9 +20,6 @@ from services.engine.models.lora.slots import LoraSlots
 from services.engine.settings import EngineSettings
 from services.pod.memory import state_slots, waiting_writes
 
-_PROGRAMMATIC = (9, 0)
-"""First compute capability with programmatic dependent launch (Hopper)."""
-
 log = structlog.get_logger(__name__)
 
 
@@ -86,7 +83,7 @@ def build_runner(
         ),
         RunnerOptions(
             batch_invariant=settings.batch_invariant,
-            pdl=settings.programmatic_launch and torch.cuda.get_device_capability(model.device) >= _PROGRAMMATIC,
+            pdl=settings.programmatic_launch and model.kernel_configs().device.programmatic_launch,
         ),
         eos_token_ids=eos_token_ids,
     )

@@ -85,7 +85,13 @@ def load_teacher(settings: EngineSettings, student: CausalLM, storage: Storage) 
     """
     if settings.teacher_model is None:
         return None
-    model = load_model(settings.teacher_model, dtype=student.dtype, device=student.device, storage=storage)
+    model = load_model(
+        settings.teacher_model,
+        dtype=student.dtype,
+        device=student.device,
+        storage=storage,
+        kernels=student.kernel_configs() if student.device.type == "cuda" else None,
+    )
     digest = checkpoint_digest(settings.teacher_model)
     log.info("teacher loaded", bytes=model.nbytes(), digest=digest)
     return TeacherModel(model, digest)

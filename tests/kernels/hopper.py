@@ -39,7 +39,7 @@ class Compiled:
 
     def sass(self) -> str:
         """The disassembly."""
-        return _cuobjdump(self.cubin, "--dump-sass")
+        return cuobjdump(self.cubin, "--dump-sass")
 
 
 class _Hopper:
@@ -94,7 +94,7 @@ def compiled(*, describe: bool = True) -> Iterator[list[Compiled]]:
 
 def _describe(name: str, kernel: Any, constants: dict[str, Any]) -> Compiled:
     cubin = kernel.asm["cubin"]
-    usage = _cuobjdump(cubin, "--dump-resource-usage")
+    usage = cuobjdump(cubin, "--dump-resource-usage")
     numbers = dict(item.split(":") for item in usage.split() if item.startswith(("REG:", "LOCAL:", "STACK:")))
     return Compiled(
         name=name,
@@ -108,7 +108,8 @@ def _describe(name: str, kernel: Any, constants: dict[str, Any]) -> Compiled:
     )
 
 
-def _cuobjdump(cubin: bytes, what: str) -> str:
+def cuobjdump(cubin: bytes, what: str) -> str:
+    """What cuobjdump of the installed Triton says of a kernel."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

@@ -25,9 +25,11 @@ from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.models.qwen3_5.moe_config import Qwen3_5MoeConfig
 from services.engine.models.qwen3_5.weights import (
     AttentionWeights,
     DeltaNetWeights,
+    ExpertWeights,
     LayerWeights,
     ModelWeights,
     MtpWeights,
@@ -55,6 +57,14 @@ TINY = Qwen3_5Config(
     tie_word_embeddings=False,
 )
 """Smallest model: as few programs a kernel as there can be: the interpreter runs them one after the other."""
+
+TINY_EXPERTS = Qwen3_5MoeConfig(
+    **{field.name: getattr(TINY, field.name) for field in fields(TINY)},
+    num_experts=5,
+    experts_per_token=2,
+    expert_size=48,
+)
+"""The same with experts as large as the shared one."""
 
 
 def random_model(
@@ -103,6 +113,17 @@ def random_model(
             post_norm=norm(hidden),
             gate_up=matrix(2 * config.intermediate_size, hidden),
             down=matrix(hidden, config.intermediate_size),
+            experts=mixture(config) if isinstance(config, Qwen3_5MoeConfig) else None,
+        )
+
+    def mixture(sizes: Qwen3_5MoeConfig) -> ExpertWeights:
+        count, hidden, width = sizes.num_experts, sizes.hidden_size, sizes.expert_size
+        return ExpertWeights(
+            count=count,
+            per_token=sizes.experts_per_token,
+            router=DenseMatrix(normal(count + 1, hidden, scale=2 * hidden**-0.5)),
+            gate_up=matrix(count * 2 * width, hidden),
+            down=matrix(count * hidden, width),
         )
 
     def mtp_weights() -> MtpWeights:
@@ -147,7 +168,11 @@ def decoded(model: Qwen3_5, dtype: torch.dtype | None = None) -> Qwen3_5:
     def layer(weights: LayerWeights) -> LayerWeights:
         mixer = moved(weights.mixer, in_proj=plain(weights.mixer.in_proj), out_proj=plain(weights.mixer.out_proj))
         done: LayerWeights = moved(weights, gate_up=plain(weights.gate_up), down=plain(weights.down))
-        return replace(done, mixer=mixer)
+        if weights.experts is None:
+            return replace(done, mixer=mixer)
+        names = ("router", "gate_up", "down")
+        experts = moved(weights.experts, **{name: plain(getattr(weights.experts, name)) for name in names})
+        return replace(done, mixer=mixer, experts=experts)
 
     weights = moved(model.weights, head=plain(model.weights.head))
     return Qwen3_5(model.config, replace(weights, layers=tuple(layer(each) for each in model.weights.layers)))

@@ -22,7 +22,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "services.adapter_tools": ("services.engine.models", "services.common"),
     "services.trainer": ("services.adapter_tools", "services.engine.models", "kernels", "services.common"),
     "services.model_source": ("services.engine.models.checkpoint", "services.common"),
-    "services.pod": ("services.engine", "services.trainer", "services.common"),
+    "services.pod": ("services.engine", "services.trainer", "services.common", "kernels"),
     "cli": ("services.common",),
     "proto": (),
     "models": ("services", "kernels", "cli"),

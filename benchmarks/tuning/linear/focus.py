@@ -21,6 +21,7 @@ from benchmarks.lib.graph_timing import graph_times
 from benchmarks.lib.precompile import Launch, precompile
 from benchmarks.lib.recorder import Clock, Recorder, carry_on_or_start_again, describe
 from benchmarks.tuning.linear.cases import SHAPES, Case, Shape, Surroundings, reference, report, weight_of
+from kernels.gpu.launch.device import limits_of
 from kernels.gpu.linear.skinny_configs import Kind, SkinnyConfig, choose
 from services.engine.models.residual import Residual
 from services.engine.models.weights.matrix import DenseMatrix, Fp8Matrix
@@ -113,7 +114,7 @@ def _fp8() -> Iterator[Entry]:
     """Entries that the table has."""
     for shape in (_GATE_UP, _DOWN, _IN_PROJ, _OUT_PROJ):
         for rows in (1, 8, 16, 64):
-            config = choose(rows, shape.outputs, shape.inputs, "fp8", shape.swiglu)
+            config = choose(rows, shape.outputs, shape.inputs, "fp8", shape.swiglu, limits_of(torch.device("cuda")))
             yield Entry(3, shape, "fp8", rows, config)
         yield Entry(3, shape, "fp8", 64, None)
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from benchmarks.lib.random_model import RandomWeights, random_adapter
 from kernels.gpu.attention.decode import DecodeConfig, DecodeWorkspace, decode_splits
+from kernels.gpu.configs import KernelConfigs
 from kernels.gpu.delta.step import LATE_ROWS
-from kernels.gpu.linear import skinny_configs
 from kernels.gpu.linear.skinny import Norm, Scaled, SplitWorkspace, weight_kind
 from kernels.gpu.linear.skinny_configs import Kind, SkinnyConfig
 from services.engine.models.device_batch import DecodeAttention, DeviceCache, StepRows
@@ -31,7 +31,6 @@ from services.pod.memory import WAITING_WRITES
 MATRICES = ("in_proj", "out_proj", "gate_up", "down", "head")
 _BLOCK = 16
 _RANK = 16
-_H200_PROCESSORS = 132
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +91,9 @@ class DecodeStep:
         self.config, self.quantization = config, quantization
         self._device, self._empty, self._dtype = device, empty, dtype
         self._most, self._context = rows, context
+        self.kernels = KernelConfigs.on(device)
         self.weights = RandomWeights(
-            config, device, quantization, SplitWorkspace.allocate(device), dtype, empty
+            config, device, quantization, SplitWorkspace.allocate(device), dtype, empty, self.kernels
         ).build()
         each = -(-context // _BLOCK)
         held = 1 if empty else rows
@@ -188,10 +188,7 @@ class DecodeStep:
 
     def attention_splits(self, rows: int) -> int:
         """Splits of each row's context that the engine launches."""
-        processors = _H200_PROCESSORS
-        if self._device.type == "cuda":
-            processors = torch.cuda.get_device_properties(self._device).multi_processor_count
-        return decode_splits(rows, self.config.num_kv_heads, processors)
+        return decode_splits(rows, self.config.num_kv_heads, self.kernels.device)
 
     def _attention_of(self, rows: int, splits: int) -> DecodeAttention:
         if (rows, splits) not in self._attention:
@@ -245,18 +242,16 @@ class DecodeStep:
         """Inside, products of so many rows with the matrices of a name are cut up so; None: torch's product, with the
         rest in kernels of its own."""
         kind = self.kind_of(name)
-        entries = ((rows - 1, SkinnyConfig("dot", 64, 128, 4)),) if config is None else ((rows, config),)
-        changed = {(kind, *shape): entries for shape in self.shapes()[name]}
-        with patch.dict(skinny_configs._MEASURED, changed):
+        changed = {(kind, *shape, rows): config for shape in self.shapes()[name]}
+        with patch.dict(self.kernels.tuned.products, changed):
             yield
 
     def chosen(self, name: str, rows: int) -> SkinnyConfig | None:
         """Current cut of such products; None: not at all."""
-        outputs, inputs = min(self.shapes()[name])
-        kind = self.kind_of(name)
-        if rows > skinny_configs.most_rows(outputs, inputs, kind):
-            return None
-        return skinny_configs.choose(rows, outputs, inputs, kind, name == "gate_up")
+        weights = self.weights
+        found = [weights.head] if name == "head" else [_matrices(layer)[name] for layer in weights.layers]
+        matrix = min(found, key=lambda each: each.shape)
+        return self.kernels.product(rows, matrix.weight, swiglu=name == "gate_up") if matrix.few(rows) else None
 
 
 def one_of_each(config: Qwen3_5Config) -> Qwen3_5Config:

@@ -12,7 +12,7 @@ the result does not depend on which one that was.
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.attention.pages import KvPages
+from kernels.gpu.launch.device import DeviceLimits, limits_of
 from kernels.gpu.launch.programmatic import prefetch_l2
 
 _LOG2_E = 1.4426950408889634
@@ -51,37 +52,54 @@ class DecodeConfig:
     """Splits merged at once; more take registers, and with them programs from a multiprocessor."""
 
 
-def decode_config(kv: KvPages, batch: int) -> DecodeConfig:
+def decode_config(kv: KvPages, batch: int, device: DeviceLimits) -> DecodeConfig:
     """The configuration for these pages and this many rows, from whole steps on an H200 that were replayed in turn (as
-    `benchmarks.tuning.step.tune --attention-only --context` does); what is fastest alone often is not there."""
+    `benchmarks.tuning.step.tune --attention-only --context` does); what is fastest alone often is not there. Other
+    devices get as many splits as their multiprocessors take, and pages in flight as their shared memory holds."""
+    chosen = _roomy(kv, batch, device)
+    if device.size == "wide" or kv.keys.dtype == torch.float32:
+        return chosen
+    return replace(chosen, block_keys=min(chosen.block_keys, _most_keys(kv, device)), stages=min(chosen.stages, 3))
+
+
+def _most_keys(kv: KvPages, device: DeviceLimits) -> int:
+    """Keys of a step whose pages fit shared memory twice, beside those of the step at work."""
+    if device.size == "large" or kv.quantized:
+        return 64
+    return 32
+
+
+def _roomy(kv: KvPages, batch: int, device: DeviceLimits) -> DecodeConfig:
     programs = batch * kv.kv_heads
+    # What follows speaks of 132 multiprocessors.
+    few, some, many = device.wave(128), device.wave(256), device.wave(512)
     if kv.keys.dtype == torch.float32:
         return DecodeConfig(block_keys=16, warps=4, stages=1, splits=8)
-    if programs < (8 if kv.quantized else 16):
+    if programs < (few // 16 if kv.quantized else few // 8):
         # One program a multiprocessor; large steps, because the latency of each is what counts.
         stages = 4 if kv.quantized else 3
-        return DecodeConfig(block_keys=64, warps=4, stages=stages, splits=128 // programs, merge=16)
+        return DecodeConfig(block_keys=64, warps=4, stages=stages, splits=max(1, few // programs), merge=16)
     if kv.quantized:
         # Bound by conversions: the more warps the better, of 8 rows 145 µs a step behind 4,200 tokens.
-        if programs < 64:
-            return DecodeConfig(block_keys=64, warps=4, stages=3, splits=256 // programs, merge=16)
-        stages, splits = (4, 256 // programs) if programs < 128 else (3, max(1, 512 // programs))
-        return DecodeConfig(block_keys=64, warps=4, stages=stages, splits=splits, min_keys=128)
-    if programs < 64:
+        if programs < few // 2:
+            return DecodeConfig(block_keys=64, warps=4, stages=3, splits=max(1, some // programs), merge=16)
+        stages, splits = (4, some // programs) if programs < few else (3, many // programs)
+        return DecodeConfig(block_keys=64, warps=4, stages=stages, splits=max(1, splits), min_keys=128)
+    if programs < few // 2:
         # Two programs a multiprocessor: of 8 rows inside a step 37 µs less behind 4,200 tokens, 199 behind 20,000.
-        return DecodeConfig(block_keys=32, warps=4, stages=3, splits=256 // programs, merge=16)
-    if programs < 128:
+        return DecodeConfig(block_keys=32, warps=4, stages=3, splits=max(1, some // programs), merge=16)
+    if programs < few:
         # One program a multiprocessor is faster inside a step of 16 rows, if not alone: 12 µs behind 600 tokens.
-        return DecodeConfig(block_keys=64, warps=4, stages=3, splits=128 // programs, min_keys=128)
+        return DecodeConfig(block_keys=64, warps=4, stages=3, splits=max(1, few // programs), min_keys=128)
     # Four stages, so that two programs fit a multiprocessor, not three: a third one would be served first and leave
     # the others' rest to few.
-    return DecodeConfig(block_keys=32, warps=4, stages=4, splits=max(1, 256 // programs), min_keys=128)
+    return DecodeConfig(block_keys=32, warps=4, stages=4, splits=max(1, some // programs), min_keys=128)
 
 
-def decode_splits(batch: int, kv_heads: int, multiprocessors: int) -> int:
+def decode_splits(batch: int, kv_heads: int, device: DeviceLimits) -> int:
     """Splits to launch for this many rows: more than decode_config() uses for most, because one row may be long, but
     few enough that those without work end unnoticed."""
-    return max(4, min(_USUAL_MAX_SPLITS, 8 * multiprocessors // (batch * kv_heads)))
+    return max(4, min(_USUAL_MAX_SPLITS, 8 * device.multiprocessors // (batch * kv_heads)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +357,7 @@ def paged_decode(
         num_splits: most splits of a row, see decode_splits().
         workspace: with at least B rows and exactly num_splits splits. None: a fresh one, if num_splits > 1.
         out: [B, heads · head_dim], where to write the result.
-        config: decode_config() if None.
+        config: decode_config() for the tensors' device if None.
         pdl: launch before the kernels ahead have finished (kernels.gpu.launch.programmatic): they may write no more of
             ``slots``, ``positions``, ``tables`` and the pages than the newest position.
 
@@ -370,7 +388,7 @@ def paged_decode(
         raise ValueError(
             f"paged_decode: workspace {tuple(workspace.partial.shape)} is not for {rows} rows, {num_splits} splits"
         )
-    chosen = config or decode_config(kv, rows)
+    chosen = config or decode_config(kv, rows, limits_of(q.device))
     _decode_kernel[(kv.kv_heads, rows, num_splits)](
         q,
         projected,

@@ -20,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.attention import prefill_hopper as hopper
 from kernels.gpu.attention.pages import KvPages
+from kernels.gpu.launch.device import DeviceLimits, limits_of
 from kernels.gpu.segments import TILE, Segments
 
 _LOG2_E = 1.4426950408889634
@@ -47,14 +48,17 @@ class PrefillConfig:
 OVERLAPPED = PrefillConfig(hopper.BLOCK_ROWS, hopper.BLOCK_KEYS, hopper.WARPS, 2, 2, overlapped=True)
 
 
-def prefill_config(kv: KvPages, heads: int) -> PrefillConfig:
+def prefill_config(kv: KvPages, heads: int, device: DeviceLimits) -> PrefillConfig:
     """The configuration for these pages and so many query heads."""
     if kv.keys.dtype == torch.float32:
         return PrefillConfig(block_rows=32, block_keys=16, warps=4, stages=1, tail_stages=1)
+    if device.size == "small":
+        # The tile's queries take half of the shared memory: keys pass through what is left one step at a time.
+        return PrefillConfig(block_rows=64, block_keys=32, warps=8 if kv.quantized else 4, stages=2, tail_stages=1)
     if kv.quantized:
         # Dequantised pages pass through registers, which leaves none for more keys or for pages ahead in the tail.
         return PrefillConfig(block_rows=128, block_keys=32, warps=8, stages=3, tail_stages=1)
-    if overlaps(kv, heads) and kv.keys.is_cuda and torch.cuda.get_device_capability(kv.keys.device) == _HOPPER:
+    if overlaps(kv, heads) and device.capability == _HOPPER and not triton.knobs.runtime.interpret:
         return OVERLAPPED
     return PrefillConfig(block_rows=128, block_keys=64, warps=8, stages=2, tail_stages=1)
 
@@ -245,6 +249,7 @@ def paged_prefill(
     *,
     out: Tensor | None = None,
     config: PrefillConfig | None = None,
+    device: DeviceLimits | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """``softmax(q kᵀ / √head_dim + causal mask) v · sigmoid(gate)`` for the rows of the segments.
@@ -259,6 +264,7 @@ def paged_prefill(
         segments: where the sequences lie in the T rows.
         out: [T, heads · head_dim], where to write the result.
         config: prefill_config() if None.
+        device: limits to cut the work up for where no configuration is given; those of the tensors' device if None.
         pdl: launch before the kernel ahead has finished (programmatic dependent launch).
 
     Returns:
@@ -274,7 +280,7 @@ def paged_prefill(
         raise ValueError(f"paged_prefill: projected {tuple(projected.shape)} has no gate for q {tuple(q.shape)}")
     if out is None:
         out = torch.empty(rows, heads * dim, dtype=q.dtype, device=q.device)
-    chosen = config or prefill_config(kv, heads)
+    chosen = config or prefill_config(kv, heads, device or limits_of(q.device))
     if segments.max_tiles == 0:
         return out
     group = heads // kv.kv_heads

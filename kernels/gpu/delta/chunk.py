@@ -35,6 +35,7 @@ from kernels.gpu.delta.shape import DeltaShape
 from kernels.gpu.delta.tiles import Tiles, constants, prepare_tiles
 from kernels.gpu.delta.waiting_writes import NONE, WaitingWrites, none_waits, settled, span_of
 from kernels.gpu.elementary import inverse_root, silu
+from kernels.gpu.launch.device import DeviceLimits, limits_of
 from kernels.gpu.segments import Segments
 
 
@@ -193,10 +194,10 @@ FEW = ChunkConfig(block_v=32, num_warps=4, num_stages=3)
 """Tile sizes for one sequence: its tiles follow one another, so the time of each counts."""
 MANY = ChunkConfig(block_v=64, num_warps=4, num_stages=3)
 """Two sequences of 32 heads fill the device with one program a multiprocessor."""
+_MANY_SMALL = ChunkConfig(block_v=32, num_warps=4, num_stages=2)
+"""The same in 99 KiB of shared memory."""
 EXACT = ChunkConfig(block_v=32, num_warps=4, num_stages=1)
 """float32 models: products are emulated in float32, for tests rather than speed."""
-_PROGRAMS = 132
-"""Multiprocessors of an H100 or H200."""
 
 
 def gated_delta_prefill(
@@ -212,6 +213,7 @@ def gated_delta_prefill(
     waiting: WaitingWrites | None = None,
     out: Tensor | None = None,
     config: ChunkConfig | None = None,
+    device: DeviceLimits | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """Packed segments: each chain goes on from the state of its slot and leaves those behind its links in their
@@ -230,7 +232,8 @@ def gated_delta_prefill(
         waiting: of the same slots: what of the states' past is not in ``state`` yet; nothing waits for those that are
             written.
         out: [T, value_size], where to write; rows outside the segments stay as they are.
-        config: None chooses by the number of chains that fit into ``segments``.
+        config: chunk_config() if None.
+        device: limits to cut the work up for where no configuration is given; those of the tensors' device if None.
         pdl: launch before the kernel ahead has finished (programmatic dependent launch).
 
     Returns:
@@ -244,7 +247,7 @@ def gated_delta_prefill(
         out = torch.empty(mixed.shape[0], shape.value_size, dtype=mixed.dtype, device=mixed.device)
     if segments.max_tiles:
         if config is None:
-            config = _choose(shape, segments, mixed.dtype)
+            config = chunk_config(shape, segments, mixed.dtype, device or limits_of(mixed.device))
         exact = mixed.dtype == torch.float32
         tiles = prepare_tiles(
             mixed,
@@ -318,8 +321,14 @@ def scan_tiles(
     return bool(blocks == 1)
 
 
-def _choose(shape: DeltaShape, segments: Segments, dtype: torch.dtype) -> ChunkConfig:
+def many(device: DeviceLimits) -> ChunkConfig:
+    """Tile sizes for many sequences."""
+    return _MANY_SMALL if device.size == "small" else MANY
+
+
+def chunk_config(shape: DeltaShape, segments: Segments, dtype: torch.dtype, device: DeviceLimits) -> ChunkConfig:
+    """Tile sizes for as many chains as fit into ``segments``."""
     if dtype == torch.float32:
         return EXACT
     few = triton.cdiv(shape.value_dim, FEW.block_v) * shape.value_heads * segments.max_chains
-    return FEW if few <= _PROGRAMS else MANY
+    return FEW if few <= device.multiprocessors else many(device)

@@ -31,7 +31,10 @@ from kernels.gpu.delta.waiting_writes import (
     span_of,
 )
 from kernels.gpu.elementary import exponential, inverse_root, sigmoid, silu, softplus
+from kernels.gpu.launch.device import DeviceLimits, limits_of
 
+_HOPPER = (9, 0)
+"""Compute capability."""
 _MANY_ROWS = 64
 """Number of rows from which on programs that start early are in the way of those that work: inside a step on an H200 a
 launch of 256 rows takes 306 µs with and 293 without programmatic launch; of 128 rows it is 2 µs, of 64 a few tenths."""
@@ -358,7 +361,8 @@ def gated_delta_step(
     late: bool | None = None,
     out: Tensor | None = None,
     num_warps: int = 4,
-    part: int = 32,
+    part: int | None = None,
+    device: DeviceLimits | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """Gated delta rule of one token of each of B sequences; their states move on in place, each element read and
@@ -382,7 +386,9 @@ def gated_delta_step(
         num_warps: of a program that writes its state back. 4 was the fastest on an H200 at 1 to 256 rows, also beside
             programs that stay and stream blocks of states through shared memory, and beside programs of 168 registers,
             of which three instead of two share a multiprocessor.
-        part: key dimensions that a program whose write waits has in registers at once, a power of two.
+        part: key dimensions that a program whose write waits has in registers at once, a power of two; if None 32 on
+            Hopper and 16 elsewhere, where 32 would spill registers.
+        device: limits to choose the part for; those of the tensors' device if None.
         pdl: launch before the kernels ahead have finished (kernels.gpu.launch.programmatic): none of them may write
             ``state``, ``waiting`` or ``slots``.
 
@@ -410,6 +416,8 @@ def gated_delta_step(
     if not late:
         _gated_delta_step_kernel[grid](mixer, state, slots, writes, ROOM=room, **constants, num_warps=num_warps)
         return out
+    if part is None:
+        part = 32 if (device or limits_of(mixed.device)).capability == _HOPPER else 16
     _late_step_kernel[grid](
         mixer,
         state,

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.gpu.launch.device import DeviceLimits, limits_of
 from kernels.gpu.linear.preparation import prepare
 from kernels.quantize import Fp8Weight
 
@@ -34,6 +35,14 @@ class Fp8Config:
     9,216 are 0.3 % off where rounding the factors to e4m3 costs 3.8 %, and take half the time."""
     row_tiles: int = 8
     """Row tiles that go over the columns together, so that L2 serves their weights."""
+
+
+_SMALL = Fp8Config(block_n=128, block_k=64, stages=3)
+
+
+def fp8_config(device: DeviceLimits) -> Fp8Config:
+    """The configuration for a device."""
+    return Fp8Config() if device.size == "wide" else _SMALL
 
 
 def quantize_rows(x: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
@@ -114,6 +123,7 @@ def fp8_linear(
     out: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     config: Fp8Config | None = None,
+    device: DeviceLimits | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """``(values · x_scale) Wᵀ + residual``, both factors in float8, sums in float32.
@@ -123,7 +133,8 @@ def fp8_linear(
         residual: [T, N]; may be ``out`` itself.
         out: where to write.
         out_dtype: of a fresh result.
-        config: how to cut the product up.
+        config: how to cut the product up; fp8_config() if None.
+        device: limits to cut the work up for where no configuration is given; those of the tensors' device if None.
         pdl: launch before the kernel ahead has finished (programmatic dependent launch).
 
     Returns:
@@ -140,7 +151,7 @@ def fp8_linear(
         out = torch.empty(rows, outputs, dtype=out_dtype, device=values.device)
     if out.shape != (rows, outputs) or (residual is not None and residual.shape != out.shape):
         raise ValueError(f"fp8_linear: out and residual must be [{rows}, {outputs}]")
-    use = config or Fp8Config()
+    use = config or fp8_config(device or limits_of(values.device))
     if inputs % use.block_k:
         raise ValueError(f"fp8_linear: block_k {use.block_k} does not divide {inputs} inputs")
     if rows:

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.gpu.launch.device import DeviceLimits, limits_of
 from kernels.gpu.launch.programmatic import wait
 from kernels.gpu.lora.rows import LoraRows
 from kernels.gpu.lora.shrink import (
@@ -170,6 +171,7 @@ def prepare(
     rows: Rows = "as they are",
     lora: LoraRows | None = None,
     config: ShrinkConfig | None = None,
+    device: DeviceLimits | None = None,
     pdl: bool = False,
     hold: bool = False,
 ) -> Prepared:
@@ -181,7 +183,8 @@ def prepare(
         rows: "weighted": ``x · gain`` in x's dtype; "float8": that (x without gain) in e4m3 with a scale by row, in the
             order of Fp8Weight, K a multiple of 128.
         lora: adapters to shrink for.
-        config: of the shrink.
+        config: of the shrink; shrink_config() if None.
+        device: limits to cut the work up for where no configuration is given; those of the tensors' device if None.
         pdl: launch before the kernel ahead has finished (programmatic dependent launch).
         hold: let the kernel behind start only after the one ahead has finished.
 
@@ -202,7 +205,9 @@ def prepare(
         _, targets, rank, width = lora.a.shape
         if width != depth:
             raise ValueError(f"x must be [T, {width}], got {list(x.shape)}")
-        use = config or (INVARIANT if lora.invariant else shrink_config(count, depth, targets * rank))
+        use = config or (
+            INVARIANT if lora.invariant else shrink_config(count, depth, targets * rank, device or limits_of(x.device))
+        )
         if use.block_m == 1 and use.block_k * use.splits < depth:
             raise ValueError(f"{use.splits} splits of block_k {use.block_k} do not cover {depth} inputs")
         hidden = _floats(x, use.splits, count, targets * rank)
@@ -246,10 +251,11 @@ def shrink(
     gain: Tensor | None = None,
     *,
     config: ShrinkConfig | None = None,
+    device: DeviceLimits | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """``Prepared.hidden`` alone."""
-    hidden: Tensor = prepare(x, gain, lora=lora, config=config, pdl=pdl).hidden
+    hidden: Tensor = prepare(x, gain, lora=lora, config=config, device=device, pdl=pdl).hidden
     return hidden
 
 

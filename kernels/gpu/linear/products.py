@@ -1,4 +1,4 @@
-"""Products of a linear layer: which `kernels.gpu.linear.skinny` takes, and what surrounds the others, of many rows."""
+"""What surrounds products of many rows, which `kernels.gpu.linear.skinny` does not take."""
 
 from __future__ import annotations
 
@@ -6,26 +6,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kernels.gpu.linear.skinny import Norm, Weight, weight_kind
-from kernels.gpu.linear.skinny_configs import most_rows
+from kernels.gpu.linear.skinny import Norm
 
 if TYPE_CHECKING:
+    from kernels.gpu.launch.device import DeviceLimits
     from kernels.gpu.lora.rows import LoraRows
 
-
-def streams(rows: int, weight: Weight, invariant: bool) -> bool:
-    """True if the product of these rows goes through `skinny_linear`."""
-    outputs, inputs = weight.shape
-    return invariant or rows <= most_rows(outputs, inputs, weight_kind(weight))
-
-
-_MOST_CONVOLVED = 32
+MOST_CONVOLVED = 32
 """Most rows of a product with a convolution: beside a tile of 64, the rows' old inputs do not fit the registers."""
-
-
-def convolves(rows: int, weight: Weight, invariant: bool) -> bool:
-    """True if a product of ``rows`` rows computes a convolution as well."""
-    return rows <= _MOST_CONVOLVED and streams(rows, weight, invariant)
 
 
 def normed(x: Tensor, norm: Norm | None, addend: Tensor | None, *, pdl: bool) -> Tensor:
@@ -44,7 +32,13 @@ def normed(x: Tensor, norm: Norm | None, addend: Tensor | None, *, pdl: bool) ->
 
 
 def finished(
-    result: Tensor, inputs: Tensor, *, swiglu: bool = False, lora: LoraRows | None = None, pdl: bool = False
+    result: Tensor,
+    inputs: Tensor,
+    *,
+    swiglu: bool = False,
+    lora: LoraRows | None = None,
+    device: DeviceLimits | None = None,
+    pdl: bool = False,
 ) -> Tensor:
     """Epilogue of a product of many rows: adapters, added in place, and the activation.
 
@@ -57,7 +51,7 @@ def finished(
         from kernels.gpu.linear.preparation import shrink
         from kernels.gpu.lora.expand import expand_add, expand_swiglu
 
-        hidden = shrink(inputs, lora, pdl=pdl)
+        hidden = shrink(inputs, lora, device=device, pdl=pdl)
         if swiglu:
             return expand_swiglu(hidden, lora, result, pdl=pdl)
         expand_add(hidden, lora, result, pdl=pdl)

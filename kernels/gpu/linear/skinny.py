@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from kernels.gpu.delta.conv1d import Decodes
+from kernels.gpu.launch.device import DeviceLimits, limits_of
 from kernels.gpu.linear.preparation import Prepared, Rows, prepare
 from kernels.gpu.linear.skinny_configs import Kind, SkinnyConfig, choose, starts_early
 from kernels.gpu.linear.skinny_configs import invariant as invariant_config
@@ -112,6 +113,7 @@ def skinny_linear(
     block_m: int | None = None,
     invariant: bool = False,
     workspace: SplitWorkspace | None = None,
+    device: DeviceLimits | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """``activation(norm(x) Wᵀ + adapters) + residual``, sums in float32. Nothing of the result depends on how programs
@@ -133,6 +135,7 @@ def skinny_linear(
         block_m: rows of x a program takes (not vector); the least power of two that holds them, at most 64, if None.
         invariant: cut up in the one way for all numbers of rows, in place of ``config`` and ``block_m``.
         workspace: for configs that split K; a fresh one if None, which costs a fill.
+        device: limits to cut the work up for where no configuration is given; those of the tensors' device if None.
         pdl: launch before the kernel ahead has finished (programmatic dependent launch).
 
     Returns:
@@ -158,6 +161,7 @@ def skinny_linear(
         block_m=block_m,
         invariant=invariant,
         workspace=workspace,
+        device=device,
         pdl=pdl,
     )
     return out
@@ -174,6 +178,7 @@ def skinny_add(
     block_m: int | None = None,
     invariant: bool = False,
     workspace: SplitWorkspace | None = None,
+    device: DeviceLimits | None = None,
     pdl: bool = False,
 ) -> Scaled | None:
     """``stream += x Wᵀ + adapters`` in place; arguments as of skinny_linear().
@@ -196,6 +201,7 @@ def skinny_add(
         block_m=block_m,
         invariant=invariant,
         workspace=workspace,
+        device=device,
         pdl=pdl,
     )
 
@@ -215,6 +221,7 @@ def _multiply(
     block_m: int | None,
     invariant: bool,
     workspace: SplitWorkspace | None,
+    device: DeviceLimits | None,
     pdl: bool,
 ) -> Scaled | None:
     rows, inputs = x.shape
@@ -235,9 +242,10 @@ def _multiply(
         fits = conv.state.shape[1:] == (kernel - 1, channels) and conv.state.is_contiguous() and channels <= outputs
         if not fits or swiglu or residual is not None or conv.state.dtype != out.dtype or len(conv.slots) != rows:
             raise ValueError(f"skinny_linear: a convolution {tuple(conv.weight.shape)} does not fit {tuple(out.shape)}")
+    device = device or limits_of(out.device)
     if invariant:
-        config, block_m = invariant_config()
-    chosen = config or choose(rows, outputs, inputs, kind, swiglu)
+        config, block_m = invariant_config(device)
+    chosen = config or choose(rows, outputs, inputs, kind, swiglu, device)
     if kind == "fp8" and chosen.variant == "dot" and chosen.block_k % GROUP:
         raise ValueError(f"skinny_linear: fp8 needs a block_k that {GROUP} divides, got {chosen.block_k}")
     if chosen.variant == "tma" and kind == "int4":
@@ -258,7 +266,7 @@ def _multiply(
     if chosen.variant == "tma" and kind == "fp8":
         form = "float8"
     early = starts_early(rows, swiglu=swiglu, adds=residual is not None, adapters=lora is not None)
-    prepared = prepare(source, gain, rows=form, lora=lora, pdl=pdl, hold=lora is not None and not early)
+    prepared = prepare(source, gain, rows=form, lora=lora, device=device, pdl=pdl, hold=lora is not None and not early)
     adapters = shape = None
     if lora is not None:
         adapters = Adapters(prepared.hidden, lora.b, lora.row_adapters, lora.active, lora.ranks)
@@ -311,7 +319,7 @@ def _launch(
     rows, inputs = x.shape
     outputs = weight.shape[0]
     kind = weight_kind(weight)
-    values, scale, zero = _parts(weight)
+    values, scale, zero = parts_of(weight)
     tiles = triton.cdiv(outputs, config.block_n)
     if config.variant == "vector" and isinstance(weight, Int4Weight):
         if rows > INT4_VECTOR_ROWS or config.block_n < INT4_VECTOR_TILE:
@@ -324,7 +332,7 @@ def _launch(
             N=outputs, ROWS=triton.next_power_of_2(rows), **shared,
         )  # fmt: skip
         return
-    shared = shared | {"KIND": _KINDS[kind], "PREFETCH": config.prefetch}
+    shared = shared | {"KIND": KINDS[kind], "PREFETCH": config.prefetch}
     if config.variant == "vector":
         vector_kernel[(tiles,)](
             x, values, scale, around, adapters, outputs, x.stride(0), ROWS=rows, BLOCK_K=config.block_k, **shared
@@ -375,12 +383,12 @@ def _launch(
     )  # fmt: skip
 
 
-_KINDS: dict[Kind, int] = {"none": 0, "fp8": 1, "int4": 2}
+KINDS: dict[Kind, int] = {"none": 0, "fp8": 1, "int4": 2}
 _PARTS: dict[Kind, int] = {"none": 1, "fp8": 2, "int4": 4}
 """Numbers of a weight's word."""
 
 
-def _parts(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def parts_of(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor | None]:
     if isinstance(weight, Tensor):
         return weight, None, None
     if isinstance(weight, Fp8Weight):

@@ -1,10 +1,12 @@
-"""Variants of `skinny_linear` by shape: one explicit table, filled from measurements on an H200
-(benchmarks/tuning/linear/sweep.py), no tuning at run time."""
+"""Variants of `skinny_linear` by shape and device: a table from measurements on an H200
+(benchmarks/tuning/linear/sweep.py), and rules for what is not in it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+from kernels.gpu.launch.device import DeviceLimits, Size
 
 Kind = Literal["none", "fp8", "int4"]
 
@@ -46,15 +48,22 @@ class SkinnyConfig:
             raise ValueError("only the dot and tma variants split K between programs")
 
 
-def choose(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool) -> SkinnyConfig:
+def choose(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool, device: DeviceLimits) -> SkinnyConfig:
     """The variant for x [rows, inputs] and a weight [outputs, inputs]: what was measured, else by rule."""
-    for most, config in _MEASURED.get((kind, outputs, inputs), ()):
+    for most, config in _measured(outputs, inputs, kind, device):
         if rows <= most:
             return config
-    return _by_rule(rows, outputs, inputs, kind, swiglu)
+    return _by_rule(rows, outputs, inputs, kind, swiglu, device)
 
 
-def _by_rule(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool) -> SkinnyConfig:
+def _measured(outputs: int, inputs: int, kind: Kind, device: DeviceLimits) -> _Measured:
+    """Measured variants of a shape: they need Hopper's copies of tiles (TMA) and its shared memory."""
+    if device.size != "wide" or not device.programmatic_launch:
+        return ()
+    return _MEASURED.get((kind, outputs, inputs), ())
+
+
+def _by_rule(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool, device: DeviceLimits) -> SkinnyConfig:
     if rows <= 8 and kind == "int4" and (rows <= 4 or inputs < 8192):
         return _few_int4(rows, outputs, inputs, swiglu)
     if rows == 1:
@@ -67,9 +76,14 @@ def _by_rule(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool) -> 
         return SkinnyConfig("stream", 16, 512, warps=4, stages={"none": 2, "fp8": 3, "int4": 4}[kind])
     block_n = 128 if swiglu or outputs >= 32768 else 64
     splits = 1
-    while splits < 8 and outputs // block_n * splits < 120:
+    while splits < 8 and outputs // block_n * splits < device.wave(120):
         splits *= 2
-    return SkinnyConfig("dot", block_n, 128, warps=block_n // 16, stages=4, splits=splits, prefetch=512)
+    stages = _DOT_STAGES[device.size]
+    return SkinnyConfig("dot", block_n, 128, warps=block_n // 16, stages=stages, splits=splits, prefetch=512)
+
+
+_DOT_STAGES: dict[Size, int] = {"small": 2, "large": 3, "wide": 4}
+"""Loads in flight of 128 rows of the weight and 64 of x, as many as shared memory holds."""
 
 
 def _few_int4(rows: int, outputs: int, inputs: int, swiglu: bool) -> SkinnyConfig:
@@ -86,11 +100,10 @@ def _few_int4(rows: int, outputs: int, inputs: int, swiglu: bool) -> SkinnyConfi
     return SkinnyConfig("vector", 16, 256, warps=2)
 
 
-def most_rows(outputs: int, inputs: int, kind: Kind) -> int:
+def most_rows(outputs: int, inputs: int, kind: Kind, device: DeviceLimits) -> int:
     """Most rows for which `skinny_linear` beats a plain matrix product with the rest in kernels of its own: as many as
     were measured, else by rule."""
-    measured = _MEASURED.get((kind, outputs, inputs))
-    if measured is not None:
+    if measured := _measured(outputs, inputs, kind, device):
         return measured[-1][0]
     return 16 if kind == "none" else 64
 
@@ -115,10 +128,10 @@ def starts_early(rows: int, *, swiglu: bool, adds: bool, adapters: bool) -> bool
     return not swiglu if rows <= 4 else not adds
 
 
-def invariant() -> tuple[SkinnyConfig, int]:
+def invariant(device: DeviceLimits) -> tuple[SkinnyConfig, int]:
     """Variant, and rows of a program, for any number of rows: a row's bits then do not depend on how many there
     are."""
-    return SkinnyConfig("dot", 64, 128, warps=4, stages=3, slots=4), 64
+    return SkinnyConfig("dot", 64, 128, warps=4, stages=2 if device.size == "small" else 3, slots=4), 64
 
 
 _Measured = tuple[tuple[int, SkinnyConfig], ...]

@@ -77,15 +77,15 @@ def _one(PART: tl.constexpr, WARPS: tl.constexpr, DTYPE: tl.constexpr, BARE: tl.
 
 @triton.jit
 def _raise(values, PART: tl.constexpr):
-    """x times 2^100 or 2^96: with _one() of the part 2^-33."""
+    """x times 2^100 or 2^96: with _one() of the part 2^-33. An fma with -0, as in skinny_parts.unpack()."""
     if PART % 2:
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; mov.b32 t, 0x6f806f80; mul.rn.bf16x2 $0, $1, t; }",
+            "{ .reg .b32 t, z; mov.b32 t, 0x6f806f80; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, t, z; }",
             "=r,r", [values], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     else:  # noqa: RET505
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; mov.b32 t, 0x71807180; mul.rn.bf16x2 $0, $1, t; }",
+            "{ .reg .b32 t, z; mov.b32 t, 0x71807180; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, t, z; }",
             "=r,r", [values], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
 

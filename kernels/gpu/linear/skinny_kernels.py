@@ -132,7 +132,7 @@ def vector_kernel(
 
 
 @triton.jit
-def _product(
+def product(
     x,
     weight,
     scale,
@@ -250,7 +250,7 @@ def dot_kernel(
     squares = squares_ahead(around, m, M, PARTS) if PARTS > 0 else None
     if lora is not None:
         hidden = hidden_ahead(lora, tl.where(split == 0, m, M), low, M, LORA)
-    acc = _product(
+    acc = product(
         x, weight, scale, zero, row, m, M, N, first, x_stride,
         K, KIND, BLOCK_M, BLOCK_N, BLOCK_K, share, even, STAGES, INTERPRETED,
     )  # fmt: skip

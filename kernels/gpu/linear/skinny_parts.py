@@ -104,7 +104,8 @@ def prefetch_tile(weight, tile, tiles, N, ROW_BYTES: tl.constexpr, BLOCK_N: tl.c
 def unpack(words, zero, factor, PART: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """Number PART of each 16-bit word of a weight, in DTYPE: of two float8, or of four 4-bit numbers less their zero
     point, times their factor if there is one (both of a shape that broadcasts to the words'). In bfloat16 two words at
-    a time, and exact but for the factor."""
+    a time, and exact but for the factor; products and differences as fma with -0 and -1, which sm_80 has (mul and sub
+    of bf16x2 came with sm_90)."""
     if KIND == FP8:
         return _unpack_fp8(words, PART, DTYPE, INTERPRETED)
     else:  # noqa: RET505 (Triton compiles what follows a return)
@@ -119,14 +120,16 @@ def _unpack_fp8(words, PART: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.
         return ((((bits & 128) << 24) | ((bits & 127) << 20)).to(tl.float32, bitcast=True) * 2.0**120).to(DTYPE)
     elif PART == 0:  # noqa: RET505
         return tl.inline_asm_elementwise(
-            """{ .reg .b32 s, t; shl.b32 s, $1, 8; and.b32 s, s, 0x80008000; shl.b32 t, $1, 4;
-            lop3.b32 t, t, 0x07f007f0, s, 0xEA; mov.b32 s, 0x7b807b80; mul.rn.bf16x2 $0, t, s; }""",
+            """{ .reg .b32 s, t, z; shl.b32 s, $1, 8; and.b32 s, s, 0x80008000; shl.b32 t, $1, 4;
+            lop3.b32 t, t, 0x07f007f0, s, 0xEA; mov.b32 s, 0x7b807b80;
+            mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, t, s, z; }""",
             "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
-            """{ .reg .b32 s, t; and.b32 s, $1, 0x80008000; shr.u32 t, $1, 4;
-            lop3.b32 t, t, 0x07f007f0, s, 0xEA; mov.b32 s, 0x7b807b80; mul.rn.bf16x2 $0, t, s; }""",
+            """{ .reg .b32 s, t, z; and.b32 s, $1, 0x80008000; shr.u32 t, $1, 4;
+            lop3.b32 t, t, 0x07f007f0, s, 0xEA; mov.b32 s, 0x7b807b80;
+            mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, t, s, z; }""",
             "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
 
@@ -144,14 +147,15 @@ def _unpack_int4(words, zero, factor, PART: tl.constexpr, DTYPE: tl.constexpr, I
         shift = tl.full(words.shape, 4 * PART, tl.int32)
         if factor is None:
             return tl.inline_asm_elementwise(
-                """{ .reg .b32 t; shr.u32 t, $1, $3; lop3.b32 t, t, 0x000f000f, 0x43004300, 0xEA;
-                sub.rn.bf16x2 $0, t, $2; }""",
+                """{ .reg .b32 t, m; shr.u32 t, $1, $3; lop3.b32 t, t, 0x000f000f, 0x43004300, 0xEA;
+                mov.b32 m, 0xbf80bf80; fma.rn.bf16x2 $0, $2, m, t; }""",
                 "=r,r,r,r,r", [words, offset, shift], dtype=tl.bfloat16, is_pure=True, pack=2,
             )  # fmt: skip
         else:  # noqa: RET505
             return tl.inline_asm_elementwise(
-                """{ .reg .b32 t; shr.u32 t, $1, $4; lop3.b32 t, t, 0x000f000f, 0x43004300, 0xEA;
-                sub.rn.bf16x2 t, t, $2; mul.rn.bf16x2 $0, t, $3; }""",
+                """{ .reg .b32 t, m, z; shr.u32 t, $1, $4; lop3.b32 t, t, 0x000f000f, 0x43004300, 0xEA;
+                mov.b32 m, 0xbf80bf80; mov.b32 z, 0x80008000;
+                fma.rn.bf16x2 t, $2, m, t; fma.rn.bf16x2 $0, t, $3, z; }""",
                 "=r,r,r,r,r,r", [words, offset, tl.broadcast_to(factor, words.shape), shift],
                 dtype=tl.bfloat16, is_pure=True, pack=2,
             )  # fmt: skip

@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from kernels.gpu.launch.device import DeviceLimits
 from kernels.gpu.launch.programmatic import wait
 
-_PROGRAMS = 132
-"""Multiprocessors of an H100 or H200."""
 _MOST_GATHERED = 256
 """Every program looks through the slots of all rows: more than these cost more than they save."""
 
@@ -293,7 +292,7 @@ INVARIANT = ShrinkConfig(64, 16, 128, 4, 4, 3)
 """Tile sizes for any number of rows."""
 
 
-def shrink_config(rows: int, depth: int, pairs: int) -> ShrinkConfig:
+def shrink_config(rows: int, depth: int, pairs: int, device: DeviceLimits) -> ShrinkConfig:
     """The cut for x [rows, depth] and ``pairs`` = targets · max_rank. Few rows have nothing to be parallel in but
     pairs and K; of many rows each program reads its own once for all pairs."""
     if rows <= 8:
@@ -305,4 +304,4 @@ def shrink_config(rows: int, depth: int, pairs: int) -> ShrinkConfig:
         return ShrinkConfig(8 if rows <= 64 else 16, 16, 256, min(4, triton.cdiv(depth, 1280)), 8, gathered=True)
     programs = triton.cdiv(rows, 64) * triton.cdiv(pairs, 64)
     # Two programs a multiprocessor, of which one waits: expansion reads as many sums as there are parts of K.
-    return ShrinkConfig(64, 64, 64, max(1, min(4, 2 * _PROGRAMS // programs)), 4, 3)
+    return ShrinkConfig(64, 64, 64, max(1, min(4, 2 * device.multiprocessors // programs)), 4, 3)

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.elementary import sigmoid_for
+from kernels.gpu.launch.device import DeviceLimits, limits_of
 from kernels.gpu.segments import TILE
 from kernels.gpu.train.documents import Documents
 
@@ -149,7 +150,15 @@ class AttentionCut:
 
 
 FORWARD = AttentionCut(rows=128, keys=64, warps=8, stages=2)
+_FORWARD_SMALL = AttentionCut(rows=64, keys=32, warps=8, stages=2)
 EXACT = AttentionCut(rows=32, keys=16, warps=4, stages=1)
+
+
+def forward_cut(dtype: torch.dtype, device: DeviceLimits) -> AttentionCut:
+    """The cut of attention_forward()."""
+    if dtype == torch.float32:
+        return EXACT
+    return _FORWARD_SMALL if device.size == "small" else FORWARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +194,15 @@ def attention_forward(
     documents: Documents,
     *,
     cut: AttentionCut | None = None,
+    device: DeviceLimits | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``softmax(q kᵀ / √head_dim + causal mask) v`` and that times ``sigmoid(gate)``.
 
     Args:
         rotated: [T, heads + kv_heads, head_dim] contiguous, of qk_norm_rope().
         projected: [T, width], whose first columns are the gate and whose last are the values; rows contiguous.
+        cut: forward_cut() if None.
+        device: limits to cut the work up for where no configuration is given; those of the tensors' device if None.
 
     Returns:
         The attention's output [T, query_size], the gated output [T, query_size], and [heads, T] float32: log₂ of the
@@ -201,7 +213,7 @@ def attention_forward(
     out = torch.empty(count, shape.query_size, dtype=rotated.dtype, device=rotated.device)
     gated = torch.empty_like(out)
     normalizer = torch.empty(shape.heads, count, dtype=torch.float32, device=rotated.device)
-    cut = cut or (EXACT if rotated.dtype == torch.float32 else FORWARD)
+    cut = cut or forward_cut(rotated.dtype, device or limits_of(rotated.device))
     tokens = cut.tokens(shape.group)
     _forward_kernel[(documents.tiles * (TILE // tokens), shape.kv_heads)](
         rotated,

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.elementary import sigmoid_for
+from kernels.gpu.launch.device import DeviceLimits, Size, limits_of
 from kernels.gpu.segments import TILE
 from kernels.gpu.train.attention import EXACT, LOG2_E, AttentionCut, AttentionShape, rows_of, values_of, within
 from kernels.gpu.train.documents import Documents
@@ -202,6 +203,16 @@ def _queries_kernel(
 # 64 rows a step of the keys' kernel are 15 % faster, and spill.
 KEYS = AttentionCut(rows=32, keys=64, warps=8, stages=2)
 QUERIES = AttentionCut(rows=128, keys=32, warps=8, stages=2)
+_BY_SIZE: dict[Size, tuple[AttentionCut, AttentionCut]] = {
+    "small": (AttentionCut(rows=16, keys=64, warps=8, stages=2), AttentionCut(rows=32, keys=32, warps=4, stages=2)),
+    "large": (KEYS, AttentionCut(rows=64, keys=32, warps=8, stages=2)),
+    "wide": (KEYS, QUERIES),
+}
+
+
+def backward_cuts(dtype: torch.dtype, device: DeviceLimits) -> tuple[AttentionCut, AttentionCut]:
+    """The cuts of attention_backward(): of the kernel for keys and values, and of that for queries."""
+    return (EXACT, EXACT) if dtype == torch.float32 else _BY_SIZE[device.size]
 
 
 def gate_backward(
@@ -254,6 +265,7 @@ def attention_backward(
     projected_grad: Tensor,
     keys: AttentionCut | None = None,
     queries: AttentionCut | None = None,
+    device: DeviceLimits | None = None,
 ) -> Tensor:
     """Gradients of the attention's output in queries, keys and values.
 
@@ -262,14 +274,15 @@ def attention_backward(
         grad: [T, query_size] contiguous, do.
         products: [heads, T] float32, D, of gate_backward().
         projected_grad: [T, width], whose last columns get the values' gradient.
+        keys, queries: backward_cuts() if None.
+        device: limits to cut the work up for where no configuration is given; those of the tensors' device if None.
 
     Returns:
         The gradient in ``rotated``, [T, heads + kv_heads, head_dim].
     """
     out = torch.empty_like(rotated)
-    exact = rotated.dtype == torch.float32
-    keys = keys or (EXACT if exact else KEYS)
-    queries = queries or (EXACT if exact else QUERIES)
+    usual_keys, usual_queries = backward_cuts(rotated.dtype, device or limits_of(rotated.device))
+    keys, queries = keys or usual_keys, queries or usual_queries
     where = (documents.segments.begin, documents.segments.tile_segment, documents.segments.tile_row)
     common = {
         "KV_HEADS": shape.kv_heads,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kernels.gpu.delta.shape import DeltaShape
 from kernels.gpu.delta.tiles import Tiles, constants, prepare_tiles
+from kernels.gpu.launch.device import DeviceLimits, limits_of
 from kernels.gpu.segments import TILE
 from kernels.gpu.train.documents import Documents
 
@@ -106,17 +107,20 @@ class ScanCut:
 
 FEW = ScanCut(block_v=32, num_warps=4, num_stages=3)
 MANY = ScanCut(block_v=64, num_warps=4, num_stages=3)
+_MANY_SMALL = ScanCut(block_v=32, num_warps=4, num_stages=2)
 EXACT = ScanCut(block_v=16, num_warps=4, num_stages=1)
 _PROGRAMS = 192
 """Programs of 32 value dimensions each that an H200 runs at once with room to spare, as in serving."""
 
 
-def choose_cut(shape: DeltaShape, documents: Documents, dtype: torch.dtype) -> ScanCut:
+def scan_cut(shape: DeltaShape, documents: Documents, dtype: torch.dtype, device: DeviceLimits) -> ScanCut:
     """The cut for so many documents."""
     if dtype == torch.float32:
         return EXACT
     few = triton.cdiv(shape.value_dim, FEW.block_v) * shape.value_heads * documents.count
-    return FEW if few <= _PROGRAMS else MANY
+    if few <= device.wave(_PROGRAMS):
+        return FEW
+    return _MANY_SMALL if device.size == "small" else MANY
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,7 @@ def gated_delta_forward(
     documents: Documents,
     *,
     cut: ScanCut | None = None,
+    device: DeviceLimits | None = None,
 ) -> tuple[Tensor, Tiles, DeltaTrace]:
     """The recurrence from a state of zeros at each document.
 
@@ -145,11 +150,13 @@ def gated_delta_forward(
         mixed: [T, conv_dim], the convolution's output: query | key | value. Rows contiguous.
         projected: [T, width], the mixer's projection, whose last columns are b | a.
         negative_a, dt_bias: [value_heads] float32.
+        cut: scan_cut() if None.
+        device: limits to cut the work up for where no configuration is given; those of the tensors' device if None.
 
     Returns:
         o [T, value_size] in mixed's dtype, before the gated norm, the tiles, and what else the backward reads.
     """
-    tokens, device, dtype = mixed.shape[0], mixed.device, mixed.dtype
+    tokens, dtype = mixed.shape[0], mixed.dtype
     exact = dtype == torch.float32
     tiles = prepare_tiles(
         mixed,
@@ -162,9 +169,11 @@ def gated_delta_forward(
         inverse_terms=2 if exact else 1,
         num_warps=4,
     )
-    out, writes = torch.empty(2, tokens, shape.value_size, dtype=dtype, device=device)
-    states = torch.empty(documents.tiles, shape.value_heads, shape.key_dim, shape.value_dim, dtype=dtype, device=device)
-    cut = cut or choose_cut(shape, documents, dtype)
+    out, writes = torch.empty(2, tokens, shape.value_size, dtype=dtype, device=mixed.device)
+    states = torch.empty(
+        documents.tiles, shape.value_heads, shape.key_dim, shape.value_dim, dtype=dtype, device=mixed.device
+    )
+    cut = cut or scan_cut(shape, documents, dtype, device or limits_of(mixed.device))
     block_v = min(cut.block_v, max(16, triton.next_power_of_2(shape.value_dim)))
     _forward_kernel[(triton.cdiv(shape.value_dim, block_v), shape.value_heads, documents.count)](
         mixed,

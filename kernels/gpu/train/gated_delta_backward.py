@@ -22,8 +22,9 @@ from torch import Tensor
 
 from kernels.gpu.delta.shape import DeltaShape
 from kernels.gpu.delta.tiles import Tiles
+from kernels.gpu.launch.device import DeviceLimits, limits_of
 from kernels.gpu.train.documents import Documents
-from kernels.gpu.train.gated_delta import ScanCut, choose_cut, product, scan_constants
+from kernels.gpu.train.gated_delta import ScanCut, product, scan_constants, scan_cut
 
 
 @triton.jit
@@ -101,6 +102,7 @@ def scan_backward(
     documents: Documents,
     *,
     cut: ScanCut | None = None,
+    device: DeviceLimits | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The half of the backward that goes through the tiles in order.
 
@@ -108,11 +110,13 @@ def scan_backward(
         mixed, projected: the forward's.
         tiles: of the forward.
         grad: [T, value_size] contiguous, do.
+        cut: scan_cut() if None.
+        device: limits to cut the work up for where no configuration is given; those of the tensors' device if None.
 
     Returns:
         dR [T, value_size] and dS′ [tiles, value_heads, key_dim, value_dim], in mixed's dtype.
     """
-    cut = cut or choose_cut(shape, documents, mixed.dtype)
+    cut = cut or scan_cut(shape, documents, mixed.dtype, device or limits_of(mixed.device))
     block_v = min(cut.block_v, max(16, triton.next_power_of_2(shape.value_dim)))
     write_grads = torch.empty_like(grad)
     state_grads = torch.empty(

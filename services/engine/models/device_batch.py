@@ -57,7 +57,7 @@ class DecodeAttention:
     workspace: DecodeWorkspace
     """Shared by all layers: launches on a stream follow each other."""
     config: DecodeConfig | None = None
-    """None: the kernel's own choice."""
+    """None: that of the model's kernel_configs() for the rows of a step."""
 
 
 @dataclass(frozen=True, slots=True)

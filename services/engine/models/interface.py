@@ -21,6 +21,7 @@ from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.trainable import LoraParams
 
 if TYPE_CHECKING:
+    from kernels.gpu.configs import KernelConfigs
     from services.engine.models.device_batch import DecodeAttention, DeviceCache, StepRows
     from services.engine.models.training_arena import GraphMemory
 
@@ -100,6 +101,7 @@ class CausalLM(ABC):
         storage: Storage = PLAIN,
         *,
         mtp: bool = False,
+        kernels: KernelConfigs | None = None,
     ) -> CausalLM:
         """Loads a checkpoint directory; see services.engine.models.registry.load_model."""
 
@@ -118,6 +120,14 @@ class CausalLM(ABC):
     @abstractmethod
     def head(self) -> Tensor:
         """[vocab, hidden]: the matrix that logits come from, decoded if it is quantized."""
+
+    def kernel_configs(self) -> KernelConfigs:
+        """Configurations of the GPU's kernels that this model is run by; those that fit its device where it was loaded
+        with no others."""
+        # Imported here: only engines on a GPU have Triton.
+        from kernels.gpu.configs import KernelConfigs
+
+        return KernelConfigs.on(self.device)
 
     @property
     def has_mtp(self) -> bool:

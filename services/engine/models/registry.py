@@ -20,6 +20,7 @@ from services.engine.models.config import ModelConfig
 if TYPE_CHECKING:
     import torch
 
+    from kernels.gpu.configs import KernelConfigs
     from services.engine.models.footprint import Storage
     from services.engine.models.interface import CausalLM
 
@@ -89,6 +90,7 @@ def load_model(
     device: torch.device | str,
     storage: Storage | None = None,
     mtp: bool = False,
+    kernels: KernelConfigs | None = None,
 ) -> CausalLM:
     """Loads a checkpoint directory (config.json and safetensors).
 
@@ -96,6 +98,7 @@ def load_model(
         dtype: a torch dtype or a name for resolve_dtype().
         storage: quantization of the weight matrices; None: none.
         mtp: load the layer that predicts the token after next, too.
+        kernels: configurations of the GPU's kernels; None: those that fit the device.
 
     Raises:
         InvalidRequest: the shapes cannot be quantized so.
@@ -106,7 +109,7 @@ def load_model(
 
     chosen = resolve_dtype(dtype, device) if isinstance(dtype, str) else dtype
     model = cast("type[CausalLM]", _class(find_architecture(_read_json(path)).model))
-    return model.load(path, read_config(path), chosen, device, storage or PLAIN, mtp=mtp)
+    return model.load(path, read_config(path), chosen, device, storage or PLAIN, mtp=mtp, kernels=kernels)
 
 
 def _class(name: str) -> Any:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import InvalidRequest
+from services.engine.models.config import Float8Scales
 from services.engine.models.registry import read_config
-from services.engine.models.weights.float8_scales import Float8Scales
 from services.engine.settings import EngineSettings
 from services.pod.device import Device, check_device, with_quantization
 

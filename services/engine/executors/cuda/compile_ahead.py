@@ -182,7 +182,7 @@ def _marker(variants: Sequence[Variant], target: GPUTarget) -> Path:
     return Path(triton.knobs.cache.dir) / f"compiled-{digest.hexdigest()[:32]}"
 
 
-class _Target:
+class Target:
     """The driver of a process that only compiles."""
 
     def __init__(self, target: GPUTarget) -> None:
@@ -206,7 +206,7 @@ def _compile(job: tuple[str, int, int, Variant]) -> str | None:
     stable_keys()
     *fields, variant = job
     target = GPUTarget(*fields)
-    driver.set_active(_Target(target))
+    driver.set_active(Target(target))
     try:
         options = make_backend(target).parse_options(variant.options)
         triton.compile(variant.ast(), target=target, options=options.__dict__)

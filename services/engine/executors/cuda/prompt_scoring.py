@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.gpu.row_scores import row_scores
+from kernels.gpu.sampling.row_scores import row_scores
 from services.engine.executors.cuda.stream import EngineStream
 from services.engine.executors.prompt_rows import ReadRows
 from services.engine.models.interface import DeviceForward

@@ -16,7 +16,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from kernels.gpu.attention.decode import DecodeWorkspace, decode_config, decode_splits
+from kernels.gpu.attention.decode import DecodeWorkspace, decode_splits
 from kernels.gpu.copies.block_tables import write_tables
 from kernels.gpu.sampling.sample import ROW_WORDS
 from kernels.gpu.segments import TILE
@@ -366,13 +366,12 @@ def _attention(
     model: CausalLM, cache: DeviceCache, limits: RunnerLimits, options: RunnerOptions
 ) -> dict[int, DecodeAttention]:
     """Decode attention by batch bucket. Buckets with as many splits share a workspace."""
-    config, device = model.config, model.device
-    processors = 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+    config, device, kernels = model.config, model.device, model.kernel_configs()
     buckets = attention_buckets(limits.max_num_seqs, speculative=limits.speculative)
     # An invariant row is cut as in a large batch whatever batch it is in.
     alike = max(buckets[-1], _INVARIANT_BATCH)
     splits = {
-        bucket: decode_splits(alike if options.batch_invariant else bucket, config.num_kv_heads, processors)
+        bucket: decode_splits(alike if options.batch_invariant else bucket, config.num_kv_heads, kernels.device)
         for bucket in buckets
     }
     workspaces = {
@@ -386,5 +385,5 @@ def _attention(
         )
         for count in set(splits.values())
     }
-    chosen = decode_config(cache.pages[0], alike) if options.batch_invariant and cache.pages else None
+    chosen = kernels.decode(cache.pages[0], alike) if options.batch_invariant and cache.pages else None
     return {bucket: DecodeAttention(splits[bucket], workspaces[splits[bucket]], chosen) for bucket in buckets}

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from services.common.errors import CheckpointRejected
-from services.engine.models.config import CacheLayout, ModelConfig, TrainingNumbers, integer, number
+from services.engine.models.config import CacheLayout, ModelConfig, TrainingNumbers, integer, number, read_float8
 from services.engine.models.qwen3_5.rope import Yarn, read_rope
-from services.engine.models.weights.float8_scales import read_float8
 
 LayerType = Literal["linear_attention", "full_attention"]
 _LAYER_TYPES: tuple[LayerType, ...] = ("linear_attention", "full_attention")

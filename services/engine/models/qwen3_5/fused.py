@@ -18,12 +18,13 @@ from kernels.gpu.attention.decode import paged_decode
 from kernels.gpu.attention.pages import KvPages
 from kernels.gpu.attention.prefill import paged_prefill
 from kernels.gpu.attention.qk_rope import qk_norm_rope_write
+from kernels.gpu.configs import KernelConfigs
+from kernels.gpu.copies.embedding import gather_tokens
 from kernels.gpu.delta import chunk as gated_delta_chunk
 from kernels.gpu.delta.chunk import ChunkConfig
 from kernels.gpu.delta.conv1d import conv_decode, conv_prefill
 from kernels.gpu.delta.step import gated_delta_step
 from kernels.gpu.delta.verify import gated_delta_verify
-from kernels.gpu.embedding import gather_tokens
 from kernels.gpu.linear.skinny import Convolution, Norm
 from kernels.gpu.lora.rows import LoraRows
 from kernels.gpu.rms_norm import rms_norm
@@ -31,6 +32,7 @@ from kernels.rope import Rotation
 from services.engine.models.device_batch import DecodeAttention, DeviceCache, StepRows
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.config import Qwen3_5Config
+from services.engine.models.qwen3_5.fused_experts import Mixture
 from services.engine.models.qwen3_5.side_stream import SideStream
 from services.engine.models.qwen3_5.weights import (
     AttentionWeights,
@@ -74,7 +76,9 @@ class FusedForward:
         self._cache, self._lora = cache, lora
         self._tables, self._last_tokens = tables, last_tokens
         self._pdl = pdl
+        self._kernels = weights.kernels or KernelConfigs.on(weights.embedding.device)
         self._side_stream = SideStream(weights.embedding.device)
+        self._mixture = Mixture(weights.embedding.device, batch_invariant=batch_invariant)
         self._chunk: ChunkConfig | None = None
         self._late: bool | None = None
         """True if decodes let writes to states wait; None: by their number."""
@@ -82,7 +86,7 @@ class FusedForward:
         """Rows, heads and warps of a program; 0: the kernel's own choice."""
         if batch_invariant:
             exact = weights.embedding.dtype == torch.float32
-            self._chunk = gated_delta_chunk.EXACT if exact else gated_delta_chunk.MANY
+            self._chunk = gated_delta_chunk.EXACT if exact else gated_delta_chunk.many(self._kernels.device)
             self._late = False
             self._rope = (4, 1, 4)
 
@@ -183,11 +187,15 @@ class FusedForward:
         """The rest of a layer behind its mixer; ``following`` is the layer that reads x next, ``joined`` whether
         kernels on two streams made ``mixed``."""
         eps, pdl = self._config.rms_norm_eps, self._pdl
-        norm = Norm(layer.post_norm, eps)
+        norm, experts = Norm(layer.post_norm, eps), layer.experts
+        first = layer.gate_up if experts is None else experts.router
         out_proj = layer.mixer.out_proj
-        out_proj.add_to(x, mixed, ahead=(norm, layer.gate_up), lora=lora.get("out"), pdl=pdl and not joined)
-        active = layer.gate_up.project(x, norm=norm, swiglu=True, lora=lora.get("gate_up"), pdl=pdl)
+        out_proj.add_to(x, mixed, ahead=(norm, first), lora=lora.get("out"), pdl=pdl and not joined)
         ahead = None if following is None else (Norm(following.input_norm, eps), following.mixer.in_proj)
+        if experts is not None:
+            self._mixture.add_to(x, layer, experts, eps, lora, ahead=ahead, pdl=pdl)
+            return
+        active = layer.gate_up.project(x, norm=norm, swiglu=True, lora=lora.get("gate_up"), pdl=pdl)
         layer.down.add_to(x, active, ahead=ahead, lora=lora.get("down"), pdl=pdl)
 
     def _adapters(self, layer: int, rows: StepRows) -> Mapping[str, LoraRows]:
@@ -232,12 +240,14 @@ class FusedForward:
                     rows.positions[:decodes],
                     attention.splits,
                     workspace=attention.workspace,
-                    config=attention.config,
+                    config=attention.config or self._kernels.decode(pages, decodes),
                     out=out[:decodes],
                     pdl=pdl,
                 )
         if rows.segments is not None and not rows.short:
-            paged_prefill(q, projected, pages, tables, rows.segments, out=out, pdl=self._pdl)
+            paged_prefill(
+                q, projected, pages, tables, rows.segments, out=out, device=self._kernels.device, pdl=self._pdl
+            )
         self._side_stream.join()
         return out
 
@@ -276,6 +286,7 @@ class FusedForward:
                     slots,
                     waiting=waiting,
                     late=self._late,
+                    device=self._kernels.device,
                     out=out[:decodes],
                     pdl=pdl,
                 )
@@ -293,6 +304,7 @@ class FusedForward:
                 waiting=waiting,
                 out=out,
                 config=self._chunk,
+                device=self._kernels.device,
                 pdl=self._pdl,
             )
         self._side_stream.join()

@@ -24,13 +24,14 @@ from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.layers import decoder_layer
-from services.engine.models.qwen3_5.loader import load_checkpoint
+from services.engine.models.qwen3_5.loading.loader import load_checkpoint
 from services.engine.models.qwen3_5.step import Step
 from services.engine.models.qwen3_5.training import plain
 from services.engine.models.qwen3_5.weights import DeltaNetWeights, ModelWeights
 from services.engine.models.registry import load_model
 
 if TYPE_CHECKING:
+    from kernels.gpu.configs import KernelConfigs
     from services.engine.models.device_batch import DeviceCache
     from services.engine.models.qwen3_5.fused import FusedForward
     from services.engine.models.qwen3_5.training.captured import CapturedSteps
@@ -82,13 +83,12 @@ class Qwen3_5(CausalLM):  # noqa: N801
         storage: Storage = PLAIN,
         *,
         mtp: bool = False,
+        kernels: KernelConfigs | None = None,
     ) -> Qwen3_5:
         """See CausalLM."""
         if not isinstance(config, Qwen3_5Config):
             raise TypeError(f"a Qwen3.5 model needs a Qwen3_5Config, got {type(config).__name__}")
-        if torch.device(device).type == "cuda" and config.expert_shapes(0):
-            raise InvalidRequest("a mixture of experts has no forward on a GPU: use TEMPER_DEVICE=cpu", param="device")
-        return cls(config, load_checkpoint(path, config, dtype, device, storage, mtp=mtp))
+        return cls(config, load_checkpoint(path, config, dtype, device, storage, mtp=mtp, kernels=kernels))
 
     @classmethod
     def from_directory(
@@ -99,9 +99,10 @@ class Qwen3_5(CausalLM):  # noqa: N801
         device: torch.device | str,
         storage: Storage = PLAIN,
         mtp: bool = False,
+        kernels: KernelConfigs | None = None,
     ) -> Qwen3_5:
         """registry.load_model() where the checkpoint is known to be a Qwen3.5."""
-        model = load_model(path, dtype=dtype, device=device, storage=storage, mtp=mtp)
+        model = load_model(path, dtype=dtype, device=device, storage=storage, mtp=mtp, kernels=kernels)
         if not isinstance(model, Qwen3_5):
             raise TypeError(f"{path} is a checkpoint of {type(model).__name__}")
         return model
@@ -113,6 +114,10 @@ class Qwen3_5(CausalLM):  # noqa: N801
     def head(self) -> Tensor:
         """See CausalLM."""
         return self.weights.head.dense()
+
+    def kernel_configs(self) -> KernelConfigs:
+        """See CausalLM."""
+        return self.weights.kernels or super().kernel_configs()
 
     @property
     def has_mtp(self) -> bool:
@@ -201,6 +206,8 @@ class Qwen3_5(CausalLM):  # noqa: N801
     ) -> Tensor:
         """See CausalLM."""
         if self.device.type == "cuda":
+            if self.config.expert_shapes(0):
+                raise InvalidRequest("a mixture of experts is trained on the CPU only: use TEMPER_DEVICE=cpu")
             # Imported here: only engines on a GPU have Triton.
             from services.engine.models.qwen3_5.training import trunk
 
@@ -231,8 +238,10 @@ class Qwen3_5(CausalLM):  # noqa: N801
         recompute: Recompute | None,
         memory: GraphMemory,
         most_tokens: int | None,
-    ) -> CapturedSteps:
+    ) -> CapturedSteps | None:
         """See CausalLM."""
+        if self.config.expert_shapes(0):
+            return None
         from services.engine.models.qwen3_5.training.captured import CapturedSteps
 
         return CapturedSteps(self.config, self.weights, self.rotation, lora, recompute, memory, most_tokens)

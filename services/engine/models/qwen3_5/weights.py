@@ -7,10 +7,14 @@ tiny and the reference computes with them in float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from services.engine.models.weights.matrix import DenseMatrix, Matrix
+
+if TYPE_CHECKING:
+    from kernels.gpu.configs import KernelConfigs
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,8 @@ class ModelWeights:
     """[vocab, hidden]; the embedding itself when tied and not quantized."""
     mtp: MtpWeights | None = None
     """None: not there, or not asked for."""
+    kernels: KernelConfigs | None = None
+    """Configurations of the kernels that run these weights, the matrices' own; None: those that fit the device."""
 
     def nbytes(self) -> int:
         """Bytes of all weights, a tied head counted once."""

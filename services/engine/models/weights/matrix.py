@@ -19,6 +19,7 @@ from services.common.errors import InvalidRequest
 from services.engine.models.residual import Residual
 
 if TYPE_CHECKING:
+    from kernels.gpu.configs import KernelConfigs
     from kernels.gpu.linear.skinny import Convolution, Norm, SplitWorkspace, Weight
     from kernels.gpu.lora.rows import LoraRows
 
@@ -39,6 +40,8 @@ class Matrix(ABC):
     """Shared by all matrices of one stream; None allocates at each product that needs it."""
     invariant: bool
     """Every product by one fixed cut, whatever the number of rows: a row's bits depend on that row alone."""
+    kernels: KernelConfigs | None
+    """Shared by all matrices of a model; None: those that fit the weight's device."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -55,21 +58,27 @@ class Matrix(ABC):
     def dense(self) -> Tensor:
         """[out, in] in the model's dtype; decoded anew at every call if quantized."""
 
+    @property
+    def configs(self) -> KernelConfigs:
+        """Configurations of the kernels that multiply with this matrix."""
+        from kernels.gpu.configs import KernelConfigs
+
+        weight = self.weight if isinstance(self.weight, Tensor) else self.weight.tensors()[0]
+        return self.kernels or KernelConfigs.on(weight.device)
+
     @abstractmethod
     def part(self, rows: slice) -> Tensor:
         """Rows of dense(), without the others being decoded."""
 
     def few(self, rows: int) -> bool:
         """True if a product of ``rows`` rows streams the weight."""
-        from kernels.gpu.linear.products import streams
-
-        return streams(rows, self.weight, self.invariant)
+        return self.invariant or self.configs.streams(rows, self.weight)
 
     def convolves(self, rows: int) -> bool:
         """True if a product of ``rows`` rows computes a convolution as well."""
-        from kernels.gpu.linear.products import convolves
+        from kernels.gpu.linear.products import MOST_CONVOLVED
 
-        return convolves(rows, self.weight, self.invariant)
+        return rows <= MOST_CONVOLVED and self.few(rows)
 
     @abstractmethod
     def product(self, x: Tensor, *, pdl: bool) -> Tensor:
@@ -118,13 +127,16 @@ class Matrix(ABC):
                 swiglu=swiglu,
                 lora=lora,
                 conv=conv,
+                config=self.configs.product(x.shape[0], self.weight, swiglu=swiglu),
                 invariant=self.invariant,
                 workspace=self.workspace,
+                device=self.configs.device,
                 pdl=pdl,
             )
         rows, addend = x.take() if isinstance(x, Residual) else (x, None)
         inputs = normed(rows, norm, addend, pdl=pdl)
-        return finished(self.product(inputs, pdl=pdl), inputs, swiglu=swiglu, lora=lora, pdl=pdl)
+        result = self.product(inputs, pdl=pdl)
+        return finished(result, inputs, swiglu=swiglu, lora=lora, device=self.configs.device, pdl=pdl)
 
     def add_to(
         self,
@@ -153,13 +165,15 @@ class Matrix(ABC):
                 self.weight,
                 lora=lora,
                 ahead=norm,
+                config=self.configs.product(rows, self.weight, swiglu=False),
                 invariant=self.invariant,
                 workspace=self.workspace,
+                device=self.configs.device,
                 pdl=pdl,
             )
             stream.added(norm, made)
         else:
-            finished(self.product_onto(stream, x, pdl=pdl), x, lora=lora, pdl=pdl)
+            finished(self.product_onto(stream, x, pdl=pdl), x, lora=lora, device=self.configs.device, pdl=pdl)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +184,7 @@ class DenseMatrix(Matrix):
     """[out, in] contiguous."""
     workspace: SplitWorkspace | None = None
     invariant: bool = False
+    kernels: KernelConfigs | None = None
 
     def dense(self) -> Tensor:
         return self.weight
@@ -195,6 +210,7 @@ class Fp8Matrix(Matrix):
     dtype: torch.dtype
     workspace: SplitWorkspace | None = None
     invariant: bool = False
+    kernels: KernelConfigs | None = None
 
     def dense(self) -> Tensor:
         return dequantize_fp8(self.weight, self.dtype)
@@ -212,7 +228,16 @@ class Fp8Matrix(Matrix):
         from kernels.gpu.linear.fp8 import fp8_linear, quantize_rows
 
         values, scale = quantize_rows(x, pdl=pdl)
-        return fp8_linear(values, scale, self.weight, out_dtype=x.dtype, residual=onto, out=onto, pdl=pdl)
+        return fp8_linear(
+            values,
+            scale,
+            self.weight,
+            out_dtype=x.dtype,
+            residual=onto,
+            out=onto,
+            device=self.configs.device,
+            pdl=pdl,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +248,7 @@ class Int4Matrix(Matrix):
     dtype: torch.dtype
     workspace: SplitWorkspace | None = None
     invariant: bool = False
+    kernels: KernelConfigs | None = None
 
     def dense(self) -> Tensor:
         return dequantize_int4(self.weight, self.dtype)
@@ -244,6 +270,7 @@ def quantize(
     *,
     workspace: SplitWorkspace | None = None,
     invariant: bool = False,
+    kernels: KernelConfigs | None = None,
     least: Tensor | None = None,
 ) -> DenseMatrix | Fp8Matrix | Int4Matrix:
     """A matrix of the kind of TEMPER_QUANTIZATION.
@@ -257,12 +284,12 @@ def quantize(
         InvalidRequest: another kind, or a number of inputs that it cannot group.
     """
     if kind == "none":
-        return DenseMatrix(weight, workspace, invariant)
+        return DenseMatrix(weight, workspace, invariant, kernels)
     if kind not in ("fp8", "int4"):
         raise InvalidRequest(f"quantization must be none, fp8 or int4, got {kind!r}", param="quantization")
     try:
         if kind == "fp8":
-            return Fp8Matrix(quantize_fp8(weight, least), weight.dtype, workspace, invariant)
-        return Int4Matrix(quantize_int4(weight), weight.dtype, workspace, invariant)
+            return Fp8Matrix(quantize_fp8(weight, least), weight.dtype, workspace, invariant, kernels)
+        return Int4Matrix(quantize_int4(weight), weight.dtype, workspace, invariant, kernels)
     except ValueError as error:
         raise InvalidRequest(str(error), param="quantization") from None

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.gpu.attention.decode import DecodeConfig, DecodeWorkspace, decode_splits, paged_decode
+from kernels.gpu.launch.device import named
 from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.kernels.gpu.attention.cases import Paged, exact_attention, paged
 
@@ -71,7 +72,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_every_time(device: torch.devic
 
 
 def test_splits_follow_the_batch() -> None:
-    assert [decode_splits(batch, 4, 132) for batch in (1, 16, 64, 256)] == [32, 16, 4, 4]
+    assert [decode_splits(batch, 4, named("sm90")) for batch in (1, 16, 64, 256)] == [32, 16, 4, 4]
 
 
 def test_contradictions_are_refused(device: torch.device) -> None:

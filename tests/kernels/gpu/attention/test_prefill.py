@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.gpu.attention.prefill import OVERLAPPED, PrefillConfig, paged_prefill, prefill_config
+from kernels.gpu.launch.device import limits_of
 from kernels.gpu.segments import Segments
 from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.kernels.gpu.attention.cases import Paged, exact_attention, paged
@@ -96,7 +97,7 @@ def test_hopper_computes_the_same_bits(device: torch.device) -> None:
     case = paged(
         [start + length for start, length in zip(starts, lengths, strict=True)], 4, 256, torch.bfloat16, device
     )
-    assert prefill_config(case.kv, 16) == OVERLAPPED
+    assert prefill_config(case.kv, 16, limits_of(device)) == OVERLAPPED
     rows = sum(lengths)
     q = torch.randn(rows, 16, 256).to(device, torch.bfloat16)
     projected = torch.randn(rows, 2 * 16 * 256).to(device, torch.bfloat16)

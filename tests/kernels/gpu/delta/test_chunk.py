@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 import torch
 
-from kernels.gpu.delta.chunk import EXACT, FEW, MANY, ChunkConfig, _choose, gated_delta_prefill
+from kernels.gpu.delta.chunk import EXACT, FEW, MANY, ChunkConfig, chunk_config, gated_delta_prefill
 from kernels.gpu.delta.conv1d import conv_prefill
 from kernels.gpu.delta.shape import DeltaShape
 from kernels.gpu.delta.step import gated_delta_step
+from kernels.gpu.launch.device import named
 from kernels.gpu.segments import Segments
 from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.kernels.gpu.delta.support import CHAIN_SLOTS, CHAINS, Chain, Mixer, chain_segments, exact_delta, mixer
@@ -108,8 +109,8 @@ def test_links_do_not_make_a_sequence_many(device: torch.device) -> None:
     """How the work is cut goes by the sequences: with two programs a multiprocessor one alone would take longer."""
     shape = DeltaShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
     chain = chain_segments([Chain(0, 2, (64, 64), (6, 2))], device)
-    assert _choose(shape, dataclasses.replace(chain, chains=1), torch.bfloat16) is FEW
-    assert _choose(shape, chain, torch.bfloat16) is MANY
+    assert chunk_config(shape, dataclasses.replace(chain, chains=1), torch.bfloat16, named("sm90")) is FEW
+    assert chunk_config(shape, chain, torch.bfloat16, named("sm90")) is MANY
 
 
 @pytest.mark.parametrize("alike", [0.9, 0.999, 1.0])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.delta.conv1d import conv_decode
+from kernels.gpu.launch.device import named
 from kernels.gpu.linear.skinny import Convolution, Norm, SplitWorkspace, Weight, skinny_add, skinny_linear
 from kernels.gpu.linear.skinny_configs import SkinnyConfig, choose, most_rows
 from kernels.gpu.lora.rows import LoraRows
@@ -149,11 +150,11 @@ def test_the_table_serves_every_number_of_rows(device: torch.device, rows: int) 
 
 
 def test_measured_shapes_say_up_to_how_many_rows_they_stream() -> None:
-    limit = most_rows(18432, 2560, "none")
+    limit = most_rows(18432, 2560, "none", named("sm90"))
     assert limit >= 16
-    assert choose(1, 18432, 2560, "none", True).variant == "vector"
-    assert choose(limit, 18432, 2560, "none", True).variant != "vector"
-    assert (most_rows(80, 256, "none"), most_rows(80, 256, "int4")) == (16, 64)
+    assert choose(1, 18432, 2560, "none", True, named("sm90")).variant == "vector"
+    assert choose(limit, 18432, 2560, "none", True, named("sm90")).variant != "vector"
+    assert tuple(most_rows(80, 256, kind, named("sm90")) for kind in ("none", "int4")) == (16, 64)
 
 
 def test_rows_that_the_copy_engine_cannot_find_are_copied(device: torch.device) -> None:

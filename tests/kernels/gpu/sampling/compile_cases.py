@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kernels.gpu.activations import swiglu
-from kernels.gpu.embedding import gather_tokens
+from kernels.gpu.copies.embedding import gather_tokens
 from kernels.gpu.rms_norm import rms_norm
 from kernels.gpu.sampling.sample import PARAMETER_WORDS, ROW_WORDS, MaskTensors, SamplingBuffers, sample_rows
 

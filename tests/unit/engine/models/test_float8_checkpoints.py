@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3_5ForCausalLM
 
-from benchmarks.lib.float8_checkpoint import convert, quantization_config
+from benchmarks.lib.checkpoints.float8 import convert, quantization_config
 from services.common.errors import CheckpointRejected
 from services.engine.models.checkpoint import canonical_name, checkpoint_digest
+from services.engine.models.config import Float8Scales, read_float8
 from services.engine.models.footprint import Formats, Storage, weight_bytes
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.models.registry import read_config
-from services.engine.models.weights.float8_scales import Float8Scales, read_float8
 from services.engine.models.weights.matrix import Fp8Matrix, Matrix
 from tests.parity import reference
 from tests.parity.reference import BAR, Driver, make_checkpoint, prompt

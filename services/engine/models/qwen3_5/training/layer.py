@@ -19,6 +19,7 @@ from kernels.gpu.delta.conv1d import conv_prefill
 from kernels.gpu.delta.gated_norm import gated_norm
 from kernels.gpu.delta.shape import DeltaShape
 from kernels.gpu.delta.tiles import Tiles
+from kernels.gpu.launch.device import DeviceLimits
 from kernels.gpu.rms_norm import rms_norm
 from kernels.gpu.train.activations import swiglu_backward
 from kernels.gpu.train.attention import AttentionShape, attention_forward
@@ -47,6 +48,8 @@ class Shared:
     documents: Documents
     rotation: Rotation
     """Of queries and keys."""
+    device: DeviceLimits
+    """Limits that kernels are cut up for."""
     past: Tensor
     """[documents, kernel - 1, conv_dim]: scratch for the convolution's states, which training has no use for."""
 
@@ -211,7 +214,7 @@ class Layer:
         if isinstance(self._weights.mixer, AttentionWeights):
             rotated = self._rotate(projected, self._weights.mixer)
             attended, gated, normalizer = attention_forward(
-                rotated, projected, self._shared.attention, self._shared.documents
+                rotated, projected, self._shared.attention, self._shared.documents, device=self._shared.device
             )
             return gated, AttentionInside(attended, normalizer)
         inside = self._delta(projected, self._weights.mixer)
@@ -237,7 +240,13 @@ class Layer:
         mixed = torch.empty(len(projected), shared.config.conv_dim, dtype=projected.dtype, device=projected.device)
         conv_prefill(projected, weights.conv, shared.past, shared.documents.segments, out=mixed)
         out, tiles, trace = gated_delta_forward(
-            mixed, projected, weights.negative_a, weights.dt_bias, shared.delta, shared.documents
+            mixed,
+            projected,
+            weights.negative_a,
+            weights.dt_bias,
+            shared.delta,
+            shared.documents,
+            device=shared.device,
         )
         return DeltaInside(mixed, out, tiles, trace)
 
@@ -295,6 +304,7 @@ class Layer:
             shape,
             shared.documents,
             projected_grad=projected_grad,
+            device=shared.device,
         )
         qk_norm_rope_backward(
             projected,
@@ -323,7 +333,7 @@ class Layer:
         )
         if inside.tiles is None:
             raise ValueError("this forward has been gone through backwards already")
-        scans = scan_backward(inside.mixed, projected, inside.tiles, do, shared.delta, documents)
+        scans = scan_backward(inside.mixed, projected, inside.tiles, do, shared.delta, documents, device=shared.device)
         inside.tiles = None  # here a step needs most memory
         mixed_grad = gated_delta_gradients(
             inside.mixed,

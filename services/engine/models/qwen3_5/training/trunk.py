@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from kernels.gpu.configs import KernelConfigs
 from kernels.gpu.rms_norm import rms_norm
 from kernels.gpu.train.documents import Documents
 from kernels.gpu.train.rms_norm import rms_norm_backward
@@ -44,7 +45,8 @@ class Trunk:
     ) -> None:
         device, dtype = weights.embedding.device, weights.embedding.dtype
         past = torch.empty(documents.count, config.conv_kernel - 1, config.conv_dim, dtype=dtype, device=device)
-        shared = Shared(config, documents, rotation, past)
+        kernels = weights.kernels or KernelConfigs.on(device)
+        shared = Shared(config, documents, rotation, kernels.device, past)
         self._weights, self._eps = weights, config.rms_norm_eps
         self.layers = [
             Layer(layer, shared, {} if adapter is None else adapter.layer(index))

@@ -20,11 +20,11 @@ from kernels.gpu.attention.pages import KvPages
 from kernels.gpu.segments import Segments
 from kernels.gpu.linear.skinny import skinny_linear
 from kernels.gpu.copies.state_copy import copy_states
-from services.engine.executors.cuda.compile_ahead import _Target, compile_ahead, compiled_here, recorded
+from services.engine.executors.cuda.compile_ahead import Target, compile_ahead, compiled_here, recorded
 from tests.kernels.hopper import compiled
 
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one process that compiles, beside this one
-driver.set_active(_Target(GPUTarget("cuda", 90, 32)))
+driver.set_active(Target(GPUTarget("cuda", 90, 32)))
 tables = torch.zeros(4, 8, dtype=torch.int32)
 entries = torch.zeros(2, 2, dtype=torch.int32)
 x, weight = torch.zeros(4, 128, dtype=torch.bfloat16), torch.zeros(64, 128, dtype=torch.bfloat16)

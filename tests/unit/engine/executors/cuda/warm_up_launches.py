@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from kernels.gpu.launch.cache_keys import stable_keys
 from services.engine.constraints.masks import RowMasks
-from services.engine.executors.cuda.compile_ahead import Variant, _Target, recorded
+from services.engine.executors.cuda.compile_ahead import Target, Variant, recorded
 from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
 from services.engine.executors.cuda.warm_up import sampling_plans, warm_up_shapes
 from services.engine.models.device_batch import DeviceCache
@@ -96,7 +96,7 @@ def prompts(*lengths: int, snapshots: int) -> StepPlan:
 def disk_key(variant: Variant) -> str:
     """Where a compiling process would leave a variant."""
     stable_keys()
-    driver.set_active(_Target(TARGET))
+    driver.set_active(Target(TARGET))
     backend = make_backend(TARGET)
     return str(get_cache_key(variant.ast(), backend, backend.parse_options(variant.options), env_vars={}))
 
@@ -155,7 +155,7 @@ def check(case: str, pool: ProcessPoolExecutor) -> dict[str, Any]:
 
 
 def main() -> None:
-    driver.set_active(_Target(TARGET))
+    driver.set_active(Target(TARGET))
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         sys.stdout.write(json.dumps([check(case, pool) for case in sys.argv[1:]]) + "\n")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.embedding import gather_tokens
+from kernels.gpu.copies.embedding import gather_tokens
 
 
 def ints(values: list[int], device: torch.device) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 
 import kernels.row_scores as plain
 import tests.kernels.gpu.interpreter  # noqa: F401
-from kernels.gpu.row_scores import row_scores
+from kernels.gpu.sampling.row_scores import row_scores
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

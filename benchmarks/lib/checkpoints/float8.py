@@ -1,7 +1,7 @@
 """Float8 checkpoints in the format of the published ones, made from others: what loading them costs is measured without
 downloading one.
 
-`python -m benchmarks.lib.float8_checkpoint SOURCE TARGET` converts a checkpoint directory shard by shard.
+`python -m benchmarks.lib.checkpoints.float8 SOURCE TARGET` converts a checkpoint directory shard by shard.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.quantize import multiply_groups
 from services.engine.models.footprint import PLAIN, Storage, copies_head
 from services.engine.models.qwen3_5.config import LayerType, Qwen3_5Config
+from services.engine.models.qwen3_5.loading.tensors import CheckpointTensors
 from services.engine.models.qwen3_5.moe_config import DOWN, GATE_UP, SHARED, Qwen3_5MoeConfig, separate_experts
 from services.engine.models.qwen3_5.weights import (
     AttentionWeights,
@@ -23,10 +24,10 @@ from services.engine.models.qwen3_5.weights import (
     MtpWeights,
 )
 from services.engine.models.weights.matrix import Matrix, quantize
-from services.engine.models.weights.tensors import CheckpointTensors
 from services.engine.models.weights.upload import Uploader
 
 if TYPE_CHECKING:
+    from kernels.gpu.configs import KernelConfigs
     from kernels.gpu.linear.skinny import SplitWorkspace
 
 
@@ -44,12 +45,14 @@ def load_checkpoint(
     storage: Storage = PLAIN,
     *,
     mtp: bool = False,
+    kernels: KernelConfigs | None = None,
 ) -> ModelWeights:
     """Loads ``path/*.safetensors`` onto the device in the given dtype, without a second copy of the model in memory:
     each tensor goes from the mapped file to its place in a fused matrix, which is quantized before the next one comes.
 
     Args:
         mtp: load the layer that predicts the token after next, too.
+        kernels: configurations of the GPU's kernels; None: those that fit the device.
 
     Raises:
         InvalidRequest: the shapes cannot be quantized so.
@@ -59,7 +62,7 @@ def load_checkpoint(
         storage.check(config)
         named = config.tensor_shapes() | (config.mtp_shapes() if mtp else {})
         tensors = CheckpointTensors(Path(path), stack, config, named, mtp=mtp)
-        return _Builder(tensors, config, dtype, torch.device(device), storage, mtp).build()
+        return _Builder(tensors, config, dtype, torch.device(device), storage, mtp, kernels).build()
 
 
 class _Builder:
@@ -73,8 +76,9 @@ class _Builder:
         device: torch.device,
         storage: Storage,
         mtp: bool,
+        kernels: KernelConfigs | None,
     ) -> None:
-        self._mtp = mtp
+        self._mtp, self._kernels = mtp, kernels
         self._tensors, self._config, self._dtype, self._device = tensors, config, dtype, device
         self._storage = storage
         self._uploader = Uploader(device) if device.type == "cuda" else None
@@ -84,7 +88,8 @@ class _Builder:
         layers = tuple(self._layer(f"layers.{index}.", kind) for index, kind in enumerate(self._config.layer_types))
         embedding = self._copy("embed_tokens.weight", self._dtype)
         mtp = self._mtp_layer() if self._mtp else None
-        weights = ModelWeights(embedding, layers, self._norm("norm.weight"), self._head(embedding), mtp)
+        head = self._head(embedding)
+        weights = ModelWeights(embedding, layers, self._norm("norm.weight"), head, mtp, self._kernels)
         if self._uploader is not None:
             self._uploader.finish()
             torch.cuda.empty_cache()  # what quantizing took is free for the caches
@@ -184,7 +189,10 @@ class _Builder:
         return self._stored(_in_memory_order(matrix) if kind == "none" else matrix, kind, least)
 
     def _stored(self, matrix: Tensor, kind: str, least: Tensor | None = None) -> Matrix:
-        return quantize(matrix, kind, workspace=self._workspace, invariant=self._storage.invariant, least=least)
+        invariant = self._storage.invariant
+        return quantize(
+            matrix, kind, workspace=self._workspace, invariant=invariant, kernels=self._kernels, least=least
+        )
 
     def _fill(self, name: str, target: Tensor, scales: Tensor | None = None) -> None:
         """Copies a tensor to where it belongs, float8 times its scales.

@@ -1,0 +1,133 @@
+"""Cuts of the products of experts, by the number of rows, the shape and what a GPU's shared memory holds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from kernels.gpu.linear.skinny_configs import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """Sizes of a layer's experts."""
+
+    count: int
+    chosen: int
+    """Experts a token."""
+    hidden: int
+    size: int
+    """Width of an expert between its two products."""
+    kind: Kind
+    itemsize: int
+    """Bytes of a number of x."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTile:
+    """Tile sizes of a product in which a token's experts are streamed for it alone."""
+
+    block_n: int
+    """Rows of an expert's matrix a program."""
+    groups: int
+    """Groups of 128 inputs of a load."""
+    warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """Each token's experts by themselves: for a few tokens, which hardly share any."""
+
+    gate_up: StreamTile
+    down: StreamTile
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTile:
+    """Tile sizes of a grouped product."""
+
+    block_m: int
+    """Pairs of a program."""
+    block_n: int
+    """Rows of an expert's matrix a program."""
+    block_k: int
+    """Inputs of a load. fp8: a multiple of 128; int4: one group of 128, whatever this says."""
+    warps: int
+    stages: int
+
+    def shared_memory(self, kind: Kind, itemsize: int, *, float8: bool = False) -> int:
+        """Bytes of the tiles on their way."""
+        inputs = 128 if kind == "int4" else self.block_k
+        weight = {"none": itemsize * inputs, "fp8": inputs, "int4": inputs // 2}[kind]
+        return self.stages * (self.block_n * weight + self.block_m * inputs * (1 if float8 else itemsize))
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """Tokens by expert, each expert's weights read for a tile of them."""
+
+    gate_up: GroupTile
+    down: GroupTile
+    float8: bool = False
+    """Inputs quantized by row, multiplied on the float8 tensor cores (fp8 weights only)."""
+
+
+Cut = Streamed | Grouped
+_MOST_STREAMED = 4
+_BY_PAIRS = ((16, 16, 64, 4), (32, 32, 64, 4), (64, 64, 128, 8), (math.inf, 128, 128, 8))
+"""Pairs an expert up to which a tile of block_m, block_n and warps is for."""
+_FLOAT8_ROWS = 64
+"""Pairs an expert from which the products, and not reading the weights, take the time."""
+
+
+def choose(rows: int, shape: ExpertShape, shared_memory: int, *, float8: bool) -> Cut:
+    """The cut for so many tokens.
+
+    Args:
+        shared_memory: most bytes a block may use.
+        float8: the GPU multiplies float8.
+    """
+    if rows <= _MOST_STREAMED:
+        return Streamed(
+            gate_up=StreamTile(16, _groups(shape.hidden, 8), warps=4),
+            down=StreamTile(8, _groups(shape.size, 4), warps=4),
+        )
+    each = rows * shape.chosen / shape.count
+    block_m, block_n, warps = next(tile for most, *tile in _BY_PAIRS if each <= most)
+    quantized = float8 and shape.kind == "fp8" and each > _FLOAT8_ROWS
+    tile = GroupTile(block_m, block_n, 128 if block_m <= 32 or shape.kind == "fp8" else 64, warps, stages=4)
+    tile = fitting(tile, shape, shared_memory, float8=quantized)
+    return Grouped(tile, tile, quantized)
+
+
+def invariant(shape: ExpertShape, shared_memory: int) -> Grouped:
+    """The cut for any number of tokens: a token's bits then do not depend on how many there are."""
+    tile = fitting(GroupTile(16, 64, 128, warps=4, stages=3), shape, shared_memory)
+    return Grouped(tile, tile)
+
+
+def fitting(tile: GroupTile, shape: ExpertShape, shared_memory: int, *, float8: bool = False) -> GroupTile:
+    """The tile with as many loads in flight as fit, and smaller if even two do not.
+
+    Raises:
+        ValueError: no tile fits.
+    """
+    while tile.shared_memory(shape.kind, shape.itemsize, float8=float8) > shared_memory - _SPARE:
+        if tile.stages > 2:
+            tile = replace(tile, stages=tile.stages - 1)
+        elif tile.block_m > 16 or tile.block_n > 32:
+            tile = replace(tile, block_m=max(16, tile.block_m // 2), block_n=max(32, tile.block_n // 2), stages=4)
+        else:
+            raise ValueError(f"experts: no tile fits {shared_memory} bytes of shared memory")
+    return tile
+
+
+_SPARE = 2048
+"""Bytes of shared memory for what the compiler moves between threads."""
+
+
+def _groups(inputs: int, most: int) -> int:
+    groups = 1
+    while groups < most and groups * 128 < inputs:
+        groups *= 2
+    return groups

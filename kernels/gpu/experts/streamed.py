@@ -1,0 +1,198 @@
+"""Experts of a few tokens: each token's experts stream their weights through registers, as if no other token had them.
+
+As `kernels.gpu.linear.skinny_kernels.vector_kernel`, of which these are the grouped form. The second kernel adds up a
+token's experts by itself, always in the same order, and knows them before the first one has ended: so its weights are
+asked for meanwhile. Reference: `kernels.experts.pass_through`.
+"""
+
+# Triton's language: constants are upper case, kernels have no annotations that mypy knows.
+# ruff: noqa: N803
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,assignment"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.gpu.experts.stack import rows_of, tensor_of
+from kernels.gpu.launch.programmatic import wait
+from kernels.gpu.linear.skinny_parts import (
+    DENSE,
+    FP8,
+    GROUP,
+    INT4,
+    finish,
+    squares_ahead,
+    unpack_to_float,
+    weight_rows,
+)
+
+
+@triton.jit
+def _ask(values, row, total, first: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, GROUPS: tl.constexpr):
+    """Words of weight rows [rows, GROUPS, words of 128 inputs] from group ``first`` on."""
+    words: tl.constexpr = GROUP // (4 if KIND == INT4 else (2 if KIND == FP8 else 1))
+    group = first + tl.arange(0, GROUPS)[None, :, None]
+    c = tl.arange(0, words)[None, None, :]
+    if KIND == INT4:
+        place = values + (group.to(tl.int64) * total + row[:, None, None]) * words + c
+    else:
+        place = (
+            values + row.to(tl.int64)[:, None, None] * (K // GROUP * words if KIND == FP8 else K) + group * words + c
+        )
+    if (first + GROUPS) * GROUP <= K:
+        return tl.load(place, eviction_policy="evict_first")
+    else:  # noqa: RET505 (Triton compiles what follows a return)
+        return tl.load(place, mask=group * GROUP + c < K, other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _ask_groups(pointer, row, total, first: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr):
+    """What rows [rows, GROUPS] have for each group of int4."""
+    group = first + tl.arange(0, GROUPS)[None, :]
+    return tl.load(pointer + group.to(tl.int64) * total + row[:, None], mask=group * GROUP < K, other=0)
+
+
+@triton.jit
+def _sums(
+    words,
+    factor,
+    offset,
+    x,
+    first: tl.constexpr,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUPS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Products of weight rows with a row of x: [rows, GROUPS], one for each group."""
+    parts: tl.constexpr = 4 if KIND == INT4 else (2 if KIND == FP8 else 1)
+    apart: tl.constexpr = GROUP // parts
+    base = (first + tl.arange(0, GROUPS)[None, :, None]) * GROUP + tl.arange(0, apart)[None, None, :]
+    total = tl.zeros((words.shape[0], GROUPS), tl.float32)
+    for part in tl.static_range(parts):
+        k = base + part * apart
+        value = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+        if KIND == FP8:
+            number = unpack_to_float(words, part, INTERPRETED)
+        elif KIND == INT4:
+            number = ((words >> (4 * part)) & 15).to(tl.float32) - offset.to(tl.float32)[:, :, None]
+        else:
+            number = words.to(tl.float32)
+        total += tl.sum(number * value, axis=2)
+    if KIND == INT4:
+        total *= factor.to(tl.float32)
+    return total
+
+
+@triton.jit
+def streamed_gate_up_kernel(
+    x,
+    around,
+    experts,
+    stack,
+    M,
+    x_stride,
+    EXPERTS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program for BLOCK_N rows of an expert, half of them gate rows, and a token that it is chosen by."""
+    tile = tl.program_id(0)
+    pair = tl.program_id(1)
+    token = pair // CHOSEN
+    row = weight_rows(tile, N, BLOCK_N, True)
+    chunks: tl.constexpr = (K + GROUPS * GROUP - 1) // (GROUPS * GROUP)
+    if PDL:
+        wait(True)  # so that the kernel behind, once it runs, finds the experts
+    expert = tl.load(experts + pair)
+    first, total = rows_of(stack, expert, EXPERTS, N)
+    own = first + row
+    values = tensor_of(stack.words, stack.shared_words, expert, EXPERTS)
+    if KIND != DENSE:
+        scale = tensor_of(stack.scale, stack.shared_scale, expert, EXPERTS)
+    if KIND == INT4:
+        zero = tensor_of(stack.zero, stack.shared_zero, expert, EXPERTS)
+    held, factors, offsets = (), (), ()
+    for chunk in tl.static_range(chunks):
+        held = held + (_ask(values, own, total, chunk * GROUPS, K, KIND, GROUPS),)  # noqa: RUF005
+        if KIND == INT4:
+            factors = factors + (_ask_groups(scale, own, total, chunk * GROUPS, K, GROUPS),)  # noqa: RUF005
+            offsets = offsets + (_ask_groups(zero, own, total, chunk * GROUPS, K, GROUPS),)  # noqa: RUF005
+    m = token + tl.arange(0, 1)
+    squares = squares_ahead(around, m, M, PARTS) if PARTS > 0 else None
+    acc = tl.zeros((BLOCK_N, GROUPS), tl.float32)
+    for chunk in tl.static_range(chunks):
+        source = x + token.to(tl.int64) * x_stride
+        factor = factors[chunk] if KIND == INT4 else None
+        offset = offsets[chunk] if KIND == INT4 else None
+        acc += _sums(held[chunk], factor, offset, source, chunk * GROUPS, K, KIND, GROUPS, INTERPRETED)
+    result = tl.sum(acc, axis=1)
+    if KIND == FP8:
+        result *= tl.load(scale + own)
+    place = pair + tl.arange(0, 1)
+    finish(result[None, :], squares, None, around, tile, place, pair + 1, N, K, BLOCK_N, 1, True, 0)
+
+
+@triton.jit
+def streamed_down_kernel(
+    x,
+    around,
+    experts,
+    weights,
+    stack,
+    M,
+    EXPERTS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program for BLOCK_N columns of the result of a token: all of its experts."""
+    tile = tl.program_id(0)
+    token = tl.program_id(1)
+    row = weight_rows(tile, N, BLOCK_N, False)
+    chunks: tl.constexpr = (K + GROUPS * GROUP - 1) // (GROUPS * GROUP)
+    if PDL:
+        gdc_launch_dependents()
+    held, factors, offsets, scales = (), (), (), ()
+    for j in tl.static_range(CHOSEN):
+        expert = tl.load(experts + token * CHOSEN + j)
+        first, total = rows_of(stack, expert, EXPERTS, N)
+        own = first + row
+        values = tensor_of(stack.words, stack.shared_words, expert, EXPERTS)
+        if KIND != DENSE:
+            scale = tensor_of(stack.scale, stack.shared_scale, expert, EXPERTS)
+        if KIND == INT4:
+            zero = tensor_of(stack.zero, stack.shared_zero, expert, EXPERTS)
+        for chunk in tl.static_range(chunks):
+            held = held + (_ask(values, own, total, chunk * GROUPS, K, KIND, GROUPS),)  # noqa: RUF005
+            if KIND == INT4:
+                factors = factors + (_ask_groups(scale, own, total, chunk * GROUPS, K, GROUPS),)  # noqa: RUF005
+                offsets = offsets + (_ask_groups(zero, own, total, chunk * GROUPS, K, GROUPS),)  # noqa: RUF005
+        share = tl.load(weights + token * CHOSEN + j)
+        scales = scales + ((share * tl.load(scale + own)) if KIND == FP8 else share,)  # noqa: RUF005
+    if PDL:
+        gdc_wait()
+    result = tl.zeros((BLOCK_N,), tl.float32)
+    for j in tl.static_range(CHOSEN):
+        source = x + (token * CHOSEN + j).to(tl.int64) * K
+        acc = tl.zeros((BLOCK_N, GROUPS), tl.float32)
+        for chunk in tl.static_range(chunks):
+            factor = factors[j * chunks + chunk] if KIND == INT4 else None
+            offset = offsets[j * chunks + chunk] if KIND == INT4 else None
+            acc += _sums(held[j * chunks + chunk], factor, offset, source, chunk * GROUPS, K, KIND, GROUPS, INTERPRETED)
+        result += tl.sum(acc, axis=1) * scales[j]
+    m = token + tl.arange(0, 1)
+    finish(result[None, :], None, None, around, tile, m, M, N, K, BLOCK_N, 1, False, 0)
