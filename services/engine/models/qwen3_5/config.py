@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from services.common.errors import CheckpointRejected
 from services.engine.models.config import CacheLayout, ModelConfig, TrainingNumbers, integer, number, read_float8
@@ -235,7 +235,7 @@ class Qwen3_5Config(ModelConfig):  # noqa: N801
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Qwen3_5Config:
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Reads a parsed config.json, flat (text model) or with a nested text_config (multimodal model).
 
         Raises:

@@ -7,11 +7,11 @@ import torch
 from kernels.gpu.experts.configs import ExpertShape, choose
 from kernels.gpu.experts.mlp import ExpertMatrices, pass_experts
 from kernels.gpu.experts.routing import route
+from kernels.gpu.launch.device import named
 from kernels.gpu.linear.skinny import Norm, Scaled
 from tests.kernels.gpu.linear.compile_cases import rows, weight
 
 COUNT, CHOSEN, HIDDEN, SIZE = 256, 8, 2048, 512
-_SHARED_MEMORY = 227 * 1024
 
 
 def launches() -> None:
@@ -26,5 +26,5 @@ def launches() -> None:
             routes = route(logits, CHOSEN, shared=few, active=None if few else rows(count, SIZE), pdl=True)
             x = Scaled(rows(count, HIDDEN), torch.empty(32, count), 1e-6) if few else rows(count, HIDDEN)
             matrices = ExpertMatrices(gate_up, down, shared if few else None)
-            cut = choose(count, shape, _SHARED_MEMORY, float8=True)
+            cut = choose(count, shape, named("sm90"))
             pass_experts(rows(count, HIDDEN), x, routes, matrices, cut, ahead=norm if few else None, pdl=True)
