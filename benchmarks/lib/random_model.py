@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
-    """Makes weights of the sizes, dtypes and layout that services.engine.models.qwen3_5.loader gives them."""
+    """Makes weights of the sizes, dtypes and layout that services.engine.models.qwen3_5.loading.loader gives them."""
 
     config: Qwen3_5Config
     device: torch.device

@@ -23,7 +23,7 @@ from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.layers import decoder_layer
-from services.engine.models.qwen3_5.loader import load_checkpoint
+from services.engine.models.qwen3_5.loading.loader import load_checkpoint
 from services.engine.models.qwen3_5.step import Step
 from services.engine.models.qwen3_5.training import plain
 from services.engine.models.qwen3_5.weights import DeltaNetWeights, ModelWeights

@@ -19,7 +19,7 @@ from benchmarks.tuning.step.decode_step import MATRICES, DecodeStep, one_of_each
 from benchmarks.tuning.step.sweep import table
 from benchmarks.tuning.step.variants import PRODUCTS, plan
 from services.engine.models.qwen3_5.config import Qwen3_5Config
-from services.engine.models.qwen3_5.loader import load_checkpoint
+from services.engine.models.qwen3_5.loading.loader import load_checkpoint
 from services.engine.models.qwen3_5.weights import LayerWeights
 from services.engine.models.registry import read_config
 from tests.kernels.gpu import interpreter  # noqa: F401
