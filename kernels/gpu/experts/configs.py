@@ -77,8 +77,8 @@ Cut = Streamed | Grouped
 _MOST_STREAMED = 4
 _BY_PAIRS = ((16, 16, 64, 4), (32, 32, 64, 4), (64, 64, 128, 8), (math.inf, 128, 128, 8))
 """Pairs an expert up to which a tile of block_m, block_n and warps is for."""
-_FLOAT8_ROWS = 64
-"""Pairs an expert from which the products, and not reading the weights, take the time."""
+_FLOAT8_PAIRS = 64
+"""Pairs an expert from which the products, and not reading the weights, take the time; the last tile's."""
 
 
 def choose(rows: int, shape: ExpertShape, device: DeviceLimits) -> Cut:
@@ -90,10 +90,16 @@ def choose(rows: int, shape: ExpertShape, device: DeviceLimits) -> Cut:
         )
     each = rows * shape.chosen / shape.count
     block_m, block_n, warps = next((m, n, w) for most, m, n, w in _BY_PAIRS if each <= most)
-    quantized = device.float8 and shape.kind == "fp8" and each > _FLOAT8_ROWS
+    quantized = device.float8 and shape.kind == "fp8" and each > _FLOAT8_PAIRS
     tile = GroupTile(block_m, block_n, 128 if block_m <= 32 or shape.kind == "fp8" else 64, warps, stages=4)
     tile = fitting(tile, shape, device, float8=quantized)
     return Grouped(tile, tile, quantized)
+
+
+def rows_that_differ(count: int, chosen: int) -> tuple[int, ...]:
+    """Least numbers of rows that choose() cuts otherwise than fewer."""
+    grouped = (int(most * count / chosen) + 1 for most, *_ in _BY_PAIRS if math.isfinite(most))
+    return (_MOST_STREAMED + 1, *grouped)
 
 
 def invariant(shape: ExpertShape, device: DeviceLimits) -> Grouped:
