@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.gpu.experts.routing import Routes
 
 FEW_ROWS = 128
-_FEW, _MANY = (1024, 4), (4096, 8)
+_FEW, _MANY = (1024, 4), (2048, 8)
 """Pairs that a program looks at together, and its warps, for up to so many rows and for more."""
 
 
