@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.engine.models.qwen3_5.config import Qwen3_5Config
+from services.engine.models.registry import read_config
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -56,6 +57,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
         "linear_num_value_heads": 16,
+    },
+    "qwen3.5-35b-a3b": _FAMILY
+    | {
+        "model_type": "qwen3_5_moe_text",
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 32,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "tie_word_embeddings": False,
     },
 }
 
@@ -99,10 +115,19 @@ def random_tensors(
         elif name in ("embed_tokens.weight", "lm_head.weight"):
             tensor = normal(shape, embedding)
         elif gentle and name.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight")):
-            tensor = normal(shape, embedding * (2 * config.num_layers) ** -0.5 / _MIXED * shape[1] ** -0.5)
+            tensor = normal(shape, embedding * (2 * config.num_layers) ** -0.5 / _MIXED * shape[-1] ** -0.5)
         else:
-            tensor = normal(shape, 0.7 * shape[1] ** -0.5)
+            tensor = normal(shape, 0.7 * shape[-1] ** -0.5)
         yield full, tensor.to(torch.bfloat16).cpu()
+
+
+def without_weights(directory: Path, data: dict[str, Any]) -> Path:
+    """The directory of config_of() with config.json and the tiny model's tokenizer."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(data, indent=1) + "\n")
+    for name in _COPIED:
+        shutil.copy(TINY / name, directory / name)
+    return directory
 
 
 def write(directory: Path, data: dict[str, Any], seed: int = 0, *, gentle: bool = False) -> None:
@@ -112,12 +137,12 @@ def write(directory: Path, data: dict[str, Any], seed: int = 0, *, gentle: bool 
         data: config_of().
         gentle: see random_tensors().
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(data, indent=1) + "\n")
-    for name in _COPIED:
-        shutil.copy(TINY / name, directory / name)
+    without_weights(directory, data)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tensors = random_tensors(Qwen3_5Config.from_dict(data), seed, device, gentle=gentle)
+    config = read_config(directory)
+    if not isinstance(config, Qwen3_5Config):
+        raise TypeError(f"{data['architectures']} is not of the family")
+    tensors = random_tensors(config, seed, device, gentle=gentle)
     weight_map: dict[str, str] = {}
     for part, group in groupby(tensors, key=lambda item: ".".join(item[0].split(".")[:3])):
         file = f"{part.replace('.', '-')}.safetensors"

@@ -26,9 +26,10 @@ class EngineSettings(CommonSettings):
     """auto: cuda if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on cuda, float32 on cpu."""
-    quantization: Literal["none", "fp8", "int4"] = "none"
+    quantization: Literal["auto", "none", "fp8", "int4"] = "auto"
     """Weights on the GPU, quantized while they load. fp8: e4m3 with a scale a row, needs compute capability 8.9. int4:
-    groups of 128 weights, needs 8.0; the head is fp8 where the GPU has it."""
+    groups of 128 weights, needs 8.0; the head is fp8 where the GPU has it. auto: fp8 for a checkpoint that is float8
+    already, where the GPU has it; else none."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Recurrent states of DeltaNet layers on the GPU; bfloat16 halves their memory and traffic and costs accuracy."""
     batch_invariant: bool = False
@@ -152,7 +153,7 @@ class EngineSettings(CommonSettings):
     teacher_model: Path | None = None
     """Directory of a second checkpoint with the same tokenizer, which opd jobs may learn from (teacher "checkpoint");
     it stays in memory beside the model."""
-    teacher_quantization: Literal["none", "fp8", "int4"] = "none"
+    teacher_quantization: Literal["auto", "none", "fp8", "int4"] = "auto"
     """Quantization of the second checkpoint, with the same values as quantization."""
 
     # Process.

@@ -43,7 +43,7 @@ from services.engine.observability.status import TierStatus
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.server.conversation_session_manager import ConversationSessionManager
 from services.engine.settings import EngineSettings
-from services.pod.device import Device, check_device
+from services.pod.device import Device, check_device, with_quantization
 from services.pod.memory import device_bytes, plan, state_slots, storage, teacher_storage
 from services.pod.runner import Gate, build_gate, build_runner, prefill_alignment
 from services.pod.teacher import load_teacher, second_config
@@ -147,10 +147,11 @@ def build_engine(
         raise CheckpointRejected(
             f"{settings.model}: the tokenizer has {codec.vocab_size} tokens, the model {config.vocab_size}"
         )
+    teacher_config = second_config(settings, codec)
+    settings = with_quantization(settings, hardware, config, teacher_config)
     storage(settings, hardware).check(config)
     # Planned before anything is loaded: a plan that does not fit is refused with its numbers.
     dtype = resolve_dtype(settings.dtype, device)
-    teacher_config = second_config(settings, codec)
     if teacher_config is not None:
         teacher_storage(settings, hardware).check(teacher_config)
     settings, memory = plan(config, settings, dtype, hardware, device_bytes(hardware), teacher_config)

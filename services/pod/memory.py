@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Literal
 
 import torch
 
@@ -12,6 +13,7 @@ from services.engine.kv_cache.memory_plan import Footprint, MemoryPlan, plan_mem
 from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import (
     Formats,
+    Quantization,
     Storage,
     block_bytes,
     copies_head,
@@ -23,7 +25,7 @@ from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.targets import target_shapes
 from services.engine.scheduler.step_plan import MOST_VERIFIED
 from services.engine.settings import EngineSettings
-from services.pod.device import Device
+from services.pod.device import Device, with_quantization
 from services.pod.fit_advice import fit_advice
 from services.trainer.memory.estimate import Workload, estimate
 
@@ -68,20 +70,29 @@ def device_bytes(device: Device) -> int:
 
 def storage(settings: EngineSettings, device: Device) -> Storage:
     """Storage of this pod's weight matrices. A quantized model's head is fp8 wherever the GPU has it: it is the largest
-    matrix of a step, and an int4 model's rounding matters least there."""
-    return Storage(
-        quantization=settings.quantization,
-        float8_head=settings.quantization != "none" and device.has_float8,
-        invariant=settings.batch_invariant,
-    )
+    matrix of a step, and an int4 model's rounding matters least there.
+
+    Args:
+        settings: with_quantization().
+    """
+    kind = _filled_in(settings.quantization)
+    return Storage(kind, float8_head=kind != "none" and device.has_float8, invariant=settings.batch_invariant)
 
 
 def teacher_storage(settings: EngineSettings, device: Device) -> Storage:
-    """Storage of the second model's weight matrices."""
-    return Storage(
-        quantization=settings.teacher_quantization,
-        float8_head=settings.teacher_quantization != "none" and device.has_float8,
-    )
+    """Storage of the second model's weight matrices.
+
+    Args:
+        settings: with_quantization().
+    """
+    kind = _filled_in(settings.teacher_quantization)
+    return Storage(kind, float8_head=kind != "none" and device.has_float8)
+
+
+def _filled_in(quantization: Literal["auto", "none", "fp8", "int4"]) -> Quantization:
+    if quantization == "auto":
+        raise ValueError("a quantization of auto is filled in by with_quantization()")
+    return quantization
 
 
 def formats(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, device: Device) -> Formats:
@@ -219,11 +230,12 @@ def plan(
         teacher: config of the second model, if there is one.
 
     Returns:
-        The settings with every 0 filled in, and the plan.
+        The settings with every 0 and "auto" quantization filled in, and the plan.
 
     Raises:
         DoesNotFit: the settings ask for more than there is; the message has the numbers and what to change.
     """
+    settings = with_quantization(settings, device, config, teacher)
     try:
         return _fitted(config, settings, dtype, device, available, teacher)
     except DoesNotFit as error:
