@@ -89,7 +89,7 @@ def choose(rows: int, shape: ExpertShape, device: DeviceLimits) -> Cut:
             down=StreamTile(8, _groups(shape.size, 4), warps=4),
         )
     each = rows * shape.chosen / shape.count
-    block_m, block_n, warps = next(tile for most, *tile in _BY_PAIRS if each <= most)
+    block_m, block_n, warps = next((m, n, w) for most, m, n, w in _BY_PAIRS if each <= most)
     quantized = device.float8 and shape.kind == "fp8" and each > _FLOAT8_ROWS
     tile = GroupTile(block_m, block_n, 128 if block_m <= 32 or shape.kind == "fp8" else 64, warps, stages=4)
     tile = fitting(tile, shape, device, float8=quantized)
@@ -100,6 +100,18 @@ def invariant(shape: ExpertShape, device: DeviceLimits) -> Grouped:
     """The cut for any number of tokens: a token's bits then do not depend on how many there are."""
     tile = fitting(GroupTile(16, 64, 128, warps=4, stages=3), shape, device)
     return Grouped(tile, tile)
+
+
+def training(rows: int, shape: ExpertShape, device: DeviceLimits) -> tuple[GroupTile, GroupTile]:
+    """Tiles of the products of a training step: forward, and backward in the inputs."""
+    block_m = next(tile[1] for tile in _BY_PAIRS if rows * shape.chosen <= tile[0] * shape.count)
+    block_k = 128 if shape.kind == "fp8" else 64
+    forward = fitting(GroupTile(block_m, 128, block_k, warps=8 if block_m > 32 else 4, stages=4), shape, device)
+    # A tile of gradients and one of decoded weights, both of the dtype of x; decoding takes registers.
+    high = block_m if shape.kind == "none" else min(block_m, 64)
+    tile = GroupTile(high, 128, 64, warps=8 if high > 32 else 4, stages=3)
+    backward = fitting(tile, replace(shape, kind="none"), device)
+    return forward, backward
 
 
 def fitting(tile: GroupTile, shape: ExpertShape, device: DeviceLimits, *, float8: bool = False) -> GroupTile:

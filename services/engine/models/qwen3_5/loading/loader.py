@@ -127,9 +127,9 @@ class _Builder:
     def _experts(self, prefix: str, config: Qwen3_5MoeConfig) -> ExpertWeights:
         def stacked(path: str) -> Matrix:
             name = prefix + path
-            return self._matrix(
-                *([name] if name in self._tensors.shapes else separate_experts(name, config.expert_shapes(0)[path]))
-            )
+            shape = config.expert_shapes(0)[path]
+            names = [name] if name in self._tensors.shapes else separate_experts(name, shape)
+            return self._matrix(*names, whole=False)
 
         return ExpertWeights(
             count=config.num_experts,
@@ -169,12 +169,13 @@ class _Builder:
         self._fill(name, target)
         return target
 
-    def _matrix(self, *names: str, first_rows: Tensor | None = None, kind: str = "") -> Matrix:
+    def _matrix(self, *names: str, first_rows: Tensor | None = None, kind: str = "", whole: bool = True) -> Matrix:
         """The named tensors one below the other; of one with more than two dimensions all rows.
 
         Args:
             first_rows: the order of the first one's rows.
             kind: how to store them; empty: like all layers.
+            whole: products are of all rows, not of a part.
         """
         shapes = [self._tensors.shapes[name] for name in names]
         counts = [math.prod(shape[:-1]) for shape in shapes]
@@ -186,7 +187,7 @@ class _Builder:
             head = slice(counts[0])
             matrix[head], least[head] = matrix[head][first_rows], least[head][first_rows]
         kind = kind or self._storage.quantization
-        return self._stored(_in_memory_order(matrix) if kind == "none" else matrix, kind, least)
+        return self._stored(_in_memory_order(matrix) if kind == "none" and whole else matrix, kind, least)
 
     def _stored(self, matrix: Tensor, kind: str, least: Tensor | None = None) -> Matrix:
         invariant = self._storage.invariant
