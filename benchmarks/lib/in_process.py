@@ -62,7 +62,7 @@ class InProcessEngine:
     """Temperature 1, ignore_eos, and no prefix cache unless asked for: every run does the same work.
 
     Args:
-        settings: prefix_cache and trainer are off unless asked for; adapter_slots grows to the adapters and two to swap.
+        settings: prefix_cache and trainer are off unless asked for; adapter_slots grows to the adapters and two more.
         adapters: how many different LoRA adapters requests use; request i uses adapter i mod ``adapters``.
         events: told what happens.
         prefix_cache: leave it on.

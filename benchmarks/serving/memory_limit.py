@@ -7,7 +7,7 @@ the pod's own. Random weights of the model's shape. One JSON line a limit:
 - plan: GiB by purpose; sequences, context (tokens that the pages hold), token_budget
 - decode_tok_s: generated tokens a second of all requests, from first submission to last token; beside_tok_s: with the
   job
-- job: steps taken, tokens a second, and the most tokens of a microbatch; refused: the pod's words if it takes no such job
+- job: steps taken, tokens a second, documents x tokens of a microbatch; refused: what the pod says of such a job
 - torch_gb, driver_gb: the most that torch's allocator held, and what the card is short of in all, 10⁹ bytes
 - failed: what went wrong, if anything did
 
@@ -22,7 +22,8 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 
@@ -30,6 +31,10 @@ from benchmarks.lib.cases import Case
 from benchmarks.lib.environment import environment
 from benchmarks.lib.random_checkpoint import config_of, without_weights
 from benchmarks.lib.recorder import put_line
+
+if TYPE_CHECKING:
+    from benchmarks.lib.in_process import InProcessEngine
+    from services.engine.settings import EngineSettings
 
 _GIB = 2**30
 _STEPS = 200
@@ -46,22 +51,20 @@ def measure(limit: str, options: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.lib.in_process import InProcessEngine, only_warnings, settings_for
     from benchmarks.serving.random_engine import made_on_the_device
     from services.engine.kv_cache.memory_plan import MemoryPlan
-    from services.pod import engine as pod_engine
+    from services.pod.memory import plan as make_plan
 
     settings = settings_for(
         directory, "cuda", device_memory=size, max_num_seqs=options.case.requests, **({"tiers": ""} | given)
     )
     use_kernel_cache(settings)
-    plans: list[tuple[Any, MemoryPlan]] = []
-    planned = pod_engine.plan
+    plans: list[tuple[EngineSettings, MemoryPlan]] = []
 
-    def noted(*args: Any) -> Any:
-        plans.append(planned(*args))
+    def noted(*args: Any) -> tuple[EngineSettings, MemoryPlan]:
+        plans.append(make_plan(*args))
         return plans[-1]
 
-    pod_engine.plan = noted
     free, _ = torch.cuda.mem_get_info()
-    with made_on_the_device():
+    with made_on_the_device(), patch("services.pod.engine.plan", noted):
         engine = InProcessEngine(settings, trainer=True)
     only_warnings()
     (chosen, plan) = plans[0]
@@ -84,12 +87,12 @@ def measure(limit: str, options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _serve(engine: Any, case: Case) -> float:
+def _serve(engine: InProcessEngine, case: Case) -> float:
     run = engine.generate(engine.prompts(case.requests, case.prompt_tokens), case.new_tokens)
     return round(case.requests * case.new_tokens / run.seconds, 1)
 
 
-def _beside(engine: Any, settings: Any, options: argparse.Namespace) -> dict[str, Any]:
+def _beside(engine: InProcessEngine, settings: EngineSettings, options: argparse.Namespace) -> dict[str, Any]:
     """A job of microbatches of options.job, beside the same requests."""
     from benchmarks.training.methods import RandomText, job
     from services.common.errors import DoesNotFit
