@@ -45,7 +45,7 @@ def measure(limit: str, options: argparse.Namespace) -> dict[str, Any]:
     from services.pod.preflight import use_kernel_cache
 
     size, *rest = limit.split("/")
-    given = dict(part.split("=", 1) if "=" in part else ("quantization", part) for part in rest)
+    given = {name or "quantization": value for name, _, value in (part.rpartition("=") for part in rest)}
     directory = without_weights(options.scratch / f"{options.model}-config", config_of(options.model))
     # Imported after Triton's cache is chosen.
     from benchmarks.lib.in_process import InProcessEngine, only_warnings, settings_for
