@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from benchmarks.lib.checkpoints.family import SHAPES as SHAPES
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.registry import read_config
 
@@ -25,55 +26,6 @@ TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 _MIXED = 0.5
 """Typical size of a number that enters a projection back into the residual stream."""
-_FAMILY: dict[str, Any] = {
-    "model_type": "qwen3_5_text",
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "vocab_size": 248320,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "max_position_embeddings": 262144,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-}
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3.5-4b": _FAMILY
-    | {
-        "hidden_size": 2560,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "linear_num_value_heads": 32,
-    },
-    "qwen3.5-0.8b": _FAMILY
-    | {
-        "hidden_size": 1024,
-        "intermediate_size": 3584,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "linear_num_value_heads": 16,
-    },
-    "qwen3.5-35b-a3b": _FAMILY
-    | {
-        "model_type": "qwen3_5_moe_text",
-        "architectures": ["Qwen3_5MoeForCausalLM"],
-        "hidden_size": 2048,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "linear_num_value_heads": 32,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "tie_word_embeddings": False,
-    },
-}
 
 
 def config_of(shape: str, layers: int | None = None, vocab_size: int | None = None) -> dict[str, Any]:

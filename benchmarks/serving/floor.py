@@ -1,14 +1,18 @@
-"""The least time of a decode step: reading once what it reads, at the memory's nominal bandwidth."""
+"""The least time of a decode step: moving once what it moves, at the bandwidth of a copy on the same card."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from benchmarks.lib.cases import Case
 from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import Formats, Quantization, block_bytes, matrix_bytes, slot_bytes
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.moe_config import Qwen3_5MoeConfig
+from services.engine.settings import EngineSettings
 
 if TYPE_CHECKING:
     from benchmarks.lib.in_process import InProcessEngine
@@ -41,18 +45,49 @@ def step_bytes(config: ModelConfig, formats: Formats, rows: int, context: int) -
         "vectors": config.vector_bytes(itemsize),
         "head": matrix_bytes(config.vocab_size, config.hidden_size, itemsize, head_kind),
         "keys and values": rows * context * block_bytes(config, 1, formats),
-        # Read and written back.
-        "states": rows * 2 * slot_bytes(config, formats),
+        "states": rows * state_bytes(config, formats, rows),
     }
 
 
-def beside_floor(engine: InProcessEngine, case: Case, decode_rate: float, *, lora: int) -> dict[str, Any]:
+def state_bytes(config: ModelConfig, formats: Formats, rows: int) -> float:
+    """Bytes that a token of one sequence reads and writes of its states, in a step of ``rows`` decodes.
+
+    States are read and written back. From LATE_ROWS decodes on the recurrent ones are written back once in as many
+    tokens as writes may wait, and what waits is read with them.
+    """
+    from kernels.gpu.delta.step import LATE_ROWS
+
+    late = formats.waiting_writes
+    alone = slot_bytes(config, replace(formats, waiting_writes=0))
+    if not late or rows < LATE_ROWS:
+        return 2 * alone
+    layout = config.cache_layout
+    conv = layout.state_layers * layout.conv_channels * (layout.conv_kernel - 1) * formats.itemsize
+    waiting = (slot_bytes(config, formats) - alone) / late
+    return 2 * conv + (alone - conv) * (1 + 1 / late) + waiting * (1 + (late - 1) / 2)
+
+
+def measured_bandwidth(settings: EngineSettings) -> float:
+    """Bytes a second of a copy on the device of the settings, measured now in 4 GiB; 0 on a CPU."""
+    if settings.resolved_device(torch.cuda.is_available()) == "cpu":
+        return 0.0
+    from benchmarks.kernels.timing import copy_bandwidth
+
+    measured = copy_bandwidth()
+    torch.cuda.empty_cache()
+    return measured
+
+
+def beside_floor(
+    engine: InProcessEngine, case: Case, decode_rate: float, *, lora: int, bandwidth: float
+) -> dict[str, Any]:
     """Fields of a report on a case: bytes of a step, the least time that they take, and its share of the time taken.
     {} on a CPU.
 
     Args:
         decode_rate: tokens a second of all sequences.
         lora: adapters that requests use, each read once a step.
+        bandwidth: measured bytes a second.
     """
     from kernels.gpu.launch.device import limits_of
     from services.pod.device import Device
@@ -68,7 +103,6 @@ def beside_floor(engine: InProcessEngine, case: Case, decode_rate: float, *, lor
     parts["adapters"] = min(lora, case.requests) * LoraSlots.bytes_per_slot(
         model.config, settings.max_lora_rank, model.dtype
     )
-    bandwidth = limits_of(model.device).bandwidth
     floor = sum(parts.values()) / bandwidth
     taken = case.requests / decode_rate
     return {
@@ -77,4 +111,5 @@ def beside_floor(engine: InProcessEngine, case: Case, decode_rate: float, *, lor
         "of_floor": round(floor / taken, 3),
         "floor_mb": {name: round(size / 1e6, 1) for name, size in parts.items() if size},
         "bandwidth_tb_s": round(bandwidth / 1e12, 3),
+        "nominal_tb_s": round(limits_of(model.device).bandwidth / 1e12, 3),
     }

@@ -4,8 +4,9 @@
 A case is requests x prompt tokens x new tokens. Random prompts, temperature 1, ignore_eos, prefix cache off. t(n) is
 the time from the first submission to the last of n tokens of all requests, the best of two after a warm-up:
 decode = c · (out - 1) / (t(out) - t(1)) tokens a second, prefill = c · in / t(1). The figures of other engines in
-README.md come from the same formulas. Beside each rate stands the least time of a step, which is that of reading what
-it reads once (benchmarks.serving.floor). One JSON line a case. Random weights are made on the device.
+README.md come from the same formulas. Beside each rate stands the least time of a step, that of moving what it moves
+once, at the bandwidth of a copy that is measured first (benchmarks.serving.floor). One JSON line a case. Random weights
+are made on the device.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def run(options: argparse.Namespace) -> None:
     # Imported after Triton's cache is chosen.
     from benchmarks.lib.in_process import InProcessEngine, only_warnings, settings_for
     from benchmarks.serving.acceptance import ChosenAcceptance
-    from benchmarks.serving.floor import beside_floor
+    from benchmarks.serving.floor import beside_floor, measured_bandwidth
     from benchmarks.serving.random_engine import made_on_the_device
     from benchmarks.serving.swaps import measure_swaps
     from benchmarks.serving.timeline import prepare, profile_decode
@@ -136,6 +137,8 @@ def run(options: argparse.Namespace) -> None:
     use_kernel_cache(settings)
     if options.profile:
         prepare()
+    bandwidth = measured_bandwidth(settings)  # while there is memory for it
+    stages.done("bandwidth of a copy")
     with made_on_the_device() if options.random else nullcontext():
         engine = InProcessEngine(settings, adapters=options.lora or int(options.swaps > 0), rank=options.rank)
     stages.done("rest of the start")
@@ -167,7 +170,8 @@ def run(options: argparse.Namespace) -> None:
                 report["mixed_prefill_tokens"] = mixed
             try:
                 report |= measure(engine, case)
-                report |= beside_floor(engine, case, report["decode_tok_s"], lora=options.lora)
+                rate = report["decode_tok_s"]
+                report |= beside_floor(engine, case, rate, lora=options.lora, bandwidth=bandwidth)
                 after = pipeline.scheduler.counts()
                 if after.num_draft_tokens > before.num_draft_tokens:
                     right = after.num_accepted_tokens - before.num_accepted_tokens
@@ -191,6 +195,11 @@ def _mix(pipeline: StepPipeline, tokens: int) -> None:
 
 
 def _print(report: dict[str, Any], out: Path | None) -> None:
+    if "of_floor" in report:
+        sys.stderr.write(
+            f"{report['model']} {report['quant']} c={report['c']}: {report['decode_tok_s']} tok/s, a step takes "
+            f"{report['step_us']} us, its floor is {report['floor_us']} us ({100 * report['of_floor']:.0f} %)\n"
+        )
     line = json.dumps(report)
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

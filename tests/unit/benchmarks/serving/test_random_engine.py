@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.lib.in_process import InProcessEngine, settings_for
 from benchmarks.lib.random_checkpoint import SHAPES, config_of, without_weights
-from benchmarks.serving.floor import distinct_experts, step_bytes
+from benchmarks.serving.floor import distinct_experts, state_bytes, step_bytes
 from benchmarks.serving.random_engine import made_on_the_device
 from services.engine.models.footprint import Formats, Storage
 from services.engine.models.registry import read_config
@@ -28,6 +28,16 @@ def test_an_engine_is_made_of_a_config(tmp_path: Path) -> None:
         assert len([update for _, updates in run.steps for update in updates if update.token is not None]) == 6
     finally:
         engine.stop()
+
+
+def test_a_large_step_writes_states_late(tmp_path: Path) -> None:
+    """A token reads 64 KiB of each of 32 heads of 24 layers, and as much as is written of the newest eight writes."""
+    config = read_config(without_weights(tmp_path, SHAPES["qwen3.5-4b"]))
+    formats = Formats(2, waiting_writes=8)
+    conv, head, write = 24 * 8192 * 3 * 2, 128 * 128 * 4, 128 * 2 + 128 * 4 + 4
+    assert state_bytes(config, formats, 1) == 2 * (conv + 24 * 32 * head)
+    late = 2 * conv + 24 * 32 * (1.125 * head + 4.5 * write)
+    assert state_bytes(config, formats, 64) == pytest.approx(late, rel=0.01)
 
 
 def test_a_step_reads_the_experts_that_its_rows_choose(tmp_path: Path) -> None:
