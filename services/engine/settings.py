@@ -74,10 +74,14 @@ class EngineSettings(CommonSettings):
     max_model_len: int = Field(0, ge=0)
     """Longest prompt + completion in tokens; 0: the checkpoint's context, at most what the KV cache holds."""
     token_budget: int = Field(0, ge=0)
-    """Most tokens of one step: decodes first, the rest prefill chunks; 0: 512 on cpu, 8192 on cuda."""
+    """Most tokens of one step: decodes first, the rest prefill chunks; 0: 512 on cpu; on cuda 8192, 4096 or 2048, the
+    most whose activations take a twentieth of the memory."""
     mixed_prefill_tokens: int = Field(0, ge=0)
     """Most prefill tokens of a step that also decodes: bounds the time between tokens; 0: what the budget leaves on
     cpu, 3840 on cuda (4096 tokens a step beside 256 decodes, some 60 ms on an H200)."""
+    device_memory: ByteSize = Field(ByteSize(0), ge=0)
+    """Most bytes of the GPU that this engine takes, CUDA's context included, e.g. "22GB", for a card that others use,
+    too; 0: what is free at its start."""
     memory_fraction: float = Field(0.9, gt=0, le=1)
     """Share of the device's memory that the memory plan may allocate."""
 
@@ -233,7 +237,7 @@ class EngineSettings(CommonSettings):
             update={
                 "max_num_seqs": sequences,
                 "token_budget": budget,
-                "mixed_prefill_tokens": self.mixed_prefill_tokens or (3840 if cuda else budget),
+                "mixed_prefill_tokens": self.mixed_prefill_tokens or (min(3840, budget) if cuda else budget),
             }
         )
 

@@ -173,6 +173,7 @@ def _check_cpu(settings: EngineSettings) -> None:
         "state_dtype": ("float32",),
         "batch_invariant": (False,),
         "device_limits": ("",),
+        "device_memory": (0,),
     }
     for name, values in allowed.items():
         value = getattr(settings, name)

@@ -44,7 +44,7 @@ from services.engine.scheduler.config import SchedulerConfig
 from services.engine.server.conversation_session_manager import ConversationSessionManager
 from services.engine.settings import EngineSettings
 from services.pod.device import Device, check_device, with_quantization
-from services.pod.memory import device_bytes, plan, state_slots, storage, teacher_storage
+from services.pod.memory import device_bytes, limit_allocations, plan, state_slots, storage, teacher_storage
 from services.pod.runner import Gate, build_gate, build_runner, prefill_alignment
 from services.pod.teacher import load_teacher, second_config
 from services.pod.tiers import build_tiers
@@ -154,8 +154,10 @@ def build_engine(
     dtype = resolve_dtype(settings.dtype, device)
     if teacher_config is not None:
         teacher_storage(settings, hardware).check(teacher_config)
-    settings, memory = plan(config, settings, dtype, hardware, device_bytes(hardware), teacher_config)
-    log.info("memory plan", sequences=settings.max_num_seqs, **memory.parts())
+    available = device_bytes(hardware, int(settings.device_memory))
+    settings, memory = plan(config, settings, dtype, hardware, available, teacher_config)
+    log.info("memory plan", sequences=settings.max_num_seqs, tokens=settings.token_budget, **memory.parts())
+    limit_allocations(hardware, settings)
     max_model_len = memory.model_len(config.max_position_embeddings, settings.max_model_len)
     limits = _limits(settings, config, memory, max_model_len, codec.eos_ids, device)
     with ThreadPoolExecutor(2) as pool:  # the digest reads the same pages as the loader
