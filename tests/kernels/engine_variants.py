@@ -178,7 +178,7 @@ def _train(kernels: KernelConfigs, config: Qwen3_5Config) -> None:
                 lengths,
                 config,
                 model.weights,
-                model.inverse_frequencies,
+                model.rotation,
                 lora,
                 recompute=recompute,
                 give_way=lambda: None,

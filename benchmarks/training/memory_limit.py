@@ -1,4 +1,4 @@
-"""Serving and training within a part of a card: `python -m benchmarks.serving.memory_limit --limits 22GB,14GB/int4`.
+"""Serving and training within a part of a card: `python -m benchmarks.training.memory_limit --limits 22GB,14GB/int4`.
 
 An engine as a pod builds it, held to so many bytes of the GPU (TEMPER_DEVICE_MEMORY): a plan that promises more than it
 keeps runs out of memory here. It serves requests at once, alone and while its trainer takes the steps of an SFT job of
@@ -160,7 +160,7 @@ def main() -> None:
         return
     for limit in limits:
         subprocess.run(
-            [sys.executable, "-m", "benchmarks.serving.memory_limit", *sys.argv[1:], "--limits", limit], check=False
+            [sys.executable, "-m", "benchmarks.training.memory_limit", *sys.argv[1:], "--limits", limit], check=False
         )
 
 
