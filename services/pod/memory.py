@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -384,6 +385,7 @@ def _training_bytes(settings: EngineSettings) -> int | None:
     return int(settings.train_memory_bytes) or None
 
 
+@lru_cache
 def _usual_job(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of a modest job. Without this minimum a device with hardly room for the model would serve, and refuse every
     job."""
