@@ -39,6 +39,9 @@ class SkinnyConfig:
     """True if programs begin at different columns (tma)."""
     slots: int = 8
     """Adapters that expansion takes side by side, their B held in registers meanwhile (not vector)."""
+    early: bool | None = None
+    """True if a product without adapters is launched before the kernel ahead of it has ended; None: as starts_early()
+    says."""
 
     def __post_init__(self) -> None:
         sizes = (self.block_n, self.block_k, self.warps, self.prefetch or 1, self.slots)

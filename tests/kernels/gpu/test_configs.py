@@ -8,7 +8,7 @@ import torch
 from kernels.gpu.attention.decode import decode_config, decode_splits
 from kernels.gpu.attention.pages import KvPages
 from kernels.gpu.attention.prefill import OVERLAPPED, prefill_config
-from kernels.gpu.configs import KernelConfigs
+from kernels.gpu.configs import KernelConfigs, Product
 from kernels.gpu.launch.device import DeviceLimits, architectures, limits_of, named
 from kernels.gpu.linear.fp8 import fp8_config
 from kernels.gpu.linear.skinny_configs import SkinnyConfig, choose, most_rows
@@ -104,10 +104,10 @@ def test_what_was_tuned_comes_before_the_table() -> None:
     weight = torch.empty(256, 128, dtype=torch.bfloat16)
     usual = kernels.product(4, weight, swiglu=False)
     other = SkinnyConfig("stream", 16, 128, 4, 3)
-    kernels.tuned.products["none", 256, 128, 4] = other
+    kernels.tuned.products[Product("none", 256, 128), 4] = other
     assert kernels.product(4, weight, swiglu=False) == other != usual
     assert kernels.streams(4, weight)
-    kernels.tuned.products["none", 256, 128, 4] = None  # the vendor's
+    kernels.tuned.products[Product("none", 256, 128), 4] = None  # the vendor's
     assert not kernels.streams(4, weight)
     assert kernels.streams(5, weight)
     kv = pages(torch.bfloat16)
