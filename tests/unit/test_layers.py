@@ -26,6 +26,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "models",
         "compute_sharing",
         "executors",
+        "tuning",
         "adapters",
         "loop",
         "settings",

@@ -18,6 +18,8 @@ _ACTIVATION_BYTES: dict[Kind, int] = {"none": 2, "fp8": 1, "int4": 2}
 """In the tma variant: float8 weights multiply float8 rows."""
 _GROUP = 128
 """Inputs that quantized weights are loaded by."""
+_BOX = 256
+"""Most rows and columns of a tile that the copy engine (TMA) moves: CUDA driver API, cuTensorMapEncodeTiled."""
 _RESERVE = 2048
 """Bytes of shared memory beside the tiles."""
 _LEAST_SHARE = 16
@@ -80,7 +82,7 @@ def fits(config: SkinnyConfig, rows: int, product: Product, device: DeviceLimits
     if config.variant == "tma":
         if product.kind == "int4" or device.size != "wide" or not device.programmatic_launch:
             return False
-        if config.block_n < 64 or config.block_k * size > 512:
+        if config.block_n < 64 or config.block_k > _BOX:
             return False
         beside: float = _ACTIVATION_BYTES[product.kind]
     else:
