@@ -38,7 +38,7 @@ def search(options: argparse.Namespace) -> dict[str, Any]:
         **dict(pair.split("=", 1) for pair in options.set),
     )
     use_kernel_cache(settings)
-    from services.engine.tuning.choice import describe, name_of
+    from services.engine.executors.tuning.choice import describe, name_of
     from services.pod.engine import tune_engine
 
     def told(seconds: float, text: str) -> None:

@@ -52,7 +52,7 @@ from services.pod.teacher import load_teacher, second_config
 from services.pod.tiers import build_tiers
 
 if TYPE_CHECKING:
-    from services.engine.tuning.results import Outcome
+    from services.engine.executors.tuning.results import Outcome
 
 VERSION = "0.1.0"
 _RATE = {"cuda": 5e14, "cpu": 2e10}

@@ -22,7 +22,7 @@ from services.engine.settings import EngineSettings
 from services.pod.memory import state_slots, waiting_writes
 
 if TYPE_CHECKING:
-    from services.engine.tuning.start import Tuning
+    from services.engine.executors.tuning.start import Tuning
 
 log = structlog.get_logger(__name__)
 
@@ -85,8 +85,8 @@ def gpu_tuning(
     """Runner and caches on a GPU, before anything is captured; arguments as of build_runner()."""
     # Imported here: a pod without a GPU needs no Triton.
     from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
+    from services.engine.executors.tuning.start import Tuning
     from services.engine.models.device_batch import DeviceCache
-    from services.engine.tuning.start import Tuning
 
     speculative = settings.speculative == "mtp"
     cache = DeviceCache.allocate(

@@ -26,7 +26,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "models",
         "compute_sharing",
         "executors",
-        "tuning",
         "adapters",
         "loop",
         "settings",

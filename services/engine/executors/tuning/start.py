@@ -9,11 +9,11 @@ from pathlib import Path
 import structlog
 
 from services.engine.executors.cuda.runner import CudaRunner
+from services.engine.executors.tuning.results import Identity, Outcome, load, save
+from services.engine.executors.tuning.search import identity_of, search, use
 from services.engine.models.device_batch import DeviceCache
 from services.engine.models.interface import CausalLM
 from services.engine.models.lora.slots import LoraSlots
-from services.engine.tuning.results import Identity, Outcome, load, save
-from services.engine.tuning.search import identity_of, search, use
 
 log = structlog.get_logger(__name__)
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from kernels.gpu.configs import KernelConfigs, Product
 from services.engine.executors.cuda.compile_ahead import Compiling
 from services.engine.executors.cuda.runner import CudaRunner
+from services.engine.executors.tuning.choice import Choice, put
+from services.engine.executors.tuning.tuner import Pairs, Unfit
 from services.engine.models.cuda_graphs import capturing
 from services.engine.models.device_batch import DeviceCache
 from services.engine.models.interface import DeviceForward
@@ -24,8 +26,6 @@ from services.engine.requests.adapter import AdapterPin
 from services.engine.requests.request import Request
 from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.step_plan import Chunk
-from services.engine.tuning.choice import Choice, put
-from services.engine.tuning.tuner import Pairs, Unfit
 
 _SHORT, _LONG = 640, 4096
 """Tokens of each row's context."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -14,10 +13,10 @@ from kernels.gpu.attention.decode import DecodeConfig
 from kernels.gpu.configs import KernelConfigs, Product, Tuned
 from kernels.gpu.launch.device import named
 from kernels.gpu.linear.skinny_configs import SkinnyConfig
-from services.engine.tuning.choice import Choice, put
-from services.engine.tuning.results import Identity, Outcome, load, path_of, save
-from services.engine.tuning.search import sources_digest, use
-from services.engine.tuning.tuner import Band
+from services.engine.executors.tuning.choice import Choice, put
+from services.engine.executors.tuning.results import Identity, Outcome, load, path_of, save
+from services.engine.executors.tuning.search import sources_digest, use
+from services.engine.executors.tuning.tuner import Band
 
 IDENTITY = Identity(
     place={"device": "NVIDIA H100 80GB HBM3", "capability": (9, 0), "shapes": ((18432, 2560),), "pages": None},
@@ -57,7 +56,8 @@ def test_each_device_and_model_has_its_own(tmp_path: Path) -> None:
     path_of(tmp_path, other).replace(path_of(tmp_path, IDENTITY))
     with capture_logs() as logs:
         assert load(tmp_path, IDENTITY) is None
-    assert len(logs) == 1 and "another device" in logs[0]["error"]
+    (line,) = logs
+    assert "another device" in line["error"]
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,15 @@ from kernels.gpu.linear.skinny import MAX_ROWS
 from kernels.gpu.linear.skinny_configs import SkinnyConfig, most_rows
 from services.engine.executors.cuda.compile_ahead import Compiling, compiler_pool
 from services.engine.executors.cuda.runner import CudaRunner
+from services.engine.executors.tuning import candidates
+from services.engine.executors.tuning.bench import CapturedSteps
+from services.engine.executors.tuning.choice import Config, Subject, put
+from services.engine.executors.tuning.results import Identity, Outcome
+from services.engine.executors.tuning.tuner import Band, Proposal, Tuner
 from services.engine.models.cuda_graphs import no_collection
 from services.engine.models.device_batch import DeviceCache
 from services.engine.models.interface import CausalLM
 from services.engine.models.lora.slots import LoraSlots
-from services.engine.tuning import candidates
-from services.engine.tuning.bench import CapturedSteps
-from services.engine.tuning.choice import Config, Subject, put
-from services.engine.tuning.results import Identity, Outcome
-from services.engine.tuning.tuner import Band, Proposal, Tuner
 
 log = structlog.get_logger(__name__)
 

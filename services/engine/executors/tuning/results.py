@@ -16,8 +16,8 @@ import structlog
 from kernels.gpu.attention.decode import DecodeConfig
 from kernels.gpu.configs import Product
 from kernels.gpu.linear.skinny_configs import SkinnyConfig
-from services.engine.tuning.choice import Config, Subject
-from services.engine.tuning.tuner import Band
+from services.engine.executors.tuning.choice import Config, Subject
+from services.engine.executors.tuning.tuner import Band
 
 log = structlog.get_logger(__name__)
 

@@ -10,7 +10,7 @@ from kernels.gpu.attention.decode import DecodeConfig, decode_splits
 from kernels.gpu.configs import KernelConfigs, Product
 from kernels.gpu.launch.device import architectures, named
 from kernels.gpu.linear.skinny_configs import Kind, SkinnyConfig
-from services.engine.tuning.candidates import attention, fits, neighbours, others
+from services.engine.executors.tuning.candidates import attention, fits, neighbours, others
 
 SHAPES = ((18432, 2560), (2560, 9216), (12352, 2560), (2560, 4096), (6144, 1024), (1024, 3584))
 ROWS = (1, 2, 8, 16, 24, 64)
@@ -34,7 +34,8 @@ def test_candidates_fit_the_device(architecture: str, kind: Kind) -> None:
                     continue
                 assert fits(each, rows, product, device)
                 if each.variant == "tma":
-                    assert device.programmatic_launch and device.size == "wide" and kind != "int4"
+                    assert device.programmatic_launch
+                    assert (device.size, kind != "int4") == ("wide", True)
                     bytes_a_column = (each.block_n + max(16, rows)) * (1 if kind == "fp8" else 2)
                     assert each.stages * each.block_k * bytes_a_column < device.shared_memory
             early = [each.early for each in neighbours(table, rows, product, device)][:2]
@@ -53,7 +54,8 @@ def test_attention_has_no_more_splits_than_are_launched() -> None:
         for rows in ROWS:
             now = DecodeConfig(32, 4, 3, 8)
             found = list(attention(now, rows, 4, device))
-            assert found and now not in found
+            assert found
+            assert now not in found
             assert max(each.splits for each in found) <= decode_splits(rows, 4, device)
 
 

@@ -11,8 +11,8 @@ import pytest
 from kernels.gpu.attention.decode import DecodeConfig
 from kernels.gpu.configs import Product
 from kernels.gpu.linear.skinny_configs import SkinnyConfig
-from services.engine.tuning.choice import Choice, Config, Subject
-from services.engine.tuning.tuner import Band, Pairs, Proposal, Tuner, Unfit
+from services.engine.executors.tuning.choice import Choice, Config, Subject
+from services.engine.executors.tuning.tuner import Band, Pairs, Proposal, Tuner, Unfit
 
 WIDE, DEEP = Product("none", 18432, 2560), Product("none", 2560, 9216)
 NOW = SkinnyConfig("tma", 128, 64, 4, 4)

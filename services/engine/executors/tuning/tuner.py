@@ -14,7 +14,7 @@ from typing import Protocol
 
 import structlog
 
-from services.engine.tuning.choice import Choice, Config, Subject, describe, name_of
+from services.engine.executors.tuning.choice import Choice, Config, Subject, describe, name_of
 
 log = structlog.get_logger(__name__)
 

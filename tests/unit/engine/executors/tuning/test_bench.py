@@ -13,11 +13,11 @@ import tests.kernels.gpu.interpreter  # noqa: F401
 from kernels.gpu.configs import KernelConfigs, Product, Tuned
 from kernels.gpu.linear.skinny_configs import SkinnyConfig
 from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits
+from services.engine.executors.tuning.bench import CapturedSteps
+from services.engine.executors.tuning.choice import Choice, put
 from services.engine.models.device_batch import DeviceCache
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.model import Qwen3_5
-from services.engine.tuning.bench import CapturedSteps
-from services.engine.tuning.choice import Choice, put
 from tests.parity.fused_models import TINY, random_model
 
 ROWS = 2
@@ -64,7 +64,7 @@ def test_candidates_are_compared_with_the_table_and_leave_nothing_behind() -> No
         if choice:
             model.weights.final_norm.mul_(2)
 
-    with patch("services.engine.tuning.bench.put", wrong):
+    with patch("services.engine.executors.tuning.bench.put", wrong):
         assert bench.difference(ROWS, choice) == pytest.approx(1)
     bench.close()
     for pool in (cache.recurrent, cache.conv, cache.stacked.pages.view(torch.uint8)):
