@@ -102,11 +102,25 @@ def unpair(x: Tensor) -> Tensor:
     return x.view(-1, x.shape[1] // GROUP, GROUP // 2, 2).transpose(2, 3).reshape(x.shape)
 
 
-def quantize_fp8(weight: Tensor) -> Fp8Weight:
+def multiply_groups(values: Tensor, scale: Tensor, width: int) -> None:
+    """Multiplies groups of numbers of each row with their scales, in place; products are rounded to values' dtype.
+
+    Args:
+        values: [N, K].
+        scale: [N, ceil(K / width)] float32, on the same device.
+        width: neighbours in a row that share a scale; the last group may have fewer.
+    """
+    for group, part in enumerate(torch.split(values, width, 1)):
+        part.mul_(scale[:, group, None])
+
+
+def quantize_fp8(weight: Tensor, least: Tensor | None = None) -> Fp8Weight:
     """Each row scaled to the range of e4m3 and rounded to nearest.
 
     Args:
         weight: [N, K] any float dtype, K a multiple of 128.
+        least: [N] float32, smallest scale of each row: where it is the scale that a row's numbers came from, they are
+            stored as they were, whether or not the row reaches the end of the range.
 
     Raises:
         ValueError: K is not a multiple of 128.
@@ -118,6 +132,8 @@ def quantize_fp8(weight: Tensor) -> Fp8Weight:
     for begin in range(0, weight.shape[0], _ROWS_AT_ONCE):
         rows = weight[begin : begin + _ROWS_AT_ONCE].float()
         factor = rows.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / FP8_MAX
+        if least is not None:
+            factor = torch.maximum(factor, least[begin : begin + _ROWS_AT_ONCE])
         scale[begin : begin + _ROWS_AT_ONCE] = factor
         scaled = pair(rows / factor[:, None]).clamp_(-FP8_MAX, FP8_MAX)
         values[begin : begin + _ROWS_AT_ONCE] = scaled.to(values.dtype)

@@ -94,13 +94,18 @@ def microseconds(runs: Sequence[Callable[[], object]], *, launches: int = 24, re
     return statistics.median(graph_times(list(islice(cycle(runs), launches)), repeats=repeats))
 
 
-def measure_ceilings() -> Ceilings:
-    """Both in well under a second."""
+def copy_bandwidth() -> float:
+    """Bytes a second, read and written, of a copy of 2 GiB on this GPU."""
     source = torch.empty(2**30, dtype=torch.bfloat16, device="cuda").normal_()
     target = torch.empty_like(source)
     # A multiplication: of a copy a graph makes a node for the copy engine, which has 2.8 TB/s where kernels have 4.
     seconds = 1e-6 * microseconds([lambda: torch.mul(source, 1.0, out=target)], launches=4)
-    copy = 2 * source.numel() * 2 / seconds
+    return 2 * source.numel() * 2 / seconds
+
+
+def measure_ceilings() -> Ceilings:
+    """Both in well under a second."""
+    copy = copy_bandwidth()
     a, b = (torch.empty(8192, 8192, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(2))
     out = torch.empty_like(a)
     seconds = 1e-6 * microseconds([lambda: torch.mm(a, b, out=out)], launches=4)

@@ -90,6 +90,7 @@ class InProcessEngine:
                 "max_waiting": 4096,
             }
         )
+        self.settings = settings
         use_threads(settings)
         self.engine: Engine = build_engine(settings, self.registry, None, events)
         tune_interpreter()

@@ -18,46 +18,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from benchmarks.lib.checkpoints.family import SHAPES as SHAPES
 from services.engine.models.qwen3_5.config import Qwen3_5Config
+from services.engine.models.registry import read_config
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 _MIXED = 0.5
 """Typical size of a number that enters a projection back into the residual stream."""
-_FAMILY: dict[str, Any] = {
-    "model_type": "qwen3_5_text",
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "vocab_size": 248320,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "max_position_embeddings": 262144,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-}
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3.5-4b": _FAMILY
-    | {
-        "hidden_size": 2560,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "linear_num_value_heads": 32,
-    },
-    "qwen3.5-0.8b": _FAMILY
-    | {
-        "hidden_size": 1024,
-        "intermediate_size": 3584,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "linear_num_value_heads": 16,
-    },
-}
 
 
 def config_of(shape: str, layers: int | None = None, vocab_size: int | None = None) -> dict[str, Any]:
@@ -99,10 +67,19 @@ def random_tensors(
         elif name in ("embed_tokens.weight", "lm_head.weight"):
             tensor = normal(shape, embedding)
         elif gentle and name.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight")):
-            tensor = normal(shape, embedding * (2 * config.num_layers) ** -0.5 / _MIXED * shape[1] ** -0.5)
+            tensor = normal(shape, embedding * (2 * config.num_layers) ** -0.5 / _MIXED * shape[-1] ** -0.5)
         else:
-            tensor = normal(shape, 0.7 * shape[1] ** -0.5)
+            tensor = normal(shape, 0.7 * shape[-1] ** -0.5)
         yield full, tensor.to(torch.bfloat16).cpu()
+
+
+def without_weights(directory: Path, data: dict[str, Any]) -> Path:
+    """The directory of config_of() with config.json and the tiny model's tokenizer."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(data, indent=1) + "\n")
+    for name in _COPIED:
+        shutil.copy(TINY / name, directory / name)
+    return directory
 
 
 def write(directory: Path, data: dict[str, Any], seed: int = 0, *, gentle: bool = False) -> None:
@@ -112,12 +89,12 @@ def write(directory: Path, data: dict[str, Any], seed: int = 0, *, gentle: bool 
         data: config_of().
         gentle: see random_tensors().
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(data, indent=1) + "\n")
-    for name in _COPIED:
-        shutil.copy(TINY / name, directory / name)
+    without_weights(directory, data)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tensors = random_tensors(Qwen3_5Config.from_dict(data), seed, device, gentle=gentle)
+    config = read_config(directory)
+    if not isinstance(config, Qwen3_5Config):
+        raise TypeError(f"{data['architectures']} is not of the family")
+    tensors = random_tensors(config, seed, device, gentle=gentle)
     weight_map: dict[str, str] = {}
     for part, group in groupby(tensors, key=lambda item: ".".join(item[0].split(".")[:3])):
         file = f"{part.replace('.', '-')}.safetensors"

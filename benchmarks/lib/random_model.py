@@ -13,7 +13,15 @@ from services.engine.models.footprint import Quantization
 from services.engine.models.lora.binding import BoundAdapter, BoundTarget
 from services.engine.models.lora.targets import TARGET_MODULES, target_shapes
 from services.engine.models.qwen3_5.config import LayerType, Qwen3_5Config
-from services.engine.models.qwen3_5.weights import AttentionWeights, DeltaNetWeights, LayerWeights, ModelWeights
+from services.engine.models.qwen3_5.moe_config import Qwen3_5MoeConfig
+from services.engine.models.qwen3_5.weights import (
+    AttentionWeights,
+    DeltaNetWeights,
+    ExpertWeights,
+    LayerWeights,
+    ModelWeights,
+    MtpWeights,
+)
 from services.engine.models.weights.matrix import DenseMatrix, Fp8Matrix, Int4Matrix, Matrix, quantize
 
 if TYPE_CHECKING:
@@ -23,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
-    """Makes weights of the sizes, dtypes and layout that services.engine.models.qwen3_5.loader gives them."""
+    """Makes weights of the sizes, dtypes and layout that services.engine.models.qwen3_5.loading.loader gives them."""
 
     config: Qwen3_5Config
     device: torch.device
@@ -34,18 +42,33 @@ class RandomWeights:
     """Memory of any contents instead: enough to launch kernels that do not run."""
     kernels: KernelConfigs | None = None
     """Configurations of the kernels that run the weights; None: those that fit the device."""
+    mtp: bool = False
+    """With the layer that predicts the token after next."""
+    invariant: bool = False
+    """Products do not depend on how many rows they have."""
 
     def build(self) -> ModelWeights:
         """All layers, logits of order one, decays from fast to slow."""
         config = self.config
         layers = tuple(self._layer(kind) for kind in config.layer_types)
         embedding = self._normal(config.vocab_size, config.hidden_size, std=config.hidden_size**-0.5)
-        head: Matrix = DenseMatrix(embedding, self.workspace, kernels=self.kernels)
+        head: Matrix = DenseMatrix(embedding, self.workspace, self.invariant, self.kernels)
         if self.quantization != "none":
             head = self._stored(embedding, "fp8")
         elif not config.tie_word_embeddings:
             head = self._matrix(config.vocab_size, config.hidden_size, "none")
-        return ModelWeights(embedding, layers, self._ones(config.hidden_size), head, kernels=self.kernels)
+        mtp = self._mtp_layer() if self.mtp else None
+        return ModelWeights(embedding, layers, self._ones(config.hidden_size), head, mtp, self.kernels)
+
+    def _mtp_layer(self) -> MtpWeights:
+        hidden = self.config.hidden_size
+        return MtpWeights(
+            embedding_norm=self._ones(hidden),
+            hidden_norm=self._ones(hidden),
+            fc=self._matrix(hidden, 2 * hidden),
+            layer=self._layer("full_attention"),
+            final_norm=self._ones(hidden),
+        )
 
     def _layer(self, kind: LayerType) -> LayerWeights:
         config = self.config
@@ -55,6 +78,17 @@ class RandomWeights:
             post_norm=self._ones(config.hidden_size),
             gate_up=self._matrix(2 * config.intermediate_size, config.hidden_size),
             down=self._matrix(config.hidden_size, config.intermediate_size),
+            experts=self._experts(config) if isinstance(config, Qwen3_5MoeConfig) else None,
+        )
+
+    def _experts(self, config: Qwen3_5MoeConfig) -> ExpertWeights:
+        count, hidden, size = config.num_experts, config.hidden_size, config.expert_size
+        return ExpertWeights(
+            count=count,
+            per_token=config.experts_per_token,
+            router=self._matrix(count + 1, hidden, "none"),
+            gate_up=self._matrix(count * 2 * size, hidden),
+            down=self._matrix(count * hidden, size),
         )
 
     def _attention(self) -> AttentionWeights:
@@ -82,7 +116,8 @@ class RandomWeights:
 
     def _stored(self, dense: Tensor, kind: str) -> Matrix:
         if not self.empty or kind == "none":
-            return quantize(dense, kind, workspace=self.workspace, kernels=self.kernels)
+            invariant = self.invariant
+            return quantize(dense, kind, workspace=self.workspace, invariant=invariant, kernels=self.kernels)
         outputs, inputs = dense.shape
 
         def made(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from benchmarks.lib.checkpoints.float8 import convert
 from benchmarks.lib.environment import environment
 from benchmarks.lib.in_process import only_warnings
 from benchmarks.lib.random_checkpoint import TINY, config_of, write
@@ -41,6 +42,9 @@ MODES = (
     Mode(quantization="int4"),
     Mode(kv_cache_dtype="fp8"),
     Mode(quantization="fp8", kv_cache_dtype="fp8"),
+    Mode(float8_checkpoint=True),
+    Mode(quantization="fp8", float8_checkpoint=True),
+    Mode(quantization="int4", float8_checkpoint=True),
 )
 ENGINE_MODES = (*MODES, Mode(state_dtype="bfloat16"))
 Score = Callable[[Sequence[Query]], list[float]]
@@ -130,6 +134,10 @@ def report(
             torch_score(model, Mode(), "float32", device)(asked)
             for model, asked in ((TINY, held_out), (directory, queries))
         )
+        models = {False: (TINY, directory), True: (Path(scratch) / "tiny-fp8", Path(scratch) / "random-fp8")}
+        if any(mode.float8_checkpoint for mode in modes):
+            for plain_model, float8_model in zip(*models.values(), strict=True):
+                convert(plain_model, float8_model)
         figures["float32"] = {"tiny_perplexity": round(perplexity(plain), 5), "logit_error": 0.0}
         save(figures)
         for mode in modes:
@@ -138,9 +146,9 @@ def report(
                 break
             row = figures[mode.name] = {}
             try:
-                tiny = score(TINY, held_out, mode, engine=engine, device=device)
+                tiny = score(models[mode.float8_checkpoint][0], held_out, mode, engine=engine, device=device)
                 row["tiny_perplexity"] = round(perplexity(tiny), 5)
-                mine = score(directory, queries, mode, engine=engine, device=device)
+                mine = score(models[mode.float8_checkpoint][1], queries, mode, engine=engine, device=device)
                 row["logit_error"] = round(relative_error(mine, truth, tokens), 5)
             except Exception as error:  # the other modes' figures are still wanted
                 row["failed"] = describe(error)
@@ -186,12 +194,12 @@ def main() -> None:
         seconds=options.seconds,
         save=save,
     )
-    sys.stderr.write(f"{'stored as':24}{'perplexity, tiny':>18}{'logit error, 4B shape':>24}\n")
+    sys.stderr.write(f"{'stored as':32}{'perplexity, tiny':>18}{'logit error, 4B shape':>24}\n")
     for name, row in result["modes"].items():
         if "failed" in row:
-            sys.stderr.write(f"{name:24} failed: {row['failed']}\n")
+            sys.stderr.write(f"{name:32} failed: {row['failed']}\n")
         else:
-            sys.stderr.write(f"{name:24}{row['tiny_perplexity']:18.4f}{row['logit_error']:24.4f}\n")
+            sys.stderr.write(f"{name:32}{row['tiny_perplexity']:18.4f}{row['logit_error']:24.4f}\n")
     sys.stdout.write(json.dumps(result, indent=1) + "\n")
 
 

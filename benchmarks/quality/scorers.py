@@ -47,16 +47,19 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """Storage of weights, KV and states; the names of the settings."""
+    """Storage of weights, KV and states by the names of the settings, and what the weights are loaded from."""
 
     quantization: Quantization = "none"
     kv_cache_dtype: str = "auto"
     state_dtype: str = "float32"
+    float8_checkpoint: bool = False
+    """Loaded from a checkpoint in float8, with a scale for 128 × 128 numbers."""
 
     @property
     def name(self) -> str:
         """Like "int4 + kv fp8"."""
         parts: list[str] = [self.quantization if self.quantization != "none" else "bf16"]
+        parts[0] += " of an fp8 checkpoint" if self.float8_checkpoint else ""
         parts += ["kv fp8"] if self.kv_cache_dtype == "fp8" else []
         parts += ["state bf16"] if self.state_dtype == "bfloat16" else []
         return " + ".join(parts)

@@ -4,7 +4,9 @@
 A case is requests x prompt tokens x new tokens. Random prompts, temperature 1, ignore_eos, prefix cache off. t(n) is
 the time from the first submission to the last of n tokens of all requests, the best of two after a warm-up:
 decode = c · (out - 1) / (t(out) - t(1)) tokens a second, prefill = c · in / t(1). The figures of other engines in
-README.md come from the same formulas. One JSON line a case.
+README.md come from the same formulas. Beside each rate stands the least time of a step, that of moving what it moves
+once, at the bandwidth of a copy that is measured first (benchmarks.serving.floor). One JSON line a case. Random weights
+are made on the device.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import json
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -22,7 +25,7 @@ import psutil
 
 from benchmarks.lib.cases import Case, milliseconds
 from benchmarks.lib.environment import environment, gpu
-from benchmarks.lib.random_checkpoint import add_model, check_model, checkpoint
+from benchmarks.lib.random_checkpoint import add_model, check_model, config_of, without_weights
 from benchmarks.lib.recorder import describe
 from benchmarks.lib.stages import Stages
 
@@ -107,12 +110,15 @@ def run(options: argparse.Namespace) -> None:
     from services.pod.preflight import use_kernel_cache
 
     began = time.perf_counter()
-    directory = checkpoint(options.model, options.scratch)
-    written = time.perf_counter() - began
+    directory = Path(options.model)
+    if options.random:
+        directory = without_weights(options.scratch / f"{options.model}-config", config_of(options.model))
     stages = Stages(time.time())
     # Imported after Triton's cache is chosen.
     from benchmarks.lib.in_process import InProcessEngine, only_warnings, settings_for
     from benchmarks.serving.acceptance import ChosenAcceptance
+    from benchmarks.serving.floor import beside_floor, measured_bandwidth
+    from benchmarks.serving.random_engine import made_on_the_device
     from benchmarks.serving.swaps import measure_swaps
     from benchmarks.serving.timeline import prepare, profile_decode
 
@@ -131,7 +137,10 @@ def run(options: argparse.Namespace) -> None:
     use_kernel_cache(settings)
     if options.profile:
         prepare()
-    engine = InProcessEngine(settings, adapters=options.lora or int(options.swaps > 0), rank=options.rank)
+    bandwidth = measured_bandwidth(settings)  # while there is memory for it
+    stages.done("bandwidth of a copy")
+    with made_on_the_device() if options.random else nullcontext():
+        engine = InProcessEngine(settings, adapters=options.lora or int(options.swaps > 0), rank=options.rank)
     stages.done("rest of the start")
     only_warnings()
     pipeline = engine.pipeline
@@ -145,7 +154,7 @@ def run(options: argparse.Namespace) -> None:
         "state": options.state,
         "batch_invariant": options.batch_invariant,
         "settings": options.set,
-        "start_s": round(time.perf_counter() - began - written, 2),
+        "start_s": round(time.perf_counter() - began, 2),
         "start": stages.seconds(),
         **environment(),
     }
@@ -161,6 +170,8 @@ def run(options: argparse.Namespace) -> None:
                 report["mixed_prefill_tokens"] = mixed
             try:
                 report |= measure(engine, case)
+                rate = report["decode_tok_s"]
+                report |= beside_floor(engine, case, rate, lora=options.lora, bandwidth=bandwidth)
                 after = pipeline.scheduler.counts()
                 if after.num_draft_tokens > before.num_draft_tokens:
                     right = after.num_accepted_tokens - before.num_accepted_tokens
@@ -184,6 +195,11 @@ def _mix(pipeline: StepPipeline, tokens: int) -> None:
 
 
 def _print(report: dict[str, Any], out: Path | None) -> None:
+    if "of_floor" in report:
+        sys.stderr.write(
+            f"{report['model']} {report['quant']} c={report['c']}: {report['decode_tok_s']} tok/s, a step takes "
+            f"{report['step_us']} us, its floor is {report['floor_us']} us ({100 * report['of_floor']:.0f} %)\n"
+        )
     line = json.dumps(report)
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

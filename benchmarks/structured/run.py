@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.lib.cases import Case, percentile
+from benchmarks.lib.checkpoints.wide_tokenizer import widen
 from benchmarks.lib.environment import environment, gpu
 from benchmarks.lib.random_checkpoint import SHAPES, config_of, write
 from benchmarks.lib.recorder import put_line
-from benchmarks.lib.wide_tokenizer import widen
 from benchmarks.structured.schemas import SchemaMaker
 
 if TYPE_CHECKING:

@@ -26,9 +26,10 @@ class EngineSettings(CommonSettings):
     """auto: cuda if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on cuda, float32 on cpu."""
-    quantization: Literal["none", "fp8", "int4"] = "none"
+    quantization: Literal["auto", "none", "fp8", "int4"] = "auto"
     """Weights on the GPU, quantized while they load. fp8: e4m3 with a scale a row, needs compute capability 8.9. int4:
-    groups of 128 weights, needs 8.0; the head is fp8 where the GPU has it."""
+    groups of 128 weights, needs 8.0; the head is fp8 where the GPU has it. auto: fp8 for a checkpoint that is float8
+    already, where the GPU has it; else none."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Recurrent states of DeltaNet layers on the GPU; bfloat16 halves their memory and traffic and costs accuracy."""
     batch_invariant: bool = False
@@ -78,10 +79,14 @@ class EngineSettings(CommonSettings):
     max_model_len: int = Field(0, ge=0)
     """Longest prompt + completion in tokens; 0: the checkpoint's context, at most what the KV cache holds."""
     token_budget: int = Field(0, ge=0)
-    """Most tokens of one step: decodes first, the rest prefill chunks; 0: 512 on cpu, 8192 on cuda."""
+    """Most tokens of one step: decodes first, the rest prefill chunks; 0: 512 on cpu; on cuda 8192, 4096 or 2048, the
+    most whose activations take a twentieth of the memory."""
     mixed_prefill_tokens: int = Field(0, ge=0)
     """Most prefill tokens of a step that also decodes: bounds the time between tokens; 0: what the budget leaves on
     cpu, 3840 on cuda (4096 tokens a step beside 256 decodes, some 60 ms on an H200)."""
+    device_memory: ByteSize = Field(ByteSize(0), ge=0)
+    """Most bytes of the GPU that this engine takes, CUDA's context included, e.g. "22GB", for a card that others use,
+    too; 0: what is free at its start."""
     memory_fraction: float = Field(0.9, gt=0, le=1)
     """Share of the device's memory that the memory plan may allocate."""
 
@@ -157,7 +162,7 @@ class EngineSettings(CommonSettings):
     teacher_model: Path | None = None
     """Directory of a second checkpoint with the same tokenizer, which opd jobs may learn from (teacher "checkpoint");
     it stays in memory beside the model."""
-    teacher_quantization: Literal["none", "fp8", "int4"] = "none"
+    teacher_quantization: Literal["auto", "none", "fp8", "int4"] = "auto"
     """Quantization of the second checkpoint, with the same values as quantization."""
 
     # Process.
@@ -242,7 +247,7 @@ class EngineSettings(CommonSettings):
             update={
                 "max_num_seqs": sequences,
                 "token_budget": budget,
-                "mixed_prefill_tokens": self.mixed_prefill_tokens or (3840 if cuda else budget),
+                "mixed_prefill_tokens": self.mixed_prefill_tokens or (min(3840, budget) if cuda else budget),
             }
         )
 

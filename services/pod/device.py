@@ -11,6 +11,7 @@ import torch
 
 from kernels.gpu.launch.device import DeviceLimits, limits_of, named
 from services.common.errors import InvalidRequest
+from services.engine.models.config import ModelConfig
 from services.engine.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -141,20 +142,44 @@ def _check_gpu(settings: EngineSettings, device: Device) -> None:
         )
 
 
+def with_quantization(
+    settings: EngineSettings, device: Device, config: ModelConfig, teacher: ModelConfig | None = None
+) -> EngineSettings:
+    """Settings with a quantization of "auto" filled in: a checkpoint whose weights are float8 keeps that size on a
+    device that has float8, any other is stored as it is.
+
+    Args:
+        teacher: config of the second model, if there is one.
+    """
+
+    def chosen(asked: str, checkpoint: ModelConfig | None) -> str:
+        if asked != "auto":
+            return asked
+        return "fp8" if checkpoint is not None and checkpoint.float8 is not None and device.has_float8 else "none"
+
+    return settings.model_copy(
+        update={
+            "quantization": chosen(settings.quantization, config),
+            "teacher_quantization": chosen(settings.teacher_quantization, teacher),
+        }
+    )
+
+
 def _check_cpu(settings: EngineSettings) -> None:
-    defaults = {
-        "quantization": "none",
-        "teacher_quantization": "none",
-        "kv_cache_dtype": "auto",
-        "state_dtype": "float32",
-        "batch_invariant": False,
-        "device_limits": "",
+    allowed: dict[str, tuple[object, ...]] = {
+        "quantization": ("none", "auto"),
+        "teacher_quantization": ("none", "auto"),
+        "kv_cache_dtype": ("auto",),
+        "state_dtype": ("float32",),
+        "batch_invariant": (False,),
+        "device_limits": ("",),
+        "device_memory": (0,),
     }
-    for name, default in defaults.items():
+    for name, values in allowed.items():
         value = getattr(settings, name)
-        if value != default:
+        if value not in values:
             raise InvalidRequest(
                 f"TEMPER_{name.upper()}={str(value).lower()} needs a GPU, this pod runs on the CPU: leave it at "
-                f"{str(default).lower()}",
+                f"{str(values[0]).lower()}",
                 param=name,
             )

@@ -45,8 +45,8 @@ from services.engine.observability.status import TierStatus
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.server.conversation_session_manager import ConversationSessionManager
 from services.engine.settings import EngineSettings
-from services.pod.device import Device, check_device
-from services.pod.memory import device_bytes, plan, state_slots, storage, teacher_storage
+from services.pod.device import Device, check_device, with_quantization
+from services.pod.memory import device_bytes, limit_allocations, plan, state_slots, storage, teacher_storage
 from services.pod.runner import Gate, build_gate, build_runner, gpu_tuning, prefill_alignment
 from services.pod.teacher import load_teacher, second_config
 from services.pod.tiers import build_tiers
@@ -147,25 +147,14 @@ def build_engine(
     check_device(settings, hardware)
     device = hardware.torch
     codec = TextCodec.from_directory(settings.model)
-    config = read_config(settings.model)
-    if codec.vocab_size > config.vocab_size:
-        raise CheckpointRejected(
-            f"{settings.model}: the tokenizer has {codec.vocab_size} tokens, the model {config.vocab_size}"
-        )
-    storage(settings, hardware).check(config)
-    # Planned before anything is loaded: a plan that does not fit is refused with its numbers.
-    dtype = resolve_dtype(settings.dtype, device)
-    teacher_config = second_config(settings, codec)
-    if teacher_config is not None:
-        teacher_storage(settings, hardware).check(teacher_config)
-    settings, memory = plan(config, settings, dtype, hardware, device_bytes(hardware), teacher_config)
-    log.info("memory plan", sequences=settings.max_num_seqs, **memory.parts())
-    max_model_len = memory.model_len(config.max_position_embeddings, settings.max_model_len)
+    planned = _plan(settings, hardware, codec)
+    settings, config, memory = planned.settings, planned.config, planned.memory
+    max_model_len = planned.max_model_len
     limits = _limits(settings, config, memory, max_model_len, codec.eos_ids, device)
     with ThreadPoolExecutor(2) as pool:  # the digest reads the same pages as the loader
         digest = pool.submit(checkpoint_digest, settings.model)
         vocabulary = pool.submit(Vocabulary, codec, config.vocab_size, settings.mask_threads)
-        model = _load(settings, hardware, dtype)
+        model = _load(planned, hardware)
         teacher = load_teacher(settings, model, teacher_storage(settings, hardware))
         lora = _lora_slots(settings, model)
         executor = build_runner(
@@ -273,26 +262,60 @@ def tune_engine(
             param="batch_invariant",
         )
     check_device(settings, hardware)
-    codec, config = TextCodec.from_directory(settings.model), read_config(settings.model)
-    storage(settings, hardware).check(config)
-    dtype = resolve_dtype(settings.dtype, hardware.torch)
-    settings, memory = plan(config, settings, dtype, hardware, device_bytes(hardware), second_config(settings, codec))
-    model = _load(settings, hardware, dtype)
+    codec = TextCodec.from_directory(settings.model)
+    planned = _plan(settings, hardware, codec)
+    model = _load(planned, hardware)
     tuning = gpu_tuning(
         model,
-        _lora_slots(settings, model),
-        settings,
-        num_blocks=memory.num_blocks,
-        max_model_len=memory.model_len(config.max_position_embeddings, settings.max_model_len),
+        _lora_slots(planned.settings, model),
+        planned.settings,
+        num_blocks=planned.memory.num_blocks,
+        max_model_len=planned.max_model_len,
         eos_token_ids=codec.eos_ids,
     )
     return tuning.search(told)
 
 
-def _load(settings: EngineSettings, hardware: Device, dtype: torch.dtype) -> CausalLM:
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """An engine before anything of it is loaded."""
+
+    settings: EngineSettings
+    """Settings with what the plan fills in."""
+    config: ModelConfig
+    memory: MemoryPlan
+    dtype: torch.dtype
+
+    @property
+    def max_model_len(self) -> int:
+        return self.memory.model_len(self.config.max_position_embeddings, self.settings.max_model_len)
+
+
+def _plan(settings: EngineSettings, hardware: Device, codec: TextCodec) -> _Planned:
+    """Plan of an engine: what does not fit is refused with its numbers before anything is loaded."""
+    config = read_config(settings.model)
+    if codec.vocab_size > config.vocab_size:
+        raise CheckpointRejected(
+            f"{settings.model}: the tokenizer has {codec.vocab_size} tokens, the model {config.vocab_size}"
+        )
+    teacher_config = second_config(settings, codec)
+    settings = with_quantization(settings, hardware, config, teacher_config)
+    storage(settings, hardware).check(config)
+    dtype = resolve_dtype(settings.dtype, hardware.torch)
+    if teacher_config is not None:
+        teacher_storage(settings, hardware).check(teacher_config)
+    available = device_bytes(hardware, int(settings.device_memory))
+    settings, memory = plan(config, settings, dtype, hardware, available, teacher_config)
+    log.info("memory plan", sequences=settings.max_num_seqs, tokens=settings.token_budget, **memory.parts())
+    limit_allocations(hardware, settings)
+    return _Planned(settings, config, memory, dtype)
+
+
+def _load(planned: _Planned, hardware: Device) -> CausalLM:
+    settings = planned.settings
     model = load_model(
         settings.model,
-        dtype=dtype,
+        dtype=planned.dtype,
         device=hardware.torch,
         storage=storage(settings, hardware),
         mtp=settings.speculative == "mtp",

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Literal
 
 import torch
 
 from services.common.errors import DoesNotFit, InvalidRequest
 from services.common.telemetry.process import machine_bytes
-from services.engine.kv_cache.memory_plan import Footprint, MemoryPlan, plan_memory
+from services.engine.kv_cache.memory_plan import Footprint, MemoryPlan, format_bytes, plan_memory
 from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import (
     Formats,
+    Quantization,
     Storage,
     block_bytes,
     copies_head,
@@ -23,7 +25,7 @@ from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.targets import target_shapes
 from services.engine.scheduler.step_plan import MOST_VERIFIED
 from services.engine.settings import EngineSettings
-from services.pod.device import Device
+from services.pod.device import Device, with_quantization
 from services.pod.fit_advice import fit_advice
 from services.trainer.memory.estimate import Workload, estimate
 
@@ -51,37 +53,76 @@ _SNAPSHOT_SHARE = 0.15
 _LEAST_SNAPSHOTS, _MOST_SNAPSHOTS = 8, 1024
 _STAGING = 64 * 2**20
 """Bytes of the staging buffer for copies between caches and host memory."""
+_CONTEXT = 512 * 2**20
+"""Bytes that CUDA's context and loaded kernels take on the device, outside any allocator."""
+_STEP_TOKENS = (8192, 4096, 2048)
+"""Tokens of the largest step to try, where the settings leave them open."""
+_STEP_SHARE = 0.05
+"""Most of the device that the activations of that step may take: a small card is filled by fewer tokens, too."""
 _SEQUENCES = (192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
 """Numbers of sequences to try where memory is short."""
 
 
-def device_bytes(device: Device) -> int:
+def device_bytes(device: Device, limit: int = 0) -> int:
     """Bytes that this process may use, before it loads anything.
 
-    On CUDA: what is free on the card now; on CPU: the machine's memory or the container's limit, the lower one.
+    On CUDA: what is free on the card now, or what device_memory leaves beside CUDA's context; on CPU: the machine's
+    memory or the container's limit, the lower one.
+
+    Args:
+        limit: device_memory of the settings; 0: none.
+
+    Raises:
+        DoesNotFit: less is free than the limit promises.
     """
-    if device.kind == "cuda":
-        free, _ = torch.cuda.mem_get_info(device.torch)
+    if device.kind == "cpu":
+        return machine_bytes()
+    free, total = torch.cuda.mem_get_info(device.torch)
+    if not limit:
         return int(free)
-    return machine_bytes()
+    if limit <= _CONTEXT or limit - _CONTEXT > free:
+        raise DoesNotFit(
+            f"TEMPER_DEVICE_MEMORY={format_bytes(limit)} must be more than the {format_bytes(_CONTEXT)} of CUDA's "
+            f"context and at most the {format_bytes(free + _CONTEXT)} that are free, of {format_bytes(total)}",
+            param="device_memory",
+        )
+    return limit - _CONTEXT
+
+
+def limit_allocations(device: Device, settings: EngineSettings) -> None:
+    """Holds this process to device_memory: an allocation beyond it fails, whatever is free on the card. Graphs and
+    loaded kernels are no allocations: their part of the plan is left out."""
+    if device.kind == "cuda" and settings.device_memory:
+        _, total = torch.cuda.mem_get_info(device.torch)
+        allowed = device_bytes(device, int(settings.device_memory)) - _GRAPH_FIXED
+        torch.cuda.set_per_process_memory_fraction(allowed / total, device.torch)
 
 
 def storage(settings: EngineSettings, device: Device) -> Storage:
     """Storage of this pod's weight matrices. A quantized model's head is fp8 wherever the GPU has it: it is the largest
-    matrix of a step, and an int4 model's rounding matters least there."""
-    return Storage(
-        quantization=settings.quantization,
-        float8_head=settings.quantization != "none" and device.has_float8,
-        invariant=settings.batch_invariant,
-    )
+    matrix of a step, and an int4 model's rounding matters least there.
+
+    Args:
+        settings: with_quantization().
+    """
+    kind = _filled_in(settings.quantization)
+    return Storage(kind, float8_head=kind != "none" and device.has_float8, invariant=settings.batch_invariant)
 
 
 def teacher_storage(settings: EngineSettings, device: Device) -> Storage:
-    """Storage of the second model's weight matrices."""
-    return Storage(
-        quantization=settings.teacher_quantization,
-        float8_head=settings.teacher_quantization != "none" and device.has_float8,
-    )
+    """Storage of the second model's weight matrices.
+
+    Args:
+        settings: with_quantization().
+    """
+    kind = _filled_in(settings.teacher_quantization)
+    return Storage(kind, float8_head=kind != "none" and device.has_float8)
+
+
+def _filled_in(quantization: Literal["auto", "none", "fp8", "int4"]) -> Quantization:
+    if quantization == "auto":
+        raise ValueError("a quantization of auto is filled in by with_quantization()")
+    return quantization
 
 
 def formats(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, device: Device) -> Formats:
@@ -214,16 +255,19 @@ def plan(
 
     Args:
         settings: settings as read. A max_num_seqs of 0 becomes the highest number, up to the device's default, that
-            leaves KV and training half of what weights, workspace, adapters and snapshots do not take.
+            leaves KV and training half of what weights, workspace, adapters and snapshots do not take, and training
+            what a modest job needs. A token_budget of 0 becomes what the device's size allows.
         available: device_bytes().
         teacher: config of the second model, if there is one.
 
     Returns:
-        The settings with every 0 filled in, and the plan.
+        The settings with every 0 and "auto" quantization filled in, and the plan.
 
     Raises:
         DoesNotFit: the settings ask for more than there is; the message has the numbers and what to change.
     """
+    settings = with_quantization(settings, device, config, teacher)
+    settings = _with_step(config, settings, dtype, device, available)
     try:
         return _fitted(config, settings, dtype, device, available, teacher)
     except DoesNotFit as error:
@@ -251,12 +295,27 @@ def _fitted(
             most = count
             continue
         running = _running_slots(chosen) * made.states // state_slots(chosen)
-        if 2 * running <= made.unclaimed - (made.states - running):
+        roomy = 2 * running <= made.unclaimed - (made.states - running)
+        if roomy and (_training_bytes(settings) is not None or made.training >= _usual_job(config, dtype)):
             return chosen, made
         most = count
     chosen = settings.model_copy(update={"max_num_seqs": most}).for_device(device.kind)
     chosen = _with_snapshots(config, chosen, dtype, device, available, teacher)
     return chosen, _plan(config, chosen, dtype, device, available, teacher)
+
+
+def _with_step(
+    config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, device: Device, available: int
+) -> EngineSettings:
+    """Settings with a token_budget of 0 filled in on a GPU: as many tokens as a share of its memory holds the
+    activations of, and every sequence's own."""
+    if settings.token_budget or device.kind == "cpu":
+        return settings
+    token = _ACTIVATION_COPIES * widest_output(config) * dtype.itemsize
+    most = int(_STEP_SHARE * available) // token
+    budget = next((tokens for tokens in _STEP_TOKENS if tokens <= most), _STEP_TOKENS[-1])
+    rows = MOST_VERIFIED if settings.speculative != "none" else 1
+    return settings.model_copy(update={"token_budget": max(budget, rows * settings.max_num_seqs)})
 
 
 def _with_snapshots(

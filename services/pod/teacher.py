@@ -37,7 +37,7 @@ def second_config(settings: EngineSettings, codec: TextCodec) -> ModelConfig | N
         InvalidRequest: the pod could not use it.
     """
     if settings.teacher_model is None:
-        if settings.teacher_quantization != "none":
+        if settings.teacher_quantization in ("fp8", "int4"):
             raise InvalidRequest(
                 "TEMPER_TEACHER_QUANTIZATION does nothing without TEMPER_TEACHER_MODEL", param="teacher_quantization"
             )

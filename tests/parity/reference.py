@@ -66,7 +66,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-DENSE = tuple(name for name, settings in CONFIGS.items() if "num_experts" not in settings)
 
 LENGTHS = (1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 300)
 CHUNKS = (1, 7, 16, 64, None)

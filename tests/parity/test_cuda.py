@@ -20,7 +20,7 @@ from services.engine.requests.adapter import AdapterPin
 from services.engine.requests.request import Request
 from services.engine.requests.sampling_params import SamplingParams
 from tests.parity.conftest import Pair
-from tests.parity.reference import DENSE
+from tests.parity.reference import CONFIGS
 from tests.parity.test_scheduled_generation import MAX_TOKENS, generate, prompts, serve
 from tests.parity.test_serving_while_training import exact_gradients, gradients, relative
 
@@ -36,7 +36,7 @@ def greedy_requests() -> list[Request]:
     return [Request(f"r{n}", prompt, sampling, arrival=n) for n, prompt in enumerate(prompts())]
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("changes", [{}, {"token_budget": 9}, {"num_blocks": 9}], ids=["large", "small", "preempted"])
 def test_greedy_text_is_that_of_generate(pairs: dict[str, Pair], name: str, changes: dict[str, int]) -> None:
     results, preemptions = serve(load(pairs[name], "float32"), greedy_requests(), arrivals=5, **changes)
@@ -57,7 +57,7 @@ def test_seeded_samples_are_those_of_the_cpu(pairs: dict[str, Pair]) -> None:
     assert [list(r.output_ids) for r in there] == [list(r.output_ids) for r in here]
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_gradients_are_those_of_float64(pairs: dict[str, Pair], name: str) -> None:
     """On the CPU. Between two float32 results lie the errors of both: 6e-5 of the CPU's alone for odd-groups."""
     exact = exact_gradients(pairs[name])
@@ -67,7 +67,7 @@ def test_gradients_are_those_of_float64(pairs: dict[str, Pair], name: str) -> No
         assert relative(one, other) < 1e-4
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_bfloat16_is_right_within_rounding(pairs: dict[str, Pair], name: str) -> None:
     """No farther from float32 arithmetic on the same rounded weights than transformers in bfloat16 is."""
     model = load(pairs[name], "bfloat16")

@@ -26,7 +26,7 @@ from services.engine.requests.submission import Submission
 from services.engine.scheduler.config import SchedulerConfig
 from tests.parity.conftest import Pair
 from tests.parity.fused_models import in_float64
-from tests.parity.reference import DENSE
+from tests.parity.reference import CONFIGS
 
 TIMEOUT = 120.0
 MAX_TOKENS = 30
@@ -81,7 +81,7 @@ def relative(ours: Tensor, reference: Tensor) -> float:
     return float((ours - reference).norm() / reference.norm().clamp_min(1e-12))
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_gradients_are_those_of_float64(pairs: dict[str, Pair], name: str) -> None:
     exact = exact_gradients(pairs[name])
     ours = gradients(pairs[name].model, SliceGate(0.02), 1)

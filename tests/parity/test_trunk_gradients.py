@@ -22,7 +22,7 @@ from services.engine.models.training_forward import FrozenForward, TrainableForw
 from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.parity.adapters import adapter_files, make_adapter
 from tests.parity.conftest import Pair
-from tests.parity.reference import DENSE, prompt
+from tests.parity.reference import CONFIGS, prompt
 from tests.parity.test_gradients import assert_equal_gradients, gradients
 
 FEW = (6, 2, 3)
@@ -74,7 +74,7 @@ def device_and_model(pair: Pair) -> tuple[torch.device, Qwen3_5]:
     return torch.device("cuda"), Qwen3_5.from_directory(pair.path, dtype="float32", device="cuda")
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_equals_plain_autograd(pairs: dict[str, Pair], name: str, tmp_path: Path) -> None:
     pair = pairs[name]
     sizes = MANY if name in ("grouped", "odd-groups") or torch.cuda.is_available() else FEW
@@ -102,8 +102,9 @@ def test_equals_plain_autograd(pairs: dict[str, Pair], name: str, tmp_path: Path
     assert_equal_gradients({key: value.cpu() for key, value in gradients(ours).items()}, expected)
 
 
-def test_recomputation_changes_no_bit(pairs: dict[str, Pair], tmp_path: Path) -> None:
-    pair = pairs["grouped"]
+@pytest.mark.parametrize("name", ["grouped", "experts"])
+def test_recomputation_changes_no_bit(pairs: dict[str, Pair], name: str, tmp_path: Path) -> None:
+    pair = pairs[name]
     make_adapter(pair.path, tmp_path, r=3)
     device, model = device_and_model(pair)
     lora = LoraParams.from_bound(bind_adapter(adapter_files(tmp_path), model.config, max_rank=8), device=device)

@@ -32,8 +32,8 @@
 {{- if and (include "temper.fetchesModel" .) (not $model.digest) }}
 {{- fail "engine.model.digest is not set: give what `python -m services.model_source --digest DIR` prints for a good copy, or `unchecked` to take what the source has" }}
 {{- end }}
-{{- if and (eq $engine.device "cpu") (ne $engine.quantization "none") }}
-{{- fail "engine.quantization needs a GPU: set it to none, or engine.device to cuda" }}
+{{- if and (eq $engine.device "cpu") (has $engine.quantization (list "fp8" "int4")) }}
+{{- fail "engine.quantization needs a GPU: set it to auto, or engine.device to cuda" }}
 {{- end }}
 {{- if and (eq $engine.device "cpu") (ne $engine.kvCacheDtype "auto") }}
 {{- fail "engine.kvCacheDtype needs a GPU: set it to auto, or engine.device to cuda" }}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from kernels.gpu.launch.device import DeviceLimits
 from kernels.gpu.linear.skinny_configs import Kind
 
 
@@ -80,45 +81,52 @@ _FLOAT8_ROWS = 64
 """Pairs an expert from which the products, and not reading the weights, take the time."""
 
 
-def choose(rows: int, shape: ExpertShape, shared_memory: int, *, float8: bool) -> Cut:
-    """The cut for so many tokens.
-
-    Args:
-        shared_memory: most bytes a block may use.
-        float8: the GPU multiplies float8.
-    """
+def choose(rows: int, shape: ExpertShape, device: DeviceLimits) -> Cut:
+    """The cut for so many tokens."""
     if rows <= _MOST_STREAMED:
         return Streamed(
             gate_up=StreamTile(16, _groups(shape.hidden, 8), warps=4),
             down=StreamTile(8, _groups(shape.size, 4), warps=4),
         )
     each = rows * shape.chosen / shape.count
-    block_m, block_n, warps = next(tile for most, *tile in _BY_PAIRS if each <= most)
-    quantized = float8 and shape.kind == "fp8" and each > _FLOAT8_ROWS
+    block_m, block_n, warps = next((m, n, w) for most, m, n, w in _BY_PAIRS if each <= most)
+    quantized = device.float8 and shape.kind == "fp8" and each > _FLOAT8_ROWS
     tile = GroupTile(block_m, block_n, 128 if block_m <= 32 or shape.kind == "fp8" else 64, warps, stages=4)
-    tile = fitting(tile, shape, shared_memory, float8=quantized)
+    tile = fitting(tile, shape, device, float8=quantized)
     return Grouped(tile, tile, quantized)
 
 
-def invariant(shape: ExpertShape, shared_memory: int) -> Grouped:
+def invariant(shape: ExpertShape, device: DeviceLimits) -> Grouped:
     """The cut for any number of tokens: a token's bits then do not depend on how many there are."""
-    tile = fitting(GroupTile(16, 64, 128, warps=4, stages=3), shape, shared_memory)
+    tile = fitting(GroupTile(16, 64, 128, warps=4, stages=3), shape, device)
     return Grouped(tile, tile)
 
 
-def fitting(tile: GroupTile, shape: ExpertShape, shared_memory: int, *, float8: bool = False) -> GroupTile:
+def training(rows: int, shape: ExpertShape, device: DeviceLimits) -> tuple[GroupTile, GroupTile]:
+    """Tiles of the products of a training step: forward, and backward in the inputs."""
+    block_m = next(tile[1] for tile in _BY_PAIRS if rows * shape.chosen <= tile[0] * shape.count)
+    block_k = 128 if shape.kind == "fp8" else 64
+    forward = fitting(GroupTile(block_m, 128, block_k, warps=8 if block_m > 32 else 4, stages=4), shape, device)
+    # A tile of gradients and one of decoded weights, both of the dtype of x; decoding takes registers.
+    high = block_m if shape.kind == "none" else min(block_m, 64)
+    tile = GroupTile(high, 128, 64, warps=8 if high > 32 else 4, stages=3)
+    backward = fitting(tile, replace(shape, kind="none"), device)
+    return forward, backward
+
+
+def fitting(tile: GroupTile, shape: ExpertShape, device: DeviceLimits, *, float8: bool = False) -> GroupTile:
     """The tile with as many loads in flight as fit, and smaller if even two do not.
 
     Raises:
         ValueError: no tile fits.
     """
-    while tile.shared_memory(shape.kind, shape.itemsize, float8=float8) > shared_memory - _SPARE:
+    while tile.shared_memory(shape.kind, shape.itemsize, float8=float8) > device.shared_memory - _SPARE:
         if tile.stages > 2:
             tile = replace(tile, stages=tile.stages - 1)
         elif tile.block_m > 16 or tile.block_n > 32:
             tile = replace(tile, block_m=max(16, tile.block_m // 2), block_n=max(32, tile.block_n // 2), stages=4)
         else:
-            raise ValueError(f"experts: no tile fits {shared_memory} bytes of shared memory")
+            raise ValueError(f"experts: no tile fits {device.shared_memory} bytes of shared memory")
     return tile
 
 

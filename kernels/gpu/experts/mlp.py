@@ -48,6 +48,9 @@ class ExpertMatrices:
         kinds = {weight_kind(weight) for weight in (self.gate_up, self.down, *(self.shared or ()))}
         if len(kinds) > 1:
             raise ValueError(f"experts: all matrices must be of one kind, got {sorted(kinds)}")
+        for weight in (self.gate_up, self.down):
+            if isinstance(weight, Tensor) and not weight.is_contiguous():
+                raise ValueError("experts: matrices must be contiguous")
 
 
 def pass_experts(

@@ -28,8 +28,8 @@ def canonical_name(name: str) -> str | None:
     """A tensor's name without its class prefix, or None if it is not part of the text model (vision, mtp)."""
     if name.startswith(_SKIPPED):
         return None
-    if name in ("lm_head.weight", "language_model.lm_head.weight"):
-        return "lm_head.weight"
+    if name.startswith("language_model.lm_head."):
+        return name.removeprefix("language_model.")
     for prefix in _PREFIXES:
         if name.startswith(prefix):
             return name.removeprefix(prefix)

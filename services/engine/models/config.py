@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from services.common.errors import CheckpointRejected
+
+_FLOAT8 = 'only quant_method "fp8" (e4m3, activation_scheme "dynamic") is; take the bfloat16 checkpoint'
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,21 @@ class MlpNumbers:
     """Numbers of scratch memory of the backward on a GPU."""
 
 
+@dataclass(frozen=True, slots=True)
+class Float8Scales:
+    """Layout of the scales beside float8 matrices: ``W = values · scale``."""
+
+    block: tuple[int, int] | None
+    """Rows and columns of a matrix that share a scale; None: each row has a scale, or all rows share one."""
+
+    def shapes(self, matrix: Sequence[int]) -> list[tuple[int, ...]]:
+        """Shapes that the scales of a matrix [..., out, in] may have."""
+        *stacked, rows, columns = matrix
+        if self.block is None:
+            return [(*stacked, rows, 1), (*stacked, rows), (*stacked, 1), tuple(stacked)]
+        return [(*stacked, -(-rows // self.block[0]), -(-columns // self.block[1]))]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(ABC):
     """Numbers of one checkpoint, of whichever architecture. Every number is read from config.json.
@@ -79,6 +96,8 @@ class ModelConfig(ABC):
     original_max_position_embeddings: int | None = None
     """The context that the checkpoint had before it was lengthened, where config.json says so: in its digest it stands
     in the place of max_position_embeddings, because the same weights take the adapters that they took before."""
+    float8: Float8Scales | None = None
+    """Scales of the checkpoint's float8 matrices; None: it has none."""
 
     @classmethod
     @abstractmethod
@@ -96,6 +115,8 @@ class ModelConfig(ABC):
         del numbers["module_prefix"]
         original = numbers.pop("original_max_position_embeddings")
         numbers["max_position_embeddings"] = original or self.max_position_embeddings
+        if self.float8 is None:
+            del numbers["float8"]  # as before there was such a field
         return numbers
 
     def rotation_identity(self) -> str:
@@ -209,6 +230,35 @@ class ModelConfig(ABC):
     def expert_outputs(self) -> int:
         """Numbers a token that its experts give before they are added up, in serving; 0: there are none."""
         return 0
+
+
+def read_float8(data: Mapping[str, Any]) -> Float8Scales | None:
+    """Reads quantization_config of a parsed config.json; None: it has none.
+
+    ``modules_to_not_convert`` plays no part: whether a tensor is float8 says the tensor itself. Matching names against
+    that list has gone wrong elsewhere: "mlp.gate" is not "mlp.gate_proj".
+
+    Raises:
+        CheckpointRejected: weights are stored in a way that is not supported.
+    """
+    given = data.get("quantization_config")
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise CheckpointRejected("config.json: quantization_config is not an object")
+    for key, allowed in (("quant_method", ("fp8",)), ("fmt", (None, "e4m3")), ("activation_scheme", (None, "dynamic"))):
+        if given.get(key) not in allowed:
+            raise CheckpointRejected(
+                f"config.json: quantization_config.{key} {given.get(key)!r} is not supported, {_FLOAT8}"
+            )
+    block = given.get("weight_block_size")
+    if block is None:
+        return Float8Scales(None)
+    if not isinstance(block, list) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
+        raise CheckpointRejected(
+            f"config.json: quantization_config.weight_block_size must be two positive integers, got {block!r}"
+        )
+    return Float8Scales((block[0], block[1]))
 
 
 def require(text: Mapping[str, Any], key: str) -> Any:

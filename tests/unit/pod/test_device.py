@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from services.common.errors import InvalidRequest
+from services.engine.models.config import Float8Scales
+from services.engine.models.registry import read_config
 from services.engine.settings import EngineSettings
-from services.pod.device import Device, check_device
+from services.pod.device import Device, check_device, with_quantization
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0), "3.6.0")
 A100 = Device("cuda", "NVIDIA A100", (8, 0), "3.10.1")
@@ -16,6 +19,7 @@ T4 = Device("cuda", "Tesla T4", (7, 5), "3.6.0")
 CPU = Device("cpu")
 BARE = Device("cuda", "NVIDIA H200", (9, 0))
 OLD = Device("cuda", "NVIDIA H200", (9, 0), "3.5.1+git1")
+TINY = read_config("models/tiny")
 
 
 def settings(**given: object) -> EngineSettings:
@@ -32,6 +36,27 @@ def settings(**given: object) -> EngineSettings:
 )
 def test_accepts(device: Device, given: dict[str, object], tmp_path: Path) -> None:
     check_device(settings(cache_dir=tmp_path / "new", **given), device)
+
+
+@pytest.mark.parametrize(
+    ("device", "float8", "given", "chosen"),
+    [
+        (H200, True, {}, "fp8"),
+        (A100, True, {}, "none"),
+        (CPU, True, {}, "none"),
+        (H200, False, {}, "none"),
+        (H200, True, {"quantization": "none"}, "none"),
+        (A100, True, {"quantization": "int4"}, "int4"),
+    ],
+)
+def test_a_float8_checkpoint_keeps_its_size(
+    device: Device, float8: bool, given: dict[str, object], chosen: str
+) -> None:
+    """Where the device has float8, and nothing else is asked for."""
+    config = replace(TINY, float8=Float8Scales((128, 128)) if float8 else None)
+    assert with_quantization(settings(**given), device, config).quantization == chosen
+    both = with_quantization(settings(quantization="none"), device, TINY, config)
+    assert both.teacher_quantization == ("fp8" if float8 and device == H200 else "none")
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:

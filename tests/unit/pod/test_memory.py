@@ -80,7 +80,8 @@ QWEN_35B = Qwen3_5MoeConfig.from_dict(
 
 
 def settings(**given: object) -> EngineSettings:
-    return EngineSettings.model_validate(given)
+    """Of a checkpoint of plain floats: with_quantization() has filled in none."""
+    return EngineSettings.model_validate({"quantization": "none", "teacher_quantization": "none"} | given)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from services.common.errors import CheckpointRejected
-from services.engine.models.config import CacheLayout, ModelConfig, TrainingNumbers, integer, number
+from services.engine.models.config import CacheLayout, ModelConfig, TrainingNumbers, integer, number, read_float8
 from services.engine.models.qwen3_5.rope import Yarn, read_rope
 
 LayerType = Literal["linear_attention", "full_attention"]
@@ -235,7 +235,7 @@ class Qwen3_5Config(ModelConfig):  # noqa: N801
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Qwen3_5Config:
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Reads a parsed config.json, flat (text model) or with a nested text_config (multimodal model).
 
         Raises:
@@ -274,6 +274,7 @@ class Qwen3_5Config(ModelConfig):  # noqa: N801
             tie_word_embeddings=tied,
             original_max_position_embeddings=rope.original_max_position_embeddings,
             yarn=rope.yarn,
+            float8=read_float8(data) or read_float8(text),
             **cls.mlp_sizes(text),
         )
 
@@ -306,6 +307,3 @@ def _refuse_foreign(data: Mapping[str, Any], text: Mapping[str, Any], kinds: tup
         raise CheckpointRejected("config.json: attn_output_gate=false is not supported")
     if text.get("hidden_act", "silu") != "silu":
         raise CheckpointRejected(f"config.json: hidden_act {text['hidden_act']!r} is not supported, only 'silu' is")
-    for source in (data, text):
-        if source.get("quantization_config") is not None:
-            raise CheckpointRejected("config.json: quantization_config is set: quantized weights are not supported")

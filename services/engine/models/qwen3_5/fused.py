@@ -78,7 +78,7 @@ class FusedForward:
         self._pdl = pdl
         self._kernels = weights.kernels or KernelConfigs.on(weights.embedding.device)
         self._side_stream = SideStream(weights.embedding.device)
-        self._mixture = Mixture(weights.embedding.device, batch_invariant=batch_invariant)
+        self._mixture = Mixture(self._kernels.device, batch_invariant=batch_invariant)
         self._chunk: ChunkConfig | None = None
         self._late: bool | None = None
         """True if decodes let writes to states wait; None: by their number."""

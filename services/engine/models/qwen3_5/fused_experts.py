@@ -9,6 +9,7 @@ import torch
 from kernels.gpu.experts.configs import Cut, ExpertShape, choose, invariant
 from kernels.gpu.experts.mlp import ExpertMatrices, pass_experts
 from kernels.gpu.experts.routing import route
+from kernels.gpu.launch.device import DeviceLimits
 from kernels.gpu.linear.products import normed
 from kernels.gpu.linear.skinny import Norm, Scaled, weight_kind
 from kernels.gpu.lora.rows import LoraRows
@@ -24,15 +25,12 @@ class Mixture:
     """Experts of all layers, launched for one forward.
 
     Args:
-        device: whose limits decide how products are cut.
+        device: decides how products are cut.
         batch_invariant: cut in one way, whatever the batch, and the shared expert always by itself.
     """
 
-    def __init__(self, device: torch.device, *, batch_invariant: bool) -> None:
-        self._shared_memory, self._float8 = _WIDE, True
-        if device.type == "cuda":
-            self._shared_memory = int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
-            self._float8 = torch.cuda.get_device_capability(device) >= (8, 9)
+    def __init__(self, device: DeviceLimits, *, batch_invariant: bool) -> None:
+        self._device = device
         self._invariant = batch_invariant
 
     def add_to(
@@ -84,12 +82,8 @@ class Mixture:
             dtype.itemsize,
         )
         if self._invariant:
-            return invariant(shape, self._shared_memory)
-        return choose(rows, shape, self._shared_memory, float8=self._float8)
-
-
-_WIDE = 227 * 1024
-"""Shared memory of a Hopper block, where kernels are interpreted."""
+            return invariant(shape, self._device)
+        return choose(rows, shape, self._device)
 
 
 def _alike(layer: LayerWeights, experts: ExpertWeights) -> bool:

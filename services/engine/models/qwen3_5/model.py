@@ -15,7 +15,6 @@ from torch import Tensor
 
 from kernels.rms_norm import rms_norm
 from kernels.rope import Rotation, inverse_frequencies, yarn_frequencies
-from services.common.errors import InvalidRequest
 from services.engine.models.batch import CacheBuffers, ForwardBatch
 from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import PLAIN, Storage
@@ -24,7 +23,7 @@ from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.layers import decoder_layer
-from services.engine.models.qwen3_5.loader import load_checkpoint
+from services.engine.models.qwen3_5.loading.loader import load_checkpoint
 from services.engine.models.qwen3_5.step import Step
 from services.engine.models.qwen3_5.training import plain
 from services.engine.models.qwen3_5.weights import DeltaNetWeights, ModelWeights
@@ -206,8 +205,6 @@ class Qwen3_5(CausalLM):  # noqa: N801
     ) -> Tensor:
         """See CausalLM."""
         if self.device.type == "cuda":
-            if self.config.expert_shapes(0):
-                raise InvalidRequest("a mixture of experts is trained on the CPU only: use TEMPER_DEVICE=cpu")
             # Imported here: only engines on a GPU have Triton.
             from services.engine.models.qwen3_5.training import trunk
 
@@ -238,10 +235,8 @@ class Qwen3_5(CausalLM):  # noqa: N801
         recompute: Recompute | None,
         memory: GraphMemory,
         most_tokens: int | None,
-    ) -> CapturedSteps | None:
+    ) -> CapturedSteps:
         """See CausalLM."""
-        if self.config.expert_shapes(0):
-            return None
         from services.engine.models.qwen3_5.training.captured import CapturedSteps
 
         return CapturedSteps(self.config, self.weights, self.rotation, lora, recompute, memory, most_tokens)

@@ -271,12 +271,14 @@ def quantize(
     workspace: SplitWorkspace | None = None,
     invariant: bool = False,
     kernels: KernelConfigs | None = None,
+    least: Tensor | None = None,
 ) -> DenseMatrix | Fp8Matrix | Int4Matrix:
     """A matrix of the kind of TEMPER_QUANTIZATION.
 
     Args:
         weight: [out, in] in the model's dtype.
         kind: "none", "fp8" or "int4".
+        least: [out] float32, smallest scale of each row in fp8 (kernels.quantize.quantize_fp8).
 
     Raises:
         InvalidRequest: another kind, or a number of inputs that it cannot group.
@@ -287,7 +289,7 @@ def quantize(
         raise InvalidRequest(f"quantization must be none, fp8 or int4, got {kind!r}", param="quantization")
     try:
         if kind == "fp8":
-            return Fp8Matrix(quantize_fp8(weight), weight.dtype, workspace, invariant, kernels)
+            return Fp8Matrix(quantize_fp8(weight, least), weight.dtype, workspace, invariant, kernels)
         return Int4Matrix(quantize_int4(weight), weight.dtype, workspace, invariant, kernels)
     except ValueError as error:
         raise InvalidRequest(str(error), param="quantization") from None

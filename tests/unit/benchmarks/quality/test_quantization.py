@@ -58,6 +58,7 @@ def test_relative_error_ignores_what_softmax_ignores() -> None:
 def test_names_of_modes() -> None:
     assert Mode().name == "bf16"
     assert Mode("int4", "fp8", "bfloat16").name == "int4 + kv fp8 + state bf16"
+    assert Mode("fp8", float8_checkpoint=True).name == "fp8 of an fp8 checkpoint"
 
 
 def test_a_random_checkpoint_loads(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -25,6 +25,9 @@ from services.engine.models.interface import CausalLM, Recompute
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.targets import Group, layer_groups
 from services.engine.models.lora.trainable import LoraParams
+
+if TYPE_CHECKING:
+    from kernels.gpu.configs import KernelConfigs
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, queries, keys, values), [T, heads, head_dim] each, to [T, heads, head_dim]."""
@@ -111,6 +114,7 @@ class Dense(CausalLM):
         storage: Storage = PLAIN,
         *,
         mtp: bool = False,
+        kernels: KernelConfigs | None = None,
     ) -> Dense:
         assert isinstance(config, DenseConfig)
         storage.check(config)

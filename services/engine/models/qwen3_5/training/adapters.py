@@ -14,7 +14,7 @@ from torch import Tensor
 from services.engine.models.lora.targets import Group, layer_groups
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.config import Qwen3_5Config
-from services.engine.models.qwen3_5.loader import query_row_order
+from services.engine.models.qwen3_5.loading.loader import query_row_order
 
 _QUERY = "self_attn.q_proj"
 

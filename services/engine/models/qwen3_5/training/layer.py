@@ -36,6 +36,7 @@ from kernels.rope import Rotation
 from services.engine.models.interface import Recompute
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.training.adapters import GroupAdapter
+from services.engine.models.qwen3_5.training.experts import ExpertsInside, TrainedThrough, gate
 from services.engine.models.qwen3_5.weights import AttentionWeights, DeltaNetWeights, LayerWeights
 from services.engine.models.weights.matrix import DenseMatrix, Matrix
 
@@ -101,6 +102,7 @@ class Kept:
     """[T, hidden]: the residual stream between mixer and MLP."""
     gate_up: Tensor | None = None
     """[T, 2 · intermediate]: adapters included."""
+    experts: ExpertsInside | None = None
 
 
 class Layer:
@@ -113,6 +115,7 @@ class Layer:
     def __init__(self, weights: LayerWeights, shared: Shared, adapter: Mapping[str, GroupAdapter]) -> None:
         self._weights, self._shared, self._adapter = weights, shared, adapter
         self._eps = shared.config.rms_norm_eps
+        self._experts = None if weights.experts is None else TrainedThrough(weights.experts, shared.device)
 
     # Each of these is short enough for a step of the engine to wait for.
 
@@ -135,10 +138,19 @@ class Layer:
 
     def mlp(self, middle: Tensor, kept: Kept, recompute: Recompute | None) -> Tensor:
         """The mixer's part of the layer's output, [T, hidden]."""
-        gate_up = self._gate_up(middle)
+        normed = rms_norm(middle, self._weights.post_norm, self._eps)
+        gate_up = self._linear(normed, self._weights.gate_up, "gate_up")
         if recompute == "none":
             kept.gate_up = gate_up
-        return self._add(middle, swiglu(gate_up), self._weights.down, "down")
+        active = swiglu(gate_up)
+        if self._experts is None:
+            return self._add(middle, active, self._weights.down, "down")
+        inside = self._experts.inside(normed)
+        out = self._add(middle, active.mul_(gate(inside)), self._weights.down, "down")
+        self._experts.add_to(out, normed, inside)
+        if recompute == "none":
+            kept.experts = inside
+        return out
 
     def again(self, kept: Kept) -> None:
         """Computes again what of the mixer was not kept."""
@@ -162,10 +174,21 @@ class Layer:
         gate_up = self._gate_up(kept.middle) if kept.gate_up is None else kept.gate_up
         kept.gate_up = None
         down, down_grad = self._back(grad, self._weights.down, "down")
+        through = inside = None
+        if self._experts is not None:
+            normed = rms_norm(kept.middle, self._weights.post_norm, self._eps)
+            inside = self._experts.inside(normed) if kept.experts is None else kept.experts
+            kept.experts = None
+            through = self._experts.backward(normed, inside, grad, swiglu(gate_up), down)
+            del normed
         gate_up_grad, active = swiglu_backward(gate_up, down, in_place=True)
+        if down_grad is not None and inside is not None:
+            active.mul_(gate(inside))
         self._gradients("down", active, down_grad, grad)
-        del active, down
+        del active, down, inside
         normed_grad, reduced_grad = self._back(gate_up_grad, self._weights.gate_up, "gate_up")
+        if through is not None:
+            normed_grad += through
         result, normed = rms_norm_backward(kept.middle, self._weights.post_norm, self._eps, normed_grad, grad)
         kept.middle = None
         self._gradients("gate_up", normed, reduced_grad, gate_up_grad)

@@ -21,7 +21,7 @@ from services.engine.models.lora.trainable import LoraParams, TrainableTarget
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.experts import pass_experts
 from services.engine.models.qwen3_5.layers import split_heads
-from services.engine.models.qwen3_5.loader import query_row_order
+from services.engine.models.qwen3_5.loading.loader import query_row_order
 from services.engine.models.qwen3_5.step import query_key_scale
 from services.engine.models.qwen3_5.weights import AttentionWeights, DeltaNetWeights, LayerWeights, ModelWeights
 from services.engine.models.weights.matrix import DenseMatrix, Matrix

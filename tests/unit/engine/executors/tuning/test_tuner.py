@@ -20,11 +20,14 @@ OTHER = [replace(NOW, stages=stages) for stages in (2, 3, 5, 6)]
 STEP = 2.5e-3
 
 
+Gains = dict[tuple[int, Subject, Config], float]
+
+
 @dataclass
 class Table:
     """Bench of steps whose times are known."""
 
-    gains: Mapping[tuple[int, Subject, Config], float]
+    gains: Gains
     """Part of the step that a configuration gains; those not named: none."""
     noise: float = 0.0
     adapters_gain: float | None = None
@@ -113,7 +116,12 @@ def proposals(subject: Subject = WIDE, configs: Iterable[Config] = OTHER) -> lis
 
 
 def test_the_fastest_of_each_product_is_kept_and_gains_add_up() -> None:
-    gains = {(8, WIDE, OTHER[0]): 0.01, (8, WIDE, OTHER[2]): 0.02, (8, DEEP, None): 0.01, (8, DEEP, OTHER[1]): -0.5}
+    gains: Gains = {
+        (8, WIDE, OTHER[0]): 0.01,
+        (8, WIDE, OTHER[2]): 0.02,
+        (8, DEEP, None): 0.01,
+        (8, DEEP, OTHER[1]): -0.5,
+    }
     table = Table(gains, noise=0.0005)
     band = tune(table, {8: proposals() + proposals(DEEP, [*OTHER, None])})[8]
     assert band.choice == {WIDE: OTHER[2], DEEP: None}
@@ -125,27 +133,23 @@ def test_the_fastest_of_each_product_is_kept_and_gains_add_up() -> None:
 def test_noise_decides_nothing(seed: int) -> None:
     """120 candidates as fast as the table, on a noisy device, and one that is slower."""
     configs = [replace(NOW, stages=stages, splits=splits) for stages in range(1, 13) for splits in range(1, 11)]
-    gains = {(8, WIDE, config): 0.0 for config in configs} | {(8, WIDE, configs[0]): -0.01}
+    gains: Gains = {(8, WIDE, configs[0]): -0.01}
     table = Table(gains, noise=0.003, random=random.Random(seed))
     band = tune(table, {8: proposals(configs=configs)}, seconds=600)[8]
     assert band == Band(8, {}, band.seconds)
 
 
 def test_what_is_not_faster_in_the_end_is_dropped() -> None:
-    """Two that gain alone and cost together would not be kept; here what was kept loses when it is measured again."""
+    """What was kept gains nothing any more when it is measured against the table's step."""
     table = Table({(1, WIDE, OTHER[0]): 0.01})
     kept: list[str] = []
-    tuner = Tuner(
-        table,
-        {1: proposals()},
-        (1,),
-        nothing,
-        table.clock,
-        60.0,
-        adapters=False,
-        told=lambda _, text: (kept.append(text), setattr(table, "gains", {}))[0] if text else None,
-    )
-    (band,) = tuner.run()
+
+    def told(_seconds: float, found: str) -> None:
+        if found:
+            kept.append(found)
+            table.gains.clear()
+
+    (band,) = Tuner(table, {1: proposals()}, (1,), nothing, table.clock, 60.0, adapters=False, told=told).run()
     assert len(kept) == 1
     assert (band.choice, band.gain) == ({}, 0)
 
@@ -184,15 +188,21 @@ def test_it_ends_in_time_with_what_it_has(compile_seconds: float) -> None:
 
 
 def test_what_cannot_be_measured_again_in_time_is_dropped() -> None:
-    table = Table({(1, WIDE, config): 0.01 for config in OTHER} | {(8, WIDE, config): 0.01 for config in OTHER})
-    tuner = Tuner(table, {1: proposals(), 8: proposals()}, (1, 8), nothing, table.clock, 60.0, adapters=False)
-    tuner.told = lambda seconds, text: setattr(table, "now", 61.0)
-    assert all(not band.choice for band in tuner.run())
+    gains: Gains = {(rows, WIDE, config): 0.01 for rows in (1, 8) for config in OTHER}
+    table = Table(gains)
+
+    def told(_seconds: float, _found: str) -> None:
+        table.now = 61.0
+
+    first = {1: proposals(), 8: proposals()}
+    bands = Tuner(table, first, (1, 8), nothing, table.clock, 60.0, adapters=False, told=told).run()
+    assert table.measured
+    assert not any(band.choice for band in bands)
 
 
 def test_what_was_kept_leads_to_its_neighbours_and_to_other_numbers_of_rows() -> None:
     better = replace(NOW, stages=7)
-    gains = {(8, WIDE, OTHER[0]): 0.01, (8, WIDE, better): 0.03, (16, WIDE, better): 0.02}
+    gains: Gains = {(8, WIDE, OTHER[0]): 0.01, (8, WIDE, better): 0.03, (16, WIDE, better): 0.02}
     table = Table(gains)
 
     def propose(rows: int, subject: Subject, config: Config) -> Iterable[Proposal]:

@@ -12,7 +12,7 @@ from services.engine.models.footprint import Quantization, Storage
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.models.weights.matrix import Matrix
 from services.engine.models.weights.upload import Uploader
-from tests.parity.reference import DENSE, make_checkpoint
+from tests.parity.reference import CONFIGS, make_checkpoint
 
 TINY = Path(__file__).resolve().parents[5] / "models" / "tiny"
 
@@ -50,7 +50,7 @@ def test_gathers_runs_of_memory() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_gpu_gets_what_the_cpu_gets(name: str, dtype: str, tmp_path: Path) -> None:
     make_checkpoint(name, tmp_path)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from services.common.errors import CheckpointRejected
-from services.engine.models.checkpoint import MTP_PREFIX, canonical_name, shard_files
+from kernels.quantize import multiply_groups
 from services.engine.models.footprint import PLAIN, Storage, copies_head
 from services.engine.models.qwen3_5.config import LayerType, Qwen3_5Config
+from services.engine.models.qwen3_5.loading.tensors import CheckpointTensors
 from services.engine.models.qwen3_5.moe_config import DOWN, GATE_UP, SHARED, Qwen3_5MoeConfig, separate_experts
 from services.engine.models.qwen3_5.weights import (
     AttentionWeights,
@@ -31,16 +29,6 @@ from services.engine.models.weights.upload import Uploader
 if TYPE_CHECKING:
     from kernels.gpu.configs import KernelConfigs
     from kernels.gpu.linear.skinny import SplitWorkspace
-
-_FLOATS = ("F64", "F32", "BF16", "F16")
-
-
-class _Shard(Protocol):
-    """Methods of safetensors' open file that the loader uses."""
-
-    def keys(self) -> list[str]: ...
-    def get_slice(self, name: str) -> Any: ...
-    def get_tensor(self, name: str) -> Tensor: ...
 
 
 def query_row_order(config: Qwen3_5Config) -> Tensor:
@@ -72,8 +60,9 @@ def load_checkpoint(
     """
     with ExitStack() as stack:
         storage.check(config)
-        shards = _open(Path(path), stack, mtp)
-        return _Builder(shards, config, dtype, torch.device(device), storage, mtp, kernels).build()
+        named = config.tensor_shapes() | (config.mtp_shapes() if mtp else {})
+        tensors = CheckpointTensors(Path(path), stack, config, named, mtp=mtp)
+        return _Builder(tensors, config, dtype, torch.device(device), storage, mtp, kernels).build()
 
 
 class _Builder:
@@ -81,7 +70,7 @@ class _Builder:
 
     def __init__(
         self,
-        shards: Mapping[str, tuple[str, _Shard]],
+        tensors: CheckpointTensors,
         config: Qwen3_5Config,
         dtype: torch.dtype,
         device: torch.device,
@@ -90,30 +79,10 @@ class _Builder:
         kernels: KernelConfigs | None,
     ) -> None:
         self._mtp, self._kernels = mtp, kernels
-        self._shards, self._config, self._dtype, self._device = shards, config, dtype, device
+        self._tensors, self._config, self._dtype, self._device = tensors, config, dtype, device
         self._storage = storage
         self._uploader = Uploader(device) if device.type == "cuda" else None
         self._workspace = _split_workspace(device) if device.type == "cuda" else None
-        named = config.tensor_shapes() | (config.mtp_shapes() if mtp else {})
-        self._shapes = expected = config.as_stored(named, shards)
-        if mtp and not any(name.startswith(MTP_PREFIX) for name in shards):
-            raise CheckpointRejected("the checkpoint has no mtp layer, which TEMPER_SPECULATIVE=mtp needs: use none")
-        for name in expected:
-            if name not in shards:
-                raise CheckpointRejected(f"tensor {name} is missing from the checkpoint")
-        allowed = expected.keys() | {"lm_head.weight"}
-        for name, (full_name, _) in shards.items():
-            if name not in allowed:
-                raise CheckpointRejected(f"tensor {full_name} is not part of the model that config.json describes")
-        for name, shape in expected.items():
-            full_name, shard = shards[name]
-            view = shard.get_slice(full_name)
-            if tuple(view.get_shape()) != shape:
-                raise CheckpointRejected(
-                    f"tensor {full_name} has shape {view.get_shape()}, config.json asks for {list(shape)}"
-                )
-            if view.get_dtype() not in _FLOATS:
-                raise CheckpointRejected(f"tensor {full_name} is {view.get_dtype()}: only plain floats are supported")
 
     def build(self) -> ModelWeights:
         layers = tuple(self._layer(f"layers.{index}.", kind) for index, kind in enumerate(self._config.layer_types))
@@ -158,9 +127,9 @@ class _Builder:
     def _experts(self, prefix: str, config: Qwen3_5MoeConfig) -> ExpertWeights:
         def stacked(path: str) -> Matrix:
             name = prefix + path
-            return self._matrix(
-                *([name] if name in self._shapes else separate_experts(name, config.expert_shapes(0)[path]))
-            )
+            shape = config.expert_shapes(0)[path]
+            names = [name] if name in self._tensors.shapes else separate_experts(name, shape)
+            return self._matrix(*names, whole=False)
 
         return ExpertWeights(
             count=config.num_experts,
@@ -194,47 +163,63 @@ class _Builder:
             out_proj=self._matrix(prefix + "out_proj.weight"),
         )
 
-    def _read(self, name: str) -> Tensor:
-        full_name, shard = self._shards[name]
-        try:
-            return shard.get_tensor(full_name)
-        except SafetensorError as error:
-            raise CheckpointRejected(f"tensor {full_name} cannot be read: {error}") from error
-
     def _copy(self, name: str, dtype: torch.dtype) -> Tensor:
         # Always a copy: a tensor that aliases the mapped file would change when the file does.
-        source = self._read(name)
-        target = torch.empty(source.shape, dtype=dtype, device=self._device)
-        self._fill(source, target)
+        target = torch.empty(self._tensors.shapes[name], dtype=dtype, device=self._device)
+        self._fill(name, target)
         return target
 
-    def _matrix(self, *names: str, first_rows: Tensor | None = None, kind: str = "") -> Matrix:
+    def _matrix(self, *names: str, first_rows: Tensor | None = None, kind: str = "", whole: bool = True) -> Matrix:
         """The named tensors one below the other; of one with more than two dimensions all rows.
 
         Args:
             first_rows: the order of the first one's rows.
             kind: how to store them; empty: like all layers.
+            whole: products are of all rows, not of a part.
         """
-        counts = [math.prod(self._shapes[name][:-1]) for name in names]
-        matrix = torch.empty(sum(counts), self._shapes[names[0]][-1], dtype=self._dtype, device=self._device)
-        parts = torch.split(matrix, counts)
-        for place, (name, target) in enumerate(zip(names, parts, strict=True)):
-            if place == 0 and first_rows is not None:
-                torch.index_select(self._copy(name, self._dtype), 0, first_rows, out=target)
-            else:
-                self._fill(self._read(name).flatten(0, -2), target)
+        shapes = [self._tensors.shapes[name] for name in names]
+        counts = [math.prod(shape[:-1]) for shape in shapes]
+        matrix = torch.empty(sum(counts), shapes[0][-1], dtype=self._dtype, device=self._device)
+        least = torch.zeros(len(matrix), device=self._device)
+        for name, target, scales in zip(names, torch.split(matrix, counts), torch.split(least, counts), strict=True):
+            self._fill(name, target, scales)
+        if first_rows is not None:
+            head = slice(counts[0])
+            matrix[head], least[head] = matrix[head][first_rows], least[head][first_rows]
         kind = kind or self._storage.quantization
-        return self._stored(_in_memory_order(matrix) if kind == "none" else matrix, kind)
+        return self._stored(_in_memory_order(matrix) if kind == "none" and whole else matrix, kind, least)
 
-    def _stored(self, matrix: Tensor, kind: str) -> Matrix:
+    def _stored(self, matrix: Tensor, kind: str, least: Tensor | None = None) -> Matrix:
         invariant = self._storage.invariant
-        return quantize(matrix, kind, workspace=self._workspace, invariant=invariant, kernels=self._kernels)
+        return quantize(
+            matrix, kind, workspace=self._workspace, invariant=invariant, kernels=self._kernels, least=least
+        )
 
-    def _fill(self, source: Tensor, target: Tensor) -> None:
+    def _fill(self, name: str, target: Tensor, scales: Tensor | None = None) -> None:
+        """Copies a tensor to where it belongs, float8 times its scales.
+
+        Args:
+            target: of the model's dtype; for a matrix also as all of its rows, [N, in].
+            scales: [N] float32, where the largest scale of each row goes, if it has any.
+        """
+        source, found = self._tensors.read(name), self._tensors.scales(name)
+        if found is None:
+            self._move(source, target)
+            return
+        # The device converts: a core takes longer for it than the file does.
+        raw = torch.empty(target.shape, dtype=source.dtype, device=self._device)
+        self._move(source.view(torch.uint8), raw.view(torch.uint8))
+        target.copy_(raw)
+        by_row = found.values.to(self._device)
+        multiply_groups(target.flatten(0, -2), by_row, found.width)
+        if scales is not None:
+            torch.amax(by_row, 1, out=scales)
+
+    def _move(self, source: Tensor, target: Tensor) -> None:
         if self._uploader is not None:
             self._uploader.copy(source, target)
         else:
-            target.copy_(source)
+            target.copy_(source.view(target.shape))
 
     def _norm(self, name: str) -> Tensor:
         return 1.0 + self._copy(name, torch.float32)
@@ -251,22 +236,3 @@ def _in_memory_order(matrix: Tensor) -> Tensor:
     """Matrix [out, in] with equal values, on the CPU with its transpose contiguous in memory: products with few rows
     are up to twice as fast there. Other devices do not care."""
     return matrix.t().contiguous().t() if matrix.device.type == "cpu" else matrix
-
-
-def _open(path: Path, stack: ExitStack, mtp: bool) -> dict[str, tuple[str, _Shard]]:
-    """Canonical name → (name in the file, open shard); names of the mtp layer stay as they are."""
-    found: dict[str, tuple[str, _Shard]] = {}
-    for file in shard_files(path):
-        try:
-            shard = stack.enter_context(safe_open(file, framework="pt"))
-            names = list(shard.keys())
-        except (OSError, SafetensorError) as error:
-            raise CheckpointRejected(f"{file} is not a readable safetensors file: {error}") from error
-        for full_name in names:
-            name = full_name if mtp and full_name.startswith(MTP_PREFIX) else canonical_name(full_name)
-            if name is None:
-                continue
-            if name in found:
-                raise CheckpointRejected(f"tensor {full_name} is in the checkpoint twice (also as {found[name][0]})")
-            found[name] = (full_name, shard)
-    return found
