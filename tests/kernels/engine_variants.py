@@ -137,7 +137,8 @@ def _serve(start: Start, kernels: KernelConfigs, config: Qwen3_5Config) -> None:
     lora._upload = AdapterUpload(lora.target_buffers(), lora._output_order, lora.upload_bytes(config, 64))
     options = RunnerOptions(start.batch_invariant, pdl=kernels.device.programmatic_launch)
     runner = CudaRunner(model, cache, lora, limits, options, eos_token_ids=[1])
-    shapes = warm_up_shapes(runner._shapes, limits.max_num_seqs, limits.token_budget)
+    differ = runner.forward.rows_that_differ
+    shapes = warm_up_shapes(runner._shapes, limits.max_num_seqs, limits.token_budget, rows=differ)
     with torch.inference_mode():
         runner._launch_all(shapes, runner.forward.one_of_each_layer())
 
@@ -177,7 +178,7 @@ def _train(kernels: KernelConfigs, config: Qwen3_5Config) -> None:
                 lengths,
                 config,
                 model.weights,
-                model.inverse_frequencies,
+                model.rotation,
                 lora,
                 recompute=recompute,
                 give_way=lambda: None,

@@ -77,8 +77,8 @@ Cut = Streamed | Grouped
 _MOST_STREAMED = 4
 _BY_PAIRS = ((16, 16, 64, 4), (32, 32, 64, 4), (64, 64, 128, 8), (math.inf, 128, 128, 8))
 """Pairs an expert up to which a tile of block_m, block_n and warps is for."""
-_FLOAT8_ROWS = 64
-"""Pairs an expert from which the products, and not reading the weights, take the time."""
+_FLOAT8_PAIRS = 64
+"""Pairs an expert from which the products, and not reading the weights, take the time; the last tile's."""
 
 
 def choose(rows: int, shape: ExpertShape, device: DeviceLimits) -> Cut:
@@ -88,12 +88,23 @@ def choose(rows: int, shape: ExpertShape, device: DeviceLimits) -> Cut:
             gate_up=StreamTile(16, _groups(shape.hidden, 8), warps=4),
             down=StreamTile(8, _groups(shape.size, 4), warps=4),
         )
-    each = rows * shape.chosen / shape.count
-    block_m, block_n, warps = next((m, n, w) for most, m, n, w in _BY_PAIRS if each <= most)
-    quantized = device.float8 and shape.kind == "fp8" and each > _FLOAT8_ROWS
-    tile = GroupTile(block_m, block_n, 128 if block_m <= 32 or shape.kind == "fp8" else 64, warps, stages=4)
-    tile = fitting(tile, shape, device, float8=quantized)
-    return Grouped(tile, tile, quantized)
+    float8 = device.float8 and shape.kind == "fp8" and rows * shape.chosen > _FLOAT8_PAIRS * shape.count
+    tile = fitting(_by_pairs(rows, shape, float8=float8), shape, device, float8=float8)
+    return Grouped(tile, tile, float8)
+
+
+def _by_pairs(rows: int, shape: ExpertShape, *, float8: bool = False) -> GroupTile:
+    """Tile for so many pairs an expert, before it is made to fit."""
+    found = next(tile for tile in _BY_PAIRS if rows * shape.chosen <= tile[0] * shape.count)
+    # Decoding weights takes registers.
+    block_m = found[1] if shape.kind == "none" or float8 else min(found[1], 64)
+    return GroupTile(block_m, found[2], 128 if block_m <= 32 or shape.kind == "fp8" else 64, found[3], stages=4)
+
+
+def rows_that_differ(count: int, chosen: int) -> tuple[int, ...]:
+    """Least numbers of rows that choose() cuts otherwise than fewer."""
+    grouped = (int(most * count / chosen) + 1 for most, *_ in _BY_PAIRS if math.isfinite(most))
+    return (_MOST_STREAMED + 1, *grouped)
 
 
 def invariant(shape: ExpertShape, device: DeviceLimits) -> Grouped:
@@ -104,14 +115,11 @@ def invariant(shape: ExpertShape, device: DeviceLimits) -> Grouped:
 
 def training(rows: int, shape: ExpertShape, device: DeviceLimits) -> tuple[GroupTile, GroupTile]:
     """Tiles of the products of a training step: forward, and backward in the inputs."""
-    block_m = next(tile[1] for tile in _BY_PAIRS if rows * shape.chosen <= tile[0] * shape.count)
-    block_k = 128 if shape.kind == "fp8" else 64
-    forward = fitting(GroupTile(block_m, 128, block_k, warps=8 if block_m > 32 else 4, stages=4), shape, device)
-    # A tile of gradients and one of decoded weights, both of the dtype of x; decoding takes registers.
-    high = block_m if shape.kind == "none" else min(block_m, 64)
-    tile = GroupTile(high, 128, 64, warps=8 if high > 32 else 4, stages=3)
-    backward = fitting(tile, replace(shape, kind="none"), device)
-    return forward, backward
+    tile = _by_pairs(rows, shape)
+    # Backward a tile of gradients and one of decoded weights are on their way, both of the dtype of x.
+    plain = replace(shape, kind="none")
+    backward = fitting(replace(tile, block_n=128, block_k=64, stages=3), plain, device)
+    return fitting(tile, shape, device), backward
 
 
 def fitting(tile: GroupTile, shape: ExpertShape, device: DeviceLimits, *, float8: bool = False) -> GroupTile:

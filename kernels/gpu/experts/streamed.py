@@ -85,7 +85,7 @@ def _sums(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def streamed_gate_up_kernel(
     x,
     around,
@@ -141,7 +141,7 @@ def streamed_gate_up_kernel(
     finish(result[None, :], squares, None, around, tile, place, pair + 1, N, K, BLOCK_N, 1, True, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def streamed_down_kernel(
     x,
     around,

@@ -194,7 +194,13 @@ class CudaRunner:
             compilers: from compiler_pool(), to compile on; None: a pool for this call, if anything is not compiled yet.
         """
         limits = self._limits
-        shapes = warm_up_shapes(self._shapes, limits.max_num_seqs, limits.token_budget, speculative=limits.speculative)
+        shapes = warm_up_shapes(
+            self._shapes,
+            limits.max_num_seqs,
+            limits.token_budget,
+            speculative=limits.speculative,
+            rows=self.forward.rows_that_differ,
+        )
         # Each kernel once is enough to load it, and a few layers need as much memory as all: nothing of a layer stays.
         few = self.forward.one_of_each_layer()
         with self._stream.active():

@@ -32,19 +32,21 @@ def _trains(x: Tensor, gate_up: Weight, down: Weight, tiles: tuple[GroupTile, Gr
     route_backward(logits, groups.routes, weight_grads, rows(len(x), SIZE), rows(len(x), SIZE))
 
 
-def launches() -> None:
-    norm = Norm(torch.empty(HIDDEN), 1e-6)
-    for kind in ("none", "fp8", "int4"):
+def launches(architecture: str = "sm90") -> None:
+    """Those of a start and of training on a card of that architecture."""
+    device = named(architecture)
+    norm, pdl = Norm(torch.empty(HIDDEN), 1e-6), device.programmatic_launch
+    for kind in ("none", "fp8", "int4") if device.float8 else ("none", "int4"):
         shared = weight(kind, 2 * SIZE, HIDDEN), weight(kind, HIDDEN, SIZE)
         gate_up, down = weight(kind, COUNT * 2 * SIZE, HIDDEN), weight(kind, COUNT * HIDDEN, SIZE)
         shape = ExpertShape(COUNT, CHOSEN, HIDDEN, SIZE, kind, 2)
         for count in (512, 8192):
-            _trains(rows(count, HIDDEN), gate_up, down, training(count, shape, named("sm90")))
+            _trains(rows(count, HIDDEN), gate_up, down, training(count, shape, device))
         for count in (1, 64, 2048, 8192):
             few = count <= 64
             logits = rows(count, COUNT + 1)
-            routes = route(logits, CHOSEN, shared=few, active=None if few else rows(count, SIZE), pdl=True)
+            routes = route(logits, CHOSEN, shared=few, active=None if few else rows(count, SIZE), pdl=pdl)
             x = Scaled(rows(count, HIDDEN), torch.empty(32, count), 1e-6) if few else rows(count, HIDDEN)
             matrices = ExpertMatrices(gate_up, down, shared if few else None)
-            cut = choose(count, shape, named("sm90"))
-            pass_experts(rows(count, HIDDEN), x, routes, matrices, cut, ahead=norm if few else None, pdl=True)
+            cut = choose(count, shape, device)
+            pass_experts(rows(count, HIDDEN), x, routes, matrices, cut, ahead=norm if few else None, pdl=pdl)

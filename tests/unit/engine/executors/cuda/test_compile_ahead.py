@@ -91,7 +91,15 @@ def test_what_a_run_launches_is_compiled_once(tmp_path: Path) -> None:
 
 def test_every_launch_of_an_engine_is_compiled_ahead(tmp_path: Path) -> None:
     """Under the very keys that the launches of all layers and of the captures ask for."""
-    command = [sys.executable, "-m", "tests.unit.engine.executors.cuda.warm_up_launches", "none+mtp", "fp8", "int4"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.unit.engine.executors.cuda.warm_up_launches",
+        "none+mtp",
+        "fp8",
+        "int4",
+        "fp8+experts",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path), timeout=200)
     assert done.returncode == 0, done.stderr
     for report in json.loads(done.stdout):
