@@ -1,4 +1,4 @@
-"""Serving and training within a part of a card: `python -m benchmarks.training.memory_limit --limits 22GB/max_num_seqs=64,14GB/int4`.
+"""Serving and training within a part of a card: `python -m benchmarks.training.memory_limit`.
 
 An engine as a pod builds it, held to so many bytes of the GPU (TEMPER_DEVICE_MEMORY): a plan that promises more than it
 keeps runs out of memory here. It serves requests at once, alone and while its trainer takes the steps of an SFT job of
