@@ -105,7 +105,7 @@ def _cards() -> Iterator[str]:
     rows = (
         (
             *(card.name, card.architecture, f"{card.free:g}", f"[{card.bandwidth:,}]({card.source})"),
-            ", ".join(STORED[stored] for stored in quantizations(card)) + (", KV fp8" if card.device.has_float8 else ""),
+            ", ".join((*(STORED[stored] for stored in quantizations(card)), *["KV fp8"] * card.device.has_float8)),
             "**measured**" if card.proof == "measured" else "compiled, *predicted*",
             *_largest(card),
         )
@@ -144,7 +144,7 @@ def _rate(rate: Rate | None) -> str:
 
 def _check(found: Mapping[tuple[str, Quantization, int], Rate]) -> Iterator[str]:
     """Both of the H200: the one card besides the H100 whose rates are known."""
-    columns = ("", "measured", "of the floor", "the rule says", "too high by")
+    columns = ("H200", "measured", "of the floor", "the rule says", "too high by")
     return _table(columns, _check_rows(found))
 
 
@@ -154,7 +154,7 @@ def _check_rows(found: Mapping[tuple[str, Quantization, int], Rate]) -> Iterator
         predicted = prediction(card, stored, requests)
         if name == card.name and rate.measured and predicted is not None:
             yield (
-                *(f"{card.name}: {STORED[stored]}, c={requests}", f"**{rate.tokens:,.0f}**", f"{100 * rate.share:.0f} %"),
+                *(f"{STORED[stored]}, c={requests}", f"**{rate.tokens:,.0f}**", f"{100 * rate.share:.0f} %"),
                 *(f"*{predicted.tokens:,.0f}*", f"{100 * (predicted.tokens / rate.tokens - 1):.0f} %"),
             )
 

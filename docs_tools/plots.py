@@ -1,4 +1,4 @@
-"""Plots of the pages, from benchmarks/results: SVG whose bytes depend on the results (and what plans memory) alone."""
+"""Plots of the pages, from benchmarks/results: SVG whose bytes depend on the results and the planner alone."""
 
 from __future__ import annotations
 
@@ -170,5 +170,5 @@ def _cards() -> Figure:
     first.set_yticks(range(len(CARDS)), [card.name for card in CARDS])
     first.invert_yaxis()
     first.barh(0, 0, facecolor="none", edgecolor="#57606a", hatch="////", label="predicted")
-    first.legend(loc="lower right")
+    figure.legend(loc="outside lower center", ncols=4)
     return figure

@@ -1,7 +1,7 @@
 """Decode rates of the 4B model by card: measured where there is a result, otherwise predicted from the H100's.
 
-A prediction is the rate at which a step's bytes pass at the card's nominal bandwidth, times the share of that rate which
-the H100 reaches with the same weights and as many requests, times what the cuts for less shared memory cost.
+A prediction is the rate at which a step's bytes pass at the card's nominal bandwidth, times the share of it that the
+H100 reaches with the same weights and as many requests, times what the cuts for less shared memory leave of it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from benchmarks.serving.cards.plans import Planned, planned
+from benchmarks.serving.cards.plans import Planned, planned, quantizations
 from benchmarks.serving.cards.table import CARDS, Card, card
 from benchmarks.serving.floor import step_bytes
 from kernels.gpu.launch.device import Size
@@ -34,8 +34,8 @@ SMALLER_CUTS: Mapping[Size, Mapping[int, float]] = {
     "large": {1: 0.94, 64: 0.95},
     "wide": {1: 1.0, 64: 1.0},
 }
-"""Share of the rate that an H100 keeps with the cuts for less shared memory (TEMPER_DEVICE_LIMITS of sm86, sm89, sm120
-and sm80, 2026-11-26), by requests."""
+"""Share of the rate that an H100 keeps with the cuts for less shared memory (TEMPER_DEVICE_LIMITS of sm80, sm86,
+sm89 and sm120, 2026-11-26), by requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,8 @@ def prediction(on: Card, stored: Quantization, requests: int) -> Rate | None:
 def rates() -> Mapping[tuple[str, Quantization, int], Rate]:
     """Rates of every card that has one, by card, storage and requests."""
     found: dict[tuple[str, Quantization, int], Rate] = {}
-    kinds: tuple[Quantization, ...] = ("none", "fp8", "int4")
     for each in CARDS:
-        for stored in kinds if each.device.has_float8 else ("none", "int4"):
+        for stored in quantizations(each):
             for requests in REQUESTS:
                 if (made := rate(each, stored, requests)) is not None:
                     found[each.name, stored, requests] = made
