@@ -95,7 +95,7 @@ def limit_allocations(device: Device, settings: EngineSettings) -> None:
     if device.kind == "cuda" and settings.device_memory:
         _, total = torch.cuda.mem_get_info(device.torch)
         allowed = device_bytes(device, int(settings.device_memory)) - _GRAPH_FIXED
-        torch.cuda.set_per_process_memory_fraction(allowed / total, device.torch)
+        torch.cuda.set_per_process_memory_fraction(allowed / total, 0)
 
 
 def storage(settings: EngineSettings, device: Device) -> Storage:
