@@ -65,12 +65,19 @@ def build_runner(
     runner, device_cache = tuning.runner, tuning.cache
     if settings.tune != "off" and not settings.batch_invariant and not tuning.use_kept():
         if settings.tune == "start":
-            tuning.search()
+            _search(tuning)
         else:
             log.info("kernels are not tuned to this GPU: `temper tune` does that, in a minute")
     runner.warm_up()
     log.info("graphs captured", graphs=runner.captures)
     return DeviceExecutor(runner, lambda identity: CudaCacheTransfer(device_cache, runner.stream, identity))
+
+
+def _search(tuning: Tuning) -> None:
+    try:
+        tuning.search()
+    except Exception as error:  # an engine without it serves as well
+        log.warning("tuning failed: the table's configurations are used", error=f"{type(error).__name__}: {error}")
 
 
 def gpu_tuning(

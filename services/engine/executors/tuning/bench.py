@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import BrokenExecutor, Future
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -45,7 +45,10 @@ class _Kernels:
 
     def done(self) -> bool:
         """See tuner.Compilation."""
-        failures = [future.result() for future in self.futures if future.done()]
+        try:
+            failures = [future.result() for future in self.futures if future.done()]
+        except BrokenExecutor as error:
+            raise Unfit(f"a compiling process died: {_line(error)}") from error
         for failure in failures:
             if failure is not None:
                 raise Unfit(failure.splitlines()[0])
@@ -106,10 +109,10 @@ class CapturedSteps:
         return found
 
     @torch.inference_mode()
-    def compile(self, rows: int, choice: Choice) -> _Kernels:
+    def compile(self, rows: int, choice: Choice, *, adapters: bool = False) -> _Kernels:
         """See tuner.Bench."""
         try:
-            return _Kernels(self._begin(rows, choice, self._few, adapters=False))
+            return _Kernels(self._begin(rows, choice, self._few, adapters=adapters))
         except Exception as error:  # whatever kernels refuse a configuration with
             raise Unfit(_line(error)) from error
 

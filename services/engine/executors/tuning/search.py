@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -105,7 +106,8 @@ def search(
     """
     kernels_used = model.kernel_configs()
     sizes = [rows for rows in runner.decode_sizes if rows <= MAX_ROWS]
-    with compiler_pool() as compilers, no_collection():
+    compilers = compiler_pool()
+    with no_collection():
         bench = CapturedSteps(runner, kernels_used, cache, lora, Compiling(compilers), max_model_len=max_model_len)
         try:
             proposals = Proposals(kernels_used, cache, bench.prepare(sizes))
@@ -119,12 +121,14 @@ def search(
                 seconds=seconds,
                 adapters=bench.adapters,
                 told=told,
+                ahead=max(8, len(os.sched_getaffinity(0))),
             )
             bands = tuner.run()
             took = time.monotonic() - began
         finally:
             put(kernels_used.tuned, sizes, {})
             bench.close()
+            # What is at work now ends in the background.
             compilers.shutdown(wait=False, cancel_futures=True)
     return Outcome(bands, took, tuner.trials)
 

@@ -29,6 +29,8 @@ _FIRST, _AGAIN, _LAST = 5, 11, 15
 """Pairs of replays: of a candidate, before it is kept, and of what is kept in the end."""
 _CONFIRM_SECONDS = 0.8
 """Seconds that measuring the choice of one number of rows in the end takes, about."""
+_COMPILE_SECONDS = 8.0
+"""Seconds that are left for compiling what is kept as steps with adapters launch it."""
 _LATER = 0.05
 """Weight of numbers of rows that are not the main ones."""
 
@@ -55,8 +57,8 @@ class Compilation(Protocol):
 class Bench(Protocol):
     """Steps on a device."""
 
-    def compile(self, rows: int, choice: Choice) -> Compilation:
-        """Begins to compile what a step launches."""
+    def compile(self, rows: int, choice: Choice, *, adapters: bool = False) -> Compilation:
+        """Begins to compile what a step launches, of rows that use adapters or none."""
         ...
 
     def wait(self, seconds: float) -> None:
@@ -139,12 +141,13 @@ class Tuner:
     seconds: float
     adapters: bool
     told: Callable[[float, str], None] = lambda _seconds, _text: None
-    ahead: int = 32
+    ahead: int = 16
     trials: int = 0
     """Number of candidates that were measured."""
     _best: dict[int, dict[Subject, Config]] = field(default_factory=dict)
     _pending: list[_Trial] = field(default_factory=list)
     _seen: set[tuple[int, Subject, Config]] = field(default_factory=set)
+    _with_adapters: dict[int, Compilation] = field(default_factory=dict)
     _began: float = 0.0
 
     def run(self) -> list[Band]:
@@ -157,7 +160,8 @@ class Tuner:
         self._best = {rows: {} for rows in self.first}
         for rows, proposals in self.first.items():
             self._add(rows, proposals)
-        reserve = _CONFIRM_SECONDS * len(self.first) * (1 + self.adapters) / 2
+        reserve = _CONFIRM_SECONDS * len(self.first) * (1 + self.adapters) / 2 + _COMPILE_SECONDS * self.adapters
+        reserve = min(reserve, self.seconds / 3)
         while self._pending and self._left() > reserve:
             self._compile_ahead()
             ready = next((trial for trial in self._pending[: self.ahead] if self._compiled(trial)), None)
@@ -167,7 +171,8 @@ class Tuner:
                 continue
             self._pending.remove(ready)
             self._try(ready)
-        return [self._confirmed(rows) for rows in sorted(self.first)]
+        bands = [self._confirmed(rows) for rows in sorted(self.first, key=lambda rows: (rows not in self.main, rows))]
+        return sorted(bands, key=lambda band: band.rows)
 
     def _left(self) -> float:
         return self._began + self.seconds - self.clock()
@@ -227,6 +232,8 @@ class Tuner:
             self.trials += 1
             kept = self._faster(rows, choice, best, attention=proposal.subject == "attention")
             distance = self.bench.difference(rows, choice) if kept else 0.0
+            if kept and self.adapters:
+                self._with_adapters[rows] = self.bench.compile(rows, choice, adapters=True)
         except Unfit as reason:
             self._skip(trial, reason)
             return
@@ -260,6 +267,11 @@ class Tuner:
             seconds = statistics.median(theirs for _, theirs in pairs)
             kept = _gains(pairs, WORTH_IN_ALL)
             if kept and self.adapters:
+                while not self._with_adapters[rows].done() and self._left() > 0:
+                    self.bench.wait(min(1.0, self._left()))
+                if self._left() <= 0:
+                    log.warning("no time was left to measure the tuned step with adapters", rows=rows)
+                    return Band(rows, {}, seconds)
                 kept = _no_loss(self.bench.times(rows, choice, {}, _LAST, adapters=True))
         except Unfit as reason:
             log.warning("the tuned step does not run", rows=rows, why=str(reason))

@@ -41,14 +41,14 @@ class Table:
     measured: list[tuple[int, Choice]] = field(default_factory=list)
     waits: int = 0
     random: random.Random = field(default_factory=lambda: random.Random(0))
-    _begun: dict[tuple[int, frozenset[tuple[Subject, Config]]], float] = field(default_factory=dict)
+    _begun: dict[tuple[int, frozenset[tuple[Subject, Config]], bool], float] = field(default_factory=dict)
 
     def clock(self) -> float:
         return self.now
 
-    def compile(self, rows: int, choice: Choice) -> Compiled:
+    def compile(self, rows: int, choice: Choice, *, adapters: bool = False) -> Compiled:
         self._refuse(choice, "compile")
-        key = (rows, frozenset(choice.items()))
+        key = (rows, frozenset(choice.items()), adapters)
         self._begun.setdefault(key, self.now + self.compile_seconds)
         return Compiled(self, choice, self._begun[key])
 
@@ -75,6 +75,9 @@ class Table:
     def difference(self, rows: int, choice: Choice) -> float:
         del rows
         return 1.4 if self.wrong & set(choice.values()) else 0.01
+
+    def begun(self, rows: int, choice: Choice, *, adapters: bool) -> bool:
+        return (rows, frozenset(choice.items()), adapters) in self._begun
 
     def _refuse(self, choice: Choice, when: str) -> None:
         if any(self.broken.get(config) == when for config in choice.values()):
@@ -158,6 +161,15 @@ def test_what_is_not_faster_in_the_end_is_dropped() -> None:
 def test_a_choice_that_costs_adapters_is_dropped(with_adapters: float, stays: bool) -> None:
     table = Table({(1, WIDE, OTHER[0]): 0.01}, adapters_gain=with_adapters)
     assert bool(tune(table, {1: proposals()}, adapters=True)[1].choice) is stays
+
+
+@pytest.mark.parametrize(("seconds", "stays"), [(60.0, True), (9.0, False)])
+def test_steps_with_adapters_are_compiled_before_they_are_measured(seconds: float, stays: bool) -> None:
+    table = Table({(1, WIDE, OTHER[0]): 0.01}, compile_seconds=5.0)
+    band = tune(table, {1: proposals()}, adapters=True, seconds=seconds)[1]
+    assert table.begun(1, {WIDE: OTHER[0]}, adapters=True)
+    assert bool(band.choice) is stays
+    assert table.now <= seconds
 
 
 @pytest.mark.parametrize(("long", "stays"), [(0.0, True), (-0.01, False)])
