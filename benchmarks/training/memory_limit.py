@@ -1,4 +1,4 @@
-"""Serving and training within a part of a card: `python -m benchmarks.training.memory_limit --limits 22GB,14GB/int4`.
+"""Serving and training within a part of a card: `python -m benchmarks.training.memory_limit`.
 
 An engine as a pod builds it, held to so many bytes of the GPU (TEMPER_DEVICE_MEMORY): a plan that promises more than it
 keeps runs out of memory here. It serves requests at once, alone and while its trainer takes the steps of an SFT job of
@@ -53,9 +53,7 @@ def measure(limit: str, options: argparse.Namespace) -> dict[str, Any]:
     from services.engine.kv_cache.memory_plan import MemoryPlan
     from services.pod.memory import plan as make_plan
 
-    settings = settings_for(
-        directory, "cuda", device_memory=size, max_num_seqs=options.case.requests, **({"tiers": ""} | given)
-    )
+    settings = settings_for(directory, "cuda", device_memory=size, **({"tiers": ""} | given))
     use_kernel_cache(settings)
     plans: list[tuple[EngineSettings, MemoryPlan]] = []
 
@@ -146,7 +144,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3.5-4b", help="a shape")
-    parser.add_argument("--limits", default="22GB,14GB/int4")
+    parser.add_argument("--limits", default="22GB/max_num_seqs=64,14GB/int4")
     parser.add_argument("--case", type=Case.parse, default=Case.parse("64x512x256"))
     parser.add_argument(
         "--job", type=JobCase.parse, default=JobCase(1, 1024), help="documents x tokens of a microbatch"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -95,7 +96,7 @@ def limit_allocations(device: Device, settings: EngineSettings) -> None:
     if device.kind == "cuda" and settings.device_memory:
         _, total = torch.cuda.mem_get_info(device.torch)
         allowed = device_bytes(device, int(settings.device_memory)) - _GRAPH_FIXED
-        torch.cuda.set_per_process_memory_fraction(allowed / total, device.torch)
+        torch.cuda.set_per_process_memory_fraction(allowed / total, 0)
 
 
 def storage(settings: EngineSettings, device: Device) -> Storage:
@@ -384,6 +385,7 @@ def _training_bytes(settings: EngineSettings) -> int | None:
     return int(settings.train_memory_bytes) or None
 
 
+@lru_cache
 def _usual_job(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of a modest job. Without this minimum a device with hardly room for the model would serve, and refuse every
     job."""
