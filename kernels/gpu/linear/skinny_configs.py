@@ -81,15 +81,22 @@ def _by_rule(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool, dev
         # With 4 warps the loads and products of so many inputs, all in a row, take 18 s to compile.
         return SkinnyConfig("stream", 16, 1024, warps=8, stages=4)
     if rows <= 16 and inputs % 512 == 0:
-        return SkinnyConfig("stream", 16, 512, warps=4, stages={"none": 2, "fp8": 3, "int4": 4}[kind])
+        warps, stages = (_STREAM_WIDE if device.size == "wide" else _STREAM)[kind]
+        return SkinnyConfig("stream", 16, 512, warps, stages)
     block_n = 128 if swiglu or outputs >= 32768 else 64
     splits = 1
     while splits < 8 and outputs // block_n * splits < device.wave(120):
         splits *= 2
     stages = _DOT_STAGES[device.size]
-    return SkinnyConfig("dot", block_n, 128, warps=block_n // 16, stages=stages, splits=splits, prefetch=512)
+    warps = block_n // 16 if device.size == "wide" else 8  # with 4 fp8 spills registers before Hopper
+    return SkinnyConfig("dot", block_n, 128, warps, stages=stages, splits=splits, prefetch=512)
 
 
+_STREAM_WIDE: dict[Kind, tuple[int, int]] = {"none": (4, 2), "fp8": (4, 3), "int4": (4, 4)}
+"""Warps and loads in flight of up to 16 rows, as measured on an H200."""
+_STREAM: dict[Kind, tuple[int, int]] = {"none": (8, 1), "fp8": (4, 2), "int4": (4, 4)}
+"""The same for other compilation targets, where a thread would spill up to 144 bytes of registers with those
+(tests/kernels/compile_table)."""
 _SMALL = 1 << 20
 """Numbers of a matrix whose product takes no longer than its launch, however it is cut up."""
 
