@@ -161,7 +161,7 @@ def _cards() -> Figure:
                         edgecolor=color,
                         hatch=None if rate.measured else "////",
                     )
-            axes.barh(0, 0, color=color, label=name)
+            axes.barh(0, 0, color=color, label=name if axes is panels[0] else None)
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         axes.set(xlabel="decoded tokens/s", title=f"4B, {requests} at once" if requests > 1 else "4B, one request")

@@ -100,10 +100,11 @@ def _beside(engine: InProcessEngine, settings: EngineSettings, options: argparse
 
     documents, tokens = options.job.documents, options.job.tokens
     host = pod_host(settings, TrainerSettings(), engine.engine)
-    text = RandomText(host.codec).text(tokens)
+    texts = RandomText(host.codec)
+    example = {"prompt": texts.text(tokens // 4), "completion": texts.text(tokens - tokens // 4)}
     spec = job(
         "sft",
-        examples=[{"prompt": "", "completion": text}] * (documents * _STEPS),
+        examples=[example] * (documents * _STEPS),
         batch_size=documents,
         epochs=1,
         prompt_format="raw",

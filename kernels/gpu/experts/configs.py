@@ -75,6 +75,8 @@ class Grouped:
 
 Cut = Streamed | Grouped
 _MOST_STREAMED = 4
+_LANES, _MOST_WARPS = 8 * 32, 4
+"""Numbers of x that a warp reads together, 16 bytes a thread, and most warps of a streamed product."""
 _BY_PAIRS = ((16, 16, 64, 4), (32, 32, 64, 4), (64, 64, 128, 8), (math.inf, 128, 128, 8))
 """Pairs an expert up to which a tile of block_m, block_n and warps is for."""
 _FLOAT8_PAIRS = 64
@@ -85,12 +87,22 @@ def choose(rows: int, shape: ExpertShape, device: DeviceLimits) -> Cut:
     """The cut for so many tokens."""
     if rows <= _MOST_STREAMED:
         return Streamed(
-            gate_up=StreamTile(16, _groups(shape.hidden, 8), warps=4),
-            down=StreamTile(8, _groups(shape.size, 4), warps=4),
+            gate_up=stream_tile(8, shape.hidden, shape.kind),
+            down=stream_tile(2, shape.size, shape.kind),
         )
     float8 = device.float8 and shape.kind == "fp8" and rows * shape.chosen > _FLOAT8_PAIRS * shape.count
     tile = fitting(_by_pairs(rows, shape, float8=float8), shape, device, float8=float8)
     return Grouped(tile, tile, float8)
+
+
+def stream_tile(block_n: int, inputs: int, kind: Kind) -> StreamTile:
+    """Tile of a streamed product with so many inputs: its warps read a row of x in 16 bytes a thread just as they read
+    rows of the weight, or x would go through shared memory to where it is wanted, at a dozen barriers."""
+    words = {"none": 128, "fp8": 64, "int4": 32}[kind]
+    groups = _LANES // words
+    while groups < min(inputs / 128, _MOST_WARPS * _LANES / words):
+        groups *= 2
+    return StreamTile(block_n, groups, warps=groups * words // _LANES)
 
 
 def _by_pairs(rows: int, shape: ExpertShape, *, float8: bool = False) -> GroupTile:
@@ -140,10 +152,3 @@ def fitting(tile: GroupTile, shape: ExpertShape, device: DeviceLimits, *, float8
 
 _SPARE = 2048
 """Bytes of shared memory for what the compiler moves between threads."""
-
-
-def _groups(inputs: int, most: int) -> int:
-    groups = 1
-    while groups < most and groups * 128 < inputs:
-        groups *= 2
-    return groups
