@@ -81,8 +81,7 @@ def _by_rule(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool, dev
         # With 4 warps the loads and products of so many inputs, all in a row, take 18 s to compile.
         return SkinnyConfig("stream", 16, 1024, warps=8, stages=4)
     if rows <= 16 and inputs % 512 == 0:
-        warps, stages = (_STREAM_WIDE if device.size == "wide" else _STREAM)[kind]
-        return SkinnyConfig("stream", 16, 512, warps, stages)
+        return (_STREAM_WIDE if device.size == "wide" else _STREAM)[kind]
     block_n = 128 if swiglu or outputs >= 32768 else 64
     splits = 1
     while splits < 8 and outputs // block_n * splits < device.wave(120):
@@ -92,11 +91,18 @@ def _by_rule(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool, dev
     return SkinnyConfig("dot", block_n, 128, warps, stages=stages, splits=splits, prefetch=512)
 
 
-_STREAM_WIDE: dict[Kind, tuple[int, int]] = {"none": (4, 2), "fp8": (4, 3), "int4": (4, 4)}
-"""Warps and loads in flight of up to 16 rows, as measured on an H200."""
-_STREAM: dict[Kind, tuple[int, int]] = {"none": (8, 1), "fp8": (4, 2), "int4": (4, 4)}
-"""The same for other compilation targets, where a thread would spill up to 144 bytes of registers with those
-(tests/kernels/compile_table)."""
+_STREAM_WIDE: dict[Kind, SkinnyConfig] = {
+    "none": SkinnyConfig("stream", 16, 512, warps=4, stages=2),
+    "fp8": SkinnyConfig("stream", 16, 512, warps=4, stages=3),
+    "int4": SkinnyConfig("stream", 16, 512, warps=4, stages=4),
+}
+"""Up to 16 rows, as measured on an H200."""
+_STREAM: dict[Kind, SkinnyConfig] = {
+    "none": SkinnyConfig("stream", 16, 512, warps=8, slots=4),
+    "fp8": SkinnyConfig("stream", 16, 512, warps=4, stages=2),
+    "int4": SkinnyConfig("stream", 16, 512, warps=4, stages=4),
+}
+"""The same before Hopper, where a thread would spill up to 144 bytes with those (tests/kernels/compile_table)."""
 _SMALL = 1 << 20
 """Numbers of a matrix whose product takes no longer than its launch, however it is cut up."""
 
@@ -167,7 +173,8 @@ def starts_early(rows: int, *, swiglu: bool, adds: bool, adapters: bool) -> bool
 def invariant(device: DeviceLimits) -> tuple[SkinnyConfig, int]:
     """Variant, and rows of a program, for any number of rows: a row's bits then do not depend on how many there
     are."""
-    return SkinnyConfig("dot", 64, 128, warps=4, stages=2 if device.size == "small" else 3, slots=4), 64
+    warps = 4 if device.size == "wide" else 8  # with 4 up to 40 bytes of registers are spilled
+    return SkinnyConfig("dot", 64, 128, warps, stages=2 if device.size == "small" else 3, slots=4), 64
 
 
 _Measured = tuple[tuple[int, SkinnyConfig], ...]
