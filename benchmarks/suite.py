@@ -39,7 +39,7 @@ class Section:
 
 
 def _serving(name: str, seconds: float, arguments: str) -> Section:
-    return Section(name, seconds, (f"{_BENCH}.serving {_MODEL} {arguments} --out {{out}}",))
+    return Section(name, seconds, (f"{_BENCH}.serving.rates {_MODEL} {arguments} --out {{out}}",))
 
 
 SECTIONS = (
@@ -66,21 +66,21 @@ SECTIONS = (
     _serving("timeline", 200, "--cases 1x512x128,64x512x256,256x512x256 --profile {out}/timeline.json.gz"),
     _serving("speculation", 200, "--cases 1x512x128,8x512x128 --set speculative=mtp --acceptance 0.8"),
     _serving("invariant", 200, "--cases 1x512x128,64x512x256 --batch-invariant"),
-    Section("multiturn", 400, (f"{_BENCH}.multiturn {_MODEL} --out {{out}}/multiturn.jsonl",)),
-    Section("prefix-noise", 400, (f"{_BENCH}.prefix_noise {_MODEL} --out {{out}}/prefix-noise.jsonl",)),
-    Section("http", 300, (f"{_BENCH}.http --model qwen3.5-4b --cases 1x512x128,64x512x256 --out {{out}}",)),
-    Section("startup", 200, (f"{_BENCH}.startup --out {{out}}/startup.jsonl",)),
+    Section("multiturn", 400, (f"{_BENCH}.prefix_cache.multiturn {_MODEL} --out {{out}}/multiturn.jsonl",)),
+    Section("prefix-noise", 400, (f"{_BENCH}.prefix_cache.noise {_MODEL} --out {{out}}/prefix-noise.jsonl",)),
+    Section("http", 300, (f"{_BENCH}.http.rates --model qwen3.5-4b --cases 1x512x128,64x512x256 --out {{out}}",)),
+    Section("startup", 200, (f"{_BENCH}.serving.startup --out {{out}}/startup.jsonl",)),
     Section(
         "accuracy",
         300,
         (
-            f"{_BENCH}.accuracy --quantization none fp8 int4 --out {{out}}/accuracy.json",
-            f"{_BENCH}.quality --engine --layers 8 --modes bf16 fp8 int4 --json {{out}}/quality.json",
+            f"{_BENCH}.quality.accuracy --quantization none fp8 int4 --out {{out}}/accuracy.json",
+            f"{_BENCH}.quality.quantization --engine --layers 8 --modes bf16 fp8 int4 --json {{out}}/quality.json",
         ),
     ),
-    Section("kernels", 400, (f"{_BENCH}.kernels --out {{out}}",)),
-    Section("prefix-device", 150, (f"{_BENCH}.prefix_device --out {{out}}/prefix-device.jsonl",)),
-    Section("delta", 60, (f"{_BENCH}.probe_delta --out {{out}}/delta.json",)),
+    Section("kernels", 400, (f"{_BENCH}.kernels.all --out {{out}}",)),
+    Section("prefix-device", 150, (f"{_BENCH}.prefix_cache.device --out {{out}}/prefix-device.jsonl",)),
+    Section("delta", 60, (f"{_BENCH}.tuning.probe_delta --out {{out}}/delta.json",)),
 )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -37,3 +39,11 @@ def test_what_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
 
 def test_names_are_unique() -> None:
     assert len({section.name for section in SECTIONS}) == len(SECTIONS)
+
+
+def test_every_command_runs_a_module_that_is_there() -> None:
+    modules = {
+        match for section in SECTIONS for command in section.commands for match in re.findall(r"-m (\S+)", command)
+    }
+    assert len(modules) > 8
+    assert [name for name in sorted(modules - {"cuda", "'not"}) if find_spec(name) is None] == []
