@@ -34,8 +34,8 @@ SMALLER_CUTS: Mapping[Size, Mapping[int, float]] = {
     "large": {1: 0.94, 64: 0.93},
     "wide": {1: 1.0, 64: 1.0},
 }
-"""Share of the rate that an H100 keeps with the cuts for less shared memory (TEMPER_DEVICE_LIMITS of sm89 and sm80, bf16,
-2026-11-26-h100-limits-family.jsonl), by requests."""
+"""Share of the rate that an H100 keeps with the cuts for less shared memory (TEMPER_DEVICE_LIMITS of sm89 and sm80;
+bf16, 2026-11-26-h100-limits-family.jsonl), by requests."""
 
 
 @dataclass(frozen=True, slots=True)
