@@ -30,6 +30,8 @@ _DOT_ROWS = 16
 MAX_SPLITS = 64
 """Most splits of a row."""
 _USUAL_MAX_SPLITS = 32
+_MERGED = 64
+"""Most outputs of a head that are merged at once, splits times heads of a group: twice as many spill registers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,7 +421,7 @@ def paged_decode(
         BLOCK_GROUP=max(_DOT_ROWS, triton.next_power_of_2(group)),
         BLOCK_KEYS=chosen.block_keys,
         BLOCK_DIM=max(32 if kv.quantized else 16, triton.next_power_of_2(dim)),
-        MERGE_STEP=chosen.merge,
+        MERGE_STEP=max(1, min(chosen.merge, _MERGED // triton.next_power_of_2(group))),
         MERGE_GROUP=triton.next_power_of_2(group),
         STAGES=chosen.stages,
         PDL=pdl,

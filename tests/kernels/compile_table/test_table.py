@@ -20,8 +20,10 @@ LINE = Compiled("0123", "vector_kernel", registers=40, spilled=0, shared=1024, w
 def test_tables_are_of_what_is_launched_and_fit_their_cards() -> None:
     """A process of its own, as this one interprets. Finding the variants takes 10 s an architecture; of each one is
     compiled again."""
+    committed = sorted(path.stem for path in table.FOLDER.glob("*.tsv"))
+    assert "sm89" in committed
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_table", "--check", "--sample", "1"],
+        [sys.executable, "-m", "tests.kernels.compile_table", "--check", "--sample", "1", *committed],
         cwd=Path(__file__).parents[3],
         env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
         capture_output=True,
@@ -48,8 +50,8 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.M
         ({"registers": 255, "warps": 16}, "does not fit the card"),
         # 97 registers of 32 threads are given as 13 units of 256.
         ({"registers": 97, "warps": 20}, "does not fit the card"),
-        ({"spilled": 32}, None),
-        ({"spilled": 40}, "spills in a decode"),
+        ({"spilled": 64}, None),
+        ({"spilled": 72}, "spills in a decode"),
         ({"spilled": 96, "kernel": "_gradients_kernel"}, None),
         ({"digest": "4567"}, "has no line"),
     ],
