@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from docs_tools import packages, reference_cli, reference_grpc, reference_http, settings_page
+from docs_tools import card_tables, packages, reference_cli, reference_grpc, reference_http, settings_page
 from docs_tools.paths import ROOT
 from docs_tools.plots import plots
 
@@ -21,6 +21,8 @@ def files() -> Mapping[Path, str]:
         reference_cli.TARGET: reference_cli.render(),
         reference_grpc.TARGET: reference_grpc.render(),
         reference_http.TARGET: reference_http.render(),
+        card_tables.SIZING: card_tables.sizing(card_tables.SIZING.read_text()),
+        card_tables.CARDS_PAGE: card_tables.cards(card_tables.CARDS_PAGE.read_text()),
         **plots(),
     }
 

@@ -1,4 +1,4 @@
-"""Plots of the pages, from benchmarks/results: SVG whose bytes depend on the results alone."""
+"""Plots of the pages, from benchmarks/results: SVG whose bytes depend on the results and the planner alone."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from benchmarks.serving.cards.rates import REQUESTS, rates
+from benchmarks.serving.cards.table import CARDS
+from docs_tools.card_tables import STORED
 from docs_tools.paths import DOCS, ROOT
 
 _RESULTS = ROOT / "benchmarks" / "results"
@@ -41,6 +44,7 @@ def plots() -> Mapping[Path, str]:
         "methods": _methods,
         "serving": _serving,
         "training-beside": _training_beside,
+        "cards": _cards,
     }
     with rc_context(_STYLE):
         return {DOCS / "images" / f"{name}.svg": _svg(draw()) for name, draw in drawn.items()}
@@ -56,9 +60,9 @@ def _svg(figure: Figure) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def _figure(columns: int = 1) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(4.2 * columns + 1.8, 3.2), layout="constrained")
-    return figure, figure.subplots(1, columns)
+def _figure(columns: int = 1, height: float = 3.2, *, one_y_axis: bool = False) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(4.2 * columns + 1.8, height), layout="constrained")
+    return figure, figure.subplots(1, columns, sharey=one_y_axis)
 
 
 def _reward() -> Figure:
@@ -136,4 +140,35 @@ def _training_beside() -> Figure:
         title="Training beside decoding, H200, 4B",
     )
     axes.legend(loc="lower right")
+    return figure
+
+
+def _cards() -> Figure:
+    """Decode rates by card: measured ones filled, predicted ones hatched."""
+    figure, panels = _figure(2, height=7, one_y_axis=True)
+    found = rates()
+    thickness = 0.8 / len(STORED)
+    for axes, requests in zip(panels, REQUESTS, strict=True):
+        for number, (stored, name) in enumerate(STORED.items()):
+            color = _COLORS[number]
+            for place, card in enumerate(CARDS):
+                if (rate := found.get((card.name, stored, requests))) is not None:
+                    axes.barh(
+                        place + (number - 1) * thickness,
+                        rate.tokens,
+                        thickness,
+                        facecolor=color if rate.measured else "none",
+                        edgecolor=color,
+                        hatch=None if rate.measured else "////",
+                    )
+            axes.barh(0, 0, color=color, label=name if axes is panels[0] else None)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axes.set(xlabel="decoded tokens/s", title=f"4B, {requests} at once" if requests > 1 else "4B, one request")
+        axes.grid(visible=False, axis="y")
+    first = panels[0]
+    first.set_yticks(range(len(CARDS)), [card.name for card in CARDS])
+    first.invert_yaxis()
+    first.barh(0, 0, facecolor="none", edgecolor="#57606a", hatch="////", label="predicted")
+    figure.legend(loc="outside lower center", ncols=4)
     return figure

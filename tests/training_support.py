@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from peft import PeftModel
 from safetensors.torch import load, save
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
 from services.common.adapters.names import AdapterVersion
 from services.common.jobs import LoraSettings
@@ -46,8 +46,11 @@ def write_checkpoint(directory: Path, tokenizer_files: Mapping[str, bytes], *, s
         **config,
     }
     torch.manual_seed(seed)
-    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**settings)).float()
-    model.save_pretrained(directory)
+    if "num_experts" in settings:
+        model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**settings))
+    else:
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**settings))
+    model.float().save_pretrained(directory)
     for name, data in tokenizer_files.items():
         (directory / name).write_bytes(data)
     return directory

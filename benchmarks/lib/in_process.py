@@ -62,10 +62,11 @@ class InProcessEngine:
     """Temperature 1, ignore_eos, and no prefix cache unless asked for: every run does the same work.
 
     Args:
-        settings: prefix_cache and trainer are switched off; adapter_slots grows to the adapters and two to swap.
+        settings: prefix_cache and trainer are off unless asked for; adapter_slots grows to the adapters and two more.
         adapters: how many different LoRA adapters requests use; request i uses adapter i mod ``adapters``.
         events: told what happens.
         prefix_cache: leave it on.
+        trainer: with the plan's memory for training.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class InProcessEngine:
         rank: int = 16,
         events: EventStream | None = None,
         prefix_cache: bool = False,
+        trainer: bool = False,
     ) -> None:
         config = read_config(settings.model)
         self.adapters = adapters
@@ -84,7 +86,7 @@ class InProcessEngine:
         settings = settings.model_copy(
             update={
                 "prefix_cache": prefix_cache,
-                "trainer": False,
+                "trainer": trainer,
                 "adapter_slots": slots,
                 "max_lora_rank": max(rank, 16) if adapters else settings.max_lora_rank,
                 "max_waiting": 4096,

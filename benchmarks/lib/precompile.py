@@ -53,7 +53,7 @@ def _compile(launches: Sequence[Launch]) -> None:
     from tests.kernels.hopper import compiled
 
     torch.set_num_threads(1)
-    with compiled(describe=False):
+    with compiled():
         for launch in launches:
             try:
                 launch(torch.device("cpu"))

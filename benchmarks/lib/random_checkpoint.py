@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.lib.checkpoints.family import SHAPES as SHAPES
 from services.engine.models.qwen3_5.config import Qwen3_5Config
-from services.engine.models.registry import read_config
+from services.engine.models.registry import parse_config
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -34,6 +34,14 @@ def config_of(shape: str, layers: int | None = None, vocab_size: int | None = No
     data["num_hidden_layers"] = layers or data["num_hidden_layers"]
     data["vocab_size"] = vocab_size or data["vocab_size"]
     return data
+
+
+def family_config(data: Mapping[str, Any]) -> Qwen3_5Config:
+    """Config of config_of()."""
+    config = parse_config(data)
+    if not isinstance(config, Qwen3_5Config):
+        raise TypeError(f"{data['architectures']} is not of the family")
+    return config
 
 
 def random_tensors(
@@ -91,10 +99,7 @@ def write(directory: Path, data: dict[str, Any], seed: int = 0, *, gentle: bool 
     """
     without_weights(directory, data)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = read_config(directory)
-    if not isinstance(config, Qwen3_5Config):
-        raise TypeError(f"{data['architectures']} is not of the family")
-    tensors = random_tensors(config, seed, device, gentle=gentle)
+    tensors = random_tensors(family_config(data), seed, device, gentle=gentle)
     weight_map: dict[str, str] = {}
     for part, group in groupby(tensors, key=lambda item: ".".join(item[0].split(".")[:3])):
         file = f"{part.replace('.', '-')}.safetensors"

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from benchmarks.lib.environment import environment
 from benchmarks.lib.graph_timing import graph_times
-from benchmarks.lib.random_checkpoint import SHAPES, config_of
+from benchmarks.lib.random_checkpoint import SHAPES, config_of, family_config
 from benchmarks.lib.random_model import RandomWeights
 from benchmarks.lib.recorder import put_line
 from kernels.gpu.delta.chunk import gated_delta_prefill
@@ -395,7 +395,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="append JSON lines here")
     options = parser.parse_args()
     device = torch.device("cuda")
-    config = Qwen3_5Config.from_dict(config_of(options.shape))
+    config = family_config(config_of(options.shape))
     lengths, moved = ([int(part) for part in text.split(",")] for text in (options.lengths, options.moved))
     began = time.perf_counter()
     with compiler_pool() as pool:

@@ -1,1 +1,1 @@
-"""The engine alone: decode and prefill rates, latency, start, sizing, the scheduler in simulated time."""
+"""The engine alone: decode and prefill rates, latency, start, the scheduler in simulated time."""

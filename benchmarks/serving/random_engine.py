@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -17,6 +17,9 @@ from services.engine.models.interface import resolve_dtype
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.models.registry import read_config
+
+if TYPE_CHECKING:
+    from kernels.gpu.configs import KernelConfigs
 
 
 @contextmanager
@@ -30,7 +33,14 @@ def made_on_the_device() -> Iterator[None]:
 
 
 def _made(
-    path: Path, *, dtype: torch.dtype | str, device: torch.device | str, storage: Storage, mtp: bool, **_: Any
+    path: Path,
+    *,
+    dtype: torch.dtype | str,
+    device: torch.device | str,
+    storage: Storage,
+    mtp: bool,
+    kernels: KernelConfigs | None = None,
+    **_: Any,
 ) -> Qwen3_5:
     """Model of ``path/config.json``; arguments as of registry.load_model()."""
     config, place = read_config(path), torch.device(device)
@@ -43,7 +53,9 @@ def _made(
         workspace = SplitWorkspace.allocate(place)
     kind = resolve_dtype(dtype, place) if isinstance(dtype, str) else dtype
     torch.manual_seed(0)
-    made = RandomWeights(config, place, storage.quantization, workspace, kind, mtp=mtp, invariant=storage.invariant)
+    made = RandomWeights(
+        config, place, storage.quantization, workspace, kind, mtp=mtp, invariant=storage.invariant, kernels=kernels
+    )
     model = Qwen3_5(config, made.build())
     if place.type == "cuda":
         torch.cuda.empty_cache()  # what making them took is free for the caches

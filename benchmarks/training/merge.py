@@ -26,14 +26,13 @@ from typing import Any
 import torch
 
 from benchmarks.lib.environment import environment
-from benchmarks.lib.random_checkpoint import SHAPES, config_of
+from benchmarks.lib.random_checkpoint import SHAPES, config_of, family_config
 from benchmarks.lib.recorder import put_line
 from services.adapter_tools.low_rank import Factors
 from services.adapter_tools.merge import Weighted, merge_layer, working_bytes
 from services.adapter_tools.workshop import Workshop
 from services.common.jobs import MergeSettings
 from services.engine.models.lora.targets import target_shapes
-from services.engine.models.qwen3_5.config import Qwen3_5Config
 
 METHODS = ("weighted", "svd", "ties", "dare_linear", "dare_ties")
 DENSITY = {"ties": 0.2, "dare_linear": 0.5, "dare_ties": 0.5}
@@ -68,7 +67,7 @@ def merge_settings(method: str, parents: int, rank: int) -> MergeSettings:
 
 def measure(options: argparse.Namespace, method: str, parents: int) -> dict[str, Any]:
     """Measures one merge: a line of the result."""
-    config = Qwen3_5Config.from_dict(config_of(options.shape))
+    config = family_config(config_of(options.shape))
     device = torch.device(options.device)
     shop = Workshop(device)
     settings = merge_settings(method, parents, options.rank)

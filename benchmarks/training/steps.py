@@ -31,7 +31,7 @@ from typing import Any, get_args
 import torch
 
 from benchmarks.lib.environment import environment
-from benchmarks.lib.random_checkpoint import SHAPES, config_of
+from benchmarks.lib.random_checkpoint import SHAPES, config_of, family_config
 from benchmarks.lib.random_model import RandomWeights
 from benchmarks.lib.recorder import put_line
 from services.common.jobs import LoraSettings, OptimizerSettings
@@ -39,8 +39,8 @@ from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import Quantization
 from services.engine.models.interface import CausalLM, Recompute
 from services.engine.models.lora.trainable import LoraParams
-from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.models.qwen3_5.moe_config import Qwen3_5MoeConfig
 from services.engine.models.training_arena import GraphMemory
 from services.engine.models.training_forward import TrainableForward
 from services.trainer.host.policy_host import ComputeGate
@@ -78,6 +78,9 @@ class Case:
 def model_flops(config: ModelConfig, case: Case) -> float:
     """Floating-point operations of a forward and of the backward in the activations, without what is computed again."""
     linear = sum(out * into for layer in range(config.num_layers) for out, into in config.linear_shapes(layer).values())
+    if isinstance(config, Qwen3_5MoeConfig):
+        passed = sum(out * into for _, out, into in config.expert_shapes(0).values()) * config.experts_per_token
+        linear += config.num_layers * (passed + config.num_experts * config.hidden_size)
     weights = 4.0 * (linear + config.vocab_size * config.hidden_size) * case.total
     # Causal: half of all pairs. Two products forward, five backward (FlashAttention-2, arXiv 2307.08691, §3.1).
     pairs = case.documents * case.tokens**2 / 2
@@ -120,7 +123,7 @@ class Alone:
 
 def random_model(shape: str, quantization: Quantization) -> Qwen3_5:
     """A model with random weights on the GPU."""
-    config = Qwen3_5Config.from_dict(config_of(shape))
+    config = family_config(config_of(shape))
     return Qwen3_5(config, RandomWeights(config, torch.device("cuda"), quantization, None).build())
 
 

@@ -55,9 +55,9 @@ def candidates(rows: int, kind: Kind, device: DeviceLimits) -> Iterator[tuple[st
         streamed = chosen if isinstance(chosen, Streamed) else choose(1, shape, device)
         if not isinstance(streamed, Streamed):
             raise TypeError("one row is streamed")
-        for block_n, groups, warps in product((8, 16, 32), (4, 8, 16), (2, 4, 8)):
+        for block_n, (groups, warps) in product((4, 8, 16), ((8, 1), (8, 2), (16, 2), (8, 4), (16, 4), (16, 8))):
             yield "gate_up", replace(streamed, gate_up=StreamTile(block_n, groups, warps))
-        for block_n, groups, warps in product((4, 8, 16), (2, 4), (1, 2, 4)):
+        for block_n, (groups, warps) in product((1, 2, 4, 8), ((4, 1), (8, 1), (4, 2), (4, 4))):
             yield "down", replace(streamed, down=StreamTile(block_n, groups, warps))
     if rows < 4:
         return

@@ -1,4 +1,4 @@
-"""Work on files that needs torch: a process of its own, `python -m services.adapter_tools`, behind a progress bar.
+"""Work that needs torch: a process of its own behind a progress bar, by default `python -m services.adapter_tools`.
 
 The command line itself loads no torch.
 """
@@ -11,34 +11,55 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from cli.local.process import die_with_parent
 from cli.output import CliError, ExitCode, Output
 
 MODULE = "services.adapter_tools"
 _STOP_SECONDS = 30.0
+_LAST_SECONDS = 5.0
 
 
-def run_tool(output: Output, arguments: Sequence[str]) -> dict[str, Any]:
+def run_tool(
+    output: Output,
+    arguments: Sequence[str],
+    *,
+    module: str = MODULE,
+    env: Mapping[str, str] | None = None,
+    seconds: bool = False,
+) -> dict[str, Any]:
     """Runs the tool to its end and returns its result.
+
+    Args:
+        env: its environment; None: this process' own.
+        seconds: progress is told in seconds, not in bytes.
 
     Raises:
         CliError: in the tool's words; nothing is left of what it had begun to write.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", MODULE, *arguments],
+        [sys.executable, "-m", module, *arguments],
         stdout=subprocess.PIPE,
+        env=env,
         text=True,
         start_new_session=True,  # Ctrl-C is passed on as SIGTERM, once
         preexec_fn=die_with_parent(os.getpid()),
     )
-    with _ended(process), _bar(output) as progress:
+    with _ended(process), _bar(output, seconds=seconds) as progress:
         task = progress.add_task("starting", total=None)
-        for event in _events(process):
+        for event in _events(process, module):
             kind = event.pop("event")
             if kind == "progress":
                 total = event["total"] or None
@@ -46,17 +67,19 @@ def run_tool(output: Output, arguments: Sequence[str]) -> dict[str, Any]:
             elif kind == "result":
                 return event
             else:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_LAST_SECONDS)  # it ends by itself: a signal now would be told on its standard error
                 code = ExitCode.USAGE if event.get("code") == "invalid_request" else ExitCode.FAILED
                 raise CliError(str(event["message"]), code, error=event)
-    raise CliError(f"{MODULE} ended with status {process.returncode} and said nothing")
+    raise CliError(f"{module} ended with status {process.returncode} and said nothing")
 
 
-def _events(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
+def _events(process: subprocess.Popen[str], module: str) -> Iterator[dict[str, Any]]:
     for line in process.stdout or ():
         try:
             event = json.loads(line)
         except ValueError as error:
-            raise CliError(f"{MODULE} wrote a line that is no event: {line[:80]!r}") from error
+            raise CliError(f"{module} wrote a line that is no event: {line[:80]!r}") from error
         yield event
 
 
@@ -79,13 +102,12 @@ def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
             process.stdout.close()
 
 
-def _bar(output: Output) -> Progress:
+def _bar(output: Output, *, seconds: bool) -> Progress:
+    amount = (TimeElapsedColumn(),) if seconds else (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+        *amount,
         console=output.err,
         disable=output.as_json or not output.err.is_terminal,
     )

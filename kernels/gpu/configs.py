@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -13,16 +17,30 @@ from kernels.gpu.linear.skinny import Weight, weight_kind
 from kernels.gpu.linear.skinny_configs import Kind, SkinnyConfig, choose, most_rows
 
 
+class Product(NamedTuple):
+    """Product of some rows with a weight of one shape and storage. A named tuple, because steps that are not captured
+    make one at each launch."""
+
+    kind: Kind
+    outputs: int
+    inputs: int
+
+    @classmethod
+    def of(cls, weight: Weight) -> Product:
+        return cls(weight_kind(weight), *weight.shape)
+
+
 @dataclass(slots=True)
 class Tuned:
     """Configurations that were measured on this very device. The autotuner tries one after the other by writing it
     here before it captures a step; nothing changes once requests are served."""
 
-    products: dict[tuple[Kind, int, int, int], SkinnyConfig | None] = field(default_factory=dict)
-    """By kind, outputs and inputs of the weight, and the rows of x. None: the vendor's product, the rest in kernels of
-    its own."""
+    products: dict[tuple[Product, int], SkinnyConfig | None] = field(default_factory=dict)
+    """By the weight and the rows of x. None: the vendor's product, the rest in kernels of its own."""
     attention: dict[int, DecodeConfig] = field(default_factory=dict)
     """By the rows of a decode."""
+    asked: Counter[tuple[Product, bool]] | None = None
+    """Products that were asked for and whether with the activation, counted where somebody wants to know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +57,35 @@ class KernelConfigs:
 
     def streams(self, rows: int, weight: Weight) -> bool:
         """True if `kernels.gpu.linear.skinny` takes the product of so many rows."""
-        outputs, inputs = weight.shape
-        kind = weight_kind(weight)
-        if (key := (kind, outputs, inputs, rows)) in self.tuned.products:
-            return self.tuned.products[key] is not None
-        return rows <= most_rows(outputs, inputs, kind, self.device)
+        product = Product.of(weight)
+        if (product, rows) in self.tuned.products:
+            streams = self.tuned.products[product, rows] is not None
+        else:
+            streams = rows <= most_rows(product.outputs, product.inputs, product.kind, self.device)
+        if self.tuned.asked is not None and not streams:
+            self.tuned.asked[product, False] += 1
+        return streams
 
     def product(self, rows: int, weight: Weight, *, swiglu: bool) -> SkinnyConfig:
         """Variant of a product that streams its weight."""
-        outputs, inputs = weight.shape
-        kind = weight_kind(weight)
-        tuned = self.tuned.products.get((kind, outputs, inputs, rows))
-        return tuned or choose(rows, outputs, inputs, kind, swiglu, self.device)
+        product = Product.of(weight)
+        if self.tuned.asked is not None:
+            self.tuned.asked[product, swiglu] += 1
+        return self.tuned.products.get((product, rows)) or self.table(rows, product, swiglu=swiglu)
+
+    def table(self, rows: int, product: Product, *, swiglu: bool) -> SkinnyConfig:
+        """Variant of such a product where nothing was tuned."""
+        return choose(rows, product.outputs, product.inputs, product.kind, swiglu, self.device)
+
+    @contextmanager
+    def asked(self) -> Iterator[Counter[tuple[Product, bool]]]:
+        """Counts the products that are asked for inside, and whether with the activation."""
+        found: Counter[tuple[Product, bool]] = Counter()
+        self.tuned.asked = found
+        try:
+            yield found
+        finally:
+            self.tuned.asked = None
 
     def decode(self, kv: KvPages, batch: int) -> DecodeConfig:
         """Configuration of attention in a decode of so many rows."""

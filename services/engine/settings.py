@@ -47,7 +47,12 @@ class EngineSettings(CommonSettings):
     """For tests: cut kernels up for the shared memory and the features of another, older GPU than the one they run on.
     Empty: for the GPU itself."""
     cache_dir: Path = Path("~/.cache/temper")
-    """Compiled GPU kernels are kept here, so that only the first start compiles them."""
+    """Compiled GPU kernels are kept here, so that only the first start compiles them, and what `temper tune` found."""
+    tune: Literal["off", "kept", "start"] = "kept"
+    """Configurations of GPU kernels. kept: those that `temper tune` found for this GPU, driver and model, else the
+    table's. start: as kept, and a start that finds none searches first, for tune_seconds. off: the table's."""
+    tune_seconds: float = Field(60.0, ge=5, le=600)
+    """Longest search of `temper tune`, or of a start with tune=start."""
     torch_threads: int = Field(0, ge=0)
     """CPU threads of one operator; 0: all cores of this process."""
 
@@ -213,6 +218,11 @@ class EngineSettings(CommonSettings):
             )
         if self.adapter_slots == 1:
             raise ValueError("adapter_slots must be 0 (automatic) or at least 2: a swap needs one slot more")
+        if self.tune == "start" and self.batch_invariant:
+            raise ValueError(
+                "batch_invariant and tune=start contradict each other: rows of all batches are computed by one "
+                "configuration, the table's; set TEMPER_TUNE=off or TEMPER_BATCH_INVARIANT=false"
+            )
         if self.num_blocks == 1:
             raise ValueError("num_blocks must be 0 (automatic) or at least 2: block 0 is scratch")
         return self
@@ -257,8 +267,20 @@ class EngineSettings(CommonSettings):
         Raises:
             ValueError: cache_dir starts with ~ and this user has no home directory.
         """
+        return self._cached("triton")
+
+    @property
+    def tuned_dir(self) -> Path:
+        """Directory of tuned configurations.
+
+        Raises:
+            ValueError: as of kernel_cache_dir.
+        """
+        return self._cached("tuned")
+
+    def _cached(self, name: str) -> Path:
         try:
-            return self.cache_dir.expanduser().absolute() / "triton"
+            return self.cache_dir.expanduser().absolute() / name
         except RuntimeError as error:
             raise ValueError(f"TEMPER_CACHE_DIR={self.cache_dir}: {error}; set it to a full path") from error
 

@@ -1,9 +1,15 @@
-"""`python -m services.pod`: engine and trainer of one device, configured by TEMPER_* (services/engine/settings.py)."""
+"""`python -m services.pod`: engine and trainer of one device, configured by TEMPER_* (services/engine/settings.py).
+
+`python -m services.pod tune`, for `temper tune`: a search for faster kernels instead of an engine. One JSON object a
+line on standard output, as of services.adapter_tools: progress, at the end the result or an error.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
+from typing import Any
 
 from services.common.errors import TemperError
 from services.common.security.tls import Certificates
@@ -11,7 +17,7 @@ from services.common.shutdown import end_on_signals
 from services.common.telemetry.logging import configure_logging
 from services.engine.server.health import HealthServer, ProcessHealth
 from services.engine.settings import EngineSettings
-from services.pod.preflight import check_all, check_tls, read_settings, use_kernel_cache
+from services.pod.preflight import check_all, check_model_directory, check_tls, read_settings, use_kernel_cache
 from services.trainer.settings import TrainerSettings
 
 
@@ -24,6 +30,40 @@ async def _run(
     stop = asyncio.Event()
     stop_on_signals(stop, health)
     await serve(settings, trainer, stop, health, certificates)
+
+
+def tune() -> int:
+    """Tunes the kernels to this machine's GPU. Returns the exit status, 1 with an error event."""
+
+    def emit(event: str, **fields: Any) -> None:
+        sys.stdout.write(json.dumps({"event": event, **fields}) + "\n")
+        sys.stdout.flush()
+
+    try:
+        settings, _ = read_settings()
+        configure_logging(settings, service="tune")
+        end_on_signals()
+        use_kernel_cache(settings)
+        check_model_directory(settings)
+        emit("progress", stage="loading the model", done=0, total=0)
+        # Imported after the checks: torch takes seconds.
+        from services.pod.engine import tune_engine
+
+        def told(seconds: float, found: str) -> None:
+            emit("progress", stage=found or "measuring", done=round(seconds, 1), total=settings.tune_seconds)
+
+        outcome, path = tune_engine(settings, told)
+    except TemperError as error:
+        emit("error", message=error.message, code=error.code)
+        return 1
+    bands = [
+        {"rows": band.rows, "microseconds": round(1e6 * band.seconds, 1), "gain": round(band.gain, 4)}
+        for band in outcome.bands
+        if band.seconds
+    ]
+    kept = None if path is None else str(path)
+    emit("result", bands=bands, seconds=round(outcome.seconds, 1), candidates=outcome.trials, file=kept)
+    return 0
 
 
 def main() -> int:
@@ -52,4 +92,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(tune() if sys.argv[1:] == ["tune"] else main())

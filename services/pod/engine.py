@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 import torch
@@ -45,9 +47,12 @@ from services.engine.server.conversation_session_manager import ConversationSess
 from services.engine.settings import EngineSettings
 from services.pod.device import Device, check_device, with_quantization
 from services.pod.memory import device_bytes, limit_allocations, plan, state_slots, storage, teacher_storage
-from services.pod.runner import Gate, build_gate, build_runner, prefill_alignment
+from services.pod.runner import Gate, build_gate, build_runner, gpu_tuning, prefill_alignment
 from services.pod.teacher import load_teacher, second_config
 from services.pod.tiers import build_tiers
+
+if TYPE_CHECKING:
+    from services.engine.executors.tuning.results import Outcome
 
 VERSION = "0.1.0"
 _RATE = {"cuda": 5e14, "cpu": 2e10}
@@ -142,45 +147,16 @@ def build_engine(
     check_device(settings, hardware)
     device = hardware.torch
     codec = TextCodec.from_directory(settings.model)
-    config = read_config(settings.model)
-    if codec.vocab_size > config.vocab_size:
-        raise CheckpointRejected(
-            f"{settings.model}: the tokenizer has {codec.vocab_size} tokens, the model {config.vocab_size}"
-        )
-    teacher_config = second_config(settings, codec)
-    settings = with_quantization(settings, hardware, config, teacher_config)
-    storage(settings, hardware).check(config)
-    # Planned before anything is loaded: a plan that does not fit is refused with its numbers.
-    dtype = resolve_dtype(settings.dtype, device)
-    if teacher_config is not None:
-        teacher_storage(settings, hardware).check(teacher_config)
-    available = device_bytes(hardware, int(settings.device_memory))
-    settings, memory = plan(config, settings, dtype, hardware, available, teacher_config)
-    log.info("memory plan", sequences=settings.max_num_seqs, tokens=settings.token_budget, **memory.parts())
-    limit_allocations(hardware, settings)
-    max_model_len = memory.model_len(config.max_position_embeddings, settings.max_model_len)
+    planned = _plan(settings, hardware, codec)
+    settings, config, memory = planned.settings, planned.config, planned.memory
+    max_model_len = planned.max_model_len
     limits = _limits(settings, config, memory, max_model_len, codec.eos_ids, device)
     with ThreadPoolExecutor(2) as pool:  # the digest reads the same pages as the loader
         digest = pool.submit(checkpoint_digest, settings.model)
         vocabulary = pool.submit(Vocabulary, codec, config.vocab_size, settings.mask_threads)
-        model = load_model(
-            settings.model,
-            dtype=dtype,
-            device=device,
-            storage=storage(settings, hardware),
-            mtp=settings.speculative == "mtp",
-            kernels=hardware.kernels(),
-        )
-        log.info("weights loaded", bytes=model.nbytes())
+        model = _load(planned, hardware)
         teacher = load_teacher(settings, model, teacher_storage(settings, hardware))
-        lora = LoraSlots(
-            model.config,
-            settings.adapter_slots + 1,
-            settings.max_lora_rank,
-            model.dtype,
-            device,
-            invariant=settings.batch_invariant,
-        )
+        lora = _lora_slots(settings, model)
         executor = build_runner(
             model,
             lora,
@@ -260,6 +236,111 @@ def build_engine(
         sessions,
         constraints,
         description,
+    )
+
+
+def tune_engine(
+    settings: EngineSettings, told: Callable[[float, str], None] = lambda _seconds, _text: None
+) -> tuple[Outcome, Path | None]:
+    """Tunes the kernels of an engine with these settings to its GPU, and keeps what is found for its next start.
+
+    Args:
+        told: told of the progress: the seconds used, and what was found, if anything.
+
+    Returns:
+        What was found, and the file; None: it could not be written.
+
+    Raises:
+        CheckpointRejected, InvalidRequest, DoesNotFit: as of build_engine(), or there is nothing to tune.
+    """
+    hardware = Device.of(settings)
+    if hardware.kind == "cpu":
+        raise InvalidRequest("tuning measures kernels of a GPU, and this engine runs on the CPU", param="device")
+    if settings.batch_invariant:
+        raise InvalidRequest(
+            "TEMPER_BATCH_INVARIANT=true has one configuration for all batches, there is nothing to tune: unset it",
+            param="batch_invariant",
+        )
+    check_device(settings, hardware)
+    codec = TextCodec.from_directory(settings.model)
+    planned = _plan(settings, hardware, codec)
+    model = _load(planned, hardware)
+    tuning = gpu_tuning(
+        model,
+        _lora_slots(planned.settings, model),
+        planned.settings,
+        num_blocks=planned.memory.num_blocks,
+        max_model_len=planned.max_model_len,
+        eos_token_ids=codec.eos_ids,
+    )
+    return tuning.search(told)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """An engine before anything of it is loaded."""
+
+    settings: EngineSettings
+    """Settings with what the plan fills in."""
+    config: ModelConfig
+    memory: MemoryPlan
+    dtype: torch.dtype
+
+    @property
+    def max_model_len(self) -> int:
+        return self.memory.model_len(self.config.max_position_embeddings, self.settings.max_model_len)
+
+
+def _plan(settings: EngineSettings, hardware: Device, codec: TextCodec) -> _Planned:
+    """Plan of an engine: what does not fit is refused with its numbers before anything is loaded."""
+    config = read_config(settings.model)
+    if codec.vocab_size > config.vocab_size:
+        raise CheckpointRejected(
+            f"{settings.model}: the tokenizer has {codec.vocab_size} tokens, the model {config.vocab_size}"
+        )
+    teacher_config = second_config(settings, codec)
+    settings = with_quantization(settings, hardware, config, teacher_config)
+    storage(settings, hardware).check(config)
+    dtype = resolve_dtype(settings.dtype, hardware.torch)
+    if teacher_config is not None:
+        teacher_storage(settings, hardware).check(teacher_config)
+    available = device_bytes(hardware, int(settings.device_memory))
+    settings, memory = plan(config, settings, dtype, hardware, available, teacher_config)
+    log.info(
+        "memory plan",
+        sequences=settings.max_num_seqs,
+        tokens=settings.token_budget,
+        snapshots=settings.state_snapshots if settings.prefix_cache else 0,
+        adapter_slots=settings.adapter_slots,
+        context=memory.capacity_tokens,
+        **memory.parts(),
+    )
+    limit_allocations(hardware, settings)
+    return _Planned(settings, config, memory, dtype)
+
+
+def _load(planned: _Planned, hardware: Device) -> CausalLM:
+    settings = planned.settings
+    model = load_model(
+        settings.model,
+        dtype=planned.dtype,
+        device=hardware.torch,
+        storage=storage(settings, hardware),
+        mtp=settings.speculative == "mtp",
+        kernels=hardware.kernels(),
+    )
+    log.info("weights loaded", bytes=model.nbytes())
+    return model
+
+
+def _lora_slots(settings: EngineSettings, model: CausalLM) -> LoraSlots:
+    return LoraSlots(
+        model.config,
+        settings.adapter_slots + 1,
+        settings.max_lora_rank,
+        model.dtype,
+        model.device,
+        invariant=settings.batch_invariant,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -100,7 +101,7 @@ def limit_allocations(device: Device, settings: EngineSettings) -> None:
     if device.kind == "cuda" and settings.device_memory:
         _, total = torch.cuda.mem_get_info(device.torch)
         allowed = device_bytes(device, int(settings.device_memory)) - _GRAPH_FIXED
-        torch.cuda.set_per_process_memory_fraction(allowed / total, device.torch)
+        torch.cuda.set_per_process_memory_fraction(allowed / total, 0)
 
 
 def storage(settings: EngineSettings, device: Device) -> Storage:
@@ -312,8 +313,8 @@ def _fitted(
 def _by_size(
     config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, device: Device, available: int
 ) -> EngineSettings:
-    """Settings with what depends on a GPU's size filled in: a token_budget of 0 becomes as many tokens as a share of its
-    memory holds the activations of, and every sequence's own; adapter_slots of 0 as many as a share of it holds."""
+    """Settings with what depends on a GPU's size filled in: a token_budget of 0 becomes as many tokens as a share of
+    its memory holds the activations of, and every sequence's own; adapter_slots of 0 as many as a share of it holds."""
     if device.kind == "cpu":
         return settings
     budget, slots = settings.token_budget, settings.adapter_slots
@@ -395,6 +396,7 @@ def _training_bytes(settings: EngineSettings) -> int | None:
     return int(settings.train_memory_bytes) or None
 
 
+@lru_cache
 def _job(config: ModelConfig, dtype: torch.dtype, tokens: int) -> int:
     """Bytes of a modest job with microbatches of so many tokens. Without this minimum a device with hardly room for the
     model would serve, and refuse every job."""

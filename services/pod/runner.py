@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from importlib.metadata import version
+from typing import TYPE_CHECKING, TypeAlias
 
 import structlog
 import torch
@@ -19,6 +20,9 @@ from services.engine.models.interface import CausalLM
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.settings import EngineSettings
 from services.pod.memory import state_slots, waiting_writes
+
+if TYPE_CHECKING:
+    from services.engine.executors.tuning.start import Tuning
 
 log = structlog.get_logger(__name__)
 
@@ -54,24 +58,60 @@ def build_runner(
         return DeviceExecutor(plain, lambda identity: CpuCacheTransfer(cache, identity))
     # Imported here: a pod without a GPU needs no Triton.
     from services.engine.executors.cuda.cache_transfer import CudaCacheTransfer
+
+    tuning = gpu_tuning(
+        model, lora, settings, num_blocks=num_blocks, max_model_len=max_model_len, eos_token_ids=eos_token_ids
+    )
+    runner, device_cache = tuning.runner, tuning.cache
+    if settings.tune != "off" and not settings.batch_invariant and not tuning.use_kept():
+        if settings.tune == "start":
+            _search(tuning)
+        else:
+            log.info("kernels are not tuned to this GPU: `temper tune` does that, in a minute")
+    runner.warm_up()
+    log.info("graphs captured", graphs=runner.captures)
+    return DeviceExecutor(runner, lambda identity: CudaCacheTransfer(device_cache, runner.stream, identity))
+
+
+def _search(tuning: Tuning) -> None:
+    try:
+        tuning.search()
+    except Exception as error:  # an engine without it serves as well
+        log.warning("tuning failed: the table's configurations are used", error=f"{type(error).__name__}: {error}")
+
+
+def gpu_tuning(
+    model: CausalLM,
+    lora: LoraSlots,
+    settings: EngineSettings,
+    *,
+    num_blocks: int,
+    max_model_len: int,
+    eos_token_ids: Sequence[int],
+) -> Tuning:
+    """Runner and caches on a GPU, before anything is captured; arguments as of build_runner()."""
+    # Imported here: a pod without a GPU needs no Triton.
     from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
+    from services.engine.executors.tuning.start import Tuning
     from services.engine.models.device_batch import DeviceCache
 
-    device_cache = DeviceCache.allocate(
+    speculative = settings.speculative == "mtp"
+    cache = DeviceCache.allocate(
         model.config,
         model.dtype,
         model.device,
         num_blocks=num_blocks,
         block_size=settings.block_size,
-        num_slots=slots,
+        num_slots=state_slots(settings),
         kv_dtype=torch.float8_e4m3fn if settings.kv_cache_dtype == "fp8" else None,
         state_dtype=torch.bfloat16 if settings.state_dtype == "bfloat16" else torch.float32,
         mtp=speculative,
         waiting_writes=waiting_writes(settings, model.device.type),
     )
+    pdl = settings.programmatic_launch and model.kernel_configs().device.programmatic_launch
     runner = CudaRunner(
         model,
-        device_cache,
+        cache,
         lora,
         RunnerLimits(
             settings.max_num_seqs,
@@ -81,15 +121,20 @@ def build_runner(
             mixed_tokens=settings.mixed_prefill_tokens,
             speculative=speculative,
         ),
-        RunnerOptions(
-            batch_invariant=settings.batch_invariant,
-            pdl=settings.programmatic_launch and model.kernel_configs().device.programmatic_launch,
-        ),
+        RunnerOptions(batch_invariant=settings.batch_invariant, pdl=pdl),
         eos_token_ids=eos_token_ids,
     )
-    runner.warm_up()
-    log.info("graphs captured", graphs=runner.captures)
-    return DeviceExecutor(runner, lambda identity: CudaCacheTransfer(device_cache, runner.stream, identity))
+    return Tuning(
+        runner,
+        model,
+        cache,
+        lora,
+        settings.tuned_dir,
+        settings.tune_seconds,
+        max_model_len,
+        pdl,
+        version("temper"),
+    )
 
 
 def prefill_alignment(settings: EngineSettings) -> int:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.gpu.configs import KernelConfigs
 from services.common.jobs import LoraSettings
 from services.engine.executors.cuda.compile_ahead import compiler_pool
 from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
@@ -74,6 +75,7 @@ def random_model(
     *,
     quantization: str = "none",
     mtp: bool = False,
+    kernels: KernelConfigs | None = None,
 ) -> Qwen3_5:
     """The same numbers on every device, as they are or quantized.
 
@@ -84,7 +86,7 @@ def random_model(
         return (torch.randn(shape, generator=generator) * scale + around).to(kind).to(device)
 
     def matrix(out: int, into: int) -> Matrix:
-        return quantize(normal(out, into, scale=0.7 * into**-0.5), quantization)
+        return quantize(normal(out, into, scale=0.7 * into**-0.5), quantization, kernels=kernels)
 
     def norm(*shape: int) -> Tensor:
         return normal(*shape, scale=0.2, around=1.0, kind=torch.float32)
@@ -141,8 +143,9 @@ def random_model(
         embedding=embedding,
         layers=tuple(layer(index) for index in range(config.num_layers)),
         final_norm=norm(config.hidden_size),
-        head=quantize(head, "none" if quantization == "none" else "fp8"),
+        head=quantize(head, "none" if quantization == "none" else "fp8", kernels=kernels),
         mtp=mtp_weights() if mtp else None,
+        kernels=kernels,
     )
     return Qwen3_5(config, weights)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.lib.checkpoints.float8 import convert
 from services.engine.models.lora.binding import bind_adapter
 from services.engine.models.lora.targets import TARGET_MODULES
 from services.engine.models.lora.trainable import LoraParams
@@ -83,3 +84,18 @@ def test_gradients(size: str, tmp_path: Path) -> None:
     }
     sft(our_logprobs(model, lora, DOCUMENTS, recompute="selective"), torch.zeros(())).backward()
     assert_equal_gradients(gradients(lora), expected)
+
+
+@pytest.mark.cuda
+def test_a_gpu_decodes_float8_as_a_cpu_does(tmp_path: Path) -> None:
+    make_flat(small("qwen3.5-27b", seed=4), tmp_path / "plain")
+    convert(tmp_path / "plain", tmp_path / "float8", (8, 12))
+    there, here = (
+        Qwen3_5.from_directory(tmp_path / "float8", dtype="bfloat16", device=device).weights
+        for device in ("cuda", "cpu")
+    )
+    for ours, exact in zip(there.layers, here.layers, strict=True):
+        for name in ("gate_up", "down"):
+            assert torch.equal(getattr(ours, name).dense().cpu(), getattr(exact, name).dense())
+        assert torch.equal(ours.mixer.in_proj.dense().cpu(), exact.mixer.in_proj.dense())
+        assert torch.equal(ours.mixer.out_proj.dense().cpu(), exact.mixer.out_proj.dense())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.lib.random_model import RandomWeights, random_adapter
 from kernels.gpu.attention.decode import DecodeConfig, DecodeWorkspace, decode_splits
-from kernels.gpu.configs import KernelConfigs
+from kernels.gpu.configs import KernelConfigs, Product
 from kernels.gpu.delta.step import LATE_ROWS
 from kernels.gpu.linear.skinny import Norm, Scaled, SplitWorkspace, weight_kind
 from kernels.gpu.linear.skinny_configs import Kind, SkinnyConfig
@@ -242,7 +242,7 @@ class DecodeStep:
         """Inside, products of so many rows with the matrices of a name are cut up so; None: torch's product, with the
         rest in kernels of its own."""
         kind = self.kind_of(name)
-        changed = {(kind, *shape, rows): config for shape in self.shapes()[name]}
+        changed = {(Product(kind, *shape), rows): config for shape in self.shapes()[name]}
         with patch.dict(self.kernels.tuned.products, changed):
             yield
 

@@ -386,8 +386,8 @@ def gated_delta_step(
         num_warps: of a program that writes its state back. 4 was the fastest on an H200 at 1 to 256 rows, also beside
             programs that stay and stream blocks of states through shared memory, and beside programs of 168 registers,
             of which three instead of two share a multiprocessor.
-        part: key dimensions that a program whose write waits has in registers at once, a power of two; if None 32 on
-            Hopper and 16 elsewhere, where 32 would spill registers.
+        part: key dimensions that a program whose write waits has in registers at once, a power of two; if None what
+            spills no registers: 32 on Hopper and of bfloat16 states before it, else 16.
         device: limits to choose the part for; those of the tensors' device if None.
         pdl: launch before the kernels ahead have finished (kernels.gpu.launch.programmatic): none of them may write
             ``state``, ``waiting`` or ``slots``.
@@ -417,7 +417,8 @@ def gated_delta_step(
         _gated_delta_step_kernel[grid](mixer, state, slots, writes, ROOM=room, **constants, num_warps=num_warps)
         return out
     if part is None:
-        part = 32 if (device or limits_of(mixed.device)).capability == _HOPPER else 16
+        capability = (device or limits_of(mixed.device)).capability
+        part = 32 if capability == _HOPPER or (state.dtype == torch.bfloat16 and capability < _HOPPER) else 16
     _late_step_kernel[grid](
         mixer,
         state,

@@ -75,25 +75,48 @@ class Grouped:
 
 Cut = Streamed | Grouped
 _MOST_STREAMED = 4
+_LANES, _MOST_WARPS = 8 * 32, 4
+"""Numbers of x that a warp reads together, 16 bytes a thread, and most warps of a streamed product."""
 _BY_PAIRS = ((16, 16, 64, 4), (32, 32, 64, 4), (64, 64, 128, 8), (math.inf, 128, 128, 8))
 """Pairs an expert up to which a tile of block_m, block_n and warps is for."""
-_FLOAT8_ROWS = 64
-"""Pairs an expert from which the products, and not reading the weights, take the time."""
+_FLOAT8_PAIRS = 64
+"""Pairs an expert from which the products, and not reading the weights, take the time; the last tile's."""
 
 
 def choose(rows: int, shape: ExpertShape, device: DeviceLimits) -> Cut:
     """The cut for so many tokens."""
     if rows <= _MOST_STREAMED:
         return Streamed(
-            gate_up=StreamTile(16, _groups(shape.hidden, 8), warps=4),
-            down=StreamTile(8, _groups(shape.size, 4), warps=4),
+            gate_up=stream_tile(8, shape.hidden, shape.kind),
+            down=stream_tile(2, shape.size, shape.kind),
         )
-    each = rows * shape.chosen / shape.count
-    block_m, block_n, warps = next((m, n, w) for most, m, n, w in _BY_PAIRS if each <= most)
-    quantized = device.float8 and shape.kind == "fp8" and each > _FLOAT8_ROWS
-    tile = GroupTile(block_m, block_n, 128 if block_m <= 32 or shape.kind == "fp8" else 64, warps, stages=4)
-    tile = fitting(tile, shape, device, float8=quantized)
-    return Grouped(tile, tile, quantized)
+    float8 = device.float8 and shape.kind == "fp8" and rows * shape.chosen > _FLOAT8_PAIRS * shape.count
+    tile = fitting(_by_pairs(rows, shape, float8=float8), shape, device, float8=float8)
+    return Grouped(tile, tile, float8)
+
+
+def stream_tile(block_n: int, inputs: int, kind: Kind) -> StreamTile:
+    """Tile of a streamed product with so many inputs: its warps read a row of x in 16 bytes a thread just as they read
+    rows of the weight, or x would go through shared memory to where it is wanted, at a dozen barriers."""
+    words = {"none": 128, "fp8": 64, "int4": 32}[kind]
+    groups = _LANES // words
+    while groups < min(inputs / 128, _MOST_WARPS * _LANES / words):
+        groups *= 2
+    return StreamTile(block_n, groups, warps=groups * words // _LANES)
+
+
+def _by_pairs(rows: int, shape: ExpertShape, *, float8: bool = False) -> GroupTile:
+    """Tile for so many pairs an expert, before it is made to fit."""
+    found = next(tile for tile in _BY_PAIRS if rows * shape.chosen <= tile[0] * shape.count)
+    # Decoding weights takes registers.
+    block_m = found[1] if shape.kind == "none" or float8 else min(found[1], 64)
+    return GroupTile(block_m, found[2], 128 if block_m <= 32 or shape.kind == "fp8" else 64, found[3], stages=4)
+
+
+def rows_that_differ(count: int, chosen: int) -> tuple[int, ...]:
+    """Least numbers of rows that choose() cuts otherwise than fewer."""
+    grouped = (int(most * count / chosen) + 1 for most, *_ in _BY_PAIRS if math.isfinite(most))
+    return (_MOST_STREAMED + 1, *grouped)
 
 
 def invariant(shape: ExpertShape, device: DeviceLimits) -> Grouped:
@@ -104,14 +127,11 @@ def invariant(shape: ExpertShape, device: DeviceLimits) -> Grouped:
 
 def training(rows: int, shape: ExpertShape, device: DeviceLimits) -> tuple[GroupTile, GroupTile]:
     """Tiles of the products of a training step: forward, and backward in the inputs."""
-    block_m = next(tile[1] for tile in _BY_PAIRS if rows * shape.chosen <= tile[0] * shape.count)
-    block_k = 128 if shape.kind == "fp8" else 64
-    forward = fitting(GroupTile(block_m, 128, block_k, warps=8 if block_m > 32 else 4, stages=4), shape, device)
-    # A tile of gradients and one of decoded weights, both of the dtype of x; decoding takes registers.
-    high = block_m if shape.kind == "none" else min(block_m, 64)
-    tile = GroupTile(high, 128, 64, warps=8 if high > 32 else 4, stages=3)
-    backward = fitting(tile, replace(shape, kind="none"), device)
-    return forward, backward
+    tile = _by_pairs(rows, shape)
+    # Backward a tile of gradients and one of decoded weights are on their way, both of the dtype of x.
+    plain = replace(shape, kind="none")
+    backward = fitting(replace(tile, block_n=128, block_k=64, stages=3), plain, device)
+    return fitting(tile, shape, device), backward
 
 
 def fitting(tile: GroupTile, shape: ExpertShape, device: DeviceLimits, *, float8: bool = False) -> GroupTile:
@@ -132,10 +152,3 @@ def fitting(tile: GroupTile, shape: ExpertShape, device: DeviceLimits, *, float8
 
 _SPARE = 2048
 """Bytes of shared memory for what the compiler moves between threads."""
-
-
-def _groups(inputs: int, most: int) -> int:
-    groups = 1
-    while groups < most and groups * 128 < inputs:
-        groups *= 2
-    return groups

@@ -16,8 +16,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.experts.routing import Routes
 
-_BLOCK = 1024
-"""Pairs that a program looks at together."""
+FEW_ROWS = 128
+_FEW, _MANY = (1024, 4), (2048, 8)
+"""Pairs that a program looks at together, and its warps, for up to so many rows and for more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +59,9 @@ def group(routes: Routes, *, pdl: bool = False) -> Groups:
     counts = torch.empty(routes.count, dtype=torch.int32, device=routes.experts.device)
     pairs = torch.empty(routes.count, routes.rows, dtype=torch.int32, device=routes.experts.device)
     total = routes.experts.numel()
-    block = min(_BLOCK, max(32, triton.next_power_of_2(total)))
+    block, warps = _FEW if routes.rows <= FEW_ROWS else _MANY
     _group_kernel[(routes.count,)](
-        routes.experts, counts, pairs, total, routes.rows, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
+        routes.experts, counts, pairs, total, routes.rows, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl
     )
     return Groups(routes, counts, pairs)
 

@@ -23,6 +23,7 @@ from kernels.gpu.linear.skinny_parts import (
     INT4,
     finish,
     squares_ahead,
+    unpack,
     unpack_to_float,
     weight_rows,
 )
@@ -65,27 +66,27 @@ def _sums(
     GROUPS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Products of weight rows with a row of x: [rows, GROUPS], one for each group."""
+    """Products of weight rows with a row of x, [rows, GROUPS, words / 8]: of each thread's 16 bytes of words."""
     parts: tl.constexpr = 4 if KIND == INT4 else (2 if KIND == FP8 else 1)
     apart: tl.constexpr = GROUP // parts
     base = (first + tl.arange(0, GROUPS)[None, :, None]) * GROUP + tl.arange(0, apart)[None, None, :]
-    total = tl.zeros((words.shape[0], GROUPS), tl.float32)
+    total = tl.zeros((words.shape[0], GROUPS, apart // 8), tl.float32)
     for part in tl.static_range(parts):
         k = base + part * apart
         value = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
         if KIND == FP8:
             number = unpack_to_float(words, part, INTERPRETED)
         elif KIND == INT4:
-            number = ((words >> (4 * part)) & 15).to(tl.float32) - offset.to(tl.float32)[:, :, None]
+            number = unpack(words, offset[:, :, None], None, part, KIND, tl.bfloat16, INTERPRETED).to(tl.float32)
         else:
             number = words.to(tl.float32)
-        total += tl.sum(number * value, axis=2)
+        total += tl.sum(tl.reshape(number * value, [words.shape[0], GROUPS, apart // 8, 8]), axis=3)
     if KIND == INT4:
-        total *= factor.to(tl.float32)
+        total *= factor.to(tl.float32)[:, :, None]
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def streamed_gate_up_kernel(
     x,
     around,
@@ -128,20 +129,21 @@ def streamed_gate_up_kernel(
             offsets = offsets + (_ask_groups(zero, own, total, chunk * GROUPS, K, GROUPS),)  # noqa: RUF005
     m = token + tl.arange(0, 1)
     squares = squares_ahead(around, m, M, PARTS) if PARTS > 0 else None
-    acc = tl.zeros((BLOCK_N, GROUPS), tl.float32)
+    eighths: tl.constexpr = GROUP // (8 * (4 if KIND == INT4 else (2 if KIND == FP8 else 1)))
+    acc = tl.zeros((BLOCK_N, GROUPS, eighths), tl.float32)
     for chunk in tl.static_range(chunks):
         source = x + token.to(tl.int64) * x_stride
         factor = factors[chunk] if KIND == INT4 else None
         offset = offsets[chunk] if KIND == INT4 else None
         acc += _sums(held[chunk], factor, offset, source, chunk * GROUPS, K, KIND, GROUPS, INTERPRETED)
-    result = tl.sum(acc, axis=1)
+    result = tl.sum(tl.sum(acc, axis=2), axis=1)
     if KIND == FP8:
         result *= tl.load(scale + own)
     place = pair + tl.arange(0, 1)
     finish(result[None, :], squares, None, around, tile, place, pair + 1, N, K, BLOCK_N, 1, True, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def streamed_down_kernel(
     x,
     around,
@@ -185,14 +187,16 @@ def streamed_down_kernel(
         scales = scales + ((share * tl.load(scale + own)) if KIND == FP8 else share,)  # noqa: RUF005
     if PDL:
         gdc_wait()
-    result = tl.zeros((BLOCK_N,), tl.float32)
+    eighths: tl.constexpr = GROUP // (8 * (4 if KIND == INT4 else (2 if KIND == FP8 else 1)))
+    every = tl.zeros((BLOCK_N, GROUPS, eighths), tl.float32)
     for j in tl.static_range(CHOSEN):
         source = x + (token * CHOSEN + j).to(tl.int64) * K
-        acc = tl.zeros((BLOCK_N, GROUPS), tl.float32)
+        acc = tl.zeros((BLOCK_N, GROUPS, eighths), tl.float32)
         for chunk in tl.static_range(chunks):
             factor = factors[j * chunks + chunk] if KIND == INT4 else None
             offset = offsets[j * chunks + chunk] if KIND == INT4 else None
             acc += _sums(held[j * chunks + chunk], factor, offset, source, chunk * GROUPS, K, KIND, GROUPS, INTERPRETED)
-        result += tl.sum(acc, axis=1) * scales[j]
+        every += acc * (scales[j][:, None, None] if KIND == FP8 else scales[j])
+    result = tl.sum(tl.sum(every, axis=2), axis=1)
     m = token + tl.arange(0, 1)
     finish(result[None, :], None, None, around, tile, m, M, N, K, BLOCK_N, 1, False, 0)

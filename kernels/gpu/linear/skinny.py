@@ -266,6 +266,8 @@ def _multiply(
     if chosen.variant == "tma" and kind == "fp8":
         form = "float8"
     early = starts_early(rows, swiglu=swiglu, adds=residual is not None, adapters=lora is not None)
+    if lora is None and chosen.early is not None:
+        early = chosen.early
     prepared = prepare(source, gain, rows=form, lora=lora, device=device, pdl=pdl, hold=lora is not None and not early)
     adapters = shape = None
     if lora is not None:

@@ -39,6 +39,9 @@ class SkinnyConfig:
     """True if programs begin at different columns (tma)."""
     slots: int = 8
     """Adapters that expansion takes side by side, their B held in registers meanwhile (not vector)."""
+    early: bool | None = None
+    """True if a product without adapters is launched before the kernel ahead of it has ended; None: as starts_early()
+    says."""
 
     def __post_init__(self) -> None:
         sizes = (self.block_n, self.block_k, self.warps, self.prefetch or 1, self.slots)
@@ -57,10 +60,13 @@ def choose(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool, devic
 
 
 def _measured(outputs: int, inputs: int, kind: Kind, device: DeviceLimits) -> _Measured:
-    """Measured variants of a shape: they need Hopper's copies of tiles (TMA) and its shared memory."""
-    if device.size != "wide" or not device.programmatic_launch:
-        return ()
-    return _MEASURED.get((kind, outputs, inputs), ())
+    """Measured variants of a shape: they need Hopper's copies of tiles and its shared memory."""
+    return _MEASURED.get((kind, outputs, inputs), ()) if _copies_tiles(device) else ()
+
+
+def _copies_tiles(device: DeviceLimits) -> bool:
+    """True if the tma variant is there, and shared memory for its loads in flight."""
+    return device.size == "wide" and device.programmatic_launch
 
 
 def _by_rule(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool, device: DeviceLimits) -> SkinnyConfig:
@@ -69,17 +75,52 @@ def _by_rule(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool, dev
     if rows == 1:
         block_k = 1024 if inputs >= 4096 else 512
         return SkinnyConfig("vector", 4 if inputs <= 4096 else 2, block_k, warps=4 if inputs >= 4096 else 2)
+    if (tiles := _by_tiles(rows, outputs, inputs, kind, device)) is not None:
+        return tiles
     if rows <= 16 and inputs >= 8192 and kind == "int4":
         # With 4 warps the loads and products of so many inputs, all in a row, take 18 s to compile.
         return SkinnyConfig("stream", 16, 1024, warps=8, stages=4)
     if rows <= 16 and inputs % 512 == 0:
-        return SkinnyConfig("stream", 16, 512, warps=4, stages={"none": 2, "fp8": 3, "int4": 4}[kind])
+        return (_STREAM_WIDE if device.size == "wide" else _STREAM)[kind]
     block_n = 128 if swiglu or outputs >= 32768 else 64
     splits = 1
     while splits < 8 and outputs // block_n * splits < device.wave(120):
         splits *= 2
     stages = _DOT_STAGES[device.size]
-    return SkinnyConfig("dot", block_n, 128, warps=block_n // 16, stages=stages, splits=splits, prefetch=512)
+    warps = block_n // 16 if device.size == "wide" else 8  # with 4 fp8 spills registers before Hopper
+    return SkinnyConfig("dot", block_n, 128, warps, stages=stages, splits=splits, prefetch=512)
+
+
+_STREAM_WIDE: dict[Kind, SkinnyConfig] = {
+    "none": SkinnyConfig("stream", 16, 512, warps=4, stages=2),
+    "fp8": SkinnyConfig("stream", 16, 512, warps=4, stages=3),
+    "int4": SkinnyConfig("stream", 16, 512, warps=4, stages=4),
+}
+"""Up to 16 rows, as measured on an H200."""
+_STREAM: dict[Kind, SkinnyConfig] = {
+    "none": SkinnyConfig("stream", 16, 512, warps=8, slots=4),
+    "fp8": SkinnyConfig("stream", 16, 512, warps=4, stages=2),
+    "int4": SkinnyConfig("stream", 16, 512, warps=4, stages=4),
+}
+"""The same before Hopper, where a thread would spill up to 144 bytes with those (tests/kernels/compile_table)."""
+_SMALL = 1 << 20
+"""Numbers of a matrix whose product takes no longer than its launch, however it is cut up."""
+
+
+def _by_tiles(rows: int, outputs: int, inputs: int, kind: Kind, device: DeviceLimits) -> SkinnyConfig | None:
+    """The tma variant as it was the fastest for the 4B shape's matrices, for others: as wide a tile as leaves one for
+    every multiprocessor, else parts of K. None: the device or the shape has none."""
+    many, wide = outputs >= 128 * device.multiprocessors, outputs >= 64 * device.multiprocessors
+    block_k = (64 if many else 128) * (2 if kind == "fp8" else 1)
+    small = outputs * inputs < _SMALL
+    if small or kind == "int4" or inputs % block_k or not _copies_tiles(device):
+        return None
+    if many:
+        return _tma(128, block_k, 5 if rows <= 32 else 4)
+    if wide:
+        return _tma(64, block_k, 4)
+    splits = min(round(device.multiprocessors * 64 / outputs), inputs // (4 * block_k))
+    return _tma(64, block_k, 4, max(1, splits))
 
 
 _DOT_STAGES: dict[Size, int] = {"small": 2, "large": 3, "wide": 4}
@@ -105,7 +146,8 @@ def most_rows(outputs: int, inputs: int, kind: Kind, device: DeviceLimits) -> in
     were measured, else by rule."""
     if measured := _measured(outputs, inputs, kind, device):
         return measured[-1][0]
-    return 16 if kind == "none" else 64
+    by_tiles = _by_tiles(64, outputs, inputs, kind, device) is not None
+    return 64 if by_tiles or kind != "none" else 16
 
 
 def starts_early(rows: int, *, swiglu: bool, adds: bool, adapters: bool) -> bool:
@@ -131,7 +173,8 @@ def starts_early(rows: int, *, swiglu: bool, adds: bool, adapters: bool) -> bool
 def invariant(device: DeviceLimits) -> tuple[SkinnyConfig, int]:
     """Variant, and rows of a program, for any number of rows: a row's bits then do not depend on how many there
     are."""
-    return SkinnyConfig("dot", 64, 128, warps=4, stages=2 if device.size == "small" else 3, slots=4), 64
+    warps = 4 if device.size == "wide" else 8  # with 4 up to 40 bytes of registers are spilled
+    return SkinnyConfig("dot", 64, 128, warps, stages=2 if device.size == "small" else 3, slots=4), 64
 
 
 _Measured = tuple[tuple[int, SkinnyConfig], ...]

@@ -6,6 +6,7 @@ Tests hold these figures against the tensors themselves.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -111,13 +112,14 @@ def slot_bytes(config: ModelConfig, formats: Formats) -> int:
     return layout.state_layers * (conv + recurrent + layout.state_heads * waiting)
 
 
+@lru_cache
 def widest_output(config: ModelConfig) -> int:
     """Numbers a token of the widest fused projection, or of its experts' outputs."""
-    widest = max(
-        sum(config.linear_shapes(layer)[module][0] for module in modules)
-        for layer in range(config.num_layers)
-        for modules in config.linear_groups(layer).values()
-    )
+    widest = 0
+    for layer in range(config.num_layers):
+        shapes = config.linear_shapes(layer)
+        groups = config.linear_groups(layer).values()
+        widest = max(widest, *(sum(shapes[module][0] for module in modules) for modules in groups))
     return max(widest, config.expert_outputs())
 
 

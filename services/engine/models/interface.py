@@ -47,6 +47,12 @@ def resolve_dtype(name: str, device: torch.device | str) -> torch.dtype:
 class DeviceForward(Protocol):
     """The forward pass of serving on a GPU. It launches kernels, never waits for the device, and can be captured."""
 
+    @property
+    def rows_that_differ(self) -> Sequence[int]:
+        """Numbers of rows from which on a step without captured graphs launches kernels that fewer rows do not, where
+        that is decided by more than each product's own rows."""
+        ...
+
     def one_of_each_layer(self) -> Self:
         """A forward of the first layers only that launches every kernel."""
         ...

@@ -79,7 +79,11 @@ def read_config(path: str | Path) -> ModelConfig:
     Raises:
         CheckpointRejected: no or malformed file, a missing key, or an architecture that is not supported.
     """
-    data = _read_json(path)
+    return parse_config(_read_json(path))
+
+
+def parse_config(data: Mapping[str, Any]) -> ModelConfig:
+    """Reads a parsed config.json. Raises CheckpointRejected."""
     return cast(type[ModelConfig], _class(find_architecture(data).config)).from_dict(data)
 
 

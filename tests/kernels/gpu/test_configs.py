@@ -10,10 +10,10 @@ import torch
 from kernels.gpu.attention.decode import decode_config, decode_splits
 from kernels.gpu.attention.pages import KvPages
 from kernels.gpu.attention.prefill import OVERLAPPED, prefill_config
-from kernels.gpu.configs import KernelConfigs
+from kernels.gpu.configs import KernelConfigs, Product
 from kernels.gpu.launch.device import DeviceLimits, architectures, limits_of, named
 from kernels.gpu.linear.fp8 import fp8_config
-from kernels.gpu.linear.skinny_configs import SkinnyConfig, choose, most_rows
+from kernels.gpu.linear.skinny_configs import Kind, SkinnyConfig, choose, most_rows
 from kernels.gpu.lora.shrink import shrink_config
 from tests.kernels.gpu import interpreter  # noqa: F401
 
@@ -107,13 +107,31 @@ def test_what_was_tuned_comes_before_the_table() -> None:
     weight = torch.empty(256, 128, dtype=torch.bfloat16)
     usual = kernels.product(4, weight, swiglu=False)
     other = SkinnyConfig("stream", 16, 128, 4, 3)
-    kernels.tuned.products["none", 256, 128, 4] = other
+    kernels.tuned.products[Product("none", 256, 128), 4] = other
     assert kernels.product(4, weight, swiglu=False) == other != usual
     assert kernels.streams(4, weight)
-    kernels.tuned.products["none", 256, 128, 4] = None  # the vendor's
+    kernels.tuned.products[Product("none", 256, 128), 4] = None  # the vendor's
     assert not kernels.streams(4, weight)
     assert kernels.streams(5, weight)
     kv = pages(torch.bfloat16)
     attention = decode_config(kv, 64, kernels.device)
     kernels.tuned.attention[1] = attention
     assert kernels.decode(kv, 1) == attention
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(7168, 1024), (1024, 3584), (24576, 4096), (5120, 17408), (248320, 5120)]
+)
+@pytest.mark.parametrize("kind", ["none", "fp8"])
+def test_large_matrices_of_any_size_stream_in_tiles(outputs: int, inputs: int, kind: Kind) -> None:
+    card = named("sm90")
+    assert most_rows(outputs, inputs, kind, card) == 64
+    for rows in (2, 16, 64):
+        config = choose(rows, outputs, inputs, kind, False, card)
+        assert config.variant == "tma"
+        itemsize = 2 if kind == "none" else 1
+        assert config.stages * config.block_k * (config.block_n + 64) * itemsize <= card.shared_memory
+        assert inputs // config.splits >= 4 * config.block_k or config.splits == 1
+        programs = outputs // config.block_n * config.splits
+        assert 2 * programs >= card.multiprocessors or inputs // (4 * config.block_k) == config.splits
+    assert choose(1, outputs, inputs, kind, False, card).variant == "vector"

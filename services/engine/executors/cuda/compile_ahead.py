@@ -16,7 +16,7 @@ import json
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -130,6 +130,38 @@ def compiled_here() -> Iterator[list[str]]:
         yield names
     finally:
         triton.knobs.compilation.listener = before
+
+
+class Compiling:
+    """Compiles variants of kernels in the background, each once.
+
+    Args:
+        pool: of compiler_pool().
+    """
+
+    def __init__(self, pool: Executor) -> None:
+        self._pool = pool
+        self._target = driver.active.get_current_target()
+        self._begun: dict[str, Future[str | None]] = {}
+
+    def begin(self, launch: Callable[[], None]) -> list[Future[str | None]]:
+        """Begins to compile what ``launch`` would compile; each result is what went wrong, or None. Launches of kernels
+        that are compiled happen."""
+        with recorded() as variants:
+            launch()
+        target, found = self._target, []
+        for variant in variants:
+            identity = variant.identity()
+            if identity not in self._begun:
+                job = (target.backend, target.arch, target.warp_size, variant)
+                self._begun[identity] = self._pool.submit(_compile, job)
+            found.append(self._begun[identity])
+        return found
+
+    def wait(self, seconds: float) -> None:
+        """Waits for the next of them, at most so long."""
+        unfinished = [future for future in self._begun.values() if not future.done()]
+        wait(unfinished, seconds, FIRST_COMPLETED)
 
 
 def compile_ahead(launch: Callable[[], None], pool: Executor | None = None) -> int:

@@ -21,7 +21,7 @@ from kernels.gpu.copies.block_tables import write_tables
 from kernels.gpu.sampling.sample import ROW_WORDS
 from kernels.gpu.segments import TILE
 from services.engine.constraints.masks import NO_MASKS, RowMasks
-from services.engine.executors.cuda.block_tables import TableShadow
+from services.engine.executors.cuda.block_tables import TableEntries, TableShadow
 from services.engine.executors.cuda.buffers import StepBuffers, StepShape, sampled_rows
 from services.engine.executors.cuda.compile_ahead import compile_ahead, compiled_here
 from services.engine.executors.cuda.graphs import StepGraphs
@@ -37,7 +37,7 @@ from services.engine.executors.runner import OpenStep, StepHandle
 from services.engine.models.device_batch import DecodeAttention, DeviceCache, StepRows
 from services.engine.models.interface import CausalLM, DeviceForward
 from services.engine.models.lora.slots import LoraSlots
-from services.engine.scheduler.step_plan import StepPlan, StepResult, split_at_snapshots
+from services.engine.scheduler.step_plan import Chunk, StepPlan, StepResult, split_at_snapshots
 
 log = structlog.get_logger(__name__)
 
@@ -165,6 +165,26 @@ class CudaRunner:
         """Stream that all steps are queued to."""
         return self._stream
 
+    @property
+    def decode_sizes(self) -> list[int]:
+        """Numbers of rows of the steps of decodes alone that are captured, ascending."""
+        return sorted(shape.rows for shape in self._shapes if shape.decodes == shape.rows)
+
+    def place_decodes(self, rows: int, chunks: Sequence[Chunk]) -> None:
+        """Sends decodes for run_decodes(), before requests are served. No chunks: padding, and empty block tables."""
+        with self._stream.active():
+            if not chunks:
+                self._tables.zero_()
+                self._shadow.forget()
+            step = self._buffers.load(StepShape(rows, rows), chunks, len(chunks), entries=self._entries(chunks))
+            write_tables(self._tables, step.table_entries)
+
+    @torch.inference_mode()
+    def run_decodes(self, rows: int, forward: DeviceForward, *, adapters: bool) -> Tensor:
+        """Launches layers and head of the decodes that were placed; logits [rows, vocab]. Can be captured."""
+        x = self._layers(self._buffers.keep(StepShape(rows, rows)), forward, adapters)
+        return forward.logits(x[: self._limits.max_num_seqs])
+
     @torch.inference_mode()
     def warm_up(self, compilers: Executor | None = None) -> None:
         """Compiles every kernel, reserves the memory of the largest step and captures the graphs. Before the first
@@ -174,7 +194,13 @@ class CudaRunner:
             compilers: from compiler_pool(), to compile on; None: a pool for this call, if anything is not compiled yet.
         """
         limits = self._limits
-        shapes = warm_up_shapes(self._shapes, limits.max_num_seqs, limits.token_budget, speculative=limits.speculative)
+        shapes = warm_up_shapes(
+            self._shapes,
+            limits.max_num_seqs,
+            limits.token_budget,
+            speculative=limits.speculative,
+            rows=self.forward.rows_that_differ,
+        )
         # Each kernel once is enough to load it, and a few layers need as much memory as all: nothing of a layer stays.
         few = self.forward.one_of_each_layer()
         with self._stream.active():
@@ -258,10 +284,7 @@ class CudaRunner:
         lengths = [len(link.token_ids) for link in split_at_snapshots(prefills)]
         wanted = StepShape.of(decodes, lengths, short=short, chains=len(prefills))
         captured = self._graphs.find(wanted)
-        entries = self._shadow.entries(chunks)
-        while len(entries) > _ENTRIES_A_COPY:
-            write_tables(self._tables, self._buffers.send_entries(entries[:_ENTRIES_A_COPY]))
-            entries = entries[_ENTRIES_A_COPY:]
+        entries = self._entries(chunks)
         sampled = [row for chunk in chunks for row in chunk.rows]
         sampling = self._sampler.prepare(sampled)
         extra = sampling.step
@@ -297,6 +320,14 @@ class CudaRunner:
             logits = forward.logits(chosen)
         samples = sum(chunk.samples for chunk in chunks)
         return QueuedStep(forward, step, captured, x, logits, sampling, drafting, samples, reports)
+
+    def _entries(self, chunks: Sequence[Chunk]) -> TableEntries:
+        """New entries of the block tables that go with a step; what is too much for one copy has been sent."""
+        entries = self._shadow.entries(chunks)
+        while len(entries) > _ENTRIES_A_COPY:
+            write_tables(self._tables, self._buffers.send_entries(entries[:_ENTRIES_A_COPY]))
+            entries = entries[_ENTRIES_A_COPY:]
+        return entries
 
     def _sample(self, queued: QueuedStep, masks: RowMasks) -> LaunchedStep:
         """Queues the sampling of a step, and its draft tokens."""

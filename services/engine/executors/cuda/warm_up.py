@@ -21,11 +21,21 @@ _ROWS = (1, 3, 16)
 
 
 def warm_up_shapes(
-    shapes: Sequence[StepShape], max_num_seqs: int, token_budget: int, *, speculative: bool = False
+    shapes: Sequence[StepShape],
+    max_num_seqs: int,
+    token_budget: int,
+    *,
+    speculative: bool = False,
+    rows: Sequence[int] = (),
 ) -> list[StepShape]:
     """Shapes whose uncaptured run compiles every variant of the kernels that serving will launch, and reserves the
-    memory of the largest step: sizes of one, odd ones, multiples of 16."""
-    sizes = sorted({size for size in (1, 7, 33, TILE, token_budget - 1, token_budget) if 0 < size <= token_budget})
+    memory of the largest step: sizes of one, odd ones, multiples of 16.
+
+    Args:
+        rows: of DeviceForward.rows_that_differ.
+    """
+    usual = (1, 7, 33, TILE, token_budget - 1, token_budget)
+    sizes = sorted({size for size in (*usual, *rows) if 0 < size <= token_budget})
     extra = [StepShape.of(0, [size]) for size in sizes]
     extra += [StepShape.of(min(decodes, max_num_seqs), [9]) for decodes in _ROWS if token_budget > 25]
     if speculative:

@@ -200,6 +200,12 @@ class LoraSlots:
                 self._upload.warm_up()
 
     @torch.inference_mode()
+    def pretend(self, rank: int) -> None:
+        """Has kernels take every empty slot for an adapter of so high a rank, whose numbers are zeros: for measuring,
+        before the first load. 0: for what it is."""
+        self._ranks[:, :, 1:] = rank
+
+    @torch.inference_mode()
     def load(self, slot: int, adapter: BoundAdapter) -> None:
         """Writes an adapter into a slot that no running request uses.
 

@@ -90,6 +90,12 @@ class FusedForward:
             self._late = False
             self._rope = (4, 1, 4)
 
+    @property
+    def rows_that_differ(self) -> tuple[int, ...]:
+        """See DeviceForward."""
+        experts = self._weights.layers[0].experts
+        return () if experts is None else self._mixture.rows_that_differ(experts)
+
     def one_of_each_layer(self) -> FusedForward:
         """A model of the first layers only, as many as it takes to have one of each kind behind another: it launches
         every kernel."""

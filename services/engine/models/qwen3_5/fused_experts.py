@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from kernels.gpu.experts.configs import Cut, ExpertShape, choose, invariant
+from kernels.gpu.experts.configs import Cut, ExpertShape, choose, invariant, rows_that_differ
+from kernels.gpu.experts.groups import FEW_ROWS
 from kernels.gpu.experts.mlp import ExpertMatrices, pass_experts
 from kernels.gpu.experts.routing import route
 from kernels.gpu.launch.device import DeviceLimits
@@ -71,6 +72,12 @@ class Mixture:
         pass_experts(x.settled(), inputs, routes, ExpertMatrices(gate_up, down), cut, pdl=pdl)
         x.added(None, None)
         layer.down.add_to(x, active, ahead=ahead, lora=lora.get("down"), pdl=pdl)
+
+    def rows_that_differ(self, experts: ExpertWeights) -> tuple[int, ...]:
+        """Least rows of each cut."""
+        if self._invariant:
+            return ()
+        return (*rows_that_differ(experts.count, experts.per_token), _MOST_TOGETHER + 1, FEW_ROWS + 1)
 
     def _cut(self, rows: int, experts: ExpertWeights, dtype: torch.dtype) -> Cut:
         shape = ExpertShape(

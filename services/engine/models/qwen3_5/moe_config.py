@@ -94,10 +94,12 @@ class Qwen3_5MoeConfig(Qwen3_5Config):  # noqa: N801
         """See ModelConfig."""
         shared = Qwen3_5Config.mlp_numbers(self)
         count, width, hidden = self.experts_per_token, self.expert_size, self.hidden_size
+        # Scores and probabilities, and the pairs of a token and an expert as numbers of 4 and 8 bytes.
+        routed = 4 * self.num_experts + 12 * count
         return MlpNumbers(
-            # Of each expert its input, what is between its products, and its output before and after its weight.
-            plain=shared.plain + count * (3 * hidden + 5 * width) + 3 * hidden,
-            inside=shared.inside + count * 2 * width,
+            # Of each expert gate | up, the gate's activation, and the output before its weight.
+            plain=shared.plain + self.intermediate_size + count * (hidden + 3 * width) + routed,
+            inside=shared.inside + count * 2 * width + routed,
             backward=shared.backward + count * (3 * width + hidden),
         )
 

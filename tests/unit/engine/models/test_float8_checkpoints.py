@@ -58,6 +58,8 @@ def load(path: Path, dtype: str = "float32", **storage: Any) -> Qwen3_5:
 def matrices(model: Qwen3_5) -> Iterator[Matrix]:
     for layer in model.weights.layers:
         yield from (layer.mixer.in_proj, layer.mixer.out_proj, layer.gate_up, layer.down)
+        if layer.experts is not None:
+            yield from (layer.experts.router, layer.experts.gate_up, layer.experts.down)
 
 
 def decoded(path: Path, block: tuple[int, int] | None, target: Path) -> Path:
@@ -100,6 +102,28 @@ def test_plain_numbers_are_values_times_scales(made: dict[str, Path], name: str,
             matrices(load(made[name], dtype, **kept)), matrices(load(plain, dtype, **kept)), strict=True
         ):
             assert torch.equal(ours.dense(), theirs.dense())
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_experts(stacked: bool, tmp_path: Path) -> None:
+    """Each expert's own matrices, as published, and one tensor of all experts; their last blocks are not whole."""
+    block = (16, 20)
+    make_checkpoint("experts", tmp_path / "plain")
+    convert(tmp_path / "plain", tmp_path / "float8", block)
+    plain = decoded(tmp_path / "float8", block, tmp_path / "decoded")
+    if stacked:
+        edit_tensors(tmp_path / "float8", stack_experts)
+    for ours, theirs in zip(matrices(load(tmp_path / "float8")), matrices(load(plain)), strict=True):
+        assert torch.equal(ours.dense(), theirs.dense())
+
+
+def stack_experts(tensors: dict[str, Tensor]) -> None:
+    """All experts' matrices and scales of a layer as one tensor; gate and up end with whole blocks only apart."""
+    for layer in range(4):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        for ending in ("", "_scale_inv"):
+            down = [tensors.pop(f"{prefix}{expert}.down_proj.weight{ending}") for expert in range(12)]
+            tensors[f"{prefix}down_proj{ending}"] = torch.stack(down)
 
 
 def test_rows_stay_as_they_are_in_fp8(made: dict[str, Path]) -> None:

@@ -23,6 +23,12 @@ from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.training_support import CPU, write_checkpoint
 
 TOKENS = 128
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 128,
+}
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
@@ -61,8 +67,12 @@ def kept_bytes(model: Qwen3_5, lora: LoraParams, recompute: Recompute) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["linear_attention", "full_attention"])
-def test_the_estimate_is_an_upper_bound_and_not_far_off(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("kind", "mlp"), [("linear_attention", {}), ("full_attention", {}), ("full_attention", EXPERTS)]
+)
+def test_the_estimate_is_an_upper_bound_and_not_far_off(
+    tmp_path: Path, kind: str, mlp: dict[str, int], dtype: torch.dtype
+) -> None:
     layers = 6
     write_checkpoint(
         tmp_path,
@@ -74,6 +84,7 @@ def test_the_estimate_is_an_upper_bound_and_not_far_off(tmp_path: Path, kind: st
         head_dim=32,
         linear_key_head_dim=64,
         linear_value_head_dim=64,
+        **mlp,
     )
     model = Qwen3_5.from_directory(tmp_path, dtype=dtype, device=CPU)
     lora = LoraParams.create(model.config, LoraSettings(rank=8))
@@ -92,10 +103,16 @@ def test_the_estimate_is_an_upper_bound_and_not_far_off(tmp_path: Path, kind: st
 
 
 @pytest.mark.parametrize("level", ["none", "selective", "full"])
-@pytest.mark.parametrize("kind", ["linear_attention", "full_attention"])
-def test_what_a_gpu_keeps_is_what_the_estimate_counts(tmp_path: Path, kind: str, level: Recompute) -> None:
+@pytest.mark.parametrize(
+    ("kind", "mlp"), [("linear_attention", {}), ("full_attention", {}), ("full_attention", EXPERTS)]
+)
+def test_what_a_gpu_keeps_is_what_the_estimate_counts(
+    tmp_path: Path, kind: str, mlp: dict[str, int], level: Recompute
+) -> None:
     """One tile of tokens through one layer, in Triton's interpreter where there is no GPU."""
-    write_checkpoint(tmp_path, {}, num_hidden_layers=1, layer_types=[kind], hidden_size=64, intermediate_size=128)
+    write_checkpoint(
+        tmp_path, {}, num_hidden_layers=1, layer_types=[kind], hidden_size=64, intermediate_size=128, **mlp
+    )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = Qwen3_5.from_directory(tmp_path, dtype="float32", device=device)
     lora = LoraParams.create(model.config, LoraSettings(rank=8), device=device)

@@ -13,6 +13,7 @@ import os
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from kernels.gpu.attention.decode import paged_decode
 from kernels.gpu.attention.prefill import OVERLAPPED, paged_prefill
 from kernels.gpu.copies.block_tables import _write_tables_kernel, write_tables
 from kernels.gpu.lora.rows import LoraRows
@@ -37,6 +38,9 @@ lora = LoraRows(
 pages = KvPages.allocate(2, 16, 4, 256, torch.bfloat16, "cpu")
 q, projected = torch.zeros(4, 16, 256, dtype=torch.bfloat16), torch.zeros(4, 4096, dtype=torch.bfloat16)
 segments = Segments.build([4], [0], [1], [0], "cpu")
+# Pairs of e4m3 in heads of 16 dimensions: half as many as a tensor core product takes.
+few = KvPages.allocate(2, 16, 2, 16, torch.float8_e4m3fn, "cpu")
+row, gate = torch.zeros(1, 4, 16, dtype=torch.bfloat16), torch.zeros(1, 192, dtype=torch.bfloat16)
 
 def launch():
     paged_prefill(q, projected, pages, tables, segments, config=OVERLAPPED)
@@ -44,13 +48,14 @@ def launch():
     write_tables(tables, entries)
     copy_states(torch.zeros(2, 3, 16), entries)
     skinny_linear(x, weight, lora=lora)
+    paged_decode(row, gate, few, tables, ints[:1], ints[:1], 4)
 
 print(compile_ahead(launch), compile_ahead(launch))
 with recorded() as variants:
     launch()
 print([variant.name for variant in variants])
 assert not _write_tables_kernel.device_caches[0][0], "this process compiled"
-with compiled(describe=False), compiled_here() as late:
+with compiled(), compiled_here() as late:
     launch()
 print(late)
 """
@@ -85,13 +90,22 @@ def test_what_a_run_launches_is_compiled_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path), timeout=200)
     names = ["prefill_kernel", "_write_tables_kernel", "_copy_states_kernel", "_prepare_kernel", "dot_kernel"]
-    assert done.stdout.splitlines() == ["5 0", str(names), "[]"], done.stderr
-    assert len(list(tmp_path.rglob("*.cubin"))) == 5
+    names.append("_decode_kernel")
+    assert done.stdout.splitlines() == ["6 0", str(names), "[]"], done.stderr
+    assert len(list(tmp_path.rglob("*.cubin"))) == 6
 
 
 def test_every_launch_of_an_engine_is_compiled_ahead(tmp_path: Path) -> None:
     """Under the very keys that the launches of all layers and of the captures ask for."""
-    command = [sys.executable, "-m", "tests.unit.engine.executors.cuda.warm_up_launches", "none+mtp", "fp8", "int4"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.unit.engine.executors.cuda.warm_up_launches",
+        "none+mtp",
+        "fp8",
+        "int4",
+        "fp8+experts",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path), timeout=200)
     assert done.returncode == 0, done.stderr
     for report in json.loads(done.stdout):

@@ -1,5 +1,5 @@
 """Checks, without a GPU, that what compile_ahead() compiles is what an engine then asks Triton's cache for:
-``python -m tests.unit.engine.executors.cuda.warm_up_launches none+mtp fp8 int4``, a process of its own.
+``python -m tests.unit.engine.executors.cuda.warm_up_launches none+mtp fp8 int4 fp8+experts``, a process of its own.
 
 Compiles nothing: it compares the keys of the cache on disk, those of another process with those of this one's launches.
 """
@@ -11,7 +11,7 @@ import multiprocessing
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,8 @@ from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, Runn
 from services.engine.executors.cuda.warm_up import sampling_plans, warm_up_shapes
 from services.engine.models.device_batch import DeviceCache
 from services.engine.models.lora.upload import AdapterUpload
+from services.engine.models.qwen3_5.config import Qwen3_5Config
+from services.engine.models.qwen3_5.moe_config import Qwen3_5MoeConfig
 from services.engine.requests.prompt_scoring import PromptRead
 from services.engine.requests.request import Pooling, Request
 from services.engine.requests.sampling_params import SamplingParams
@@ -51,13 +53,19 @@ CONFIG = replace(
     linear_key_dim=64,
     linear_value_dim=64,
 )
+EXPERTS = Qwen3_5MoeConfig(
+    **{field.name: getattr(CONFIG, field.name) for field in fields(CONFIG)},
+    num_experts=8,
+    experts_per_token=2,
+    expert_size=512,
+)
 
 
-def build(quantization: str, speculative: bool) -> CudaRunner:
+def build(config: Qwen3_5Config, quantization: str, speculative: bool) -> CudaRunner:
     """A runner with everything that serving has, on the CPU."""
-    model = random_model(CONFIG, torch.bfloat16, quantization=quantization, mtp=speculative)
+    model = random_model(config, torch.bfloat16, quantization=quantization, mtp=speculative)
     cache = DeviceCache.allocate(
-        CONFIG,
+        config,
         model.dtype,
         model.device,
         num_blocks=64,
@@ -67,9 +75,9 @@ def build(quantization: str, speculative: bool) -> CudaRunner:
         state_dtype=torch.float32,
         mtp=speculative,
     )
-    limits = RunnerLimits(32, 256, 1024, largest_graph=32, mixed_tokens=128, speculative=speculative)
+    limits = RunnerLimits(32, 320, 1024, largest_graph=32, mixed_tokens=128, speculative=speculative)
     lora = random_adapters(model, 2, 16)
-    lora._upload = AdapterUpload(lora.target_buffers(), lora._output_order, lora.upload_bytes(CONFIG, 16))
+    lora._upload = AdapterUpload(lora.target_buffers(), lora._output_order, lora.upload_bytes(config, 16))
     return CudaRunner(model, cache, lora, limits, RunnerOptions(pdl=True), eos_token_ids=[1])
 
 
@@ -125,17 +133,24 @@ def asked(launch: Callable[[], None]) -> dict[str, str]:
 @torch.inference_mode()
 def check(case: str, pool: ProcessPoolExecutor) -> dict[str, Any]:
     """How many variants an engine asks for and compiles ahead, and which kernels are asked for only."""
-    quantization, _, mtp = case.partition("+")
-    runner = build(quantization, mtp == "mtp")
+    quantization, _, more = case.partition("+")
+    config = EXPERTS if more == "experts" else CONFIG
+    runner = build(config, quantization, more == "mtp")
     limits = runner._limits
-    shapes = warm_up_shapes(runner._shapes, limits.max_num_seqs, limits.token_budget, speculative=limits.speculative)
+    shapes = warm_up_shapes(
+        runner._shapes,
+        limits.max_num_seqs,
+        limits.token_budget,
+        speculative=limits.speculative,
+        rows=runner.forward.rows_that_differ,
+    )
 
     def everything() -> None:
         runner._launch_all(shapes, runner.forward)
         for shape in runner._shapes:
             for adapters in (False, True):
                 runner._run_shape(shape, adapters)
-        runner._lora.load(1, random_adapter(CONFIG, 16, seed=1))
+        runner._lora.load(1, random_adapter(config, 16, seed=1))
         for length in (1, 5, 33, 200):
             runner._launch(reading(length), runner.forward)
         for lengths in ((301,), (101, 103, 105)):

@@ -60,6 +60,9 @@ def test_the_gpu_gets_what_the_cpu_gets(name: str, dtype: str, tmp_path: Path) -
     for one, other in zip(here.layers, there.layers, strict=True):
         pairs += [(one.gate_up, other.gate_up), (one.down, other.down)]
         pairs += [(getattr(one.mixer, field), getattr(other.mixer, field)) for field in one.mixer.__slots__]
+        if one.experts is not None and other.experts is not None:
+            fields = ("router", "gate_up", "down")
+            pairs += [(getattr(one.experts, field), getattr(other.experts, field)) for field in fields]
     for one, other in pairs:
         torch.testing.assert_close(tensor(other).cpu(), tensor(one), rtol=1e-6, atol=0)  # exp differs in the last bit
 

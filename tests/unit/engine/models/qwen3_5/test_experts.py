@@ -153,6 +153,32 @@ def test_weights_are_as_many_bytes_as_were_counted(quantization: Quantization, t
     ] * exact.norm()
 
 
+def test_float8_experts_are_read_with_their_scales(tmp_path: Path) -> None:
+    """As published: each expert's matrices with a scale for 128 x 128 numbers."""
+    data = SMALL | {"num_hidden_layers": 1, "layer_types": ["linear_attention"], "hidden_size": 128, "num_experts": 3}
+    data |= {"head_dim": 32, "linear_value_head_dim": 32, "moe_intermediate_size": 128}
+    config = Qwen3_5MoeConfig.from_dict(data)
+    first = {f"layers.0.mlp.experts.0.{name}_proj.weight" for name in ("gate", "down")}
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(shape) for name, shape in config.as_stored(config.tensor_shapes(), first).items()}
+    stored = dict(tensors)
+    for name in [name for name in tensors if ".experts." in name]:
+        scale = torch.rand(1, 1) + 0.5
+        stored[name] = tensors[name].to(torch.float8_e4m3fn)
+        stored[name + "_scale_inv"] = scale
+        tensors[name] = stored[name].float() * scale
+    quantized = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(data | {"quantization_config": quantized}))
+    save_file(stored, tmp_path / "model.safetensors")
+    experts = loaded(tmp_path).weights.layers[0].experts
+    assert experts is not None
+    gate_up = torch.cat([tensors[f"layers.0.mlp.experts.2.{name}_proj.weight"] for name in ("gate", "up")])
+    assert torch.equal(experts.gate_up.part(slice(2 * 256, 3 * 256)), gate_up)
+    assert torch.equal(
+        experts.down.dense(), torch.cat([tensors[f"layers.0.mlp.experts.{n}.down_proj.weight"] for n in range(3)])
+    )
+
+
 def test_groups_must_divide_experts() -> None:
     config = Qwen3_5MoeConfig.from_dict(SMALL | {"hidden_size": 128, "head_dim": 32, "linear_value_head_dim": 32})
     with pytest.raises(InvalidRequest, match=r"of 128, layers\.0\.mlp.* has"):

@@ -1,0 +1,247 @@
+"""Every kernel variant that an engine's start and a training job launch on an architecture: written down on the CPU, by
+the engine's own runner and the trainer's own forward, whose launches do not happen.
+
+A process that writes variants down must not interpret (TRITON_INTERPRET), and stays with its architecture: kernels
+remember the first target that they were asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby, islice
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from benchmarks.kernels.launches import NoProducts
+from benchmarks.lib.random_checkpoint import config_of
+from benchmarks.lib.random_model import RandomWeights
+from kernels.gpu.configs import KernelConfigs
+from kernels.gpu.linear.skinny import SplitWorkspace
+from kernels.gpu.train.divergence import divergence
+from kernels.gpu.train.documents import Documents
+from kernels.gpu.train.head import token_scores
+from kernels.quantize import Fp8Weight, Int4Weight
+from services.common.jobs import LoraSettings
+from services.engine.executors.cuda import runner as runner_module
+from services.engine.executors.cuda.cache_transfer import CudaCacheTransfer
+from services.engine.executors.cuda.compile_ahead import Target, Variant, recorded
+from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
+from services.engine.executors.cuda.warm_up import sampling_plans, warm_up_shapes
+from services.engine.models.device_batch import DeviceCache
+from services.engine.models.footprint import Quantization
+from services.engine.models.interface import Recompute
+from services.engine.models.lora.slots import LoraSlots
+from services.engine.models.lora.trainable import LoraParams
+from services.engine.models.lora.upload import AdapterUpload
+from services.engine.models.qwen3_5.config import Qwen3_5Config
+from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.models.qwen3_5.moe_config import Qwen3_5MoeConfig
+from services.engine.models.qwen3_5.training.adapters import WorkingAdapter
+from services.engine.models.qwen3_5.training.trunk import EagerStep, Trunk
+from services.engine.models.weights import matrix
+from services.engine.scheduler.step_plan import StepPlan
+from services.pod.memory import WAITING_WRITES
+
+_CPU = torch.device("cpu")
+_LAYERS: Any = ("linear_attention", "linear_attention", "full_attention")
+"""One of each kind of layer behind another launches every kernel."""
+DENSE = replace(Qwen3_5Config.from_dict(config_of("qwen3.5-4b")), layer_types=_LAYERS)
+EXPERTS = replace(Qwen3_5MoeConfig.from_dict(config_of("qwen3.5-35b-a3b")), layer_types=_LAYERS)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Settings of an engine's start that decide which kernels it launches."""
+
+    name: str
+    quantization: Quantization = "none"
+    kv_float8: bool = False
+    state_bfloat16: bool = False
+    batch_invariant: bool = False
+    speculative: bool = False
+    rank: int = 32
+    """TEMPER_MAX_LORA_RANK."""
+    config: Qwen3_5Config = DENSE
+    samples: bool = False
+    """With everything that a request may ask of the sampler, which the other settings do not change."""
+
+    @property
+    def float8(self) -> bool:
+        """True if the device must have float8."""
+        return self.kv_float8 or self.quantization == "fp8"
+
+
+STARTS = (
+    Start("bf16", samples=True),
+    Start("int4", "int4", state_bfloat16=True),
+    Start("fp8", "fp8", kv_float8=True),
+    Start("mtp", speculative=True, samples=True),
+    Start("fp8, mtp", "fp8", kv_float8=True, state_bfloat16=True, speculative=True),
+    Start("batch invariant", batch_invariant=True),
+    Start("fp8, batch invariant", "fp8", batch_invariant=True),
+    Start("35B-A3B, fp8", "fp8", config=EXPERTS),
+    Start("35B-A3B, int4", "int4", config=EXPERTS),
+    Start("bf16, kv fp8, rank 64", kv_float8=True, rank=64),
+    Start("rank 8", rank=8),
+)
+"""Starts whose kernels together are all that engines launch, each with what its warm-up tries: sampling with everything
+that a request may ask for, masks of constrained rows, prompts that are scored, several adapters, snapshots. A quantized
+model's head is fp8 where the device has float8 (services.pod.memory.storage)."""
+TRAINED = (
+    Start("training"),
+    Start("35B-A3B, training", config=EXPERTS),
+    Start("35B-A3B, training on fp8", "fp8", config=EXPERTS),
+    Start("35B-A3B, training on int4", "int4", config=EXPERTS),
+)
+"""Bases of training jobs. Of a quantized one torch decodes all matrices but the experts'."""
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+def variants_of(kernels: KernelConfigs) -> Iterator[tuple[str, list[Variant]]]:
+    """Names and variants of each start, then of training.
+
+    Args:
+        kernels: of the architecture.
+    """
+    limits = kernels.device
+    driver.set_active(Target(GPUTarget("cuda", limits.architecture, 32)))
+    for start in STARTS:
+        if limits.float8 or not start.float8:
+            yield start.name, _recorded(lambda start=start: _serve(start, kernels))  # type: ignore[misc]
+    for start in TRAINED:
+        if limits.float8 or not start.float8:
+            yield start.name, _recorded(lambda start=start: _train(start, kernels))  # type: ignore[misc]
+
+
+def _recorded(launch: Callable[[], None]) -> list[Variant]:
+    decoders = patch.multiple(matrix, dequantize_fp8=_decoded, dequantize_int4=_decoded)
+    with recorded() as variants, _NothingLarge(), decoders, torch.no_grad():
+        launch()
+    return variants
+
+
+class _NothingLarge(NoProducts):
+    """Inside, torch neither fills nor reads a large tensor, nor multiplies matrices: nobody looks at the numbers, and
+    touching gigabytes of caches and logits takes longer than all launches."""
+
+    _LARGE = 1 << 18
+    _MADE = frozenset({"zeros", "ones"})
+    _CHANGED = frozenset({"zero_", "fill_", "copy_", "add_"})
+    _OTHER = frozenset({"float", "gt", "sum", "topk"}) | _MADE | _CHANGED
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given, name = kwargs or {}, getattr(func, "__name__", "")
+        if name not in self._OTHER:
+            return super().__torch_function__(func, types, args, kwargs)
+        first = args[0]
+        if name in self._MADE:
+            made = torch.empty(*args, **given)
+            return made if made.numel() > self._LARGE else func(*args, **given)
+        if first.numel() <= self._LARGE or "out" in given:
+            return func(*args, **given)
+        if name in self._CHANGED:
+            return first
+        if name in ("float", "gt"):
+            return torch.empty(first.shape, dtype=torch.float32 if name == "float" else torch.bool)
+        if name == "sum":  # over the first or the last dimension
+            return torch.empty(first[..., 0].shape if args[1] == -1 else first[0].shape, dtype=given["dtype"])
+        shape = (*first.shape[:-1], args[1])
+        return torch.empty(shape, dtype=first.dtype), torch.zeros(shape, dtype=torch.int64)
+
+
+def _model(start: Start, kernels: KernelConfigs) -> Qwen3_5:
+    made = RandomWeights(
+        start.config,
+        _CPU,
+        start.quantization,
+        SplitWorkspace.allocate(_CPU),
+        empty=True,
+        kernels=kernels,
+        mtp=start.speculative,
+        invariant=start.batch_invariant,
+    )
+    weights = made.build()
+    if start.quantization != "none" and not kernels.device.float8:
+        weights = replace(weights, head=replace(made, quantization="none", mtp=False).build().head)
+    return Qwen3_5(start.config, weights)
+
+
+def _serve(start: Start, kernels: KernelConfigs) -> None:
+    model = _model(start, kernels)
+    cache = DeviceCache.allocate(
+        start.config,
+        torch.bfloat16,
+        _CPU,
+        num_blocks=64,
+        block_size=16,
+        num_slots=260,
+        kv_dtype=torch.float8_e4m3fn if start.kv_float8 else None,
+        state_dtype=torch.bfloat16 if start.state_bfloat16 else torch.float32,
+        mtp=start.speculative,
+        waiting_writes=0 if start.speculative else WAITING_WRITES,
+    )
+    limits = RunnerLimits(256, 8192, 1024, largest_graph=256, mixed_tokens=3840, speculative=start.speculative)
+    lora = LoraSlots(start.config, 9, start.rank, torch.bfloat16, _CPU, invariant=start.batch_invariant)
+    # On a GPU adapters reach their slots by a kernel.
+    lora._upload = AdapterUpload(lora.target_buffers(), lora._output_order, lora.upload_bytes(start.config, start.rank))
+    options = RunnerOptions(start.batch_invariant, pdl=kernels.device.programmatic_launch)
+    runner = CudaRunner(model, cache, lora, limits, options, eos_token_ids=[1])
+    shapes = warm_up_shapes(
+        runner._shapes,
+        limits.max_num_seqs,
+        limits.token_budget,
+        speculative=start.speculative,
+        rows=runner.forward.rows_that_differ,
+    )
+    plans = partial(_some_plans, every=start.samples)
+    with torch.inference_mode(), patch.object(runner_module, "sampling_plans", plans):
+        runner._launch_all(shapes, runner.forward.one_of_each_layer())
+    CudaCacheTransfer(cache, runner.stream, start.name).warm_up()
+
+
+def _some_plans(max_num_seqs: int, *, every: bool) -> Iterator[StepPlan]:
+    """The first plan of each number of rows, or every one."""
+    plans = groupby(sampling_plans(max_num_seqs), key=lambda plan: len(plan.chunks))
+    return (plan for _, of_rows in plans for plan in islice(of_rows, None if every else 1))
+
+
+def _train(start: Start, kernels: KernelConfigs) -> None:
+    config, model = start.config, _model(start, kernels)
+    lora = LoraParams.create(config, LoraSettings(rank=16))
+    for documents in _documents():
+        tokens = torch.zeros(len(documents.positions), dtype=torch.int64)
+        for adapter in (WorkingAdapter(lora, config, model.dtype), None):  # None: the base, or a teacher
+            trunk = Trunk(config, model.weights, model.rotation, documents, adapter)
+            for recompute in _RECOMPUTE if adapter else (None,):
+                step = EagerStep(trunk, tokens, recompute, lambda: None)
+                hidden = step.forward()
+                if recompute is not None:
+                    step.backward(hidden)
+    # Losses do not depend on the base.
+    for rows in (1, 7, 48):
+        for gradient in (True, False):
+            hidden = torch.empty(rows, config.hidden_size, dtype=model.dtype, requires_grad=gradient)
+            with torch.set_grad_enabled(gradient):
+                token_scores(hidden, model.weights.embedding, torch.zeros(rows, dtype=torch.int64), 1.0)
+                for beta in (0.0, 0.5, 1.0):
+                    head = model.weights.embedding
+                    divergence(hidden, head, hidden.detach(), head, beta=beta, temperature=1.0)
+
+
+def _documents() -> Sequence[Documents]:
+    """One document, several, and rows that 16 does not divide; a captured step's, with room for more."""
+    lengths: Sequence[Sequence[int]] = ([1], [48], [7, 26], [16] * 8, [1024], [8192])
+    return [*(Documents.build(each, _CPU) for each in lengths), Documents.build([512], _CPU, room=16)]
+
+
+def _decoded(weight: Fp8Weight | Int4Weight, dtype: torch.dtype) -> Tensor:
+    return torch.empty(weight.shape, dtype=dtype)

@@ -1,0 +1,105 @@
+"""Kernel variants of an architecture: which are launched, by a digest that any machine finds, and what each takes."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import tempfile
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime import driver
+
+from kernels.gpu.configs import KernelConfigs
+from kernels.gpu.launch.cache_keys import stable_keys
+from kernels.gpu.launch.device import named
+from services.engine.executors.cuda.compile_ahead import Target, Variant
+from tests.kernels.compile_table.kernel_source import source_of
+from tests.kernels.compile_table.launches import variants_of
+from tests.kernels.compile_table.table import Compiled
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A variant that an architecture launches."""
+
+    variant: Variant
+    by: str
+    """Starts, and training."""
+
+
+def launched(architecture: str) -> dict[str, Launched]:
+    """All variants by digest. A process can say so of one architecture only."""
+    found: dict[str, Launched] = {}
+    limits = named(architecture)
+    for name, variants in variants_of(KernelConfigs(limits)):
+        for variant in variants:
+            digest = digest_of(variant, limits.architecture)
+            known = found.get(digest)
+            found[digest] = Launched(variant, name) if known is None else replace(known, by=f"{known.by}; {name}")
+    return found
+
+
+def digest_of(variant: Variant, architecture: int) -> str:
+    """Digest of all that decides what a variant is compiled to, but Triton's version and the machine.
+
+    Raises:
+        ValueError: a kernel is compiled for something that has no name but its address.
+    """
+    defaults = _default_options(architecture)
+    options = sorted((name, value) for name, value in variant.options.items() if value != defaults[name])
+    attributes = sorted((place, marks) for place, marks in variant.attributes.items() if marks)
+    source = _source(variant.module, variant.name)
+    constants = sorted(variant.constants.items())
+    text = repr((variant.name, source, variant.signature, constants, attributes, options))
+    if " at 0x" in text:
+        raise ValueError(f"{variant.name} is compiled for an object of this process: {text[-2000:]}")
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@cache
+def _source(module: str, name: str) -> str:
+    return source_of(getattr(import_module(module), name))
+
+
+@cache
+def _default_options(architecture: int) -> dict[str, Any]:
+    defaults: dict[str, Any] = make_backend(GPUTarget("cuda", architecture, 32)).parse_options({}).__dict__
+    return defaults
+
+
+def compiled(architecture: str, digest: str, launch: Launched) -> Compiled:
+    """Compiles a variant, or finds it in Triton's cache on disk."""
+    stable_keys()
+    target = GPUTarget("cuda", named(architecture).architecture, 32)
+    driver.set_active(Target(target))
+    options = make_backend(target).parse_options(launch.variant.options)
+    made = triton.compile(launch.variant.ast(), target=target, options=options.__dict__)
+    usage = _usage(made.asm["cubin"])
+    return Compiled(
+        digest,
+        launch.variant.name,
+        registers=usage["REG"],
+        spilled=usage["LOCAL"] + usage["STACK"],
+        shared=made.metadata.shared,
+        warps=made.metadata.num_warps,
+        launched_by=launch.by,
+    )
+
+
+def _usage(cubin: bytes) -> dict[str, int]:
+    """What cuobjdump of the installed Triton says of a kernel's resources."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    pairs = (item.split(":") for item in said.split() if item.startswith(("REG:", "LOCAL:", "STACK:")))
+    return {name: int(value) for name, value in pairs}
