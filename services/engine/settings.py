@@ -12,6 +12,8 @@ from services.common.shutdown import CLOSE_SECONDS
 from services.engine.scheduler.step_plan import MOST_VERIFIED
 
 _GIB = 1024**3
+ADAPTER_SLOTS = 8
+"""Adapter slots where neither the settings nor a small card say otherwise."""
 TIERS = ("host", "disk", "store")
 """Fastest first, as in services/engine/kv_offload/messages.py."""
 
@@ -116,9 +118,9 @@ class EngineSettings(CommonSettings):
     of that or more is not begun; one that takes much longer than expected is given up."""
 
     # Adapters.
-    adapter_slots: int = Field(8, ge=2, le=256)
-    """Adapter versions on the device at once, the base not counted. A swap needs one slot beside the replaced
-    version's."""
+    adapter_slots: int = Field(0, ge=0, le=256)
+    """Adapter versions on the device at once, the base not counted, at least 2: a swap needs one slot beside the
+    replaced version's. 0: 8; on cuda as many of them, at least 4, as take 3 % of the memory."""
     max_lora_rank: int = Field(32, ge=1, le=256)
     """Highest rank that fits an adapter slot."""
     adapter_poll_seconds: float = Field(2.0, gt=0)
@@ -214,6 +216,8 @@ class EngineSettings(CommonSettings):
                 "batch_invariant and speculative contradict each other: what a row is computed with would depend on "
                 "the draft tokens; set TEMPER_SPECULATIVE=none or TEMPER_BATCH_INVARIANT=false"
             )
+        if self.adapter_slots == 1:
+            raise ValueError("adapter_slots must be 0 (automatic) or at least 2: a swap needs one slot more")
         if self.tune == "start" and self.batch_invariant:
             raise ValueError(
                 "batch_invariant and tune=start contradict each other: rows of all batches are computed by one "
@@ -247,6 +251,7 @@ class EngineSettings(CommonSettings):
             update={
                 "max_num_seqs": sequences,
                 "token_budget": budget,
+                "adapter_slots": self.adapter_slots or ADAPTER_SLOTS,
                 "mixed_prefill_tokens": self.mixed_prefill_tokens or (min(3840, budget) if cuda else budget),
             }
         )

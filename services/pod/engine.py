@@ -306,7 +306,15 @@ def _plan(settings: EngineSettings, hardware: Device, codec: TextCodec) -> _Plan
         teacher_storage(settings, hardware).check(teacher_config)
     available = device_bytes(hardware, int(settings.device_memory))
     settings, memory = plan(config, settings, dtype, hardware, available, teacher_config)
-    log.info("memory plan", sequences=settings.max_num_seqs, tokens=settings.token_budget, **memory.parts())
+    log.info(
+        "memory plan",
+        sequences=settings.max_num_seqs,
+        tokens=settings.token_budget,
+        snapshots=settings.state_snapshots if settings.prefix_cache else 0,
+        adapter_slots=settings.adapter_slots,
+        context=memory.capacity_tokens,
+        **memory.parts(),
+    )
     limit_allocations(hardware, settings)
     return _Planned(settings, config, memory, dtype)
 

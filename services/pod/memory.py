@@ -25,9 +25,10 @@ from services.engine.models.footprint import (
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.targets import target_shapes
 from services.engine.scheduler.step_plan import MOST_VERIFIED
-from services.engine.settings import EngineSettings
+from services.engine.settings import ADAPTER_SLOTS, EngineSettings
 from services.pod.device import Device, with_quantization
 from services.pod.fit_advice import fit_advice
+from services.trainer.jobs.adapter_run import USUAL_TOKENS
 from services.trainer.memory.estimate import Workload, estimate
 
 _LOGIT_COPIES = 4
@@ -44,8 +45,10 @@ _SPLITS = 8
 """Parts of a context in decode attention with a large batch."""
 _SAMPLER_ROW = 64 * 2**10
 """Bytes of the histograms and partial results of a sampled row."""
-_USUAL_RANK, _USUAL_TOKENS = 16, 1024
-"""Rank and largest microbatch of a modest job, with its adapter on all linear layers."""
+_USUAL_RANK = 16
+"""Rank of a modest job, with its adapter on all linear layers."""
+_LEAST_TOKENS = 1024
+"""Tokens of a microbatch of the smallest job that fewer sequences make room for."""
 WAITING_WRITES = 8
 """Late writes of a recurrent state: a step of many decodes moves 76 KB a head instead of 128; 4 would move 83, 16
 75."""
@@ -60,6 +63,8 @@ _STEP_TOKENS = (8192, 4096, 2048)
 """Tokens of the largest step to try, where the settings leave them open."""
 _STEP_SHARE = 0.05
 """Most of the device that the activations of that step may take: a small card is filled by fewer tokens, too."""
+_LEAST_ADAPTERS, _ADAPTER_SHARE = 4, 0.03
+"""Fewest adapter slots where the settings leave their number open, and most of the device that more may take."""
 _SEQUENCES = (192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
 """Numbers of sequences to try where memory is short."""
 
@@ -257,7 +262,7 @@ def plan(
     Args:
         settings: settings as read. A max_num_seqs of 0 becomes the highest number, up to the device's default, that
             leaves KV and training half of what weights, workspace, adapters and snapshots do not take, and training
-            what a modest job needs. A token_budget of 0 becomes what the device's size allows.
+            what the smallest job needs. A token_budget and adapter_slots of 0 become what the device's size allows.
         available: device_bytes().
         teacher: config of the second model, if there is one.
 
@@ -268,7 +273,7 @@ def plan(
         DoesNotFit: the settings ask for more than there is; the message has the numbers and what to change.
     """
     settings = with_quantization(settings, device, config, teacher)
-    settings = _with_step(config, settings, dtype, device, available)
+    settings = _by_size(config, settings, dtype, device, available)
     try:
         return _fitted(config, settings, dtype, device, available, teacher)
     except DoesNotFit as error:
@@ -297,7 +302,7 @@ def _fitted(
             continue
         running = _running_slots(chosen) * made.states // state_slots(chosen)
         roomy = 2 * running <= made.unclaimed - (made.states - running)
-        if roomy and (_training_bytes(settings) is not None or made.training >= _usual_job(config, dtype)):
+        if roomy and (_training_bytes(settings) is not None or made.training >= _job(config, dtype, _LEAST_TOKENS)):
             return chosen, made
         most = count
     chosen = settings.model_copy(update={"max_num_seqs": most}).for_device(device.kind)
@@ -305,18 +310,24 @@ def _fitted(
     return chosen, _plan(config, chosen, dtype, device, available, teacher)
 
 
-def _with_step(
+def _by_size(
     config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, device: Device, available: int
 ) -> EngineSettings:
-    """Settings with a token_budget of 0 filled in on a GPU: as many tokens as a share of its memory holds the
-    activations of, and every sequence's own."""
-    if settings.token_budget or device.kind == "cpu":
+    """Settings with what depends on a GPU's size filled in: a token_budget of 0 becomes as many tokens as a share of
+    its memory holds the activations of, and every sequence's own; adapter_slots of 0 as many as a share of it holds."""
+    if device.kind == "cpu":
         return settings
-    token = _ACTIVATION_COPIES * widest_output(config) * dtype.itemsize
-    most = int(_STEP_SHARE * available) // token
-    budget = next((tokens for tokens in _STEP_TOKENS if tokens <= most), _STEP_TOKENS[-1])
-    rows = MOST_VERIFIED if settings.speculative != "none" else 1
-    return settings.model_copy(update={"token_budget": max(budget, rows * settings.max_num_seqs)})
+    budget, slots = settings.token_budget, settings.adapter_slots
+    if not budget:
+        token = _ACTIVATION_COPIES * widest_output(config) * dtype.itemsize
+        most = int(_STEP_SHARE * available) // token
+        rows = MOST_VERIFIED if settings.speculative != "none" else 1
+        budget = next((tokens for tokens in _STEP_TOKENS if tokens <= most), _STEP_TOKENS[-1])
+        budget = max(budget, rows * settings.max_num_seqs)
+    if not slots:
+        slot = LoraSlots.bytes_per_slot(config, settings.max_lora_rank, dtype)
+        slots = min(ADAPTER_SLOTS, max(_LEAST_ADAPTERS, int(_ADAPTER_SHARE * available) // slot))
+    return settings.model_copy(update={"token_budget": budget, "adapter_slots": slots})
 
 
 def _with_snapshots(
@@ -373,7 +384,7 @@ def _plan(
         num_blocks=settings.num_blocks,
         kv_bytes=settings.kv_bytes_on_cpu if device.kind == "cpu" else int(settings.kv_cache_bytes),
         training_bytes=_training_bytes(settings),
-        training_floor=_usual_job(config, dtype) if device.kind == "cuda" else 0,
+        training_floor=_job(config, dtype, USUAL_TOKENS) if device.kind == "cuda" else 0,
         useful_blocks=1 + settings.max_num_seqs * -(-context // settings.block_size),
     )
 
@@ -386,9 +397,9 @@ def _training_bytes(settings: EngineSettings) -> int | None:
 
 
 @lru_cache
-def _usual_job(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of a modest job. Without this minimum a device with hardly room for the model would serve, and refuse every
-    job."""
+def _job(config: ModelConfig, dtype: torch.dtype, tokens: int) -> int:
+    """Bytes of a modest job with microbatches of so many tokens. Without this minimum a device with hardly room for the
+    model would serve, and refuse every job."""
     numbers = sum(_USUAL_RANK * (out + into) for out, into in target_shapes(config).values())
-    work = Workload(numbers, _USUAL_RANK, _USUAL_TOKENS, dtype.itemsize, "full", fused=True)
+    work = Workload(numbers, _USUAL_RANK, tokens, dtype.itemsize, "full", fused=True)
     return estimate(config, work).total

@@ -255,7 +255,7 @@ def sources(
         status=engine.loop.status,
         adapters=engine.adapters.snapshot,
         training=training,
-        adapter_slots=settings.adapter_slots,
+        adapter_slots=engine.adapters.num_slots,
         memory=engine.memory,
         device_memory=device_memory(engine.model.device),
         training_waited=lambda: engine.gate.training_waited,

@@ -70,6 +70,8 @@ class AdapterManager:
         self._registry = registry
         self._loader = loader
         self._limits = limits
+        self.num_slots = limits.num_slots
+        """Versions that may be loaded at once, the base not counted."""
         self._events = events or EventStream()
         self._loop: Loop | None = None
         self._stopping = threading.Event()

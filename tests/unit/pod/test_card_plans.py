@@ -16,6 +16,7 @@ from services.engine.settings import EngineSettings
 from services.pod import memory
 from services.pod.device import Device
 from services.pod.memory import device_bytes, limit_allocations, plan, state_slots
+from services.trainer.jobs.adapter_run import USUAL_TOKENS
 from services.trainer.memory.estimate import Workload, estimate
 from tests.unit.pod.test_memory import QWEN_4B
 
@@ -84,8 +85,26 @@ def test_22_gb_in_bf16_serve_64_and_train_beside() -> None:
     assert made.capacity_tokens >= 64 * 768, "512 tokens in and 256 out of each"
 
 
-def test_22_gb_with_states_in_bf16_train_two_of_2048() -> None:
-    given = {"max_num_seqs": 64, "state_dtype": "bfloat16", "train_memory_bytes": "3400MiB", "memory_fraction": 0.95}
+def test_22_gb_train_two_of_2048_in_the_usual_microbatches() -> None:
+    """Without any setting: one document a microbatch, which is what a job gets that names no other size."""
+    chosen, made = planned(22e9 - GIB // 2)
+    assert chosen.max_num_seqs == 64
+    assert made.training >= job_bytes(USUAL_TOKENS)
+    assert made.kv >= made.training
+    assert made.capacity_tokens >= 64 * 768
+
+
+def test_a_smaller_card_holds_fewer_adapters() -> None:
+    slots = {card: planned(free * GIB)[0].adapter_slots for card, (free, _) in CARDS.items()}
+    assert slots == {16: 4, 24: 5, 40: 8, 48: 8, 80: 8, 141: 8}
+    assert planned(22 * GIB, adapter_slots=8)[0].adapter_slots == 8, "what is asked for is kept"
+    assert EngineSettings().for_device("cpu").adapter_slots == 8
+    with pytest.raises(ValueError, match=r"adapter_slots must be 0 \(automatic\) or at least 2"):
+        EngineSettings(adapter_slots=1)
+
+
+def test_22_gb_with_states_in_bf16_train_two_of_2048_packed() -> None:
+    given = {"max_num_seqs": 64, "state_dtype": "bfloat16", "train_memory_bytes": "3GiB"}
     _, made = planned(22e9 - GIB // 2, **given)
     assert made.training >= job_bytes(2 * 2048)
     assert made.capacity_tokens >= 64 * 768
