@@ -203,7 +203,7 @@ class CudaRunner:
         request: what it leaves in the caches means nothing.
 
         Args:
-            compilers: from compiler_pool(), to compile on; None: a pool for this call, if anything is not compiled yet.
+            compilers: a CompilerPool to compile on; None: a pool for this call, if anything is not compiled yet.
         """
         shapes = self.warm_up_shapes
         # Each kernel once is enough to load it, and a few layers need as much memory as all: nothing of a layer stays.
