@@ -1,7 +1,10 @@
-"""Device of a pod, and the check that it can run the settings, before anything is loaded."""
+"""Device of a pod, and what it refuses: settings that it cannot run, before anything is loaded, and kernels that ask
+for more than it has."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from tempfile import TemporaryFile
@@ -10,7 +13,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from kernels.gpu.launch.device import DeviceLimits, limits_of, named
-from services.common.errors import InvalidRequest
+from kernels.gpu.launch.resources import Excess, excess_of
+from services.common.errors import DoesNotFit, InvalidRequest
 from services.engine.models.config import ModelConfig
 from services.engine.settings import EngineSettings
 
@@ -25,6 +29,18 @@ _FLOAT8 = (8, 9)
 
 _TRITON = (3, 6)
 """Oldest Triton that compiles the kernels."""
+_DECIDE = {
+    "attention": ("kv_cache_dtype", "batch_invariant"),
+    "delta": ("state_dtype", "speculative"),
+    "experts": ("quantization",),
+    "linear": ("quantization", "max_lora_rank", "batch_invariant"),
+    "lora": ("max_lora_rank",),
+}
+"""Settings that decide which kernels of a package of kernels/gpu are launched."""
+_TUNED = ("attention", "linear")
+"""Packages with configurations that are tuned."""
+_OFF = {"speculative": "none", "batch_invariant": False}
+"""Settings that lead to kernels of their own unless they are off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,3 +199,32 @@ def _check_cpu(settings: EngineSettings) -> None:
                 f"{str(values[0]).lower()}",
                 param=name,
             )
+
+
+@contextmanager
+def kernels_fit(settings: EngineSettings) -> Iterator[None]:
+    """Around whatever launches kernels before the engine serves.
+
+    Raises:
+        DoesNotFit: one of them asks for more shared memory or registers than the GPU has.
+    """
+    try:
+        yield
+    except Exception as error:
+        if (excess := excess_of(error)) is None:
+            raise
+        raise DoesNotFit(_refusal(excess, settings), param="device") from error
+
+
+def _refusal(excess: Excess, settings: EngineSettings) -> str:
+    found = {name: getattr(settings, name) for name in _DECIDE.get(excess.package, ())}
+    ways = [
+        f"another TEMPER_{name.upper()} than {str(value).lower()}"
+        for name, value in found.items()
+        if name not in _OFF or value != _OFF[name]
+    ]
+    if settings.tune != "off" and excess.package in _TUNED:
+        ways.append("TEMPER_TUNE=off (what was tuned is not used)")
+    if excess.smaller_cuts:
+        ways.append("TEMPER_DEVICE_LIMITS=sm89 (the cuts of cards with 99 KiB of shared memory)")
+    return f"{excess}: try {', '.join([*ways, 'another GPU'])}, or TEMPER_DEVICE=cpu"

@@ -45,7 +45,7 @@ from services.engine.observability.status import TierStatus
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.server.conversation_session_manager import ConversationSessionManager
 from services.engine.settings import EngineSettings
-from services.pod.device import Device, check_device, with_quantization
+from services.pod.device import Device, check_device, kernels_fit, with_quantization
 from services.pod.memory import device_bytes, limit_allocations, plan, state_slots, storage, teacher_storage
 from services.pod.runner import Gate, build_gate, build_runner, gpu_tuning, prefill_alignment
 from services.pod.teacher import load_teacher, second_config
@@ -273,7 +273,8 @@ def tune_engine(
         max_model_len=planned.max_model_len,
         eos_token_ids=codec.eos_ids,
     )
-    return tuning.search(told)
+    with kernels_fit(planned.settings):
+        return tuning.search(told)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from services.engine.kv_offload.messages import CacheTransfer
 from services.engine.models.interface import CausalLM
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.settings import EngineSettings
+from services.pod.device import kernels_fit
 from services.pod.memory import state_slots, waiting_writes
 
 if TYPE_CHECKING:
@@ -50,6 +51,9 @@ def build_runner(
     Args:
         settings: settings of the device (see EngineSettings.for_device).
         num_blocks: KV blocks, scratch block 0 included.
+
+    Raises:
+        DoesNotFit: a kernel asks for more shared memory or registers than the GPU has.
     """
     slots, speculative = state_slots(settings), settings.speculative == "mtp"
     if model.device.type == "cpu":
@@ -59,16 +63,17 @@ def build_runner(
     # Imported here: a pod without a GPU needs no Triton.
     from services.engine.executors.cuda.cache_transfer import CudaCacheTransfer
 
-    tuning = gpu_tuning(
-        model, lora, settings, num_blocks=num_blocks, max_model_len=max_model_len, eos_token_ids=eos_token_ids
-    )
-    runner, device_cache = tuning.runner, tuning.cache
-    if settings.tune != "off" and not settings.batch_invariant and not tuning.use_kept():
-        if settings.tune == "start":
-            _search(tuning)
-        else:
-            log.info("kernels are not tuned to this GPU: `temper tune` does that, in a minute")
-    runner.warm_up()
+    with kernels_fit(settings):
+        tuning = gpu_tuning(
+            model, lora, settings, num_blocks=num_blocks, max_model_len=max_model_len, eos_token_ids=eos_token_ids
+        )
+        runner, device_cache = tuning.runner, tuning.cache
+        if settings.tune != "off" and not settings.batch_invariant and not tuning.use_kept():
+            if settings.tune == "start":
+                _search(tuning)
+            else:
+                log.info("kernels are not tuned to this GPU: `temper tune` does that, in a minute")
+        runner.warm_up()
     log.info("graphs captured", graphs=runner.captures)
     return DeviceExecutor(runner, lambda identity: CudaCacheTransfer(device_cache, runner.stream, identity))
 

@@ -216,6 +216,14 @@ async def test_what_cannot_succeed_fails_at_once(
     assert registry.names() == ["alien"]
 
 
+async def test_a_kernel_that_does_not_fit_fails_its_job_at_once(queue: JobQueue, worker: TrainerWorker) -> None:
+    pytest.importorskip("triton")
+    large = await finished(queue, (await queue.submit(spec(metadata={"does_not_fit": "3"}))).id)
+    assert (large.state, large.attempts) == (JobState.FAILED, 1)
+    assert "asks for 180,000 of shared memory" in (large.reason or "")
+    assert (await finished(queue, (await queue.submit(spec())).id)).state is JobState.SUCCEEDED
+
+
 async def test_a_bug_is_retried_and_then_dead(
     queue: JobQueue, registry: AdapterRegistry, worker: TrainerWorker
 ) -> None:

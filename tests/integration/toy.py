@@ -150,6 +150,10 @@ class ToyRun:
         assert index == self._step
         if self._spec.metadata.get("fail") == str(index):
             raise KeyError("bug at this step")
+        if self._spec.metadata.get("does_not_fit") == str(index):
+            from triton.runtime.errors import OutOfResources
+
+            raise OutOfResources(180_000, 101_376, "shared memory")
         for _ in range(10):
             interrupt()
             time.sleep(float(self._spec.metadata.get("sleep", "0")) / 10)

@@ -23,6 +23,7 @@ from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.tracing import NO_TRACER, Tracer
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import Prepare
+from services.trainer.memory.kernel_limits import refusal_of
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.parent_versions import ParentVersions
 from services.trainer.runtime.attempt import BACKOFF_SECONDS, JobAttempt, Parts
@@ -217,20 +218,21 @@ class TrainerWorker:
         except Draining:
             self._settle(session, lambda: consumer.requeue(claimed))
             return "requeued"
-        except TemperError as error:
-            if isinstance(error, _PASSING) and self._draining.is_set():
-                log.info("job.requeued", reason=error.message)
-                self._settle(session, lambda: consumer.requeue(claimed))
-                return "requeued"
-            if not isinstance(error, _PASSING):
-                log.warning("job.failed", code=error.code, reason=error.message)
-                message = error.message
-                self._settle(session, lambda: consumer.fail(claimed, message))
-                self._discard(claimed)
-                return "failed"
-            return self._retry(claimed, session, error, log)
+        except _PASSING as error:
+            if not self._draining.is_set():
+                return self._retry(claimed, session, error, log)
+            log.info("job.requeued", reason=error.message)
+            self._settle(session, lambda: consumer.requeue(claimed))
+            return "requeued"
         except Exception as error:
-            return self._retry(claimed, session, error, log)
+            final = error if isinstance(error, TemperError) else refusal_of(error)
+            if final is None:
+                return self._retry(claimed, session, error, log)
+            log.warning("job.failed", code=final.code, reason=final.message)
+            message = final.message
+            self._settle(session, lambda: consumer.fail(claimed, message))
+            self._discard(claimed)
+            return "failed"
         self._settle(session, lambda: consumer.succeed(claimed, str(version)))
         self._discard(claimed)
         return "succeeded"

@@ -35,6 +35,7 @@ from services.common.jobs.training_sessions import (
     session_instance,
 )
 from services.trainer.host.policy_host import PolicyHost
+from services.trainer.memory.kernel_limits import refusal_of
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.settings import TrainerSettings
 from services.trainer.training_sessions import messages
@@ -335,6 +336,8 @@ class TrainingSessionManager:
             result_json = to_json(result, inf_nan_mode="null") if error is None else None
         except Exception as caught:  # of this call alone
             error = caught
+        if error is not None:
+            error = refusal_of(error) or error
         if error is not None and not isinstance(error, TemperError):
             self._log.error("session.call_crashed", session=session.id, exc_info=error)
         session.program, session.used = None, self._clock()

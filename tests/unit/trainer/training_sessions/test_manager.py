@@ -11,6 +11,7 @@ import torch
 
 from services.common.errors import (
     Conflict,
+    DoesNotFit,
     Gone,
     InvalidRequest,
     NotFound,
@@ -227,6 +228,19 @@ def test_a_bug_in_one_call_is_that_calls_alone(office: Office, monkeypatch: pyte
         office.run(session, "forward", 1, data=DATA)
     monkeypatch.undo()
     assert office.run(session, "forward", 2, data=DATA)["loss"] > 0
+
+
+def test_a_kernel_that_does_not_fit_is_told_to_its_call(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = pytest.importorskip("triton.runtime.errors")
+    session = office.open(lora={"rank": 4})
+    policy = office.manager._sessions[session].resident.present
+
+    def begin(*_: object, **__: object) -> None:
+        raise errors.OutOfResources(180_000, 101_376, "shared memory")
+
+    monkeypatch.setattr(policy, "begin", begin)
+    with pytest.raises(DoesNotFit, match="asks for 180,000 of shared memory"):
+        office.run(session, "forward", 1, data=DATA)
 
 
 def test_ratios_that_overflow_are_refused_although_the_loss_is_clipped(office: Office) -> None:
