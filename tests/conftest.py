@@ -127,3 +127,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     env = {"TEMPER_DTYPE": "float32", "TEMPER_STREAM_START_SECONDS": "15", "TEMPER_METRICS_PORT": str(metrics.number)}
     with Stack(tmp_path_factory.mktemp("stack") / "data", env=env) as running:
         yield running
+
+
+@pytest.fixture
+def unattached(stack: Stack) -> Iterator[None]:
+    """Of a test that attaches adapters: however it ends, the tests after it find none attached."""
+    yield
+    stack.detach()
