@@ -69,6 +69,8 @@ WHOLE = ("tests/e2e/", "tests/conformance/")
 """Tests of a whole Temper."""
 OWN = tuple(f"tests/e2e/test_{name}.py" for name in ("demo", "failures", "guides", "manifest", "traces"))
 """Those of them that start what they need, and leave the shared stack alone."""
+APART = ("tests/kernels/compile_table/test_table.py", "tests/unit/engine/executors/cuda/test_compile_ahead.py")
+"""Files whose tests take long, each in a process of its own, and set nothing up together."""
 ORDER = (*WHOLE, "tests/parity/", "tests/integration/", "tests/kernels/", "tests/unit/trainer/")
 """What takes long comes first, so that at the end of a run no worker is left alone with a long file."""
 
@@ -77,13 +79,15 @@ ORDER = (*WHOLE, "tests/parity/", "tests/integration/", "tests/kernels/", "tests
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
     """With `pytest -n`, tests that share a running Temper run one after the other in one worker, and those that start
     one of their own in another: more processes at a time would be in each other's way. The other workers take the
-    rest, file by file: what a file sets up is set up once."""
+    rest, file by file: what a file sets up is set up once. Of files that are APART they take each test alone."""
     from xdist.scheduler import LoadScopeScheduling
 
     class TwoWholeAtATime(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             if nodeid.startswith(OWN):
                 return "own"
+            if nodeid.startswith(APART):
+                return nodeid
             return "shared" if nodeid.startswith(WHOLE) else nodeid.partition("::")[0]
 
     config.option.loadscopereorder = False  # the order is that of the collection: see ORDER
@@ -123,3 +127,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     env = {"TEMPER_DTYPE": "float32", "TEMPER_STREAM_START_SECONDS": "15", "TEMPER_METRICS_PORT": str(metrics.number)}
     with Stack(tmp_path_factory.mktemp("stack") / "data", env=env) as running:
         yield running
+
+
+@pytest.fixture
+def unattached(stack: Stack) -> Iterator[None]:
+    """Of a test that attaches adapters: however it ends, the tests after it find none attached."""
+    yield
+    stack.detach()

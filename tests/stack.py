@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import grpc
+import httpx
 import psutil
 
 from cli.local.ports import ClaimedPort, claim_ports
@@ -125,6 +126,13 @@ class Stack:
             self.stop()
             raise RuntimeError(f"temper up did not get ready in {timeout} s: {self.describe()}")
         return self
+
+    def detach(self) -> None:
+        """Leaves no adapter attached; returns when every engine answers without."""
+        if attached := httpx.get(f"{self.url}/v1/adapters").raise_for_status().json()["attached"]:
+            name = attached.partition("@")[0]
+            answer = httpx.post(f"{self.url}/v1/adapters/{name}/detach").raise_for_status().json()
+            assert answer["engines_serving"] == answer["engines"], answer
 
     def describe(self) -> str:
         """Standard error and the end of every log."""

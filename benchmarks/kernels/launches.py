@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -136,22 +137,46 @@ def _argument(value: Any) -> Any:
     return type(value).__name__
 
 
-_PRODUCTS = frozenset({"mm", "addmm", "addmm_", "matmul", "linear", "scaled_mm"})
+_OPERATORS = {"matmul": "__matmul__", "gt": "__gt__", "add_": "__iadd__"}
+_PRODUCTS = ("mm", "addmm", "addmm_", "matmul", "linear", "scaled_mm")
+
+Instead = Callable[..., Any]
+"""Replacement of a function of torch: from its name, itself, and what it is called with."""
 
 
-class NoProducts(torch.overrides.TorchFunctionMode):
+@contextmanager
+def replaced(names: Iterable[str], instead: Instead) -> Iterator[None]:
+    """Inside, functions of torch, methods of tensors and operators that have these names reach ``instead``.
+
+    A TorchFunctionMode would do the same for each attribute of each tensor as well, which Triton asks for at every
+    launch."""
+
+    def of(name: str, original: Any) -> Any:
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return instead(name, original, *args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in names:
+            for attribute in filter(None, (name, _OPERATORS.get(name))):
+                for owner in (torch, torch.nn.functional, Tensor):
+                    original = getattr(owner, attribute, None)
+                    if callable(original):  # torch.float is a dtype
+                        stack.enter_context(patch.object(owner, attribute, of(name, original)))
+        yield
+
+
+def no_products() -> AbstractContextManager[None]:
     """Inside, torch's matrix products only make their results: on a CPU, where nothing but Triton's launches is wanted,
     they would take most of the time."""
+    return replaced(_PRODUCTS, _not_multiplied)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        del types
-        if getattr(func, "__name__", "") not in _PRODUCTS:
-            return func(*args, **(kwargs or {}))
-        given = kwargs or {}
-        if func.__name__ == "addmm_" or "out" in given:
-            return given.get("out", args[0])
-        left, right = args[1:3] if func.__name__ == "addmm" else args[:2]
-        columns = right.shape[0] if func.__name__ == "linear" else right.shape[1]
-        return torch.empty(*left.shape[:-1], columns, dtype=left.dtype, device=left.device)
+
+def _not_multiplied(name: str, _original: Any, *args: Any, **given: Any) -> Any:
+    if name == "addmm_" or "out" in given:
+        return given.get("out", args[0])
+    left, right = args[1:3] if name == "addmm" else args[:2]
+    columns = right.shape[0] if name == "linear" else right.shape[1]
+    return torch.empty(*left.shape[:-1], columns, dtype=left.dtype, device=left.device)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.launches import NoProducts, one_share
+from benchmarks.kernels.launches import no_products, one_share
 from benchmarks.kernels.linear import EPS, MATRICES, make_lora, weight_bytes
 from benchmarks.kernels.timing import Tensors
 from benchmarks.lib.graph_timing import graph_times
@@ -181,7 +181,7 @@ def _expands(t: Tensors, entry: Entry) -> list[Callable[[], object]]:
 
 
 def _compile(chosen: list[Entry], share: int, device: torch.device) -> None:
-    with one_share(share, _PROCESSES), NoProducts():
+    with one_share(share, _PROCESSES), no_products():
         for entry in chosen:
             try:
                 launches(Tensors(device), entry)[0]()

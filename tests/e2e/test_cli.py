@@ -42,6 +42,7 @@ def name() -> str:
     return f"cli-{uuid.uuid4().hex[:8]}"
 
 
+@pytest.mark.usefixtures("unattached")
 def test_train_attach_roll_back(stack: Stack, examples: str, tmp_path: Path) -> None:
     adapter = name()
     submit = ("train", "submit", "sft", "--data", examples, "--adapter", adapter, "--epochs", "2", "--wait")

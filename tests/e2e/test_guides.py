@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.guides.blocks import Block, pages, read
@@ -23,10 +22,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield running
 
 
+@pytest.mark.usefixtures("unattached")
 @pytest.mark.parametrize("blocks", [pytest.param(blocks, id=page) for page, blocks in PAGES.items() if blocks])
 def test_page_runs_as_written(stack: Stack, blocks: list[Block], tmp_path: Path) -> None:
     with Reader(stack, tmp_path) as reader:
         for block in blocks:
             reader.run(block)
-    if attached := httpx.get(f"{stack.url}/v1/adapters").json()["attached"]:
-        httpx.post(f"{stack.url}/v1/adapters/{attached.partition('@')[0]}/detach").raise_for_status()

@@ -1,4 +1,4 @@
-"""32 clients stream while 50 versions are published and attached: nothing fails and no answer mixes versions."""
+"""Clients stream while versions are published and attached: nothing fails and no answer mixes versions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import pytest
 from tests.e2e.adapters_for_tests import AdapterFiles, Reference
 from tests.stack import Stack
 
-STREAMS = 32
+NAME = "swap-under-load"
+STREAMS = 16
 TOKENS = 24
-VERSIONS = 50
+VERSIONS = 16
 TIE = 1e-3
 """Two tokens whose logits differ by less than this may swap between batch shapes."""
 
@@ -88,10 +89,9 @@ async def publish(client: httpx.AsyncClient, name: str, files: AdapterFiles) -> 
     return f"{name}@{version}"
 
 
-@pytest.mark.timeout(280)
-async def test_fifty_versions_under_thirty_two_streams(stack: Stack) -> None:
+@pytest.mark.usefixtures("unattached")
+async def test_versions_are_swapped_under_streams(stack: Stack) -> None:
     reference = Reference(stack.model)
-    name = "swap-under-load"
     prompts = [
         "What is 12 plus 7?",
         "Reverse the word temper.",
@@ -112,7 +112,7 @@ async def test_fifty_versions_under_thirty_two_streams(stack: Stack) -> None:
             versions = []
             for seed in range(VERSIONS):
                 files = await asyncio.to_thread(reference.randomize, seed, scale=0.12)
-                versions.append(await publish(client, name, files))
+                versions.append(await publish(client, NAME, files))
                 # Every version answers, however fast the next one would come.
                 await asyncio.wait_for(begun[versions[-1]].wait(), 60)
             stop.set()
@@ -124,9 +124,8 @@ async def test_fifty_versions_under_thirty_two_streams(stack: Stack) -> None:
                 group.create_task(keep_streaming(prompt))
         versions = publishing.result()
         after = await stream_once(client, stack.served_model_name, prompts[0], begun)
-        await client.post(f"/v1/adapters/{name}/detach", json={})
 
-    assert versions == [f"{name}@{n}" for n in range(1, VERSIONS + 1)]
+    assert versions == [f"{NAME}@{n}" for n in range(1, VERSIONS + 1)]
     assert after.adapter == versions[-1]
     seen = {answer.adapter for answer in answers}
     assert seen - {None} == set(versions)

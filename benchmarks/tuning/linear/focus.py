@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.launches import NoProducts, one_share
+from benchmarks.kernels.launches import no_products, one_share
 from benchmarks.lib.graph_timing import graph_times
 from benchmarks.lib.precompile import Launch, precompile
 from benchmarks.lib.recorder import Clock, Recorder, carry_on_or_start_again, describe
@@ -175,7 +175,7 @@ def launch(entry: Entry, around: Surroundings, weight: Any) -> Tensor:
 
 def compile_share(chosen: list[Entry], index: int, device: torch.device) -> None:
     """One of _PROCESSES parts of all kernels (benchmarks/lib/precompile.py runs nothing)."""
-    with one_share(index, _PROCESSES), NoProducts():
+    with one_share(index, _PROCESSES), no_products():
         for entry in chosen:
             around = Surroundings.make(entry.shape, entry.rows, device)
             # What does not compile is reported when it is timed, and must not keep the others from compiling.

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.launches import NoProducts, one_share
+from benchmarks.kernels.launches import no_products, one_share
 from benchmarks.lib.precompile import Launch, precompile
 from benchmarks.lib.random_checkpoint import config_of
 from benchmarks.lib.recorder import Clock, Recorder, carry_on_or_start_again, describe
@@ -57,7 +57,7 @@ def build(options: argparse.Namespace, config: Qwen3_5Config, device: torch.devi
 def compile_share(options: argparse.Namespace, config: Qwen3_5Config, index: int, device: torch.device) -> None:
     """One of _PROCESSES parts of all kernels (benchmarks/lib/precompile.py runs nothing)."""
     step = build(options, one_of_each(config), device, empty=True)
-    with one_share(index, _PROCESSES), NoProducts():
+    with one_share(index, _PROCESSES), no_products():
         if options.probe:
             probe_launch.compile_all(device)
         for variant in plan(step, options):

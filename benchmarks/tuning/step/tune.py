@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels.launches import NoProducts, launches, one_share
+from benchmarks.kernels.launches import launches, no_products, one_share
 from benchmarks.lib.precompile import Launch, precompile
 from benchmarks.lib.random_checkpoint import config_of
 from benchmarks.lib.recorder import Clock, Recorder, describe
@@ -130,14 +130,14 @@ def parts_of(step: DecodeStep, variant: Variant) -> list[str]:
             found[step.part(*launch)] = None
         return False
 
-    with launches(note), NoProducts():
+    with launches(note), no_products():
         variant.launch(step)
     return list(found)
 
 
 def compile_share(options: argparse.Namespace, config: Qwen3_5Config, index: int, device: torch.device) -> None:
     step = build(options, one_of_each(config), device, empty=True)
-    with one_share(index, _PROCESSES), NoProducts():
+    with one_share(index, _PROCESSES), no_products():
         for rows in options.rows:
             for adapters in (False, True) if options.adapters else (False,):
                 whole = Variant("everything", rows, adapters, urgency=0)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.kernels.launches import NoProducts, compiled_alone, counted, held_back, launches, ordinary, without
+from benchmarks.kernels.launches import compiled_alone, counted, held_back, launches, no_products, ordinary, without
 from benchmarks.tuning.step.decode_step import MATRICES, DecodeStep
 from kernels.gpu.attention.decode import DecodeConfig
 from kernels.gpu.linear.skinny_configs import SkinnyConfig
@@ -143,7 +143,7 @@ def plan(step: DecodeStep, options: argparse.Namespace) -> list[Variant]:
     for with_adapters in (False, True) if options.adapters else (False,):
         for rows in options.rows:
             whole = Variant("everything", rows, with_adapters, urgency=0)
-            with launches(lambda *_: False), counted() as kernels, NoProducts():
+            with launches(lambda *_: False), counted() as kernels, no_products():
                 whole.launch(step)
             others = variants(step, rows, with_adapters, kernels)
             found += [whole, *(variant for variant in others if re.search(options.only, variant.what))]

@@ -8,6 +8,7 @@ remember the first target that they were asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
@@ -19,7 +20,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from benchmarks.kernels.launches import NoProducts
+from benchmarks.kernels.launches import no_products, replaced
 from benchmarks.lib.random_checkpoint import config_of
 from benchmarks.lib.random_model import RandomWeights
 from kernels.gpu.configs import KernelConfigs
@@ -122,40 +123,40 @@ def variants_of(kernels: KernelConfigs) -> Iterator[tuple[str, list[Variant]]]:
 
 def _recorded(launch: Callable[[], None]) -> list[Variant]:
     decoders = patch.multiple(matrix, dequantize_fp8=_decoded, dequantize_int4=_decoded)
-    with recorded() as variants, _NothingLarge(), decoders, torch.no_grad():
+    with recorded() as variants, _nothing_large(), decoders, torch.no_grad():
         launch()
     return variants
 
 
-class _NothingLarge(NoProducts):
+_LARGE = 1 << 18
+_MADE = ("zeros", "ones")
+_CHANGED = ("zero_", "fill_", "copy_", "add_")
+_REDUCED = ("float", "gt", "sum", "topk")
+
+
+@contextmanager
+def _nothing_large() -> Iterator[None]:
     """Inside, torch neither fills nor reads a large tensor, nor multiplies matrices: nobody looks at the numbers, and
     touching gigabytes of caches and logits takes longer than all launches."""
+    with no_products(), replaced((*_MADE, *_CHANGED, *_REDUCED), _unless_large):
+        yield
 
-    _LARGE = 1 << 18
-    _MADE = frozenset({"zeros", "ones"})
-    _CHANGED = frozenset({"zero_", "fill_", "copy_", "add_"})
-    _OTHER = frozenset({"float", "gt", "sum", "topk"}) | _MADE | _CHANGED
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given, name = kwargs or {}, getattr(func, "__name__", "")
-        if name not in self._OTHER:
-            return super().__torch_function__(func, types, args, kwargs)
-        first = args[0]
-        if name in self._MADE:
-            made = torch.empty(*args, **given)
-            return made if made.numel() > self._LARGE else func(*args, **given)
-        if first.numel() <= self._LARGE or "out" in given:
-            return func(*args, **given)
-        if name in self._CHANGED:
-            return first
-        if name in ("float", "gt"):
-            return torch.empty(first.shape, dtype=torch.float32 if name == "float" else torch.bool)
-        if name == "sum":  # over the first or the last dimension
-            return torch.empty(first[..., 0].shape if args[1] == -1 else first[0].shape, dtype=given["dtype"])
-        shape = (*first.shape[:-1], args[1])
-        return torch.empty(shape, dtype=first.dtype), torch.zeros(shape, dtype=torch.int64)
+def _unless_large(name: str, original: Any, *args: Any, **given: Any) -> Any:
+    if name in _MADE:
+        made = torch.empty(*args, **given)
+        return made if made.numel() > _LARGE else original(*args, **given)
+    first = args[0]
+    if first.numel() <= _LARGE or "out" in given:
+        return original(*args, **given)
+    if name in _CHANGED:
+        return first
+    if name in ("float", "gt"):
+        return torch.empty(first.shape, dtype=torch.float32 if name == "float" else torch.bool)
+    if name == "sum":  # over the first or the last dimension
+        return torch.empty(first[..., 0].shape if args[1] == -1 else first[0].shape, dtype=given["dtype"])
+    shape = (*first.shape[:-1], args[1])
+    return torch.empty(shape, dtype=first.dtype), torch.zeros(shape, dtype=torch.int64)
 
 
 def _model(start: Start, kernels: KernelConfigs) -> Qwen3_5:

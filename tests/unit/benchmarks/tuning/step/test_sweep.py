@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.kernels.launches import NoProducts, counted, launches, one_share, without
+from benchmarks.kernels.launches import counted, launches, no_products, one_share, without
 from benchmarks.lib.random_checkpoint import TINY, config_of, write
 from benchmarks.lib.random_model import RandomWeights
 from benchmarks.lib.recorder import Recorder
@@ -80,7 +80,7 @@ def test_shares_of_processes_that_compile_are_all_there_is() -> None:
                     step.launch(16, adapters=True)
         return set(found)
 
-    with NoProducts():
+    with no_products():
         wanted = plan(step, options)
         assert [variant.what for variant in wanted[:4]] == ["everything"] * 4
         assert len({(v.what, v.rows, v.adapters) for v in wanted}) == len(wanted)

@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from kernels.gpu.launch.cache_keys import stable_keys
 from services.engine.constraints.masks import RowMasks
-from services.engine.executors.cuda.compile_ahead import Target, Variant, recorded
+from services.engine.executors.cuda.compile_ahead import Target, Variant, _Nothing, recorded
 from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
 from services.engine.executors.cuda.warm_up import sampling_plans
 from services.engine.models.device_batch import DeviceCache
@@ -112,14 +112,19 @@ def disk_key(variant: Variant) -> str:
 def asked(launch: Callable[[], None]) -> dict[str, str]:
     """Where the launches of this process would look, and for which kernel."""
     keys: dict[str, str] = {}
+    found: list[tuple[dict[str, Any], str]] = []
 
     def look(
-        self: Any, _key: Any, signature: Any, device: int, constexprs: Any, options: Any, attrs: Any, _warmup: bool
-    ) -> None:
-        backend = self.device_caches[device][3]
+        self: Any, key: str, signature: Any, device: int, constexprs: Any, options: Any, attrs: Any, _warmup: bool
+    ) -> Any:
+        kernels, _, _, backend, _ = self.device_caches[device]
         keys[str(get_cache_key(ASTSource(self, signature, constexprs, attrs), backend, options, env_vars={}))] = (
             self.__name__
         )
+        # Later launches with this key of the process would look in the same place.
+        kernels[key] = _Nothing()
+        found.append((kernels, key))
+        return kernels[key]
 
     original = JITFunction._do_compile
     JITFunction._do_compile = look
@@ -127,6 +132,8 @@ def asked(launch: Callable[[], None]) -> dict[str, str]:
         launch()
     finally:
         JITFunction._do_compile = original
+        for kernels, key in found:
+            del kernels[key]
     return keys
 
 
