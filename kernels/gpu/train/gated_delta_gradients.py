@@ -33,6 +33,12 @@ from kernels.gpu.train.gated_delta import DeltaTrace, product
 _FINISH_ROWS = 16
 
 
+@triton.jit
+def _whole(x):
+    """Sum of a vector, [1]. Triton 3.7 fails for sm_100 where a sum of sums of a product is a scalar."""
+    return tl.sum(x[None, :], axis=1)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _gradients_kernel(
     mixed,
@@ -139,7 +145,7 @@ def _gradients_kernel(
     da *= tl.where(t[:, None] > t[None, :], -decay, 0.0) * k_inverse[:, None] * k_inverse[None, :]
     written *= (exponential(last - total) * k_inverse)[:, None]
     from_end = exponential(last) * tl.sum(ahead, axis=0)
-    from_end += tl.sum(tl.where(inside, tl.sum(written * k.to(tl.float32), axis=1), 0.0), axis=0)
+    from_end += _whole(tl.where(inside, tl.sum(written * k.to(tl.float32), axis=1), 0.0))
     written = tl.dot(dp, q, written, input_precision="tf32x3")
     written = tl.dot(tl.trans((da * beta[:, None]).to(k.dtype)), k, written, input_precision="tf32x3")
     decayed -= tl.sum(written * k.to(tl.float32), axis=1)
@@ -161,7 +167,7 @@ def _gradients_kernel(
 
     # What the last token's sum is part of, every token's decay is.
     decayed = tl.where(inside, decayed, 0.0)
-    dg = tl.sum(decayed, axis=0) - tl.cumsum(decayed, axis=0) + decayed + from_end
+    dg = _whole(decayed) - tl.cumsum(decayed, axis=0) + decayed + from_end
     da_input = dg * rate * sigmoid(a + bias)
     tl.store(projected_grad + gates + HEADS, da_input.to(projected_grad.dtype.element_ty), mask=inside)
 
