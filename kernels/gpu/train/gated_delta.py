@@ -109,6 +109,9 @@ FEW = ScanCut(block_v=32, num_warps=4, num_stages=3)
 MANY = ScanCut(block_v=64, num_warps=4, num_stages=3)
 _SMALL = ScanCut(block_v=32, num_warps=4, num_stages=2)
 """For any number of documents in 99 KiB of shared memory."""
+_LARGE = ScanCut(block_v=32, num_warps=8, num_stages=3)
+"""For any number of documents on sm_80: its tensor cores take what they multiply from registers, of which 4 warps have
+too few (the backward spilled up to 6,560 bytes a thread)."""
 EXACT = ScanCut(block_v=16, num_warps=4, num_stages=1)
 _PROGRAMS = 192
 """Programs of 32 value dimensions each that an H200 runs at once with room to spare, as in serving."""
@@ -118,8 +121,8 @@ def scan_cut(shape: DeltaShape, documents: Documents, dtype: torch.dtype, device
     """The cut for so many documents."""
     if dtype == torch.float32:
         return EXACT
-    if device.size == "small":
-        return _SMALL
+    if device.size != "wide":
+        return _SMALL if device.size == "small" else _LARGE
     few = triton.cdiv(shape.value_dim, FEW.block_v) * shape.value_heads * documents.count
     return FEW if few <= device.wave(_PROGRAMS) else MANY
 
