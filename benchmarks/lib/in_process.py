@@ -14,13 +14,14 @@ import numpy as np
 import structlog
 
 from benchmarks.lib.adapters import GeneratedAdapters, adapter_name
+from services.engine.loop.loop import EngineLoop
 from services.engine.loop.step_pipeline import StepPipeline
 from services.engine.models.registry import read_config
 from services.engine.observability.events import EventStream
 from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.sampling_params import SamplingParams
-from services.engine.requests.submission import Submission
+from services.engine.requests.submission import Sink, Submission
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine, build_engine, tune_interpreter, use_threads
 
@@ -121,7 +122,8 @@ class InProcessEngine:
     def generate(
         self, prompts: Sequence[Prompt], new_tokens: int, *, decoding: Callable[[], None] | None = None
     ) -> Run:
-        """Runs all prompts at once.
+        """Runs all prompts at once: what each step computes does not depend on the machine's speed, unless requests
+        wait for adapters that load.
 
         Args:
             decoding: called on this thread once every request has its first token; when it returns the requests are
@@ -157,8 +159,7 @@ class InProcessEngine:
             for index, prompt in enumerate(prompts)
         ]
         run.began = time.perf_counter()
-        for submission in submissions:
-            self.engine.loop.submit(submission, sink)
+        submit_together(self.engine.loop, submissions, sink)
         if decoding is not None:
             started.wait()
             decoding()
@@ -171,6 +172,21 @@ class InProcessEngine:
 
     def _adapter(self, index: int) -> AdapterChoice:
         return AdapterChoice(name=adapter_name(index % self.adapters)) if self.adapters else AdapterChoice()
+
+
+def submit_together(loop: EngineLoop, submissions: Sequence[Submission], sink: Sink) -> None:
+    """Queues requests between two steps of a running loop: the next step finds all of them, however slow or loaded the
+    machine is. One after the other, the first would run alone for as many steps as the others take to arrive.
+
+    Raises:
+        TemperError: one is refused; those before it run.
+    """
+
+    def submit() -> None:
+        for submission in submissions:
+            loop.submit(submission, sink)
+
+    loop.call_at_boundary(submit).result()
 
 
 def only_warnings() -> None:

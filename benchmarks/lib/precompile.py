@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from cli.local.process import die_with_parent
+
 Launch = Callable[[Any], object]
 """Called with the device to make its tensors on; launches kernels."""
 
@@ -35,7 +37,8 @@ def precompile(launches: Sequence[Launch], *, processes: int = 0) -> float:
     began = time.perf_counter()
     count = min(len(launches), processes or len(os.sched_getaffinity(0)))
     context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=_compile, args=(launches[index::count],)) for index in range(count)]
+    parent = os.getpid()
+    workers = [context.Process(target=_compile, args=(launches[index::count], parent)) for index in range(count)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -46,7 +49,9 @@ def precompile(launches: Sequence[Launch], *, processes: int = 0) -> float:
     return time.perf_counter() - began
 
 
-def _compile(launches: Sequence[Launch]) -> None:
+def _compile(launches: Sequence[Launch], parent: int) -> None:
+    if (ask := die_with_parent(parent)) is not None:
+        ask()
     # Imported here: the test utility patches Triton's driver, which no other process of a benchmark wants.
     import torch
 

@@ -35,8 +35,8 @@ from benchmarks.lib.recorder import put_line
 from kernels.gpu.delta.chunk import gated_delta_prefill
 from kernels.gpu.delta.conv1d import conv_prefill
 from kernels.gpu.linear.skinny import SplitWorkspace
+from services.engine.executors.compiler_pool import CompilerPool
 from services.engine.executors.cuda.cache_transfer import CudaCacheTransfer
-from services.engine.executors.cuda.compile_ahead import compiler_pool
 from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
 from services.engine.kv_cache.snapshot_policy import SnapshotPolicy
 from services.engine.kv_offload.entry_format import WORD, checksum, weights
@@ -398,7 +398,7 @@ def main() -> None:
     config = family_config(config_of(options.shape))
     lengths, moved = ([int(part) for part in text.split(",")] for text in (options.lengths, options.moved))
     began = time.perf_counter()
-    with compiler_pool() as pool:
+    with CompilerPool() as pool:
         bench = Bench.build(config, device, most=max(*lengths, *moved), float8_kv=options.kv == "fp8", compilers=pool)
     facts = {"shape": options.shape, "kv": options.kv} | environment()
     print(f"built in {time.perf_counter() - began:.1f} s", flush=True)

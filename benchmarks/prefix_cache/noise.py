@@ -97,8 +97,11 @@ class Asking:
         Raises:
             RuntimeError: one failed, or none has ended for long.
         """
-        for ask in asks:
-            self._send(ask)
+        from benchmarks.lib.in_process import submit_together
+
+        named = {self._name(): ask for ask in asks}
+        self._flying |= named
+        submit_together(self._loop, [_submission(name, ask) for name, ask in named.items()], self._sink)
         for _ in asks:
             try:
                 done = self._ended.get(timeout=_STUCK_SECONDS)
@@ -128,11 +131,6 @@ class Asking:
             yield
         finally:
             self._loop.abort(name)
-
-    def _send(self, ask: Ask) -> None:
-        name = self._name()
-        self._flying[name] = ask
-        self._loop.submit(_submission(name, ask), self._sink)
 
     def _name(self) -> str:
         self._sent += 1

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.lib.in_process import submit_together
 from services.common.errors import TemperError
 from services.engine.compute_sharing.host_lock import SliceGate
 from services.engine.executors.cpu.runner import ModelRunner
@@ -111,9 +112,12 @@ class EngineUnderTest:
 
         self._runs += 1
         sampling = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+        submissions = [
+            Submission(f"{self._runs}-{index}", prompt, sampling, AdapterChoice())
+            for index, prompt in enumerate(prompts)
+        ]
         began = time.perf_counter()
-        for index, prompt in enumerate(prompts):
-            self._loop.submit(Submission(f"{self._runs}-{index}", prompt, sampling, AdapterChoice()), sink)
+        submit_together(self._loop, submissions, sink)
         done.wait()
         seconds = time.perf_counter() - began
         if failed:

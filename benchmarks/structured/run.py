@@ -40,6 +40,8 @@ def run_all(
     engine: InProcessEngine, submissions: Sequence[Submission]
 ) -> tuple[dict[str, list[SequenceUpdate]], float]:
     """The updates of each request, and the seconds until all had ended."""
+    from benchmarks.lib.in_process import submit_together
+
     updates: dict[str, list[SequenceUpdate]] = {submission.request_id: [] for submission in submissions}
     left, done = len(submissions), threading.Event()
 
@@ -52,8 +54,7 @@ def run_all(
             done.set()
 
     began = time.perf_counter()
-    for submission in submissions:
-        engine.engine.loop.submit(submission, sink)
+    submit_together(engine.engine.loop, submissions, sink)
     done.wait()
     return updates, time.perf_counter() - began
 

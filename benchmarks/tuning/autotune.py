@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.environment import environment
 from benchmarks.lib.random_checkpoint import add_model, check_model, checkpoint
+from cli.local.process import die_with_parent
 
 
 def search(options: argparse.Namespace) -> dict[str, Any]:
@@ -74,9 +77,15 @@ def rates(options: argparse.Namespace, tune: str) -> dict[str, float]:
     ]
     for pair in (*options.set, f"cache_dir={options.cache_dir}", f"tune={tune}"):
         command += ["--set", pair]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in _told(command) if line.startswith("{")]
     return {str(line["c"]): line["decode_tok_s"] for line in lines}
+
+
+def _told(command: Sequence[str]) -> list[str]:
+    """Lines that a process writes, which ends with this one."""
+    ending = die_with_parent(os.getpid())
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, preexec_fn=ending)
+    return done.stdout.splitlines()
 
 
 def main() -> None:
@@ -97,9 +106,8 @@ def main() -> None:
         print(json.dumps(search(options)), flush=True)
         return
     command = [sys.executable, "-m", "benchmarks.tuning.autotune", *sys.argv[1:], "--search-only"]
-    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     report: dict[str, Any] = {"model": options.model, "quant": options.quant, "kv": options.kv}
-    report |= json.loads(found.stdout.splitlines()[-1])
+    report |= json.loads(_told(command)[-1])
     runs = [(rates(options, "off"), rates(options, "kept")) for _ in range(options.repeats)]
     for name, index in (("table_tok_s", 0), ("tuned_tok_s", 1)):
         report[name] = {case: [run[index][case] for run in runs] for case in (runs[0][0] if runs else ())}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import multiprocessing
 import os
 import signal
 import sys
@@ -164,8 +163,6 @@ async def _unless_stopped(loading: asyncio.Task[Engine], stop: asyncio.Event) ->
     await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         log.info("asked to stop while loading")
-        for child in multiprocessing.active_children():  # processes that compile kernels
-            child.terminate()
         sys.stderr.flush()
         os._exit(0)
     stopped.cancel()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.gpu.configs import KernelConfigs
 from services.common.jobs import LoraSettings
-from services.engine.executors.cuda.compile_ahead import compiler_pool
+from services.engine.executors.compiler_pool import CompilerPool
 from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
 from services.engine.models.batch import CacheBuffers
 from services.engine.models.config import ModelConfig
@@ -224,7 +224,7 @@ def spoil(cache: CacheBuffers | DeviceCache) -> None:
 def _compilers() -> Executor:
     """One pool for all tests: each shape of a model compiles its own kernels. Test processes share the cores."""
     cores = len(os.sched_getaffinity(0))
-    return compiler_pool(max(1, cores // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
+    return CompilerPool(max(1, cores // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 
 
 def cuda_runner(

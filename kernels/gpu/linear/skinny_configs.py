@@ -98,8 +98,8 @@ _STREAM_WIDE: dict[Kind, SkinnyConfig] = {
 }
 """Up to 16 rows, as measured on an H200."""
 _STREAM: dict[Kind, SkinnyConfig] = {
-    "none": SkinnyConfig("stream", 16, 512, warps=8, slots=4),
-    "fp8": SkinnyConfig("stream", 16, 512, warps=4, stages=2),
+    "none": SkinnyConfig("stream", 16, 512, warps=8, slots=2),
+    "fp8": SkinnyConfig("stream", 16, 512, warps=4, stages=2, slots=4),
     "int4": SkinnyConfig("stream", 16, 512, warps=4, stages=4),
 }
 """The same before Hopper, where a thread would spill up to 144 bytes with those (tests/kernels/compile_table)."""
@@ -173,8 +173,8 @@ def starts_early(rows: int, *, swiglu: bool, adds: bool, adapters: bool) -> bool
 def invariant(device: DeviceLimits) -> tuple[SkinnyConfig, int]:
     """Variant, and rows of a program, for any number of rows: a row's bits then do not depend on how many there
     are."""
-    warps = 4 if device.size == "wide" else 8  # with 4 up to 40 bytes of registers are spilled
-    return SkinnyConfig("dot", 64, 128, warps, stages=2 if device.size == "small" else 3, slots=4), 64
+    slots = 4 if device.size == "wide" else 2  # with 4 up to 40 bytes of registers are spilled
+    return SkinnyConfig("dot", 64, 128, warps=4, stages=2 if device.size == "small" else 3, slots=slots), 64
 
 
 _Measured = tuple[tuple[int, SkinnyConfig], ...]

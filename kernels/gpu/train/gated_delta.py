@@ -107,7 +107,8 @@ class ScanCut:
 
 FEW = ScanCut(block_v=32, num_warps=4, num_stages=3)
 MANY = ScanCut(block_v=64, num_warps=4, num_stages=3)
-_MANY_SMALL = ScanCut(block_v=32, num_warps=4, num_stages=2)
+_SMALL = ScanCut(block_v=32, num_warps=4, num_stages=2)
+"""For any number of documents in 99 KiB of shared memory."""
 EXACT = ScanCut(block_v=16, num_warps=4, num_stages=1)
 _PROGRAMS = 192
 """Programs of 32 value dimensions each that an H200 runs at once with room to spare, as in serving."""
@@ -117,10 +118,10 @@ def scan_cut(shape: DeltaShape, documents: Documents, dtype: torch.dtype, device
     """The cut for so many documents."""
     if dtype == torch.float32:
         return EXACT
+    if device.size == "small":
+        return _SMALL
     few = triton.cdiv(shape.value_dim, FEW.block_v) * shape.value_heads * documents.count
-    if few <= device.wave(_PROGRAMS):
-        return FEW
-    return _MANY_SMALL if device.size == "small" else MANY
+    return FEW if few <= device.wave(_PROGRAMS) else MANY
 
 
 @dataclass(frozen=True, slots=True)

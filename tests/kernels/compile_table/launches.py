@@ -33,7 +33,7 @@ from services.engine.executors.cuda import runner as runner_module
 from services.engine.executors.cuda.cache_transfer import CudaCacheTransfer
 from services.engine.executors.cuda.compile_ahead import Target, Variant, recorded
 from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
-from services.engine.executors.cuda.warm_up import sampling_plans, warm_up_shapes
+from services.engine.executors.cuda.warm_up import sampling_plans
 from services.engine.models.device_batch import DeviceCache
 from services.engine.models.footprint import Quantization
 from services.engine.models.interface import Recompute
@@ -195,16 +195,9 @@ def _serve(start: Start, kernels: KernelConfigs) -> None:
     lora._upload = AdapterUpload(lora.target_buffers(), lora._output_order, lora.upload_bytes(start.config, start.rank))
     options = RunnerOptions(start.batch_invariant, pdl=kernels.device.programmatic_launch)
     runner = CudaRunner(model, cache, lora, limits, options, eos_token_ids=[1])
-    shapes = warm_up_shapes(
-        runner._shapes,
-        limits.max_num_seqs,
-        limits.token_budget,
-        speculative=start.speculative,
-        rows=runner.forward.rows_that_differ,
-    )
     plans = partial(_some_plans, every=start.samples)
     with torch.inference_mode(), patch.object(runner_module, "sampling_plans", plans):
-        runner._launch_all(shapes, runner.forward.one_of_each_layer())
+        runner._launch_all(runner.warm_up_shapes, runner.forward.one_of_each_layer())
     CudaCacheTransfer(cache, runner.stream, start.name).warm_up()
 
 

@@ -25,9 +25,9 @@ DECODE = frozenset(
     }
 )
 """Kernels of a decode step that move its bytes: a step of few rows waits for each of their instructions."""
-MOST_SPILLED = 64
+MOST_SPILLED = 32
 """Bytes a thread of those kernels may spill. The goal is none; but int4 products of 3 and 4 rows, which spill 24, are
-faster than what does not (kernels.gpu.linear.skinny_configs), and batch-invariant ones spill up to 56."""
+faster than what does not (kernels.gpu.linear.skinny_configs)."""
 _ALLOCATED = 256
 """Registers are given to a warp in units of so many (CUDA C++ Programming Guide, occupancy)."""
 

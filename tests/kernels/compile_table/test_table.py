@@ -50,8 +50,8 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.M
         ({"registers": 255, "warps": 16}, "does not fit the card"),
         # 97 registers of 32 threads are given as 13 units of 256.
         ({"registers": 97, "warps": 20}, "does not fit the card"),
-        ({"spilled": 64}, None),
-        ({"spilled": 72}, "spills in a decode"),
+        ({"spilled": 32}, None),
+        ({"spilled": 40}, "spills in a decode"),
         ({"spilled": 96, "kernel": "_gradients_kernel"}, None),
         ({"digest": "4567"}, "has no line"),
     ],

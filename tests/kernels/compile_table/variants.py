@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -18,7 +19,7 @@ from triton.runtime import driver
 
 from kernels.gpu.configs import KernelConfigs
 from kernels.gpu.launch.cache_keys import stable_keys
-from kernels.gpu.launch.device import named
+from kernels.gpu.launch.device import DeviceLimits, named
 from services.engine.executors.cuda.compile_ahead import Target, Variant
 from tests.kernels.compile_table.kernel_source import source_of
 from tests.kernels.compile_table.launches import variants_of
@@ -36,14 +37,31 @@ class Launched:
 
 def launched(architecture: str) -> dict[str, Launched]:
     """All variants by digest. A process can say so of one architecture only."""
-    found: dict[str, Launched] = {}
+    variants: dict[str, Variant] = {}
+    by: dict[str, dict[str, None]] = {}  # names in their order
+    for limits in _cards(architecture):
+        for name, launches in variants_of(KernelConfigs(limits)):
+            for variant in launches:
+                digest = digest_of(variant, limits.architecture)
+                variants[digest] = variant
+                by.setdefault(digest, {})[name] = None
+    return {digest: Launched(variant, "; ".join(by[digest])) for digest, variant in variants.items()}
+
+
+_MULTIPROCESSORS = {
+    "sm80": (56, 108),  # A30, A100
+    "sm86": (28, 84),  # RTX 3060, A40
+    "sm89": (34, 142),  # RTX 4060 Ti, L40S
+    "sm90": (114, 132),  # H100 PCIe, H200
+    "sm120": (36, 188),  # RTX 5060 Ti, RTX PRO 6000
+}
+"""Fewest and most multiprocessors of the cards of an architecture: some cuts depend on their number."""
+
+
+def _cards(architecture: str) -> Iterator[DeviceLimits]:
     limits = named(architecture)
-    for name, variants in variants_of(KernelConfigs(limits)):
-        for variant in variants:
-            digest = digest_of(variant, limits.architecture)
-            known = found.get(digest)
-            found[digest] = Launched(variant, name) if known is None else replace(known, by=f"{known.by}; {name}")
-    return found
+    for multiprocessors in _MULTIPROCESSORS.get(architecture, (limits.multiprocessors,)):
+        yield replace(limits, multiprocessors=multiprocessors)
 
 
 def digest_of(variant: Variant, architecture: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ from kernels.gpu.attention.decode import decode_config, decode_splits
 from kernels.gpu.attention.pages import KvPages
 from kernels.gpu.attention.prefill import OVERLAPPED, prefill_config
 from kernels.gpu.configs import KernelConfigs, Product
+from kernels.gpu.delta.shape import DeltaShape
 from kernels.gpu.launch.device import DeviceLimits, architectures, limits_of, named
 from kernels.gpu.linear.fp8 import fp8_config
 from kernels.gpu.linear.skinny_configs import Kind, SkinnyConfig, choose, most_rows
 from kernels.gpu.lora.shrink import shrink_config
+from kernels.gpu.train.documents import Documents
+from kernels.gpu.train.gated_delta import scan_cut
 from tests.kernels.gpu import interpreter  # noqa: F401
 
 CARDS = [named(name) for name in architectures()]
@@ -135,3 +139,13 @@ def test_large_matrices_of_any_size_stream_in_tiles(outputs: int, inputs: int, k
         programs = outputs // config.block_n * config.splits
         assert 2 * programs >= card.multiprocessors or inputs // (4 * config.block_k) == config.splits
     assert choose(1, outputs, inputs, kind, False, card).variant == "vector"
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 64])
+def test_a_training_scan_keeps_two_tiles_in_flight_in_little_shared_memory(count: int) -> None:
+    """Three take 100 KiB, however many multiprocessors there are."""
+    shape, documents = DeltaShape(16, 32, 128, 128), Documents.build([16] * count, torch.device("cpu"))
+    for card in CARDS:
+        for multiprocessors in (20, 58, 142, 192):
+            cut = scan_cut(shape, documents, torch.bfloat16, replace(card, multiprocessors=multiprocessors))
+            assert cut.num_stages == (2 if card.size == "small" else 3)

@@ -123,7 +123,7 @@ class CudaCacheTransfer:
         """Compiles the kernels, on scratch memory.
 
         Args:
-            compilers: from compiler_pool(); None: a pool for this call, if anything is not compiled yet.
+            compilers: a CompilerPool; None: a pool for this call, if anything is not compiled yet.
         """
         memory = np.zeros(self._layout.block_bytes + self._layout.slot_bytes, dtype=np.uint8)
 

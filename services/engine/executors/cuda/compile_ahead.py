@@ -13,10 +13,8 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import multiprocessing
-import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +30,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime import driver
 
 from kernels.gpu.launch.cache_keys import stable_keys
+from services.engine.executors.compiler_pool import CompilerPool
 
 log = structlog.get_logger(__name__)
 
@@ -136,7 +135,7 @@ class Compiling:
     """Compiles variants of kernels in the background, each once.
 
     Args:
-        pool: of compiler_pool().
+        pool: a CompilerPool.
     """
 
     def __init__(self, pool: Executor) -> None:
@@ -169,7 +168,7 @@ def compile_ahead(launch: Callable[[], None], pool: Executor | None = None) -> i
 
     Args:
         launch: launches kernels; nothing it computes is used.
-        pool: of compiler_pool(); None: one for this call.
+        pool: a CompilerPool; None: one for this call.
 
     Returns:
         How many kernels were compiled. A kernel that fails to compile here is warned of, and fails again when it is
@@ -186,7 +185,7 @@ def compile_ahead(launch: Callable[[], None], pool: Executor | None = None) -> i
         if pool is not None:
             failures = list(pool.map(_compile, jobs))
         else:
-            with compiler_pool(len(jobs)) as own:
+            with CompilerPool(len(jobs)) as own:
                 failures = list(own.map(_compile, jobs))
     except BrokenProcessPool as error:
         log.warning("kernels compile one by one: a compiling process died", error=str(error), kernels=len(jobs))
@@ -198,12 +197,6 @@ def compile_ahead(launch: Callable[[], None], pool: Executor | None = None) -> i
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
     return len(jobs) - len(failed)
-
-
-def compiler_pool(most: int = 64) -> ProcessPoolExecutor:
-    """Processes that compile: one a core, at most ``most``."""
-    cores = len(os.sched_getaffinity(0))
-    return ProcessPoolExecutor(min(cores, most), mp_context=multiprocessing.get_context("spawn"))
 
 
 def _marker(variants: Sequence[Variant], target: GPUTarget) -> Path:

@@ -170,6 +170,18 @@ class CudaRunner:
         """Numbers of rows of the steps of decodes alone that are captured, ascending."""
         return sorted(shape.rows for shape in self._shapes if shape.decodes == shape.rows)
 
+    @property
+    def warm_up_shapes(self) -> list[StepShape]:
+        """Shapes of this runner's warm-up; see the function of that name."""
+        limits = self._limits
+        return warm_up_shapes(
+            self._shapes,
+            limits.max_num_seqs,
+            limits.token_budget,
+            speculative=limits.speculative,
+            rows=self.forward.rows_that_differ,
+        )
+
     def place_decodes(self, rows: int, chunks: Sequence[Chunk]) -> None:
         """Sends decodes for run_decodes(), before requests are served. No chunks: padding, and empty block tables."""
         with self._stream.active():
@@ -191,16 +203,9 @@ class CudaRunner:
         request: what it leaves in the caches means nothing.
 
         Args:
-            compilers: from compiler_pool(), to compile on; None: a pool for this call, if anything is not compiled yet.
+            compilers: a CompilerPool to compile on; None: a pool for this call, if anything is not compiled yet.
         """
-        limits = self._limits
-        shapes = warm_up_shapes(
-            self._shapes,
-            limits.max_num_seqs,
-            limits.token_budget,
-            speculative=limits.speculative,
-            rows=self.forward.rows_that_differ,
-        )
+        shapes = self.warm_up_shapes
         # Each kernel once is enough to load it, and a few layers need as much memory as all: nothing of a layer stays.
         few = self.forward.one_of_each_layer()
         with self._stream.active():
@@ -216,7 +221,7 @@ class CudaRunner:
         log.info("kernels loaded")
         if self._shapes:
             self._graphs.capture(self._shapes, adapters=self._has_adapters)
-            if limits.speculative:
+            if self._limits.speculative:
                 self._draft_graphs.capture(self._shapes, adapters=self._has_adapters)
         self._stream.synchronize()
 

@@ -17,7 +17,8 @@ import kernels.gpu
 from kernels.gpu.configs import KernelConfigs, Product
 from kernels.gpu.linear.skinny import MAX_ROWS
 from kernels.gpu.linear.skinny_configs import SkinnyConfig, most_rows
-from services.engine.executors.cuda.compile_ahead import Compiling, compiler_pool
+from services.engine.executors.compiler_pool import CompilerPool
+from services.engine.executors.cuda.compile_ahead import Compiling
 from services.engine.executors.cuda.runner import CudaRunner
 from services.engine.executors.tuning import candidates
 from services.engine.executors.tuning.bench import CapturedSteps
@@ -106,7 +107,7 @@ def search(
     """
     kernels_used = model.kernel_configs()
     sizes = [rows for rows in runner.decode_sizes if rows <= MAX_ROWS]
-    compilers = compiler_pool()
+    compilers = CompilerPool()
     with no_collection():
         bench = CapturedSteps(runner, kernels_used, cache, lora, Compiling(compilers), max_model_len=max_model_len)
         try:
@@ -128,8 +129,7 @@ def search(
         finally:
             put(kernels_used.tuned, sizes, {})
             bench.close()
-            # What is at work now ends in the background.
-            compilers.shutdown(wait=False, cancel_futures=True)
+            compilers.end()
     return Outcome(bands, took, tuner.trials)
 
 

@@ -26,7 +26,7 @@ from kernels.gpu.launch.cache_keys import stable_keys
 from services.engine.constraints.masks import RowMasks
 from services.engine.executors.cuda.compile_ahead import Target, Variant, recorded
 from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
-from services.engine.executors.cuda.warm_up import sampling_plans, warm_up_shapes
+from services.engine.executors.cuda.warm_up import sampling_plans
 from services.engine.models.device_batch import DeviceCache
 from services.engine.models.lora.upload import AdapterUpload
 from services.engine.models.qwen3_5.config import Qwen3_5Config
@@ -136,14 +136,7 @@ def check(case: str, pool: ProcessPoolExecutor) -> dict[str, Any]:
     quantization, _, more = case.partition("+")
     config = EXPERTS if more == "experts" else CONFIG
     runner = build(config, quantization, more == "mtp")
-    limits = runner._limits
-    shapes = warm_up_shapes(
-        runner._shapes,
-        limits.max_num_seqs,
-        limits.token_budget,
-        speculative=limits.speculative,
-        rows=runner.forward.rows_that_differ,
-    )
+    shapes = runner.warm_up_shapes
 
     def everything() -> None:
         runner._launch_all(shapes, runner.forward)
