@@ -28,9 +28,9 @@ class Bootstrap:
 def bootstrap_ends(scores: Scores, level: float, kind: Kind, bootstrap: Bootstrap) -> tuple[float, float]:
     """Ends of the bootstrap's interval of the mean.
 
-    "percentile" takes the quantiles of the means drawn, at levels widened for few groups: the plain ones are too narrow
-    by the factor sqrt((n - 1) / n) and by the normal quantile in place of Student's (Hesterberg, The American
-    Statistician 69, 2015, "expanded percentile"). "bca" corrects them for bias and skew instead (Efron, JASA 82, 1987).
+    "percentile" takes the quantiles of the means drawn; "bca" corrects their levels for bias and skew (Efron, JASA 82,
+    1987). Both reach further for few groups: the plain quantiles are too narrow by the factor sqrt((n - 1) / n) and by
+    the normal quantile in place of Student's (Hesterberg, The American Statistician 69, 2015, "expanded percentile").
 
     Raises:
         ValueError: there is one group only.
@@ -39,12 +39,8 @@ def bootstrap_ends(scores: Scores, level: float, kind: Kind, bootstrap: Bootstra
     if count < 2:
         raise ValueError("the spread of one group is unknown: a suite needs two groups or more")
     means = replicates(scores.clusters, bootstrap)
-    upper = (1 + level) / 2
-    if kind == "percentile":
-        reach = NORMAL.cdf(math.sqrt(count / (count - 1)) * student_t(upper, count - 1))
-        levels = (1 - reach, reach)
-    else:
-        levels = _bca_levels(scores, means, upper)
+    reach = math.sqrt(count / (count - 1)) * student_t((1 + level) / 2, count - 1)
+    levels = (NORMAL.cdf(-reach), NORMAL.cdf(reach)) if kind == "percentile" else _bca_levels(scores, means, reach)
     return quantile(means, levels[0]), quantile(means, levels[1])
 
 
@@ -70,7 +66,7 @@ def quantile(ordered: list[float], probability: float) -> float:
     return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
-def _bca_levels(scores: Scores, means: list[float], upper: float) -> tuple[float, float]:
+def _bca_levels(scores: Scores, means: list[float], reach: float) -> tuple[float, float]:
     mean = scores.mean
     below = sum(value < mean for value in means) + sum(value == mean for value in means) / 2
     # A share of 0 or 1 has no quantile; half a draw is as far as the draws can tell.
@@ -80,8 +76,7 @@ def _bca_levels(scores: Scores, means: list[float], upper: float) -> tuple[float
     def corrected(z: float) -> float:
         return NORMAL.cdf(bias + (bias + z) / (1 - acceleration * (bias + z)))
 
-    z = NORMAL.inv_cdf(upper)
-    return corrected(-z), corrected(z)
+    return corrected(-reach), corrected(reach)
 
 
 def _acceleration(clusters: tuple[Cluster, ...]) -> float:

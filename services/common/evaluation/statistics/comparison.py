@@ -58,8 +58,8 @@ def compare(
 ) -> Comparison:
     """Compares two targets by the differences of their scores on each item.
 
-    Scores of 0 and 1 on independent items of equal weight are compared by McNemar's exact test, with the interval of
-    Bonett & Price, which is sound where few or no items differ. All others are compared by flipping the signs of the
+    Scores of 0 and 1 on independent items of equal weight are compared by McNemar's exact test, with Tango's interval,
+    which is sound where few or no items differ. All others are compared by flipping the signs of the
     groups' differences, with the paired bootstrap's interval.
 
     Args:
@@ -77,7 +77,7 @@ def compare(
     test: Test
     if first.binary and second.binary and differences.simple:
         test, p = "mcnemar", mcnemar(better, worse, alternative)
-        interval = bonett_price(better, worse, len(differences.values), level)
+        interval = tango(better, worse, len(differences.values), level)
         error = (interval.high - interval.low) / (2 * NORMAL.inv_cdf((1 + level) / 2))
     else:
         test, p = "sign-flip", sign_flip(differences, alternative, bootstrap)
@@ -112,16 +112,37 @@ def mcnemar(better: int, worse: int, alternative: Alternative = "two-sided") -> 
     return fair_tail(better if alternative == "better" else worse, count)
 
 
-def bonett_price(better: int, worse: int, count: int, level: float = LEVEL) -> Interval:
-    """Interval of the difference of two paired proportions: Wald's with an item more in each direction (Bonett & Price,
-    British Journal of Mathematical and Statistical Psychology 65, 2012).
+def tango(better: int, worse: int, count: int, level: float = LEVEL) -> Interval:
+    """Score interval of the difference of two paired proportions (Tango, Statistics in Medicine 17, 1998): the
+    differences that the data do not contradict.
 
     Args:
         count: all items.
     """
-    up, down = (better + 1) / (count + 2), (worse + 1) / (count + 2)
-    half = NORMAL.inv_cdf((1 + level) / 2) * math.sqrt((up + down - (up - down) ** 2) / (count + 2))
-    return Interval(max(-1.0, up - down - half), min(1.0, up - down + half), level, "bonett-price")
+    reach = NORMAL.inv_cdf((1 + level) / 2)
+
+    def edge(bound: float) -> float:
+        """Difference at which the score is ``bound``; it falls as the difference grows."""
+        low, high = -1.0, 1.0
+        for _ in range(60):  # halves the interval below a float's precision
+            middle = (low + high) / 2
+            low, high = (middle, high) if _score(better, worse, count, middle) > bound else (low, middle)
+        return (low + high) / 2
+
+    return Interval(edge(reach), edge(-reach), level, "tango")
+
+
+def _score(better: int, worse: int, count: int, difference: float) -> float:
+    """Score statistic of a difference of paired proportions, with the most likely share of worse items beside it."""
+    linear = (2 * count - better + worse) * difference - better - worse
+    constant = -worse * difference * (1 - difference)
+    root = math.sqrt(max(0.0, linear * linear - 8 * count * constant))  # rounding may fall below
+    share = (root - linear) / (4 * count)
+    variance = count * (2 * share + difference * (1 - difference))
+    distance = better - worse - count * difference
+    if variance <= 0:
+        return 0.0 if distance == 0 else math.copysign(math.inf, distance)
+    return distance / math.sqrt(variance)
 
 
 def sign_flip(differences: Scores, alternative: Alternative = "two-sided", bootstrap: Bootstrap | None = None) -> float:

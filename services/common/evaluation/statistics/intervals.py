@@ -10,7 +10,7 @@ from services.common.evaluation.statistics.bootstrap import Bootstrap, Kind, boo
 from services.common.evaluation.statistics.quantiles import NORMAL, student_t
 from services.common.evaluation.statistics.scores import Scores
 
-Method: TypeAlias = Literal["wilson", "percentile", "bca", "bonett-price"]
+Method: TypeAlias = Literal["wilson", "percentile", "bca", "tango"]
 LEVEL = 0.95
 
 

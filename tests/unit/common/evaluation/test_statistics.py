@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.evaluation.statistics.bootstrap import Bootstrap, Kind
-from services.common.evaluation.statistics.comparison import bonett_price, compare, mcnemar, sign_flip
+from services.common.evaluation.statistics.comparison import compare, mcnemar, sign_flip, tango
 from services.common.evaluation.statistics.intervals import estimate, wilson, wilson_of
 from services.common.evaluation.statistics.power import smallest_difference, smallest_gain
 from services.common.evaluation.statistics.quantiles import student_t
@@ -159,10 +159,23 @@ def test_a_target_that_is_compared_with_itself_differs_by_nothing_and_the_interv
     assert compare(real, real).sees is None
 
 
-def test_bonett_and_prices_interval_has_the_value_by_hand() -> None:
-    # (21 + 1) / 102 - (5 + 1) / 102 ± 1.959964 · sqrt((28 / 102 - (16 / 102)²) / 102)
-    interval = bonett_price(21, 5, 100)
-    assert (interval.low, interval.high) == pytest.approx((0.059849, 0.253877), abs=1e-6)
+@pytest.mark.parametrize(("better", "worse", "count"), [(21, 5, 100), (0, 3, 40), (7, 7, 30), (0, 0, 25)])
+def test_tangos_interval_ends_where_the_score_of_the_most_likely_shares_does(
+    better: int, worse: int, count: int
+) -> None:
+    interval = tango(better, worse, count)
+    for end in (interval.low, interval.high):
+        # The likelihood of the shares (worse: q, better: q + end), searched instead of solved.
+        shares = [max(0.0, -end) + step * (1 - abs(end)) / 2 / 20_000 for step in range(1, 20_000)]
+
+        def likelihood(q: float, end: float = end) -> float:
+            return (
+                better * math.log(q + end) + worse * math.log(q) + (count - better - worse) * math.log(1 - 2 * q - end)
+            )
+
+        q = max(shares, key=likelihood)
+        score = (better - worse - count * end) / math.sqrt(count * (2 * q + end * (1 - end)))
+        assert abs(score) == pytest.approx(1.959964, abs=2e-3)
 
 
 @pytest.mark.parametrize("kind", ["percentile", "bca"])
