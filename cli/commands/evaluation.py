@@ -1,4 +1,4 @@
-"""`temper eval`: suites that evaluations run."""
+"""`temper eval`: suites, and the commands that run them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from cli.commands import evaluation_runs
 from cli.http.client import Client, path
 from cli.job_files import apply_settings, read_object, read_text
 from cli.options import Json, Url, connected
@@ -17,6 +18,9 @@ from cli.output import CliError, ExitCode, Output
 app = typer.Typer(name="eval", help="Evaluate models and adapters.", no_args_is_help=True)
 suites = typer.Typer(name="suites", help="Make, list, show and remove suites.", no_args_is_help=True)
 app.add_typer(suites)
+app.command("run")(evaluation_runs.run)
+app.command("show")(evaluation_runs.show)
+app.command("list")(evaluation_runs.list_runs)
 
 _PAGE = 1000
 _SHOWN = 60
