@@ -41,6 +41,8 @@ class Streamed:
 
     gate_up: StreamTile
     down: StreamTile
+    prefetch: int = 0
+    """Most bytes of weights that kernels behind read to ask L2 for while the router decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,8 @@ def choose(rows: int, shape: ExpertShape, device: DeviceLimits) -> Cut:
         return Streamed(
             gate_up=stream_tile(8, shape.hidden, shape.kind),
             down=stream_tile(2, shape.size, shape.kind),
+            # The other half is for what the experts' matrices pass through.
+            prefetch=device.l2 // 2,
         )
     float8 = device.float8 and shape.kind == "fp8" and rows * shape.chosen > _FLOAT8_PAIRS * shape.count
     tile = fitting(_by_pairs(rows, shape, float8=float8), shape, device, float8=float8)
