@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.launches import NoProducts
+from benchmarks.kernels.launches import no_products
 from benchmarks.lib.precompile import precompile
 from benchmarks.lib.random_checkpoint import config_of, family_config
 from benchmarks.lib.recorder import Recorder
@@ -69,7 +69,7 @@ def _compile(
     config: Qwen3_5Config, kind: Quantization, counts: list[int], sizes: list[int], device: torch.device
 ) -> None:
     step = _step(one_of_each(config), max(counts), kind, device, empty=True)
-    with NoProducts():
+    with no_products():
         for variant in (variant for rows in counts for variant in variants(rows, sizes)):
             variant.launch(step)
 
