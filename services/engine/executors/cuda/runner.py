@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kernels.gpu.attention.decode import DecodeWorkspace, decode_splits
 from kernels.gpu.copies.block_tables import write_tables
+from kernels.gpu.launch.trusted_constants import trust_constants
 from kernels.gpu.sampling.sample import ROW_WORDS
 from kernels.gpu.segments import TILE
 from services.engine.constraints.masks import NO_MASKS, RowMasks
@@ -205,6 +206,7 @@ class CudaRunner:
         Args:
             compilers: a CompilerPool to compile on; None: a pool for this call, if anything is not compiled yet.
         """
+        trust_constants()
         shapes = self.warm_up_shapes
         # Each kernel once is enough to load it, and a few layers need as much memory as all: nothing of a layer stays.
         few = self.forward.one_of_each_layer()
