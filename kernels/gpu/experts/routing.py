@@ -9,9 +9,7 @@ kernels compute that.
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 import triton
@@ -20,9 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.elementary import exponential, sigmoid
-from kernels.gpu.launch.device import DeviceLimits
-from kernels.gpu.launch.programmatic import prefetch_share
-from kernels.gpu.linear.skinny import Weight, parts_of
+from kernels.gpu.launch.lookahead import Lookahead, ask, asking
 
 _LEAST = tl.constexpr(-3.0e38)
 """In place of a score that is not a number: a row that is lost still takes as many different experts as others."""
@@ -49,33 +45,6 @@ class Routes:
         return self.experts.shape[0]
 
 
-_ASKING = 128
-"""Programs that ask L2 for what kernels behind read: about one a multiprocessor, whose copy engine asks for some 100
-bytes a nanosecond."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lookahead:
-    """Weights that kernels behind read, and how many bytes of each to ask L2 for."""
-
-    tensors: tuple[Tensor, ...]
-    sizes: tuple[int, ...]
-    bulk: bool
-    """True if the device has one instruction for many bytes."""
-
-    @classmethod
-    def of(cls, weights: Sequence[Weight], most: int, device: DeviceLimits) -> Self | None:
-        """The first ``most`` bytes of these weights, one behind the other; None: there are none."""
-        tensors: list[Tensor] = []
-        sizes: list[int] = []
-        for part in (part for weight in weights for part in parts_of(weight) if part is not None):
-            size = min(part.nbytes, most - sum(sizes))
-            if size > 0:
-                tensors.append(part)
-                sizes.append(size)
-        return cls(tuple(tensors), tuple(sizes), device.bulk_prefetch) if tensors else None
-
-
 @triton.jit
 def _route_kernel(
     logits,
@@ -83,7 +52,6 @@ def _route_kernel(
     weights,
     active,
     ahead,
-    ahead_sizes,
     stride,
     active_stride,
     EXPERTS: tl.constexpr,
@@ -100,8 +68,7 @@ def _route_kernel(
     row = tl.program_id(0).to(tl.int64)
     share = row - (tl.num_programs(0) - ASKING)
     if ASKING > 0 and share >= 0:
-        for i in tl.static_range(len(ahead)):
-            prefetch_share(ahead[i], ahead_sizes[i], share, ASKING, BULK)
+        ask(ahead, share, ASKING, BULK)
     else:
         _choose(logits, experts, weights, active, row, stride, active_stride, EXPERTS, CHOSEN, SHARED, WIDTH, PDL)
 
@@ -181,26 +148,22 @@ def route(
     taken = chosen + shared
     experts = torch.empty(rows, taken, dtype=torch.int32, device=logits.device)
     weights = torch.empty(rows, taken, dtype=torch.float32, device=logits.device)
-    if triton.knobs.runtime.interpret:
-        lookahead = None  # there is no L2
-    asking = 0 if lookahead is None else _ASKING
+    ahead, constants = asking(lookahead)
     if rows:
-        _route_kernel[(rows + asking,)](
+        _route_kernel[(rows + constants["ASKING"],)](
             logits,
             experts,
             weights,
             active,
-            None if lookahead is None else lookahead.tensors,
-            None if lookahead is None else lookahead.sizes,
+            ahead,
             logits.stride(0),
             0 if active is None else active.stride(0),
             EXPERTS=count,
             CHOSEN=chosen,
             SHARED=int(shared),
             WIDTH=1 if active is None else active.shape[1],
-            ASKING=asking,
-            BULK=lookahead is not None and lookahead.bulk,
             PDL=pdl,
+            **constants,
             num_warps=1,
             launch_pdl=pdl,
         )

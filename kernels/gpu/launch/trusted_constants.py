@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView
 from typing import Any
 
 import triton
@@ -11,16 +10,16 @@ import triton
 class _Trusted(dict[Any, Any]):
     """Constants of a kernel by name, as Triton keeps them: what calls the kernel finds them, a launch compares none."""
 
-    def items(self) -> ItemsView[Any, Any]:
-        return {}.items()
+    def items(self) -> Any:
+        return ()
 
 
 def trust_constants() -> None:
     """Lets launches of kernels that this process compiles from now on begin without a look at their constants.
 
-    Before each launch Triton (3.6, 3.7) compares every global constant that a kernel and the functions it calls use with
-    what it was when the kernel was compiled: 65 of them, and two thirds of the 90 µs that a launch of the sampler's scan
-    takes the host. Constants of these modules are never assigned again.
+    Before each launch Triton (3.6, 3.7) compares every global constant that a kernel and the functions it calls use
+    with what it was when the kernel was compiled: 65 of them, and two thirds of the 90 µs that a launch of the
+    sampler's scan takes the host. Constants of these modules are never assigned again.
     """
     hook = triton.knobs.runtime.jit_post_compile_hook
     if getattr(hook, "trusts_constants", False):
