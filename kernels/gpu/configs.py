@@ -16,8 +16,6 @@ from kernels.gpu.launch.device import DeviceLimits, limits_of
 from kernels.gpu.linear.skinny import Weight, weight_kind
 from kernels.gpu.linear.skinny_configs import Kind, SkinnyConfig, choose, most_rows
 
-_LOOKAHEAD, _FEW_STATES = 12_000_000, 2
-
 
 class Product(NamedTuple):
     """Product of some rows with a weight of one shape and storage. A named tuple, because steps that are not captured
@@ -88,10 +86,6 @@ class KernelConfigs:
             yield found
         finally:
             self.tuned.asked = None
-
-    def lookahead(self, rows: int) -> int:
-        """Bytes of the weights behind it that the delta rule's step of so many rows asks L2 for."""
-        return _LOOKAHEAD if rows <= _FEW_STATES else 0
 
     def decode(self, kv: KvPages, batch: int) -> DecodeConfig:
         """Configuration of attention in a decode of so many rows."""

@@ -32,7 +32,6 @@ from kernels.gpu.delta.waiting_writes import (
 )
 from kernels.gpu.elementary import exponential, inverse_root, sigmoid, silu, softplus
 from kernels.gpu.launch.device import DeviceLimits, limits_of
-from kernels.gpu.launch.lookahead import Lookahead, ask, asking
 
 _HOPPER = (9, 0)
 """Compute capability."""
@@ -195,34 +194,6 @@ def _gated_delta_step_kernel(
     state,
     slots,
     waiting,
-    ahead,
-    KEY_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    ROOM: tl.constexpr,
-    ASKING: tl.constexpr,
-    BULK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """States are written back, with whatever has waited. The last ASKING programs ask L2 for weights."""
-    if PDL:
-        gdc_launch_dependents()
-    share = tl.program_id(0) - (tl.num_programs(0) - ASKING)
-    if ASKING > 0 and share >= 0:
-        ask(ahead, share, ASKING, BULK)
-    else:
-        _step_of_head(mixer, state, slots, waiting, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K, BLOCK_V, ROOM, PDL)
-
-
-@triton.jit
-def _step_of_head(
-    mixer,
-    state,
-    slots,
-    waiting,
     KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -232,10 +203,13 @@ def _step_of_head(
     ROOM: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """States are written back, with whatever has waited."""
     i = tl.arange(0, BLOCK_K)
     j = tl.arange(0, BLOCK_V)
     row = (tl.program_id(0) // HEADS).to(tl.int64)
     head = tl.program_id(0) % HEADS
+    if PDL:
+        gdc_launch_dependents()
     # The state is on its way before the kernels ahead are done.
     place = tl.load(slots + row).to(tl.int64) * HEADS + head
     if ROOM > 0:
@@ -389,7 +363,6 @@ def gated_delta_step(
     num_warps: int = 4,
     part: int | None = None,
     device: DeviceLimits | None = None,
-    lookahead: Lookahead | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """Gated delta rule of one token of each of B sequences; their states move on in place, each element read and
@@ -416,7 +389,6 @@ def gated_delta_step(
         part: key dimensions that a program whose write waits has in registers at once, a power of two; if None what
             spills no registers: 32 on Hopper and of bfloat16 states before it, else 16.
         device: limits to choose the part for; those of the tensors' device if None.
-        lookahead: weights to ask L2 for meanwhile; not where writes wait, whose programs are many.
         pdl: launch before the kernels ahead have finished (kernels.gpu.launch.programmatic): none of them may write
             ``state``, ``waiting`` or ``slots``.
 
@@ -434,20 +406,20 @@ def gated_delta_step(
     if not rows:
         return out
     mixer, constants = launch_parts(mixed, projected, negative_a, dt_bias, norm_weight, eps, out, shape, pdl)
-    programs = rows * shape.value_heads
-    room, writes = (0, NONE) if waiting is None else (waiting.room, waiting.arguments(state))
+    grid = (rows * shape.value_heads,)
+    if waiting is None:
+        _gated_delta_step_kernel[grid](mixer, state, slots, NONE, ROOM=0, **constants, num_warps=num_warps)
+        return out
+    room, writes = waiting.room, waiting.arguments(state)
     if late is None:
         late = rows >= LATE_ROWS
-    if waiting is None or not late:
-        ahead, asked = asking(lookahead)
-        _gated_delta_step_kernel[(programs + asked["ASKING"],)](
-            mixer, state, slots, writes, ahead, ROOM=room, **asked, **constants, num_warps=num_warps
-        )
+    if not late:
+        _gated_delta_step_kernel[grid](mixer, state, slots, writes, ROOM=room, **constants, num_warps=num_warps)
         return out
     if part is None:
         capability = (device or limits_of(mixed.device)).capability
         part = 32 if capability == _HOPPER or (state.dtype == torch.bfloat16 and capability < _HOPPER) else 16
-    _late_step_kernel[(programs,)](
+    _late_step_kernel[grid](
         mixer,
         state,
         slots,

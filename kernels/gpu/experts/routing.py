@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.elementary import exponential, sigmoid
-from kernels.gpu.launch.lookahead import Lookahead, ask, asking
+from kernels.gpu.experts.lookahead import Lookahead, ask, asking
 
 _LEAST = tl.constexpr(-3.0e38)
 """In place of a score that is not a number: a row that is lost still takes as many different experts as others."""

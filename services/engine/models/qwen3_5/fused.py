@@ -25,8 +25,7 @@ from kernels.gpu.delta.chunk import ChunkConfig
 from kernels.gpu.delta.conv1d import conv_decode, conv_prefill
 from kernels.gpu.delta.step import gated_delta_step
 from kernels.gpu.delta.verify import gated_delta_verify
-from kernels.gpu.launch.lookahead import Lookahead
-from kernels.gpu.linear.skinny import Convolution, Norm, parts_of
+from kernels.gpu.linear.skinny import Convolution, Norm
 from kernels.gpu.lora.rows import LoraRows
 from kernels.gpu.rms_norm import rms_norm
 from kernels.rope import Rotation
@@ -130,7 +129,7 @@ class FusedForward:
             norm = Norm(layer.input_norm, eps)
             projected = mixer.in_proj.project(x, norm=norm, lora=lora.get("in"), conv=conv, pdl=pdl)
             if isinstance(mixer, DeltaNetWeights):
-                mixed = self._delta_net(projected, conv is not None, layer, mixer, rows, linear)
+                mixed = self._delta_net(projected, conv is not None, mixer, rows, linear)
                 linear += 1
             else:
                 mixed = self._attention(projected, mixer, rows, attention, self._cache.pages[full])
@@ -258,16 +257,6 @@ class FusedForward:
         self._side_stream.join()
         return out
 
-    def _lookahead(self, layer: LayerWeights, rows: StepRows) -> Lookahead | None:
-        """Weights of a layer behind its mixer, for few decodes: a step of few states leaves memory idle."""
-        most = 0 if rows.segments is not None else self._kernels.lookahead(rows.decodes)
-        if not most:
-            return None
-        matrices = (layer.mixer.out_proj, layer.gate_up)
-        return Lookahead.of(
-            [part for matrix in matrices for part in parts_of(matrix.weight)], most, self._kernels.device
-        )
-
     @contextmanager
     def _decoding(self, rows: StepRows) -> Iterator[bool]:
         """Stream on which a mixer's kernels for decodes are launched, and whether early: those move states and pages, a
@@ -279,13 +268,7 @@ class FusedForward:
             yield self._pdl
 
     def _delta_net(
-        self,
-        projected: Tensor,
-        convolved: bool,
-        layer: LayerWeights,
-        weights: DeltaNetWeights,
-        rows: StepRows,
-        linear: int,
+        self, projected: Tensor, convolved: bool, weights: DeltaNetWeights, rows: StepRows, linear: int
     ) -> Tensor:
         """``convolved``: the projection has done the convolution, in place of what it is of."""
         config, decodes = self._config, rows.decodes
@@ -310,7 +293,6 @@ class FusedForward:
                     waiting=waiting,
                     late=self._late,
                     device=self._kernels.device,
-                    lookahead=self._lookahead(layer, rows),
                     out=out[:decodes],
                     pdl=pdl,
                 )

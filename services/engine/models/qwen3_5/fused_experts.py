@@ -8,10 +8,10 @@ import torch
 
 from kernels.gpu.experts.configs import Cut, ExpertShape, Streamed, choose, invariant, rows_that_differ
 from kernels.gpu.experts.groups import FEW_ROWS
+from kernels.gpu.experts.lookahead import Lookahead
 from kernels.gpu.experts.mlp import ExpertMatrices, pass_experts
 from kernels.gpu.experts.routing import route
 from kernels.gpu.launch.device import DeviceLimits
-from kernels.gpu.launch.lookahead import Lookahead
 from kernels.gpu.linear.products import normed
 from kernels.gpu.linear.skinny import Norm, Scaled, parts_of, weight_kind
 from kernels.gpu.lora.rows import LoraRows

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from kernels.experts import route as reference
 from kernels.gpu.experts.groups import group
+from kernels.gpu.experts.lookahead import Lookahead
 from kernels.gpu.experts.routing import route, route_backward
 from kernels.gpu.launch.device import named
-from kernels.gpu.launch.lookahead import Lookahead
 from tests.kernels.gpu import interpreter  # noqa: F401
 
 
