@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from kernels.gpu.launch.device import DeviceLimits, Size
@@ -51,6 +52,7 @@ class SkinnyConfig:
             raise ValueError("only the dot and tma variants split K between programs")
 
 
+@cache
 def choose(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool, device: DeviceLimits) -> SkinnyConfig:
     """The variant for x [rows, inputs] and a weight [outputs, inputs]: what was measured, else by rule."""
     for most, config in _measured(outputs, inputs, kind, device):
@@ -73,8 +75,10 @@ def _by_rule(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool, dev
     if rows <= 8 and kind == "int4" and (rows <= 4 or inputs < 8192):
         return _few_int4(rows, outputs, inputs, swiglu)
     if rows == 1:
-        block_k = 1024 if inputs >= 4096 else 512
-        return SkinnyConfig("vector", 4 if inputs <= 4096 else 2, block_k, warps=4 if inputs >= 4096 else 2)
+        return _vector(outputs, inputs, kind, swiglu)
+    deep = outputs <= _FEW_OUTPUTS and outputs * inputs >= _SMALL
+    if rows <= 16 and deep and kind == "none" and device.size == "wide":
+        return _STREAM_DEEP
     if (tiles := _by_tiles(rows, outputs, inputs, kind, device)) is not None:
         return tiles
     if rows <= 16 and inputs >= 8192 and kind == "int4":
@@ -91,6 +95,25 @@ def _by_rule(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool, dev
     return SkinnyConfig("dot", block_n, 128, warps, stages=stages, splits=splits, prefetch=512)
 
 
+def _vector(outputs: int, inputs: int, kind: Kind, swiglu: bool) -> SkinnyConfig:
+    """One row, as found inside steps of the 4B, the 0.8B and (float8) the 35B-A3B shape: a program of one warp for rows
+    of up to 2 KiB, whose products end too soon to be added up over warps; of four, and fewer rows a program, for long
+    ones."""
+    a_byte = 1 if kind == "fp8" else 2
+    if inputs * a_byte <= 2048:
+        return SkinnyConfig("vector", 8 if swiglu and kind == "none" else 4, 1024 // a_byte, warps=1)
+    if inputs < _LONG:
+        return SkinnyConfig("vector", 4, 1024 // a_byte, warps=2)
+    few = inputs > 4096 or outputs <= _FEW_OUTPUTS
+    return SkinnyConfig("vector", 2 if few else 4, 2048 // a_byte, warps=4)
+
+
+_LONG = 3584
+"""Inputs from which on a row of the weight is long."""
+_FEW_OUTPUTS = 1024
+"""Outputs that are too few for a program of several on each multiprocessor."""
+_STREAM_DEEP = SkinnyConfig("stream", 16, 1024, warps=8, stages=2)
+"""Up to 16 rows of so few outputs: of 8 rows of the 0.8B shape 12 and 26 µs a step of 1,090 less than with tiles."""
 _STREAM_WIDE: dict[Kind, SkinnyConfig] = {
     "none": SkinnyConfig("stream", 16, 512, warps=4, stages=2),
     "fp8": SkinnyConfig("stream", 16, 512, warps=4, stages=3),
@@ -141,6 +164,7 @@ def _few_int4(rows: int, outputs: int, inputs: int, swiglu: bool) -> SkinnyConfi
     return SkinnyConfig("vector", 16, 256, warps=2)
 
 
+@cache
 def most_rows(outputs: int, inputs: int, kind: Kind, device: DeviceLimits) -> int:
     """Most rows for which `skinny_linear` beats a plain matrix product with the rest in kernels of its own: as many as
     were measured, else by rule."""
