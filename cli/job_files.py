@@ -1,4 +1,4 @@
-"""Job specification from files and options, checked here, before anything is sent."""
+"""Files and options that become requests: job specifications, checked here, before anything is sent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.common.validation.errors import problem
 
 def read_job(file: Path) -> dict[str, Any]:
     """A job from a JSON file with `kind`."""
-    job = _parse(_read(file), str(file))
+    job = _parse(read_text(file), str(file))
     if not isinstance(job, dict) or job.get("kind") not in JOBS:
         kinds = ", ".join(f'"{kind}"' for kind in JOBS)
         raise CliError(f'{file}: a job is a JSON object with a "kind", which is one of {kinds}', ExitCode.USAGE)
@@ -51,7 +51,7 @@ def read_lines(file: Path) -> list[tuple[int, dict[str, Any]]]:
     """The objects of a JSONL file with their line numbers; blank lines are skipped. Lines end with a line feed and
     nothing else: the other line ends of Unicode may stand inside of strings."""
     rows = []
-    text = _read(file)
+    text = read_text(file)
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
@@ -111,7 +111,16 @@ def _check_row(model: type[BaseModel], row: Mapping[str, Any], line: str, place:
         raise CliError(f"{line}: {place}: {problem(error, model, row)}", ExitCode.USAGE) from error
 
 
-def _read(file: Path) -> str:
+def read_object(file: Path) -> dict[str, Any]:
+    """A JSON object from a file."""
+    found = _parse(read_text(file), str(file))
+    if not isinstance(found, dict):
+        raise CliError(f"{file}: must be a JSON object", ExitCode.USAGE)
+    return found
+
+
+def read_text(file: Path) -> str:
+    """Text of a file in UTF-8."""
     try:
         return file.read_bytes().decode("utf-8-sig")  # with the byte order mark that Windows puts there, or without
     except OSError as error:

@@ -125,13 +125,13 @@ class RandomWeights:
 
         if kind == "fp8":
             values = made(outputs, inputs, dtype=torch.float8_e4m3fn)
-            return Fp8Matrix(
-                Fp8Weight(values, made(outputs, dtype=torch.float32)), self.dtype, self.workspace, kernels=self.kernels
-            )
+            fp8 = Fp8Weight(values, made(outputs, dtype=torch.float32))
+            return Fp8Matrix(fp8, self.dtype, self.workspace, self.invariant, self.kernels)
         groups = inputs // GROUP
         packed = made(groups, outputs, GROUP // 4, dtype=torch.int16)
         scale, zero = made(groups, outputs, dtype=torch.bfloat16), made(groups, outputs, dtype=torch.uint8)
-        return Int4Matrix(Int4Weight(packed, scale, zero), self.dtype, self.workspace, kernels=self.kernels)
+        int4 = Int4Weight(packed, scale, zero)
+        return Int4Matrix(int4, self.dtype, self.workspace, self.invariant, self.kernels)
 
     def _normal(self, *shape: int, std: float) -> Tensor:
         made = torch.empty(shape, dtype=self.dtype, device=self.device)

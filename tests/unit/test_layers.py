@@ -61,7 +61,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "services.common": (
         "errors",
-        "ids",
         "shutdown",
         "validation",
         "settings",
@@ -72,6 +71,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "text",
         "adapters",
         "jobs",
+        "evaluation",
         "queue",
     ),
     "cli": (

@@ -194,8 +194,9 @@ FEW = ChunkConfig(block_v=32, num_warps=4, num_stages=3)
 """Tile sizes for one sequence: its tiles follow one another, so the time of each counts."""
 MANY = ChunkConfig(block_v=64, num_warps=4, num_stages=3)
 """Two sequences of 32 heads fill the device with one program a multiprocessor."""
-_MANY_SMALL = ChunkConfig(block_v=32, num_warps=4, num_stages=2)
-"""The same in 99 KiB of shared memory."""
+_MANY_BEFORE_HOPPER = ChunkConfig(block_v=32, num_warps=4, num_stages=2)
+"""The same where products are not taken from shared memory: with 64 a thread would spill 432 bytes. Fits 99 KiB, and
+163 KiB twice."""
 EXACT = ChunkConfig(block_v=32, num_warps=4, num_stages=1)
 """float32 models: products are emulated in float32, for tests rather than speed."""
 
@@ -323,7 +324,7 @@ def scan_tiles(
 
 def many(device: DeviceLimits) -> ChunkConfig:
     """Tile sizes for many sequences."""
-    return _MANY_SMALL if device.size == "small" else MANY
+    return MANY if device.size == "wide" else _MANY_BEFORE_HOPPER
 
 
 def chunk_config(shape: DeltaShape, segments: Segments, dtype: torch.dtype, device: DeviceLimits) -> ChunkConfig:

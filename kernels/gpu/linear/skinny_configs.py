@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
@@ -55,10 +55,26 @@ class SkinnyConfig:
 @cache
 def choose(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool, device: DeviceLimits) -> SkinnyConfig:
     """The variant for x [rows, inputs] and a weight [outputs, inputs]: what was measured, else by rule."""
-    for most, config in _measured(outputs, inputs, kind, device):
-        if rows <= most:
-            return config
-    return _by_rule(rows, outputs, inputs, kind, swiglu, device)
+    measured = (config for most, config in _measured(outputs, inputs, kind, device) if rows <= most)
+    config = next(measured, None) or _by_rule(rows, outputs, inputs, kind, swiglu, device)
+    most_slots = _most_slots(config, rows, kind, device)
+    return config if config.slots <= most_slots else replace(config, slots=most_slots)
+
+
+def _most_slots(config: SkinnyConfig, rows: int, kind: Kind, device: DeviceLimits) -> int:
+    """Adapters that expansion may take side by side: fewer than on Hopper where a thread would spill 40 bytes and more
+    with as many (tests/kernels/compile_table)."""
+    match device.capability, config.variant, kind:
+        case (8, 0), "vector", "int4":
+            return 2 if rows <= 4 else 4
+        case (10, _), "tma", "none" if rows <= 4:
+            return 2
+        case (12, _), "stream", "none":
+            return 1
+        case (10 | 12, _), "vector" | "stream", "int4":
+            return 4
+        case _:
+            return config.slots
 
 
 def _measured(outputs: int, inputs: int, kind: Kind, device: DeviceLimits) -> _Measured:
@@ -73,19 +89,19 @@ def _copies_tiles(device: DeviceLimits) -> bool:
 
 def _by_rule(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool, device: DeviceLimits) -> SkinnyConfig:
     if rows <= 8 and kind == "int4" and (rows <= 4 or inputs < 8192):
-        return _few_int4(rows, outputs, inputs, swiglu)
+        return _few_int4(rows, outputs, inputs, swiglu, device)
     if rows == 1:
         return _vector(outputs, inputs, kind, swiglu)
     deep = outputs <= _FEW_OUTPUTS and outputs * inputs >= _SMALL
-    if rows <= 16 and deep and kind == "none" and device.size == "wide":
+    if rows <= 16 and deep and kind == "none" and device.capability[0] == 9:
         return _STREAM_DEEP
-    if (tiles := _by_tiles(rows, outputs, inputs, kind, device)) is not None:
+    if (tiles := _by_tiles(rows, outputs, inputs, kind, swiglu, device)) is not None:
         return tiles
     if rows <= 16 and inputs >= 8192 and kind == "int4":
         # With 4 warps the loads and products of so many inputs, all in a row, take 18 s to compile.
         return SkinnyConfig("stream", 16, 1024, warps=8, stages=4)
     if rows <= 16 and inputs % 512 == 0:
-        return (_STREAM_WIDE if device.size == "wide" else _STREAM)[kind]
+        return (_STREAM_HOPPER if device.capability[0] == 9 else _STREAM)[kind]
     block_n = 128 if swiglu or outputs >= 32768 else 64
     splits = 1
     while splits < 8 and outputs // block_n * splits < device.wave(120):
@@ -114,7 +130,7 @@ _FEW_OUTPUTS = 1024
 """Outputs that are too few for a program of several on each multiprocessor."""
 _STREAM_DEEP = SkinnyConfig("stream", 16, 1024, warps=8, stages=2)
 """Up to 16 rows of so few outputs: of 8 rows of the 0.8B shape 12 and 26 µs a step of 1,090 less than with tiles."""
-_STREAM_WIDE: dict[Kind, SkinnyConfig] = {
+_STREAM_HOPPER: dict[Kind, SkinnyConfig] = {
     "none": SkinnyConfig("stream", 16, 512, warps=4, stages=2),
     "fp8": SkinnyConfig("stream", 16, 512, warps=4, stages=3),
     "int4": SkinnyConfig("stream", 16, 512, warps=4, stages=4),
@@ -125,12 +141,14 @@ _STREAM: dict[Kind, SkinnyConfig] = {
     "fp8": SkinnyConfig("stream", 16, 512, warps=4, stages=2, slots=4),
     "int4": SkinnyConfig("stream", 16, 512, warps=4, stages=4),
 }
-"""The same before Hopper, where a thread would spill up to 144 bytes with those (tests/kernels/compile_table)."""
+"""The same on others, where a thread would spill up to 144 bytes with those (tests/kernels/compile_table)."""
 _SMALL = 1 << 20
 """Numbers of a matrix whose product takes no longer than its launch, however it is cut up."""
 
 
-def _by_tiles(rows: int, outputs: int, inputs: int, kind: Kind, device: DeviceLimits) -> SkinnyConfig | None:
+def _by_tiles(
+    rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool, device: DeviceLimits
+) -> SkinnyConfig | None:
     """The tma variant as it was the fastest for the 4B shape's matrices, for others: as wide a tile as leaves one for
     every multiprocessor, else parts of K. None: the device or the shape has none."""
     many, wide = outputs >= 128 * device.multiprocessors, outputs >= 64 * device.multiprocessors
@@ -140,17 +158,19 @@ def _by_tiles(rows: int, outputs: int, inputs: int, kind: Kind, device: DeviceLi
         return None
     if many:
         return _tma(128, block_k, 5 if rows <= 32 else 4)
+    # Half a tile of gate rows is less than wgmma takes: operands go through registers, and adapters of 64 rows spill.
+    slots = 2 if swiglu and kind == "fp8" and rows > 32 else 8
     if wide:
-        return _tma(64, block_k, 4)
+        return _tma(64, block_k, 4, slots=slots)
     splits = min(round(device.multiprocessors * 64 / outputs), inputs // (4 * block_k))
-    return _tma(64, block_k, 4, max(1, splits))
+    return _tma(64, block_k, 4, max(1, splits), slots=slots)
 
 
 _DOT_STAGES: dict[Size, int] = {"small": 2, "large": 3, "wide": 4}
 """Loads in flight of 128 rows of the weight and 64 of x, as many as shared memory holds."""
 
 
-def _few_int4(rows: int, outputs: int, inputs: int, swiglu: bool) -> SkinnyConfig:
+def _few_int4(rows: int, outputs: int, inputs: int, swiglu: bool, device: DeviceLimits) -> SkinnyConfig:
     """Found as below, for 1, 4 and 8 rows of the 4B shape."""
     if rows == 1 or inputs >= 8192:
         # Up to 9,216 inputs the registers of 4 warps hold all of a tile. 3 and 4 rows spill 8 bytes (16 with adapters),
@@ -161,7 +181,9 @@ def _few_int4(rows: int, outputs: int, inputs: int, swiglu: bool) -> SkinnyConfi
         return SkinnyConfig("vector", 16, 1024, warps=8)
     if rows <= 4 and not swiglu:
         return SkinnyConfig("vector", 32, 512, warps=4)
-    return SkinnyConfig("vector", 16, 256, warps=2)
+    # With 2 on Blackwell a thread would spill up to 48 bytes, however many adapters it takes at a time.
+    warps = 4 if device.capability[0] >= 10 else 2
+    return SkinnyConfig("vector", 16, 128 * warps, warps)
 
 
 @cache
@@ -170,7 +192,7 @@ def most_rows(outputs: int, inputs: int, kind: Kind, device: DeviceLimits) -> in
     were measured, else by rule."""
     if measured := _measured(outputs, inputs, kind, device):
         return measured[-1][0]
-    by_tiles = _by_tiles(64, outputs, inputs, kind, device) is not None
+    by_tiles = _by_tiles(64, outputs, inputs, kind, False, device) is not None
     return 64 if by_tiles or kind != "none" else 16
 
 
@@ -197,8 +219,12 @@ def starts_early(rows: int, *, swiglu: bool, adds: bool, adapters: bool) -> bool
 def invariant(device: DeviceLimits) -> tuple[SkinnyConfig, int]:
     """Variant, and rows of a program, for any number of rows: a row's bits then do not depend on how many there
     are."""
-    slots = 4 if device.size == "wide" else 2  # with 4 up to 40 bytes of registers are spilled
-    return SkinnyConfig("dot", 64, 128, warps=4, stages=2 if device.size == "small" else 3, slots=slots), 64
+    stages = 2 if device.size == "small" else 3
+    return SkinnyConfig("dot", 64, 128, warps=4, stages=stages, slots=_INVARIANT_SLOTS[device.size]), 64
+
+
+_INVARIANT_SLOTS: dict[Size, int] = {"small": 1, "large": 2, "wide": 4}
+"""Twice as many spill 40 and, on Blackwell, 64 bytes of a thread."""
 
 
 _Measured = tuple[tuple[int, SkinnyConfig], ...]
@@ -263,7 +289,7 @@ _MEASURED: dict[tuple[Kind, int, int], _Measured] = {
     ("fp8", 2560, 4096): (
         (1, SkinnyConfig("vector", 2, 2048, 4)),
         (8, SkinnyConfig("stream", 16, 1024, 8, 2)),
-        (16, SkinnyConfig("stream", 16, 1024, 4, 2)),
+        (16, SkinnyConfig("stream", 16, 512, 4, 3, slots=4)),  # of 1024 inputs a thread would spill up to 144 bytes
         (64, _tma(64, 256, 3, 4)),
     ),
 }

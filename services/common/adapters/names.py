@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, WithJsonSchema
+from pydantic import WithJsonSchema
 
 from services.common.errors import InvalidRequest
+from services.common.storage.names import check_name, field_check, version_number
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 BASE = "base"
 """Reserved: the model without an adapter."""
 
@@ -22,27 +21,10 @@ def check_adapter_name(name: str) -> str:
     Raises:
         InvalidRequest: it is not.
     """
-    if not _NAME.fullmatch(name) or ".." in name:
-        raise InvalidRequest(
-            f"adapter name {name[:80]!r} must be 1 to 64 letters, digits, '.', '_' or '-', start with a letter or digit"
-            " and not contain '..'",
-            param="adapter",
-        )
+    check_name(name, "adapter")
     if name == BASE:
         raise InvalidRequest(f"adapter name {BASE!r} is reserved for the model without an adapter", param="adapter")
     return name
-
-
-def field_check(check: Callable[[str], str]) -> AfterValidator:
-    """A check that raises InvalidRequest, for a field of a request: pydantic takes ValueError."""
-
-    def checked(text: str) -> str:
-        try:
-            return check(text)
-        except InvalidRequest as error:
-            raise ValueError(error.message) from error
-
-    return AfterValidator(checked)
 
 
 NAME_SCHEMA: Mapping[str, Any] = {
@@ -90,18 +72,11 @@ def parse_adapter_ref(text: str) -> tuple[str, int | None]:
     check_adapter_name(name)
     if not at:
         return name, None
-    if not number.isascii() or not number.isdigit() or not 1 <= int(number) < 2**53:
-        raise InvalidRequest(f"adapter version {number[:40]!r} must be a positive number", param="adapter")
-    return name, int(number)
-
-
-def _check_adapter_ref(text: str) -> str:
-    parse_adapter_ref(text)
-    return text
+    return name, version_number(number, "adapter")
 
 
 _REF_SCHEMA = {"type": "string", "pattern": f"^{_FREE}({_NUMBER})?$"}
-AdapterRef = Annotated[str, field_check(_check_adapter_ref), WithJsonSchema(_REF_SCHEMA)]
+AdapterRef = Annotated[str, field_check(parse_adapter_ref), WithJsonSchema(_REF_SCHEMA)]
 """"name" or "name@n"."""
 
 

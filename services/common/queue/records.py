@@ -12,8 +12,8 @@ from pydantic import TypeAdapter
 
 from services.common.adapters.names import AdapterVersion, parse_adapter_version
 from services.common.errors import InvalidRequest
-from services.common.ids import ulid, ulid_of
 from services.common.jobs import Job, JobEvent, JobProgress, JobSpec, Spec
+from services.common.storage.ids import ulid, ulid_of
 from services.common.storage.record_versions import JOB
 
 SPEC: TypeAdapter[Spec] = TypeAdapter(JobSpec)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.api import health, models, pooling, sessions, tokenize, training_sessions
+from services.gateway.api import health, models, pooling, sessions, tokenize
 from services.gateway.api.adapters import routes as adapters
 from services.gateway.api.adapters import version_routes as adapter_versions
 from services.gateway.api.base import openapi
@@ -10,11 +10,13 @@ from services.gateway.api.base.routing import Routes
 from services.gateway.api.batches import files
 from services.gateway.api.batches import routes as batches
 from services.gateway.api.completions import chat_completions, stored_chats, text_completions
+from services.gateway.api.evaluation import suites
 from services.gateway.api.messages import batches as message_batches
 from services.gateway.api.messages import routes as messages
 from services.gateway.api.responses import conversations
 from services.gateway.api.responses import routes as responses
 from services.gateway.api.training import routes as training
+from services.gateway.api.training import sessions as training_sessions
 
 API: tuple[Routes, ...] = (
     chat_completions.routes,
@@ -32,6 +34,7 @@ API: tuple[Routes, ...] = (
     adapters.routes,
     training.routes,
     training_sessions.routes,
+    suites.routes,
     sessions.routes,
     files.routes,
     batches.routes,

@@ -15,12 +15,12 @@ from typing import Any, Final, Literal, Self, TypeAlias, cast
 from pydantic import Field, TypeAdapter
 
 from services.common.errors import Conflict
-from services.common.ids import PATTERN, key_of, ulid
 from services.common.jobs.record import JobState
 from services.common.queue import lua as scripts
 from services.common.queue.delivery import Claimed, Delivery
 from services.common.queue.reader import QueueReader
 from services.common.settings import CommonSettings
+from services.common.storage.ids import PATTERN, key_of, ulid
 from services.common.storage.record_versions import BATCH
 from services.common.storage.redis import call_async
 from services.common.validation.strict_models import StrictModel

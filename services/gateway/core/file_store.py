@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Literal, ParamSpec, TypeAlias, TypeVar
 
 from services.common.errors import NotFound, Unavailable
-from services.common.ids import PATTERN, key_of, ulid
+from services.common.storage.ids import PATTERN, key_of, ulid
 from services.common.storage.object_store import ObjectNotFound, ObjectStore
 from services.common.storage.record_versions import FILE
 from services.common.validation.strict_models import StrictModel

@@ -16,6 +16,7 @@ from starlette.types import Lifespan, Scope
 
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import InvalidRequest
+from services.common.evaluation.suites.store import SuiteStore
 from services.common.queue.job_queue import JobQueue
 from services.common.security.tls import Certificates, TlsFiles
 from services.common.storage.object_store import ObjectStore
@@ -26,13 +27,14 @@ from services.gateway.api.base.openapi import add_examples, whole_bounds
 from services.gateway.api.base.routing import provide
 from services.gateway.api.batches.stores import BatchServices, BatchStores, open_batching
 from services.gateway.api.batches.worker import BatchWorker
+from services.gateway.api.evaluation.suites import EvaluationServices
 from services.gateway.api.health import HealthServices, QueueWatch
 from services.gateway.api.responses.documents import DocumentStore
 from services.gateway.api.responses.serving import BackgroundResponses, ResponseServices
 from services.gateway.api.responses.store import BestEffortStore, ResponseStore
 from services.gateway.api.surfaces import API
+from services.gateway.api.training.sessions import TrainingSessionServices
 from services.gateway.api.training.validation import TrainingServices
-from services.gateway.api.training_sessions import TrainingSessionServices
 from services.gateway.auth.api_keys import KeyRing
 from services.gateway.auth.audit_log import AuditLog
 from services.gateway.auth.browsers import BrowserGuard
@@ -145,6 +147,7 @@ def create_app(
             ConversationSessionRouter(engines, settings.request_timeout_seconds),
             ResponseServices(kept, keep_documents(kept), BestEffortStore(kept), background),
             BatchServices.of(settings, batch_stores, threads),
+            EvaluationServices(SuiteStore(batch_stores.files.objects), threads),
             HealthServices(inference, lifecycle, queue, queues, registry, threads, background),
         )
         engines.start()

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.common.errors import Conflict, NotFound, Unavailable
-from services.common.ids import ulid
 from services.common.queue.delivery import Claimed, JobLost
 from services.common.queue.depth import QueueDepth
+from services.common.storage.ids import ulid
 from services.gateway.core.batch_queue import NOW, Batch, BatchSpec, ClaimedBatch, Kind, LineError, request_sha
 
 _RUNNING = "running"

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from services.common.adapters.names import BASE, SAMPLER_SCHEMA, field_check, parse_adapter_version
+from services.common.adapters.names import BASE, SAMPLER_SCHEMA, parse_adapter_version
 from services.common.errors import InvalidRequest
 from services.common.jobs.base import JobBase
 from services.common.jobs.documents import check_thinking, completion_tokens
 from services.common.jobs.fields.messages import SAYS, check_asks
 from services.common.jobs.fields.prompts import PromptFields
+from services.common.storage.names import field_check
 from services.common.validation.json_rules import (
     NULL,
     SOME,

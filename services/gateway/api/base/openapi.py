@@ -153,6 +153,20 @@ EXAMPLES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "/tokenize": {"chat": {"model": _MODEL, "messages": [_QUESTION]}, "text": {"model": _MODEL, "prompt": "a text"}},
     "/detokenize": {"tokens": {"model": _MODEL, "tokens": [5, 6, 7]}},
     **{f"/v1/train/{kind}": model.request_examples for kind, model in JOBS.items()},
+    "/v1/eval/suites": {
+        "items": {
+            "name": "sums",
+            "scorer": {"type": "numeric"},
+            "sampling": {"max_tokens": 16},
+            "jsonl": '{"prompt": "What is 12 plus 7?", "expected": 19}\n{"prompt": "And 2 plus 2?", "expected": 4}',
+        },
+        "training file": {
+            "name": "sums-held-out",
+            "scorer": {"type": "exact"},
+            "split": {"fraction": 0.5, "seed": 1},
+            "jsonl": '{"prompt": "What is 1 plus 1?", "completion": "2"}\n{"prompt": "And 2?", "completion": "3"}',
+        },
+    },
     "/v1/train/sessions": {"adapter": {"lora": {"rank": 8}, "ttl_seconds": 60}},
 }
 """Example bodies of POST by path and name."""

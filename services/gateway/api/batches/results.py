@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, cast
 
 from pydantic_core import to_json
 
-from services.common.ids import ulid_of
+from services.common.storage.ids import ulid_of
 from services.common.storage.object_store import ObjectStore
 from services.gateway.api.batches.internal_client import Answer
 from services.gateway.core.batch_queue import MESSAGES, ClaimedBatch, LineError

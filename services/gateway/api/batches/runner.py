@@ -18,7 +18,7 @@ from typing import Literal, ParamSpec, TypeVar
 import structlog
 
 from services.common.errors import NotFound, Unavailable
-from services.common.ids import ulid_of
+from services.common.storage.ids import ulid_of
 from services.common.storage.object_store import PreconditionFailed
 from services.gateway.api.batches.input_file import InputCheck, Line, LineSplitter, parse_line
 from services.gateway.api.batches.internal_client import Caller

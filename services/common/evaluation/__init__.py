@@ -1,0 +1,1 @@
+"""Evaluation: suites of items, and statistics of their scores. No torch."""

@@ -1,0 +1,1 @@
+"""Statistics of scores: means with intervals, paired comparisons, power. Standard library only."""

@@ -1,0 +1,127 @@
+"""Suites as data: what an item asks and what is right, and how its answers are sampled and scored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from services.common.jobs.fields.messages import SAYS, Message, check_asks
+from services.common.jobs.fields.prompts import AskedExample
+from services.common.jobs.scorers.registry import RewardSpec
+from services.common.validation.json_rules import Rule, Rules, either, has, if_any, only_with, where
+from services.common.validation.strict_models import SentModel
+
+MAX_ITEMS = 100_000
+MAX_SAMPLES = 256
+MAX_SHOTS = 64
+_ALONE: Rule = if_any(samples=1)
+
+
+def _as_texts(value: Any) -> Any:
+    # JSON writes many answers as numbers; True is none.
+    values = value if isinstance(value, list) else [value]
+    return [str(one) if isinstance(one, int | float) and not isinstance(one, bool) else one for one in values]
+
+
+Texts = Annotated[
+    list[str],
+    BeforeValidator(_as_texts, json_schema_input_type=str | float | Annotated[list[str | float], Field(min_length=1)]),
+    Field(min_length=1),
+]
+
+
+class SuiteItem(AskedExample):
+    """One item: a prompt or a conversation, and what its answer is compared with."""
+
+    id: str = Field("", max_length=200)
+    """Name of the item in results, one of its own in its suite; left out, it is the number of its line."""
+    expected: Texts | None = None
+    """The right answer, or several of which each is right."""
+    group: str | None = Field(None, min_length=1, max_length=200)
+    """Items of one group say much the same (questions on one text, variants of one problem): statistics draw them
+    together, and a split of a training file keeps them together."""
+    weight: float = Field(1.0, gt=0, le=1e6)
+    metadata: dict[str, str] = Field(default_factory=dict)
+    """Handed to webhooks as it is."""
+
+
+class Shot(SentModel):
+    """An answered example that stands before each item."""
+
+    prompt: str | list[Message]
+    completion: str
+
+    json_rules: ClassVar[Rules] = (has(prompt=SAYS),)
+
+    @model_validator(mode="after")
+    def _asks(self) -> Shot:
+        check_asks(self.prompt, "prompt")
+        return self
+
+
+class SuiteSampling(SentModel):
+    """Sampling of the answers."""
+
+    max_tokens: int = Field(256, ge=1, lt=2**31)
+    temperature: float = Field(0.0, ge=0, le=100)
+    """0: the most likely token, always."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=16)
+    samples: int = Field(1, ge=1, le=MAX_SAMPLES)
+    """Answers of each item."""
+    score: Literal["mean", "pass", "majority"] = "mean"
+    """Score of an item with several samples: their mean, the probability that one of k passes (pass@k), or the one that
+    the most frequent answer among k is right (majority@k)."""
+    k: int | None = Field(None, ge=1, le=MAX_SAMPLES)
+    """Number of samples in pass@k and majority@k; None: all of them."""
+
+    json_rules: ClassVar[Rules] = (
+        either(_ALONE, has(temperature={"exclusiveMinimum": 0})),
+        only_with("k", has(score={"enum": ["pass", "majority"]})),
+        where(has(score={"enum": ["pass", "majority"]}), has(samples={"minimum": 2})),
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SuiteSampling:
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(f"samples is {self.samples} and temperature 0: all would be the same, give a temperature")
+        if self.score == "mean" and self.k is not None:
+            raise ValueError('k would do nothing here: only score "pass" and "majority" read it')
+        if self.score != "mean" and self.samples == 1:
+            raise ValueError(f'score "{self.score}" needs several samples: set samples')
+        if self.k is not None and self.k > self.samples:
+            raise ValueError(f"k is {self.k}, but there are {self.samples} samples of an item")
+        return self
+
+
+class SuiteSettings(SentModel):
+    """Everything that a suite says of all of its items."""
+
+    scorer: RewardSpec
+    """Scorer of an answer; the same as the rewards of training jobs, with weight 1."""
+    few_shot: list[Shot] = Field(default_factory=list, max_length=MAX_SHOTS)
+    sampling: SuiteSampling = SuiteSampling()
+    prompt_format: Literal["chat", "raw"] = "chat"
+    """Reading of a plain-string prompt: as one user message, or as text that is used as it is."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the chat template, e.g. {"enable_thinking": true}."""
+    description: str = Field("", max_length=2000)
+    metadata: dict[str, str] = Field(default_factory=dict)
+
+    json_rules: ClassVar[Rules] = (if_any(scorer=if_any(weight=1)),)
+
+    @model_validator(mode="after")
+    def _one_weight(self) -> SuiteSettings:
+        if self.scorer.weight != 1:
+            raise ValueError("scorer.weight must be 1: a suite has one scorer, and weights belong to items")
+        return self
+
+    def wrong_item(self, item: SuiteItem) -> str | None:
+        """Reason why the scorer cannot score the item, which begins with the field at fault; None: it can."""
+        if self.scorer.needs_answer and item.expected is None:
+            return f"expected: is missing, and the {self.scorer.type} scorer compares with it"
+        for answer in item.expected or ():
+            if reason := self.scorer.wrong_answer(answer):
+                return f"expected: is {answer[:80]!r}: {reason}"
+        return None

@@ -1,0 +1,1 @@
+"""/v1/eval: suites of evaluations."""
