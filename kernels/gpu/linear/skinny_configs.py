@@ -67,11 +67,13 @@ def _most_slots(config: SkinnyConfig, rows: int, kind: Kind, device: DeviceLimit
     match device.capability, config.variant, kind:
         case (8, 0), "vector", "int4":
             return 2 if rows <= 4 else 4
-        case (10, _), "tma", "none" if rows <= 4:
+        case (10, _), "tma", "none" if rows < 8:
             return 2
         case (12, _), "stream", "none":
             return 1
-        case (10 | 12, _), "vector" | "stream", "int4":
+        case (10, _), "vector" | "stream", "int4":
+            return 4
+        case (12, _), "stream", "int4" if config.warps == 8:
             return 4
         case _:
             return config.slots

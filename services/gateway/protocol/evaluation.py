@@ -27,8 +27,8 @@ class SuiteRequest(SuiteSettings):
     name: SuiteName
     jsonl: str = Field(min_length=1)
     """The items, a JSON object a line: `prompt` or `messages`, `expected` (the right answer, or several), and where
-    they apply `id`, `group`, `weight`, `tools`, `metadata`. With `split`, the rows of a training file, as jobs of kind
-    sft learn from."""
+    they apply `choices`, `expected_tool_calls`, `json_schema`, `id`, `group`, `weight`, `tools`, `metadata`. With
+    `split`, the rows of a training file, as jobs of kind sft learn from."""
     split: TrainingSplit | None = None
     """Takes a part of a training file as the suite, whole groups at a time. The items' ids name the lines."""
 

@@ -24,6 +24,7 @@ from benchmarks.kernels.launches import no_products, replaced
 from benchmarks.lib.random_checkpoint import config_of
 from benchmarks.lib.random_model import RandomWeights
 from kernels.gpu.configs import KernelConfigs
+from kernels.gpu.launch.device import DeviceLimits
 from kernels.gpu.linear.skinny import SplitWorkspace
 from kernels.gpu.train.divergence import divergence
 from kernels.gpu.train.documents import Documents
@@ -105,26 +106,26 @@ TRAINED = (
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
-def variants_of(kernels: KernelConfigs) -> Iterator[tuple[str, list[Variant]]]:
-    """Names and variants of each start, then of training.
+def variants_of(cards: Sequence[DeviceLimits]) -> Iterator[tuple[str, list[Variant]]]:
+    """Names of each start, then of training, and the variants that any of the cards launches.
 
     Args:
-        kernels: of the architecture.
+        cards: of one architecture.
     """
-    limits = kernels.device
-    driver.set_active(Target(GPUTarget("cuda", limits.architecture, 32)))
-    for start in STARTS:
-        if limits.float8 or not start.float8:
-            yield start.name, _recorded(lambda start=start: _serve(start, kernels))  # type: ignore[misc]
-    for start in TRAINED:
-        if limits.float8 or not start.float8:
-            yield start.name, _recorded(lambda start=start: _train(start, kernels))  # type: ignore[misc]
+    driver.set_active(Target(GPUTarget("cuda", cards[0].architecture, 32)))
+    for starts, launch in ((STARTS, _serve), (TRAINED, _train)):
+        for start in starts:
+            if cards[0].float8 or not start.float8:
+                yield start.name, _recorded(launch, start, cards)
 
 
-def _recorded(launch: Callable[[], None]) -> list[Variant]:
+def _recorded(
+    launch: Callable[[Start, KernelConfigs], None], start: Start, cards: Sequence[DeviceLimits]
+) -> list[Variant]:
     decoders = patch.multiple(matrix, dequantize_fp8=_decoded, dequantize_int4=_decoded)
     with recorded() as variants, _nothing_large(), decoders, torch.no_grad():
-        launch()
+        for card in cards:
+            launch(start, KernelConfigs(card))
     return variants
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -17,7 +16,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime import driver
 
-from kernels.gpu.configs import KernelConfigs
 from kernels.gpu.launch.cache_keys import stable_keys
 from kernels.gpu.launch.device import DeviceLimits, named
 from services.engine.executors.cuda.compile_ahead import Target, Variant
@@ -38,13 +36,11 @@ class Launched:
 def launched(architecture: str) -> dict[str, Launched]:
     """All variants by digest. A process can say so of one architecture only."""
     variants: dict[str, Variant] = {}
-    by: dict[str, dict[str, None]] = {}  # names in their order
-    for limits in _cards(architecture):
-        for name, launches in variants_of(KernelConfigs(limits)):
-            for variant in launches:
-                digest = digest_of(variant, limits.architecture)
-                variants[digest] = variant
-                by.setdefault(digest, {})[name] = None
+    by: dict[str, list[str]] = {}
+    for name, launches in variants_of(_cards(architecture)):
+        for digest, variant in {digest_of(each, named(architecture).architecture): each for each in launches}.items():
+            variants[digest] = variant
+            by.setdefault(digest, []).append(name)
     return {digest: Launched(variant, "; ".join(by[digest])) for digest, variant in variants.items()}
 
 
@@ -58,10 +54,10 @@ _MULTIPROCESSORS = {
 """Fewest and most multiprocessors of the cards of an architecture: some cuts depend on their number."""
 
 
-def _cards(architecture: str) -> Iterator[DeviceLimits]:
+def _cards(architecture: str) -> list[DeviceLimits]:
     limits = named(architecture)
-    for multiprocessors in _MULTIPROCESSORS.get(architecture, (limits.multiprocessors,)):
-        yield replace(limits, multiprocessors=multiprocessors)
+    numbers = _MULTIPROCESSORS.get(architecture, (limits.multiprocessors,))
+    return [replace(limits, multiprocessors=multiprocessors) for multiprocessors in numbers]
 
 
 def digest_of(variant: Variant, architecture: int) -> str:

@@ -47,7 +47,7 @@ def read_suite(jsonl: str, settings: SuiteSettings) -> list[SuiteItem]:
         first = seen.setdefault(named.id, row.line)
         if first != row.line:
             raise BadLine(f"id: {named.id[:80]!r} is that of line {first} as well: each item needs one of its own")
-        if reason := settings.wrong_item(named):
+        if reason := settings.scorer.wrong_item(named.reference):
             raise BadLine(reason)
         return named
 

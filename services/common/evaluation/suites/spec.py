@@ -8,8 +8,14 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from services.common.jobs.fields.messages import SAYS, Message, check_asks
 from services.common.jobs.fields.prompts import AskedExample
-from services.common.jobs.scorers.registry import RewardSpec
-from services.common.validation.json_rules import Rule, Rules, either, has, if_any, only_with, where
+from services.common.jobs.scorers.base import ScorerSpec
+from services.common.jobs.scorers.judge import JudgeSpec
+from services.common.jobs.scorers.likelihood import ChoiceSpec, PerplexitySpec
+from services.common.jobs.scorers.registry import SuiteScorerSpec
+from services.common.jobs.scorers.sample import Reference, ToolCall
+from services.common.jobs.scorers.tool_calls import ToolCallsSpec
+from services.common.jobs.scorers.webhook import WebhookReward
+from services.common.validation.json_rules import NULL, Rule, Rules, either, has, if_any, never, only_with, where
 from services.common.validation.strict_models import SentModel
 
 MAX_ITEMS = 100_000
@@ -31,6 +37,13 @@ Texts = Annotated[
 ]
 
 
+class ExpectedToolCall(SentModel):
+    """Call of a tool as it should be."""
+
+    name: str = Field(min_length=1, max_length=200)
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
 class SuiteItem(AskedExample):
     """One item: a prompt or a conversation, and what its answer is compared with."""
 
@@ -38,12 +51,29 @@ class SuiteItem(AskedExample):
     """Name of the item in results, one of its own in its suite; left out, it is the number of its line."""
     expected: Texts | None = None
     """The right answer, or several of which each is right."""
+    choices: list[str] | None = Field(None, min_length=2, max_length=100)
+    """Answers to choose from; `expected` is the text or the letter of the right one."""
+    json_schema: dict[str, Any] | None = None
+    """JSON Schema of a right answer."""
+    expected_tool_calls: list[ExpectedToolCall] | None = Field(None, max_length=100)
+    """Calls of tools that are right; an empty list: none is."""
     group: str | None = Field(None, min_length=1, max_length=200)
     """Items of one group say much the same (questions on one text, variants of one problem): statistics draw them
     together, and a split of a training file keeps them together."""
     weight: float = Field(1.0, gt=0, le=1e6)
     metadata: dict[str, str] = Field(default_factory=dict)
     """Handed to webhooks as it is."""
+
+    @property
+    def reference(self) -> Reference:
+        """What is right, as scorers read it."""
+        calls = self.expected_tool_calls
+        return Reference(
+            expected=tuple(self.expected or ()),
+            choices=tuple(self.choices or ()),
+            json_schema=self.json_schema,
+            tool_calls=None if calls is None else tuple(ToolCall(call.name, call.arguments) for call in calls),
+        )
 
 
 class Shot(SentModel):
@@ -71,8 +101,8 @@ class SuiteSampling(SentModel):
     samples: int = Field(1, ge=1, le=MAX_SAMPLES)
     """Answers of each item."""
     score: Literal["mean", "pass", "majority"] = "mean"
-    """Score of an item with several samples: their mean, the probability that one of k passes (pass@k), or the one that
-    the most frequent answer among k is right (majority@k)."""
+    """Score of an item with several samples: their mean, the probability that one of k scores 1 (pass@k), or the one
+    that the most frequent answer among k does (majority@k)."""
     k: int | None = Field(None, ge=1, le=MAX_SAMPLES)
     """Number of samples in pass@k and majority@k; None: all of them."""
 
@@ -98,8 +128,8 @@ class SuiteSampling(SentModel):
 class SuiteSettings(SentModel):
     """Everything that a suite says of all of its items."""
 
-    scorer: RewardSpec
-    """Scorer of an answer; the same as the rewards of training jobs, with weight 1."""
+    scorer: SuiteScorerSpec
+    """Scorer of an answer: one of the rewards of training jobs, with weight 1, or one that reads more than a text."""
     few_shot: list[Shot] = Field(default_factory=list, max_length=MAX_SHOTS)
     sampling: SuiteSampling = SuiteSampling()
     prompt_format: Literal["chat", "raw"] = "chat"
@@ -109,19 +139,30 @@ class SuiteSettings(SentModel):
     description: str = Field("", max_length=2000)
     metadata: dict[str, str] = Field(default_factory=dict)
 
-    json_rules: ClassVar[Rules] = (if_any(scorer=if_any(weight=1)),)
+    json_rules: ClassVar[Rules] = (
+        if_any(scorer=if_any(weight=1)),
+        where(
+            has(scorer=has(type={"enum": ["choice", "perplexity"]})),
+            if_any(sampling=if_any(**{**SuiteSampling().model_dump(), "stop": {"maxItems": 0}, "k": NULL})),
+        ),
+        where(
+            has(scorer=has(type={"enum": ["webhook", "tool_calls", "judge"]})),
+            if_any(sampling=never(has(score="majority"))),
+        ),
+    )
 
     @model_validator(mode="after")
     def _one_weight(self) -> SuiteSettings:
-        if self.scorer.weight != 1:
+        if isinstance(self.scorer, ScorerSpec) and self.scorer.weight != 1:
             raise ValueError("scorer.weight must be 1: a suite has one scorer, and weights belong to items")
         return self
 
-    def wrong_item(self, item: SuiteItem) -> str | None:
-        """Reason why the scorer cannot score the item, which begins with the field at fault; None: it can."""
-        if self.scorer.needs_answer and item.expected is None:
-            return f"expected: is missing, and the {self.scorer.type} scorer compares with it"
-        for answer in item.expected or ():
-            if reason := self.scorer.wrong_answer(answer):
-                return f"expected: is {answer[:80]!r}: {reason}"
-        return None
+    @model_validator(mode="after")
+    def _samples_are_scored(self) -> SuiteSettings:
+        if isinstance(self.scorer, ChoiceSpec | PerplexitySpec) and self.sampling != SuiteSampling():
+            raise ValueError(f"sampling would do nothing here: the {self.scorer.name} scorer samples no answers")
+        if isinstance(self.scorer, WebhookReward | ToolCallsSpec | JudgeSpec) and self.sampling.score == "majority":
+            raise ValueError(
+                f'sampling.score: "majority" needs to know equal answers, which {self.scorer.name} does not'
+            )
+        return self

@@ -40,7 +40,7 @@ def held_out_items(jsonl: str, split: TrainingSplit, settings: SuiteSettings) ->
 
     def item(row: Row) -> SuiteItem:
         found = _item(row, split.group_by)
-        if reason := settings.wrong_item(found):
+        if reason := settings.scorer.wrong_item(found.reference):
             raise BadLine(reason)
         return found
 

@@ -1,6 +1,8 @@
 """Base of the scorers' settings, which are part of a request: what they refuse, and the scorer that is made of them.
 
-One module a scorer; `registry` lists them. A scorer gives one number a completion: a reward of a training job.
+One module a scorer; `registry` lists them. A scorer gives one number a completion: a reward of a training job, or a
+score in a suite. Those that read more than a completion's text (its log-likelihood, its tool calls, a judge's verdict)
+are of suites only.
 
 Clients and the CLI read these settings with neither a pattern engine nor an HTTP client installed, so the modules
 import those where they are used.
@@ -9,22 +11,19 @@ import those where they are used.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from collections.abc import Hashable, Iterable, Sequence
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
-from services.common.jobs.scorers.sample import Scorer
+from services.common.jobs.scorers.sample import Reference, Scorer
 from services.common.validation.json_rules import Rule, Rules
 from services.common.validation.strict_models import SentModel
 
 
-class ScorerSpec(SentModel):
+class ScorerSettings(SentModel):
     """Settings of one scorer."""
-
-    weight: float = Field(1.0, ge=-1e6, le=1e6)
-    """The completion's reward is the sum of weight times score."""
 
     json_rules: ClassVar[Rules] = ({"required": ["type"]},)
     """Rules of a request: it says which scorer it is."""
@@ -32,6 +31,13 @@ class ScorerSpec(SentModel):
     """Whether this scorer needs an answer whatever its settings are."""
     compares: ClassVar[Rule | None] = None
     """JSON Schema of the settings with which the scorer needs an answer, where that depends on them."""
+    better: ClassVar[Literal["higher", "lower"]] = "higher"
+    """Direction of a better score."""
+
+    @property
+    def name(self) -> str:
+        """Name of the scorer, which is its `type`."""
+        return str(type(self).model_fields["type"].default)
 
     @property
     def needs_answer(self) -> bool:
@@ -41,6 +47,15 @@ class ScorerSpec(SentModel):
     def wrong_answer(self, answer: str) -> str | None:
         """Reason why the scorer cannot compare with this answer, as the end of a sentence; None: it can."""
         del answer
+        return None
+
+    def wrong_item(self, reference: Reference) -> str | None:
+        """Reason why the scorer cannot score a suite's item, which begins with the field at fault; None: it can."""
+        if self.needs_answer and not reference.expected:
+            return f"expected: is missing, and the {self.name} scorer compares with it"
+        for answer in reference.expected:
+            if reason := self.wrong_answer(answer):
+                return f"expected: is {answer[:80]!r}: {reason}"
         return None
 
     def check(self, where: str, answers: Iterable[tuple[str, str | None]]) -> None:
@@ -68,6 +83,10 @@ class ScorerSpec(SentModel):
         """
         del where, allowed, signed
 
+
+class SampleScorerSpec(ScorerSettings):
+    """Settings of a scorer of samples, which are completions."""
+
     @abstractmethod
     def scorer(self, where: str, webhooks: Webhooks) -> Scorer:
         """The scorer with these settings.
@@ -79,3 +98,14 @@ class ScorerSpec(SentModel):
         Raises:
             InvalidRequest: the settings cannot be used.
         """
+
+    def vote(self, text: str) -> Hashable | None:
+        """Vote of a completion among several, in a form in which equal answers are equal; None: it has none."""
+        return text or None
+
+
+class ScorerSpec(SampleScorerSpec):
+    """Settings of a scorer that reads a completion's text: a reward of a training job, or the scorer of a suite."""
+
+    weight: float = Field(1.0, ge=-1e6, le=1e6)
+    """The completion's reward is the sum of weight times score."""

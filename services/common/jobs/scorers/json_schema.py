@@ -7,13 +7,13 @@ refer to its own definitions only as long as writing them out would still be a s
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 from services.common.errors import InvalidRequest
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
-from services.common.jobs.scorers.base import ScorerSpec
-from services.common.jobs.scorers.sample import Sample, error_text
+from services.common.jobs.scorers.base import SampleScorerSpec, ScorerSpec
+from services.common.jobs.scorers.sample import Reference, Sample, error_text
 
 MAX_CHARACTERS = 64 * 1024
 MAX_DEPTH = 64
@@ -45,6 +45,40 @@ class JsonSchemaReward(ScorerSpec):
         return JsonSchemaScorer(self, where)
 
 
+class ItemSchemaSpec(SampleScorerSpec):
+    """1 if the answer is JSON and valid against the `json_schema` of its item, else 0. Of suites only."""
+
+    type: Literal["item_schema"] = "item_schema"
+
+    def wrong_item(self, reference: Reference) -> str | None:
+        """See ScorerSettings: the schema is compiled."""
+        if reference.json_schema is None:
+            return "json_schema: is missing, and the item_schema scorer validates against it"
+        try:
+            compiled(reference.json_schema)
+        except SchemaRefused as error:
+            return f"json_schema: cannot be used: {error}"
+        return None
+
+    def scorer(self, where: str, webhooks: Webhooks) -> ItemSchemaScorer:
+        """See SampleScorerSpec."""
+        del where, webhooks
+        return ItemSchemaScorer()
+
+
+class ItemSchemaScorer:
+    """See ItemSchemaSpec."""
+
+    def score(self, samples: Sequence[Sample], interrupt: Callable[[], None]) -> list[float]:
+        """See Scorer.score."""
+        scores = []
+        for sample in samples:
+            interrupt()
+            schema = sample.reference.json_schema
+            scores.append(0.0 if schema is None else valid_json(sample.text, compiled(schema)))
+        return scores
+
+
 class JsonSchemaScorer:
     """See JsonSchemaReward. Raises InvalidRequest if the schema cannot be used."""
 
@@ -56,15 +90,17 @@ class JsonSchemaScorer:
         scores = []
         for sample in samples:
             interrupt()
-            scores.append(self._one(sample.text))
+            scores.append(valid_json(sample.text, self._valid))
         return scores
 
-    def _one(self, text: str) -> float:
-        try:
-            value = parse(text)
-        except ValueError:
-            return 0.0
-        return float(self._valid(value))
+
+def valid_json(text: str, valid: Callable[[Any], bool]) -> float:
+    """1 if a text is JSON that a compiled schema takes, else 0."""
+    try:
+        value = parse(text)
+    except ValueError:
+        return 0.0
+    return float(valid(value))
 
 
 def parse(text: str) -> Any:
@@ -107,28 +143,44 @@ def schema_validator(reward: JsonSchemaReward, where: str) -> Callable[[Any], bo
     Raises:
         InvalidRequest: it is no JSON Schema, too large, recursive, or refers to something outside itself.
     """
-    import jsonschema_rs
-
     param = f"{where}.json_schema"
     try:
-        if len(json.dumps(reward.json_schema)) > _SCHEMA_BYTES:
+        return compiled(reward.json_schema)
+    except SchemaRefused as error:
+        raise InvalidRequest(f"{param} cannot be used: {error}", param=param) from error
+
+
+class SchemaRefused(Exception):
+    """A schema that is none, or that could take long; says why."""
+
+
+def compiled(schema: Mapping[str, Any]) -> Callable[[Any], bool]:
+    """Whether a value is valid; the compiled schema.
+
+    Raises:
+        SchemaRefused: it is no JSON Schema, too large, recursive, or refers to something outside itself.
+    """
+    import jsonschema_rs
+
+    try:
+        if len(json.dumps(schema)) > _SCHEMA_BYTES:
             raise ValueError(f"it has over {_SCHEMA_BYTES} bytes")
-        _Expansion(reward.json_schema).check()
+        _Expansion(schema).check()
         validator = jsonschema_rs.validator_for(
-            reward.json_schema,
+            dict(schema),
             # Linear time, like RE2; the default engine backtracks.
             pattern_options=jsonschema_rs.RegexOptions(size_limit=_ENGINE_BYTES, dfa_size_limit=_ENGINE_BYTES),
             offline=True,
         )
     except (ValueError, RecursionError, jsonschema_rs.ReferencingError) as error:
-        raise InvalidRequest(f"{param} cannot be used: {error_text(error)}", param=param) from error
+        raise SchemaRefused(error_text(error)) from error
     return validator.is_valid
 
 
 class _Expansion:
     """Size of a schema with its references written out."""
 
-    def __init__(self, schema: dict[str, Any]) -> None:
+    def __init__(self, schema: Mapping[str, Any]) -> None:
         self._schema = schema
         self._sizes: dict[str, int] = {}
         self._open: set[str] = set()

@@ -32,6 +32,10 @@ class NumericReward(ScorerSpec):
         """See ScorerSpec."""
         return None if answer_number(answer) is not None else "the numeric reward needs a finite number"
 
+    def vote(self, text: str) -> float | None:
+        """See SampleScorerSpec: the last number."""
+        return last_number(text)
+
     def scorer(self, where: str, webhooks: Webhooks) -> NumericScorer:
         """See ScorerSpec."""
         del where, webhooks

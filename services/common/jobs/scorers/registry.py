@@ -1,4 +1,5 @@
-"""Every scorer, and the weighted sum of several. A new scorer is a module of its own and a line in ``RewardSpec``."""
+"""Every scorer, and the weighted sum of several. A new scorer is a module of its own and a line here: in ``_Any`` if it
+reads a completion's text, which rewards of training jobs and suites share, else in ``SuiteScorer``."""
 
 from __future__ import annotations
 
@@ -11,17 +12,23 @@ from pydantic import Field
 from services.common.errors import InvalidRequest
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.jobs.scorers.base import ScorerSpec
-from services.common.jobs.scorers.exact import ExactReward
-from services.common.jobs.scorers.json_schema import JsonSchemaReward
+from services.common.jobs.scorers.exact import ContainsReward, ExactReward
+from services.common.jobs.scorers.json_schema import ItemSchemaSpec, JsonSchemaReward
+from services.common.jobs.scorers.judge import JudgeSpec
+from services.common.jobs.scorers.likelihood import ChoiceSpec, PerplexitySpec
 from services.common.jobs.scorers.numeric import NumericReward
 from services.common.jobs.scorers.regex import RegexReward
 from services.common.jobs.scorers.sample import Sample
+from services.common.jobs.scorers.tool_calls import ToolCallsSpec
 from services.common.jobs.scorers.webhook import WebhookReward
 from services.common.validation.json_rules import Rule, either, has
 
-_Any: TypeAlias = RegexReward | ExactReward | NumericReward | JsonSchemaReward | WebhookReward
+_Any: TypeAlias = RegexReward | ExactReward | ContainsReward | NumericReward | JsonSchemaReward | WebhookReward
 RewardSpec = Annotated[_Any, Field(discriminator="type")]
 """Settings of a scorer in a request; `type` says which."""
+SuiteScorer: TypeAlias = _Any | ItemSchemaSpec | ToolCallsSpec | ChoiceSpec | PerplexitySpec | JudgeSpec
+SuiteScorerSpec = Annotated[SuiteScorer, Field(discriminator="type")]
+"""Settings of the scorer of a suite; `type` says which."""
 SCORERS: tuple[type[ScorerSpec], ...] = get_args(_Any)
 
 _LARGEST = 1e9

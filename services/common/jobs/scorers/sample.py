@@ -1,13 +1,34 @@
-"""Sample that a scorer judges: one completion with its prompt, as text."""
+"""Sample that a scorer judges, one completion with its prompt as text, and reference that it is compared with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:  # the command line checks jobs without a tokenizer, and starts faster without its libraries
     from services.common.text.tokenizer import TextCodec
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """Call of a tool: by the model, or as it should be."""
+
+    name: str
+    arguments: Any
+    """Parsed JSON; a text that is no JSON as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Reference of a suite's item: what is right. Each scorer reads the part that it compares with."""
+
+    expected: tuple[str, ...] = ()
+    """Answers of which each is right."""
+    choices: tuple[str, ...] = ()
+    json_schema: Mapping[str, Any] | None = None
+    tool_calls: tuple[ToolCall, ...] | None = None
+    """Calls that are right; empty: none should be made. None: not said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +46,10 @@ class Sample:
     metadata: Mapping[str, str] = field(default_factory=dict)
     said: str | None = None
     """The completion without its thinking block, where that is something else."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Calls that the completion makes, in their order; of suites only."""
+    reference: Reference = Reference()
+    """Reference of the sample's item; of suites only."""
 
     @property
     def text(self) -> str:

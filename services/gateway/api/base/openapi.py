@@ -160,6 +160,11 @@ EXAMPLES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "sampling": {"max_tokens": 16},
             "jsonl": '{"prompt": "What is 12 plus 7?", "expected": 19}\n{"prompt": "And 2 plus 2?", "expected": 4}',
         },
+        "choices": {
+            "name": "colours",
+            "scorer": {"type": "choice", "by": "text"},
+            "jsonl": '{"prompt": "Which colour has the sky?", "choices": ["red", "blue"], "expected": "blue"}',
+        },
         "training file": {
             "name": "sums-held-out",
             "scorer": {"type": "exact"},

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import re
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
@@ -12,9 +14,10 @@ from services.common.errors import InvalidRequest, NotFound, Unavailable
 from services.common.evaluation.suites.lines import read_suite
 from services.common.evaluation.suites.manifest import PIECE_ITEMS
 from services.common.evaluation.suites.names import SuiteVersion, parse_suite_ref
-from services.common.evaluation.suites.spec import SuiteItem, SuiteSettings
+from services.common.evaluation.suites.spec import SuiteItem, SuiteSampling, SuiteSettings
 from services.common.evaluation.suites.split import TrainingSplit, held_out_items
 from services.common.evaluation.suites.store import SuiteStore
+from services.common.jobs.scorers.registry import SCORERS, SuiteScorer
 from tests.unit.gateway.fake_stores import MemoryStore
 
 EXACT = SuiteSettings.model_validate({"scorer": {"type": "exact"}})
@@ -210,6 +213,15 @@ def test_items_of_one_group_are_worth_one(suites: SuiteStore) -> None:
     made = suites.create("grouped", EXACT, read_suite(jsonl(*rows), EXACT))
     assert made.clusters == 3
     assert made.effective_items == pytest.approx(11**2 / (25 + 25 + 1))
+
+
+def test_the_page_names_every_field_and_every_scorer() -> None:
+    page = (Path(__file__).resolve().parents[4] / "docs/guides/evaluation.md").read_text()
+    own = [scorer for scorer in get_args(SuiteScorer) if scorer not in SCORERS]
+    fields = {name for model in (SuiteItem, SuiteSettings, SuiteSampling, *own) for name in model.model_fields}
+    kinds = {model.model_fields["type"].default for model in get_args(SuiteScorer)}
+    named = (fields | kinds) - {"sampling"}
+    assert not sorted(name for name in named if not re.search(rf"`(sampling)?\.?{name}`", page))
 
 
 def test_references() -> None:
