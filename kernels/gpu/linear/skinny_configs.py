@@ -94,9 +94,11 @@ def _by_rule(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool, dev
         return _few_int4(rows, outputs, inputs, swiglu, device)
     if rows == 1:
         return _vector(outputs, inputs, kind, swiglu)
-    deep = outputs <= _FEW_OUTPUTS and outputs * inputs >= _SMALL
-    if rows <= 16 and deep and kind == "none" and device.capability[0] == 9:
-        return _STREAM_DEEP
+    if kind == "none" and device.capability[0] == 9 and outputs * inputs >= _SMALL:
+        if rows <= 16 and outputs <= _FEW_OUTPUTS:
+            return _STREAM_DEEP
+        if rows > 4 and inputs <= _FEW_INPUTS:
+            return _DOT_SHORT
     if (tiles := _by_tiles(rows, outputs, inputs, kind, swiglu, device)) is not None:
         return tiles
     if rows <= 16 and inputs >= 8192 and kind == "int4":
@@ -130,8 +132,12 @@ _LONG = 3584
 """Inputs from which on a row of the weight is long."""
 _FEW_OUTPUTS = 1024
 """Outputs that are too few for a program of several on each multiprocessor."""
+_FEW_INPUTS = 1024
+"""Inputs whose tiles have come before the copy engine's descriptors pay."""
 _STREAM_DEEP = SkinnyConfig("stream", 16, 1024, warps=8, stages=2)
-"""Up to 16 rows of so few outputs: of 8 rows of the 0.8B shape 12 and 26 µs a step of 1,090 less than with tiles."""
+"""Few outputs: of 8 rows of the 0.8B shape 12 and 26 µs a step of 1,090 less than with the tma variant."""
+_DOT_SHORT = SkinnyConfig("dot", 64, 128, warps=4, stages=4, prefetch=512)
+"""Few inputs: of 8 rows of the 0.8B shape 9 and 12 µs less, of 64 rows 34 and 32 µs of 2,240."""
 _STREAM_HOPPER: dict[Kind, SkinnyConfig] = {
     "none": SkinnyConfig("stream", 16, 512, warps=4, stages=2),
     "fp8": SkinnyConfig("stream", 16, 512, warps=4, stages=3),
