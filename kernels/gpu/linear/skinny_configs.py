@@ -228,11 +228,13 @@ def invariant(device: DeviceLimits) -> tuple[SkinnyConfig, int]:
     """Variant, and rows of a program, for any number of rows: a row's bits then do not depend on how many there
     are."""
     stages = 2 if device.size == "small" else 3
-    return SkinnyConfig("dot", 64, 128, warps=4, stages=stages, slots=_INVARIANT_SLOTS[device.size]), 64
+    # With 4 warps on Blackwell's small cards, or with twice the slots, a thread would spill 40 to 64 bytes.
+    warps, slots = (8, 2) if device.capability[0] == 12 else (4, _INVARIANT_SLOTS[device.size])
+    return SkinnyConfig("dot", 64, 128, warps, stages, slots=slots), 64
 
 
 _INVARIANT_SLOTS: dict[Size, int] = {"small": 1, "large": 2, "wide": 4}
-"""Twice as many spill 40 and, on Blackwell, 64 bytes of a thread."""
+"""Adapters side by side, where 4 warps share a tile."""
 
 
 _Measured = tuple[tuple[int, SkinnyConfig], ...]

@@ -1,1 +1,1 @@
-"""Chat templates and tokenizer: text to token ids, the same for serving and for training."""
+"""Text: chat templates and tokenizer for prompts, reasoning and tool calls of answers, the same everywhere."""

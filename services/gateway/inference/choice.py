@@ -10,12 +10,12 @@ from typing import Any
 
 from services.common.pb import engine_pb2
 from services.common.telemetry import tracing
+from services.common.text.output_parser import END_THINK, ChatParser, Delta
+from services.common.text.stops import Stops
+from services.common.text.tool_calls.parser import OPEN
 from services.gateway.core.metrics import Latencies
 from services.gateway.inference.logprobs import PromptLogprobs, TokenLogprob
 from services.gateway.text.detokenizer import HeldBackText, Piece, TextAssembler
-from services.gateway.text.output_parser import END_THINK, ChatParser, Delta
-from services.gateway.text.stops import Stops
-from services.gateway.text.tool_calls.parser import OPEN
 
 # What runs for every token reads a field of a message once: that costs as much as a call.
 _RUNNING = engine_pb2.FINISH_REASON_UNSPECIFIED

@@ -9,6 +9,8 @@ from pydantic_core import to_json
 
 from services.common.errors import InvalidRequest
 from services.common.pb import engine_pb2
+from services.common.text.output_parser import END_THINK
+from services.common.text.tool_calls.parser import OPEN
 from services.gateway.engines.pool import ServedModel
 from services.gateway.protocol.chat_request import ChatRequest
 from services.gateway.protocol.fields.sampling import ReasoningFields
@@ -16,8 +18,6 @@ from services.gateway.protocol.fields.structured_outputs import ConstraintFields
 from services.gateway.settings import GatewaySettings
 from services.gateway.text.detokenizer import Vocabulary
 from services.gateway.text.grammar.tool_calls import CallForm, TurnForm, tool_grammar
-from services.gateway.text.output_parser import END_THINK
-from services.gateway.text.tool_calls.parser import OPEN
 
 
 def thinking_message(

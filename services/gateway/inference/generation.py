@@ -12,6 +12,9 @@ from starlette.requests import Request
 from services.common.errors import InvalidRequest, ModelNotFound, TemperError
 from services.common.pb import engine_pb2
 from services.common.telemetry import tracing
+from services.common.text.output_parser import END_THINK, ChatParser
+from services.common.text.stops import Stops
+from services.common.text.tool_calls.parser import OPEN
 from services.gateway.auth.caller import owner, seconds_left
 from services.gateway.core.admission import Reservation
 from services.gateway.core.metrics import GenAiRequest
@@ -23,9 +26,6 @@ from services.gateway.inference.engine_request import adapter_ref, cache_salt, c
 from services.gateway.inference.logprobs import PromptLogprobs, check_complete
 from services.gateway.protocol.fields.sampling import SamplingFields
 from services.gateway.text.detokenizer import TextAssembler
-from services.gateway.text.output_parser import END_THINK, ChatParser
-from services.gateway.text.stops import Stops
-from services.gateway.text.tool_calls.parser import OPEN
 
 _SMALLEST_TOP_P = 1e-6  # less may become 0 in the protocol's 32 bits
 

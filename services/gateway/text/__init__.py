@@ -1,1 +1,1 @@
-"""Text of answers: token ids become what a client reads, which is text, reasoning and tool calls."""
+"""Text of answers in a stream: token ids become what a client reads, and grammars of tool calls."""

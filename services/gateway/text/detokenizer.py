@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
+from services.common.text.stops import Stop, Stops, StopSearch
 from services.common.text.tokenizer import TextCodec
-from services.gateway.text.stops import Stop, Stops, StopSearch
 
 MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 """Control tokens that the gateway's parsers read, so they stay visible even if a tokenizer marks them special."""

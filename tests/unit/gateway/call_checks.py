@@ -16,13 +16,13 @@ import httpx
 import jsonschema_rs
 from llguidance import LLMatcher
 
+from services.common.text.output_parser import ChatParser, Delta
 from services.common.text.tokenizer import TextCodec
 from services.engine.constraints.grammars import GrammarLimits, compile_grammar
 from services.engine.constraints.vocabulary import Vocabulary as Tokens
 from services.engine.requests.sampling_params import Constraint, ConstraintKind
 from services.gateway.text.detokenizer import MARKUP, TextAssembler, Vocabulary
 from services.gateway.text.grammar.tool_calls import CallForm, TurnForm, tool_grammar
-from services.gateway.text.output_parser import ChatParser, Delta
 from tests.unit.gateway.hostile_calls import Drawn, canonical, draw, writable
 from tests.unit.gateway.text.test_tool_corpus import joined, loads
 from tests.unit.gateway.text.test_tool_grammar import TOKENIZER, check_walk, finite

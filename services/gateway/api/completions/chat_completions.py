@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
+from services.common.text.output_parser import Delta, TextDelta
 from services.gateway.api.base.openapi import answers_with
 from services.gateway.api.base.routing import Routes, resource_of
 from services.gateway.api.base.serving import SESSION_HEADER, answer, json_response
@@ -27,7 +28,6 @@ from services.gateway.inference.generation import Generation, reserve, tracepare
 from services.gateway.inference.logprobs import TokenLogprob, by_token, chat_logprobs
 from services.gateway.protocol.chat_request import ChatRequest
 from services.gateway.protocol.chat_response import ChatCompletion, ChatCompletionChunk
-from services.gateway.text.output_parser import Delta, TextDelta
 
 routes = Routes("completions")
 

@@ -14,6 +14,8 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic_core import from_json
 
+from services.common.text.output_parser import Delta, TextDelta
+from services.common.text.tool_calls.parser import ToolDelta
 from services.gateway.api.base.openapi import answers_with
 from services.gateway.api.base.routing import Inference, Routes, resource_of
 from services.gateway.api.base.serving import SESSION_HEADER, answer, json_response, within
@@ -37,8 +39,6 @@ from services.gateway.protocol.messages.response import (
     TokenCount,
     Unmanaged,
 )
-from services.gateway.text.output_parser import Delta, TextDelta
-from services.gateway.text.tool_calls.parser import ToolDelta
 
 _CALL, _TOOL_USE = "call_", "toolu_"
 

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from services.common.text.output_parser import END_THINK, THINK, Delta, TextDelta
+from services.common.text.tool_calls.parser import CLOSE, ToolDelta
 from services.gateway.api.responses.response_object import Data, failure, new_item_id, usage_of
 from services.gateway.api.responses.to_chat import INPUT, Offer, Offers
 from services.gateway.core.sse import ChunkTemplate, event
@@ -19,8 +21,6 @@ from services.gateway.inference.generation import Generation
 from services.gateway.inference.logprobs import TokenLogprob, chat_logprobs
 from services.gateway.protocol.responses.request import ResponseRequest
 from services.gateway.text.detokenizer import Vocabulary
-from services.gateway.text.output_parser import END_THINK, THINK, Delta, TextDelta
-from services.gateway.text.tool_calls.parser import CLOSE, ToolDelta
 
 
 @dataclass(slots=True)
@@ -203,7 +203,7 @@ class MessageLogprobs:
     """Log-probabilities of messages, found by locating the deltas of messages in the raw text of an answer.
 
     Tokens belong to the raw text. Deltas are pieces of it, in its order; what lies between them is reasoning, calls or
-    markup, and ends where services/gateway/text/output_parser.py sees it end.
+    markup, and ends where services/common/text/output_parser.py sees it end.
 
     Args:
         vocabulary: text of tokens.

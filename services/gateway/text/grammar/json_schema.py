@@ -13,8 +13,8 @@ from services.common.json_schema import formats
 from services.common.json_schema.numbers import Numbers, NumbersError
 from services.common.json_schema.patterns import PatternError
 from services.common.json_schema.terminals import found_in, literal
+from services.common.text.tool_calls.parameter_types import kind_of, resolve
 from services.gateway.text.grammar.lark import expression, stands
-from services.gateway.text.tool_calls.parameter_types import kind_of, resolve
 
 _MOST_LEAVES = 256
 _MOST_SCHEMAS = 1024

@@ -24,10 +24,10 @@ from typing import Any
 from services.common.errors import InvalidRequest
 from services.common.json_schema.origin import Origin, marked, needed
 from services.common.json_schema.terminals import literal
+from services.common.text.tool_calls.parameter_types import CONTAINERS, definitions_for, resolve, types_of
+from services.common.text.tool_calls.parser import CLOSE, END_FUNCTION, END_PARAMETER, FUNCTION, OPEN, PARAMETER
 from services.gateway.text.grammar.json_schema import is_free, leaves, looks_like, scalar_terminal, text_terminal
 from services.gateway.text.grammar.lark import contains, expression, quote, terminals
-from services.gateway.text.tool_calls.parameter_types import CONTAINERS, definitions_for, resolve, types_of
-from services.gateway.text.tool_calls.parser import CLOSE, END_FUNCTION, END_PARAMETER, FUNCTION, OPEN, PARAMETER
 
 _END_VALUE = f"\n{END_PARAMETER}\n"
 _KEY = "[A-Za-z_][A-Za-z0-9_.-]{0,63}"

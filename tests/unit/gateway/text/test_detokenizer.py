@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.common.text.output_parser import ChatParser, TextDelta
+from services.common.text.tool_calls.parameter_types import signatures
+from services.common.text.tool_calls.parser import ToolDelta
 from services.gateway.text.detokenizer import TextAssembler, Vocabulary
-from services.gateway.text.output_parser import ChatParser, TextDelta
-from services.gateway.text.tool_calls.parameter_types import signatures
-from services.gateway.text.tool_calls.parser import ToolDelta
 from tests.unit.gateway.tokens import codec
 
 VOCABULARY = Vocabulary(codec())

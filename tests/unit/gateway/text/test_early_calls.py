@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from services.common.pb import engine_pb2
-from services.gateway.text.output_parser import ChatParser
+from services.common.text.output_parser import ChatParser
 from tests.unit.gateway.api.completions.test_chat_answers import events, plain, whole_of
 from tests.unit.gateway.conftest import MODEL, Running
 from tests.unit.gateway.fake_engine import says

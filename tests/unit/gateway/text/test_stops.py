@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from services.common.pb import engine_pb2
+from services.common.text.output_parser import ChatParser
+from services.common.text.stops import Stops
 from services.gateway.inference.choice import Choice, Step
 from services.gateway.text.detokenizer import TextAssembler
-from services.gateway.text.output_parser import ChatParser
-from services.gateway.text.stops import Stops
 from tests.unit.gateway.drawn_answers import TOOLS, Drawn, Vocabulary, collect, draw, expected
 
 DRAWN = 300

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from services.common.text.output_parser import ChatParser, Delta, TextDelta
 from services.gateway.text.detokenizer import TextAssembler
-from services.gateway.text.output_parser import ChatParser, Delta, TextDelta
 from tests.unit.gateway.tool_corpus import CORPUS, TOOLS, Case
 
 LIMIT = 600

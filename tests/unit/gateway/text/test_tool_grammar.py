@@ -15,14 +15,14 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from services.common.errors import InvalidRequest
+from services.common.text.output_parser import ChatParser, TextDelta
 from services.common.text.tokenizer import TextCodec
+from services.common.text.tool_calls.parser import CLOSE, OPEN
 from services.engine.constraints.grammars import GrammarLimits, compile_grammar
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.vocabulary import Vocabulary
 from services.gateway.text.detokenizer import MARKUP
 from services.gateway.text.grammar.tool_calls import CallForm, TurnForm, tool_grammar
-from services.gateway.text.output_parser import ChatParser, TextDelta
-from services.gateway.text.tool_calls.parser import CLOSE, OPEN
 from tests.unit.engine.constraints.support import constraint
 from tests.unit.gateway.text.test_tool_corpus import joined
 

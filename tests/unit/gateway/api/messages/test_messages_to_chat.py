@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from services.common.errors import InvalidRequest
+from services.common.text.output_parser import TextDelta
+from services.common.text.tool_calls.parser import ToolDelta
 from services.gateway.api.messages.routes import MessageBlocks, joined
 from services.gateway.api.messages.to_chat import chat_form, named_as_sent
 from services.gateway.protocol.messages.request import MessagesRequest
-from services.gateway.text.output_parser import TextDelta
-from services.gateway.text.tool_calls.parser import ToolDelta
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {"name": "f", "input_schema": {"type": "object"}, "strict": True}

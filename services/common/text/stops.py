@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from services.gateway.text.lookahead import open_suffix
+from services.common.text.lookahead import open_suffix
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from models.tiny.recipe.data import SKILLS
+from services.common.evaluation.suites.lines import read_suite
+from services.gateway.protocol.evaluation import SuiteRequest
 from tests.unit.cli.runner import routes, temper
 from tests.unit.cli.server import Reply, Seen, serving
 
@@ -103,3 +106,18 @@ def test_suites_are_listed_shown_paged_and_removed() -> None:
         "/v1/eval/suites?limit=100&name=sums",
         "/v1/eval/suites/sums/items?limit=20&after=2",
     ]
+
+
+def test_the_suites_that_come_with_temper_are_made_in_one_step() -> None:
+    def made(seen: Seen) -> Reply:
+        body = seen.json
+        assert isinstance(body, dict)
+        return Reply({**SUITE, "id": f"{body['name']}@1", "items": len(body["jsonl"].splitlines())}, 201)
+
+    with serving(routes(POST_v1_eval_suites=made)) as (url, requests):
+        result = temper("eval", "suites", "create-shipped", "--prefix", "ours-", url=url)
+    assert result.exit_code == 0, result.stderr
+    sent = {seen.json["name"]: SuiteRequest.model_validate(seen.json) for seen in requests}
+    assert set(sent) == {f"ours-{skill}" for skill in SKILLS}
+    assert all(len(read_suite(body.jsonl, body.settings)) == 200 for body in sent.values())
+    assert "ours-dates@1" in result.stdout

@@ -12,9 +12,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.gateway.text.stops import Stops, StopSearch
-from services.gateway.text.tool_calls.json_calls import Digits, as_integer, dumps, loads, with_integers
-from services.gateway.text.tool_calls.parameter_types import Parameter, Types, kind_of
+from services.common.text.stops import Stops, StopSearch
+from services.common.text.tool_calls.json_calls import Digits, as_integer, dumps, loads, with_integers
+from services.common.text.tool_calls.parameter_types import Parameter, Types, kind_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.gateway.text.tool_calls.parameter_types import UNKNOWN, Signature, resolve, types_of
+from services.common.text.tool_calls.parameter_types import UNKNOWN, Signature, resolve, types_of
 
 _NUMBER = re.compile(r"(-?)(\d+)(?:\.(\d+))?(?:[eE]([+-]?\d+))?")
 _LONGEST = 4096

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from services.gateway.text.tool_calls.parameter_types import Signature
-from services.gateway.text.tool_calls.parser import OPEN, CallState, ToolCallParser
+from services.common.text.tool_calls.parameter_types import Signature
+from services.common.text.tool_calls.parser import OPEN, CallState, ToolCallParser
 
 
 class EarlyCalls:

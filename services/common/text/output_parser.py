@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.text.lookahead import open_space, open_suffix
-from services.gateway.text.stops import Stops, StopSearch
-from services.gateway.text.tool_calls.early_calls import EarlyCalls
-from services.gateway.text.tool_calls.parameter_types import signatures
-from services.gateway.text.tool_calls.parser import OPEN, CallState, ToolCallParser, ToolDelta
+from services.common.text.lookahead import open_space, open_suffix
+from services.common.text.stops import Stops, StopSearch
+from services.common.text.tool_calls.early_calls import EarlyCalls
+from services.common.text.tool_calls.parameter_types import signatures
+from services.common.text.tool_calls.parser import OPEN, CallState, ToolCallParser, ToolDelta
 
 THINK, END_THINK = "<think>", "</think>"
 _LONGEST_SPACE = 256

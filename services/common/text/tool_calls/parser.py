@@ -19,12 +19,12 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.gateway.text.lookahead import Lookahead, NeedMoreText
-from services.gateway.text.stops import Stops
-from services.gateway.text.tool_calls.json_calls import JsonScan, json_call
-from services.gateway.text.tool_calls.parameter_types import UNKNOWN, Parameter, Signature
-from services.gateway.text.tool_calls.values import Nesting, StoppedInValue, ValueEnd, ValueWriter, check_json, escape
-from services.gateway.text.tool_calls.values import encode_value as encode_value
+from services.common.text.lookahead import Lookahead, NeedMoreText
+from services.common.text.stops import Stops
+from services.common.text.tool_calls.json_calls import JsonScan, json_call
+from services.common.text.tool_calls.parameter_types import UNKNOWN, Parameter, Signature
+from services.common.text.tool_calls.values import Nesting, StoppedInValue, ValueEnd, ValueWriter, check_json, escape
+from services.common.text.tool_calls.values import encode_value as encode_value
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
