@@ -1,213 +1,189 @@
-"""`temper eval`: suites, and the commands that run them."""
+"""`temper eval`: suites on targets, and their results as tables."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import datetime
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
+from rich.table import Table
 
-from cli.commands import evaluation_runs
+from cli.commands import suites
 from cli.http.client import Client, path
-from cli.job_files import apply_settings, read_object, read_text
+from cli.http.job_events import watch
+from cli.job_files import apply_settings
 from cli.options import Json, Url, connected
 from cli.output import CliError, ExitCode, Output
 
 app = typer.Typer(name="eval", help="Evaluate models and adapters.", no_args_is_help=True)
-suites = typer.Typer(name="suites", help="Make, list, show and remove suites.", no_args_is_help=True)
-app.add_typer(suites)
-app.command("run")(evaluation_runs.run)
-app.command("show")(evaluation_runs.show)
-app.command("list")(evaluation_runs.list_runs)
+app.add_typer(suites.app)
 
-_PAGE = 1000
-_SHOWN = 60
-"""Characters of a prompt and of an answer in a table."""
-Ref = Annotated[
-    str, typer.Argument(metavar="NAME[@VERSION]", help="A suite, e.g. sums (its newest version) or sums@2.")
-]
+RunId = Annotated[str, typer.Argument(metavar="EVALUATION", help="An id as `temper eval run` prints it.")]
 
 
-@suites.command()
-def create(
-    name: Annotated[str, typer.Argument(help="The suite that gets a new version.")],
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE.jsonl", help='Lines of {"prompt" or "messages", "expected", …}.')
-    ],
-    scorer: Annotated[str | None, typer.Option(help="Type of the scorer, e.g. exact, numeric, regex.")] = None,
-    settings: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.json", help="Scorer, few_shot, sampling and the like, as the API has them."),
+@app.command()
+def run(
+    suite: Annotated[list[str], typer.Argument(metavar="SUITE...", help="Suites, e.g. sums or sums@2.")],
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TARGET",
+            help='"base", an adapter (its current version), NAME@VERSION, or MODEL@URL of another server; repeatable.',
+            show_default="base",
+        ),
     ] = None,
+    samples: Annotated[int | None, typer.Option(help="Answers of each item.", min=1)] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the samples.", min=0)] = None,
     setting: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="One more setting, e.g. sampling.max_tokens=16."),
     ] = None,
-    fraction: Annotated[
-        float | None, typer.Option(help="FILE is a training file, of which this share becomes the suite.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the split.", min=0)] = 0,
-    group_by: Annotated[
-        str | None, typer.Option(help="Field that names the group of a row; groups stay together.")
-    ] = None,
-    rest: Annotated[
-        Path | None, typer.Option(metavar="FILE.jsonl", help="Where the rows that are left for training go.")
-    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the run, and print its result.")] = False,
+    timeout: Annotated[float | None, typer.Option(help="Seconds to wait at most; the run goes on.", min=0)] = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Make a version of a suite from items, or from a part of a training file."""
+    """Run suites on targets and compare these in pairs."""
 
     def work(client: Client, output: Output) -> None:
-        if fraction is None and (group_by is not None or rest is not None):
-            raise CliError("--group-by and --rest need --fraction: they are for a training file", ExitCode.USAGE)
-        body = {} if settings is None else read_object(settings)
+        body: dict[str, Any] = {"suites": suite}
+        if target:
+            body["targets"] = [_target(one) for one in target]
+        if samples is not None:
+            body["sampling"] = {"samples": samples}
+        if seed is not None:
+            body["seed"] = seed
         apply_settings(body, setting or ())
-        if scorer is not None:
-            body["scorer"] = {"type": scorer} | _same_type(body.get("scorer"), scorer)
-        if "scorer" not in body:
-            raise CliError("a suite needs a scorer: give --scorer, or one in --settings", ExitCode.USAGE)
-        text = read_text(file)
-        body |= {"name": name, "jsonl": text}
-        if fraction is not None:
-            split = {"fraction": fraction, "seed": seed, "group_by": group_by}
-            body["split"] = {key: value for key, value in split.items() if value is not None}
-        made = client.post("/v1/eval/suites", body, patient=True)
-        left = (
-            ""
-            if rest is None
-            else f"; {_write_rest(client, made['id'], text, rest)} rows are left in {escape(str(rest))}"
-        )
-        output.result(made, f"[green]{made['id']}[/]  {_size(made)}{left}")
+        made = client.post("/v1/evaluations", body)
+        if not wait:
+            output.result(made, f"{made['id']} queued; look at it with: temper eval show {made['id']}")
+            return
+        job = watch(client, output, made["id"], timeout=timeout)
+        if job["state"] != "succeeded":
+            reason = f": {job['reason']}" if job.get("reason") else ""
+            raise CliError(f"evaluation {job['id']} {job['state']}{reason}", error={"message": str(job.get("reason"))})
+        _show(output, client.get(path("v1", "evaluations", made["id"])), line=True)
 
     connected(url, as_json, work)
 
 
-@suites.command("list")
-def list_suites(
-    name: Annotated[
-        str | None, typer.Argument(help="Every version of this suite.", show_default="the newest of each")
+@app.command()
+def show(run: RunId, url: Url = None, as_json: Json = False) -> None:
+    """A run: its scores with intervals, and its targets compared."""
+
+    def work(client: Client, output: Output) -> None:
+        _show(output, client.get(path("v1", "evaluations", run)))
+
+    connected(url, as_json, work)
+
+
+@app.command("list")
+def list_runs(
+    adapter: Annotated[
+        str | None, typer.Option(metavar="NAME@VERSION", help="Only runs that this version is a target of.")
     ] = None,
-    limit: Annotated[int, typer.Option(help="How many.", min=1, max=1000)] = 100,
+    limit: Annotated[int, typer.Option(help="How many.", min=1, max=100)] = 20,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """The newest version of each suite, or all versions of one."""
+    """The newest runs, or those of one version."""
 
     def work(client: Client, output: Output) -> None:
-        params: dict[str, str | int] = {"limit": limit} | ({} if name is None else {"name": name})
-        answer = client.get("/v1/eval/suites", **params)
+        where = "/v1/evaluations"
+        if adapter is not None:
+            name, at, number = adapter.partition("@")
+            if not at:
+                raise CliError(f"--adapter needs a version, as in {name}@1", ExitCode.USAGE)
+            where = path("v1", "adapters", name, "versions", number, "evaluations")
+        answer = client.get(where, limit=limit)
         rows = [
             [
                 one["id"],
-                str(one["items"]),
-                one["settings"]["scorer"]["type"],
-                _gain(one),
-                one["settings"]["description"],
+                one["state"],
+                _done(one),
+                " ".join(suite["suite"] for suite in one["suites"] or ()),
+                " ".join(known["name"] for known in one["targets"] or ()),
+                _time(one["created_at"]),
             ]
             for one in answer["data"]
         ]
-        columns = ["suite", "items", "scorer", "sees", "description"]
-        output.table(answer, columns, rows, empty="No suites yet: make one with `temper eval suites create`.")
+        columns = ["evaluation", "state", "items", "suites", "targets", "created"]
+        output.table(answer, columns, rows, empty="No evaluations yet: run one with `temper eval run`.")
 
     connected(url, as_json, work)
 
 
-@suites.command()
-def show(ref: Ref, url: Url = None, as_json: Json = False) -> None:
-    """A version: its size, its scorer and its settings."""
-
-    def work(client: Client, output: Output) -> None:
-        one = client.get(path("v1", "eval", "suites", ref))
-        lines = [f"[bold]{one['id']}[/]  {_size(one)}", f"  digest  {one['digest'][:16]}"]
-        lines += [
-            f"  {key}  {escape(json.dumps(value, ensure_ascii=False))}"
-            for key, value in one["settings"].items()
-            if value
-        ]
-        output.result(one, "\n".join(lines))
-
-    connected(url, as_json, work)
+def _target(text: str) -> str | dict[str, str]:
+    """A target of the command line; of another server MODEL@URL."""
+    model, at, url = text.partition("@")
+    return {"model": model, "url": url} if at and "://" in url else text
 
 
-@suites.command()
-def items(
-    ref: Ref,
-    limit: Annotated[int, typer.Option(help="How many.", min=1, max=_PAGE)] = 20,
-    after: Annotated[int, typer.Option(help="Begin behind this index.", min=-1)] = -1,
-    url: Url = None,
-    as_json: Json = False,
-) -> None:
-    """Items of a version."""
-
-    def work(client: Client, output: Output) -> None:
-        answer = client.get(path("v1", "eval", "suites", ref, "items"), limit=limit, after=after)
-        rows = [
-            [
-                str(one["index"]),
-                one["id"],
-                one.get("group") or "",
-                _asked(one),
-                " | ".join(one.get("expected") or ())[:_SHOWN],
-            ]
-            for one in answer["data"]
-        ]
-        output.table(answer, ["", "item", "group", "prompt", "expected"], rows, empty="No more items.")
-
-    connected(url, as_json, work)
+def _show(output: Output, one: dict[str, Any], *, line: bool = False) -> None:
+    if output.as_json:
+        output.json(one, line=line)
+        return
+    colour = {"succeeded": "green", "failed": "red", "cancelled": "yellow"}.get(one["state"], "cyan")
+    reason = f"  {escape(one['reason'])}" if one["reason"] else ""
+    output.out.print(f"[bold]{one['id']}[/]  [{colour}]{one['state']}[/]  {_done(one)} items{reason}", soft_wrap=True)
+    better = {suite["suite"]: suite["better"] for suite in one["suites"] or ()}
+    if one["summaries"]:
+        rows = [_scores(summary, better[summary["suite"]]) for summary in one["summaries"]]
+        _table(output, ["suite", "target", "score", "95 % interval", "items", "invalid", "cut off", "tokens"], rows)
+    if one["comparisons"]:
+        rows = [_pair(pair) for pair in one["comparisons"]]
+        _table(output, ["suite", "compared", "gain", "95 % interval", "p", "better", "worse", "sees"], rows)
 
 
-@suites.command()
-def delete(ref: Ref, url: Url = None, as_json: Json = False) -> None:
-    """Remove a version, or all versions of a suite; results that name them stay."""
-
-    def work(client: Client, output: Output) -> None:
-        answer = client.delete(path("v1", "eval", "suites", ref))
-        gone = ", ".join(f"{ref.partition('@')[0]}@{number}" for number in answer["versions"])
-        output.result(answer, f"removed {gone}")
-
-    connected(url, as_json, work)
-
-
-def _same_type(given: Any, scorer: str) -> dict[str, Any]:
-    """Settings of a scorer beside its type."""
-    if not isinstance(given, dict):
-        return {}
-    if given.get("type", scorer) != scorer:
-        raise CliError(f"--scorer {scorer} contradicts the scorer in the settings, {given['type']}", ExitCode.USAGE)
-    return given
+def _scores(summary: dict[str, Any], better: str) -> list[str]:
+    score = f"{summary['mean']:.4f}" if better == "lower" else f"{100 * summary['mean']:.1f} %"
+    return [
+        summary["suite"],
+        summary["target"],
+        score,
+        _interval(summary["interval"], better),
+        str(summary["items"]),
+        str(summary["invalid"]),
+        str(summary["finish_reasons"].get("length", 0)),
+        f"{summary['tokens_mean']:.1f}",
+    ]
 
 
-def _write_rest(client: Client, suite: str, text: str, target: Path) -> int:
-    """Writes the lines of a training file that are not in the suite, and returns how many there are."""
-    held: set[int] = set()
-    after, more = -1, True
-    while more:
-        page = client.get(path("v1", "eval", "suites", suite, "items"), limit=_PAGE, after=after)
-        held.update(int(one["id"].removeprefix("line-")) for one in page["data"])
-        after, more = after + len(page["data"]), page["has_more"]
-    left = [line for number, line in enumerate(text.split("\n"), start=1) if line.strip() and number not in held]
-    try:
-        target.write_text("".join(f"{line}\n" for line in left), encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise CliError(f"cannot write {target}: {error.strerror}; {suite} was made") from error
-    return len(left)
+def _pair(pair: dict[str, Any]) -> list[str]:
+    return [
+        pair["suite"],
+        f"{pair['first']} → {pair['second']}",
+        f"{pair['gain']:+.4f}",
+        _interval(pair["interval"], "lower"),
+        f"{pair['p']:.2g}",
+        str(pair["better"]),
+        str(pair["worse"]),
+        "" if pair["sees"] is None else f"{pair['sees']:.4f}",
+    ]
 
 
-def _size(one: dict[str, Any]) -> str:
-    groups = "" if one["clusters"] == one["items"] else f" in {one['clusters']} groups"
-    return f"{one['items']} items{groups}, scored by {one['settings']['scorer']['type']}, sees {_gain(one)}"
+def _interval(bounds: dict[str, Any] | None, better: str) -> str:
+    if bounds is None:
+        return ""
+    if better == "lower":
+        return f"{bounds['low']:+.4f} to {bounds['high']:+.4f}"
+    return f"{100 * bounds['low']:.1f} to {100 * bounds['high']:.1f} %"
 
 
-def _gain(one: dict[str, Any]) -> str:
-    """Smallest gain that the suite sees, for people."""
-    gain = one.get("smallest_gain")
-    return "nothing" if gain is None else f"gains of {100 * gain:.1f} points"
+def _table(output: Output, columns: list[str], rows: list[list[str]]) -> None:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    output.out.print(table)
 
 
-def _asked(item: dict[str, Any]) -> str:
-    asked = item.get("prompt") or item.get("messages") or ""
-    text = asked if isinstance(asked, str) else str(asked[-1].get("content") or "")
-    return text.replace("\n", " ")[:_SHOWN]
+def _done(one: dict[str, Any]) -> str:
+    progress = one["progress"]
+    return "" if progress is None else f"{progress['step']}/{progress['total_steps']}"
+
+
+def _time(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")

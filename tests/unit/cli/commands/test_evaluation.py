@@ -1,105 +1,79 @@
-"""`temper eval suites`: what is sent, and what people are told."""
+"""`temper eval run|show|list`: what is sent, and what people are told."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.unit.cli.runner import routes, temper
-from tests.unit.cli.server import Reply, Seen, serving
+from tests.unit.cli.server import Reply, serving
 
-SUITE: dict[str, Any] = {
-    "id": "sums@2",
-    "items": 200,
-    "clusters": 50,
-    "digest": "d" * 64,
-    "smallest_gain": 0.0781,
-    "settings": {"scorer": {"type": "numeric"}, "sampling": {"max_tokens": 16}, "description": "little sums"},
+BOUNDS = {"low": 0.25, "high": 0.75, "level": 0.95, "method": "wilson"}
+RUN: dict[str, Any] = {
+    "id": "job-1",
+    "state": "succeeded",
+    "reason": None,
+    "progress": {"step": 8, "total_steps": 8},
+    "suites": [{"suite": "sums@1", "better": "higher"}],
+    "targets": [{"name": "base"}, {"name": "polite@1"}],
+    "summaries": [
+        {
+            "suite": "sums@1",
+            "target": "base",
+            "mean": 0.5,
+            "interval": BOUNDS,
+            "items": 4,
+            "invalid": 1,
+            "finish_reasons": {"stop": 3, "length": 1},
+            "tokens_mean": 2.5,
+        }
+    ],
+    "comparisons": [
+        {
+            "suite": "sums@1",
+            "first": "base",
+            "second": "polite@1",
+            "gain": 0.25,
+            "interval": BOUNDS,
+            "p": 0.125,
+            "better": 1,
+            "worse": 0,
+            "sees": None,
+        }
+    ],
+    "created_at": 1.0,
 }
 
 
-@pytest.fixture
-def lines(tmp_path: Path) -> Path:
-    file = tmp_path / "items.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"{n}?", "completion": str(n)}) + "\n" for n in range(4)))
-    return file
-
-
-def test_a_suite_is_sent_with_its_settings(lines: Path, tmp_path: Path) -> None:
-    settings = tmp_path / "settings.json"
-    settings.write_text(json.dumps({"scorer": {"tolerance": 0.1}, "description": "little sums"}))
-    with serving(routes(POST_v1_eval_suites=Reply(SUITE, 201))) as (url, requests):
+def test_a_run_is_sent_with_its_targets_and_settings() -> None:
+    with serving(routes(POST_v1_evaluations=Reply({**RUN, "state": "queued"}, 202))) as (url, requests):
         result = temper(
-            *("eval", "suites", "create", "sums", str(lines), "--scorer", "numeric", "--settings", str(settings)),
-            *("--set", "sampling.max_tokens=16"),
+            *("eval", "run", "sums", "colours@2", "--target", "base", "--target", "theirs@http://other:8000/v1"),
+            *("--samples", "4", "--seed", "7", "--set", "sampling.temperature=0.5"),
             url=url,
         )
     assert result.exit_code == 0, result.stderr
     assert requests[0].json == {
-        "name": "sums",
-        "jsonl": lines.read_text(),
-        "scorer": {"type": "numeric", "tolerance": 0.1},
-        "sampling": {"max_tokens": 16},
-        "description": "little sums",
+        "suites": ["sums", "colours@2"],
+        "targets": ["base", {"model": "theirs", "url": "http://other:8000/v1"}],
+        "sampling": {"samples": 4, "temperature": 0.5},
+        "seed": 7,
     }
-    assert "sums@2  200 items in 50 groups, scored by numeric, sees gains of 7.8 points" in result.stdout
+    assert "job-1 queued" in result.stdout
 
 
-def test_the_rows_that_are_left_for_training_are_written(lines: Path, tmp_path: Path) -> None:
-    def page(seen: Seen) -> Reply:
-        first = "after=-1" in seen.path
-        return Reply({"data": [{"id": "line-2" if first else "line-4"}], "has_more": first})
-
-    rest = tmp_path / "rest.jsonl"
-    with serving(routes(POST_v1_eval_suites=Reply(SUITE, 201), GET_v1_eval_suites_sums2_items=page)) as (url, requests):
-        result = temper(
-            *("eval", "suites", "create", "sums", str(lines), "--scorer", "exact", "--fraction", "0.5", "--seed", "3"),
-            *("--rest", str(rest)),
-            url=url,
-        )
+def test_scores_and_comparisons_are_tables() -> None:
+    with serving(routes(GET_v1_evaluations_job1=Reply(RUN))) as (url, _):
+        result = temper("eval", "show", "job-1", url=url)
     assert result.exit_code == 0, result.stderr
-    assert requests[0].json["split"] == {"fraction": 0.5, "seed": 3}
-    assert [json.loads(line)["prompt"] for line in rest.read_text().splitlines()] == ["0?", "2?"]
-    assert "2 rows are left" in result.stdout
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["sums@1", "base", "50.0", "%", "25.0", "to", "75.0", "%", "4", "1", "1", "2.5"] in lines
+    assert ["sums@1", "base", "→", "polite@1", "+0.2500", "+0.2500", "to", "+0.7500", "0.12", "1", "0"] in lines
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ([], "a suite needs a scorer"),
-        (["--scorer", "exact", "--rest", "x"], "need --fraction"),
-        (["--set", "scorer.type=regex", "--scorer", "exact"], "contradicts the scorer in the settings, regex"),
-    ],
-)
-def test_contradictory_options_are_refused_before_anything_is_sent(lines: Path, options: list[str], told: str) -> None:
-    result = temper("eval", "suites", "create", "sums", str(lines), *options, url="http://127.0.0.1:9")
-    assert result.exit_code == 2
-    assert told in result.stderr
-
-
-def test_suites_are_listed_shown_paged_and_removed() -> None:
-    item = {"index": 3, "id": "4", "prompt": "1 plus 1?", "expected": ["2", "two"], "group": None}
-    answer = routes(
-        GET_v1_eval_suites=Reply({"data": [SUITE], "has_more": False}),
-        GET_v1_eval_suites_sums2=Reply(SUITE),
-        GET_v1_eval_suites_sums_items=Reply({"data": [item], "has_more": False}),
-        DELETE_v1_eval_suites_sums=Reply({"id": "sums", "deleted": True, "versions": [1, 2]}),
-    )
-    with serving(answer) as (url, requests):
-        listed = temper("eval", "suites", "list", "sums", url=url)
-        shown = temper("eval", "suites", "show", "sums@2", url=url)
-        items = temper("eval", "suites", "items", "sums", "--after", "2", url=url)
-        removed = temper("eval", "suites", "delete", "sums", "--json", url=url)
-    assert "sums@2" in listed.stdout
-    assert "numeric" in listed.stdout
-    assert 'scorer  {"type": "numeric"}' in shown.stdout
-    assert "1 plus 1?" in items.stdout
-    assert "2 | two" in items.stdout
-    assert json.loads(removed.stdout)["versions"] == [1, 2]
-    assert [seen.path for seen in requests[:1] + requests[2:3]] == [
-        "/v1/eval/suites?limit=100&name=sums",
-        "/v1/eval/suites/sums/items?limit=20&after=2",
-    ]
+def test_runs_of_a_version_are_listed() -> None:
+    answer = Reply({"object": "list", "data": [RUN], "has_more": False})
+    with serving(routes(GET_v1_adapters_polite_versions_1_evaluations=answer)) as (url, _):
+        result = temper("eval", "list", "--adapter", "polite@1", url=url)
+    assert result.exit_code == 0, result.stderr
+    assert "base polite@1" in result.stdout
+    assert temper("eval", "list", "--adapter", "polite", url=url).exit_code == 2
