@@ -8,36 +8,41 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from services.adapter_tools.output import whole_directory
-from services.common.adapters.manifest import CONFIG, WEIGHTS
-from services.common.errors import AdapterRejected, CheckpointRejected, InvalidRequest
+from services.common.errors import AdapterRejected, CheckpointRejected
 from services.engine.models.checkpoint import canonical_name, checkpoint_digest, raw_tensors, shard_files
 from services.engine.models.config import ModelConfig
 from services.engine.models.lora.binding import BoundAdapter, BoundTarget, bind_adapter
 from services.engine.models.registry import read_config
+from services.engine.models.weights.shards import (
+    SHARD_BYTES,
+    Progress,
+    TensorToWrite,
+    bytes_needed,
+    check_shard_bytes,
+    companions,
+    silent,
+    write_checkpoint,
+    write_json,
+)
 
-Progress: TypeAlias = Callable[[str, int, int], None]
-"""Called with what is being done, bytes done and bytes in all."""
 Keep: TypeAlias = Literal["base", "float32"]
 RECORD = "temper_extract.json"
-_INDEX = "model.safetensors.index.json"
 _HIGHEST_RANK = 2**16
 _ENTRIES = 2**20
 """Entries of a matrix that are in float64 at once."""
 _COPY_BYTES = 16 * 2**20
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_OTHER_FILES = (".json", ".jinja", ".txt", ".model")
-"""Endings of what a checkpoint has beside its weights: configuration, tokenizer, template, licence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +100,8 @@ def extract(
     base_digest: str | None,
     source: str,
     dtype: Keep = "base",
-    max_shard_bytes: int = 5 * 10**9,
-    progress: Progress | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+    progress: Progress = silent,
 ) -> Extraction:
     """Writes ``out`` with safetensors shards, their index, config.json and the tokenizer's files.
 
@@ -113,12 +118,10 @@ def extract(
         CheckpointRejected: the base is incomplete or foreign.
         InvalidRequest: the output is there already, or the disk is too small or not writable.
     """
-    if max_shard_bytes < 2**20:
-        raise InvalidRequest(f"a shard of {max_shard_bytes} bytes is too small: 1 MiB at least", param="max_shard_size")
+    check_shard_bytes(max_shard_bytes)
     config = read_config(base)
     bound = bind_adapter(files, config, max_rank=_HIGHEST_RANK)
-    report = progress or _silent
-    report("checking the base", 0, 0)
+    progress("checking the base", 0, 0)
     digest = checkpoint_digest(base)
     if base_digest is not None and digest != base_digest:
         raise AdapterRejected(
@@ -128,42 +131,23 @@ def extract(
         )
     with ExitStack() as stack:
         entries = _entries(base, stack, config, bound, dtype)
-        shards = _shards(entries, max_shard_bytes)
-        total = sum(entry.size for entry in entries)
-        others = [path for path in sorted(base.iterdir()) if path.is_file() and _belongs(path)]
-        need = total + sum(path.stat().st_size for path in others) + 256 * len(entries) + 2**20
-        result = Extraction(out, digest, len(entries), len(bound.targets), total, len(shards))
-        with whole_directory(out, need) as scratch:
-            done = 0
-            weight_map: dict[str, str] = {}
-            for number, shard in enumerate(shards, start=1):
-                name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-                weight_map |= {entry.name: name for entry in shard}
-                with (scratch / name).open("wb") as file:
-                    file.write(_header(shard))
-                    for entry in shard:
-                        lost = _write(entry, file)
-                        if lost is not None:
-                            result.lost[_path(entry.name)] = lost
-                        done += entry.size
-                        report("writing", done, total)
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            _write_json(scratch / _INDEX, index)
-            for path in others:
-                if path.name != "config.json":
-                    shutil.copyfile(path, scratch / path.name)
-            _write_json(scratch / "config.json", _model_config(base, dtype))
-            _write_json(scratch / RECORD, {"adapter": source, **_record(result)})
+        result = Extraction(out, digest, len(entries), len(bound.targets), sum(entry.size for entry in entries))
+        tensors = [
+            TensorToWrite(entry.name, entry.dtype, entry.shape, entry.size, partial(_pieces, entry, result.lost))
+            for entry in entries
+        ]
+        beside = companions(base)
+        with whole_directory(out, bytes_needed(tensors, beside)) as scratch:
+            result.shards = write_checkpoint(
+                scratch,
+                tensors,
+                beside,
+                _model_config(base, dtype),
+                max_shard_bytes=max_shard_bytes,
+                progress=progress,
+            )
+            write_json(scratch / RECORD, {"adapter": source, **_record(result)})
     return result
-
-
-def _silent(stage: str, done: int, total: int) -> None:
-    del stage, done, total
-
-
-def _belongs(path: Path) -> bool:
-    kept = path.suffix in _OTHER_FILES or path.name.upper().startswith(("LICENSE", "NOTICE"))
-    return kept and not path.name.endswith(".index.json") and path.name not in (CONFIG, WEIGHTS, RECORD)
 
 
 def _record(result: Extraction) -> dict[str, Any]:
@@ -201,41 +185,17 @@ def _entries(base: Path, stack: ExitStack, config: ModelConfig, bound: BoundAdap
     return entries
 
 
-def _shards(entries: Sequence[_Entry], limit: int) -> list[list[_Entry]]:
-    shards: list[list[_Entry]] = []
-    size = 0
-    for entry in entries:
-        if not shards or size + entry.size > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(entry)
-        size += entry.size
-    return shards
-
-
-def _header(shard: Sequence[_Entry]) -> bytes:
-    """github.com/huggingface/safetensors#format: the length, then JSON, padded so that the data is aligned."""
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for entry in shard:
-        table[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [at, at + entry.size]}
-        at += entry.size
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _write(entry: _Entry, file: BinaryIO) -> float | None:
-    """The tensor's bytes; returns the share of the delta that rounding changed, for an adapted one."""
+def _pieces(entry: _Entry, lost: dict[str, float]) -> Iterator[bytes | memoryview]:
+    """The tensor's bytes; of an adapted one also the share of the delta that rounding changed, into ``lost``."""
     if entry.target is not None:
-        return _write_adapted(entry, entry.target, file)
+        yield from _adapted_pieces(entry, entry.target, lost)
+        return
     for start in range(0, len(entry.source), _COPY_BYTES):
         part = entry.source[start : start + _COPY_BYTES]
-        file.write(part if entry.dtype == entry.source_dtype else _bytes(_tensor(part, entry).float()))
-    return None
+        yield part if entry.dtype == entry.source_dtype else _bytes(_tensor(part, entry).float())
 
 
-def _write_adapted(entry: _Entry, target: BoundTarget, file: BinaryIO) -> float:
+def _adapted_pieces(entry: _Entry, target: BoundTarget, lost: dict[str, float]) -> Iterator[bytes]:
     a = target.a.double() * target.scale
     rows, width = entry.shape
     row_bytes = len(entry.source) // rows
@@ -248,8 +208,8 @@ def _write_adapted(entry: _Entry, target: BoundTarget, file: BinaryIO) -> float:
         stored = exact.to(_DTYPES[entry.dtype])
         rounding += float((stored.double() - exact).square().sum())
         size += float(delta.square().sum())
-        file.write(_bytes(stored))
-    return math.sqrt(rounding / size) if size > 0 else 0.0
+        yield _bytes(stored)
+    lost[_path(entry.name)] = math.sqrt(rounding / size) if size > 0 else 0.0
 
 
 def _tensor(part: memoryview, entry: _Entry) -> Tensor:
@@ -275,7 +235,3 @@ def _model_config(base: Path, dtype: Keep) -> dict[str, Any]:
                 if isinstance(part, dict) and key in part:
                     part[key] = "float32"
     return data
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

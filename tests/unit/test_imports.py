@@ -21,6 +21,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "services.engine": ("kernels", "services.common"),
     "services.adapter_tools": ("services.engine.models", "services.common"),
     "services.trainer": ("services.adapter_tools", "services.engine.models", "kernels", "services.common"),
+    # Cuts checkpoints, and lets the trainer's packing and methods work on them.
+    "services.forge": (
+        "services.trainer",
+        "services.adapter_tools",
+        "services.engine.models",
+        "kernels",
+        "services.common",
+    ),
     "services.model_source": ("services.engine.models.checkpoint", "services.common"),
     "services.pod": ("services.engine", "services.trainer", "services.common", "kernels"),
     "cli": ("services.common",),
@@ -47,6 +55,8 @@ NO_TORCH = (
     "services.engine.models.checkpoint",
     "services.engine.models.qwen3_5.config",
     "services.model_source",
+    "services.forge.units",
+    "services.forge.cut",
     "docs_tools",
 )
 # The demo draws its questions from the recipe of the tiny model, and scores the answers with it.

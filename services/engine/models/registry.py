@@ -79,7 +79,7 @@ def read_config(path: str | Path) -> ModelConfig:
     Raises:
         CheckpointRejected: no or malformed file, a missing key, or an architecture that is not supported.
     """
-    return parse_config(_read_json(path))
+    return parse_config(read_config_file(path))
 
 
 def parse_config(data: Mapping[str, Any]) -> ModelConfig:
@@ -112,7 +112,7 @@ def load_model(
     from services.engine.models.interface import resolve_dtype
 
     chosen = resolve_dtype(dtype, device) if isinstance(dtype, str) else dtype
-    model = cast("type[CausalLM]", _class(find_architecture(_read_json(path)).model))
+    model = cast("type[CausalLM]", _class(find_architecture(read_config_file(path)).model))
     return model.load(path, read_config(path), chosen, device, storage or PLAIN, mtp=mtp, kernels=kernels)
 
 
@@ -121,7 +121,8 @@ def _class(name: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
-def _read_json(path: str | Path) -> dict[str, Any]:
+def read_config_file(path: str | Path) -> dict[str, Any]:
+    """A checkpoint directory's config.json, parsed. Raises CheckpointRejected."""
     file = Path(path) / "config.json"
     try:
         data = json.loads(file.read_text(encoding="utf-8"))

@@ -24,15 +24,15 @@ from tests.kernels.compile_table.table import HEADER, Table
 from tests.kernels.compile_table.upkeep import check, update
 
 
-def _each(work: Callable[[str, int], list[str]], names: Sequence[str], number: int) -> list[str]:
-    """Faults that ``work`` finds, in a process for each architecture: this one if it is the only one. Others come from
-    one that has imported everything: that takes half as long as finding the variants."""
+def _each(work: Callable[[str, int], list[str]], names: Sequence[str], number: int, at_once: int) -> list[str]:
+    """Faults that ``work`` finds, in a process for each architecture, so many at once: this one if it is the only one.
+    Others come from one that has imported everything: that takes half as long as finding the variants."""
     if len(names) == 1:
         return work(names[0], number)
     context = get_context("forkserver")
     context.set_forkserver_preload([work.__module__])
     found: list[str] = []
-    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(at_once, mp_context=context, max_tasks_per_child=1) as pool:
         for faults in pool.map(work, names, [number] * len(names)):
             found += faults
     return found
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.summary:
         print("\n".join([HEADER, *(Table.read(name, triton.__version__).summary() for name in names)]))
         return 0
-    found = _each(check, names, options.sample) if options.check else _each(update, names, options.jobs)
+    found = _each(check, names, options.sample, 2) if options.check else _each(update, names, options.jobs, 1)
     for fault in found:
         print(fault)
     if found:

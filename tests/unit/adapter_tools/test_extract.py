@@ -144,7 +144,7 @@ def test_a_failure_in_the_middle_leaves_nothing(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("services.adapter_tools.extract.shutil.copyfile", full)
+    monkeypatch.setattr("services.engine.models.weights.shards.shutil.copyfile", full)
     files = adapter(read_config(checkpoint))
     with pytest.raises(InvalidRequest, match="No space left"):
         extract(checkpoint, files, tmp_path / "out", base_digest=None, source="bot")
@@ -247,8 +247,8 @@ def test_a_stopped_process_leaves_nothing(tmp_path: Path) -> None:
         "import sys, time\n"
         "from services.adapter_tools import extract as module\n"
         "from services.adapter_tools.__main__ import main\n"
-        "write = module._write\n"
-        "module._write = lambda entry, file: (time.sleep(0.2), write(entry, file))[1]\n"
+        "pieces = module._pieces\n"
+        "module._pieces = lambda entry, lost: (time.sleep(0.2), pieces(entry, lost))[1]\n"
         "sys.exit(main(sys.argv[1:]))"
     )
     arguments = ["extract", "--any-base", "--adapter", str(directory), "--base", str(TINY)]
