@@ -29,8 +29,8 @@ def contamination(
     def work(client: Client, output: Output) -> None:
         found = client.get(path("v1", "eval", "suites", suite, "contamination"), adapter=adapter, limit=limit)
         lines = [
-            f"[bold]{found['contaminated']}[/] of {found['items']} items of {found['suite']} occur in the training data "
-            f"of {found['adapter']} (jobs: {found['jobs']}); {found['exact']} of them as a whole prompt"
+            f"[bold]{found['contaminated']}[/] of {found['items']} items of {found['suite']} occur in the training "
+            f"data of {found['adapter']} (jobs: {found['jobs']}); {found['exact']} of them as a whole prompt"
         ]
         lines += [f"  {one['index']:>5}  {escape(one['id'])}  {_part(one)}" for one in found["data"]]
         if found["unknown"]:

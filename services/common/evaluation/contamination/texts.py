@@ -82,8 +82,8 @@ def training_texts(spec: Spec, codec: TextCodec) -> Iterator[ReadText]:
                 completion = codec.decode(prompt.completion_token_ids)
             yield ReadText.answered(_asked(prompt, codec), () if completion is None else (completion,))
     elif isinstance(spec, GrpoJob):
-        for prompt in spec.generate.prompts if spec.generate is not None else ():
-            yield ReadText.answered(_asked(prompt, codec), () if prompt.answer is None else (prompt.answer,))
+        for asked in spec.generate.prompts if spec.generate is not None else ():
+            yield ReadText.answered(_asked(asked, codec), () if asked.answer is None else (asked.answer,))
         yield from (_rollouts(group, codec) for group in spec.scored_groups)
     elif not isinstance(spec, MergeJob):
         raise TypeError(f"what a job of kind {spec.kind} learns from is not known")
