@@ -114,6 +114,30 @@ def list_runs(
     connected(url, as_json, work)
 
 
+@app.command()
+def contamination(
+    suite: suites.Ref,
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER[@VERSION]", help="Its current version, or this one.")],
+    limit: Annotated[int, typer.Option(help="How many contaminated items to list.", min=0, max=1000)] = 20,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """What of a suite a version was trained on, itself or any version that it came of."""
+
+    def work(client: Client, output: Output) -> None:
+        found = client.get(path("v1", "eval", "suites", suite, "contamination"), adapter=adapter, limit=limit)
+        lines = [
+            f"[bold]{found['contaminated']}[/] of {found['items']} items of {found['suite']} occur in the training "
+            f"data of {found['adapter']} (jobs: {found['jobs']}); {found['exact']} of them as a whole prompt"
+        ]
+        lines += [f"  {one['index']:>5}  {escape(one['id'])}  {_part(one)}" for one in found["data"]]
+        if found["unknown"]:
+            lines.append(f"[yellow]not known what these were trained on:[/] {', '.join(found['unknown'])}")
+        output.result(found, "\n".join(lines))
+
+    connected(url, as_json, work)
+
+
 def _target(text: str) -> str | dict[str, str]:
     """A target of the command line; of another server MODEL@URL."""
     model, at, url = text.partition("@")
@@ -187,3 +211,7 @@ def _done(one: dict[str, Any]) -> str:
 
 def _time(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _part(item: dict[str, Any]) -> str:
+    return "whole prompt" if item["exact"] else f"{item['share']:.0%} of its text"

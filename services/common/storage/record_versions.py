@@ -66,3 +66,4 @@ RESPONSE: Final = Schema("stored responses", 1)
 SUITE: Final = Schema("evaluation suites", 1)
 EVALUATION: Final = Schema("evaluations", 1)
 """What a run of suites asks, and its result."""
+TRAINING_HASHES: Final = Schema("training hashes", 1)

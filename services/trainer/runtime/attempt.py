@@ -16,6 +16,8 @@ import structlog
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry, Manifest
 from services.common.errors import InvalidRequest, NewerSchema
+from services.common.evaluation.contamination.store import DataSource, TrainingHashes
+from services.common.evaluation.contamination.texts import training_texts
 from services.common.jobs import JobProgress, MergeJob, PublishingSpec
 from services.common.queue.consumer import ClaimedJob, JobConsumer
 from services.trainer.host.policy_host import PolicyHost
@@ -68,6 +70,7 @@ class Parts:
     publisher: Publisher
     parents: ParentVersions
     retention: VersionRetention
+    training_hashes: TrainingHashes
     metrics: TrainerMetrics
     side: SideWork
     """Work that the trainer's thread does in the pauses of a job."""
@@ -235,19 +238,24 @@ class JobAttempt:
         lineage = run.lineage
         parent = parents[0].version if parents and lineage is None else None
         total = run.total_steps
+
+        def publish() -> Manifest:
+            self._keep_hashes([one.version for one in parents])
+            return self._parts.publisher.publish(
+                self._spec.adapter,
+                claimed.id,
+                files,
+                parent=parent,
+                lineage=lineage,
+                metrics=metrics,
+                fence=session.fence,
+            )
+
         try:
             if not self._until_back(lambda: self._parts.consumer.publishing(claimed)):
                 raise JobCancelled
             return self._until_back(
-                lambda: self._parts.publisher.publish(
-                    self._spec.adapter,
-                    claimed.id,
-                    files,
-                    parent=parent,
-                    lineage=lineage,
-                    metrics=metrics,
-                    fence=session.fence,
-                ),
+                publish,
                 # The work is done: keep it on disk, should this process end before the stores are back.
                 away=lambda: writer.submit(Checkpoint(total, run.state())),
                 cancellable=False,
@@ -256,6 +264,22 @@ class JobAttempt:
             writer.submit(Checkpoint(total, run.state()))
             writer.flush(self._remaining())
             raise
+
+    def _keep_hashes(self, parents: Sequence[AdapterVersion]) -> None:
+        """Keeps what the job learnt from as hashes beside its version, for the contamination of suites."""
+        claimed = self._claimed
+
+        def between() -> None:
+            self._session.check(cancellable=False)
+            time.sleep(0)  # Python's work on each text holds the lock that the engine's thread waits for
+
+        self._parts.training_hashes.write(
+            DataSource(adapter=self._spec.adapter, job_id=claimed.id),
+            self._spec.kind,
+            parents,
+            training_texts(self._spec, self._parts.host.codec),
+            between,
+        )
 
     def _remaining(self) -> float:
         """Seconds that a checkpoint may still take, once the process drains."""
