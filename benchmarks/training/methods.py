@@ -64,8 +64,7 @@ from benchmarks.training.pod import (
     training_pod,
     with_rest,
 )
-from services.common.jobs import PublishingSpec
-from services.common.queue.records import SPEC
+from services.common.jobs import JOBS, PublishingSpec
 from services.common.text.tokenizer import TextCodec
 from services.trainer.host.rollouts import RolloutRequest, RolloutSampling
 from services.trainer.jobs import prepare_run
@@ -118,7 +117,7 @@ class RandomText:
 
 def job(kind: str, **fields: Any) -> PublishingSpec:
     """A request as the trainer gets it."""
-    return SPEC.validate_python(
+    return JOBS[kind].model_validate(
         {"kind": kind, "adapter": ADAPTER, "learning_rate": 1e-4, "lora": {"rank": RANK, "alpha": 2.0 * RANK}} | fields
     )
 
