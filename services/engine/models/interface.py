@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kernels.gpu.configs import KernelConfigs
     from services.engine.models.device_batch import DecodeAttention, DeviceCache, StepRows
     from services.engine.models.training_arena import GraphMemory
+    from services.engine.models.training_forward import Probe
 
 Recompute = Literal["none", "selective", "full"]
 """Extent to which the backward computes the forward again: only what is nearly free; also the inside of mixers and the
@@ -277,6 +278,17 @@ class CausalLM(ABC):
         Raises:
             ValueError: the lengths do not add up to T.
         """
+
+    def forward_probed(self, token_ids: Tensor, lengths: Sequence[int], probe: Probe) -> Tensor:
+        """The forward of forward_train() without an adapter, in plain torch on every device, with a probe; gradients
+        reach what the probe puts in the place of inputs.
+
+        Raises:
+            InvalidRequest: the architecture has none.
+            ValueError: the lengths do not add up to T.
+        """
+        del token_ids, lengths, probe
+        raise InvalidRequest(f"{type(self).__name__} cannot be probed", param="model")
 
     def captured_forwards(
         self,

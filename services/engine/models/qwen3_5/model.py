@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from services.engine.models.qwen3_5.fused import FusedForward
     from services.engine.models.qwen3_5.training.captured import CapturedSteps
     from services.engine.models.training_arena import GraphMemory
+    from services.engine.models.training_forward import Probe
 
 
 def rotation_of(config: Qwen3_5Config, device: torch.device) -> Rotation:
@@ -227,6 +228,20 @@ class Qwen3_5(CausalLM):  # noqa: N801
             lora,
             recompute=recompute,
             give_way=give_way,
+        )
+
+    def forward_probed(self, token_ids: Tensor, lengths: Sequence[int], probe: Probe) -> Tensor:
+        """See CausalLM."""
+        return plain.forward_packed(
+            token_ids,
+            lengths,
+            self.config,
+            self.weights,
+            self.rotation,
+            None,
+            recompute="none",
+            give_way=lambda: None,
+            probe=probe,
         )
 
     def captured_forwards(
