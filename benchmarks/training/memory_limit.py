@@ -109,6 +109,7 @@ def _beside(engine: InProcessEngine, settings: EngineSettings, options: argparse
         epochs=1,
         prompt_format="raw",
         max_tokens_per_microbatch=documents * (tokens + 8),
+        recompute=options.recompute,
     )
     try:
         run = prepare_run(spec, host, None)
@@ -150,6 +151,7 @@ def main() -> None:
     parser.add_argument(
         "--job", type=JobCase.parse, default=JobCase(1, 1024), help="documents x tokens of a microbatch"
     )
+    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="full", help="of the job")
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/temper-bench"))
     parser.add_argument("--out", type=Path, help="append each line to this file")
     options = parser.parse_args()

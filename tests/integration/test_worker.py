@@ -17,6 +17,9 @@ import redis
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import WEIGHTS, AdapterRegistry
 from services.common.errors import Conflict
+from services.common.evaluation.contamination.overlap import SuiteOverlap
+from services.common.evaluation.contamination.store import TrainingHashes
+from services.common.evaluation.suites.spec import SuiteItem
 from services.common.jobs import Job, JobEvent, JobState, SftJob
 from services.common.queue import lua as scripts
 from services.common.queue.job_queue import JobQueue
@@ -174,6 +177,20 @@ async def test_training_continues_from_versions(
     assert registry.manifest(other).parent == "math@2"
     newest = await run(spec("newest", start_from="math"))
     assert registry.manifest(newest).parent == "math@3"
+
+
+async def test_versions_keep_hashes_of_all_that_they_came_of(
+    queue: JobQueue, worker: TrainerWorker, registry: AdapterRegistry
+) -> None:
+    for prompt in ("1+1", "2+2"):
+        job = await queue.submit(spec(examples=[{"prompt": prompt, "completion": "2"}]))
+        assert (await finished(queue, job.id)).state is JobState.SUCCEEDED
+    suite = [SuiteItem.model_validate({"id": text, "prompt": text, "expected": "2"}) for text in ("1+1", "2+2", "3+3")]
+    hashes = TrainingHashes(registry)
+    lineage = hashes.lineage(AdapterVersion("math", 2))
+    prompts = hashes.read(lineage.sources, "prompts")
+    assert [one.exact for one in SuiteOverlap(suite).find(prompts, ())] == [True, True, False]
+    assert lineage.unknown == ()
 
 
 async def test_a_job_says_what_it_did_and_what_it_hardly_learnt(queue: JobQueue, worker: TrainerWorker) -> None:

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,13 @@ from services.common.jobs import JobBase, MergeJob, Spec
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.logging import configure_logging
+from services.common.text.tokenizer import TextCodec
 from services.trainer.jobs.base import RunState
 from services.trainer.memory.budget import MemoryBudget
 from services.trainer.parent_versions import ParentVersion
 from services.trainer.runtime.worker import TrainerWorker
 from services.trainer.settings import TrainerSettings
+from tests.tokenizer_support import qwen_like_tokenizer
 
 BASE_DIGEST = "b" * 64
 SIZE = 64
@@ -45,6 +48,10 @@ class ToyHost:
         self.synced: list[AdapterVersion | None] = []
         self.memory_budget = MemoryBudget(0)
         self._crash_marker = crash_marker
+
+    @cached_property
+    def codec(self) -> TextCodec:
+        return TextCodec(qwen_like_tokenizer())
 
     def sync_adapters(self, version: AdapterVersion | None, timeout: float) -> None:
         if self._crash_marker is not None and not self._crash_marker.exists():

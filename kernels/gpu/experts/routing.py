@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.elementary import exponential, sigmoid
+from kernels.gpu.experts.lookahead import Lookahead, ask, asking
 
 _LEAST = tl.constexpr(-3.0e38)
 """In place of a score that is not a number: a row that is lost still takes as many different experts as others."""
@@ -50,6 +51,35 @@ def _route_kernel(
     experts,
     weights,
     active,
+    ahead,
+    stride,
+    active_stride,
+    EXPERTS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    SHARED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ASKING: tl.constexpr,
+    BULK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program for a token; the last ASKING ones ask L2 for weights, while the kernel ahead runs."""
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    share = row - (tl.num_programs(0) - ASKING)
+    if ASKING > 0 and share >= 0:
+        ask(ahead, share, ASKING, BULK)
+    else:
+        _choose(logits, experts, weights, active, row, stride, active_stride, EXPERTS, CHOSEN, SHARED, WIDTH, PDL)
+
+
+@triton.jit
+def _choose(
+    logits,
+    experts,
+    weights,
+    active,
+    row,
     stride,
     active_stride,
     EXPERTS: tl.constexpr,
@@ -58,11 +88,9 @@ def _route_kernel(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program for a token."""
-    row = tl.program_id(0).to(tl.int64)
+    """The experts of a token, and what becomes of its shared expert's activation."""
     e = tl.arange(0, triton.next_power_of_2(EXPERTS))
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
     score = tl.load(logits + row * stride + e, mask=e < EXPERTS, other=float("-inf")).to(tl.float32)
     left = tl.where(score == score, score, _LEAST)
@@ -93,7 +121,13 @@ def _route_kernel(
 
 
 def route(
-    logits: Tensor, chosen: int, *, shared: bool = False, active: Tensor | None = None, pdl: bool = False
+    logits: Tensor,
+    chosen: int,
+    *,
+    shared: bool = False,
+    active: Tensor | None = None,
+    lookahead: Lookahead | None = None,
+    pdl: bool = False,
 ) -> Routes:
     """Chooses the experts of each token.
 
@@ -102,6 +136,7 @@ def route(
         chosen: experts a token.
         shared: the shared expert becomes one more of them, its weight the gate.
         active: [T, width], what the shared expert's last linear map reads: multiplied by its gate in place.
+        lookahead: weights to ask L2 for meanwhile.
         pdl: launch before the kernel ahead has finished (programmatic dependent launch).
 
     Raises:
@@ -113,12 +148,14 @@ def route(
     taken = chosen + shared
     experts = torch.empty(rows, taken, dtype=torch.int32, device=logits.device)
     weights = torch.empty(rows, taken, dtype=torch.float32, device=logits.device)
+    ahead, constants = asking(lookahead)
     if rows:
-        _route_kernel[(rows,)](
+        _route_kernel[(rows + constants["ASKING"],)](
             logits,
             experts,
             weights,
             active,
+            ahead,
             logits.stride(0),
             0 if active is None else active.stride(0),
             EXPERTS=count,
@@ -126,6 +163,7 @@ def route(
             SHARED=int(shared),
             WIDTH=1 if active is None else active.shape[1],
             PDL=pdl,
+            **constants,
             num_warps=1,
             launch_pdl=pdl,
         )

@@ -30,7 +30,7 @@ from kernels.gpu.linear.skinny_parts import (
 
 
 @triton.jit
-def _ask(values, row, total, first: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, GROUPS: tl.constexpr):
+def _words(values, row, total, first: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, GROUPS: tl.constexpr):
     """Words of weight rows [rows, GROUPS, words of 128 inputs] from group ``first`` on."""
     words: tl.constexpr = GROUP // (4 if KIND == INT4 else (2 if KIND == FP8 else 1))
     group = first + tl.arange(0, GROUPS)[None, :, None]
@@ -48,42 +48,66 @@ def _ask(values, row, total, first: tl.constexpr, K: tl.constexpr, KIND: tl.cons
 
 
 @triton.jit
-def _ask_groups(pointer, row, total, first: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr):
+def _of_groups(pointer, row, total, first: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr):
     """What rows [rows, GROUPS] have for each group of int4."""
     group = first + tl.arange(0, GROUPS)[None, :]
     return tl.load(pointer + group.to(tl.int64) * total + row[:, None], mask=group * GROUP < K, other=0)
 
 
 @triton.jit
-def _sums(
-    words,
-    factor,
-    offset,
-    x,
-    first: tl.constexpr,
+def _ask(
+    stack,
+    expert,
+    row,
+    EXPERTS: tl.constexpr,
+    N: tl.constexpr,
     K: tl.constexpr,
     KIND: tl.constexpr,
     GROUPS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
-    """Products of weight rows with a row of x, [rows, GROUPS, words / 8]: of each thread's 16 bytes of words."""
+    """Rows of an expert's matrix, asked for: their words and, in int4, factors and offsets, each in chunks of GROUPS
+    groups. Beside them the tensor of their scales (None: none), and the rows' numbers in it."""
+    first, total = rows_of(stack, expert, EXPERTS, N)
+    own = first + row
+    values = tensor_of(stack.words, stack.shared_words, expert, EXPERTS)
+    scale = tensor_of(stack.scale, stack.shared_scale, expert, EXPERTS) if KIND != DENSE else None
+    zero = tensor_of(stack.zero, stack.shared_zero, expert, EXPERTS) if KIND == INT4 else None
+    words, factors, offsets = (), (), ()
+    for chunk in tl.static_range((K + GROUPS * GROUP - 1) // (GROUPS * GROUP)):
+        words = words + (_words(values, own, total, chunk * GROUPS, K, KIND, GROUPS),)  # noqa: RUF005
+        if KIND == INT4:
+            factors = factors + (_of_groups(scale, own, total, chunk * GROUPS, K, GROUPS),)  # noqa: RUF005
+            offsets = offsets + (_of_groups(zero, own, total, chunk * GROUPS, K, GROUPS),)  # noqa: RUF005
+    return (words, factors, offsets), scale, own
+
+
+@triton.jit
+def _sums(asked, x, K: tl.constexpr, KIND: tl.constexpr, GROUPS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Products of weight rows, from _ask(), with a row of x, [rows, GROUPS, words / 8]: of each thread's 16 bytes of
+    words. In float8 not scaled yet."""
+    words, factors, offsets = asked
     parts: tl.constexpr = 4 if KIND == INT4 else (2 if KIND == FP8 else 1)
     apart: tl.constexpr = GROUP // parts
-    base = (first + tl.arange(0, GROUPS)[None, :, None]) * GROUP + tl.arange(0, apart)[None, None, :]
-    total = tl.zeros((words.shape[0], GROUPS, apart // 8), tl.float32)
-    for part in tl.static_range(parts):
-        k = base + part * apart
-        value = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
-        if KIND == FP8:
-            number = unpack_to_float(words, part, INTERPRETED)
-        elif KIND == INT4:
-            number = unpack(words, offset[:, :, None], None, part, KIND, tl.bfloat16, INTERPRETED).to(tl.float32)
-        else:
-            number = words.to(tl.float32)
-        total += tl.sum(tl.reshape(number * value, [words.shape[0], GROUPS, apart // 8, 8]), axis=3)
-    if KIND == INT4:
-        total *= factor.to(tl.float32)[:, :, None]
-    return total
+    rows: tl.constexpr = words[0].shape[0]
+    every = tl.zeros((rows, GROUPS, apart // 8), tl.float32)
+    for chunk in tl.static_range((K + GROUPS * GROUP - 1) // (GROUPS * GROUP)):
+        base = (chunk * GROUPS + tl.arange(0, GROUPS)[None, :, None]) * GROUP + tl.arange(0, apart)[None, None, :]
+        total = tl.zeros((rows, GROUPS, apart // 8), tl.float32)
+        for part in tl.static_range(parts):
+            k = base + part * apart
+            value = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+            if KIND == FP8:
+                number = unpack_to_float(words[chunk], part, INTERPRETED)
+            elif KIND == INT4:
+                offset = offsets[chunk][:, :, None]
+                number = unpack(words[chunk], offset, None, part, KIND, tl.bfloat16, INTERPRETED).to(tl.float32)
+            else:
+                number = words[chunk].to(tl.float32)
+            total += tl.sum(tl.reshape(number * value, [rows, GROUPS, apart // 8, 8]), axis=3)
+        if KIND == INT4:
+            total *= factors[chunk].to(tl.float32)[:, :, None]
+        every += total
+    return every
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -110,32 +134,12 @@ def streamed_gate_up_kernel(
     pair = tl.program_id(1)
     token = pair // CHOSEN
     row = weight_rows(tile, N, BLOCK_N, True)
-    chunks: tl.constexpr = (K + GROUPS * GROUP - 1) // (GROUPS * GROUP)
     if PDL:
         wait(True)  # so that the kernel behind, once it runs, finds the experts
-    expert = tl.load(experts + pair)
-    first, total = rows_of(stack, expert, EXPERTS, N)
-    own = first + row
-    values = tensor_of(stack.words, stack.shared_words, expert, EXPERTS)
-    if KIND != DENSE:
-        scale = tensor_of(stack.scale, stack.shared_scale, expert, EXPERTS)
-    if KIND == INT4:
-        zero = tensor_of(stack.zero, stack.shared_zero, expert, EXPERTS)
-    held, factors, offsets = (), (), ()
-    for chunk in tl.static_range(chunks):
-        held = held + (_ask(values, own, total, chunk * GROUPS, K, KIND, GROUPS),)  # noqa: RUF005
-        if KIND == INT4:
-            factors = factors + (_ask_groups(scale, own, total, chunk * GROUPS, K, GROUPS),)  # noqa: RUF005
-            offsets = offsets + (_ask_groups(zero, own, total, chunk * GROUPS, K, GROUPS),)  # noqa: RUF005
+    asked, scale, own = _ask(stack, tl.load(experts + pair), row, EXPERTS, N, K, KIND, GROUPS)
     m = token + tl.arange(0, 1)
     squares = squares_ahead(around, m, M, PARTS) if PARTS > 0 else None
-    eighths: tl.constexpr = GROUP // (8 * (4 if KIND == INT4 else (2 if KIND == FP8 else 1)))
-    acc = tl.zeros((BLOCK_N, GROUPS, eighths), tl.float32)
-    for chunk in tl.static_range(chunks):
-        source = x + token.to(tl.int64) * x_stride
-        factor = factors[chunk] if KIND == INT4 else None
-        offset = offsets[chunk] if KIND == INT4 else None
-        acc += _sums(held[chunk], factor, offset, source, chunk * GROUPS, K, KIND, GROUPS, INTERPRETED)
+    acc = _sums(asked, x + token.to(tl.int64) * x_stride, K, KIND, GROUPS, INTERPRETED)
     result = tl.sum(tl.sum(acc, axis=2), axis=1)
     if KIND == FP8:
         result *= tl.load(scale + own)
@@ -165,38 +169,21 @@ def streamed_down_kernel(
     tile = tl.program_id(0)
     token = tl.program_id(1)
     row = weight_rows(tile, N, BLOCK_N, False)
-    chunks: tl.constexpr = (K + GROUPS * GROUP - 1) // (GROUPS * GROUP)
     if PDL:
         gdc_launch_dependents()
-    held, factors, offsets, scales = (), (), (), ()
+    held, shares = (), ()
     for j in tl.static_range(CHOSEN):
-        expert = tl.load(experts + token * CHOSEN + j)
-        first, total = rows_of(stack, expert, EXPERTS, N)
-        own = first + row
-        values = tensor_of(stack.words, stack.shared_words, expert, EXPERTS)
-        if KIND != DENSE:
-            scale = tensor_of(stack.scale, stack.shared_scale, expert, EXPERTS)
-        if KIND == INT4:
-            zero = tensor_of(stack.zero, stack.shared_zero, expert, EXPERTS)
-        for chunk in tl.static_range(chunks):
-            held = held + (_ask(values, own, total, chunk * GROUPS, K, KIND, GROUPS),)  # noqa: RUF005
-            if KIND == INT4:
-                factors = factors + (_ask_groups(scale, own, total, chunk * GROUPS, K, GROUPS),)  # noqa: RUF005
-                offsets = offsets + (_ask_groups(zero, own, total, chunk * GROUPS, K, GROUPS),)  # noqa: RUF005
+        asked, scale, own = _ask(stack, tl.load(experts + token * CHOSEN + j), row, EXPERTS, N, K, KIND, GROUPS)
+        held = held + (asked,)  # noqa: RUF005
         share = tl.load(weights + token * CHOSEN + j)
-        scales = scales + ((share * tl.load(scale + own)) if KIND == FP8 else share,)  # noqa: RUF005
+        shares = shares + ((share * tl.load(scale + own))[:, None, None] if KIND == FP8 else share,)  # noqa: RUF005
     if PDL:
         gdc_wait()
     eighths: tl.constexpr = GROUP // (8 * (4 if KIND == INT4 else (2 if KIND == FP8 else 1)))
     every = tl.zeros((BLOCK_N, GROUPS, eighths), tl.float32)
     for j in tl.static_range(CHOSEN):
         source = x + (token * CHOSEN + j).to(tl.int64) * K
-        acc = tl.zeros((BLOCK_N, GROUPS, eighths), tl.float32)
-        for chunk in tl.static_range(chunks):
-            factor = factors[j * chunks + chunk] if KIND == INT4 else None
-            offset = offsets[j * chunks + chunk] if KIND == INT4 else None
-            acc += _sums(held[j * chunks + chunk], factor, offset, source, chunk * GROUPS, K, KIND, GROUPS, INTERPRETED)
-        every += acc * (scales[j][:, None, None] if KIND == FP8 else scales[j])
+        every += _sums(held[j], source, K, KIND, GROUPS, INTERPRETED) * shares[j]
     result = tl.sum(tl.sum(every, axis=2), axis=1)
     m = token + tl.arange(0, 1)
     finish(result[None, :], None, None, around, tile, m, M, N, K, BLOCK_N, 1, False, 0)

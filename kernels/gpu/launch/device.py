@@ -61,6 +61,11 @@ class DeviceLimits:
         return self.capability >= _PROGRAMMATIC
 
     @property
+    def bulk_prefetch(self) -> bool:
+        """True if one instruction asks L2 for many bytes (Hopper and later: PTX, cp.async.bulk.prefetch)."""
+        return self.capability >= _PROGRAMMATIC
+
+    @property
     def float8(self) -> bool:
         """True if e4m3 conversions and tensor cores are there (Ada and later)."""
         return self.capability >= _FLOAT8

@@ -35,3 +35,24 @@ def prefetch_l2(pointers):
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
     )
+
+
+@triton.jit
+def prefetch_share(pointer, size, share, of, BULK: tl.constexpr):  # noqa: N803
+    """Asks L2 for part ``share`` of ``of`` equal ones of the ``size`` bytes from a pointer on; waits for nothing. Not
+    in the interpreter. BULK: with one instruction (Hopper and later), else line by line."""
+    each = (size // of + 128) // 128 * 128
+    length = tl.minimum(each, size - share * each)
+    if length >= 16:
+        base = pointer.to(tl.pointer_type(tl.int8)) + share * each
+        if BULK:
+            # One thread asks: each that did would ask for all of it. Address and size must be multiples of 16.
+            tl.inline_asm_elementwise(
+                """{ .reg .pred p; .reg .b32 n; .reg .b64 a; mov.u32 n, %tid.x; setp.eq.u32 p, n, 0;
+                and.b64 a, $1, -16; and.b32 n, $2, -16;
+                @p cp.async.bulk.prefetch.L2.global [a], n; mov.u32 $0, 0; }""",
+                "=r,l,r", [base, length], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+        else:
+            for start in range(0, length, 32 * 128):
+                prefetch_l2(base + tl.minimum(start + tl.arange(0, 32) * 128, length - 1))

@@ -17,6 +17,8 @@ import structlog
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry, Manifest
 from services.common.errors import InvalidRequest, NewerSchema, Unavailable
+from services.common.evaluation.contamination.store import DataSource, TrainingHashes
+from services.common.evaluation.contamination.texts import training_texts
 from services.common.jobs import JobProgress, MergeJob, Spec
 from services.common.queue.consumer import ClaimedJob, JobConsumer
 from services.trainer.host.policy_host import PolicyHost
@@ -73,6 +75,7 @@ class Parts:
     publisher: Publisher
     parents: ParentVersions
     retention: VersionRetention
+    training_hashes: TrainingHashes
     metrics: TrainerMetrics
     side: SideWork
     """Work that the trainer's thread does in the pauses of a job."""
@@ -236,19 +239,24 @@ class JobAttempt:
         lineage = run.lineage
         parent = parents[0].version if parents and lineage is None else None
         total = run.total_steps
+
+        def publish() -> Manifest:
+            self._keep_hashes([one.version for one in parents])
+            return self._parts.publisher.publish(
+                claimed.spec.adapter,
+                claimed.id,
+                files,
+                parent=parent,
+                lineage=lineage,
+                metrics=metrics,
+                fence=session.fence,
+            )
+
         try:
             if not self._until_back(lambda: self._parts.consumer.publishing(claimed)):
                 raise JobCancelled
             return self._until_back(
-                lambda: self._parts.publisher.publish(
-                    claimed.spec.adapter,
-                    claimed.id,
-                    files,
-                    parent=parent,
-                    lineage=lineage,
-                    metrics=metrics,
-                    fence=session.fence,
-                ),
+                publish,
                 # The work is done: keep it on disk, should this process end before the stores are back.
                 away=lambda: writer.submit(Checkpoint(total, run.state())),
                 cancellable=False,
@@ -257,6 +265,22 @@ class JobAttempt:
             writer.submit(Checkpoint(total, run.state()))
             writer.flush(self._remaining())
             raise
+
+    def _keep_hashes(self, parents: Sequence[AdapterVersion]) -> None:
+        """Keeps what the job learnt from as hashes beside its version, for the contamination of suites."""
+        claimed = self._claimed
+
+        def between() -> None:
+            self._session.check(cancellable=False)
+            time.sleep(0)  # Python's work on each text holds the lock that the engine's thread waits for
+
+        self._parts.training_hashes.write(
+            DataSource(adapter=claimed.spec.adapter, job_id=claimed.id),
+            claimed.spec.kind,
+            parents,
+            training_texts(claimed.spec, self._parts.host.codec),
+            between,
+        )
 
     def _until_back(
         self,

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from services.common.adapters.events import AdapterEvents
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import DeadlineExceeded, Overloaded, TemperError, Unavailable
+from services.common.evaluation.contamination.store import TrainingHashes
 from services.common.queue.consumer import ClaimedJob, JobConsumer, JobLost
 from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.tracing import NO_TRACER, Tracer
@@ -93,6 +94,7 @@ class TrainerWorker:
             publisher=Publisher(registry, self._events, host, settings.adapter_sync_seconds),
             parents=ParentVersions(registry, self._consumer, host.base_digest),
             retention=VersionRetention(settings, registry, self._consumer),
+            training_hashes=TrainingHashes(registry),
             metrics=self._metrics,
             side=self._side,
             draining=self._draining,

@@ -138,7 +138,7 @@ def test_what_was_tuned_comes_before_the_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("outputs", "inputs"), [(7168, 1024), (1024, 3584), (24576, 4096), (5120, 17408), (248320, 5120)]
+    ("outputs", "inputs"), [(12288, 2048), (2048, 6144), (24576, 4096), (5120, 17408), (248320, 5120)]
 )
 @pytest.mark.parametrize("kind", ["none", "fp8"])
 def test_large_matrices_of_any_size_stream_in_tiles(outputs: int, inputs: int, kind: Kind) -> None:
@@ -153,6 +153,18 @@ def test_large_matrices_of_any_size_stream_in_tiles(outputs: int, inputs: int, k
         programs = outputs // config.block_n * config.splits
         assert 2 * programs >= card.multiprocessors or inputs // (4 * config.block_k) == config.splits
     assert choose(1, outputs, inputs, kind, False, card).variant == "vector"
+
+
+def test_few_outputs_share_inputs_between_warps_and_few_inputs_need_no_copy_engine() -> None:
+    card = named("sm90")
+    assert [choose(rows, 7168, 1024, "none", True, card).variant for rows in (1, 4, 64)] == ["vector", "tma", "dot"]
+    assert [choose(rows, 1024, 3584, "none", False, card).variant for rows in (2, 16, 17)] == [
+        "stream",
+        "stream",
+        "tma",
+    ]
+    assert choose(16, 1024, 3584, "fp8", False, card).variant == "tma"
+    assert choose(1, 1024, 3584, "none", False, card).block_n < choose(1, 2048, 3584, "none", False, card).block_n
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 64])

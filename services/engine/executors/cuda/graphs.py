@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +14,19 @@ from services.engine.executors.cuda.shapes import smallest
 from services.engine.executors.cuda.stream import EngineStream
 from services.engine.models.cuda_graphs import capturing, no_collection
 
-Run = Callable[[StepShape, bool], Tensor]
-"""Launches the layers of a shape, without or with adapters, and returns their output [rows, hidden]."""
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What the layers of a step leave."""
+
+    x: Tensor
+    """[rows, hidden]."""
+    logits: Tensor | None = None
+    """[rows, vocab] of all rows; None: the head was not launched with the layers."""
+
+
+Run = Callable[[StepShape, bool], StepOutput]
+"""Launches the layers of a shape, without or with adapters."""
 
 
 class StepGraphs:
@@ -32,7 +44,7 @@ class StepGraphs:
         self._pool: Any = None
         if stream.stream is not None:
             self._pool = torch.cuda.graph_pool_handle() if beside is None else beside._pool
-        self._graphs: dict[tuple[StepShape, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[tuple[StepShape, bool], tuple[torch.cuda.CUDAGraph, StepOutput]] = {}
         self._shapes: dict[StepShape, None] = {}
         self.captures = 0
         """Graphs captured since the start."""
@@ -55,7 +67,7 @@ class StepGraphs:
                     self.captures += 1
                 self._shapes[shape] = None
 
-    def _capture(self, shape: StepShape, adapters: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, shape: StepShape, adapters: bool) -> tuple[torch.cuda.CUDAGraph, StepOutput]:
         graph = torch.cuda.CUDAGraph()
         with self._stream.active(), capturing(graph, self._pool):
             out = self._run(shape, adapters)
@@ -65,16 +77,12 @@ class StepGraphs:
         """The captured shape that a step should run in; None: it runs uncaptured."""
         return smallest(self._shapes, wanted)
 
-    def output(self, shape: StepShape, adapters: bool) -> Tensor:
-        """Output tensor of a captured step, for what is captured behind it."""
+    def output(self, shape: StepShape, adapters: bool) -> StepOutput:
+        """Output of a captured step, for what is captured behind it."""
         return self._graphs[shape, adapters][1]
 
-    def replay(self, shape: StepShape, adapters: bool) -> Tensor:
-        """Queues a captured step.
-
-        Returns:
-            [rows, hidden], valid until the next replay.
-        """
+    def replay(self, shape: StepShape, adapters: bool) -> StepOutput:
+        """Queues a captured step. What it returns is valid until the next replay."""
         graph, out = self._graphs[shape, adapters]
         graph.replay()
         self.replays += 1

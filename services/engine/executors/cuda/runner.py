@@ -18,13 +18,14 @@ from torch import Tensor
 
 from kernels.gpu.attention.decode import DecodeWorkspace, decode_splits
 from kernels.gpu.copies.block_tables import write_tables
+from kernels.gpu.launch.trusted_constants import trust_constants
 from kernels.gpu.sampling.sample import ROW_WORDS
 from kernels.gpu.segments import TILE
 from services.engine.constraints.masks import NO_MASKS, RowMasks
 from services.engine.executors.cuda.block_tables import TableEntries, TableShadow
 from services.engine.executors.cuda.buffers import StepBuffers, StepShape, sampled_rows
 from services.engine.executors.cuda.compile_ahead import compile_ahead, compiled_here
-from services.engine.executors.cuda.graphs import StepGraphs
+from services.engine.executors.cuda.graphs import StepGraphs, StepOutput
 from services.engine.executors.cuda.launched_steps import LaunchedStep, OpenedStep, QueuedStep
 from services.engine.executors.cuda.mtp import DraftRows, fill_next_ids, sample_draft_tokens
 from services.engine.executors.cuda.prompt_scoring import CudaPromptReader
@@ -43,6 +44,9 @@ log = structlog.get_logger(__name__)
 
 _INVARIANT_BATCH = 64
 """Decode attention is cut as for this batch size, or a larger one, where a row's bits must not depend on the batch."""
+_CAPTURED_HEAD = 8
+"""Most rows of a decode whose head is captured behind its layers: the host takes as long to launch a head as a small
+model's step has, and each captured step keeps the logits of its rows."""
 _ENTRIES_A_COPY = 16384
 """New block table entries that travel with a step; more (many long cached prefixes at once) go ahead of it."""
 
@@ -205,6 +209,7 @@ class CudaRunner:
         Args:
             compilers: a CompilerPool to compile on; None: a pool for this call, if anything is not compiled yet.
         """
+        trust_constants()
         shapes = self.warm_up_shapes
         # Each kernel once is enough to load it, and a few layers need as much memory as all: nothing of a layer stays.
         few = self.forward.one_of_each_layer()
@@ -310,17 +315,20 @@ class CudaRunner:
         write_tables(self._tables, step.table_entries)
         self._cache.copy_blocks(step.block_copies)
         self._cache.copy_states(step.copies_before)
-        x = (
+        out = (
             self._graphs.replay(captured, step.has_adapters)
             if captured
-            else self._layers(step.rows, forward, step.has_adapters)
+            else StepOutput(self._layers(step.rows, forward, step.has_adapters))
         )
+        x = out.x
         self._cache.copy_states(step.copies_after)
         reports = None
         if plan.reads:
             reports = self._reader.launch(forward, x, plan, decodes, (captured or wanted).decodes)
         logits = None
-        if sampled:
+        if sampled and out.logits is not None:
+            logits = out.logits[: step.num_logits]
+        elif sampled:
             chosen = x[: step.num_logits] if step.logit_rows is None else x.index_select(0, step.logit_rows)
             logits = forward.logits(chosen)
         samples = sum(chunk.samples for chunk in chunks)
@@ -360,7 +368,7 @@ class CudaRunner:
         if words is not None and step.rows.next_ids is not None:
             fill_next_ids(step.rows.next_ids, step.logit_rows, words[:, 0])
         replay = self._draft_graphs.replay
-        out = replay(captured, step.has_adapters) if captured else self._draft(queued.x, step.rows, forward)
+        out = replay(captured, step.has_adapters).x if captured else self._draft(queued.x, step.rows, forward)
         if words is None:
             return LaunchedStep(self._stream.mark(), None)
         host = self._fetch(words)
@@ -381,11 +389,14 @@ class CudaRunner:
         host.copy_(words, non_blocking=True)
         return host
 
-    def _run_shape(self, shape: StepShape, adapters: bool) -> Tensor:
-        return self._layers(self._buffers.keep(shape), self.forward, adapters)
+    def _run_shape(self, shape: StepShape, adapters: bool) -> StepOutput:
+        x = self._layers(self._buffers.keep(shape), self.forward, adapters)
+        if shape.decodes < shape.rows or shape.rows > _CAPTURED_HEAD:
+            return StepOutput(x)
+        return StepOutput(x, self.forward.logits(x[: self._limits.max_num_seqs]))
 
-    def _draft_shape(self, shape: StepShape, adapters: bool) -> Tensor:
-        return self._draft(self._graphs.output(shape, adapters), self._buffers.keep(shape), self.forward)
+    def _draft_shape(self, shape: StepShape, adapters: bool) -> StepOutput:
+        return StepOutput(self._draft(self._graphs.output(shape, adapters).x, self._buffers.keep(shape), self.forward))
 
     def _layers(self, rows: StepRows, forward: DeviceForward, adapters: bool) -> Tensor:
         return forward.layers(rows, self._attention_of(rows), adapters=adapters)

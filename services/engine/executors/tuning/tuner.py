@@ -1,8 +1,8 @@
 """Search for a faster decode step: one thing is changed at a time, against the best so far replayed in turn with it.
 
 A change is kept if it is faster twice. What is kept in the end is measured once more against the table's step, with
-adapters too; numbers of rows for which it is not faster keep the table. All of it ends with the time that it is given.
-Nothing here knows of a device: what runs and measures the steps is a Bench.
+adapters too, and loses what costs those; numbers of rows for which it is not faster keep the table. All of it ends with
+the time that it is given. Nothing here knows of a device: what runs and measures the steps is a Bench.
 """
 
 from __future__ import annotations
@@ -259,27 +259,43 @@ class Tuner:
         return not attention or _no_loss(self.bench.times(rows, choice, best, _AGAIN, long=True))
 
     def _confirmed(self, rows: int) -> Band:
+        """What was found for some rows, measured once more; what costs rows with adapters is left out."""
         choice = dict(self._best[rows])
-        if not choice or self._left() <= 0:
-            return Band(rows, {})
+        seconds = gain = 0.0
         try:
-            pairs = self.bench.times(rows, choice, {}, _LAST)
-            seconds = statistics.median(theirs for _, theirs in pairs)
-            kept = _gains(pairs, WORTH_IN_ALL)
-            if kept and self.adapters:
-                while not self._with_adapters[rows].done() and self._left() > 0:
-                    self.bench.wait(min(1.0, self._left()))
-                if self._left() <= 0:
-                    log.warning("no time was left to measure the tuned step with adapters", rows=rows)
-                    return Band(rows, {}, seconds)
-                kept = _no_loss(self.bench.times(rows, choice, {}, _LAST, adapters=True))
+            while choice and self._left() > 0:
+                pairs = self.bench.times(rows, choice, {}, _LAST)
+                seconds, gain = statistics.median(theirs for _, theirs in pairs), _median(pairs)
+                if not _gains(pairs, WORTH_IN_ALL):
+                    break
+                harmless = self._harmless(rows, choice) if self.adapters else choice
+                if self._left() > 0 and len(harmless) == len(choice):
+                    return Band(rows, choice, seconds, gain)
+                choice = harmless
         except Unfit as reason:
             log.warning("the tuned step does not run", rows=rows, why=str(reason))
             return Band(rows, {})
-        if not kept or self._left() <= 0:
-            log.info("the table stays", rows=rows, gain=round(_median(pairs), 4))
-            return Band(rows, {}, seconds)
-        return Band(rows, choice, seconds, _median(pairs))
+        if self._best[rows]:
+            log.info("the table stays", rows=rows, gain=round(gain, 4))
+        return Band(rows, {}, seconds)
+
+    def _harmless(self, rows: int, choice: dict[Subject, Config]) -> dict[Subject, Config]:
+        """The choice if steps with adapters are no slower by it; else what is so by itself, but for the least of that
+        if nothing is harmful alone. {}: no time was left."""
+        while not self._with_adapters[rows].done() and self._left() > 0:
+            self.bench.wait(min(1.0, self._left()))
+        if self._left() <= 0:
+            log.warning("no time was left to measure the tuned step with adapters", rows=rows)
+            return {}
+        if _no_loss(self.bench.times(rows, choice, {}, _LAST, adapters=True)):
+            return choice
+        alone: list[tuple[float, Subject]] = []
+        for subject, config in choice.items():
+            if self._left() <= 0:
+                return {}
+            alone.append((_median(self.bench.times(rows, {subject: config}, {}, _AGAIN, adapters=True)), subject))
+        losing = {subject for gain, subject in alone if gain <= -WORTH} or {min(alone, key=lambda each: each[0])[1]}
+        return {subject: config for subject, config in choice.items() if subject not in losing}
 
 
 def _gaps(pairs: Pairs) -> list[float]:

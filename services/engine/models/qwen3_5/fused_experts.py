@@ -6,13 +6,14 @@ from collections.abc import Mapping
 
 import torch
 
-from kernels.gpu.experts.configs import Cut, ExpertShape, choose, invariant, rows_that_differ
+from kernels.gpu.experts.configs import Cut, ExpertShape, Streamed, choose, invariant, rows_that_differ
 from kernels.gpu.experts.groups import FEW_ROWS
+from kernels.gpu.experts.lookahead import Lookahead
 from kernels.gpu.experts.mlp import ExpertMatrices, pass_experts
 from kernels.gpu.experts.routing import route
 from kernels.gpu.launch.device import DeviceLimits
 from kernels.gpu.linear.products import normed
-from kernels.gpu.linear.skinny import Norm, Scaled, weight_kind
+from kernels.gpu.linear.skinny import Norm, Scaled, parts_of, weight_kind
 from kernels.gpu.lora.rows import LoraRows
 from services.engine.models.qwen3_5.weights import ExpertWeights, LayerWeights
 from services.engine.models.residual import Residual
@@ -58,8 +59,14 @@ class Mixture:
         cut = self._cut(rows, experts, logits.dtype)
         gate_up, down = experts.gate_up.weight, experts.down.weight
         if not lora and not self._invariant and rows <= _MOST_TOGETHER and _alike(layer, experts):
-            matrices = ExpertMatrices(gate_up, down, (layer.gate_up.weight, layer.down.weight))
-            routes = route(logits, experts.per_token, shared=True, pdl=pdl)
+            both = (layer.gate_up.weight, layer.down.weight)
+            matrices = ExpertMatrices(gate_up, down, both)
+            lookahead = None
+            if isinstance(cut, Streamed):
+                behind = (*both, *(() if ahead is None else (ahead[1].weight,)))
+                parts = [part for weight in behind for part in parts_of(weight)]
+                lookahead = Lookahead.of(parts, cut.prefetch, self._device)
+            routes = route(logits, experts.per_token, shared=True, lookahead=lookahead, pdl=pdl)
             following = ahead[0] if ahead is not None and ahead[1].few(rows) else None
             made = pass_experts(x.settled(), inputs, routes, matrices, cut, ahead=following, pdl=pdl)
             x.added(following, made)

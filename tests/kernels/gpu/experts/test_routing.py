@@ -8,7 +8,9 @@ from torch import Tensor
 
 from kernels.experts import route as reference
 from kernels.gpu.experts.groups import group
+from kernels.gpu.experts.lookahead import Lookahead
 from kernels.gpu.experts.routing import route, route_backward
+from kernels.gpu.launch.device import named
 from tests.kernels.gpu import interpreter  # noqa: F401
 
 
@@ -70,3 +72,14 @@ def test_backward_is_autograds(device: torch.device) -> None:
     assert active.grad is not None
     torch.testing.assert_close(out.double(), logits.grad, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(inner.double(), active.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_weights_to_ask_for_end_where_the_room_does() -> None:
+    first, second = (torch.zeros(4, 8, dtype=torch.bfloat16) for _ in range(2))  # 64 bytes each
+    found = Lookahead.of([first, second], 80, named("sm90"))
+    assert found is not None
+    assert (found.tensors[0] is first, found.sizes, found.bulk) == (True, (64, 16), True)
+    assert Lookahead.of([first], 0, named("sm90")) is None
+    earlier = Lookahead.of([first, second], 64, named("sm89"))
+    assert earlier is not None
+    assert (earlier.sizes, earlier.bulk) == ((64,), False)

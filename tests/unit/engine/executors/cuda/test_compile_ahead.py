@@ -10,7 +10,9 @@ from pathlib import Path
 
 SCRIPT = """
 import os
+from unittest.mock import patch
 import torch
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from kernels.gpu.attention.decode import paged_decode
@@ -21,6 +23,7 @@ from kernels.gpu.attention.pages import KvPages
 from kernels.gpu.segments import Segments
 from kernels.gpu.linear.skinny import skinny_linear
 from kernels.gpu.copies.state_copy import copy_states
+from kernels.gpu.launch.trusted_constants import trust_constants
 from services.engine.executors.cuda.compile_ahead import Target, compile_ahead, compiled_here, recorded
 from tests.kernels.hopper import compiled
 
@@ -55,8 +58,11 @@ with recorded() as variants:
     launch()
 print([variant.name for variant in variants])
 assert not _write_tables_kernel.device_caches[0][0], "this process compiled"
+trust_constants()
 with compiled(), compiled_here() as late:
     launch()
+    with patch.object(tl.constexpr, "__ne__", side_effect=RuntimeError("a launch compares constants")):
+        launch()
 print(late)
 """
 
@@ -64,7 +70,9 @@ KEYS = """
 import importlib, os, pkgutil
 import kernels.gpu
 from kernels.gpu.launch.cache_keys import stable_keys
-from triton.runtime.jit import JITFunction
+from kernels.gpu.launch.trusted_constants import trust_constants
+from triton import knobs
+from triton.runtime.jit import JITFunction, JitFunctionInfo
 
 stable_keys()
 names = [module.name for module in pkgutil.walk_packages(kernels.gpu.__path__, "kernels.gpu.")]
@@ -75,7 +83,12 @@ functions = {
 }
 if child := os.fork():  # before any key is known
     os.waitpid(child, 0)
-keys = {name: functions[name].cache_key for name in sorted(functions, reverse=child == 0)}
+    trust_constants()
+keys = {}
+for name in sorted(functions, reverse=child == 0):
+    keys[name] = functions[name].cache_key
+    if compiled := knobs.runtime.jit_post_compile_hook:
+        compiled(fn=JitFunctionInfo("", name, functions[name]))
 print(len(keys), sorted(keys.items()), flush=True)
 """
 
@@ -113,7 +126,7 @@ def test_every_launch_of_an_engine_is_compiled_ahead(tmp_path: Path) -> None:
         assert report["missed"] == [], report
 
 
-def test_keys_of_kernels_do_not_depend_on_what_was_launched_first(tmp_path: Path) -> None:
+def test_keys_of_kernels_depend_neither_on_what_was_launched_first_nor_on_trusted_constants(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", KEYS], capture_output=True, text=True, env=environment(tmp_path), timeout=200, check=True
     )

@@ -30,8 +30,8 @@ class Table:
     gains: Gains
     """Part of the step that a configuration gains; those not named: none."""
     noise: float = 0.0
-    adapters_gain: float | None = None
-    """The gain of any choice with adapters; None: the same as without."""
+    adapters_gain: float | Mapping[Subject, float] | None = None
+    """The gain of any choice with adapters, or that of what it has for each subject; None: the same as without."""
     long_gain: float | None = None
     wrong: frozenset[Config] = frozenset()
     broken: Mapping[Config, str] = field(default_factory=dict)
@@ -66,7 +66,9 @@ class Table:
 
         def seconds(choice: Choice) -> float:
             gain = sum(self.gains.get((rows, *each), 0.0) for each in choice.items())
-            if other is not None and choice == mine:
+            if isinstance(other, Mapping):
+                gain = sum(other.get(subject, 0.0) for subject in choice)
+            elif other is not None and choice == mine:
                 gain = other
             return STEP * (1 - gain) * (1 + self.noise * self.random.gauss(0, 1))
 
@@ -161,6 +163,18 @@ def test_what_is_not_faster_in_the_end_is_dropped() -> None:
 def test_a_choice_that_costs_adapters_is_dropped(with_adapters: float, stays: bool) -> None:
     table = Table({(1, WIDE, OTHER[0]): 0.01}, adapters_gain=with_adapters)
     assert bool(tune(table, {1: proposals()}, adapters=True)[1].choice) is stays
+
+
+@pytest.mark.parametrize(
+    ("with_adapters", "kept"),
+    [({WIDE: -0.01}, {DEEP}), ({WIDE: -0.01, DEEP: -0.01}, set()), ({WIDE: -0.0015, DEEP: -0.001}, {DEEP})],
+)
+def test_only_what_costs_adapters_is_dropped(with_adapters: dict[Subject, float], kept: set[Subject]) -> None:
+    """By itself, or the worse of two that only cost together."""
+    gains: Gains = {(1, WIDE, OTHER[0]): 0.01, (1, DEEP, OTHER[1]): 0.02}
+    band = tune(Table(gains, adapters_gain=with_adapters), {1: proposals() + proposals(DEEP)}, adapters=True)[1]
+    assert set(band.choice) == kept
+    assert band.gain == pytest.approx(0.02 if kept else 0.0)
 
 
 @pytest.mark.parametrize(("seconds", "stays"), [(60.0, True), (9.0, False)])
