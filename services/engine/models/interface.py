@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from kernels.gpu.configs import KernelConfigs
     from services.engine.models.device_batch import DecodeAttention, DeviceCache, StepRows
     from services.engine.models.training_arena import GraphMemory
-    from services.engine.models.training_forward import Probe
 
 Recompute = Literal["none", "selective", "full"]
 """Extent to which the backward computes the forward again: only what is nearly free; also the inside of mixers and the
@@ -89,6 +88,23 @@ class CapturedForwards(Protocol):
     def frozen(self, token_ids: Tensor, lengths: Sequence[int], give_way: Callable[[], None]) -> Tensor | None:
         """[T, hidden] without gradients; None: so many rows are not captured."""
         ...
+
+
+class Probe:
+    """Observer of a forward at its output projections, which it may also change there. This one changes nothing."""
+
+    def output(self, path: str, inputs: Tensor) -> Tensor:  # noqa: ARG002
+        """What goes into an output projection instead of its inputs.
+
+        Args:
+            path: "layers.3.mlp.down_proj".
+            inputs: [T, in].
+        """
+        return inputs
+
+    def layer(self, index: int, before: Tensor, after: Tensor) -> None:
+        """Sees the residual stream [T, hidden] before and after a layer."""
+        del index, before, after
 
 
 class CausalLM(ABC):

@@ -1,4 +1,4 @@
-"""Training forwards of a job, over packed documents, that autograd can go back through; and probes of them."""
+"""Training forwards of a job: forwards over packed documents that autograd can go back through."""
 
 from __future__ import annotations
 
@@ -13,23 +13,6 @@ from services.engine.models.lora.trainable import LoraParams
 if TYPE_CHECKING:
     from services.engine.models.interface import CausalLM, Recompute
     from services.engine.models.training_arena import GraphMemory
-
-
-class Probe:
-    """Observer of a forward at its output projections, which it may also change there. This one changes nothing."""
-
-    def output(self, path: str, inputs: Tensor) -> Tensor:  # noqa: ARG002
-        """What goes into an output projection instead of its inputs.
-
-        Args:
-            path: "layers.3.mlp.down_proj".
-            inputs: [T, in].
-        """
-        return inputs
-
-    def layer(self, index: int, before: Tensor, after: Tensor) -> None:
-        """Sees the residual stream [T, hidden] before and after a layer."""
-        del index, before, after
 
 
 class TrainableForward:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from services.engine.models.training_forward import Probe
+from services.engine.models.interface import Probe
 
 
 class ActivationProbe(Probe):

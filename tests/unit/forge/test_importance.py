@@ -21,9 +21,8 @@ from models.tiny.recipe.item import draw
 from models.tiny.recipe.skills import arithmetic, strings
 from services.common.errors import InvalidRequest
 from services.common.text.tokenizer import TextCodec
-from services.engine.models.interface import CausalLM
+from services.engine.models.interface import CausalLM, Probe
 from services.engine.models.registry import load_model
-from services.engine.models.training_forward import Probe
 from services.forge.compaction import Base, compact
 from services.forge.cut import Cut
 from services.forge.importance.calibration import Calibration

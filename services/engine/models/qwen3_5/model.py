@@ -18,7 +18,7 @@ from kernels.rope import Rotation, inverse_frequencies, yarn_frequencies
 from services.engine.models.batch import CacheBuffers, ForwardBatch
 from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import PLAIN, Storage
-from services.engine.models.interface import CausalLM, Recompute
+from services.engine.models.interface import CausalLM, Probe, Recompute
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.config import Qwen3_5Config
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from services.engine.models.qwen3_5.fused import FusedForward
     from services.engine.models.qwen3_5.training.captured import CapturedSteps
     from services.engine.models.training_arena import GraphMemory
-    from services.engine.models.training_forward import Probe
 
 
 def rotation_of(config: Qwen3_5Config, device: torch.device) -> Rotation:

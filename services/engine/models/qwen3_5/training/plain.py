@@ -16,7 +16,7 @@ from kernels.conv1d import ConvLayout, causal_conv_packed
 from kernels.gated_delta import ChunkLayout, chunk_gated_delta, gates
 from kernels.rms_norm import gated_rms_norm, rms_norm
 from kernels.rope import Rotation, apply_rope, rope_tables
-from services.engine.models.interface import Recompute
+from services.engine.models.interface import Probe, Recompute
 from services.engine.models.lora.trainable import LoraParams, TrainableTarget
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.experts import pass_experts
@@ -24,7 +24,6 @@ from services.engine.models.qwen3_5.layers import split_heads
 from services.engine.models.qwen3_5.loading.loader import query_row_order
 from services.engine.models.qwen3_5.step import query_key_scale
 from services.engine.models.qwen3_5.weights import AttentionWeights, DeltaNetWeights, LayerWeights, ModelWeights
-from services.engine.models.training_forward import Probe
 from services.engine.models.weights.matrix import DenseMatrix, Matrix
 
 
