@@ -1,5 +1,5 @@
-"""`temper forge importance|prune|compact|quantize`: a smaller model of a checkpoint, step by step, on this machine's
-directories."""
+"""`temper forge importance|prune|compact|quantize|verify`: a smaller model of a checkpoint, step by step, on this
+machine's directories."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ Model = Annotated[Path, typer.Argument(help="Checkpoint directory.")]
 Out = Annotated[Path, typer.Argument(help="Where the checkpoint goes; must not exist.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would come of it.")]
 ShardSize = Annotated[float, typer.Option("--max-shard-size", help="Of one safetensors file, in GB.", min=0.01)]
+Sign = Annotated[Path | None, typer.Option(help="Ed25519 private key (PEM) that forge.json is signed with.")]
 _LEVEL = "a share (25%) or a number of them"
 
 
@@ -114,12 +115,13 @@ def compact(
     cut: Annotated[Path, typer.Argument(help="Cut of `temper forge prune`.")],
     out: Out,
     max_shard_size: ShardSize = 5.0,
+    sign: Sign = None,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """Write the checkpoint without the units that go; stock transformers loads it."""
     arguments = ["compact", "--model", str(model), "--cut", str(cut), "--out", str(out)]
-    arguments += ["--max-shard-bytes", str(int(max_shard_size * 1e9))]
+    arguments += ["--max-shard-bytes", str(int(max_shard_size * 1e9)), *(["--sign", str(sign)] if sign else [])]
     _run(arguments, as_json, lambda result: _planned(result, out), dry_run=dry_run)
 
 
@@ -128,13 +130,29 @@ def quantize(
     model: Model,
     out: Out,
     max_shard_size: ShardSize = 5.0,
+    sign: Sign = None,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """Write the checkpoint with its matrices in float8, in the format of the published float8 checkpoints."""
     arguments = ["quantize", "--model", str(model), "--out", str(out)]
-    arguments += ["--max-shard-bytes", str(int(max_shard_size * 1e9))]
+    arguments += ["--max-shard-bytes", str(int(max_shard_size * 1e9)), *(["--sign", str(sign)] if sign else [])]
     _run(arguments, as_json, lambda result: _planned(result, out), dry_run=dry_run)
+
+
+@app.command()
+def verify(
+    model: Annotated[Path, typer.Argument(help="Directory of a forged checkpoint.")],
+    key: Annotated[Path, typer.Option(help="Ed25519 public key (PEM) that it must be signed with.")],
+    as_json: Json = False,
+) -> None:
+    """Check a forged checkpoint: signature of its record, digest of each file, and no file beside."""
+
+    def tell(result: dict[str, Any]) -> str:
+        steps = " → ".join(result["steps"])
+        return f"[green]{escape(str(model))}[/] is what was signed: {result['files']} files, made by {steps}"
+
+    _run(["verify", "--model", str(model), "--key", str(key)], as_json, tell)
 
 
 def _run(

@@ -9,7 +9,7 @@ from typing import Any
 from services.adapter_tools.events import Reporter, run_to_the_end
 from services.engine.models.weights.shards import SHARD_BYTES
 from services.forge.importance.settings import METHODS, Settings
-from services.forge.steps import compact_step, importance_step, prune_step, quantize_step
+from services.forge.steps import compact_step, importance_step, prune_step, quantize_step, verify_step
 from services.forge.units import KINDS
 
 
@@ -25,6 +25,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
             command.add_argument("--dry-run", action="store_true")
         if writes:
             command.add_argument("--max-shard-bytes", type=int, default=SHARD_BYTES)
+            command.add_argument("--sign", type=Path)
         return command
 
     importance = step("importance", plans=False, writes=False)
@@ -44,6 +45,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     compact = step("compact", plans=True, writes=True)
     compact.add_argument("--cut", type=Path, required=True)
     step("quantize", plans=True, writes=True)
+    verify = commands.add_parser("verify")
+    verify.add_argument("--model", type=Path, required=True)
+    verify.add_argument("--key", type=Path, required=True)
     return parser.parse_args(argv)
 
 
@@ -78,6 +82,7 @@ def _compact(given: argparse.Namespace) -> dict[str, Any]:
         given.cut,
         given.out,
         max_shard_bytes=given.max_shard_bytes,
+        sign=given.sign,
         dry_run=given.dry_run,
         progress=Reporter(),
     )
@@ -88,16 +93,27 @@ def _quantize(given: argparse.Namespace) -> dict[str, Any]:
         given.model,
         given.out,
         max_shard_bytes=given.max_shard_bytes,
+        sign=given.sign,
         dry_run=given.dry_run,
         progress=Reporter(),
     )
 
 
+def _verify(given: argparse.Namespace) -> dict[str, Any]:
+    return verify_step(given.model, given.key, progress=Reporter())
+
+
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status."""
     given = _arguments(argv)
-    work = {"importance": _importance, "prune": _prune, "compact": _compact, "quantize": _quantize}[given.command]
-    return run_to_the_end(lambda: work(given))
+    steps = {
+        "importance": _importance,
+        "prune": _prune,
+        "compact": _compact,
+        "quantize": _quantize,
+        "verify": _verify,
+    }
+    return run_to_the_end(lambda: steps[given.command](given))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from services.forge.files import file_digest, refuse_existing
 from services.forge.importance.scores import Scores
 from services.forge.importance.settings import NEED_DATA, Settings
 from services.forge.levels import Level, choose
+from services.forge.record import Made, history, verify
+from services.forge.signature import read_private_key, read_public_key
 from services.forge.units import Kind
 
 
@@ -119,25 +121,41 @@ def compact_step(
     out: Path,
     *,
     max_shard_bytes: int = SHARD_BYTES,
+    sign: Path | None = None,
     dry_run: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Writes the checkpoint without the units that go.
+    """Writes the checkpoint without the units that go, and its record.
+
+    Args:
+        sign: private key that the record is signed with.
 
     Raises:
         InvalidRequest, CheckpointRejected: a cut of another checkpoint, a broken file, an output that is there, a disk
             that is too small.
     """
     given = CutFile.read(cut_file)
+    key = None if sign is None else read_private_key(sign)
     with ExitStack() as stack:
         base = Base(model, stack)
         progress("digest of the model", 0, 0)
-        given.require(checkpoint_digest(model))
-        tensors = compacted(base, given.cut)
-        summary = plan(base, tensors, given.cut).summary()
+        digest = checkpoint_digest(model)
+        given.require(digest)
+        history(model, digest)  # which is checked before anything is written
+        summary = plan(base, compacted(base, given.cut), given.cut).summary()
         if dry_run:
             return {"out": None, "plan": summary}
-        compact(base, given.cut, out, max_shard_bytes=max_shard_bytes, progress=progress)
+        data = given.chosen.get("data")
+        recipe = {**given.chosen, "layers": given.cut.layers, "cut_sha256": file_digest(cut_file)}
+        made = Made("compact", model, digest, recipe, summary, () if data is None else (data,))
+        compact(
+            base,
+            given.cut,
+            out,
+            max_shard_bytes=max_shard_bytes,
+            progress=progress,
+            finish=lambda directory: made.write(directory, key),
+        )
     return {"out": str(out), "plan": summary, "digest": checkpoint_digest(out)}
 
 
@@ -146,22 +164,54 @@ def quantize_step(
     out: Path,
     *,
     max_shard_bytes: int = SHARD_BYTES,
+    sign: Path | None = None,
     dry_run: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Writes the checkpoint with matrices in float8.
+    """Writes the checkpoint with matrices in float8, and its record.
+
+    Args:
+        sign: private key that the record is signed with.
 
     Raises:
         InvalidRequest, CheckpointRejected: it is quantized already, a broken file, an output that is there, a disk that
             is too small.
     """
     # Imported here: planning a cut needs no torch.
-    from services.forge.quantization import Quantized
+    from services.forge.quantization import BLOCK, Quantized
 
+    key = None if sign is None else read_private_key(sign)
     with ExitStack() as stack:
         quantized = Quantized(model, stack)
         summary = {"bytes": quantized.bytes, "bytes_after": quantized.bytes_after}
         if dry_run:
             return {"out": None, "plan": summary}
-        quantized.write(out, max_shard_bytes=max_shard_bytes, progress=progress)
+        progress("digest of the model", 0, 0)
+        digest = checkpoint_digest(model)
+        history(model, digest)  # which is checked before anything is written
+        made = Made("quantize", model, digest, {"format": "float8_e4m3", "block": BLOCK}, summary)
+        quantized.write(
+            out,
+            max_shard_bytes=max_shard_bytes,
+            progress=progress,
+            finish=lambda directory: made.write(directory, key),
+        )
     return {"out": str(out), "plan": summary, "digest": checkpoint_digest(out)}
+
+
+def verify_step(directory: Path, key: Path, *, progress: Progress = silent) -> dict[str, Any]:
+    """Checks a forged checkpoint against its record and the record against a public key.
+
+    Raises:
+        InvalidRequest: no public key.
+        CheckpointRejected: the checkpoint is not what was signed, or that cannot be known.
+    """
+    record = verify(directory, read_public_key(key), progress)
+    steps = [str(earlier.get("step")) for earlier in record["history"]]
+    return {
+        "verified": True,
+        "digest": record["outputs"]["digest"],
+        "steps": [*steps, str(record["step"])],
+        "files": len(record["outputs"]["files"]),
+        "base": record["base"],
+    }

@@ -63,6 +63,18 @@ def test_importance_names_kinds_and_data() -> None:
     assert "layers by gradients, measured on 1,851 tokens of chats" in done.stdout
 
 
+def test_the_key_to_sign_with_and_the_key_to_verify_with() -> None:
+    done, given, _ = run({"out": "o", "plan": PLAN}, "compact", DEFAULT_MODEL, "c", "o", "--sign", "key.pem")
+    assert given[given.index("--sign") + 1] == "key.pem"
+    result = {"verified": True, "files": 7, "steps": ["compact", "quantize"]}
+    done, given, _ = run(result, "verify", DEFAULT_MODEL, "--key", "key.pub.pem")
+    assert done.exit_code == 0, done.output
+    assert given[given.index("--key") + 1] == "key.pub.pem"
+    assert "is what was signed: 7 files, made by compact → quantize" in done.stdout
+    done, given, _ = run(result, "verify", DEFAULT_MODEL)
+    assert (done.exit_code, given) == (2, []), "without a key nothing is verified"
+
+
 def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     done, given, _ = run({}, "quantize", tmp_path, tmp_path / "out")
     assert (done.exit_code, given) == (2, [])
