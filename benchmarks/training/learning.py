@@ -42,8 +42,8 @@ from benchmarks.training.pod import training_pod
 from models.tiny.recipe.item import Item
 from models.tiny.recipe.skills import dates
 from services.common.adapters.names import AdapterVersion
+from services.common.jobs import JOBS
 from services.common.jobs.documents import completion_document, completion_tokens
-from services.common.queue.records import SPEC
 from services.engine.models.config import ModelConfig
 from services.engine.models.registry import read_config
 from services.pod.host import PodHost
@@ -202,7 +202,9 @@ class Curve:
 def learn(host: PodHost, method: str, seed: int, every: int) -> tuple[Curve, dict[str, bytes]]:
     """Runs a job; the curve, and the adapter's files."""
     held_out = dates.items(seed, HELD_OUT, held_out=True)
-    run = prepare_run(SPEC.validate_python(spec(method, seed)), host, None)
+    fields = spec(method, seed)
+    asked = JOBS[fields["kind"]].model_validate(fields)
+    run = prepare_run(asked, host, None)
     points, seconds = [Point.now(0, host, run, held_out)], 0.0
     for index in range(run.total_steps):
         began = time.perf_counter()

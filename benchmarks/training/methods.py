@@ -64,8 +64,7 @@ from benchmarks.training.pod import (
     training_pod,
     with_rest,
 )
-from services.common.jobs import Spec
-from services.common.queue.records import SPEC
+from services.common.jobs import JOBS, PublishingSpec
 from services.common.text.tokenizer import TextCodec
 from services.trainer.host.rollouts import RolloutRequest, RolloutSampling
 from services.trainer.jobs import prepare_run
@@ -116,14 +115,14 @@ class RandomText:
         return self._codec.decode(self.prompt(tokens))
 
 
-def job(kind: str, **fields: Any) -> Spec:
+def job(kind: str, **fields: Any) -> PublishingSpec:
     """A request as the trainer gets it."""
-    return SPEC.validate_python(
+    return JOBS[kind].model_validate(
         {"kind": kind, "adapter": ADAPTER, "learning_rate": 1e-4, "lora": {"rank": RANK, "alpha": 2.0 * RANK}} | fields
     )
 
 
-def examples_job(method: str, codec: TextCodec, sizes: Sizes, steps: int) -> Spec:
+def examples_job(method: str, codec: TextCodec, sizes: Sizes, steps: int) -> PublishingSpec:
     """sft, dpo or kto, with examples of its own for each step."""
     texts = RandomText(codec)
     count = sizes.examples // 2 if method == "dpo" else sizes.examples
@@ -150,7 +149,7 @@ def examples_job(method: str, codec: TextCodec, sizes: Sizes, steps: int) -> Spe
     )
 
 
-def posted_job(pod: TrainingPod, sizes: Sizes, steps: int) -> Spec:
+def posted_job(pod: TrainingPod, sizes: Sizes, steps: int) -> PublishingSpec:
     """grpo on rollouts of the base model, each of them in every step."""
     texts = RandomText(pod.host.codec)
     prompts = [texts.prompt(sizes.prompt_tokens) for _ in range(sizes.prompts)]
@@ -168,7 +167,7 @@ def posted_job(pod: TrainingPod, sizes: Sizes, steps: int) -> Spec:
     return job("grpo", groups=groups, epochs=steps, beta=0.04)
 
 
-def generate_job(codec: TextCodec, sizes: Sizes, rounds: int, seed: int = 0) -> Spec:
+def generate_job(codec: TextCodec, sizes: Sizes, rounds: int, seed: int = 0) -> PublishingSpec:
     """grpo that samples itself, one step a round, prompts of its own for each."""
     texts = RandomText(codec, seed)
     prompts = [{"prompt_token_ids": list(texts.prompt(sizes.prompt_tokens))} for _ in range(rounds * sizes.prompts)]

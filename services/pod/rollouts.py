@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 import threading
 import time
@@ -94,6 +95,7 @@ class EngineRollouts:
                     temperature=sampling.temperature,
                     max_tokens=sampling.max_tokens,
                     stop_token_ids=sampling.stop_token_ids,
+                    top_p=sampling.top_p,
                     seed=request.seed,
                 ),
                 adapter,
@@ -134,25 +136,62 @@ class EngineRollouts:
         found = self._run(submissions, interrupt, deadline)
         return [_scores(request, finished) for request, finished in zip(requests, found, strict=True)]
 
-    def _check_given(self, request: ScoreRequest) -> None:
+    def likelihoods(
+        self,
+        requests: Sequence[ScoreRequest],
+        policy: Policy,
+        *,
+        interrupt: Callable[[], None] = lambda: None,
+        deadline: float | None = None,
+    ) -> list[float]:
+        """See RolloutSource.likelihoods."""
+        adapter = _choice(policy)
+        call = next(self._calls)
+        for request in requests:
+            self._check_given(request, more=1)  # a request ends with a token of its own
+        submissions = [
+            Submission(
+                f"likelihood:{call}:{number}",
+                (*request.prompt, *request.completion),
+                SamplingParams(temperature=0.0, max_tokens=1),
+                adapter,
+                priority=_PRIORITY,
+                background=True,
+                prompt_logprobs=0,
+                prompt_logprobs_from=len(request.prompt),
+                boundaries=(len(request.prompt),) if request.prompt else (),
+            )
+            for number, request in enumerate(requests)
+        ]
+        batch = self._batch(submissions, interrupt, deadline)
+        return [math.fsum(batch.logprobs.get(submission.request_id, ())) for submission in submissions]
+
+    def _check_given(self, request: ScoreRequest, more: int = 0) -> None:
         largest = max((*request.prompt, *request.completion), default=0)
         if largest >= self._vocab_size:
             raise InvalidRequest(
                 f"token id {largest} is outside the vocabulary of {self._vocab_size}", param="completion"
             )
-        self.check(len(request.prompt), len(request.completion))
+        self.check(len(request.prompt), len(request.completion) + more)
 
     def _run(
         self, submissions: Sequence[Submission], interrupt: Callable[[], None], deadline: float | None
     ) -> list[Finished]:
         """Runs the submissions and returns their results, in order."""
+        batch = self._batch(submissions, interrupt, deadline)
+        return [batch.finished[submission.request_id] for submission in submissions]
+
+    def _batch(
+        self, submissions: Sequence[Submission], interrupt: Callable[[], None], deadline: float | None
+    ) -> _Batch:
+        """Runs the submissions to their ends."""
         deadline = time.monotonic() + self._timeout if deadline is None else deadline
         batch = _Batch(self._loop, submissions, self._sequences)
         try:
-            finished = batch.run(interrupt, deadline)
+            batch.run(interrupt, deadline)
         finally:
             batch.close()
-        return [finished[submission.request_id] for submission in submissions]
+        return batch
 
 
 class _Batch:
@@ -166,11 +205,14 @@ class _Batch:
         self._changed = threading.Condition()
         self._left = deque(submissions)
         self._live = 0
-        self._finished: dict[str, Finished] = {}
+        self.finished: dict[str, Finished] = {}
+        """Results by their ids."""
+        self.logprobs: dict[str, list[float]] = {}
+        """Log-probabilities of the prompts' tokens, of requests that ask for them."""
         self._error: TemperError | None = None
         self._closed = False
 
-    def run(self, interrupt: Callable[[], None], deadline: float) -> dict[str, Finished]:
+    def run(self, interrupt: Callable[[], None], deadline: float) -> None:
         """Blocks until all requests have ended. Raises the first error of a request, and what ``interrupt`` raises."""
         # Submitted at one boundary, so that which rollouts share a step does not depend on thread timing.
         begun = self._loop.call_at_boundary(self._fill)
@@ -179,15 +221,15 @@ class _Batch:
                 self._changed.wait_for(self._over, _LOOK_SECONDS)
                 if self._error is not None:
                     raise self._error
-                if len(self._finished) == self._expected:
-                    return self._finished
+                if len(self.finished) == self._expected:
+                    return
             if begun.done():
                 begun.result()
             if not self._loop.alive:
                 raise Unavailable("the engine loop has ended")
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
-                    f"{len(self._finished)} of {self._expected} rollouts were done at the deadline: users' requests "
+                    f"{len(self.finished)} of {self._expected} rollouts were done at the deadline: users' requests "
                     "go first; lower completions or max_tokens, or raise TEMPER_ROLLOUT_TIMEOUT_SECONDS"
                 )
             interrupt()
@@ -200,7 +242,7 @@ class _Batch:
                 self._loop.abort_all(self._take)
 
     def _over(self) -> bool:
-        return self._error is not None or len(self._finished) == self._expected
+        return self._error is not None or len(self.finished) == self._expected
 
     # On the loop thread.
 
@@ -219,6 +261,8 @@ class _Batch:
         """Takes the updates of all requests; their sink."""
         with self._changed:
             for update in updates:
+                if update.prompt is not None:
+                    self.logprobs.setdefault(update.request_id, []).extend(update.prompt.logprobs.tolist())
                 if update.finish_reason is None:
                     continue
                 self._live -= 1
@@ -227,7 +271,7 @@ class _Batch:
                 elif update.finished is None or update.finish_reason is FinishReason.ABORT:
                     self._error = self._error or Unavailable("the engine ended a rollout")
                 else:
-                    self._finished[update.request_id] = update.finished
+                    self.finished[update.request_id] = update.finished
             if self._over():
                 self._changed.notify_all()
         self._fill()

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 from services.common.adapters.names import BASE, AdapterVersion, parse_adapter_ref, parse_adapter_version
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import AdapterRejected, InvalidRequest, ModelNotFound
-from services.common.jobs import GrpoJob, MergeJob, Spec
+from services.common.jobs import GrpoJob, MergeJob, PublishingSpec
 from services.common.queue.consumer import ClaimedJob, JobConsumer
 
 T = TypeVar("T")
@@ -41,24 +41,24 @@ class ParentVersions:
         self._consumer = consumer
         self._base_digest = base_digest
 
-    def read(self, claimed: ClaimedJob, retry: Retry) -> list[ParentVersion]:
+    def read(self, claimed: ClaimedJob, spec: PublishingSpec, retry: Retry) -> list[ParentVersion]:
         """Reads what the job starts from, in the order of a merge's sources; none for a new adapter.
 
         Raises:
             ModelNotFound, InvalidRequest: the job names a version that does not exist or is malformed.
             AdapterRejected: it is corrupt, or belongs to another base model.
         """
-        return [self._read(version, claimed.spec, retry) for version in self._resolve(claimed, retry)]
+        return [self._read(version, spec, retry) for version in self._resolve(claimed, spec, retry)]
 
-    def _resolve(self, claimed: ClaimedJob, retry: Retry) -> list[AdapterVersion]:
+    def _resolve(self, claimed: ClaimedJob, spec: PublishingSpec, retry: Retry) -> list[AdapterVersion]:
         recorded, refs = retry(lambda: self._consumer.recorded_parent(claimed))
         if not recorded:
-            found = retry(lambda: resolve(claimed.spec, self._registry))
+            found = retry(lambda: resolve(spec, self._registry))
             text = ",".join(str(version) for version in found)
             refs = retry(lambda: self._consumer.resolve_parent(claimed, text or None))
         return [parse_adapter_version(ref) for ref in (refs or "").split(",") if ref]
 
-    def _read(self, version: AdapterVersion, spec: Spec, retry: Retry) -> ParentVersion:
+    def _read(self, version: AdapterVersion, spec: PublishingSpec, retry: Retry) -> ParentVersion:
         manifest = retry(lambda: self._registry.manifest(version))
         if manifest.base_digest != self._base_digest:
             merge = isinstance(spec, MergeJob)
@@ -71,7 +71,7 @@ class ParentVersions:
         return ParentVersion(version, manifest.digest, retry(lambda: self._registry.files(version)))
 
 
-def resolve(spec: Spec, registry: AdapterRegistry) -> list[AdapterVersion]:
+def resolve(spec: PublishingSpec, registry: AdapterRegistry) -> list[AdapterVersion]:
     """The versions that a job names, as they are now.
 
     Raises:
@@ -104,7 +104,7 @@ def _existing(ref: str, registry: AdapterRegistry) -> AdapterVersion:
     return registry.current(name) if number is None else registry.manifest(AdapterVersion(name, number)).ref
 
 
-def continued(spec: Spec, parents: Sequence[ParentVersion]) -> str | None:
+def continued(spec: PublishingSpec, parents: Sequence[ParentVersion]) -> str | None:
     """Note of a job that continues a version without having named it; None: it begins a new adapter, or names it."""
     if isinstance(spec, MergeJob) or spec.start_from is not None or not parents:
         return None
@@ -114,7 +114,7 @@ def continued(spec: Spec, parents: Sequence[ParentVersion]) -> str | None:
     )
 
 
-def sampled_elsewhere(spec: Spec, parents: Sequence[ParentVersion]) -> str | None:
+def sampled_elsewhere(spec: PublishingSpec, parents: Sequence[ParentVersion]) -> str | None:
     """Note of a job some of whose rollouts were sampled by another policy than the one it continues; None: there are
     none, or the rollouts do not say who sampled them."""
     if not isinstance(spec, GrpoJob):

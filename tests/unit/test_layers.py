@@ -55,6 +55,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memory",
         "host",
         "sampling",
+        "evaluation",
         "jobs",
         "runtime",
         "training_sessions",

@@ -14,6 +14,7 @@ from services.common.jobs.fields.lora import LoraSettings
 from services.common.jobs.fields.messages import Message
 from services.common.jobs.fields.prompts import AskedExample, SampledPrompt
 from services.common.jobs.kinds.dpo import DpoExample, DpoJob
+from services.common.jobs.kinds.evaluate import EvalJob, RemoteTarget
 from services.common.jobs.kinds.grpo import GrpoJob
 from services.common.jobs.kinds.kto import KtoExample, KtoJob
 from services.common.jobs.kinds.merge import SPARSE_METHODS, MergeJob, MergeMethod, MergeSettings, MergeSource
@@ -21,7 +22,7 @@ from services.common.jobs.kinds.opd import CHECKPOINT, DistillPrompt, OpdJob
 from services.common.jobs.kinds.rollouts import GrpoCompletion, GrpoGroup, Reward, ScoredCompletion, check_spread
 from services.common.jobs.kinds.sft import SftExample, SftJob
 from services.common.jobs.record import Job, JobEvent, JobProgress, JobState
-from services.common.jobs.registry import JOBS, KINDS, JobSpec, Spec, TrainingSpec
+from services.common.jobs.registry import JOBS, KINDS, JobSpec, PublishingSpec, Spec, TrainingSpec
 from services.common.validation.strict_models import SentModel
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "DistillPrompt",
     "DpoExample",
     "DpoJob",
+    "EvalJob",
     "ExampleJob",
     "GrpoCompletion",
     "GrpoGroup",
@@ -56,6 +58,8 @@ __all__ = [
     "OptimizerSettings",
     "PublishIf",
     "PublishingJob",
+    "PublishingSpec",
+    "RemoteTarget",
     "Reward",
     "SampledPrompt",
     "ScoredCompletion",

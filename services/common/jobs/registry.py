@@ -9,6 +9,7 @@ from typing import Annotated, TypeAlias, get_args
 from pydantic import Field
 
 from services.common.jobs.kinds.dpo import DpoJob
+from services.common.jobs.kinds.evaluate import EvalJob
 from services.common.jobs.kinds.grpo import GrpoJob
 from services.common.jobs.kinds.kto import KtoJob
 from services.common.jobs.kinds.merge import MergeJob
@@ -17,7 +18,9 @@ from services.common.jobs.kinds.sft import SftJob
 
 TrainingSpec: TypeAlias = SftJob | DpoJob | KtoJob | GrpoJob | OpdJob
 """A job that trains."""
-Spec: TypeAlias = TrainingSpec | MergeJob
+PublishingSpec: TypeAlias = TrainingSpec | MergeJob
+"""A job whose result is a version of an adapter."""
+Spec: TypeAlias = PublishingSpec | EvalJob
 JobSpec = Annotated[Spec, Field(discriminator="kind")]
 JOBS: Mapping[str, type[TrainingSpec]] = {
     str(model.model_fields["kind"].default): model for model in get_args(TrainingSpec)

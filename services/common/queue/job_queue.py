@@ -125,6 +125,7 @@ class JobQueue(QueueReader[Job]):
         after: str | None = None,
         state: JobState | None = None,
         adapter: str | None = None,
+        kind: str | None = None,
         key_id: str | None = None,
     ) -> Jobs:
         """Jobs, newest first.
@@ -141,6 +142,7 @@ class JobQueue(QueueReader[Job]):
             return (
                 (state is None or job.state == state)
                 and (adapter is None or job.adapter == adapter)
+                and (kind is None or job.kind == kind)
                 and (key_id is None or job.key_id == key_id)
             )
 

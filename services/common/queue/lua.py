@@ -195,7 +195,7 @@ redis.call('HSET', KEYS[3], 'id', ARGV[1], 'spec', ARGV[2], 'kind', ARGV[4], 'ad
 if (ARGV[9] or '') ~= '' then redis.call('HSET', KEYS[3], 'traceparent', ARGV[9]) end
 if (ARGV[11] or '') ~= '' then redis.call('HSET', KEYS[3], 'key_id', ARGV[11]) end
 redis.call('ZADD', KEYS[2], created, ARGV[1])
-redis.call('RPUSH', KEYS[6], ARGV[1])
+if ARGV[5] ~= '' then redis.call('RPUSH', KEYS[6], ARGV[1]) end
 emit(KEYS[4], 'state', '{{"state":"queued"}}')
 return {{'created', ARGV[1]}}
 """

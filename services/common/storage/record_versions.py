@@ -64,4 +64,6 @@ SESSION_CHECKPOINT: Final = Schema("session checkpoints", 1)
 FILE: Final = Schema("files", 1)
 RESPONSE: Final = Schema("stored responses", 1)
 SUITE: Final = Schema("evaluation suites", 1)
+EVALUATION: Final = Schema("evaluations", 1)
+"""What a run of suites asks, and its result."""
 TRAINING_HASHES: Final = Schema("training hashes", 1)

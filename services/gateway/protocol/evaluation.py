@@ -1,4 +1,4 @@
-"""Bodies of /v1/eval."""
+"""Bodies of /v1/eval and /v1/evaluations."""
 
 from __future__ import annotations
 
@@ -9,11 +9,21 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from services.common.adapters.names import AdapterVersion
 from services.common.evaluation.contamination.report import Contamination
+from services.common.evaluation.runs.records import (
+    ItemResult,
+    PairResult,
+    RunRecord,
+    RunResult,
+    RunSuite,
+    RunTarget,
+    Summary,
+)
 from services.common.evaluation.statistics.power import smallest_gain
 from services.common.evaluation.suites.manifest import SuiteManifest, SuiteOrigin
 from services.common.evaluation.suites.names import REF_SCHEMA, SuiteName
 from services.common.evaluation.suites.spec import SuiteItem, SuiteSettings
 from services.common.evaluation.suites.split import TrainingSplit
+from services.common.jobs import Job, JobProgress, JobState
 
 _DISCORDANT = 0.2
 """Share of the items that two targets answer differently, where nothing is known of them."""
@@ -126,6 +136,75 @@ class DeletedSuite(BaseModel):
     object: Literal["eval.suite"] = "eval.suite"
     deleted: Literal[True] = True
     versions: list[int]
+
+
+class EvaluationObject(BaseModel):
+    """A run of suites on targets; a job of kind eval by the same id."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    id: str
+    object: Literal["evaluation"] = "evaluation"
+    state: JobState
+    reason: str | None
+    """Reason why it failed or was cancelled."""
+    progress: JobProgress | None
+    """Items answered; null: the job is forgotten."""
+    suites: list[RunSuite] | None
+    """null: it has not begun."""
+    targets: list[RunTarget] | None
+    seed: int | None
+    metadata: dict[str, str]
+    summaries: list[Summary] | None
+    """Scores of each target on each suite; null: there is no result yet."""
+    comparisons: list[PairResult] | None
+    """All pairs of targets on each suite."""
+    created_at: float
+    """Unix seconds, like every time here."""
+    finished_at: float | None
+
+    @classmethod
+    def of(cls, run: str, job: Job | None, record: RunRecord | None, result: RunResult | None) -> EvaluationObject:
+        """A run as the API tells it, of which the job or the record is there."""
+        state = job.state if job is not None else JobState.FAILED if result is None else JobState.SUCCEEDED
+        began = 0.0 if record is None else record.created_at
+        return cls(
+            id=run,
+            state=state,
+            reason=None if job is None else job.reason,
+            progress=None if job is None else job.progress,
+            suites=None if record is None else list(record.suites),
+            targets=None if record is None else list(record.targets),
+            seed=None if record is None else record.seed,
+            metadata=job.metadata if job is not None else record.metadata if record is not None else {},
+            summaries=None if result is None else list(result.summaries),
+            comparisons=None if result is None else list(result.comparisons),
+            created_at=began if job is None else job.created_at,
+            finished_at=result.finished_at if result is not None else None if job is None else job.finished_at,
+        )
+
+
+class EvaluationList(BaseModel):
+    """Runs, newest first."""
+
+    object: Literal["list"] = "list"
+    data: list[EvaluationObject]
+    has_more: bool
+
+
+class EvaluationItems(BaseModel):
+    """A page of the items of one suite with the answers of one target, in the order of the suite."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    object: Literal["list"] = "list"
+    suite: str
+    target: str
+    data: list[ItemResult]
+    total: int
+    """All items of the suite."""
+    has_more: bool
+    """Whether more items have been answered."""
 
 
 class ContaminatedItemObject(BaseModel):

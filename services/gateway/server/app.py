@@ -16,6 +16,7 @@ from starlette.types import Lifespan, Scope
 
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import InvalidRequest
+from services.common.evaluation.runs.store import EvaluationStore
 from services.common.evaluation.suites.store import SuiteStore
 from services.common.queue.job_queue import JobQueue
 from services.common.security.tls import Certificates, TlsFiles
@@ -27,7 +28,7 @@ from services.gateway.api.base.openapi import add_examples, whole_bounds
 from services.gateway.api.base.routing import provide
 from services.gateway.api.batches.stores import BatchServices, BatchStores, open_batching
 from services.gateway.api.batches.worker import BatchWorker
-from services.gateway.api.evaluation.suites import EvaluationServices
+from services.gateway.api.evaluation.services import EvaluationServices
 from services.gateway.api.health import HealthServices, QueueWatch
 from services.gateway.api.responses.documents import DocumentStore
 from services.gateway.api.responses.serving import BackgroundResponses, ResponseServices
@@ -147,7 +148,14 @@ def create_app(
             ConversationSessionRouter(engines, settings.request_timeout_seconds),
             ResponseServices(kept, keep_documents(kept), BestEffortStore(kept), background),
             BatchServices.of(settings, batch_stores, threads),
-            EvaluationServices(SuiteStore(batch_stores.files.objects), threads),
+            EvaluationServices(
+                SuiteStore(batch_stores.files.objects),
+                EvaluationStore(batch_stores.files.objects),
+                registry,
+                engines,
+                queue,
+                threads,
+            ),
             HealthServices(inference, lifecycle, queue, queues, registry, threads, background),
         )
         engines.start()

@@ -25,13 +25,15 @@ class RolloutRequest:
 
 @dataclass(frozen=True, slots=True)
 class RolloutSampling:
-    """Sampling parameters of a job. There is no top_k, top_p or min_p: see docs/decisions/sampling-logprobs.md."""
+    """Sampling parameters of a job. There is no top_k or min_p, and top_p is for evaluations only, which do not read
+    log-probabilities: see docs/decisions/sampling-logprobs.md."""
 
     temperature: float
     """0 is greedy."""
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
     """Besides the model's own end tokens."""
+    top_p: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,22 @@ class RolloutSource(Protocol):
 
         Raises:
             InvalidRequest: a completion does not fit, or has a token id outside the vocabulary.
+        """
+        ...
+
+    def likelihoods(
+        self,
+        requests: Sequence[ScoreRequest],
+        policy: Policy,
+        *,
+        interrupt: Callable[[], None] = lambda: None,
+        deadline: float | None = None,
+    ) -> list[float]:
+        """The log-likelihood of each completion behind its prompt, in nats, at temperature 1. Of a completion without a
+        prompt the first token has none.
+
+        Completions are read as prompts are, many tokens a step, and what is before them may come from the prefix cache;
+        bits are not those of ``score``. Blocks, is interrupted and raises as ``score``.
         """
         ...
 

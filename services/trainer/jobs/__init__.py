@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 
 from services.common.errors import InvalidRequest
-from services.common.jobs import MergeJob, Spec
+from services.common.jobs import MergeJob, PublishingSpec
 from services.common.text.template import RESERVED_KWARGS
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import JobRun
@@ -15,7 +15,7 @@ from services.trainer.parent_versions import ParentVersion
 
 
 def prepare_run(
-    spec: Spec, host: PolicyHost, parent: Mapping[str, bytes] | None, sources: Sequence[ParentVersion] = ()
+    spec: PublishingSpec, host: PolicyHost, parent: Mapping[str, bytes] | None, sources: Sequence[ParentVersion] = ()
 ) -> JobRun:
     """Tokenizes, validates and sizes a job; touches nothing that is being served.
 

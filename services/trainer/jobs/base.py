@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from services.common.jobs import Spec
+from services.common.jobs import PublishingSpec
 
 if TYPE_CHECKING:
     from services.common.adapters.manifest import Lineage
@@ -106,7 +106,7 @@ class Prepare(Protocol):
 
     def __call__(
         self,
-        spec: Spec,
+        spec: PublishingSpec,
         host: PolicyHost,
         parent: Mapping[str, bytes] | None,
         sources: Sequence[ParentVersion] = ...,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from services.common.errors import InvalidRequest, TemperError
-from services.common.jobs import JobBase, Spec
+from services.common.jobs import JobBase, PublishingSpec
 from services.trainer.jobs.base import JobRun, RunState
 
 _KEY = "publish_if_before"
@@ -22,7 +22,7 @@ class NotPublished(TemperError):
 class Acceptance:
     """One job's condition; without one every method does nothing."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: PublishingSpec) -> None:
         condition = spec.publish_if if isinstance(spec, JobBase) else None
         self._adapter = spec.adapter
         self._condition = condition

@@ -10,36 +10,31 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import structlog
 
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry, Manifest
-from services.common.errors import InvalidRequest, NewerSchema, Unavailable
+from services.common.errors import InvalidRequest, NewerSchema
 from services.common.evaluation.contamination.store import DataSource, TrainingHashes
 from services.common.evaluation.contamination.texts import training_texts
-from services.common.jobs import JobProgress, MergeJob, Spec
+from services.common.jobs import JobProgress, MergeJob, PublishingSpec
 from services.common.queue.consumer import ClaimedJob, JobConsumer
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import JobRun, Prepare
-from services.trainer.memory.budget import MemoryTaken
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.parent_versions import ParentVersion, ParentVersions, continued, sampled_elsewhere
 from services.trainer.runtime.checkpoint import Checkpoint, CheckpointStore, CheckpointWriter
-from services.trainer.runtime.interleaving import Pauses, SideWork, work_or_wait
+from services.trainer.runtime.interleaving import Pauses, SideWork
 from services.trainer.runtime.job_link import Draining, JobCancelled, JobSession
 from services.trainer.runtime.job_trace import JobTrace
 from services.trainer.runtime.learning_check import LearningCheck
 from services.trainer.runtime.publish import Publisher, VersionRetention
+from services.trainer.runtime.until_back import UntilBack
 from services.trainer.settings import TrainerSettings
 
-BACKOFF_SECONDS = (0.25, 5.0)
-"""First and longest pause between attempts to reach a store that is away."""
 _ETA_WEIGHT = 0.2
 """Weight of the newest step in the moving average of step times."""
-
-T = TypeVar("T")
 
 
 class Notes:
@@ -97,15 +92,19 @@ class JobAttempt:
         self,
         parts: Parts,
         claimed: ClaimedJob,
+        spec: PublishingSpec,
         session: JobSession,
         trace: JobTrace,
         log: structlog.stdlib.BoundLogger,
+        until_back: UntilBack,
     ) -> None:
         self._parts = parts
         self._claimed = claimed
+        self._spec = spec
         self._session = session
         self._trace = trace
         self._log = log
+        self._until_back = until_back
 
     def run(self) -> AdapterVersion:
         """The version that came of the job.
@@ -114,7 +113,7 @@ class JobAttempt:
             JobLost, JobCancelled, Draining: it does not go on here.
             Exception: it failed.
         """
-        claimed, session, spec = self._claimed, self._session, self._claimed.spec
+        claimed, session, spec = self._claimed, self._session, self._spec
         manifest = self._until_back(lambda: self._parts.registry.published(spec.adapter, claimed.id))
         if manifest is None:
             done = self._train()
@@ -134,13 +133,13 @@ class JobAttempt:
 
     def _train(self) -> Manifest:
         claimed, session = self._claimed, self._session
-        self._parts.registry.check_new_name(claimed.spec.adapter)
+        self._parts.registry.check_new_name(self._spec.adapter)
         with self._trace.part("prepare"):
-            parents = self._parts.parents.read(claimed, lambda operation: self._until_back(operation))
-            run = self._until_back(lambda: self._prepared(claimed.spec, parents))
-        learning = LearningCheck(claimed.spec)
+            parents = self._parts.parents.read(claimed, self._spec, self._until_back)
+            run = self._until_back(lambda: self._prepared(self._spec, parents))
+        learning = LearningCheck(self._spec)
         notes = Notes(session, run)
-        notes.tell(*run.notes, continued(claimed.spec, parents), sampled_elsewhere(claimed.spec, parents))
+        notes.tell(*run.notes, continued(self._spec, parents), sampled_elsewhere(self._spec, parents))
         notes.record({})
         start = 0
         checkpoint = None
@@ -156,8 +155,8 @@ class JobAttempt:
             except InvalidRequest as error:
                 self._log.warning("checkpoint.refused", job=claimed.id, error=error.message)
                 session.event("log", {"message": f"checkpoint refused, starting over: {error.message}"})
-                run = self._until_back(lambda: self._prepared(claimed.spec, parents))
-                learning = LearningCheck(claimed.spec)
+                run = self._until_back(lambda: self._prepared(self._spec, parents))
+                learning = LearningCheck(self._spec)
         if before := learning.acceptance.begin(run, session.check):
             session.event("eval", {"step": 0, **before})
 
@@ -184,7 +183,7 @@ class JobAttempt:
         finally:
             writer.close()
 
-    def _prepared(self, spec: Spec, parents: Sequence[ParentVersion]) -> JobRun:
+    def _prepared(self, spec: PublishingSpec, parents: Sequence[ParentVersion]) -> JobRun:
         if isinstance(spec, MergeJob):
             return self._parts.prepare(spec, self._parts.host, None, parents)
         return self._parts.prepare(spec, self._parts.host, parents[0].files if parents else None)
@@ -199,7 +198,7 @@ class JobAttempt:
         done = start
         beginning = JobProgress(step=start, total_steps=total)
         session.report(beginning, {})
-        self._parts.metrics.progress(claimed.spec.kind, beginning, {})
+        self._parts.metrics.progress(self._spec.kind, beginning, {})
         pauses = Pauses(session.check, self._parts.side)
         try:
             learning.begin(run, pauses)
@@ -216,11 +215,11 @@ class JobAttempt:
                 learning.saw(newest)
                 progress = JobProgress(step=done, total_steps=total, eta_seconds=round(seconds * (total - done), 3))
                 session.report(progress, {**newest, "step_seconds": round(took, 6)})
-                self._parts.metrics.progress(claimed.spec.kind, progress, newest)
+                self._parts.metrics.progress(self._spec.kind, progress, newest)
                 evaluation = {name: value for name, value in newest.items() if name.startswith("eval_")}
                 if evaluation:
                     session.event("eval", {"step": done, **evaluation})
-                if done % claimed.spec.checkpoint_every == 0 and done < total:
+                if done % self._spec.checkpoint_every == 0 and done < total:
                     writer.submit(Checkpoint(done, run.state()))
                     saved = done
             metrics |= learning.end(run, metrics, pauses)
@@ -243,7 +242,7 @@ class JobAttempt:
         def publish() -> Manifest:
             self._keep_hashes([one.version for one in parents])
             return self._parts.publisher.publish(
-                claimed.spec.adapter,
+                self._spec.adapter,
                 claimed.id,
                 files,
                 parent=parent,
@@ -275,44 +274,12 @@ class JobAttempt:
             time.sleep(0)  # Python's work on each text holds the lock that the engine's thread waits for
 
         self._parts.training_hashes.write(
-            DataSource(adapter=claimed.spec.adapter, job_id=claimed.id),
-            claimed.spec.kind,
+            DataSource(adapter=self._spec.adapter, job_id=claimed.id),
+            self._spec.kind,
             parents,
-            training_texts(claimed.spec, self._parts.host.codec),
+            training_texts(self._spec, self._parts.host.codec),
             between,
         )
-
-    def _until_back(
-        self,
-        operation: Callable[[], T],
-        *,
-        away: Callable[[], None] | None = None,
-        cancellable: bool = True,
-    ) -> T:
-        """Repeats an operation while a store is away, or memory taken. Raises JobLost, JobCancelled, Draining."""
-        pause, longest = BACKOFF_SECONDS
-        first = True
-        while True:
-            self._session.check(cancellable=cancellable)
-            try:
-                return operation()
-            except Unavailable as error:
-                if first:
-                    first = False
-                    event = "memory.taken" if isinstance(error, MemoryTaken) else "store.away"
-                    self._log.warning(event, error=error.message)
-                    self._session.event("log", {"message": f"waiting: {error.message}"})
-                    if away is not None:
-                        away()
-            self._pause(pause)
-            pause = min(2 * pause, longest)
-
-    def _pause(self, seconds: float) -> None:
-        """Waits, and does side work meanwhile."""
-        until = time.monotonic() + seconds
-        while not self._parts.draining.is_set() and (left := until - time.monotonic()) > 0:
-            self._parts.awake.clear()
-            work_or_wait(self._parts.side, self._parts.awake, left)
 
     def _remaining(self) -> float:
         """Seconds that a checkpoint may still take, once the process drains."""

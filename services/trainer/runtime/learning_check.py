@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from services.common.errors import InvalidRequest
-from services.common.jobs import GrpoJob, JobBase, Spec
+from services.common.jobs import GrpoJob, JobBase, PublishingSpec
 from services.common.jobs.examples import ExampleJob
 from services.trainer.jobs.base import JobRun, RunState
 from services.trainer.runtime.acceptance import Acceptance
@@ -27,7 +27,7 @@ _FEW, _NOT_KNOWN = 32, 1.0
 class LearningCheck:
     """Losses and rewards of a job on its own examples, before its first step and after its last one."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: PublishingSpec) -> None:
         self._spec = spec
         self.acceptance = Acceptance(spec)
         """The job's `publish_if`, which is measured at the same two places on what is held out."""

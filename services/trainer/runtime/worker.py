@@ -19,21 +19,25 @@ from services.common.adapters.events import AdapterEvents
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import DeadlineExceeded, Overloaded, TemperError, Unavailable
 from services.common.evaluation.contamination.store import TrainingHashes
+from services.common.jobs import EvalJob
 from services.common.queue.consumer import ClaimedJob, JobConsumer, JobLost
 from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.tracing import NO_TRACER, Tracer
+from services.trainer.evaluation.run import Evaluations
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import Prepare
 from services.trainer.memory.kernel_limits import refusal_of
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.parent_versions import ParentVersions
-from services.trainer.runtime.attempt import BACKOFF_SECONDS, JobAttempt, Parts
+from services.trainer.runtime.attempt import JobAttempt, Parts
 from services.trainer.runtime.checkpoint import CheckpointStore
 from services.trainer.runtime.claims import JobClaims
+from services.trainer.runtime.evaluation_attempt import EvaluationAttempt
 from services.trainer.runtime.interleaving import NoSideWork, SideWork, work_or_wait
 from services.trainer.runtime.job_link import Draining, JobCancelled, JobSession
 from services.trainer.runtime.job_trace import JobTrace
 from services.trainer.runtime.publish import Publisher, VersionRetention
+from services.trainer.runtime.until_back import BACKOFF_SECONDS, UntilBack
 from services.trainer.settings import TrainerSettings
 
 _IDLE_SECONDS = 1.0
@@ -101,6 +105,7 @@ class TrainerWorker:
             awake=self._awake,
             deadline=lambda: self._deadline,
         )
+        self._evaluations = Evaluations.of(store, registry, host)
         session = partial(
             JobSession, self._consumer, heartbeat_seconds=settings.job_heartbeat_seconds, draining=self._draining
         )
@@ -178,11 +183,10 @@ class TrainerWorker:
         self._metrics.job_began(claimed.spec.kind)
         log = self._log.bind(job=claimed.id, attempt=claimed.attempt, adapter=claimed.spec.adapter)
         trace = JobTrace(self._tracer, claimed.job, claimed.attempt, claimed.traceparent)
-        attempt = JobAttempt(self._parts, claimed, session, trace, self._log)
         with trace.span:
             log.info("job.claimed", kind=claimed.spec.kind)
             try:
-                outcome = self._outcome(attempt, claimed, session, log)
+                outcome = self._outcome(partial(self._result, claimed, session, trace), claimed, session, log)
                 trace.ended(outcome)
             finally:
                 self._host.memory_budget.release_job()
@@ -191,8 +195,19 @@ class TrainerWorker:
             self._metrics.jobs.labels(outcome).inc()
             log.info("job.done", outcome=outcome)
 
+    def _result(self, claimed: ClaimedJob, session: JobSession, trace: JobTrace) -> str:
+        """Runs the job; returns "name@n" if it published a version, else "". Raises what ends it otherwise."""
+        until_back = UntilBack(session, self._side, self._draining, self._awake, self._log)
+        if isinstance(claimed.spec, EvalJob):
+            EvaluationAttempt(self._evaluations, self._metrics, self._side, claimed, session, trace, until_back).run(
+                claimed.spec
+            )
+            return ""
+        attempt = JobAttempt(self._parts, claimed, claimed.spec, session, trace, self._log, until_back)
+        return str(attempt.run())
+
     def _outcome(
-        self, attempt: JobAttempt, claimed: ClaimedJob, session: JobSession, log: structlog.stdlib.BoundLogger
+        self, attempt: Callable[[], str], claimed: ClaimedJob, session: JobSession, log: structlog.stdlib.BoundLogger
     ) -> str:
         try:
             with session:
@@ -205,12 +220,12 @@ class TrainerWorker:
             return "unsettled"
 
     def _run_and_settle(
-        self, attempt: JobAttempt, claimed: ClaimedJob, session: JobSession, log: structlog.stdlib.BoundLogger
+        self, attempt: Callable[[], str], claimed: ClaimedJob, session: JobSession, log: structlog.stdlib.BoundLogger
     ) -> str:
         """Runs the job and writes its end. Returns the outcome's name. Raises JobLost."""
         consumer = self._consumer
         try:
-            version = attempt.run()
+            version = attempt()
         except JobLost:
             raise
         except JobCancelled:
@@ -235,7 +250,7 @@ class TrainerWorker:
             self._settle(session, lambda: consumer.fail(claimed, message))
             self._discard(claimed)
             return "failed"
-        self._settle(session, lambda: consumer.succeed(claimed, str(version)))
+        self._settle(session, lambda: consumer.succeed(claimed, version))
         self._discard(claimed)
         return "succeeded"
 

@@ -147,13 +147,14 @@ class MemoryQueue:
     def missing(self, job_id: str) -> NotFound:
         return NotFound(f"job {job_id!r} does not exist")
 
-    async def list(self, *, limit=50, after=None, state=None, adapter=None, key_id=None) -> list[Job]:
+    async def list(self, *, limit=50, after=None, state=None, adapter=None, kind=None, key_id=None) -> list[Job]:
         self._check()
         found = [
             job
             for job in reversed(self.jobs.values())
             if (state is None or job.state == state)
             and (adapter is None or job.adapter == adapter)
+            and (kind is None or job.kind == kind)
             and (key_id is None or job.key_id == key_id)
         ]
         return found[:limit]

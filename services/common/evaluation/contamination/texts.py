@@ -18,7 +18,7 @@ from services.common.jobs.kinds.rollouts import GrpoGroup
 from services.common.jobs.kinds.sft import SftExample, SftJob
 
 if TYPE_CHECKING:
-    from services.common.jobs.registry import Spec
+    from services.common.jobs.registry import PublishingSpec
     from services.common.text.tokenizer import TextCodec
 
 _ANSWERS = "assistant"
@@ -57,7 +57,7 @@ def item_text(item: SuiteItem) -> ReadText:
     return ReadText.answered(_turns(item.asked), [*(item.expected or ()), *(item.choices or ())])
 
 
-def training_texts(spec: Spec, codec: TextCodec) -> Iterator[ReadText]:
+def training_texts(spec: PublishingSpec, codec: TextCodec) -> Iterator[ReadText]:
     """All that a job learns from and that is known before it runs; what it holds out is not among it. Of a job that
     samples, those are its prompts with their references.
 

@@ -55,19 +55,32 @@ def check_webhook(url: str, where: str, allowed: Sequence[str], *, signed: bool)
     Raises:
         InvalidRequest: the engine may not send there.
     """
+    check_covered(url, where, allowed)
     param = f"{where}.url"
-    if not any(_covers(entry, url) for entry in allowed):
-        raise InvalidRequest(
-            f"{param}: {url!r} is not covered by TEMPER_REWARD_WEBHOOKS of the engine that would call it, which lists "
-            f"{', '.join(allowed) or 'nothing'}: have a prefix of the URL listed there (in every engine that trains), "
-            "or give a reward that the engine computes itself",
-            param=param,
-        )
     if not signed:
         raise InvalidRequest(
             f"{param}: requests to webhooks are signed, and the engine that would call it has no "
             "TEMPER_REWARD_WEBHOOK_SECRET: have one set (in every engine that trains), or give a reward that the "
             "engine computes itself",
+            param=param,
+        )
+
+
+def check_covered(url: str, where: str, allowed: Sequence[str]) -> None:
+    """Checks a URL against the prefixes that an engine allows.
+
+    Args:
+        where: place in the job of what has the URL.
+
+    Raises:
+        InvalidRequest: the engine may not send there.
+    """
+    param = f"{where}.url"
+    if not any(_covers(entry, url) for entry in allowed):
+        raise InvalidRequest(
+            f"{param}: {url!r} is not covered by TEMPER_REWARD_WEBHOOKS of the engine that would call it, which lists "
+            f"{', '.join(allowed) or 'nothing'}: have a prefix of the URL listed there (in every engine that trains), "
+            "or do without it",
             param=param,
         )
 

@@ -13,13 +13,14 @@ from services.common.jobs.scorers.sample import Scorer
 
 _URL = r'^https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{0,5})?([/?][!"$-\[\]-~]*)?$'
 """Pattern of the URLs that ``webhook_parts`` takes, as far as a pattern can say it."""
+URL_SCHEMA = {"pattern": _URL}
 
 
 class WebhookReward(ScorerSpec):
     """The score is what a service of yours answers; see docs/guides/training.md."""
 
     type: Literal["webhook"] = "webhook"
-    url: str = Field(max_length=2000, json_schema_extra={"pattern": _URL})
+    url: str = Field(max_length=2000, json_schema_extra=dict(URL_SCHEMA))
     """Must be covered by TEMPER_REWARD_WEBHOOKS of the engine that runs the job."""
 
     @field_validator("url")

@@ -172,6 +172,15 @@ EXAMPLES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "jsonl": '{"prompt": "What is 1 plus 1?", "completion": "2"}\n{"prompt": "And 2?", "completion": "3"}',
         },
     },
+    "/v1/evaluations": {
+        "base": {"suites": ["sums"], "targets": ["base"]},
+        "versions": {
+            "suites": ["sums@1", "colours"],
+            "targets": ["base", "polite@3", {"url": "http://other:8000/v1", "model": "theirs"}],
+            "sampling": {"samples": 4, "temperature": 0.7},
+            "seed": 1,
+        },
+    },
     "/v1/train/sessions": {"adapter": {"lora": {"rank": 8}, "ttl_seconds": 60}},
 }
 """Example bodies of POST by path and name."""

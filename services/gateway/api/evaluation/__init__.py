@@ -1,1 +1,1 @@
-"""/v1/eval: suites of evaluations."""
+"""/v1/eval and /v1/evaluations: suites, and their runs."""

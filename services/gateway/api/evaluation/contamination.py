@@ -12,7 +12,7 @@ from services.common.evaluation.contamination.store import TrainingHashes
 from services.common.evaluation.suites.names import parse_suite_ref
 from services.gateway.api.adapters.routes import Adapters
 from services.gateway.api.base.routing import Routes
-from services.gateway.api.evaluation.suites import Evaluation
+from services.gateway.api.evaluation.services import Evaluation
 from services.gateway.auth.route_permissions import TRAIN_OR_ADMIN, Permission
 from services.gateway.protocol.evaluation import ContaminationObject, SuitePath
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from fastapi import Query
@@ -19,12 +18,11 @@ from services.common.evaluation.suites.manifest import SuiteManifest, SuiteOrigi
 from services.common.evaluation.suites.names import REF_SCHEMA, SuiteName, SuiteVersion, parse_suite_ref
 from services.common.evaluation.suites.spec import SuiteItem, SuiteSettings
 from services.common.evaluation.suites.split import held_out_items
-from services.common.evaluation.suites.store import SuiteStore
 from services.gateway.api.base.idempotency import Once
-from services.gateway.api.base.routing import Routes, provided
+from services.gateway.api.base.routing import Routes
+from services.gateway.api.evaluation.services import Evaluation, EvaluationServices
 from services.gateway.auth.caller import owner, sees
 from services.gateway.auth.route_permissions import TRAIN_OR_ADMIN, Permission
-from services.gateway.core.file_store import StoreThreads
 from services.gateway.protocol.evaluation import (
     DeletedSuite,
     SuiteItemList,
@@ -34,22 +32,6 @@ from services.gateway.protocol.evaluation import (
     SuitePath,
     SuiteRequest,
 )
-
-_CHECKS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationServices:
-    """Suites in the object store."""
-
-    suites: SuiteStore
-    """Store of suites. It blocks, so it is only called in ``threads``."""
-    threads: StoreThreads
-    checks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_CHECKS))
-    """Semaphore held while the lines of a suite are checked, because the threads are shared with prompts."""
-
-
-Evaluation = Annotated[EvaluationServices, provided(EvaluationServices)]
 
 routes = Routes("evaluation")
 

@@ -1,0 +1,172 @@
+"""Plan of a run: what a job names is looked up, and every name becomes a version. The gateway refuses by it what cannot
+run, and the runner begins with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from services.common.adapters.manifest import Manifest
+from services.common.adapters.names import BASE, AdapterVersion, parse_adapter_ref, parse_adapter_version
+from services.common.adapters.registry import AdapterRegistry
+from services.common.errors import AdapterRejected, InvalidRequest, TemperError
+from services.common.evaluation.runs.records import RunRecord, RunSuite, RunTarget
+from services.common.evaluation.suites.manifest import SuiteManifest
+from services.common.evaluation.suites.names import parse_suite_ref
+from services.common.evaluation.suites.spec import SuiteSampling, SuiteSettings
+from services.common.evaluation.suites.store import SuiteStore
+from services.common.jobs.kinds.evaluate import EvalJob, EvalSampling, RemoteTarget
+from services.common.jobs.scorers.allowed_webhooks import check_covered
+from services.common.jobs.scorers.judge import JudgeSpec
+from services.common.jobs.scorers.likelihood import ChoiceSpec, PerplexitySpec
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """A job with everything that it names."""
+
+    job: EvalJob
+    """The job with a version in place of every name."""
+    suites: Sequence[SuiteManifest]
+    adapters: Sequence[Manifest | None]
+    """Manifest of each target; None: the base, or a model of another server."""
+
+    @property
+    def versions(self) -> list[AdapterVersion]:
+        """The targets that are versions of adapters."""
+        return [manifest.ref for manifest in self.adapters if manifest is not None]
+
+    def check_allowed(self, allowed: Sequence[str], *, signed: bool) -> None:
+        """Checks the URLs that the run sends to against what an engine allows.
+
+        Args:
+            allowed: URL prefixes.
+            signed: the engine has a secret to sign requests to webhooks with.
+
+        Raises:
+            InvalidRequest: the engine may not send there.
+        """
+        for place, suite in enumerate(self.suites):
+            suite.settings.scorer.check_allowed(f"suites[{place}].scorer", allowed, signed=signed)
+        for place, target in enumerate(self.job.targets):
+            if isinstance(target, RemoteTarget):
+                check_covered(target.url, f"targets[{place}]", allowed)
+
+    def record(self, run: str, base_digest: str, *, key_id: str, created_at: float) -> RunRecord:
+        """Record of the run."""
+        suites = [
+            RunSuite(
+                suite=str(suite.ref),
+                digest=suite.digest,
+                items=suite.items,
+                scorer=suite.settings.scorer.name,
+                better=suite.settings.scorer.better,
+                sampling=sampling_of(suite.settings, self.job.sampling),
+            )
+            for suite in self.suites
+        ]
+        targets = [
+            RunTarget(name=str(target), digest=None if manifest is None else manifest.digest)
+            for target, manifest in zip(self.job.targets, self.adapters, strict=True)
+        ]
+        return RunRecord(
+            id=run,
+            suites=tuple(suites),
+            targets=tuple(targets),
+            seed=self.job.seed,
+            base_digest=base_digest,
+            metadata=self.job.metadata,
+            key_id=key_id,
+            created_at=created_at,
+        )
+
+
+def plan_run(job: EvalJob, suites: SuiteStore, registry: AdapterRegistry, base_digest: str) -> RunPlan:
+    """Looks up what a job names. Blocking.
+
+    Raises:
+        NotFound, ModelNotFound: a suite, a version or a judge does not exist; ``param`` names the field.
+        AdapterRejected: a version belongs to another base model than ``base_digest``.
+        InvalidRequest: a suite cannot be sampled as the job says, or needs what a target does not give.
+        Unavailable: the object store is away.
+    """
+    manifests = []
+    for place, ref in enumerate(job.suites):
+        field = f"suites[{place}]"
+        try:
+            manifests.append(suites.get(*parse_suite_ref(ref)))
+        except TemperError as error:
+            error.param = field
+            raise
+        _check_suite(job, manifests[-1], field)
+        scorer = manifests[-1].settings.scorer
+        if isinstance(scorer, JudgeSpec) and scorer.judge != BASE:
+            _adapter(str(parse_adapter_version(scorer.judge)), registry, base_digest, field)
+    adapters = [
+        None
+        if isinstance(target, RemoteTarget) or target == BASE
+        else _adapter(target, registry, base_digest, f"targets[{place}]")
+        for place, target in enumerate(job.targets)
+    ]
+    pinned = job.model_copy(
+        update={
+            "suites": [str(manifest.ref) for manifest in manifests],
+            "targets": [
+                target if manifest is None else str(manifest.ref)
+                for target, manifest in zip(job.targets, adapters, strict=True)
+            ],
+        }
+    )
+    _check_twins(pinned)
+    return RunPlan(pinned, manifests, adapters)
+
+
+def _check_twins(job: EvalJob) -> None:
+    """Two names may be one version."""
+    for field, names in (("suites", job.suites), ("targets", [str(target) for target in job.targets])):
+        for name in names:
+            if names.count(name) > 1:
+                raise InvalidRequest(f"{name} is among the {field} more than once: leave it out", param=field)
+
+
+def sampling_of(settings: SuiteSettings, changes: EvalSampling) -> SuiteSampling:
+    """Sampling of a suite's answers in a run. Raises InvalidRequest: the changes do not go with the suite's scores."""
+    if isinstance(settings.scorer, ChoiceSpec | PerplexitySpec):
+        return settings.sampling
+    given = {name: value for name, value in changes.model_dump().items() if value is not None}
+    try:
+        return SuiteSampling.model_validate(settings.sampling.model_dump() | given)
+    except ValidationError as error:
+        reason = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+        raise InvalidRequest(f"sampling: {reason}", param="sampling") from error
+
+
+def _check_suite(job: EvalJob, suite: SuiteManifest, field: str) -> None:
+    sampling_of(suite.settings, job.sampling)
+    if isinstance(suite.settings.scorer, ChoiceSpec | PerplexitySpec):
+        for target in job.targets:
+            if isinstance(target, RemoteTarget):
+                raise InvalidRequest(
+                    f"{field}: {suite.ref} is scored by log-likelihoods, which {target} is not asked for: run it on "
+                    "targets of this server, or choose another suite",
+                    param=field,
+                )
+
+
+def _adapter(ref: str, registry: AdapterRegistry, base_digest: str, field: str) -> Manifest:
+    try:
+        name, number = parse_adapter_ref(ref)
+        version = registry.current(name) if number is None else AdapterVersion(name, number)
+        manifest = registry.manifest(version)
+    except TemperError as error:
+        error.param = field
+        raise
+    if manifest.base_digest and manifest.base_digest != base_digest:
+        raise AdapterRejected(
+            f"{field}: {manifest.ref} belongs to base model {manifest.base_digest[:12]}, the engines serve "
+            f"{base_digest[:12]}",
+            param=field,
+        )
+    return manifest

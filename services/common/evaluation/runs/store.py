@@ -1,0 +1,135 @@
+"""Runs in the object store.
+
+Layout, under one bucket:
+    evaluations/{id}/run.json                            what the run asks (If-None-Match): every attempt asks the same
+    evaluations/{id}/{suite:02d}-{target:02d}/{n:06d}    a shard of items with their answers (If-None-Match); suites
+                                                         and targets are numbered as in run.json
+    evaluations/{id}/result.json                         written last
+    evaluated/{adapter}/{n:08d}/{id}                     empty; finds the runs of a version
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from pydantic import TypeAdapter
+
+from services.common.adapters.names import AdapterVersion
+from services.common.evaluation.runs.records import ItemResult, RunRecord, RunResult, Shard
+from services.common.storage.object_store import ObjectNotFound, ObjectStore, PreconditionFailed
+from services.common.storage.record_versions import EVALUATION
+from services.common.validation.strict_models import StrictModel
+
+SHARD_ITEMS = 64
+_ROOT = "evaluations/"
+_VERSIONS = "evaluated/"
+_SHARD: TypeAdapter[Shard] = TypeAdapter(Shard)
+
+
+class EvaluationStore:
+    """Runs of suites. Thread-safe and blocking; Unavailable when the object store is away."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    # Reading.
+
+    def ids(self) -> list[str]:
+        """Ids of all runs that have begun, newest first."""
+        return self._store.list_dirs(_ROOT)[::-1]
+
+    def of_version(self, version: AdapterVersion) -> list[str]:
+        """Ids of the runs that a version is a target of, newest first."""
+        prefix = _version_prefix(version)
+        return sorted((key.removeprefix(prefix) for key in self._store.list(prefix)), reverse=True)
+
+    def record(self, run: str) -> RunRecord | None:
+        """What a run asks; None: it has not begun, or there is none."""
+        found = self._read(f"{_prefix(run)}run.json", f"evaluation {run}")
+        return None if found is None else RunRecord.model_validate_json(found)
+
+    def result(self, run: str) -> RunResult | None:
+        """Result of a run; None: it has none yet."""
+        found = self._read(f"{_prefix(run)}result.json", f"result of evaluation {run}")
+        return None if found is None else RunResult.model_validate_json(found)
+
+    def shard(self, run: str, suite: int, target: int, number: int) -> Shard | None:
+        """A shard of items; None: it is not there yet.
+
+        Args:
+            suite, target: places in the run's record.
+        """
+        try:
+            return _SHARD.validate_json(self._store.get(_shard_key(run, suite, target, number)).data)
+        except ObjectNotFound:
+            return None
+
+    def items(self, run: str, suite: int, target: int, start: int, limit: int) -> list[ItemResult]:
+        """Items ``start`` to ``start + limit`` of a suite with their answers, as far as they are answered."""
+        found: list[ItemResult] = []
+        for number in range(start // SHARD_ITEMS, (start + limit - 1) // SHARD_ITEMS + 1):
+            shard = self.shard(run, suite, target, number)
+            if shard is None:
+                break
+            found += [one for one in shard.results if start <= one.index < start + limit]
+        return found
+
+    # Writing.
+
+    def begin(self, record: RunRecord, versions: Iterable[AdapterVersion]) -> RunRecord:
+        """Writes what a run asks, unless an earlier attempt has; returns what is written.
+
+        Args:
+            versions: the targets that are versions of adapters.
+        """
+        for version in versions:
+            self._store.put(f"{_version_prefix(version)}{record.id}", b"")
+        if self._put(f"{_prefix(record.id)}run.json", record):
+            return record
+        return self.record(record.id) or record
+
+    def write_shard(self, run: str, suite: int, target: int, number: int, shard: Shard) -> Shard:
+        """Writes a shard, unless another owner of the job has; returns what is written."""
+        try:
+            self._store.put(_shard_key(run, suite, target, number), _SHARD.dump_json(shard), if_absent=True)
+        except PreconditionFailed:
+            return self.shard(run, suite, target, number) or shard
+        return shard
+
+    def finish(self, result: RunResult) -> RunResult:
+        """Writes a result, unless another owner of the job has; returns what is written."""
+        if self._put(f"{_prefix(result.id)}result.json", result):
+            return result
+        return self.result(result.id) or result
+
+    # Parts.
+
+    def _put(self, key: str, record: StrictModel) -> bool:
+        """False: something is there already."""
+        try:
+            self._store.put(
+                key, json.dumps(EVALUATION.stamped(record.model_dump(mode="json"))).encode(), if_absent=True
+            )
+        except PreconditionFailed:
+            return False
+        return True
+
+    def _read(self, key: str, what: str) -> str | None:
+        try:
+            found = json.loads(self._store.get(key).data)
+        except ObjectNotFound:
+            return None
+        return json.dumps(EVALUATION.unstamped(found, what))
+
+
+def _prefix(run: str) -> str:
+    return f"{_ROOT}{run}/"
+
+
+def _shard_key(run: str, suite: int, target: int, number: int) -> str:
+    return f"{_prefix(run)}{suite:02d}-{target:02d}/{number:06d}"
+
+
+def _version_prefix(version: AdapterVersion) -> str:
+    return f"{_VERSIONS}{version.name}/{version.version:08d}/"

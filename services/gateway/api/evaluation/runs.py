@@ -1,0 +1,158 @@
+"""/v1/evaluations: running suites on targets, and reading what came of it. A run is a job of kind eval: it is cancelled
+and followed as one, by the same id."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Annotated
+
+from fastapi import Path, Query, Response
+
+from services.common.adapters.names import AdapterVersion
+from services.common.errors import InvalidRequest, NotFound
+from services.common.evaluation.runs.plan import plan_run
+from services.common.evaluation.runs.records import RunRecord
+from services.common.jobs import EvalJob, Job
+from services.common.queue.records import spec_sha
+from services.common.telemetry import tracing
+from services.gateway.api.base.idempotency import IdempotencyKey
+from services.gateway.api.base.routing import Routes
+from services.gateway.api.evaluation.services import Evaluation, EvaluationServices
+from services.gateway.auth.caller import owner, sees
+from services.gateway.auth.route_permissions import TRAIN, TRAIN_OR_ADMIN, Permission
+from services.gateway.protocol.evaluation import EvaluationItems, EvaluationList, EvaluationObject
+from services.gateway.protocol.models import AdapterPath
+
+_KIND: str = EvalJob.model_fields["kind"].default
+_LISTED = 1000
+"""Newest jobs that are looked at for runs that have not begun."""
+RunPath = Annotated[str, Path(max_length=64, pattern=r"^[A-Za-z0-9-]+$")]
+
+routes = Routes("evaluation")
+
+
+@routes.post("/v1/evaluations", Permission(TRAIN, audited=True, idempotent=True), status_code=202)
+async def run_evaluation(
+    response: Response, body: EvalJob, evaluation: Evaluation, idempotency_key: IdempotencyKey = None
+) -> EvaluationObject:
+    """Queues a run of suites on targets; follow it like a training job.
+
+    Names of suites and adapters become versions now. With an Idempotency-Key, sending it again returns the same run.
+    """
+    sha = await asyncio.to_thread(spec_sha, body)
+    queue = evaluation.queue
+    job = None if idempotency_key is None else await queue.submitted(idempotency_key, sha, key_id=owner())
+    if job is None:
+        digest = evaluation.engines.served.info.digest
+        plan = await evaluation.threads.run(plan_run, body, evaluation.suites, evaluation.registry, digest)
+        for client in evaluation.engines.clients:
+            if client.model is not None and client.model.HasField("webhooks"):
+                webhooks = client.model.webhooks
+                plan.check_allowed(webhooks.allowed, signed=webhooks.signed)
+        job = await queue.submit(
+            plan.job,
+            idempotency_key=idempotency_key,
+            request_sha=sha,
+            traceparent=tracing.current(),
+            key_id=owner(),
+        )
+    response.headers["location"] = f"/v1/evaluations/{job.id}"
+    return EvaluationObject.of(job.id, job, None, None)
+
+
+@routes.get("/v1/evaluations", Permission(TRAIN_OR_ADMIN))
+async def list_evaluations(
+    evaluation: Evaluation,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    after: Annotated[str | None, Query(max_length=64)] = None,
+) -> EvaluationList:
+    """The caller's runs, newest first; everybody's for an admin. `after` is the last id of the page before."""
+    begun = await evaluation.threads.run(evaluation.runs.ids)
+    waiting = await evaluation.queue.list(limit=_LISTED, kind=_KIND)
+    ids = sorted({*begun, *(job.id for job in waiting)}, reverse=True)
+    return await _page(evaluation, ids, limit, after)
+
+
+@routes.get("/v1/evaluations/{run}", Permission(TRAIN_OR_ADMIN))
+async def get_evaluation(run: RunPath, evaluation: Evaluation) -> EvaluationObject:
+    """A run with its state and, once it has ended, the scores of every target and all comparisons of two."""
+    return await _found(evaluation, run)
+
+
+@routes.get("/v1/evaluations/{run}/items", Permission(TRAIN_OR_ADMIN))
+async def list_evaluation_items(
+    run: RunPath,
+    evaluation: Evaluation,
+    suite: Annotated[str | None, Query(max_length=100)] = None,
+    target: Annotated[str | None, Query(max_length=2300)] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    after: Annotated[int, Query(ge=-1, lt=2**53)] = -1,
+) -> EvaluationItems:
+    """Items with their answers and scores, also of a run that goes on: of one suite and one target, by default the
+    first ones. `after` is the last index of the page before."""
+    await _found(evaluation, run)
+    record = await evaluation.threads.run(evaluation.runs.record, run)
+    if record is None:
+        raise NotFound(f"evaluation {run} has not begun", param="run")
+    place = _place([one.suite for one in record.suites], suite, "suite")
+    number = _place([one.name for one in record.targets], target, "target")
+    items = await evaluation.threads.run(evaluation.runs.items, run, place, number, after + 1, limit + 1)
+    return EvaluationItems(
+        suite=record.suites[place].suite,
+        target=record.targets[number].name,
+        data=items[:limit],
+        total=record.suites[place].items,
+        has_more=len(items) > limit,
+    )
+
+
+@routes.get("/v1/adapters/{name}/versions/{number}/evaluations", Permission(TRAIN_OR_ADMIN))
+async def list_version_evaluations(
+    name: AdapterPath,
+    number: Annotated[int, Path(ge=1, lt=2**53)],
+    evaluation: Evaluation,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    after: Annotated[str | None, Query(max_length=64)] = None,
+) -> EvaluationList:
+    """The caller's runs that a version is a target of, newest first; everybody's for an admin."""
+    ids = await evaluation.threads.run(evaluation.runs.of_version, AdapterVersion(name, number))
+    return await _page(evaluation, ids, limit, after)
+
+
+async def _page(evaluation: EvaluationServices, ids: Sequence[str], limit: int, after: str | None) -> EvaluationList:
+    data: list[EvaluationObject] = []
+    for run in ids:
+        if after is not None and run >= after:
+            continue
+        if len(data) > limit:
+            break
+        try:
+            data.append(await _found(evaluation, run))
+        except NotFound:  # another key's
+            continue
+    return EvaluationList(data=data[:limit], has_more=len(data) > limit)
+
+
+async def _found(evaluation: EvaluationServices, run: str) -> EvaluationObject:
+    """A run that the caller may see. Raises NotFound, also if it is another key's."""
+    job: Job | None = None
+    try:
+        job = await evaluation.queue.get(run)
+    except NotFound:  # jobs are forgotten after a while, results are not
+        job = None
+    record: RunRecord | None = await evaluation.threads.run(evaluation.runs.record, run)
+    known = record is not None if job is None else job.kind == _KIND
+    key_id = job.key_id if job is not None else record.key_id if record is not None else None
+    if not known or not sees(key_id):
+        raise NotFound(f"no such evaluation: {run[:80]!r}", param="run")
+    result = None if record is None else await evaluation.threads.run(evaluation.runs.result, run)
+    return EvaluationObject.of(run, job, record, result)
+
+
+def _place(names: Sequence[str], wanted: str | None, field: str) -> int:
+    if wanted is None:
+        return 0
+    if wanted not in names:
+        raise InvalidRequest(f"{field} must be one of the run's: {', '.join(names)}", param=field)
+    return names.index(wanted)

@@ -1,0 +1,166 @@
+"""Targets of an evaluation: who answers, and the engine beside the trainer with one of its policies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from services.common.errors import InvalidRequest
+from services.common.evaluation.suites.spec import SuiteSampling
+from services.common.jobs.scorers.sample import ToolCall
+from services.common.text.output_parser import ChatParser, TextDelta
+from services.common.text.stops import Stops
+from services.common.text.tokenizer import TextCodec
+from services.common.text.tool_calls.parser import ToolDelta
+from services.trainer.evaluation.questions import Question
+from services.trainer.host.rollouts import Completion, Policy, RolloutRequest, RolloutSampling, RolloutSource
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a target answered to a question."""
+
+    text: str
+    """The answer as a user would read it, without reasoning and calls of tools."""
+    whole: str = ""
+    """All of it."""
+    tokens: int = 0
+    finish_reason: str = "stop"
+    tool_calls: tuple[ToolCall, ...] = ()
+    prompt: str = ""
+    """The prompt as the model read it."""
+    error: str | None = None
+    """Reason why there is no answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A question, and the seed of its answer."""
+
+    question: Question
+    seed: int
+
+
+class Target(Protocol):
+    """Somebody who answers."""
+
+    def answer(self, asked: Sequence[Asked], sampling: SuiteSampling, interrupt: Callable[[], None]) -> list[Said]:
+        """An answer a question, in their order. A question that the target refuses has an error as its answer.
+
+        Raises:
+            ModelNotFound: the version does not exist any more.
+            Unavailable: the target does not answer; and what ``interrupt`` raises.
+        """
+        ...
+
+
+class EngineTarget:
+    """The engine beside the trainer, with a version of an adapter or without one. See Target."""
+
+    def __init__(self, rollouts: RolloutSource, codec: TextCodec, policy: Policy) -> None:
+        self._rollouts = rollouts
+        self._codec = codec
+        self._policy = policy
+
+    def answer(self, asked: Sequence[Asked], sampling: SuiteSampling, interrupt: Callable[[], None]) -> list[Said]:
+        """See Target.answer."""
+        prompts = [self._prompt(one.question, sampling.max_tokens) for one in asked]
+        requests = [
+            RolloutRequest(prompt, one.seed)
+            for prompt, one in zip(prompts, asked, strict=True)
+            if not isinstance(prompt, Said)
+        ]
+        chosen = RolloutSampling(sampling.temperature, sampling.max_tokens, top_p=sampling.top_p)
+        completions = iter(
+            self._rollouts.generate(requests, chosen, self._policy, interrupt=interrupt) if requests else ()
+        )
+        return [
+            prompt if isinstance(prompt, Said) else self._said(one.question, prompt, next(completions), sampling.stop)
+            for prompt, one in zip(prompts, asked, strict=True)
+        ]
+
+    def _prompt(self, question: Question, max_tokens: int) -> tuple[int, ...] | Said:
+        """Tokens of a question, or why it cannot be asked."""
+        try:
+            tokens = question.tokens(self._codec)
+            self._rollouts.check(len(tokens), max_tokens)
+        except InvalidRequest as error:
+            return Said("", finish_reason="error", error=error.message)
+        return tokens
+
+    def _said(self, question: Question, prompt: tuple[int, ...], completion: Completion, stop: Sequence[str]) -> Said:
+        codec = self._codec
+        tokens = completion.token_ids
+        body = tokens if completion.truncated or tokens[-1] not in codec.special_ids else tokens[:-1]
+        whole = codec.decode(body)
+        asked = codec.decode(prompt, skip_special=False)
+        if question.text is not None:
+            text = _cut(whole, stop)
+            ended = not completion.truncated or text != whole
+            return Said(text, whole, len(tokens), "stop" if ended else "length", prompt=asked)
+        parser = ChatParser(thinking=_thinks(codec, prompt), tools=question.tools, stops=Stops(stop) if stop else None)
+        parts = _Parts()
+        parts.take(parser.feed(codec.decode(body, skip_special=False)))
+        parts.take(parser.finish(complete=not completion.truncated))
+        reason = "stop" if parser.stopped or not completion.truncated else "length"
+        if reason == "stop" and parts.calls and not parser.broken:
+            reason = "tool_calls"
+        return Said(parts.text, whole, len(tokens), reason, parts.calls, asked)
+
+
+@dataclass(slots=True)
+class _Parts:
+    """Text and calls of an answer, out of its deltas."""
+
+    _texts: list[str] = field(default_factory=list)
+    _names: list[str] = field(default_factory=list)
+    _arguments: list[str] = field(default_factory=list)
+
+    def take(self, deltas: Sequence[TextDelta | ToolDelta]) -> None:
+        for delta in deltas:
+            if isinstance(delta, TextDelta):
+                if not delta.reasoning:
+                    self._texts.append(delta.text)
+                continue
+            if delta.name is not None:
+                self._names.append(delta.name)
+                self._arguments.append("")
+            self._arguments[delta.index] += delta.arguments
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        return tuple(
+            ToolCall(name, parsed_arguments(text)) for name, text in zip(self._names, self._arguments, strict=True)
+        )
+
+
+def parsed_arguments(text: str) -> Any:
+    """Arguments of a call as JSON; a text that is no JSON as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _cut(text: str, stop: Sequence[str]) -> str:
+    places = [place for one in stop if (place := text.find(one)) >= 0]
+    return text[: min(places)] if places else text
+
+
+def _thinks(codec: TextCodec, prompt: Sequence[int]) -> bool:
+    """Whether the prompt ends inside an open `<think>`."""
+    opened, closed = codec.token_id("<think>"), codec.token_id("</think>")
+    if opened is None or closed is None:
+        return False
+    for token in reversed(prompt):
+        if token == opened:
+            return True
+        if token == closed or token in codec.special_ids:
+            return False
+    return False

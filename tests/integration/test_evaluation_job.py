@@ -1,0 +1,228 @@
+"""An evaluation from the queue to its result: real Redis, real S3, the tiny model's engine in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.adapters.names import AdapterVersion
+from services.common.adapters.registry import AdapterRegistry
+from services.common.evaluation.runs.records import RunResult
+from services.common.evaluation.runs.store import SHARD_ITEMS, EvaluationStore
+from services.common.evaluation.suites.lines import read_suite
+from services.common.evaluation.suites.spec import SuiteSettings
+from services.common.evaluation.suites.store import SuiteStore
+from services.common.jobs import EvalJob, Job, JobState, LoraSettings
+from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.queue.job_queue import JobQueue
+from services.common.settings import CommonSettings
+from services.common.storage.object_store import ObjectStore
+from services.engine.models.lora.trainable import LoraParams
+from services.trainer.jobs import prepare_run
+from services.trainer.runtime.worker import TrainerWorker
+from services.trainer.settings import TrainerSettings
+from tests.integration.test_rollout_job import events, until
+from tests.rollout_support import Pod, running_pod
+from tests.unit.common.jobs.scorers.test_webhook import serving
+
+SUMS = 70
+"""Items of the suite: more than a shard has."""
+Start = Callable[..., TrainerWorker]
+
+
+@pytest.fixture
+def pod(registry: AdapterRegistry) -> Iterator[Pod]:
+    with running_pod(registry=registry) as pod:
+        yield pod
+        pod.settle()
+
+
+@pytest.fixture
+def start(
+    settings: CommonSettings, store: ObjectStore, registry: AdapterRegistry, pod: Pod, tmp_path: Path
+) -> Iterator[Start]:
+    workers: list[TrainerWorker] = []
+
+    def make(**host: Any) -> TrainerWorker:
+        trainer = TrainerSettings(
+            **settings.model_dump(), job_heartbeat_seconds=0.2, checkpoint_dir=tmp_path / "checkpoints"
+        )
+        beside = dataclasses.replace(pod.host, **host)
+        workers.append(TrainerWorker(beside, trainer, store=store, registry=registry, prepare=prepare_run))
+        workers[-1].start()
+        return workers[-1]
+
+    yield make
+    for worker in workers:
+        worker.drain()
+
+
+@pytest.fixture
+def suites(store: ObjectStore) -> SuiteStore:
+    suites = SuiteStore(store)
+    lines = [
+        {"prompt": f"What is {number} plus {number + 1}?", "expected": 2 * number + 1, "group": str(number // 2)}
+        for number in range(SUMS)
+    ]
+    made(suites, "sums", lines, scorer={"type": "exact"}, sampling={"max_tokens": 6})
+    return suites
+
+
+def made(suites: SuiteStore, name: str, lines: list[dict[str, Any]], **settings: Any) -> None:
+    parsed = SuiteSettings.model_validate(settings)
+    suites.create(name, parsed, read_suite("\n".join(map(json.dumps, lines)), parsed))
+
+
+def published(registry: AdapterRegistry, pod: Pod) -> None:
+    """Version toy@1, an adapter that changes nothing."""
+    lora = LoraParams.create(pod.host.model.config, LoraSettings(rank=2), device=pod.host.model.device)
+    registry.publish("toy", lora.to_files("base"), base_digest=pod.host.base_digest, job_id=None, metrics={})
+
+
+def job(**fields: Any) -> EvalJob:
+    return EvalJob.model_validate({"suites": ["sums"], **fields})
+
+
+async def ended(queue: JobQueue, spec: EvalJob) -> Job:
+    return await until(queue, (await queue.submit(spec, key_id="ci")).id, lambda job: job.state.terminal)
+
+
+def comparable(result: RunResult | None) -> dict[str, Any]:
+    assert result is not None
+    return result.model_dump(exclude={"id", "finished_at"})
+
+
+async def test_from_submit_to_the_result(
+    queue: JobQueue, store: ObjectStore, registry: AdapterRegistry, suites: SuiteStore, start: Start, pod: Pod
+) -> None:
+    published(registry, pod)
+    colours = [{"prompt": f"{n}: red or blue?", "choices": ["red", "blue"], "expected": "blue"} for n in range(3)]
+    made(suites, "colours", colours, scorer={"type": "choice", "by": "text"})
+    made(
+        suites, "texts", [{"prompt": "1, 2,", "expected": " 3"}] * 2, scorer={"type": "perplexity"}, prompt_format="raw"
+    )
+    start()
+    spec = job(suites=["sums", "colours@1", "texts"], targets=["base", "toy"], metadata={"by": "test"})
+    done = await ended(queue, spec)
+    assert (done.state, done.result_adapter) == (JobState.SUCCEEDED, None), done.reason
+    assert done.progress.step == done.progress.total_steps == 2 * (SUMS + 3 + 2)
+    said = [event.data for event in await events(queue, done.id) if event.kind == "eval"]
+    assert [(one["suite"], one["target"]) for one in said[:2]] == [("sums@1", "base"), ("sums@1", "toy@1")]
+    runs = EvaluationStore(store)
+    record, result = runs.record(done.id), runs.result(done.id)
+    assert record is not None
+    assert result is not None
+    assert (record.key_id, record.metadata, record.targets[1].name) == ("ci", {"by": "test"}, "toy@1")
+    first = result.summaries[0]
+    assert (first.items, first.clusters, first.answers, first.invalid) == (SUMS, SUMS // 2, SUMS, 0)
+    assert first.mean > 0.5, "the tiny model knows small sums"
+    assert first.interval is not None
+    assert 0 < first.interval.low < first.mean <= first.interval.high
+    texts = result.summaries[-1]
+    assert texts.perplexity is not None
+    assert texts.perplexity > 1
+    # An adapter that changes nothing is no better and no worse.
+    assert [(one.gain, one.p) for one in result.comparisons] == [(0.0, 1.0)] * 3
+    found = runs.items(done.id, 0, 1, SHARD_ITEMS - 1, 2)
+    assert [one.item for one in found] == [str(SHARD_ITEMS), str(SHARD_ITEMS + 1)]
+    assert found[0].answers[0].finish_reason == "stop"
+    assert runs.items(done.id, 1, 0, 0, 1)[0].answers[0].logprobs is not None
+    assert runs.of_version(AdapterVersion("toy", 1)) == runs.ids() == [done.id]
+
+
+async def test_a_run_that_is_handed_on_ends_in_the_result_of_one_that_is_not(
+    queue: JobQueue, store: ObjectStore, suites: SuiteStore, start: Start, pod: Pod
+) -> None:
+    spec = job(sampling={"samples": 3, "temperature": 1.5}, seed=7)
+    first = start()
+    submitted = await queue.submit(spec)
+    await until(queue, submitted.id, lambda job: job.progress.step >= SHARD_ITEMS)
+    assert await asyncio.to_thread(first.drain)
+    runs = EvaluationStore(store)
+    kept = runs.shard(submitted.id, 0, 0, 0)
+    assert kept is not None
+    start()
+    done = await until(queue, submitted.id, lambda job: job.state.terminal)
+    assert done.state is JobState.SUCCEEDED, done.reason
+    assert runs.shard(done.id, 0, 0, 0) == kept
+    undisturbed = await ended(queue, spec)
+    assert comparable(runs.result(done.id)) == comparable(runs.result(undisturbed.id))
+    answers = {answer.text for item in runs.items(done.id, 0, 0, 0, SUMS) for answer in item.answers}
+    assert len(answers) > 10, "samples differ"
+
+
+async def test_what_is_deleted_meanwhile_fails_the_run_by_name_and_keeps_what_was_answered(
+    queue: JobQueue, store: ObjectStore, suites: SuiteStore, start: Start, pod: Pod
+) -> None:
+    worker = start()
+    spec = job(targets=["base", "gone@3"])
+    done = await ended(queue, spec)
+    assert done.state is JobState.FAILED
+    assert "gone@3" in (done.reason or "")
+    submitted = await queue.submit(job(sampling={"samples": 64, "temperature": 1.0}))
+    await until(queue, submitted.id, lambda job: job.progress.total_steps > 0)
+    began = time.monotonic()
+    await queue.cancel(submitted.id)
+    done = await until(queue, submitted.id, lambda job: job.state.terminal)
+    assert done.state is JobState.CANCELLED
+    assert time.monotonic() - began < 5
+    assert worker.alive
+
+
+async def test_a_judge_that_talks_nonsense_counts_as_invalid(
+    queue: JobQueue, store: ObjectStore, suites: SuiteStore, start: Start, pod: Pod
+) -> None:
+    lines = [{"prompt": f"Say {number}", "expected": str(number)} for number in range(4)]
+    verdicts = {"qzx": 1.0, "zqv": 0.0}
+    made(suites, "judged", lines, scorer={"type": "judge", "verdicts": verdicts}, sampling={"max_tokens": 4})
+    too_long = [{"prompt": "word " * 400, "expected": "1"}, {"prompt": "What is 1 plus 1?", "expected": "2"}]
+    made(suites, "long", too_long, scorer={"type": "exact"}, sampling={"max_tokens": 4})
+    start()
+    done = await ended(queue, job(suites=["judged", "long"]))
+    assert done.state is JobState.SUCCEEDED, done.reason
+    result = EvaluationStore(store).result(done.id)
+    assert result is not None
+    judged, long = result.summaries
+    assert (judged.mean, judged.invalid, judged.items) == (0.0, 4, 4)
+    assert (long.invalid, long.items) == (1, 2), "what does not fit is an invalid answer, not left out"
+    assert long.mean <= 0.5
+    found = EvaluationStore(store).items(done.id, 1, 0, 0, 1)[0].answers[0]
+    assert (found.valid, found.finish_reason) == (False, "error")
+    assert "context" in (found.reason or "")
+
+
+async def test_another_server_is_compared_with(
+    queue: JobQueue, store: ObjectStore, suites: SuiteStore, start: Start, pod: Pod
+) -> None:
+    asked = 0
+
+    def answer(seen: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            return 400, {}, b"too long"
+        message = {"role": "assistant", "content": "7"}
+        body = {"choices": [{"message": message, "finish_reason": "stop"}], "usage": {"completion_tokens": 1}}
+        return 200, {}, json.dumps(body).encode()
+
+    with serving(answer) as server:
+        start(webhooks=Webhooks(allowed=(server.url,)))
+        done = await ended(queue, job(targets=["base", {"url": f"{server.url}/v1", "model": "seven"}]))
+        refused = await ended(queue, job(targets=[{"url": "http://169.254.169.254/v1", "model": "seven"}]))
+    assert done.state is JobState.SUCCEEDED, done.reason
+    result = EvaluationStore(store).result(done.id)
+    assert result is not None
+    other = result.summaries[1]
+    assert (other.items, other.invalid, other.mean) == (SUMS, 1, 1 / SUMS)
+    (pair,) = result.comparisons
+    assert pair.gain < -0.9
+    assert pair.p < 1e-6
+    assert (refused.state, refused.attempts) == (JobState.FAILED, 1)
+    assert "not covered by TEMPER_REWARD_WEBHOOKS" in (refused.reason or "")

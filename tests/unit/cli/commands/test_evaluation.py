@@ -1,0 +1,79 @@
+"""`temper eval run|show|list`: what is sent, and what people are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.unit.cli.runner import routes, temper
+from tests.unit.cli.server import Reply, serving
+
+BOUNDS = {"low": 0.25, "high": 0.75, "level": 0.95, "method": "wilson"}
+RUN: dict[str, Any] = {
+    "id": "job-1",
+    "state": "succeeded",
+    "reason": None,
+    "progress": {"step": 8, "total_steps": 8},
+    "suites": [{"suite": "sums@1", "better": "higher"}],
+    "targets": [{"name": "base"}, {"name": "polite@1"}],
+    "summaries": [
+        {
+            "suite": "sums@1",
+            "target": "base",
+            "mean": 0.5,
+            "interval": BOUNDS,
+            "items": 4,
+            "invalid": 1,
+            "finish_reasons": {"stop": 3, "length": 1},
+            "tokens_mean": 2.5,
+        }
+    ],
+    "comparisons": [
+        {
+            "suite": "sums@1",
+            "first": "base",
+            "second": "polite@1",
+            "gain": 0.25,
+            "interval": BOUNDS,
+            "p": 0.125,
+            "better": 1,
+            "worse": 0,
+            "sees": None,
+        }
+    ],
+    "created_at": 1.0,
+}
+
+
+def test_a_run_is_sent_with_its_targets_and_settings() -> None:
+    with serving(routes(POST_v1_evaluations=Reply({**RUN, "state": "queued"}, 202))) as (url, requests):
+        result = temper(
+            *("eval", "run", "sums", "colours@2", "--target", "base", "--target", "theirs@http://other:8000/v1"),
+            *("--samples", "4", "--seed", "7", "--set", "sampling.temperature=0.5"),
+            url=url,
+        )
+    assert result.exit_code == 0, result.stderr
+    assert requests[0].json == {
+        "suites": ["sums", "colours@2"],
+        "targets": ["base", {"model": "theirs", "url": "http://other:8000/v1"}],
+        "sampling": {"samples": 4, "temperature": 0.5},
+        "seed": 7,
+    }
+    assert "job-1 queued" in result.stdout
+
+
+def test_scores_and_comparisons_are_tables() -> None:
+    with serving(routes(GET_v1_evaluations_job1=Reply(RUN))) as (url, _):
+        result = temper("eval", "show", "job-1", url=url)
+    assert result.exit_code == 0, result.stderr
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["sums@1", "base", "50.0", "%", "25.0", "to", "75.0", "%", "4", "1", "1", "2.5"] in lines
+    assert ["sums@1", "base", "→", "polite@1", "+0.2500", "+0.2500", "to", "+0.7500", "0.12", "1", "0"] in lines
+
+
+def test_runs_of_a_version_are_listed() -> None:
+    answer = Reply({"object": "list", "data": [RUN], "has_more": False})
+    with serving(routes(GET_v1_adapters_polite_versions_1_evaluations=answer)) as (url, _):
+        result = temper("eval", "list", "--adapter", "polite@1", url=url)
+    assert result.exit_code == 0, result.stderr
+    assert "base polite@1" in result.stdout
+    assert temper("eval", "list", "--adapter", "polite", url=url).exit_code == 2

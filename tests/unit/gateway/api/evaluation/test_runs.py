@@ -1,0 +1,127 @@
+"""/v1/evaluations: what cannot run is refused by its field, names become versions, results are read by their owner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from services.common.evaluation.runs.records import Answer, ItemResult, RunRecord, RunSuite, RunTarget, Shard
+from services.common.evaluation.runs.results import result_of
+from services.common.evaluation.runs.store import EvaluationStore
+from services.common.evaluation.suites.spec import SuiteSampling
+from services.common.jobs import EvalJob
+from services.common.security.api_keys import Scope
+from tests.unit.gateway.api.evaluation.test_suites import suite
+from tests.unit.gateway.conftest import Running, Starter
+from tests.unit.gateway.key_file import NO_REDIS, Keys, error_of
+
+
+def publish(running: Running, name: str = "polite") -> None:
+    digest = running.inference.engines.served.info.digest
+    files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}
+    running.registry.publish(name, files, base_digest=digest)
+
+
+def stored(running: Running, run: str, key_id: str = "") -> None:
+    """A run of two items as its runner leaves it: the second target is better on one of them."""
+    runs = EvaluationStore(running.store)  # type: ignore[arg-type]
+    record = RunRecord(
+        id=run,
+        suites=(
+            RunSuite(suite="sums@1", digest="d", items=2, scorer="exact", better="higher", sampling=SuiteSampling()),
+        ),
+        targets=(RunTarget(name="base"), RunTarget(name="polite@1", digest="p")),
+        seed=0,
+        base_digest="b",
+        key_id=key_id,
+        created_at=1.0,
+    )
+    runs.begin(record, [])
+    found = {}
+    for target in range(2):
+        results = tuple(
+            ItemResult(
+                item=str(index),
+                index=index,
+                score=float(index <= target),
+                weight=1.0,
+                answers=(Answer(text="3", score=float(index <= target), tokens=2),),
+            )
+            for index in range(2)
+        )
+        runs.write_shard(run, 0, target, 0, Shard(results=results))
+        found[0, target] = results
+    runs.finish(result_of(record, found, 2.0))
+
+
+def test_a_run_is_queued_with_versions_in_place_of_names(running: Running, http: httpx.Client) -> None:
+    publish(running)
+    assert http.post("/v1/eval/suites", json=suite()).status_code == 201
+    body = {"suites": ["sums"], "targets": ["base", "polite"], "sampling": {"max_tokens": 4}}
+    headers = {"idempotency-key": "evaluate-once"}
+    answer = http.post("/v1/evaluations", json=body, headers=headers)
+    assert answer.status_code == 202, answer.text
+    made = answer.json()
+    assert (made["object"], made["state"]) == ("evaluation", "queued")
+    assert answer.headers["location"] == f"/v1/evaluations/{made['id']}"
+    assert http.post("/v1/evaluations", json=body, headers=headers).json()["id"] == made["id"]
+    spec = running.queue.specs[made["id"]]
+    assert isinstance(spec, EvalJob)
+    assert (spec.suites, spec.targets) == (["sums@1"], ["base", "polite@1"])
+    assert http.get(f"/v1/evaluations/{made['id']}").json()["summaries"] is None
+    assert "has not begun" in error_of(http.get(f"/v1/evaluations/{made['id']}/items"), 404)["message"]
+    assert [one["id"] for one in http.get("/v1/evaluations").json()["data"]] == [made["id"]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "field"),
+    [
+        ({"suites": ["sums", "products"]}, 404, "suites[1]"),
+        ({"suites": ["sums@7"]}, 404, "suites[0]"),
+        ({"targets": ["base", "nobody@1"]}, 404, "targets[1]"),
+        ({"targets": ["base", "base"]}, 400, "targets"),
+        ({"suites": ["sums", "sums@1"]}, 400, "suites"),
+        ({"sampling": {"samples": 4}}, 400, "sampling"),
+        ({"targets": [{"url": "file:///etc/passwd", "model": "m"}]}, 400, "targets"),
+        ({"suites": ["likely"], "targets": [{"url": "http://there/v1", "model": "m"}]}, 400, "suites[0]"),
+        ({"suites": []}, 400, "suites"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_its_field(
+    http: httpx.Client, changes: dict[str, Any], status: int, field: str
+) -> None:
+    http.post("/v1/eval/suites", json=suite())
+    http.post("/v1/eval/suites", json=suite("likely", scorer={"type": "perplexity"}))
+    error = error_of(http.post("/v1/evaluations", json={"suites": ["sums"], **changes}), status)
+    assert str(error["param"]).startswith(field), error
+
+
+def test_a_result_outlives_its_job_and_is_read_by_item(running: Running, http: httpx.Client) -> None:
+    stored(running, "job-1")
+    found = http.get("/v1/evaluations/job-1").json()
+    assert (found["state"], found["targets"][1]["name"]) == ("succeeded", "polite@1")
+    assert [one["mean"] for one in found["summaries"]] == [0.5, 1.0]
+    (pair,) = found["comparisons"]
+    assert (pair["gain"], pair["better"], pair["worse"], pair["p"]) == (0.5, 1, 0, 1.0)
+    page = http.get("/v1/evaluations/job-1/items", params={"target": "polite@1", "limit": 1}).json()
+    assert (page["target"], page["data"][0]["score"], page["has_more"], page["total"]) == ("polite@1", 1.0, True, 2)
+    page = http.get("/v1/evaluations/job-1/items", params={"after": 0}).json()
+    assert [(one["index"], one["answers"][0]["text"]) for one in page["data"]] == [(1, "3")]
+    assert "base, polite@1" in error_of(http.get("/v1/evaluations/job-1/items", params={"target": "x"}), 400)["message"]
+
+
+def test_runs_belong_to_their_key(start: Starter, tmp_path: Any) -> None:
+    keys = Keys(tmp_path / "keys.json")
+    keys.add("alice", Scope.TRAIN)
+    keys.add("bob", Scope.TRAIN)
+    keys.add("operator", Scope.ADMIN)
+    running = start(api_keys_file=str(keys.path), redis_url=NO_REDIS)
+    stored(running, "job-1", keys.entries["alice"].id)
+    seen = {}
+    for name in keys.entries:
+        with httpx.Client(base_url=running.url, headers=keys.bearer(name), timeout=20, trust_env=False) as caller:
+            status = caller.get("/v1/evaluations/job-1").status_code
+            seen[name] = (status, len(caller.get("/v1/evaluations").json()["data"]))
+    assert seen == {"alice": (200, 1), "bob": (404, 0), "operator": (200, 1)}
