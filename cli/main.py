@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from cli.commands import adapter_versions as adapter_tools
-from cli.commands import adapters, batch, evaluation, keys, sessions, train
+from cli.commands import adapters, batch, evaluation, forge, keys, sessions, train
 from cli.commands.chat import chat
 from cli.commands.tune import tune
 from cli.options import Json
@@ -97,6 +97,7 @@ def demo(
 
 app.add_typer(train.app)
 app.add_typer(evaluation.app)
+app.add_typer(forge.app)
 app.add_typer(batch.app)
 app.add_typer(sessions.app)
 for tool in (

@@ -13,6 +13,8 @@ from cli.http.client import Client, path
 from cli.job_files import apply_settings, read_object, read_text
 from cli.options import Json, Url, connected
 from cli.output import CliError, ExitCode, Output
+from services.common.errors import InvalidRequest
+from services.common.evaluation.readers.formats import FORMATS
 
 app = typer.Typer(name="suites", help="Make, list, show and remove suites.", no_args_is_help=True)
 
@@ -41,6 +43,10 @@ def create(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="One more setting, e.g. sampling.max_tokens=16."),
     ] = None,
+    form: Annotated[
+        str | None,
+        typer.Option("--format", help=f"FILE is a published set: {', '.join(FORMATS)}. Its scorer comes with it."),
+    ] = None,
     fraction: Annotated[
         float | None, typer.Option(help="FILE is a training file, of which this share becomes the suite.")
     ] = None,
@@ -59,13 +65,20 @@ def create(
     def work(client: Client, output: Output) -> None:
         if fraction is None and (group_by is not None or rest is not None):
             raise CliError("--group-by and --rest need --fraction: they are for a training file", ExitCode.USAGE)
-        body = {} if settings is None else read_object(settings)
+        text = read_text(file)
+        body: dict[str, Any] = {}
+        if form is not None:
+            if fraction is not None:
+                raise CliError(
+                    "--format and --fraction exclude each other: a published set is no training file", ExitCode.USAGE
+                )
+            body, text = _published(form, text, file)
+        body |= {} if settings is None else read_object(settings)
         apply_settings(body, setting or ())
         if scorer is not None:
             body["scorer"] = {"type": scorer} | _same_type(body.get("scorer"), scorer)
         if "scorer" not in body:
             raise CliError("a suite needs a scorer: give --scorer, or one in --settings", ExitCode.USAGE)
-        text = read_text(file)
         body |= {"name": name, "jsonl": text}
         if fraction is not None:
             split = {"fraction": fraction, "seed": seed, "group_by": group_by}
@@ -184,6 +197,18 @@ def delete(ref: Ref, url: Url = None, as_json: Json = False) -> None:
         output.result(answer, f"removed {gone}")
 
     connected(url, as_json, work)
+
+
+def _published(form: str, text: str, file: Path) -> tuple[dict[str, Any], str]:
+    """Settings and items of a published set."""
+    reader = FORMATS.get(form)
+    if reader is None:
+        raise CliError(f"--format {form!r} is none of {', '.join(FORMATS)}", ExitCode.USAGE)
+    try:
+        found = reader(text)
+    except InvalidRequest as error:
+        raise CliError(f"{file}: {error.message.removeprefix('jsonl: ')}", ExitCode.USAGE) from error
+    return dict(found.settings), "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in found.items)
 
 
 def _same_type(given: Any, scorer: str) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def tune(
             env["TEMPER_QUANTIZATION"] = quantization
         if seconds is not None:
             env["TEMPER_TUNE_SECONDS"] = str(seconds)
-        _show(output, run_tool(output, ["tune"], module="services.pod", env=env, seconds=True))
+        _show(output, run_tool(output, ["tune"], module="services.pod", env=env, amount="seconds"))
 
 
 def _show(output: Output, result: dict[str, Any]) -> None:

@@ -12,12 +12,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -28,6 +30,7 @@ from cli.local.process import die_with_parent
 from cli.output import CliError, ExitCode, Output
 
 MODULE = "services.adapter_tools"
+Amount: TypeAlias = Literal["bytes", "seconds", "count"]
 _STOP_SECONDS = 30.0
 _LAST_SECONDS = 5.0
 
@@ -38,13 +41,13 @@ def run_tool(
     *,
     module: str = MODULE,
     env: Mapping[str, str] | None = None,
-    seconds: bool = False,
+    amount: Amount = "bytes",
 ) -> dict[str, Any]:
     """Runs the tool to its end and returns its result.
 
     Args:
         env: its environment; None: this process' own.
-        seconds: progress is told in seconds, not in bytes.
+        amount: what progress is told in.
 
     Raises:
         CliError: in the tool's words; nothing is left of what it had begun to write.
@@ -57,7 +60,7 @@ def run_tool(
         start_new_session=True,  # Ctrl-C is passed on as SIGTERM, once
         preexec_fn=die_with_parent(os.getpid()),
     )
-    with _ended(process), _bar(output, seconds=seconds) as progress:
+    with _ended(process), _bar(output, amount) as progress:
         task = progress.add_task("starting", total=None)
         for event in _events(process, module):
             kind = event.pop("event")
@@ -102,12 +105,16 @@ def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
             process.stdout.close()
 
 
-def _bar(output: Output, *, seconds: bool) -> Progress:
-    amount = (TimeElapsedColumn(),) if seconds else (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+def _bar(output: Output, amount: Amount) -> Progress:
+    columns: dict[Amount, tuple[ProgressColumn, ...]] = {
+        "bytes": (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()),
+        "seconds": (TimeElapsedColumn(),),
+        "count": (MofNCompleteColumn(), TimeRemainingColumn()),
+    }
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
-        *amount,
+        *columns[amount],
         console=output.err,
         disable=output.as_json or not output.err.is_terminal,
     )

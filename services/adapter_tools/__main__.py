@@ -1,48 +1,16 @@
 """`python -m services.adapter_tools`: long work on files of this machine, for `temper adapters extract` and `convert`.
 
-One JSON object a line on standard output: {"event": "progress", "stage", "done", "total"}, at the end {"event":
-"result", …} or {"event": "error", "message", "param"}. Exit status 0 or 1; SIGTERM leaves nothing behind.
+Its output: services.adapter_tools.events.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import signal
-import sys
-import time
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from services.common.errors import InvalidRequest, TemperError
-
-_EVERY_SECONDS = 0.1
-
-
-class _Stopped(BaseException):
-    """SIGTERM: unwinds, so that scratch directories are removed."""
-
-
-class _Reporter:
-    """Progress a few times a second."""
-
-    def __init__(self) -> None:
-        self._last = 0.0
-        self._stage = ""
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if stage == self._stage and done < total and now - self._last < _EVERY_SECONDS:
-            return
-        self._last, self._stage = now, stage
-        emit("progress", stage=stage, done=done, total=total)
-
-
-def emit(event: str, **fields: Any) -> None:
-    """Writes one line."""
-    sys.stdout.write(json.dumps({"event": event, **fields}) + "\n")
-    sys.stdout.flush()
+from services.adapter_tools.events import Reporter, run_to_the_end
+from services.common.errors import InvalidRequest
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -83,7 +51,7 @@ def _extract(arguments: argparse.Namespace) -> dict[str, Any]:
         source=str(manifest.ref) if manifest is not None else arguments.adapter.name,
         dtype=arguments.dtype,
         max_shard_bytes=arguments.max_shard_bytes,
-        progress=_Reporter(),
+        progress=Reporter(),
     )
     return result.summary()
 
@@ -104,33 +72,11 @@ def _convert(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"out": str(arguments.out), "from": before, "to": arguments.to, "bytes": converted.size_bytes}
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    del number, frame
-    raise _Stopped
-
-
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status."""
     arguments = _arguments(argv)
-    signal.signal(signal.SIGTERM, _stop)
-    try:
-        result = _extract(arguments) if arguments.command == "extract" else _convert(arguments)
-    except TemperError as error:
-        emit("error", message=error.message, code=error.code, param=error.param)
-        return 1
-    except ModuleNotFoundError as error:
-        emit(
-            "error",
-            message=f"{error.name} is not installed here: this command needs the engine's packages, "
-            "pip install 'temper[engine]'",
-            code="not_installed",
-            param=None,
-        )
-        return 1
-    except (_Stopped, KeyboardInterrupt):
-        return 143
-    emit("result", **result)
-    return 0
+    work = _extract if arguments.command == "extract" else _convert
+    return run_to_the_end(lambda: work(arguments))
 
 
 if __name__ == "__main__":

@@ -83,8 +83,10 @@ class Base:
                 if name in self.tensors:
                     raise CheckpointRejected(f"tensor {name} is in the checkpoint twice")
                 self.tensors[name] = header, data
+        self.names = {path: name for name in self.tensors if (path := _path(name))}
+        """Name in the file by canonical name."""
         self.mtp = any(name.startswith(MTP_PREFIX) for name in self.tensors)
-        found = {path: tuple(header["shape"]) for name, (header, _) in self.tensors.items() if (path := _path(name))}
+        found = {path: tuple(self.tensors[name][0]["shape"]) for path, name in self.names.items()}
         check_shapes(self.config, found, mtp=self.mtp, what=str(directory))
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +10,8 @@ from typing import Any
 
 from services.common.errors import InvalidRequest
 from services.engine.models.qwen3_5.config import Qwen3_5Config
+from services.forge.files import FORMAT, read_object, write_object
 from services.forge.units import MTP_LAYER, WIDTHS, Width, count, layer_path, places, step
-
-FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +107,7 @@ class CutFile:
     """Recipe: levels, method, digest of the scores, calibration data."""
 
     def write(self, path: Path) -> None:
-        """Writes the file. Raises OSError."""
+        """Writes the file, which must not be there. Raises InvalidRequest."""
         content = {
             "format": FORMAT,
             "base_digest": self.base_digest,
@@ -118,7 +115,16 @@ class CutFile:
             "layers": self.cut.layers,
             "kept": self.cut.kept,
         }
-        path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        write_object(path, content)
+
+    def require(self, digest: str) -> None:
+        """Refuses another checkpoint than the cut's. Raises InvalidRequest."""
+        if self.base_digest != digest:
+            raise InvalidRequest(
+                f"the cut belongs to a checkpoint of digest {self.base_digest[:12]}, this one's is {digest[:12]}: "
+                "choose its units anew",
+                param="cut",
+            )
 
     @classmethod
     def read(cls, path: Path) -> CutFile:
@@ -144,32 +150,3 @@ def _numbers(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or any(type(number) is not int for number in value):
         raise ValueError("units must be lists of integers")
     return tuple(value)
-
-
-def read_object(path: Path, what: str) -> dict[str, Any]:
-    """A JSON object of this version's format from a file.
-
-    Args:
-        what: it should be, for messages.
-
-    Raises:
-        InvalidRequest: it cannot be read, is no JSON object, or has another format.
-    """
-    try:
-        data = json.loads(path.read_bytes())
-    except OSError as error:
-        raise InvalidRequest(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise InvalidRequest(f"{path} is not JSON: it should be {what}") from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise InvalidRequest(f"{path} is not {what} of format {FORMAT}")
-    return data
-
-
-def file_digest(path: Path) -> str:
-    """Hex sha256 of a file. Raises InvalidRequest."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise InvalidRequest(f"cannot read {path}: {error.strerror}") from error

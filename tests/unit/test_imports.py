@@ -57,6 +57,8 @@ NO_TORCH = (
     "services.model_source",
     "services.forge.units",
     "services.forge.cut",
+    "services.forge.record",
+    "services.forge.signature",
     "docs_tools",
 )
 # The demo draws its questions from the recipe of the tiny model, and scores the answers with it.

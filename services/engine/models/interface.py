@@ -90,6 +90,23 @@ class CapturedForwards(Protocol):
         ...
 
 
+class Probe:
+    """Observer of a forward at its output projections, which it may also change there. This one changes nothing."""
+
+    def output(self, path: str, inputs: Tensor) -> Tensor:  # noqa: ARG002
+        """What goes into an output projection instead of its inputs.
+
+        Args:
+            path: "layers.3.mlp.down_proj".
+            inputs: [T, in].
+        """
+        return inputs
+
+    def layer(self, index: int, before: Tensor, after: Tensor) -> None:
+        """Sees the residual stream [T, hidden] before and after a layer."""
+        del index, before, after
+
+
 class CausalLM(ABC):
     """Language model with one copy of the frozen weights, used by the engine loop and the trainer thread alike. Nothing
     here changes after construction, so both may call it at once; the caches belong to the caller."""
@@ -277,6 +294,17 @@ class CausalLM(ABC):
         Raises:
             ValueError: the lengths do not add up to T.
         """
+
+    def forward_probed(self, token_ids: Tensor, lengths: Sequence[int], probe: Probe) -> Tensor:
+        """The forward of forward_train() without an adapter, in plain torch on every device, with a probe; gradients
+        reach what the probe puts in the place of inputs.
+
+        Raises:
+            InvalidRequest: the architecture has none.
+            ValueError: the lengths do not add up to T.
+        """
+        del token_ids, lengths, probe
+        raise InvalidRequest(f"{type(self).__name__} cannot be probed", param="model")
 
     def captured_forwards(
         self,

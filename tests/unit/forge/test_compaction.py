@@ -193,6 +193,8 @@ def test_a_cut_is_the_same_when_it_is_read_again(tmp_path: Path) -> None:
         written = CutFile(make_cut(Base(TINY, stack), TINY_CUT), "d" * 64, {"method": "weights"})
     written.write(tmp_path / "cut.json")
     assert CutFile.read(tmp_path / "cut.json") == written
+    with pytest.raises(InvalidRequest, match="is there already"):
+        written.write(tmp_path / "cut.json")
     (tmp_path / "cut.json").write_text('{"format": 1, "layers": [1.5]}')
     with pytest.raises(InvalidRequest, match="no cut of"):
         CutFile.read(tmp_path / "cut.json")

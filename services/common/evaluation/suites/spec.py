@@ -9,10 +9,11 @@ from pydantic import BeforeValidator, Field, model_validator
 from services.common.jobs.fields.messages import SAYS, Message, check_asks
 from services.common.jobs.fields.prompts import AskedExample
 from services.common.jobs.scorers.base import ScorerSpec
+from services.common.jobs.scorers.instructions import InstructionsSpec
 from services.common.jobs.scorers.judge import JudgeSpec
 from services.common.jobs.scorers.likelihood import ChoiceSpec, PerplexitySpec
 from services.common.jobs.scorers.registry import SuiteScorerSpec
-from services.common.jobs.scorers.sample import Reference, ToolCall
+from services.common.jobs.scorers.sample import Instruction, Reference, ToolCall
 from services.common.jobs.scorers.tool_calls import ToolCallsSpec
 from services.common.jobs.scorers.webhook import WebhookReward
 from services.common.validation.json_rules import NULL, Rule, Rules, either, has, if_any, never, only_with, where
@@ -44,6 +45,13 @@ class ExpectedToolCall(SentModel):
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
+class ExpectedInstruction(SentModel):
+    """Instruction that an answer has to follow, by IFEval's name and arguments."""
+
+    id: str = Field(min_length=1, max_length=200)
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
 class SuiteItem(AskedExample):
     """One item: a prompt or a conversation, and what its answer is compared with."""
 
@@ -57,6 +65,8 @@ class SuiteItem(AskedExample):
     """JSON Schema of a right answer."""
     expected_tool_calls: list[ExpectedToolCall] | None = Field(None, max_length=100)
     """Calls of tools that are right; an empty list: none is."""
+    instructions: list[ExpectedInstruction] | None = Field(None, min_length=1, max_length=100)
+    """Instructions that a program can verify."""
     group: str | None = Field(None, min_length=1, max_length=200)
     """Items of one group say much the same (questions on one text, variants of one problem): statistics draw them
     together, and a split of a training file keeps them together."""
@@ -73,6 +83,7 @@ class SuiteItem(AskedExample):
             choices=tuple(self.choices or ()),
             json_schema=self.json_schema,
             tool_calls=None if calls is None else tuple(ToolCall(call.name, call.arguments) for call in calls),
+            instructions=tuple(Instruction(one.id, one.kwargs) for one in self.instructions or ()),
         )
 
 
@@ -146,7 +157,7 @@ class SuiteSettings(SentModel):
             if_any(sampling=if_any(**{**SuiteSampling().model_dump(), "stop": {"maxItems": 0}, "k": NULL})),
         ),
         where(
-            has(scorer=has(type={"enum": ["webhook", "tool_calls", "judge"]})),
+            has(scorer=has(type={"enum": ["webhook", "tool_calls", "instructions", "judge"]})),
             if_any(sampling=never(has(score="majority"))),
         ),
     )
@@ -161,7 +172,10 @@ class SuiteSettings(SentModel):
     def _samples_are_scored(self) -> SuiteSettings:
         if isinstance(self.scorer, ChoiceSpec | PerplexitySpec) and self.sampling != SuiteSampling():
             raise ValueError(f"sampling would do nothing here: the {self.scorer.name} scorer samples no answers")
-        if isinstance(self.scorer, WebhookReward | ToolCallsSpec | JudgeSpec) and self.sampling.score == "majority":
+        if (
+            isinstance(self.scorer, WebhookReward | ToolCallsSpec | InstructionsSpec | JudgeSpec)
+            and self.sampling.score == "majority"
+        ):
             raise ValueError(
                 f'sampling.score: "majority" needs to know equal answers, which {self.scorer.name} does not'
             )

@@ -13,6 +13,7 @@ from services.common.errors import InvalidRequest
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.jobs.scorers.base import ScorerSpec
 from services.common.jobs.scorers.exact import ContainsReward, ExactReward
+from services.common.jobs.scorers.instructions import InstructionsSpec
 from services.common.jobs.scorers.json_schema import ItemSchemaSpec, JsonSchemaReward
 from services.common.jobs.scorers.judge import JudgeSpec
 from services.common.jobs.scorers.likelihood import ChoiceSpec, PerplexitySpec
@@ -26,7 +27,9 @@ from services.common.validation.json_rules import Rule, either, has
 _Any: TypeAlias = RegexReward | ExactReward | ContainsReward | NumericReward | JsonSchemaReward | WebhookReward
 RewardSpec = Annotated[_Any, Field(discriminator="type")]
 """Settings of a scorer in a request; `type` says which."""
-SuiteScorer: TypeAlias = _Any | ItemSchemaSpec | ToolCallsSpec | ChoiceSpec | PerplexitySpec | JudgeSpec
+SuiteScorer: TypeAlias = (
+    _Any | ItemSchemaSpec | ToolCallsSpec | InstructionsSpec | ChoiceSpec | PerplexitySpec | JudgeSpec
+)
 SuiteScorerSpec = Annotated[SuiteScorer, Field(discriminator="type")]
 """Settings of the scorer of a suite; `type` says which."""
 SCORERS: tuple[type[ScorerSpec], ...] = get_args(_Any)

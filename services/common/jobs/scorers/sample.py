@@ -20,6 +20,14 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class Instruction:
+    """Instruction that an answer follows or not, as a program can tell."""
+
+    id: str
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Reference:
     """Reference of a suite's item: what is right. Each scorer reads the part that it compares with."""
 
@@ -29,6 +37,7 @@ class Reference:
     json_schema: Mapping[str, Any] | None = None
     tool_calls: tuple[ToolCall, ...] | None = None
     """Calls that are right; empty: none should be made. None: not said."""
+    instructions: tuple[Instruction, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

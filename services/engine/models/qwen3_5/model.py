@@ -18,7 +18,7 @@ from kernels.rope import Rotation, inverse_frequencies, yarn_frequencies
 from services.engine.models.batch import CacheBuffers, ForwardBatch
 from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import PLAIN, Storage
-from services.engine.models.interface import CausalLM, Recompute
+from services.engine.models.interface import CausalLM, Probe, Recompute
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.config import Qwen3_5Config
@@ -227,6 +227,20 @@ class Qwen3_5(CausalLM):  # noqa: N801
             lora,
             recompute=recompute,
             give_way=give_way,
+        )
+
+    def forward_probed(self, token_ids: Tensor, lengths: Sequence[int], probe: Probe) -> Tensor:
+        """See CausalLM."""
+        return plain.forward_packed(
+            token_ids,
+            lengths,
+            self.config,
+            self.weights,
+            self.rotation,
+            None,
+            recompute="none",
+            give_way=lambda: None,
+            probe=probe,
         )
 
     def captured_forwards(

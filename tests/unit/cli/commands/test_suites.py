@@ -121,3 +121,30 @@ def test_the_suites_that_come_with_temper_are_made_in_one_step() -> None:
     assert set(sent) == {f"ours-{skill}" for skill in SKILLS}
     assert all(len(read_suite(body.jsonl, body.settings)) == 200 for body in sent.values())
     assert "ours-dates@1" in result.stdout
+
+
+def test_a_published_set_brings_its_scorer(tmp_path: Path) -> None:
+    file = tmp_path / "test.jsonl"
+    file.write_text(json.dumps({"question": "How much?", "answer": "6\n#### 6"}) + "\n")
+    with serving(routes(POST_v1_eval_suites=Reply(SUITE, 201))) as (url, requests):
+        call = ("eval", "suites", "create", "gsm8k", str(file), "--format", "gsm8k", "--set", "sampling.max_tokens=99")
+        result = temper(*call, url=url)
+    assert result.exit_code == 0, result.stderr
+    assert requests[0].json == {
+        "name": "gsm8k",
+        "description": "GSM8K",
+        "scorer": {"type": "numeric"},
+        "sampling": {"max_tokens": 99},
+        "jsonl": '{"prompt": "How much?", "expected": "6"}\n',
+    }
+
+
+def test_a_set_that_cannot_be_scored_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "test.jsonl"
+    file.write_text("{}\n")
+    result = temper(
+        "eval", "suites", "create", "humaneval", str(file), "--format", "humaneval", url="http://127.0.0.1:9"
+    )
+    assert (result.exit_code, "no sandbox" in result.stderr) == (2, True)
+    result = temper("eval", "suites", "create", "x", str(file), "--format", "arc", url="http://127.0.0.1:9")
+    assert (result.exit_code, "is none of mmlu" in result.stderr) == (2, True)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3_5ForCausalLM
 
-from benchmarks.lib.checkpoints.float8 import convert, quantization_config
+from benchmarks.lib.checkpoints.float8 import convert
 from services.common.errors import CheckpointRejected
 from services.engine.models.checkpoint import canonical_name, checkpoint_digest
 from services.engine.models.config import Float8Scales, read_float8
@@ -23,6 +23,7 @@ from services.engine.models.footprint import Formats, Storage, weight_bytes
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.models.registry import read_config
 from services.engine.models.weights.matrix import Fp8Matrix, Matrix
+from services.forge.quantization import quantization_config
 from tests.parity import reference
 from tests.parity.reference import BAR, Driver, make_checkpoint, prompt
 
@@ -246,7 +247,7 @@ def test_float8_without_quantization_config(checkpoint: Path) -> None:
 )
 def test_other_quantizations_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointRejected, match=message):
-        read_float8({"quantization_config": quantization_config() | changes})
+        read_float8({"quantization_config": quantization_config(()) | changes})
 
 
 def test_a_scale_for_a_whole_matrix() -> None:

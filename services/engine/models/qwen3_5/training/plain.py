@@ -16,7 +16,7 @@ from kernels.conv1d import ConvLayout, causal_conv_packed
 from kernels.gated_delta import ChunkLayout, chunk_gated_delta, gates
 from kernels.rms_norm import gated_rms_norm, rms_norm
 from kernels.rope import Rotation, apply_rope, rope_tables
-from services.engine.models.interface import Recompute
+from services.engine.models.interface import Probe, Recompute
 from services.engine.models.lora.trainable import LoraParams, TrainableTarget
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.experts import pass_experts
@@ -83,10 +83,19 @@ class _DecodedLinear(torch.autograd.Function):
 
 
 class LayerAdapter:
-    """The trainable adapter of one layer; without one, every method is the plain linear map."""
+    """The trainable adapter of one layer; without one, every method is the plain linear map.
 
-    def __init__(self, targets: Mapping[str, TrainableTarget], query_rows: Tensor) -> None:
-        self._targets, self._query_rows = targets, query_rows
+    Args:
+        probe: sees the inputs of output projections by module, and says what goes in instead.
+    """
+
+    def __init__(
+        self,
+        targets: Mapping[str, TrainableTarget],
+        query_rows: Tensor,
+        probe: Callable[[str, Tensor], Tensor] | None = None,
+    ) -> None:
+        self._targets, self._query_rows, self._probe = targets, query_rows, probe
 
     def project(self, x: Tensor, weight: Matrix, modules: Mapping[str, int]) -> list[Tensor]:
         """Outputs of one fused projection, taken apart by module.
@@ -100,6 +109,8 @@ class LayerAdapter:
 
     def add(self, residual: Tensor, x: Tensor, weight: Matrix, module: str) -> Tensor:
         """The residual plus one linear map."""
+        if self._probe is not None:
+            x = self._probe(module, x)
         if isinstance(weight, DenseMatrix):
             return self._adapted(torch.addmm(residual, x, weight.dense().t()), x, module)
         return self._adapted(residual + frozen_linear(x, weight), x, module)
@@ -123,23 +134,26 @@ def forward_packed(
     *,
     recompute: Recompute,
     give_way: Callable[[], None],
+    probe: Probe | None = None,
 ) -> Tensor:
-    """See Qwen3_5.forward_train."""
+    """See Qwen3_5.forward_train, and forward_probed."""
     if sum(lengths) != token_ids.shape[0] or min(lengths, default=0) < 1:
         raise ValueError(f"lengths {list(lengths)[:8]} do not cut {token_ids.shape[0]} tokens into documents")
     step = PackedStep.build(lengths, config, rotation, token_ids.device)
     per_layer = _by_layer(lora, config.num_layers)
     x = F.embedding(token_ids, weights.embedding)
-    for layer, targets in zip(weights.layers, per_layer, strict=True):
+    for index, (layer, targets) in enumerate(zip(weights.layers, per_layer, strict=True)):
         give_way()
-        x = _yielding(x, give_way)
-        adapter = LayerAdapter(targets, step.query_rows)
+        x = before = _yielding(x, give_way)
+        adapter = LayerAdapter(targets, step.query_rows, None if probe is None else _outputs(probe, index))
         kind = recompute if torch.is_grad_enabled() else "none"
         if kind == "full":
             x = _again(_layer, x, layer, config, step, adapter)
         else:
             x = _mixer(x, layer, config, step, adapter)
             x = _again(_mlp, x, layer, config, adapter) if kind == "selective" else _mlp(x, layer, config, adapter)
+        if probe is not None:
+            probe.layer(index, before, x)
     give_way()
     return rms_norm(_yielding(x, give_way), weights.final_norm, config.rms_norm_eps)
 
@@ -149,6 +163,10 @@ def _yielding(x: Tensor, give_way: Callable[[], None]) -> Tensor:
     if x.requires_grad:
         x.register_hook(lambda _: give_way())  # type: ignore[no-untyped-call]
     return x
+
+
+def _outputs(probe: Probe, index: int) -> Callable[[str, Tensor], Tensor]:
+    return lambda module, inputs: probe.output(f"layers.{index}.{module}", inputs)
 
 
 def _by_layer(lora: LoraParams | None, count: int) -> list[dict[str, TrainableTarget]]:

@@ -1,0 +1,186 @@
+"""`temper forge importance|prune|compact|quantize|verify`: a smaller model of a checkpoint, step by step, on this
+machine's directories."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from cli.local.external_tool import Amount, run_tool
+from cli.options import Json
+from cli.output import CliError, ExitCode, Output, guarded
+
+app = typer.Typer(name="forge", help="Make a smaller model: measure, prune, compact, quantize.", no_args_is_help=True)
+_MODULE = "services.forge"
+
+
+class Method(enum.StrEnum):
+    """Way to measure how important a unit is."""
+
+    WEIGHTS = "weights"
+    ACTIVATIONS = "activations"
+    GRADIENTS = "gradients"
+    LEAVE_ONE_OUT = "leave_one_out"
+    RANDOM = "random"
+
+
+class Kind(enum.StrEnum):
+    """Kind of units that can be cut out."""
+
+    LAYERS = "layers"
+    KV_GROUPS = "kv_groups"
+    KEY_HEADS = "key_heads"
+    MLP_CHANNELS = "mlp_channels"
+
+
+class Device(enum.StrEnum):
+    """Device that importance is measured on."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+Model = Annotated[Path, typer.Argument(help="Checkpoint directory.")]
+Out = Annotated[Path, typer.Argument(help="Where the checkpoint goes; must not exist.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would come of it.")]
+ShardSize = Annotated[float, typer.Option("--max-shard-size", help="Of one safetensors file, in GB.", min=0.01)]
+Sign = Annotated[Path | None, typer.Option(help="Ed25519 private key (PEM) that forge.json is signed with.")]
+_LEVEL = "a share (25%) or a number of them"
+
+
+@app.command()
+def importance(
+    model: Model,
+    scores: Annotated[Path, typer.Argument(help="Where the scores go; must not exist.")],
+    method: Annotated[Method, typer.Option(help="What a unit's score is.")] = Method.ACTIVATIONS,
+    data: Annotated[
+        Path | None, typer.Option(help="JSONL with text, messages, or prompt and completion; not for weights, random.")
+    ] = None,
+    data_name: Annotated[str | None, typer.Option(help="Its name in records.", show_default="the file's")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Read so many tokens of it.", min=1)] = None,
+    only: Annotated[list[Kind] | None, typer.Option(help="Kind of units; give it several times.")] = None,
+    sample_tokens: Annotated[int, typer.Option(help="Tokens that leave_one_out compares losses on.", min=1)] = 1024,
+    tokens_per_forward: Annotated[int, typer.Option(help="Tokens in memory at once.", min=1)] = 4096,
+    seed: Annotated[int, typer.Option(help="Of random scores.", min=0)] = 0,
+    device: Annotated[Device, typer.Option(help="Where the model runs.")] = Device.CPU,
+    as_json: Json = False,
+) -> None:
+    """Measure how important each layer, head and MLP channel is."""
+    arguments = ["importance", "--model", str(model), "--out", str(scores), "--method", method.value]
+    arguments += ["--kinds", *(kind.value for kind in only or Kind)]
+    arguments += ["--sample-tokens", str(sample_tokens), "--tokens-per-forward", str(tokens_per_forward)]
+    arguments += ["--seed", str(seed), "--device", device.value]
+    for name, value in (("--data", data), ("--data-name", data_name), ("--max-tokens", max_tokens)):
+        arguments += [] if value is None else [name, str(value)]
+
+    def tell(result: dict[str, Any]) -> str:
+        on = f", measured on {result['data']['tokens']:,} tokens of {result['data']['name']}" if result["data"] else ""
+        return f"wrote [green]{escape(str(scores))}[/]: {', '.join(result['kinds'])} by {result['method']}{escape(on)}"
+
+    _run(arguments, as_json, tell, amount="count")
+
+
+@app.command()
+def prune(
+    model: Model,
+    scores: Annotated[Path, typer.Argument(help="Scores of `temper forge importance`.")],
+    cut: Annotated[Path, typer.Argument(help="Where it goes which units stay; must not exist.")],
+    layers: Annotated[str | None, typer.Option(help=f"Layers that go: {_LEVEL}.")] = None,
+    kv_groups: Annotated[
+        str | None, typer.Option(help=f"KV heads with their query heads that go, of each layer: {_LEVEL}.")
+    ] = None,
+    key_heads: Annotated[
+        str | None, typer.Option(help=f"DeltaNet key heads with their value heads that go, of each layer: {_LEVEL}.")
+    ] = None,
+    mlp_channels: Annotated[str | None, typer.Option(help=f"MLP channels that go, of each layer: {_LEVEL}.")] = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Choose the units that go: those with the lowest scores, in each layer as many as in the others."""
+    arguments = ["prune", "--model", str(model), "--scores", str(scores), "--out", str(cut)]
+    levels = {Kind.LAYERS: layers, Kind.KV_GROUPS: kv_groups, Kind.KEY_HEADS: key_heads}
+    for kind, level in (levels | {Kind.MLP_CHANNELS: mlp_channels}).items():
+        arguments += [] if level is None else [f"--{kind.value.replace('_', '-')}", level]
+    _run(arguments, as_json, lambda result: _planned(result, cut), dry_run=dry_run)
+
+
+@app.command()
+def compact(
+    model: Model,
+    cut: Annotated[Path, typer.Argument(help="Cut of `temper forge prune`.")],
+    out: Out,
+    max_shard_size: ShardSize = 5.0,
+    sign: Sign = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Write the checkpoint without the units that go; stock transformers loads it."""
+    arguments = ["compact", "--model", str(model), "--cut", str(cut), "--out", str(out)]
+    arguments += ["--max-shard-bytes", str(int(max_shard_size * 1e9)), *(["--sign", str(sign)] if sign else [])]
+    _run(arguments, as_json, lambda result: _planned(result, out), dry_run=dry_run)
+
+
+@app.command()
+def quantize(
+    model: Model,
+    out: Out,
+    max_shard_size: ShardSize = 5.0,
+    sign: Sign = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Write the checkpoint with its matrices in float8, in the format of the published float8 checkpoints."""
+    arguments = ["quantize", "--model", str(model), "--out", str(out)]
+    arguments += ["--max-shard-bytes", str(int(max_shard_size * 1e9)), *(["--sign", str(sign)] if sign else [])]
+    _run(arguments, as_json, lambda result: _planned(result, out), dry_run=dry_run)
+
+
+@app.command()
+def verify(
+    model: Annotated[Path, typer.Argument(help="Directory of a forged checkpoint.")],
+    key: Annotated[Path, typer.Option(help="Ed25519 public key (PEM) that it must be signed with.")],
+    as_json: Json = False,
+) -> None:
+    """Check a forged checkpoint: signature of its record, digest of each file, and no file beside."""
+
+    def tell(result: dict[str, Any]) -> str:
+        steps = " → ".join(result["steps"])
+        return f"[green]{escape(str(model))}[/] is what was signed: {result['files']} files, made by {steps}"
+
+    _run(["verify", "--model", str(model), "--key", str(key)], as_json, tell)
+
+
+def _run(
+    arguments: list[str],
+    as_json: bool,
+    tell: Callable[[dict[str, Any]], str],
+    *,
+    dry_run: bool = False,
+    amount: Amount = "bytes",
+) -> None:
+    output = Output(as_json=as_json)
+    with guarded(output):
+        model = Path(arguments[arguments.index("--model") + 1])
+        if not (model / "config.json").is_file():
+            raise CliError(f"{model} is not a checkpoint directory: it has no config.json", ExitCode.USAGE)
+        given = [*arguments, *(["--dry-run"] if dry_run else [])]
+        result = run_tool(output, given, module=_MODULE, amount=amount)
+        output.result(result, tell(result))
+
+
+def _planned(result: dict[str, Any], out: Path) -> str:
+    """Sizes before and after, a line each."""
+    plan = result["plan"]
+    lines = [f"wrote [green]{escape(str(out))}[/]" if result["out"] else "nothing was written; it would be:"]
+    if "parameters" in plan:
+        share = 1 - plan["parameters_after"] / plan["parameters"]
+        lines.append(f"  parameters  {plan['parameters']:,} → {plan['parameters_after']:,} ({share:.1%} less)")
+    share = 1 - plan["bytes_after"] / plan["bytes"]
+    lines.append(f"  bytes  {plan['bytes']:,} → {plan['bytes_after']:,} ({share:.1%} less)")
+    lines += [f"  {name}  {before} → {after}" for name, (before, after) in plan.get("shape", {}).items()]
+    return "\n".join(lines)
