@@ -29,7 +29,7 @@ from services.trainer.jobs import prepare_run
 from services.trainer.runtime.worker import TrainerWorker
 from services.trainer.settings import TrainerSettings
 from tests.integration.test_rollout_job import events, until
-from tests.rollout_support import Pod, running_pod
+from tests.rollout_support import TINY, Pod, running_pod
 from tests.unit.common.jobs.scorers.test_webhook import serving
 
 SUMS = 70
@@ -161,11 +161,23 @@ async def test_a_run_that_is_handed_on_ends_in_the_result_of_one_that_is_not(
 async def test_what_is_deleted_meanwhile_fails_the_run_by_name_and_keeps_what_was_answered(
     queue: JobQueue, store: ObjectStore, suites: SuiteStore, start: Start, pod: Pod
 ) -> None:
-    worker = start()
-    spec = job(targets=["base", "gone@3"])
-    done = await ended(queue, spec)
+    start()
+    done = await ended(queue, job(targets=["base", "gone@3"]))
     assert done.state is JobState.FAILED
     assert "gone@3" in (done.reason or "")
+    submitted = await queue.submit(job(sampling={"samples": 16, "temperature": 1.0}))
+    await until(queue, submitted.id, lambda job: job.progress.total_steps > 0)
+    suites.delete(suites.get("sums").ref)
+    done = await until(queue, submitted.id, lambda job: job.state.terminal)
+    assert (done.state, done.attempts) == (JobState.FAILED, 1)
+    assert "suite version sums@1 does not exist" in (done.reason or "")
+    assert EvaluationStore(store).record(done.id) is not None
+
+
+async def test_a_run_is_cancelled_in_the_middle_of_its_answers(
+    queue: JobQueue, suites: SuiteStore, start: Start, pod: Pod
+) -> None:
+    worker = start()
     submitted = await queue.submit(job(sampling={"samples": 64, "temperature": 1.0}))
     await until(queue, submitted.id, lambda job: job.progress.total_steps > 0)
     began = time.monotonic()
@@ -198,6 +210,24 @@ async def test_a_judge_that_talks_nonsense_counts_as_invalid(
     assert "context" in (found.reason or "")
 
 
+async def test_calls_of_tools_are_read_as_the_gateway_reads_them(
+    queue: JobQueue, store: ObjectStore, suites: SuiteStore, start: Start, pod: Pod
+) -> None:
+    settings = json.loads((TINY / "suites" / "tools.json").read_text())
+    lines = [json.loads(line) for line in (TINY / "suites" / "tools.jsonl").read_text().splitlines()[:8]]
+    made(suites, "tools", lines, **settings | {"sampling": {"max_tokens": 48}})
+    start()
+    done = await ended(queue, job(suites=["tools"]))
+    assert done.state is JobState.SUCCEEDED, done.reason
+    found = EvaluationStore(store).items(done.id, 0, 0, 0, 8)
+    fitting = [one for one in found if one.answers[0].finish_reason != "error"]  # the pod's context is short
+    right = [one for one in fitting if one.score == 1]
+    assert len(right) == len(fitting) >= 4, [one.answers for one in found if one.score < 1]
+    assert {answer.finish_reason for one in right for answer in one.answers} == {"tool_calls"}
+    wanted = lines[right[0].index]["expected_tool_calls"]
+    assert [json.loads(call) for call in right[0].answers[0].tool_calls] == wanted
+
+
 async def test_another_server_is_compared_with(
     queue: JobQueue, store: ObjectStore, suites: SuiteStore, start: Start, pod: Pod
 ) -> None:
@@ -206,8 +236,8 @@ async def test_another_server_is_compared_with(
     def answer(seen: Any) -> Any:
         nonlocal asked
         asked += 1
-        if asked == 1:
-            return 400, {}, b"too long"
+        if asked <= 2:
+            return (429, {}, b"busy") if asked == 1 else (400, {}, b"too long")
         message = {"role": "assistant", "content": "7"}
         body = {"choices": [{"message": message, "finish_reason": "stop"}], "usage": {"completion_tokens": 1}}
         return 200, {}, json.dumps(body).encode()

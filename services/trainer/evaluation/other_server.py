@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import tenacity
 
 from services.common.errors import InvalidRequest, Unavailable
 from services.common.evaluation.suites.spec import SuiteSampling
@@ -21,6 +24,7 @@ _AT_ONCE = 8
 _REFUSALS = (400, 413, 422)
 """Statuses of a server that does not take this question, but may take others."""
 _LOOK_SECONDS = 0.05
+_RESPONSE_BYTES = 4 * 2**20
 
 
 class OtherServer:
@@ -47,7 +51,8 @@ class OtherServer:
             ) as client,
             ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="other-server") as threads,
         ):
-            waiting = [threads.submit(self._ask, client, one, sampling) for one in asked]
+            over = threading.Event()
+            waiting = [threads.submit(self._patiently, client, one, sampling, over) for one in asked]
             try:
                 found = []
                 for future in waiting:
@@ -57,8 +62,22 @@ class OtherServer:
                     found.append(future.result())
                 return found
             finally:
+                over.set()
                 for future in waiting:
                     future.cancel()
+
+    def _patiently(self, client: httpx.Client, asked: Asked, sampling: SuiteSampling, over: threading.Event) -> Said:
+        """Asks again while the server is away or busy, as often as a webhook is, until nobody waits any more."""
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(Unavailable),
+            stop=tenacity.stop_any(
+                tenacity.stop_after_attempt(self._webhooks.attempts), tenacity.stop_when_event_set(over)
+            ),
+            wait=tenacity.wait_random_exponential(multiplier=0.5, max=10.0),
+            sleep=tenacity.sleep_using_event(over),
+            reraise=True,
+        )
+        return retrying(self._ask, client, asked, sampling)
 
     def _ask(self, client: httpx.Client, asked: Asked, sampling: SuiteSampling) -> Said:
         question = asked.question
@@ -80,20 +99,31 @@ class OtherServer:
             body["messages"] = question.turns
             place = "chat/completions"
         try:
-            response = client.post(f"{self._target.url.rstrip('/')}/{place}", json=body)
+            with client.stream("POST", f"{self._target.url.rstrip('/')}/{place}", json=body) as response:
+                status, content = response.status_code, _bounded(response)
         except httpx.HTTPError as error:
             raise Unavailable(f"target {self._target}: {type(error).__name__}: {error}") from error
-        status = response.status_code
         if status >= 500 or status == 429:
             raise Unavailable(f"target {self._target}: it answered with status {status}")
         if status in _REFUSALS:
-            return Said("", finish_reason="error", error=f"it answered with status {status}: {response.text[:200]}")
+            said = content[:200].decode(errors="replace")
+            return Said("", finish_reason="error", error=f"it answered with status {status}: {said}")
         if status != 200:
             raise InvalidRequest(f"target {self._target}: it answered with status {status}", param="targets")
         try:
-            return _read(response.json(), question)
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+            return _read(json.loads(content), question)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             return Said("", finish_reason="error", error=f"its answer is not OpenAI's: {type(error).__name__}")
+
+
+def _bounded(response: httpx.Response) -> bytes:
+    """Beginning of a response's body: of one that is too long, so much that it is no JSON."""
+    found = bytearray()
+    for part in response.iter_bytes():
+        found += part
+        if len(found) > _RESPONSE_BYTES:
+            break
+    return bytes(found[:_RESPONSE_BYTES])
 
 
 def _read(body: Any, question: Question) -> Said:
