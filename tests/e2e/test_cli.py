@@ -124,3 +124,27 @@ def test_corrupt_upload_is_refused(stack: Stack, tmp_path: Path) -> None:
     result = temper(stack, "adapters", "upload", str(tmp_path), "--name", name())
     assert result.returncode == 1
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_suite_is_run_and_its_targets_are_compared(stack: Stack, examples: str, tmp_path: Path) -> None:
+    adapter, suite = name(), name()
+    submit = ("train", "submit", "sft", "--data", examples, "--adapter", adapter, "--epochs", "2")
+    assert temper(stack, *submit, "--set", "attach=false", "--wait").returncode == 0
+    items = tmp_path / "items.jsonl"
+    items.write_text(
+        "".join(json.dumps({"prompt": f"What is {n} plus 2?", "expected": n + 2}) + "\n" for n in range(8))
+    )
+    ok(stack, "eval", "suites", "create", suite, str(items), "--scorer", "exact", "--set", "sampling.max_tokens=6")
+    targets = ("--target", "base", "--target", adapter)
+    result = temper(stack, "eval", "run", suite, *targets, "--wait")
+    assert result.returncode == 0, result.stderr
+    assert "step 16/16" in result.stderr
+    assert f"base → {adapter}@1" in result.stdout
+    (listed,) = ok(stack, "eval", "list", "--adapter", f"{adapter}@1")["data"]
+    shown = ok(stack, "eval", "show", listed["id"])
+    assert [one["target"] for one in shown["summaries"]] == ["base", f"{adapter}@1"]
+    assert shown["summaries"][0]["mean"] == 1.0, "the tiny model knows small sums"
+    assert shown["comparisons"][0]["test"] == "mcnemar"
+    refused = temper(stack, "eval", "run", suite, "--target", "nobody@1")
+    assert refused.returncode == 1
+    assert "nobody@1" in refused.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import random
 import signal
@@ -71,6 +72,28 @@ def test_engine_killed_in_the_middle_of_a_job(faulty: Stack, undisturbed: dict[i
         back = next(after for before, after in itertools.pairwise(resumed) if after <= before)
         assert back > 1, f"the job started over instead of continuing from a checkpoint: {resumed}"
         assert jobs.chat(client, faulty.served_model_name)
+
+
+def test_engine_killed_in_the_middle_of_an_evaluation(faulty: Stack) -> None:
+    """It goes on where it was, and its result is that of a run that nobody disturbed."""
+    lines = "\n".join(json.dumps({"prompt": f"What is {n} plus 7?", "expected": n + 7}) for n in range(160))
+    suite = {"name": "sums", "scorer": {"type": "exact"}, "sampling": {"max_tokens": 6}, "jsonl": lines}
+    run = {"suites": ["sums"], "sampling": {"samples": 8, "temperature": 1.2}, "seed": 3}
+    with httpx.Client(base_url=faulty.url, timeout=30) as client:
+        assert client.post("/v1/eval/suites", json=suite).status_code == 201
+        ids = [client.post("/v1/evaluations", json=run).json()["id"] for _ in range(2)]
+        jobs.wait_for_step(client, ids[0], 64)
+        killed = faulty.pid("engine")
+        os.kill(killed, signal.SIGKILL)
+        for one in ids:
+            assert jobs.wait_for_end(client, one)["state"] == "succeeded"
+        assert faulty.pid("engine") != killed
+        assert [jobs.job(client, one)["attempts"] for one in ids] == [2, 1]
+        results = [client.get(f"/v1/evaluations/{one}").json() for one in ids]
+        assert results[0]["summaries"] == results[1]["summaries"]
+        pages = [client.get(f"/v1/evaluations/{one}/items", params={"limit": 1000}).json() for one in ids]
+        assert len(pages[0]["data"]) == pages[0]["total"] == 160
+        assert pages[0]["data"] == pages[1]["data"]
 
 
 @contextmanager
