@@ -91,6 +91,11 @@ def history(base: Path, base_digest: str) -> list[dict[str, Any]]:
     return [*earlier, content]
 
 
+def described_digest(directory: Path) -> str:
+    """Digest that the record of a checkpoint says the weights have. Raises InvalidRequest."""
+    return str(read_object(directory / RECORD, "the record of a forged checkpoint")["outputs"]["digest"])
+
+
 def verify(directory: Path, key: Ed25519PublicKey, progress: Progress = silent) -> dict[str, Any]:
     """Checks a forged checkpoint against its signed record: each file, and that there are no others.
 

@@ -16,7 +16,7 @@ from services.forge.files import file_digest, refuse_existing
 from services.forge.importance.scores import Scores
 from services.forge.importance.settings import NEED_DATA, Settings
 from services.forge.levels import Level, choose
-from services.forge.record import Made, history, verify
+from services.forge.record import Made, described_digest, history, verify
 from services.forge.signature import read_private_key, read_public_key
 from services.forge.units import Kind
 
@@ -156,7 +156,7 @@ def compact_step(
             progress=progress,
             finish=lambda directory: made.write(directory, key),
         )
-    return {"out": str(out), "plan": summary, "digest": checkpoint_digest(out)}
+    return {"out": str(out), "plan": summary, "digest": described_digest(out)}
 
 
 def quantize_step(
@@ -196,7 +196,7 @@ def quantize_step(
             progress=progress,
             finish=lambda directory: made.write(directory, key),
         )
-    return {"out": str(out), "plan": summary, "digest": checkpoint_digest(out)}
+    return {"out": str(out), "plan": summary, "digest": described_digest(out)}
 
 
 def verify_step(directory: Path, key: Path, *, progress: Progress = silent) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def test_what_is_wrong_is_told_and_nothing_is_left(
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     """The peak of the process' own memory while it writes a model many times larger."""
     config = json.loads((TINY / "config.json").read_text())
-    config |= {"hidden_size": 2048, "intermediate_size": 4096, "vocab_size": 65536, "num_hidden_layers": 2}
+    config |= {"hidden_size": 2048, "intermediate_size": 4096, "vocab_size": 24576, "num_hidden_layers": 2}
     config["layer_types"] = ["linear_attention", "full_attention"]
     base = tmp_path / "base"
     base.mkdir()
@@ -128,7 +128,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
             time.sleep(0.005)
     assert process.returncode == 0
     written = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
-    assert written > 300 * 2**20
+    assert written > 150 * 2**20
     assert peak - before < 60 * 2**10, f"{(peak - before) / 2**10:.0f} MiB for {written / 2**20:.0f} MiB"
 
 
