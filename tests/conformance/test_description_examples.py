@@ -11,7 +11,8 @@ from services.gateway.api.base.openapi import EXAMPLES
 from tests.stack import Stack
 
 # Jobs are submitted, and checked as far as that, in tests/unit/gateway: each would keep the trainer busy here.
-NAMED = [(path, name) for path, examples in EXAMPLES.items() for name in examples if not path.startswith("/v1/train/")]
+_JOBS = ("/v1/train/", "/v1/evaluations")
+NAMED = [(path, name) for path, examples in EXAMPLES.items() for name in examples if not path.startswith(_JOBS)]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,8 @@ def described(stack: Stack) -> dict[str, Any]:
 def test_an_example_runs(stack: Stack, described: dict[str, Any], path: str, name: str) -> None:
     content = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]
     answer = httpx.post(f"{stack.url}{path}", json=content["examples"][name]["value"], timeout=60, trust_env=False)
-    assert answer.status_code == 200, answer.text
+    described_status = [int(status) for status in described["paths"][path]["post"]["responses"] if status < "300"]
+    assert answer.status_code in described_status, answer.text
     if answer.headers["content-type"].startswith("text/event-stream"):
         assert answer.text.endswith("data: [DONE]\n\n")
     else:

@@ -175,7 +175,7 @@ EXAMPLES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "/v1/evaluations": {
         "base": {"suites": ["sums"], "targets": ["base"]},
         "versions": {
-            "suites": ["sums@1", "colours"],
+            "suites": ["sums@1", "sums-held-out"],
             "targets": ["base", "polite@3", {"url": "http://other:8000/v1", "model": "theirs"}],
             "sampling": {"samples": 4, "temperature": 0.7},
             "seed": 1,

@@ -44,6 +44,18 @@ def test_a_job_is_submitted(tiny: Running, path: str) -> None:
         assert answer.status_code == 202, answer.text
 
 
+def test_an_evaluation_is_submitted(tiny: Running) -> None:
+    """Of the suites that are examples themselves, on versions that exist."""
+    files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}
+    for content in (b"x", b"y", b"z"):
+        files["adapter_model.safetensors"] = content
+        tiny.registry.publish("polite", files, base_digest=tiny.inference.engines.served.info.digest)
+    for path, status in (("/v1/eval/suites", 201), ("/v1/evaluations", 202)):
+        for body in EXAMPLES[path].values():
+            answer = httpx.post(f"{tiny.url}{path}", json=body, timeout=20, trust_env=False)
+            assert answer.status_code == status, answer.text
+
+
 def test_every_body_has_examples_that_fit_its_schema(running: Running) -> None:
     description = running.app.openapi()
     for path, operations in description["paths"].items():

@@ -99,17 +99,20 @@ def test_what_cannot_run_is_refused_by_its_field(
 
 
 def test_a_result_outlives_its_job_and_is_read_by_item(running: Running, http: httpx.Client) -> None:
-    stored(running, "job-1")
-    found = http.get("/v1/evaluations/job-1").json()
+    stored(running, "run-of-two")
+    found = http.get("/v1/evaluations/run-of-two").json()
     assert (found["state"], found["targets"][1]["name"]) == ("succeeded", "polite@1")
     assert [one["mean"] for one in found["summaries"]] == [0.5, 1.0]
     (pair,) = found["comparisons"]
     assert (pair["gain"], pair["better"], pair["worse"], pair["p"]) == (0.5, 1, 0, 1.0)
-    page = http.get("/v1/evaluations/job-1/items", params={"target": "polite@1", "limit": 1}).json()
+    page = http.get("/v1/evaluations/run-of-two/items", params={"target": "polite@1", "limit": 1}).json()
     assert (page["target"], page["data"][0]["score"], page["has_more"], page["total"]) == ("polite@1", 1.0, True, 2)
-    page = http.get("/v1/evaluations/job-1/items", params={"after": 0}).json()
+    page = http.get("/v1/evaluations/run-of-two/items", params={"after": 0}).json()
     assert [(one["index"], one["answers"][0]["text"]) for one in page["data"]] == [(1, "3")]
-    assert "base, polite@1" in error_of(http.get("/v1/evaluations/job-1/items", params={"target": "x"}), 400)["message"]
+    assert (
+        "base, polite@1"
+        in error_of(http.get("/v1/evaluations/run-of-two/items", params={"target": "x"}), 400)["message"]
+    )
 
 
 def test_runs_belong_to_their_key(start: Starter, tmp_path: Any) -> None:
@@ -118,10 +121,10 @@ def test_runs_belong_to_their_key(start: Starter, tmp_path: Any) -> None:
     keys.add("bob", Scope.TRAIN)
     keys.add("operator", Scope.ADMIN)
     running = start(api_keys_file=str(keys.path), redis_url=NO_REDIS)
-    stored(running, "job-1", keys.entries["alice"].id)
+    stored(running, "run-of-two", keys.entries["alice"].id)
     seen = {}
     for name in keys.entries:
         with httpx.Client(base_url=running.url, headers=keys.bearer(name), timeout=20, trust_env=False) as caller:
-            status = caller.get("/v1/evaluations/job-1").status_code
+            status = caller.get("/v1/evaluations/run-of-two").status_code
             seen[name] = (status, len(caller.get("/v1/evaluations").json()["data"]))
     assert seen == {"alice": (200, 1), "bob": (404, 0), "operator": (200, 1)}
