@@ -32,6 +32,7 @@ from kernels.gpu.delta.waiting_writes import (
 )
 from kernels.gpu.elementary import exponential, inverse_root, sigmoid, silu, softplus
 from kernels.gpu.launch.device import DeviceLimits, limits_of
+from kernels.gpu.launch.programmatic import prefetch_l2
 
 _HOPPER = (9, 0)
 """Compute capability."""
@@ -241,6 +242,7 @@ def _late_step_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PART: tl.constexpr,
+    AHEAD: tl.constexpr,
     ROOM: tl.constexpr,
     BLOCK_W: tl.constexpr,
     PDL: tl.constexpr,
@@ -257,6 +259,8 @@ def _late_step_kernel(
     if PDL:
         gdc_launch_dependents()
     place = tl.load(slots + row).to(tl.int64) * HEADS + head
+    for early in tl.static_range(AHEAD):
+        _ask_state(state, place, early * PART, KEY_DIM, VALUE_DIM, BLOCK_V, PART)
     first, end = span_of(waiting, place, 0, VALUE_DIM)
     if PDL:
         gdc_wait()
@@ -277,6 +281,8 @@ def _late_step_kernel(
         )
         for part in tl.static_range(BLOCK_K // PART):
             here = part * PART + i
+            if AHEAD > 0 and part + AHEAD < BLOCK_K // PART:
+                _ask_state(state, place, (part + AHEAD) * PART, KEY_DIM, VALUE_DIM, BLOCK_V, PART)
             s = load_state(state, place, here, j, KEY_DIM, VALUE_DIM)
             read, o = _add_products(read, o, s, row, head, here, mixer, KEY_HEADS, HEADS, KEY_DIM)
         read = faded * read + written_read
@@ -300,6 +306,17 @@ def load_state(state, place, i, j, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexp
     places = state + (place * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
     held = (i[:, None] < KEY_DIM) & (j[None, :] < VALUE_DIM)
     return tl.load(places, mask=held, other=0.0, eviction_policy="evict_first").to(tl.float32)
+
+
+@triton.jit
+def _ask_state(
+    state, place, first, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, PART: tl.constexpr
+):
+    """Asks L2 for PART key dimensions of a head's state."""
+    numbers: tl.constexpr = 1024 // state.dtype.element_ty.primitive_bitwidth  # of a cache line
+    i = tl.minimum(first + tl.arange(0, PART), KEY_DIM - 1)
+    j = tl.minimum(tl.arange(0, max(1, BLOCK_V // numbers)) * numbers, VALUE_DIM - 1)
+    prefetch_l2(state + (place * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :])
 
 
 @triton.jit
@@ -362,6 +379,7 @@ def gated_delta_step(
     out: Tensor | None = None,
     num_warps: int = 4,
     part: int | None = None,
+    ahead: int = 0,
     device: DeviceLimits | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -388,6 +406,7 @@ def gated_delta_step(
             of which three instead of two share a multiprocessor.
         part: key dimensions that a program whose write waits has in registers at once, a power of two; if None what
             spills no registers: 32 on Hopper and of bfloat16 states before it, else 16.
+        ahead: parts that L2 is asked for ahead of the one in registers.
         device: limits to choose the part for; those of the tensors' device if None.
         pdl: launch before the kernels ahead have finished (kernels.gpu.launch.programmatic): none of them may write
             ``state``, ``waiting`` or ``slots``.
@@ -425,6 +444,7 @@ def gated_delta_step(
         slots,
         writes,
         PART=min(part, constants["BLOCK_K"]),
+        AHEAD=0 if triton.knobs.runtime.interpret else ahead,
         ROOM=room,
         BLOCK_W=triton.next_power_of_2(room),
         **constants,
