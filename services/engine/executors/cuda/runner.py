@@ -112,7 +112,15 @@ class CudaRunner:
         max_blocks = -(-limits.max_model_len // cache.block_size)
         self._tables = torch.zeros(cache.num_slots, -(-max_blocks // 4) * 4, dtype=torch.int32, device=device)
         self._shadow = TableShadow(cache.num_slots, self._tables.shape[1])
-        self._sampler = CudaSampler(eos_token_ids, cache.num_slots, config.vocab_size, sampled, device, pdl=options.pdl)
+        self._sampler = CudaSampler(
+            eos_token_ids,
+            cache.num_slots,
+            config.vocab_size,
+            sampled,
+            device,
+            on_host=not limits.speculative,
+            pdl=options.pdl,
+        )
         self._reader = CudaPromptReader(self._stream, config.vocab_size, limits.max_num_seqs)
         self._masks = MaskUpload(self._stream, sampled, config.vocab_size)
         # With speculation the second is for the draft tokens.
@@ -383,7 +391,9 @@ class CudaRunner:
         )
 
     def _fetch(self, words: Tensor) -> Tensor:
-        """Queues the copy of results to the host."""
+        """Queues the copy of results to the host, if they are not there."""
+        if words.is_pinned():
+            return words
         self._turn = (self._turn + 1) % len(self._results)
         host = self._results[self._turn][: words.numel()].view(words.shape)
         host.copy_(words, non_blocking=True)

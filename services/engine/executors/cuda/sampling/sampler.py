@@ -49,7 +49,7 @@ class DeviceResults:
     """The results of a step, valid until the kernels of the fourth step after it."""
 
     words: Tensor
-    """[R, 4] int32, or [R, 44] if a row wants alternatives: what to copy to the host."""
+    """[R, 4] int32, or [R, 44] if a row wants alternatives: what to copy to the host, unless it is there."""
 
 
 class CudaSampler:
@@ -61,6 +61,7 @@ class CudaSampler:
         vocab: width of the logits.
         max_rows: most rows of a step.
         config: how the kernels are cut; None: as measured best.
+        on_host: kernels write results to pinned memory of the host, where nothing on the device reads them.
         pdl: launch kernels before the one ahead has finished.
     """
 
@@ -73,6 +74,7 @@ class CudaSampler:
         device: torch.device,
         *,
         config: SamplingConfig | None = None,
+        on_host: bool = False,
         pdl: bool = False,
     ) -> None:
         self._device = device
@@ -80,7 +82,11 @@ class CudaSampler:
         self._pdl = pdl
         self._tables = SamplingTables(eos_token_ids, num_slots, vocab, device, max_rows)
         self._buffers = SamplingBuffers.allocate(max_rows, vocab, device, config or SamplingConfig(BLOCK))
-        self._results = [torch.zeros(max_rows * ROW_WORDS, dtype=torch.int32, device=device) for _ in range(_RESULTS)]
+        words, pinned = max_rows * ROW_WORDS, on_host and device.type == "cuda"
+        place = torch.device("cpu") if pinned else device
+        self._results = [
+            torch.zeros(words, dtype=torch.int32, device=place, pin_memory=pinned) for _ in range(_RESULTS)
+        ]
         self._turn = 0
         self.last_tokens = torch.zeros(num_slots, dtype=torch.int32, device=device)
         """[num_slots]: the token sampled last for each state slot."""
