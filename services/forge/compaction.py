@@ -15,21 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from services.adapter_tools.output import whole_directory
 from services.common.errors import CheckpointRejected, InvalidRequest
 from services.engine.models.checkpoint import MTP_PREFIX, canonical_name, raw_tensors, shard_files
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.registry import parse_config, read_config_file
-from services.engine.models.weights.shards import (
-    SHARD_BYTES,
-    Progress,
-    TensorToWrite,
-    bytes_needed,
-    check_shard_bytes,
-    companions,
-    silent,
-    write_checkpoint,
-)
+from services.engine.models.weights.shards import SHARD_BYTES, Progress, TensorToWrite, silent
+from services.forge.checkpoint_output import pieces, write_model
 from services.forge.cut import Cut, cut_config
 from services.forge.units import Part, count, cuttable, indices, layer_path, parts
 
@@ -131,7 +122,7 @@ def compacted(base: Base, cut: Cut) -> list[TensorToWrite]:
         kept = None if part is None else cut.of(part.width, layer)
         if part is None or kept is None:
             shape = tuple(header["shape"])
-            made.append(TensorToWrite(new_name, header["dtype"], shape, len(data), partial(_whole, data)))
+            made.append(TensorToWrite(new_name, header["dtype"], shape, len(data), partial(pieces, data)))
         else:
             chosen = indices(part, count(base.config, part.width), kept)
             made.append(_sliced(new_name, header, data, part, chosen))
@@ -179,15 +170,11 @@ def compact(
         InvalidRequest: the checkpoint cannot be cut so, the output is there already, or the disk is too small.
         CheckpointRejected: what would be written is not what its config.json describes.
     """
-    check_shard_bytes(max_shard_bytes)
     tensors = compacted(base, cut)
     config = cut_config(base.data, base.config, cut)
     found = {path: tensor.shape for tensor in tensors if (path := _path(tensor.name))}
     check_shapes(cuttable(parse_config(config)), found, mtp=base.mtp, what=str(out))
-    beside = companions(base.directory)
-    with whole_directory(out, bytes_needed(tensors, beside)) as scratch:
-        write_checkpoint(scratch, tensors, beside, config, max_shard_bytes=max_shard_bytes, progress=progress)
-        finish(scratch)
+    write_model(out, base.directory, tensors, config, max_shard_bytes=max_shard_bytes, progress=progress, finish=finish)
 
 
 def _path(name: str) -> str | None:
@@ -202,11 +189,6 @@ def _layer(path: str) -> tuple[str, str]:
         return "", ""
     number, _, inside = rest.partition(".")
     return f"{front}{layers}{number}", inside
-
-
-def _whole(data: memoryview) -> Iterator[memoryview]:
-    for start in range(0, len(data), 8 * _ENTRIES):
-        yield data[start : start + 8 * _ENTRIES]
 
 
 def _sliced(name: str, header: Mapping[str, Any], data: memoryview, part: Part, chosen: list[int]) -> TensorToWrite:

@@ -12,20 +12,11 @@ import torch
 from torch import Tensor
 
 from kernels.quantize import FP8_MAX
-from services.adapter_tools.output import whole_directory
 from services.common.errors import InvalidRequest
 from services.engine.models.checkpoint import raw_tensors, shard_files
 from services.engine.models.registry import parse_config, read_config_file
-from services.engine.models.weights.shards import (
-    SHARD_BYTES,
-    Progress,
-    TensorToWrite,
-    bytes_needed,
-    check_shard_bytes,
-    companions,
-    silent,
-    write_checkpoint,
-)
+from services.engine.models.weights.shards import SHARD_BYTES, Progress, TensorToWrite, silent
+from services.forge.checkpoint_output import pieces, write_model
 
 BLOCK = (128, 128)
 _KEPT = frozenset({"embed_tokens", "lm_head", "conv1d", "in_proj_a", "in_proj_b", "fc", "gate", "shared_expert_gate"})
@@ -33,7 +24,6 @@ _KEPT = frozenset({"embed_tokens", "lm_head", "conv1d", "in_proj_a", "in_proj_b"
 _ROWS = 16 * BLOCK[0]
 """Rows of a matrix that are in float32 at once."""
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_WHOLE = 16 * 2**20
 
 
 def quantization_config(kept: Sequence[str], block: tuple[int, int] | None = BLOCK) -> dict[str, Any]:
@@ -122,19 +112,23 @@ class Quantized:
         Raises:
             InvalidRequest: the output is there already, or the disk is too small.
         """
-        check_shard_bytes(max_shard_bytes)
         config = self._data | {"quantization_config": quantization_config(self._kept)}
-        beside = companions(self._directory)
-        with whole_directory(out, bytes_needed(self.tensors, beside)) as scratch:
-            write_checkpoint(scratch, self.tensors, beside, config, max_shard_bytes=max_shard_bytes, progress=progress)
-            finish(scratch)
+        write_model(
+            out,
+            self._directory,
+            self.tensors,
+            config,
+            max_shard_bytes=max_shard_bytes,
+            progress=progress,
+            finish=finish,
+        )
 
     def _add(self, name: str, header: Mapping[str, Any], data: memoryview) -> None:
         shape, dtype = tuple(header["shape"]), str(header["dtype"])
         if not is_quantized(name, shape):
             if len(shape) > 1:
                 self._kept.append(name.removesuffix(".weight"))
-            self.tensors.append(TensorToWrite(name, dtype, shape, len(data), partial(_plain, data)))
+            self.tensors.append(TensorToWrite(name, dtype, shape, len(data), partial(pieces, data)))
             return
         if dtype not in _DTYPES:
             raise InvalidRequest(f"tensor {name} is {dtype}: only plain floats can be quantized", param="model")
@@ -142,11 +136,6 @@ class Quantized:
         blocks = tuple(-(-size // step) for size, step in zip(shape, BLOCK, strict=True))
         self.tensors.append(TensorToWrite(name, "F8_E4M3", shape, shape[0] * shape[1], values))
         self.tensors.append(TensorToWrite(f"{name}_scale_inv", "BF16", blocks, 2 * blocks[0] * blocks[1], scales))
-
-
-def _plain(data: memoryview) -> Iterator[memoryview]:
-    for start in range(0, len(data), _WHOLE):
-        yield data[start : start + _WHOLE]
 
 
 def _pieces(data: memoryview, shape: tuple[int, int], dtype: torch.dtype, part: int) -> Iterator[bytes]:
