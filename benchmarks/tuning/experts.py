@@ -40,9 +40,9 @@ _TOGETHER = 64
 _CHOICES = 12
 
 
-def shape_of(kind: Kind) -> ExpertShape:
+def shape_of(kind: Kind, config: Qwen3_5MoeConfig = CONFIG) -> ExpertShape:
     return ExpertShape(
-        CONFIG.num_experts, CONFIG.experts_per_token, CONFIG.hidden_size, CONFIG.expert_size, kind, itemsize=2
+        config.num_experts, config.experts_per_token, config.hidden_size, config.expert_size, kind, itemsize=2
     )
 
 

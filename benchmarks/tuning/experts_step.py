@@ -22,6 +22,7 @@ from benchmarks.kernels.launches import no_products, one_share
 from benchmarks.lib.precompile import precompile
 from benchmarks.lib.random_checkpoint import config_of, family_config
 from benchmarks.lib.recorder import Recorder, describe
+from benchmarks.tuning.experts import shape_of
 from benchmarks.tuning.step.decode_step import DecodeStep, one_of_each
 from benchmarks.tuning.step.sweep import Timer
 from benchmarks.tuning.step.variants import Variant
@@ -94,17 +95,11 @@ def _step(config: Qwen3_5Config, rows: int, kind: Quantization, device: torch.de
 def _compile(config: Qwen3_5MoeConfig, kind: Quantization, rows: int, index: int, device: torch.device) -> None:
     """One of _PROCESSES parts of all kernels."""
     step = _step(one_of_each(config), rows, kind, device, empty=True)
-    shape = shape_of(config, kind)
+    shape = shape_of(kind, config)
     with one_share(index, _PROCESSES), no_products():
         for variant in variants(rows, shape, step.kernels.device):
             with suppress(Exception):  # reported when it is timed
                 variant.launch(step)
-
-
-def shape_of(config: Qwen3_5MoeConfig, kind: Quantization) -> ExpertShape:
-    return ExpertShape(
-        config.num_experts, config.experts_per_token, config.hidden_size, config.expert_size, kind, itemsize=2
-    )
 
 
 @torch.inference_mode()
@@ -126,7 +121,7 @@ def main() -> None:
     step = _step(config, max(options.rows), options.quant, device, empty=False)
     timer, recorder = Timer(step), Recorder(options.out)
     for rows in options.rows:
-        for variant in variants(rows, shape_of(config, options.quant), step.kernels.device):
+        for variant in variants(rows, shape_of(options.quant, config), step.kernels.device):
             try:
                 figures = timer.time(variant)
             except Exception as error:  # one variant that does not run must not end the others

@@ -38,7 +38,8 @@ _ACTIVATION_COPIES = 8
 _GRAPH_COPIES = 4
 """The same number in the memory that all CUDA graphs share and no other step may use."""
 _GRAPH_FIXED = 512 * 2**20
-"""Bytes of some hundred captured graphs, kernels, and the workspaces of matrix products."""
+"""Bytes of some hundred captured graphs, the logits that those of few rows keep, kernels, and the workspaces of matrix
+products."""
 _CAPTURED_PREFILL = 2048
 """Tokens of the longest prefill that is captured, alone or beside decodes."""
 _SPLITS = 8

@@ -136,7 +136,7 @@ async def _page(evaluation: EvaluationServices, ids: Sequence[str], limit: int, 
 
 async def _found(evaluation: EvaluationServices, run: str) -> EvaluationObject:
     """A run that the caller may see. Raises NotFound, also if it is another key's."""
-    job: Job | None = None
+    job: Job | None
     try:
         job = await evaluation.queue.get(run)
     except NotFound:  # jobs are forgotten after a while, results are not
