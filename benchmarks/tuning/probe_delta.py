@@ -29,10 +29,8 @@ from kernels.gpu.delta.step import gated_delta_step
 from kernels.gpu.delta.waiting_writes import WaitingWrites
 from tests.kernels.gpu.delta.support import mixer
 
-_KEY_HEADS, _HEADS, _DIM = 16, 32, 128
+_KEY_HEADS, _DIM = 16, 128
 _SLOTS = 520
-_ROW_BYTES = 4 * _HEADS * _DIM * _DIM
-"""Bytes of a row's states."""
 
 
 @triton.jit
@@ -77,8 +75,9 @@ class Cut:
         return f"{'factor' if self.write else 'read'}, {self.keys} keys, {self.warps} warps, hint {self.hint or '-'}"
 
     def launch(self, state: Tensor, slots: Tensor, out: Tensor) -> None:
-        _pass_kernel[(len(slots) * _HEADS,)](
-            state, slots, out, HEADS=_HEADS, DIM=_DIM, KEYS=self.keys, HINT=self.hint, WRITE=self.write,
+        heads = state.shape[1]
+        _pass_kernel[(len(slots) * heads,)](
+            state, slots, out, HEADS=heads, DIM=_DIM, KEYS=self.keys, HINT=self.hint, WRITE=self.write,
             num_warps=self.warps,
         )  # fmt: skip
 
@@ -96,16 +95,19 @@ _PARTS = (64, 32, 16, 8)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=lambda text: [int(part) for part in text.split(",")], default=[1, 16, 64, 256])
+    parser.add_argument("--heads", type=int, default=32, help="value heads: 32 as the 4B shape has, 16 as the 0.8B")
     parser.add_argument("--room", type=lambda text: [int(part) for part in text.split(",")], default=[4, 8])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     recorder = Recorder(options.out)
     device = torch.device("cuda")
-    state = torch.randn(_SLOTS, _HEADS, _DIM, _DIM, device=device)
-    shape = {"key_heads": _KEY_HEADS, "heads": _HEADS, "key_dim": _DIM, "value_dim": _DIM}
+    heads = options.heads
+    row_bytes = 4 * heads * _DIM * _DIM
+    state = torch.randn(_SLOTS, heads, _DIM, _DIM, device=device)
+    shape = {"key_heads": _KEY_HEADS, "heads": heads, "key_dim": _DIM, "value_dim": _DIM}
     m = mixer(max(options.rows), device, **shape, dtype=torch.bfloat16)
     mixed = m.projected[:, : m.conv_dim].contiguous()
-    sums = torch.empty(max(options.rows) * _HEADS, _DIM, device=device)
+    sums = torch.empty(max(options.rows) * heads, _DIM, device=device)
     for rows in options.rows:
         order = torch.randperm(_SLOTS - 1, device=device).int() + 1
         turns = [order[begin : begin + rows] for begin in range(0, _SLOTS - rows, rows)][:64]
@@ -116,7 +118,7 @@ def main() -> None:
             except Exception as error:  # one that does not compile must not end the others
                 recorder.add({"rows": rows, "what": what, "failed": describe(error)})
                 return
-            rate = passes * rows * _ROW_BYTES / us / 1e6
+            rate = passes * rows * row_bytes / us / 1e6
             recorder.add({"rows": rows, "what": what, "us": round(us, 2), "TB/s": round(rate, 3)})
             print(f"{rows:4} {what:60} {us:8.2f} us {rate:6.3f} TB/s", flush=True)
 
@@ -128,7 +130,7 @@ def main() -> None:
             waiting = None
             if room:
                 waiting = WaitingWrites.allocate(
-                    _SLOTS, heads=_HEADS, key_dim=_DIM, value_dim=_DIM, room=room, dtype=torch.bfloat16, device=device
+                    _SLOTS, heads=heads, key_dim=_DIM, value_dim=_DIM, room=room, dtype=torch.bfloat16, device=device
                 )
                 waiting.clear()
             inputs = (mixed[:rows], m.projected[:rows], *m.parameters(), state)
