@@ -14,7 +14,7 @@ def main() -> None:
     """npm for what package-lock.json pins, without install scripts; pip for requirements.txt, in an environment."""
     if installed():
         return
-    print("Installing clients (about a minute and 1.6 GB the first time)", flush=True)
+    print("Installing clients (about a minute and 2.3 GB the first time)", flush=True)
     shutil.rmtree(ROOT, ignore_errors=True)
     directory = ROOT / "node"
     directory.mkdir(parents=True)
