@@ -14,13 +14,14 @@ import pytest
 
 from models.tiny.recipe.data import DIRECTORY
 from models.tiny.recipe.suites import SUITES
-from services.common.evaluation.runs.harness import SuiteAnswers, exported_results, imported
+from services.common.evaluation.runs.harness import exported_results
 from services.common.evaluation.runs.records import Answer, ItemResult, RunRecord, RunSuite, RunTarget
 from services.common.evaluation.runs.results import result_of
-from services.common.evaluation.suites.spec import SuiteItem, SuiteSampling
+from services.common.evaluation.suites.spec import SuiteSampling
 from tests.conformance.clients.agents import OFFLINE
 from tests.conformance.clients.place import HERE, PYTHON
 from tests.conformance.clients.recorder import Recording
+from tests.unit.cli import runner
 
 ITEMS = 12
 CHOICES = [
@@ -38,16 +39,18 @@ def our_results() -> dict[str, Any]:
         id="job", suites=(suite,), targets=(RunTarget(name="base"),), seed=0, base_digest="b", created_at=0
     )
     result = ItemResult(item="1", index=0, score=1.0, weight=1.0, answers=(Answer(text="2", score=1.0),))
-    summary = result_of(record, {(0, 0): [result]}, 1.0).summaries[0]
-    answers = SuiteAnswers(summary, [SuiteItem(id="1", prompt="1+1?", expected=["2"])], [result])
-    return exported_results(record, "base", [answers])
+    return exported_results(record, result_of(record, {(0, 0): [result]}, 1.0), "base", {"ours@2": 0})
 
 
-def written(directory: Path, task: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Result files of one run of the harness."""
+def imported(url: str, directory: Path, task: str) -> dict[str, Any]:
+    """One run of the harness as an evaluation of ours, by the command that imports it."""
     (results,) = directory.rglob("results_*.json")
-    (samples,) = directory.rglob(f"samples_{task}_*.jsonl")
-    return json.loads(results.read_text()), [json.loads(line) for line in samples.read_text().splitlines()]
+    done = runner.temper("eval", "import", str(results), "--json", url=url)
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["imported"]["program"] == "lm-evaluation-harness"
+    assert found["suites"][0]["suite"].partition("@")[0] == task
+    return dict(found)
 
 
 def best_choice(stack: Any, recording: Recording, row: dict[str, Any]) -> str:
@@ -83,11 +86,11 @@ def test_the_harness_runs_local_tasks(recording: Recording, stack: Any, tmp_path
     assert found["chat"]["score"] >= 0.75
     assert found["chat"]["items"] == ITEMS
     for run, task, metric in (("chat", "sums_chat", "exact_match"), ("choices", "choices", "acc")):
-        results, samples = written(tmp_path / run, task)
-        read = imported(results, samples, task, metric)
-        mean = sum(one.score for one in read.items) / len(read.items)
-        assert (mean, read.model) == (pytest.approx(found[run]["score"]), stack.served_model_name)
-    _, samples = written(tmp_path / "choices", "choices")
-    right = [best_choice(stack, recording, row) == row["expected"] for row in CHOICES]
-    assert [row["acc"] for row in sorted(samples, key=lambda row: row["doc_id"])] == right
+        kept = imported(recording.url, tmp_path / run, task)
+        (summary,) = kept["summaries"]
+        assert (summary["mean"], summary["target"]) == (pytest.approx(found[run]["score"]), stack.served_model_name)
+        assert (kept["suites"][0]["scorer"], kept["state"]) == (f"{metric},none", "succeeded")
+    right = [float(best_choice(stack, recording, row) == row["expected"]) for row in CHOICES]
+    items = httpx.get(f"{recording.url}/v1/evaluations/{kept['id']}/items", trust_env=False).json()["data"]
+    assert [one["score"] for one in items] == right
     assert "|ours |      2|none  |     0|score" in found["table"]

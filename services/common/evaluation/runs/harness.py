@@ -1,5 +1,5 @@
 """Results in the form of lm-evaluation-harness 0.4: the object of its results_*.json, and the rows of its
-samples_*.jsonl. Written for its tools, and read so that its results are compared like ours."""
+samples_*.jsonl. Written for its tools, and read so that its results stand beside ours."""
 
 from __future__ import annotations
 
@@ -11,74 +11,80 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import InvalidRequest
-from services.common.evaluation.runs.records import Answer, ItemResult, RunRecord, Summary
+from services.common.evaluation.runs.records import Answer, ItemResult, RunRecord, RunResult
 from services.common.evaluation.suites.names import parse_suite_ref
 from services.common.evaluation.suites.spec import SuiteItem
 from services.common.jobs.fields.messages import as_turns
 
+HARNESS = "lm-evaluation-harness"
 METRIC = "score"
 FILTER = "none"
+_NO_METRICS = ("name", "alias", "sample_len", "samples", "sample_count")
+"""What stands beside the metrics of a task; the texts in quotes are no numbers anyway."""
+_ROUNDED = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
-class SuiteAnswers:
-    """One suite as one target answered it."""
-
-    summary: Summary
-    items: Sequence[SuiteItem]
-    results: Sequence[ItemResult]
-    """One an item, in their order."""
-
-    def __post_init__(self) -> None:
-        if [one.index for one in self.results] != list(range(len(self.items))):
-            raise ValueError(f"{len(self.results)} results of {len(self.items)} items, or not in their order")
+# Writing.
 
 
-def exported_results(record: RunRecord, target: str, answers: Sequence[SuiteAnswers]) -> dict[str, Any]:
-    """The object of results_*.json: each suite is a task by its name, whose version is the suite's.
+def task_names(record: RunRecord) -> dict[str, str]:
+    """Task that each suite of a run is there: its name, or with its version where two versions are of one run."""
+    names = [parse_suite_ref(suite.suite)[0] for suite in record.suites]
+    return {
+        suite.suite: name if names.count(name) == 1 else suite.suite
+        for suite, name in zip(record.suites, names, strict=True)
+    }
+
+
+def exported_results(record: RunRecord, result: RunResult, target: str, shots: Mapping[str, int]) -> dict[str, Any]:
+    """The object of results_*.json: each suite is a task, whose version is the suite's.
 
     There are no standard errors: our intervals count groups and weights, and are not made of one.
+
+    Args:
+        target: name of one target of the run.
+        shots: answered examples in front of an item, by suite, where that is known.
     """
+    tasks = task_names(record)
     suites = {suite.suite: suite for suite in record.suites}
-    tasks = [(task_name(one), suites[one.summary.suite], one) for one in answers]
-    model = {"model_source": "temper", "model_name": target, "model_name_sanitized": target.replace("/", "__")}
+    summaries = {tasks[one.suite]: one for one in result.summaries if one.target == target}
     return {
         "results": {
             name: {
                 "name": name,
                 "alias": name,
-                "sample_len": len(one.items),
-                f"{METRIC},{FILTER}": one.summary.mean,
+                "sample_len": one.items,
+                f"{METRIC},{FILTER}": one.mean,
                 f"{METRIC}_stderr,{FILTER}": "N/A",
             }
-            for name, _, one in tasks
+            for name, one in summaries.items()
         },
         "group_subtasks": {},
         "configs": {
-            name: {"task": name, "metadata": {"digest": suite.digest, "scorer": suite.scorer}}
-            for name, suite, _ in tasks
+            name: {
+                "task": name,
+                "metadata": {
+                    "suite": one.suite,
+                    "digest": suites[one.suite].digest,
+                    "scorer": suites[one.suite].scorer,
+                },
+            }
+            for name, one in summaries.items()
         },
-        "versions": {name: parse_suite_ref(suite.suite)[1] for name, suite, _ in tasks},
-        "n-shot": {name: 0 for name, _, _ in tasks},
-        "higher_is_better": {name: {METRIC: suite.better == "higher"} for name, suite, _ in tasks},
-        "n-samples": {name: {"original": len(one.items), "effective": len(one.items)} for name, _, one in tasks},
+        "versions": {name: parse_suite_ref(one.suite)[1] for name, one in summaries.items()},
+        "n-shot": {tasks[suite]: count for suite, count in shots.items()},
+        "higher_is_better": {name: {METRIC: suites[one.suite].better == "higher"} for name, one in summaries.items()},
+        "n-samples": {name: {"original": one.items, "effective": one.items} for name, one in summaries.items()},
         "config": {"model": "temper", "model_args": {"model": target, "run": record.id}, "random_seed": record.seed},
         "date": record.created_at,
-        **model,
+        "model_source": "temper",
+        "model_name": target,
+        "model_name_sanitized": target.replace("/", "__"),
     }
 
 
-def exported_samples(answers: SuiteAnswers) -> list[dict[str, Any]]:
-    """The rows of samples_{task}_*.jsonl."""
-    return [_row(item, result) for item, result in zip(answers.items, answers.results, strict=True)]
-
-
-def task_name(answers: SuiteAnswers) -> str:
-    """Name of the task that a suite is there."""
-    return parse_suite_ref(answers.summary.suite)[0]
-
-
-def _row(item: SuiteItem, result: ItemResult) -> dict[str, Any]:
+def exported_sample(item: SuiteItem, result: ItemResult) -> dict[str, Any]:
+    """A row of samples_{task}_*.jsonl."""
     doc = item.model_dump(mode="json", exclude_defaults=True)
     prompt = json.dumps(as_turns(item.asked), ensure_ascii=False)
     target = (item.expected or [""])[0]
@@ -110,69 +116,116 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+# Reading.
+
+
 @dataclass(frozen=True, slots=True)
 class HarnessTask:
     """A task as the harness ran it on one model."""
 
     name: str
-    model: str
+    version: str
+    digest: str
+    """Hash of its prompts; empty: it is not told."""
     metric: str
+    """"name,filter"."""
     higher_is_better: bool
     items: tuple[ItemResult, ...]
     """In the order of its documents; they have no weights and no groups."""
 
 
-def imported(
-    results: Mapping[str, Any], samples: Iterable[Mapping[str, Any]], task: str, metric: str, pick: str = FILTER
-) -> HarnessTask:
+def read_task(results: Mapping[str, Any], task: str, rows: Iterable[Any], metric: str | None = None) -> HarnessTask:
     """Reads a task. The full number of documents is the denominator, as it is in ours.
 
     Args:
         results: the object of results_*.json.
-        samples: the rows of samples_{task}_*.jsonl.
-        pick: name of the filter whose scores are read: rows are there for each.
+        rows: the objects of samples_{task}_*.jsonl.
+        metric: "name,filter" as in the results; None: the first one there.
 
     Raises:
-        InvalidRequest: there is no such task, metric or filter, or the rows are not those of the results.
+        InvalidRequest: there is no such task or metric, the rows are not those of the results, or their mean is not
+            what the results say.
     """
-    counts = _at(results, "n-samples", task, "effective")
-    if not isinstance(counts, int):
-        raise InvalidRequest(f"the results hold no task {task[:80]!r}", param="results")
-    rows = {}
-    for row in samples:
+    counted = _at(results, "n-samples", task, "effective")
+    scores = _at(results, "results", task)
+    if not isinstance(counted, int) or counted < 1 or not isinstance(scores, Mapping):
+        raise InvalidRequest(f"results: there is no task {task[:80]!r} in it", param="results")
+    known = [name for name, value in scores.items() if name not in _NO_METRICS and _is_metric(name, value)]
+    chosen = known[0] if metric is None and known else metric
+    if chosen is None or chosen not in known:
+        raise InvalidRequest(
+            f"metrics: task {task[:80]} has no {str(chosen)[:80]!r}, but {', '.join(known) or 'none'}", param="metrics"
+        )
+    name, _, pick = chosen.partition(",")
+    items = _items(task, counted, rows, name, pick or FILTER)
+    mean = math.fsum(item.score for item in items) / counted
+    if not math.isclose(mean, scores[chosen], rel_tol=_ROUNDED, abs_tol=_ROUNDED):
+        raise InvalidRequest(
+            f"metrics: {chosen} of {task[:80]} is {scores[chosen]:.6g}, and the mean over its documents {mean:.6g}: "
+            "only metrics that are means can be compared here, choose another one",
+            param="metrics",
+        )
+    better = _at(results, "higher_is_better", task, name)
+    if not isinstance(better, bool):
+        raise InvalidRequest(
+            f"results: they do not say which way {name[:80]} of {task[:80]} is better", param="results"
+        )
+    version, digest = _at(results, "versions", task), _at(results, "task_hashes", task)
+    return HarnessTask(
+        name=task,
+        version="" if version is None else str(version),
+        digest=digest if isinstance(digest, str) else "",
+        metric=chosen,
+        higher_is_better=better,
+        items=tuple(items),
+    )
+
+
+def _is_metric(name: str, value: Any) -> bool:
+    return not name.partition(",")[0].endswith("_stderr") and _number(value) is not None
+
+
+def _items(task: str, counted: int, rows: Iterable[Any], metric: str, pick: str) -> list[ItemResult]:
+    """Items of a task in the order of its documents: a row each, of one filter."""
+    field = f"samples.{task[:80]}"
+    found: dict[int, Mapping[str, Any]] = {}
+    for row in rows:
+        if not isinstance(row, Mapping):
+            raise InvalidRequest(f"{field}: a line is no JSON object", param="samples")
         if row.get("filter") == pick:
             number = row.get("doc_id")
-            if not isinstance(number, int) or number in rows:
-                raise InvalidRequest(f"samples: doc_id {number!r} is none, or there twice", param="samples")
-            rows[number] = row
-    if len(rows) != counts:
+            if not isinstance(number, int) or isinstance(number, bool) or number in found:
+                raise InvalidRequest(f"{field}: doc_id {str(number)[:80]} is none, or there twice", param="samples")
+            found[number] = row
+    if len(found) != counted:
         raise InvalidRequest(
-            f"samples: {len(rows)} of the {counts} documents of {task} have a row with filter {pick[:80]!r}: every one "
-            "counts, so give the whole file of this task",
+            f"{field}: {len(found)} of the {counted} documents have a row with filter {pick[:80]!r}: every one counts, "
+            "so give the whole file of this task",
             param="samples",
         )
-    items = [_item(place, rows[number], metric) for place, number in enumerate(sorted(rows))]
-    better = _at(results, "higher_is_better", task, metric)
-    if not isinstance(better, bool):
-        raise InvalidRequest(f"the results do not say which way {metric[:80]} of {task} is better", param="metric")
-    return HarnessTask(task, str(results.get("model_name") or ""), metric, better, tuple(items))
+    return [_item(field, place, found[number], metric) for place, number in enumerate(sorted(found))]
 
 
-def _item(index: int, row: Mapping[str, Any], metric: str) -> ItemResult:
-    score = row.get(metric)
-    if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
-        raise InvalidRequest(f"samples: document {row['doc_id']} has no number {metric[:80]!r}", param="metric")
-    first = next(iter(row.get("filtered_resps") or ()), "")
+def _item(field: str, index: int, row: Mapping[str, Any], metric: str) -> ItemResult:
+    score = _number(row.get(metric))
+    if score is None:
+        raise InvalidRequest(f"{field}: document {row['doc_id']} has no number {metric[:80]!r}", param="samples")
+    filtered = row.get("filtered_resps")
+    first = filtered[0] if isinstance(filtered, Sequence) and filtered else ""
     text = first if isinstance(first, str) else json.dumps(first, ensure_ascii=False)
     doc = row.get("doc")
     name = doc.get("id") if isinstance(doc, Mapping) else None
     return ItemResult(
         item=str(row["doc_id"] if name is None else name),
         index=index,
-        score=float(score),
+        score=score,
         weight=1.0,
-        answers=(Answer(text=text, score=float(score)),),
+        answers=(Answer(text=text, score=score, finish_reason="unknown"),),
     )
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _at(value: Any, *keys: str) -> Any:

@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import InvalidRequest
-from services.common.evaluation.runs.harness import (
-    FILTER,
-    METRIC,
-    SuiteAnswers,
-    exported_results,
-    exported_samples,
-    imported,
-)
+from services.common.evaluation.runs.harness import exported_results, exported_sample, read_task
 from services.common.evaluation.runs.records import Answer, ItemResult, RunRecord, RunSuite, RunTarget
 from services.common.evaluation.runs.results import result_of, scores_of
 from services.common.evaluation.statistics.comparison import compare
@@ -50,9 +43,9 @@ RECORD = RunRecord(
 
 def exported(results: list[ItemResult] | None = None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     results = results or answered()
-    summary = result_of(RECORD, {(0, 0): results}, 6.0).summaries[0]
-    answers = SuiteAnswers(summary, ITEMS, results)
-    return exported_results(RECORD, "bot@2", [answers]), exported_samples(answers)
+    result = result_of(RECORD, {(0, 0): results}, 6.0)
+    rows = [exported_sample(item, one) for item, one in zip(ITEMS, results, strict=True)]
+    return exported_results(RECORD, result, "bot@2", {"sums@3": 2}), rows
 
 
 def test_a_run_is_written_as_the_harness_writes_it() -> None:
@@ -62,9 +55,18 @@ def test_a_run_is_written_as_the_harness_writes_it() -> None:
     }
     assert (results["versions"], results["higher_is_better"]) == ({"sums": 3}, {"sums": {"score": True}})
     assert results["n-samples"] == {"sums": {"original": 4, "effective": 4}}
-    assert (results["model_name"], results["date"]) == ("bot@2", 5.0)
+    assert (results["model_name"], results["date"], results["n-shot"]) == ("bot@2", 5.0, {"sums": 2})
     assert (rows[1]["doc"]["id"], rows[1]["target"], rows[1]["resps"]) == ("q1", "1", [["a1", "b"]])
     json.dumps([results, rows], allow_nan=False)
+
+
+def test_two_versions_of_a_suite_are_two_tasks() -> None:
+    twice = RECORD.model_copy(
+        update={"suites": (*RECORD.suites, RECORD.suites[0].model_copy(update={"suite": "sums@4"}))}
+    )
+    found = result_of(twice, {(0, 0): answered(), (1, 0): answered((1.0, 1.0, 1.0, 1.0))}, 6.0)
+    results = exported_results(twice, found, "bot@2", {})["results"]
+    assert {name: one["score,none"] for name, one in results.items()} == {"sums@3": 0.625, "sums@4": 1.0}
 
 
 def test_likelihoods_are_one_response_a_choice() -> None:
@@ -74,8 +76,8 @@ def test_likelihoods_are_one_response_a_choice() -> None:
 
 def test_what_is_written_is_read_again() -> None:
     results, rows = exported()
-    task = imported(results, reversed(rows), "sums", METRIC)
-    assert (task.name, task.model, task.metric, task.higher_is_better) == ("sums", "bot@2", "score", True)
+    task = read_task(results, "sums", reversed(rows))
+    assert (task.name, task.version, task.metric, task.higher_is_better) == ("sums", "3", "score,none", True)
     assert [(one.item, one.index, one.score, one.answers[0].text) for one in task.items] == [
         (f"q{index}", index, score, f"a{index}") for index, score in enumerate(SCORES)
     ]
@@ -85,26 +87,25 @@ def test_what_is_written_is_read_again() -> None:
 
 def test_rows_of_other_filters_are_passed_over() -> None:
     results, rows = exported()
-    strict = [{**row, "filter": "strict-match", METRIC: 0.0} for row in rows]
-    assert sum(one.score for one in imported(results, [*strict, *rows], "sums", METRIC).items) == sum(SCORES)
-    assert sum(one.score for one in imported(results, [*strict, *rows], "sums", METRIC, "strict-match").items) == 0
+    results["results"]["sums"]["score,strict-match"] = 0.0
+    strict = [{**row, "filter": "strict-match", "score": False} for row in rows]
+    assert sum(one.score for one in read_task(results, "sums", [*strict, *rows]).items) == sum(SCORES)
+    assert sum(one.score for one in read_task(results, "sums", [*strict, *rows], "score,strict-match").items) == 0
 
 
 def test_what_is_not_whole_is_refused() -> None:
     results, rows = exported()
-    for samples, task, metric, reason in (
-        (rows[:-1], "sums", METRIC, "3 of the 4 documents of sums have a row"),
-        (rows, "other", METRIC, "no task 'other'"),
-        ([*rows, rows[0]], "sums", METRIC, "doc_id 0 is none, or there twice"),
-        (rows, "sums", "acc", "document 0 has no number 'acc'"),
-        ([{**row, METRIC: float("nan")} for row in rows], "sums", METRIC, "has no number 'score'"),
-        ([{**row, METRIC: [1, 2]} for row in rows], "sums", METRIC, "has no number 'score'"),
+    other_mean = {**results, "results": {"sums": {"score,none": 0.7}}}
+    for given, samples, task, metric, reason in (
+        (results, rows[:-1], "sums", None, "3 of the 4 documents have a row"),
+        (results, rows, "other", None, "no task 'other'"),
+        (results, [*rows, rows[0]], "sums", None, "doc_id 0 is none, or there twice"),
+        (results, [*rows[:-1], "no row"], "sums", None, "no JSON object"),
+        (results, rows, "sums", "acc,none", "no 'acc,none', but score,none"),
+        (results, [{**row, "score": float("nan")} for row in rows], "sums", None, "has no number 'score'"),
+        (results, [{**row, "score": [1, 2]} for row in rows], "sums", None, "has no number 'score'"),
+        (other_mean, rows, "sums", None, "is 0.7, and the mean over its documents 0.625"),
+        ({**results, "higher_is_better": {}}, rows, "sums", None, "which way"),
     ):
         with pytest.raises(InvalidRequest, match=reason):
-            imported(results, samples, task, metric)
-    with pytest.raises(InvalidRequest, match="0 of the 4 documents"):
-        imported(results, rows, "sums", METRIC, "flexible")
-    with pytest.raises(InvalidRequest, match="which way"):
-        imported({**results, "higher_is_better": {}}, rows, "sums", METRIC, FILTER)
-    with pytest.raises(ValueError, match="not in their order"):
-        SuiteAnswers(result_of(RECORD, {(0, 0): answered()}, 6.0).summaries[0], ITEMS, answered()[::-1])
+            read_task(given, task, samples, metric)
