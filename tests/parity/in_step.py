@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from services.engine.executors.cpu.runner import ModelRunner
-from services.engine.executors.cuda.runner import RunnerOptions
+from services.engine.executors.cuda.launched_steps import QueuedStep
+from services.engine.executors.cuda.runner import CudaRunner, RunnerOptions
+from services.engine.models.interface import DeviceForward
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.requests.outputs import Finished
@@ -119,7 +121,7 @@ class InStep:
         record(model, "logits", self.expected)
         if baseline is not None:
             record(baseline, "logits", self.baseline_logits)
-        record(self.runner.forward, "logits", self.ours)
+        record_steps(self.runner, self.ours)
         record(self.runner.forward, "draft_logits", self.ours)
         self.steps = 0
         self.compares_logits = True
@@ -234,3 +236,16 @@ def record(target: Any, name: str, into: list[Tensor]) -> None:
         return out
 
     setattr(target, name, recording)
+
+
+def record_steps(runner: CudaRunner, into: list[Tensor]) -> None:
+    """Keeps the logits of each step's sampled rows, captured in its graph or not."""
+    queue = runner._queue
+
+    def recording(plan: StepPlan, forward: DeviceForward) -> QueuedStep:
+        queued = queue(plan, forward)
+        if queued.logits is not None:
+            into.append(queued.logits.clone())  # of a graph: its next replay writes them again
+        return queued
+
+    runner._queue = recording

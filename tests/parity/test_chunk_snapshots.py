@@ -21,7 +21,7 @@ from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.step_plan import BlockCopy, Chunk, StateCopy, StepPlan, StepResult, segments
 from tests.parity.fused_models import TINY, cuda_runner, random_adapters, random_model, spoil
-from tests.parity.in_step import record
+from tests.parity.in_step import record, record_steps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = 2e-4
@@ -224,7 +224,7 @@ class Fused:
         self.runner = cuda_runner(model, limits, lora, largest_graph=largest_graph, waiting_writes=waiting_writes)
         self.cache = self.runner._cache
         self.logits: list[Tensor] = []
-        record(self.runner.forward, "logits", self.logits)
+        record_steps(self.runner, self.logits)
 
     def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
         self.logits.clear()

@@ -23,6 +23,7 @@ from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.step_plan import Chunk, StepPlan
 from tests.parity.fused_models import cuda_runner
+from tests.parity.in_step import record_steps
 from tests.parity.reference import LENGTHS
 from tests.parity.test_scheduled_generation import serve
 
@@ -95,14 +96,7 @@ class Logits:
         lora = LoraSlots(model.config, 1, 4, model.dtype, model.device)
         self.runner = cuda_runner(model, LIMITS, lora, largest_graph=largest_graph, options=options)
         self._kept: list[Tensor] = []
-        logits = self.runner.forward.logits
-
-        def keeping(x: Tensor) -> Tensor:
-            out = logits(x)
-            self._kept.append(out.float().clone())
-            return out
-
-        self.runner.forward.logits = keeping  # type: ignore[method-assign]
+        record_steps(self.runner, self._kept)
 
     def of(self, tokens: Sequence[int], chunk: int, decodes: int) -> Tensor:
         """[chunks + decodes, vocab]: the last row of each prefill chunk, then of each decode."""
@@ -115,7 +109,7 @@ class Logits:
             end = min(at + chunk, prompt) if at < prompt else at + 1
             self.runner.launch(StepPlan([Chunk(request, tokens[at:end], at, blocks, 3, True, [], at)])).result()
             at = end
-        return torch.cat(self._kept)
+        return torch.cat(self._kept).float()
 
 
 @torch.no_grad()
