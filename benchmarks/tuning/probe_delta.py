@@ -90,7 +90,6 @@ def _cuts() -> Iterator[Cut]:
 
 _PARTS = (64, 32, 16, 8)
 """Keys at a time of the step whose writes wait."""
-_WARPS = (1, 2, 4)
 
 
 def main() -> None:
@@ -127,11 +126,7 @@ def main() -> None:
         report("torch mul_", [partial(block.mul_, 0.999) for block in blocks], 2)
         for cut in _cuts():
             report(cut.text, [partial(cut.launch, state, turn, sums) for turn in turns], 2 if cut.write else 1)
-        for room, part, warps in (
-            (0, 0, 4),
-            *((room, 0, 4) for room in options.room),
-            *product(options.room, _PARTS, _WARPS),
-        ):
+        for room, part in ((0, 0), *product(options.room, (0, *_PARTS))):
             waiting = None
             if room:
                 waiting = WaitingWrites.allocate(
@@ -139,9 +134,9 @@ def main() -> None:
                 )
                 waiting.clear()
             inputs = (mixed[:rows], m.projected[:rows], *m.parameters(), state)
-            step = partial(gated_delta_step, *inputs, waiting=waiting, late=part > 0, part=part, late_warps=warps)
+            step = partial(gated_delta_step, *inputs, waiting=waiting, late=part > 0, part=part)
             report(
-                f"step, {room} may wait, {f'{part} keys at once, {warps} warps' if part else 'written back'}",
+                f"step, {room} may wait, {f'{part} keys at once' if part else 'written back'}",
                 [partial(step, turn) for turn in turns],
                 1 + 1 / (room if part else 1),
             )

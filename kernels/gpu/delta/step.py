@@ -263,15 +263,14 @@ def _late_step_kernel(
         gdc_wait()
     inputs = load_inputs(row, head, j, mixer, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K)
     token = prepared(inputs)
-    reads, outputs = tl.zeros([PART, BLOCK_V], tl.float32), tl.zeros([PART, BLOCK_V], tl.float32)
+    read, o = tl.zeros([BLOCK_V], tl.float32), tl.zeros([BLOCK_V], tl.float32)
     if end == ROOM:
         for part in tl.range(BLOCK_K // PART):
             here = part * PART + i
             s = load_state(state, place, here, j, KEY_DIM, VALUE_DIM)
             s = settled_to_room(s, waiting, place, first, here, j, KEY_DIM, VALUE_DIM, ROOM)
             store_state(s, state, place, here, j, KEY_DIM, VALUE_DIM)
-            reads, outputs = _add_products(reads, outputs, s, row, head, here, mixer, KEY_HEADS, HEADS, KEY_DIM)
-        read, o = tl.reduce((reads, outputs), 0, add_pairs)
+            read, o = _add_products(read, o, s, row, head, here, mixer, KEY_HEADS, HEADS, KEY_DIM)
         first, end = 0, 0
     else:
         faded, written_read, written_o = products_of_writes(
@@ -280,8 +279,7 @@ def _late_step_kernel(
         for part in tl.static_range(BLOCK_K // PART):
             here = part * PART + i
             s = load_state(state, place, here, j, KEY_DIM, VALUE_DIM)
-            reads, outputs = _add_products(reads, outputs, s, row, head, here, mixer, KEY_HEADS, HEADS, KEY_DIM)
-        read, o = tl.reduce((reads, outputs), 0, add_pairs)
+            read, o = _add_products(read, o, s, row, head, here, mixer, KEY_HEADS, HEADS, KEY_DIM)
         read = faded * read + written_read
         o = faded * o + written_o
     delta, o = write_and_output(token, read, o, mixer.scale)
@@ -290,12 +288,11 @@ def _late_step_kernel(
 
 
 @triton.jit
-def _add_products(
-    reads, outputs, s, row, head, i, mixer, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr
-):
-    """Adds the products of the key dimensions i of a state with the token's key and query, not yet summed over them."""
+def _add_products(read, o, s, row, head, i, mixer, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr):
+    """Adds the products of the key dimensions i of a state with the token's key and query."""
     q, k = load_query_key(row, head, i, mixer, KEY_HEADS, HEADS, KEY_DIM)
-    return reads + s * k.to(tl.float32)[:, None], outputs + s * q.to(tl.float32)[:, None]
+    more, other = tl.reduce((s * k.to(tl.float32)[:, None], s * q.to(tl.float32)[:, None]), 0, add_pairs)
+    return read + more, o + other
 
 
 @triton.jit
@@ -366,7 +363,6 @@ def gated_delta_step(
     out: Tensor | None = None,
     num_warps: int = 4,
     part: int | None = None,
-    late_warps: int = 1,
     device: DeviceLimits | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -433,6 +429,6 @@ def gated_delta_step(
         ROOM=room,
         BLOCK_W=triton.next_power_of_2(room),
         **constants,
-        num_warps=late_warps,
+        num_warps=1,
     )
     return out
