@@ -28,7 +28,6 @@ from kernels.gpu.delta.waiting_writes import (
     none_waits,
     products_of_writes,
     settled,
-    settled_to_room,
     span_of,
 )
 from kernels.gpu.elementary import exponential, inverse_root, sigmoid, silu, softplus
@@ -268,7 +267,7 @@ def _late_step_kernel(
         for part in tl.range(BLOCK_K // PART):
             here = part * PART + i
             s = load_state(state, place, here, j, KEY_DIM, VALUE_DIM)
-            s = settled_to_room(s, waiting, place, first, here, j, KEY_DIM, VALUE_DIM, ROOM)
+            s = settled(s, waiting, place, first, end, here, j, KEY_DIM, VALUE_DIM, ROOM)
             store_state(s, state, place, here, j, KEY_DIM, VALUE_DIM)
             read, o = _add_products(read, o, s, row, head, here, mixer, KEY_HEADS, HEADS, KEY_DIM)
         first, end = 0, 0

@@ -196,25 +196,12 @@ def add_write(
 def settled(s, waiting, place, first, end, i, j, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROOM: tl.constexpr):
     """[i, j] of a state with what waits for it, one write after the other."""
     for write in tl.range(first, end):
-        s = _with_write(s, waiting, place * ROOM + write, True, i, j, KEY_DIM, VALUE_DIM)
+        at = place * ROOM + write
+        k = tl.load(waiting.keys + at * KEY_DIM + i, mask=i < KEY_DIM, other=0.0).to(tl.float32)
+        delta = tl.load(waiting.deltas + at * VALUE_DIM + j, mask=j < VALUE_DIM, other=0.0)
+        decay = exponential_for(tl.load(waiting.decays + at), waiting.keys.dtype.element_ty)
+        s = decay * s + k[:, None] * delta[None, :]
     return s
-
-
-@triton.jit
-def settled_to_room(s, waiting, place, first, i, j, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROOM: tl.constexpr):
-    """`settled` where no more can wait: all writes are asked for at once, as each would wait for memory again."""
-    for write in tl.static_range(ROOM):
-        s = _with_write(s, waiting, place * ROOM + write, write >= first, i, j, KEY_DIM, VALUE_DIM)
-    return s
-
-
-@triton.jit
-def _with_write(s, waiting, at, waits, i, j, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
-    """[i, j] of a state with the write at a place, if it waits."""
-    k = tl.load(waiting.keys + at * KEY_DIM + i, mask=(i < KEY_DIM) & waits, other=0.0).to(tl.float32)
-    delta = tl.load(waiting.deltas + at * VALUE_DIM + j, mask=(j < VALUE_DIM) & waits, other=0.0)
-    decay = exponential_for(tl.load(waiting.decays + at, mask=waits, other=0.0), waiting.keys.dtype.element_ty)
-    return decay * s + k[:, None] * delta[None, :]
 
 
 @triton.jit
