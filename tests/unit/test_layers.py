@@ -49,6 +49,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "timers",
         "metrics",
         "packing",
+        "adamw_8bit",
         "optimizer",
         "parent_versions",
         "losses",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import OptimizerSettings
-from services.trainer.optimizer import AdapterOptimizer, learning_rate
+from services.trainer.optimizer import ScheduledOptimizer, learning_rate
 
 
 def parameters(seed: int = 0) -> list[Tensor]:
@@ -27,7 +27,7 @@ def set_gradients(tensors: list[Tensor], step: int) -> None:
 def test_adamw_with_clipping_equals_the_formula() -> None:
     settings = OptimizerSettings(weight_decay=0.1, max_grad_norm=0.5, beta1=0.8, beta2=0.9)
     tensors = parameters()
-    optimizer = AdapterOptimizer(tensors, settings, peak=0.01, total_steps=5)
+    optimizer = ScheduledOptimizer(tensors, settings, peak=0.01, total_steps=5)
     expected = [tensor.detach().double() for tensor in parameters()]
     first = [torch.zeros_like(tensor) for tensor in expected]
     second = [torch.zeros_like(tensor) for tensor in expected]
@@ -66,22 +66,22 @@ def test_schedules() -> None:
 def test_resume_is_bitwise(stop: int) -> None:
     settings = OptimizerSettings(schedule="cosine")
 
-    def run(tensors: list[Tensor], optimizer: AdapterOptimizer, steps: range) -> None:
+    def run(tensors: list[Tensor], optimizer: ScheduledOptimizer, steps: range) -> None:
         for step in steps:
             set_gradients(tensors, step)
             optimizer.step(step)
 
     straight = parameters()
-    run(straight, AdapterOptimizer(straight, settings, peak=0.1, total_steps=4), range(4))
+    run(straight, ScheduledOptimizer(straight, settings, peak=0.1, total_steps=4), range(4))
     before = parameters()
-    optimizer = AdapterOptimizer(before, settings, peak=0.1, total_steps=4)
+    optimizer = ScheduledOptimizer(before, settings, peak=0.1, total_steps=4)
     run(before, optimizer, range(stop))
     state = optimizer.state()
     run(before, optimizer, range(stop, 4))  # a state is a copy: going on does not change it
     after = parameters()
-    fresh = AdapterOptimizer(after, settings, peak=0.1, total_steps=4)
+    fresh = ScheduledOptimizer(after, settings, peak=0.1, total_steps=4)
     replay = parameters()
-    run(replay, AdapterOptimizer(replay, settings, peak=0.1, total_steps=4), range(stop))
+    run(replay, ScheduledOptimizer(replay, settings, peak=0.1, total_steps=4), range(stop))
     with torch.no_grad():
         for target, source in zip(after, replay, strict=True):
             target.copy_(source)
@@ -93,7 +93,7 @@ def test_resume_is_bitwise(stop: int) -> None:
 
 def test_a_gradient_that_is_not_finite_is_refused_and_not_applied() -> None:
     tensors = parameters()
-    optimizer = AdapterOptimizer(tensors, OptimizerSettings(), peak=0.1, total_steps=4)
+    optimizer = ScheduledOptimizer(tensors, OptimizerSettings(), peak=0.1, total_steps=4)
     set_gradients(tensors, 0)
     assert tensors[0].grad is not None
     tensors[0].grad[0, 0] = float("nan")
@@ -104,7 +104,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_not_applied() -> None:
 
 def test_a_foreign_state_is_refused() -> None:
     tensors = parameters()
-    optimizer = AdapterOptimizer(tensors, OptimizerSettings(), peak=0.1, total_steps=4)
+    optimizer = ScheduledOptimizer(tensors, OptimizerSettings(), peak=0.1, total_steps=4)
     for state in ({"0.exp_avg": torch.zeros(2)}, {"9.exp_avg": torch.zeros(3, 4)}):
         with pytest.raises(InvalidRequest, match="does not fit"):
             optimizer.load_state(state)
