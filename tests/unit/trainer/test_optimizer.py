@@ -10,7 +10,8 @@ from torch import Tensor
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import OptimizerSettings
-from services.trainer.optimizer import ScheduledOptimizer, learning_rate
+from services.trainer.adamw_8bit import STATE_BYTES, decode, encode, levels
+from services.trainer.optimizer import MasterOptimizer, ScheduledOptimizer, States, learning_rate
 
 
 def parameters(seed: int = 0) -> list[Tensor]:
@@ -108,3 +109,62 @@ def test_a_foreign_state_is_refused() -> None:
     for state in ({"0.exp_avg": torch.zeros(2)}, {"9.exp_avg": torch.zeros(3, 4)}):
         with pytest.raises(InvalidRequest, match="does not fit"):
             optimizer.load_state(state)
+
+
+def test_states_of_a_byte_stay_close_to_float32() -> None:
+    """The same noisy quadratic; moments of small tensors are float32 in both."""
+    generator = torch.Generator().manual_seed(0)
+    target, small = torch.randn(80, 100, generator=generator), torch.randn(60, generator=generator)
+    found: dict[str, list[Tensor]] = {}
+    both: tuple[States, ...] = ("float32", "8bit")
+    for states in both:
+        noise = torch.Generator().manual_seed(1)
+        tensors = [torch.zeros(80, 100, requires_grad=True), torch.zeros(60, requires_grad=True)]
+        optimizer = MasterOptimizer(tensors, states=states)
+        for _ in range(60):
+            optimizer.zero_grad()
+            for tensor, wanted in zip(tensors, (target, small), strict=True):
+                shaken = wanted + 0.3 * torch.randn(wanted.shape, generator=noise)
+                torch.autograd.backward((tensor - shaken).square().sum())
+            optimizer.apply(learning_rate=0.02, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, max_grad_norm=None)
+        found[states] = [tensor.detach() for tensor in tensors]
+    assert torch.equal(found["float32"][1], found["8bit"][1])
+    moved = float(found["float32"][0].norm())
+    assert 0 < float((found["float32"][0] - found["8bit"][0]).norm()) < 0.02 * moved
+
+
+def test_states_of_a_byte_are_small_and_resume_bit_by_bit() -> None:
+    def steps(tensor: Tensor, optimizer: MasterOptimizer, count: range) -> None:
+        for number in count:
+            optimizer.zero_grad()
+            torch.autograd.backward((tensor * torch.linspace(-1, 1, tensor.numel()) * (number + 1)).sum())
+            optimizer.apply(learning_rate=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
+
+    straight = torch.zeros(5000, requires_grad=True)
+    steps(straight, MasterOptimizer([straight], states="8bit"), range(4))
+    before = torch.zeros(5000, requires_grad=True)
+    optimizer = MasterOptimizer([before], states="8bit")
+    steps(before, optimizer, range(2))
+    state = optimizer.state()
+    assert sum(value.nbytes for value in state.values()) < 1.1 * STATE_BYTES * 5000
+    after = before.detach().clone().requires_grad_()
+    resumed = MasterOptimizer([after], states="8bit")
+    resumed.load_state(state)
+    steps(after, resumed, range(2, 4))
+    assert torch.equal(after, straight)
+    with pytest.raises(InvalidRequest, match="does not fit"):
+        MasterOptimizer([after]).load_state(state)
+
+
+def test_bytes_name_every_value_to_a_few_percent() -> None:
+    values = torch.cat([10.0 ** torch.linspace(-6, 0, 255), torch.zeros(1)])
+    for signed in (True, False):
+        known = levels(signed=signed)
+        assert known.shape == (256,)
+        assert bool((known.diff() > 0).all())
+        codes, scale = encode(values * 3, known)
+        found = decode(codes, scale, known)
+        near = values > 1e-1
+        assert float((found / (values * 3) - 1)[near].abs().max()) < 0.1
+        assert float(found[-1]) == 0.0
+        assert bool((found[:-1] > 0).all()) or signed
