@@ -11,7 +11,7 @@ from typing import Any
 from models.tiny.recipe.suites import SUITES
 from services.common.evaluation.suites.lines import read_suite
 from services.common.evaluation.suites.spec import SuiteItem, SuiteSettings
-from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.grants import Grants
 from services.common.text.tokenizer import TextCodec
 from services.engine.models.interface import CausalLM
 from services.engine.models.registry import load_model
@@ -57,7 +57,7 @@ def scores(directory: Path, suites: Sequence[Suite], *, device: str = "cpu") -> 
         target = EngineTarget(rollouts, codec, None)
         asked = [Asked(question_of(suite.settings, item), 0) for item in suite.items]
         said = target.answer(asked, suite.settings.sampling, lambda: None)
-        grader = SuiteGrader(suite.settings, suite.settings.sampling, rollouts, codec, Webhooks(), suite.name)
+        grader = SuiteGrader(suite.settings, suite.settings.sampling, rollouts, codec, Grants(), suite.name)
         graded = grader.graded(0, suite.items, [[one] for one in said], lambda: None)
         found[suite.name] = [result.score for result in graded]
     return found

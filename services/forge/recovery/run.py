@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 import torch
@@ -213,8 +213,6 @@ class RecoveryRun:
             for place in range(len(found))
             if sample_seed("on_policy", settings.seed, index, place) < settings.on_policy * _DRAWS
         ]
-        if settings.prompts and self._teacher is not None:
-            found = [found[place] if place in drawn else _everywhere(found[place]) for place in range(len(found))]
         if not drawn:
             return found
         sampler = OfflineSampler(
@@ -231,11 +229,6 @@ class RecoveryRun:
             found[place] = completion_document(prompt, completion, found[place].source)
             self.course.sampled_tokens += len(completion)
         return found
-
-
-def _everywhere(document: Document) -> Document:
-    """The document with the loss on all of its tokens."""
-    return replace(document, trained=(False,) + (True,) * (document.length - 1))
 
 
 def _prompt(document: Document) -> list[int]:

@@ -53,9 +53,6 @@ class RecoverySettings:
     """Of the divergence: 0 is KL(teacher ‖ student), 1 is KL(student ‖ teacher), between them Jensen–Shannon."""
     temperature: float = 1.0
     """Of both sides of the divergence."""
-    prompts: bool = True
-    """Distillation also compares what both say behind the tokens of prompts: they cost as much to read, and there are
-    many more of them than of completions. The held-out loss is on completions alone."""
     on_policy: float = 0.0
     """Share of a distilled step's documents whose completion the student samples."""
     max_new_tokens: int = 128
@@ -119,7 +116,7 @@ class RecoverySettings:
         if self.trains != "lora":
             del plain["lora"]
         if self.method == "sft":
-            for name in ("beta", "temperature", "prompts"):
+            for name in ("beta", "temperature"):
                 del plain[name]
         if not self.on_policy:
             for name in ("max_new_tokens", "sampling_temperature"):

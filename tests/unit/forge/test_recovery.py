@@ -78,7 +78,7 @@ def run(cut: Path, base: Path, data: Path, out: Path, chosen: RecoverySettings, 
         {"method": "sft", "trains": "neighbours"},
         {"method": "sft", "trains": "lora", "lora": LoraSettings(rank=4, alpha=8)},
         {"method": "distill", "trains": "neighbours", "on_policy": 0.5, "optimizer_states": "8bit"},
-        {"method": "distill", "trains": "lora", "prompts": False, "beta": 0.5, "recompute": "full"},
+        {"method": "distill", "trains": "lora", "beta": 0.5, "recompute": "full"},
     ],
     ids=lambda chosen: f"{chosen['method']}-{chosen['trains']}",
 )
