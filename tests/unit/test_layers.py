@@ -49,7 +49,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "timers",
         "metrics",
         "packing",
-        "adamw_8bit",
         "optimizer",
         "parent_versions",
         "losses",

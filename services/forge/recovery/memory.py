@@ -15,8 +15,8 @@ from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import Formats, copies_head, weight_bytes
 from services.forge.recovery.sampling import cache_bytes
 from services.forge.recovery.settings import RecoverySettings
-from services.trainer.adamw_8bit import STATE_BYTES
 from services.trainer.memory.estimate import TeacherWork, TrainingMemory, Workload, estimate, mib
+from services.trainer.optimizer.adamw_8bit import STATE_BYTES
 from services.trainer.packing import largest_microbatch
 
 _MEMORY = Path("/proc/meminfo")

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import OptimizerSettings
-from services.trainer.adamw_8bit import STATE_BYTES, decode, encode, levels
 from services.trainer.optimizer import MasterOptimizer, ScheduledOptimizer, States, learning_rate
+from services.trainer.optimizer.adamw_8bit import STATE_BYTES, decode, encode, levels
 
 
 def parameters(seed: int = 0) -> list[Tensor]:

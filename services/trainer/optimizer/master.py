@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import OptimizerSettings
-from services.trainer.adamw_8bit import AdamW8bit
+from services.trainer.optimizer.adamw_8bit import AdamW8bit
 
 States: TypeAlias = Literal["float32", "8bit"]
 """Form of AdamW's moments."""
@@ -40,7 +40,7 @@ class MasterOptimizer:
 
     Args:
         parameters: float32 tensors that require grad, always in the same order.
-        states: "8bit": the moments are bytes (services.trainer.adamw_8bit).
+        states: "8bit": the moments are bytes (services.trainer.optimizer.adamw_8bit).
     """
 
     def __init__(self, parameters: Sequence[Tensor], *, states: States = "float32") -> None:
