@@ -5,6 +5,7 @@ Layout, under one bucket:
     evaluations/{id}/{suite:02d}-{target:02d}/{n:06d}    a shard of items with their answers (If-None-Match); suites
                                                          and targets are numbered as in run.json
     evaluations/{id}/result.json                         written last
+    evaluations/{id}/gates.json                          what a training job's gates decided by the result
     evaluated/{adapter}/{n:08d}/{id}                     empty; finds the runs of a version
 """
 
@@ -15,8 +16,9 @@ from collections.abc import Iterable
 
 from pydantic import TypeAdapter
 
+from services.common.adapters.evidence import GateEvidence
 from services.common.adapters.names import AdapterVersion
-from services.common.evaluation.runs.records import ItemResult, RunRecord, RunResult, Shard
+from services.common.evaluation.runs.records import GateRecord, ItemResult, RunRecord, RunResult, Shard
 from services.common.storage.object_store import ObjectNotFound, ObjectStore, PreconditionFailed
 from services.common.storage.record_versions import EVALUATION
 from services.common.validation.strict_models import StrictModel
@@ -54,6 +56,11 @@ class EvaluationStore:
         found = self._read(f"{_prefix(run)}result.json", f"result of evaluation {run}")
         return None if found is None else RunResult.model_validate_json(found)
 
+    def gates(self, run: str) -> tuple[GateEvidence, ...]:
+        """What the gates of a training job decided by a run; nothing: they have not, or it is no run of a gate."""
+        found = self._read(f"{_prefix(run)}gates.json", f"gates of evaluation {run}")
+        return () if found is None else GateRecord.model_validate_json(found).gates
+
     def shard(self, run: str, suite: int, target: int, number: int) -> Shard | None:
         """A shard of items; None: it is not there yet.
 
@@ -84,7 +91,7 @@ class EvaluationStore:
             versions: the targets that are versions of adapters.
         """
         for version in versions:
-            self._store.put(f"{_version_prefix(version)}{record.id}", b"")
+            self.link(version, record.id)
         if self._put(f"{_prefix(record.id)}run.json", record):
             return record
         return self.record(record.id) or record
@@ -96,6 +103,14 @@ class EvaluationStore:
         except PreconditionFailed:
             return self.shard(run, suite, target, number) or shard
         return shard
+
+    def decide(self, run: str, gates: GateRecord) -> None:
+        """Writes what the gates of a training job decided by a result. May be repeated."""
+        self._put(f"{_prefix(run)}gates.json", gates)
+
+    def link(self, version: AdapterVersion, run: str) -> None:
+        """Has a run found among those of a version that its candidate became. May be repeated."""
+        self._store.put(f"{_version_prefix(version)}{run}", b"")
 
     def finish(self, result: RunResult) -> RunResult:
         """Writes a result, unless another owner of the job has; returns what is written."""

@@ -76,7 +76,9 @@ async def list_evaluations(
 
 @routes.get("/v1/evaluations/{run}", Permission(TRAIN_OR_ADMIN))
 async def get_evaluation(run: RunPath, evaluation: Evaluation) -> EvaluationObject:
-    """A run with its state and, once it has ended, the scores of every target and all comparisons of two."""
+    """A run with its state and, once it has ended, the scores of every target and all comparisons of two.
+
+    Of a training job whose gates ask suites, its `evaluation` is the id of the run; `gates` has what they decided."""
     return await _found(evaluation, run)
 
 
@@ -136,18 +138,19 @@ async def _page(evaluation: EvaluationServices, ids: Sequence[str], limit: int, 
 
 async def _found(evaluation: EvaluationServices, run: str) -> EvaluationObject:
     """A run that the caller may see. Raises NotFound, also if it is another key's."""
+    record: RunRecord | None = await evaluation.threads.run(evaluation.runs.record, run)
     job: Job | None
     try:
-        job = await evaluation.queue.get(run)
+        job = await evaluation.queue.get(run if record is None or record.job is None else record.job)
     except NotFound:  # jobs are forgotten after a while, results are not
         job = None
-    record: RunRecord | None = await evaluation.threads.run(evaluation.runs.record, run)
-    known = record is not None if job is None else job.kind == _KIND
+    known = record is not None or (job is not None and job.kind == _KIND)
     key_id = job.key_id if job is not None else record.key_id if record is not None else None
     if not known or not sees(key_id):
         raise NotFound(f"no such evaluation: {run[:80]!r}", param="run")
     result = None if record is None else await evaluation.threads.run(evaluation.runs.result, run)
-    return EvaluationObject.of(run, job, record, result)
+    gates = () if record is None or record.job is None else await evaluation.threads.run(evaluation.runs.gates, run)
+    return EvaluationObject.of(run, job, record, result, gates)
 
 
 def _place(names: Sequence[str], wanted: str | None, field: str) -> int:
