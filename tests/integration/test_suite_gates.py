@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,21 +25,24 @@ SUMS, MANY = 20, SHARD_ITEMS + 6
 
 
 @pytest.fixture
-def suites(store: ObjectStore) -> Iterator[SuiteStore]:
+def suites(store: ObjectStore) -> SuiteStore:
     """Words that the model does not know how to answer yet, and small sums, which it knows."""
     suites = SuiteStore(store)
     words = [{"prompt": f"Say the word number {n}.", "expected": "pineapple"} for n in range(20)]
+    words.append({"prompt": "too long for the context " * 200, "expected": "pineapple"})
     sums = [{"prompt": f"What is {n} plus {n + 1}?", "expected": 2 * n + 1} for n in range(MANY)]
     made(suites, "words", words, scorer={"type": "contains"}, sampling={"max_tokens": 8})
     for name, count in (("sums", SUMS), ("many", MANY)):
         made(suites, name, sums[:count], scorer={"type": "exact"}, sampling={"max_tokens": 6})
-    yield suites
+    return suites
 
 
 def job(**fields: Any) -> SftJob:
     """Teaches the word, with other questions than the suite's."""
     examples = [{"prompt": f"Say word number {n}!", "completion": "pineapple"} for n in range(8)]
-    return SftJob.model_validate({"adapter": "fruit", "examples": examples, "lora": {"rank": 4}, "learning_rate": 1e-2, "epochs": 5, **fields})
+    return SftJob.model_validate(
+        {"adapter": "fruit", "examples": examples, "lora": {"rank": 4}, "learning_rate": 1e-2, "epochs": 5, **fields}
+    )
 
 
 async def ended(queue: JobQueue, spec: SftJob) -> Job:
@@ -66,7 +68,9 @@ async def test_a_gain_is_published_with_its_evidence_and_a_loss_is_not_attached(
     assert published.evaluation == attached.evaluation == done.evaluation
     assert published.candidate == manifest.digest, "what was tried is what was published"
     (words,), (sums,) = published.conditions, attached.conditions
-    assert (words.suite, words.items, words.before, words.at_least, words.alpha) == ("words@1", 20, 0.0, 0.1, 0.01)
+    assert (words.suite, words.items, words.before, words.at_least, words.alpha) == ("words@1", 21, 0.0, 0.1, 0.01)
+    assert words.invalid == (1, 1), "what nobody can answer counts for both"
+    assert words.after <= 20 / 21
     assert words.digest == suites.get("words").digest
     assert words.p < 0.01 < 0.05 < sums.p
     assert words.interval[0] > 0.1
@@ -124,7 +128,7 @@ async def test_a_suite_that_is_trained_on_does_not_decide(
     refused = await ended(queue, job(examples=leaked, publish_if={"gain": [{"suite": "words"}]}))
     assert refused.state is JobState.FAILED
     assert refused.progress.total_steps == 0, "before the first step"
-    assert "1 of 20 items of words@1 occur in the training data" in (refused.reason or "")
+    assert "1 of 21 items of words@1 occur in the training data" in (refused.reason or "")
     assert "1 as a whole prompt: 4; train without" in (refused.reason or "")
     asked = {"gain": [{"suite": "words"}], "allow_contaminated": True}
     done = await ended(queue, job(examples=leaked, publish_if=asked))
@@ -133,7 +137,7 @@ async def test_a_suite_that_is_trained_on_does_not_decide(
     assert [(one.contaminated, one.exact) for one in gate.contamination] == [(1, 1)]
     # Its successor inherits that, whatever it is trained on itself.
     heir = await ended(queue, job(publish_if={"gain": [{"suite": "words"}]}, epochs=1))
-    assert "1 of 20 items" in (heir.reason or "")
+    assert "1 of 21 items" in (heir.reason or "")
 
 
 async def test_what_cannot_decide_says_so(
