@@ -13,6 +13,7 @@ from services.common.adapters.names import AdapterVersion
 from services.common.evaluation.contamination.report import Contamination
 from services.common.evaluation.gates.plan import DISCORDANT
 from services.common.evaluation.runs.records import (
+    Imported,
     ItemResult,
     PairResult,
     RunRecord,
@@ -165,6 +166,9 @@ class EvaluationObject(BaseModel):
     """Id of the training job whose gates it decides."""
     gates: list[GateEvidence]
     """Decisions of these gates, once they are made."""
+    imported: Imported | None
+    """Origin of imported results, whose suites are another program's tasks, `scorer` its metric, and of whose answers
+    lengths and finish reasons are not known; null: it was run here."""
     created_at: float
     """Unix seconds, like every time here."""
     finished_at: float | None
@@ -196,6 +200,7 @@ class EvaluationObject(BaseModel):
             comparisons=None if result is None else list(result.comparisons),
             job=None if record is None else record.job,
             gates=list(gates),
+            imported=None if record is None else record.imported,
             created_at=began if job is None else job.created_at,
             finished_at=result.finished_at if result is not None else None if job is None else job.finished_at,
         )

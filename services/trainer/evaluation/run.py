@@ -243,9 +243,10 @@ class _ShardMaker:
         else:
             self._policy = None if chosen == BASE else parse_adapter_version(chosen)
             self._target = EngineTarget(host.rollouts, host.codec, self._policy)
+        self._sampling = self._suite.sampling or manifest.settings.sampling
         self._grader = SuiteGrader(
             manifest.settings,
-            self._suite.sampling,
+            self._sampling,
             host.rollouts,
             host.codec,
             host.webhooks,
@@ -256,7 +257,7 @@ class _ShardMaker:
         """A shard of items, of which the first one is at place ``first``."""
         try:
             if self._grader.samples:
-                said = self._answers(items, self._suite.sampling, interrupt)
+                said = self._answers(items, self._sampling, interrupt)
                 results = self._grader.graded(first, items, said, interrupt)
             else:
                 results = self._grader.read(first, items, self._policy, interrupt)

@@ -79,7 +79,7 @@ async def get_evaluation(run: RunPath, evaluation: Evaluation) -> EvaluationObje
     """A run with its state and, once it has ended, the scores of every target and all comparisons of two.
 
     Of a training job whose gates ask suites, its `evaluation` is the id of the run; `gates` has what they decided."""
-    return await _found(evaluation, run)
+    return await found_run(evaluation, run)
 
 
 @routes.get("/v1/evaluations/{run}/items", Permission(TRAIN_OR_ADMIN))
@@ -93,12 +93,12 @@ async def list_evaluation_items(
 ) -> EvaluationItems:
     """Items with their answers and scores, also of a run that goes on: of one suite and one target, by default the
     first ones. `after` is the last index of the page before."""
-    await _found(evaluation, run)
+    await found_run(evaluation, run)
     record = await evaluation.threads.run(evaluation.runs.record, run)
     if record is None:
         raise NotFound(f"evaluation {run} has not begun", param="run")
-    place = _place([one.suite for one in record.suites], suite, "suite")
-    number = _place([one.name for one in record.targets], target, "target")
+    place = place_of([one.suite for one in record.suites], suite, "suite")
+    number = place_of([one.name for one in record.targets], target, "target")
     items = await evaluation.threads.run(evaluation.runs.items, run, place, number, after + 1, limit + 1)
     return EvaluationItems(
         suite=record.suites[place].suite,
@@ -130,13 +130,13 @@ async def _page(evaluation: EvaluationServices, ids: Sequence[str], limit: int, 
         if len(data) > limit:
             break
         try:
-            data.append(await _found(evaluation, run))
+            data.append(await found_run(evaluation, run))
         except NotFound:  # another key's
             continue
     return EvaluationList(data=data[:limit], has_more=len(data) > limit)
 
 
-async def _found(evaluation: EvaluationServices, run: str) -> EvaluationObject:
+async def found_run(evaluation: EvaluationServices, run: str) -> EvaluationObject:
     """A run that the caller may see. Raises NotFound, also if it is another key's."""
     record: RunRecord | None = await evaluation.threads.run(evaluation.runs.record, run)
     job: Job | None
@@ -153,7 +153,7 @@ async def _found(evaluation: EvaluationServices, run: str) -> EvaluationObject:
     return EvaluationObject.of(run, job, record, result, gates)
 
 
-def _place(names: Sequence[str], wanted: str | None, field: str) -> int:
+def place_of(names: Sequence[str], wanted: str | None, field: str) -> int:
     if wanted is None:
         return 0
     if wanted not in names:
