@@ -80,7 +80,7 @@ async def test_a_gain_is_published_with_its_evidence_and_a_loss_is_not_attached(
     assert record is not None
     assert (record.job, [target.name for target in record.targets]) == (done.id, ["base", CANDIDATE])
     assert runs.gates(done.evaluation) == manifest.gates
-    assert runs.of_version(manifest.ref) == [done.evaluation]
+    assert runs.of_version(manifest.ref).newest() == [done.evaluation]
     said = " ".join(done.notes)
     assert "publish_if is met against base: words@1" in said
     assert "attach_if is not met against base: sums@1" in said
@@ -110,14 +110,14 @@ async def test_a_job_that_is_handed_on_goes_on_with_its_answers(
     await until(queue, submitted.id, lambda job: job.metrics.get("gate_items_done", 0) >= MANY + SHARD_ITEMS)
     assert await asyncio.to_thread(first.drain)
     runs = EvaluationStore(store)
-    (run,) = runs.ids()
+    (run,) = runs.all.newest()
     kept = runs.shard(run, 0, 1, 0)
     assert kept is not None
     assert runs.result(run) is None
     start()
     done = await until(queue, submitted.id, lambda job: job.state.terminal)
     assert (done.state, done.evaluation) == (JobState.SUCCEEDED, run), done.reason
-    assert (runs.ids(), runs.shard(run, 0, 1, 0)) == ([run], kept)
+    assert (runs.all.newest(), runs.shard(run, 0, 1, 0)) == ([run], kept)
 
 
 async def test_a_suite_that_is_trained_on_does_not_decide(

@@ -160,7 +160,7 @@ class Gates:
     def published(self, manifest: Manifest) -> None:
         """Has the run found among those of the version that came of it."""
         for run in {gate.evaluation for gate in manifest.gates}:
-            self._evaluations.store.link(manifest.ref, run)
+            self._evaluations.store.of_version(manifest.ref).add(run, self._claimed.job.key_id or "")
 
     def _compare(self, plan: GatePlan, place: int) -> list[str]:
         """Compares one suite with the training data; returns notes. Raises Contaminated."""

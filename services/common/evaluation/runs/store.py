@@ -6,7 +6,8 @@ Layout, under one bucket:
                                                          and targets are numbered as in run.json
     evaluations/{id}/result.json                         written last
     evaluations/{id}/gates.json                          what a training job's gates decided by the result
-    evaluated/{adapter}/{n:08d}/{id}                     empty; finds the runs of a version
+    evaluation-lists/{whose}/{id}                        empty; lists the runs: see evaluation/runs/lists.py
+    evaluated/{adapter}/{n:08d}/{whose}/{id}             the same of the runs of a version
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pydantic import TypeAdapter
 
 from services.common.adapters.evidence import GateEvidence
 from services.common.adapters.names import AdapterVersion
+from services.common.evaluation.runs.lists import RunList
 from services.common.evaluation.runs.records import GateRecord, ItemResult, RunRecord, RunResult, Shard
 from services.common.storage.object_store import ObjectNotFound, ObjectStore, PreconditionFailed
 from services.common.storage.record_versions import EVALUATION
@@ -25,6 +27,7 @@ from services.common.validation.strict_models import StrictModel
 
 SHARD_ITEMS = 64
 _ROOT = "evaluations/"
+_LISTS = "evaluation-lists/"
 _VERSIONS = "evaluated/"
 _SHARD: TypeAdapter[Shard] = TypeAdapter(Shard)
 
@@ -37,14 +40,14 @@ class EvaluationStore:
 
     # Reading.
 
-    def ids(self) -> list[str]:
-        """Ids of all runs that have begun, newest first."""
-        return self._store.list_dirs(_ROOT)[::-1]
+    @property
+    def all(self) -> RunList:
+        """All runs: those that have begun, and those that a gateway has queued."""
+        return RunList(self._store, _LISTS)
 
-    def of_version(self, version: AdapterVersion) -> list[str]:
-        """Ids of the runs that a version is a target of, newest first."""
-        prefix = _version_prefix(version)
-        return sorted((key.removeprefix(prefix) for key in self._store.list(prefix)), reverse=True)
+    def of_version(self, version: AdapterVersion) -> RunList:
+        """Runs that a version is a target of, or that its gates decided by."""
+        return RunList(self._store, f"{_VERSIONS}{version.name}/{version.version:08d}/")
 
     def record(self, run: str) -> RunRecord | None:
         """What a run asks; None: it has not begun, or there is none."""
@@ -90,8 +93,9 @@ class EvaluationStore:
         Args:
             versions: the targets that are versions of adapters.
         """
+        self.all.add(record.id, record.key_id)
         for version in versions:
-            self.link(version, record.id)
+            self.of_version(version).add(record.id, record.key_id)
         if self._put(f"{_prefix(record.id)}run.json", record):
             return record
         return self.record(record.id) or record
@@ -107,10 +111,6 @@ class EvaluationStore:
     def decide(self, run: str, gates: GateRecord) -> None:
         """Writes what the gates of a training job decided by a result. May be repeated."""
         self._put(f"{_prefix(run)}gates.json", gates)
-
-    def link(self, version: AdapterVersion, run: str) -> None:
-        """Has a run found among those of a version that its candidate became. May be repeated."""
-        self._store.put(f"{_version_prefix(version)}{run}", b"")
 
     def finish(self, result: RunResult) -> RunResult:
         """Writes a result, unless another owner of the job has; returns what is written."""
@@ -160,7 +160,3 @@ def _prefix(run: str) -> str:
 
 def _shard_key(run: str, suite: int, target: int, number: int) -> str:
     return f"{_prefix(run)}{suite:02d}-{target:02d}/{number:06d}"
-
-
-def _version_prefix(version: AdapterVersion) -> str:
-    return f"{_VERSIONS}{version.name}/{version.version:08d}/"
