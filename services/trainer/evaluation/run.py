@@ -137,7 +137,7 @@ class EvaluationRun:
         if (done := retry(lambda: store.result(self._run))) is not None:
             return done
         plan, record = self._begun()
-        plan.check_allowed(self._parts.host.webhooks.allowed, signed=self._parts.host.webhooks.secret is not None)
+        plan.check_allowed(self._parts.host.grants.granted)
         total = sum(suite.items for suite in record.suites) * len(record.targets)
         counted = 0
         found: dict[tuple[int, int], list[ItemResult]] = {}
@@ -239,7 +239,7 @@ class _ShardMaker:
             self._policy = candidate.policy
             self._target = EngineTarget(host.rollouts, host.codec, self._policy)
         elif isinstance(chosen, RemoteTarget):
-            self._target = OtherServer(chosen, host.webhooks, self._place)
+            self._target = OtherServer(chosen, host.grants.webhooks, self._place)
         else:
             self._policy = None if chosen == BASE else parse_adapter_version(chosen)
             self._target = EngineTarget(host.rollouts, host.codec, self._policy)
@@ -249,7 +249,7 @@ class _ShardMaker:
             self._sampling,
             host.rollouts,
             host.codec,
-            host.webhooks,
+            host.grants,
             f"suites[{suite}].scorer",
         )
 

@@ -94,7 +94,7 @@ class Gates:
         plan = self._until_back(lambda: plan_gates(spec, parts.suites, parts.registry, host.base_digest, parent))
         if plan is None:
             return []
-        plan.run.check_allowed(host.webhooks.allowed, signed=host.webhooks.secret is not None)
+        plan.run.check_allowed(host.grants.granted)
         self._plan = plan
         self._until_back(lambda: self.keep_hashes(parents))
         notes = plan.warnings()

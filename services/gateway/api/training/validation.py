@@ -23,6 +23,7 @@ from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs import GrpoJob, JobBase, JobState, OpdJob, TrainingSpec
 from services.common.jobs.base import ServedLimits
 from services.common.jobs.fields.lora import TARGET_MODULES, check_agrees, stated_shape
+from services.common.jobs.scorers.grants import Granted
 from services.common.jobs.token_checks import check_free
 from services.common.pb import engine_pb2
 from services.common.queue.job_queue import JobQueue
@@ -136,7 +137,7 @@ async def with_versions(training: TrainingServices, spec: TrainingSpec) -> Train
     for client in training.engines.clients:
         if client.model is not None and client.model.HasField("webhooks"):
             webhooks = client.model.webhooks
-            plan.run.check_allowed(webhooks.allowed, signed=webhooks.signed)
+            plan.run.check_allowed(Granted(webhooks.allowed, webhooks.signed, webhooks.sandbox))
     return plan.pinned(spec)
 
 
@@ -241,7 +242,7 @@ def _check_scorers(engines: Sequence[engine_pb2.Model], spec: TrainingSpec) -> N
     allowed = [model.webhooks for model in engines if model.HasField("webhooks")]
     for where, scorer in spec.scorers():
         for webhooks in allowed:
-            scorer.check_allowed(where, webhooks.allowed, signed=webhooks.signed)
+            scorer.check_allowed(where, Granted(webhooks.allowed, webhooks.signed, webhooks.sandbox))
 
 
 async def _manifest(training: TrainingServices, version: AdapterVersion, param: str) -> Manifest:
