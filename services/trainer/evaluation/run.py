@@ -233,16 +233,14 @@ class _ShardMaker:
         self._place = f"targets[{target}]"
         is_candidate = candidate is not None and target == len(plan.job.targets)
         chosen = BASE if is_candidate else plan.job.targets[target]
-        self._policy: Policy = None
         self._target: Target
         if candidate is not None and is_candidate:
-            self._policy = candidate.policy
-            self._target = EngineTarget(host.rollouts, host.codec, self._policy)
+            self._target = EngineTarget(host.rollouts, host.codec, candidate.policy)
         elif isinstance(chosen, RemoteTarget):
             self._target = OtherServer(chosen, host.grants.webhooks, self._place)
         else:
-            self._policy = None if chosen == BASE else parse_adapter_version(chosen)
-            self._target = EngineTarget(host.rollouts, host.codec, self._policy)
+            policy: Policy = None if chosen == BASE else parse_adapter_version(chosen)
+            self._target = EngineTarget(host.rollouts, host.codec, policy)
         self._sampling = self._suite.sampling or manifest.settings.sampling
         self._grader = SuiteGrader(
             manifest.settings,
@@ -260,7 +258,7 @@ class _ShardMaker:
                 said = self._answers(items, self._sampling, interrupt)
                 results = self._grader.graded(first, items, said, interrupt)
             else:
-                results = self._grader.read(first, items, self._policy, interrupt)
+                results = self._grader.read(first, items, self._target, interrupt)
         except (ModelNotFound, NotFound) as error:
             raise ModelNotFound(
                 f"{self._place}: {self._name} or the judge of {self._suite.suite} is not there any more: "
