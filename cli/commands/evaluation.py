@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import datetime
+from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
 from cli.commands import harness, suites
+from cli.comparison_plot import save_comparison
 from cli.http.client import Client, path
 from cli.http.job_events import watch
 from cli.job_files import apply_settings
@@ -117,6 +120,31 @@ def list_runs(
 
 
 @app.command()
+def compare(
+    of: Annotated[
+        list[str], typer.Argument(metavar="EVALUATION|NAME@VERSION...", help="All targets of a run, or a version.")
+    ],
+    target: Annotated[list[str] | None, typer.Option(help="Only targets of this name; repeatable.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the scores, too.")] = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Up to eight targets in one table, each compared with the first one."""
+
+    def work(client: Client, output: Output) -> None:
+        query = urlencode([*(("of", one) for one in of), *(("target", one) for one in target or ())])
+        found = client.get(f"/v1/evaluations/compare?{query}")
+        labels = [entry["label"] for entry in found["entries"]]
+        rows = [_side(one, labels[one["entry"]]) for one in found["data"]]
+        if plot is not None:
+            save_comparison(found, plot)
+        columns = ["suite", "target", "score", "95 % interval", "invalid", "gain", "95 % interval", "p"]
+        output.table(found, columns, rows, empty="They have no suites.")
+
+    connected(url, as_json, work)
+
+
+@app.command()
 def contamination(
     suite: suites.Ref,
     adapter: Annotated[str, typer.Argument(metavar="ADAPTER[@VERSION]", help="Its current version, or this one.")],
@@ -159,6 +187,14 @@ def _show(output: Output, one: dict[str, Any], *, line: bool = False) -> None:
     if one["summaries"]:
         rows = [_scores(summary, better[summary["suite"]]) for summary in one["summaries"]]
         _table(output, ["suite", "target", "score", "95 % interval", "items", "invalid", "cut off", "tokens"], rows)
+    for gate in one.get("gates") or ():
+        verdict = "[green]met[/]" if gate["passed"] else "[red]not met[/]"
+        output.out.print(f"{gate['gate']} of {one['job']} against {gate['against']}: {verdict}", soft_wrap=True)
+        _table(
+            output,
+            ["condition", "suite", "gain", "wanted", "p", "alpha", ""],
+            [_condition(c) for c in gate["conditions"]],
+        )
     if one["comparisons"]:
         rows = [_pair(pair) for pair in one["comparisons"]]
         _table(output, ["suite", "compared", "gain", "95 % interval", "p", "better", "worse", "sees"], rows)
@@ -189,6 +225,27 @@ def _pair(pair: dict[str, Any]) -> list[str]:
         str(pair["worse"]),
         "" if pair["sees"] is None else f"{pair['sees']:.4f}",
     ]
+
+
+def _condition(one: dict[str, Any]) -> list[str]:
+    return [
+        one["kind"].replace("_", " "),
+        one["suite"],
+        f"{one['gain']:+.4f}",
+        f"> {one['at_least']:+g}",
+        f"{one['p']:.2g}",
+        f"{one['alpha']:.3g}",
+        "shown" if one["passed"] else "not shown",
+    ]
+
+
+def _side(one: dict[str, Any], label: str) -> list[str]:
+    score = f"{one['mean']:.4f}" if one["better"] == "lower" else f"{100 * one['mean']:.1f} %"
+    cells = [one["suite"], label, score, _interval(one["interval"], one["better"]), str(one["invalid"])]
+    pair = one["with_first"]
+    if pair is None:
+        return [*cells, "", "", ""]
+    return [*cells, f"{pair['gain']:+.4f}", _interval(pair["interval"], "lower"), f"{pair['p']:.2g}"]
 
 
 def _interval(bounds: dict[str, Any] | None, better: str) -> str:

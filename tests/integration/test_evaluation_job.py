@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry
+from services.common.errors import Unavailable
 from services.common.evaluation.runs.records import RunResult
 from services.common.evaluation.runs.store import SHARD_ITEMS, EvaluationStore
 from services.common.evaluation.suites.lines import read_suite
@@ -21,7 +22,9 @@ from services.common.evaluation.suites.spec import SuiteSettings
 from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs import EvalJob, Job, JobState, LoraSettings
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.exact import TextScorer
 from services.common.jobs.scorers.grants import Grants
+from services.common.jobs.scorers.sample import Sample
 from services.common.queue.job_queue import JobQueue
 from services.common.security.sandbox.sandbox import Isolation, Sandbox, SandboxUnavailable
 from services.common.settings import CommonSettings
@@ -136,7 +139,7 @@ async def test_from_submit_to_the_result(
     assert [one.item for one in found] == [str(SHARD_ITEMS), str(SHARD_ITEMS + 1)]
     assert found[0].answers[0].finish_reason == "stop"
     assert runs.items(done.id, 1, 0, 0, 1)[0].answers[0].logprobs is not None
-    assert runs.of_version(AdapterVersion("toy", 1)) == runs.ids() == [done.id]
+    assert runs.of_version(AdapterVersion("toy", 1)).newest() == runs.all.newest("ci") == [done.id]
 
 
 async def test_a_run_that_is_handed_on_ends_in_the_result_of_one_that_is_not(
@@ -174,6 +177,36 @@ async def test_what_is_deleted_meanwhile_fails_the_run_by_name_and_keeps_what_wa
     assert (done.state, done.attempts) == (JobState.FAILED, 1)
     assert "suite version sums@1 does not exist" in (done.reason or "")
     assert EvaluationStore(store).record(done.id) is not None
+
+
+async def test_a_store_and_a_scorer_that_fail_lose_no_answers(
+    queue: JobQueue, store: ObjectStore, suites: SuiteStore, start: Start, pod: Pod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, scored = store.put, TextScorer.score
+    failures = iter([Unavailable("no space is left")] * 2)
+
+    def full(key: str, data: bytes, **options: Any) -> Any:
+        if "/00-00/" in key and (error := next(failures, None)) is not None:
+            raise error
+        return put(key, data, **options)
+
+    monkeypatch.setattr(store, "put", full)
+    start()
+    done = await ended(queue, job())
+    assert (done.state, done.attempts) == (JobState.SUCCEEDED, 1), done.reason
+    assert next(failures, None) is None, "the store failed"
+
+    def broken(self: TextScorer, samples: Sequence[Sample], interrupt: Callable[[], None]) -> list[float]:
+        if len(samples) < SHARD_ITEMS:
+            raise RuntimeError("the scorer broke")
+        return scored(self, samples, interrupt)
+
+    monkeypatch.setattr(TextScorer, "score", broken)
+    failed = await ended(queue, job(seed=1))
+    assert (failed.state, "the scorer broke" in (failed.reason or "")) == (JobState.FAILED, True), failed.reason
+    runs = EvaluationStore(store)
+    assert len(runs.items(failed.id, 0, 0, 0, SUMS)) == SHARD_ITEMS, "what was scored before stays"
+    assert runs.result(failed.id) is None
 
 
 async def test_a_run_is_cancelled_in_the_middle_of_its_answers(

@@ -79,6 +79,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "settings",
         "interrupts",
         "output",
+        "comparison_plot",
         "job_files",
         "http",
         "options",

@@ -10,7 +10,7 @@ from services.gateway.api.base.routing import Routes
 from services.gateway.api.batches import files
 from services.gateway.api.batches import routes as batches
 from services.gateway.api.completions import chat_completions, stored_chats, text_completions
-from services.gateway.api.evaluation import contamination, harness, runs, suites
+from services.gateway.api.evaluation import contamination, harness, runs, side_by_side, suites
 from services.gateway.api.messages import batches as message_batches
 from services.gateway.api.messages import routes as messages
 from services.gateway.api.responses import conversations
@@ -31,6 +31,7 @@ API: tuple[Routes, ...] = (
     tokenize.routes,
     models.routes,
     adapter_versions.routes,
+    side_by_side.routes,  # in front of those of one run, whose id it looks like
     runs.routes,  # some are below /v1/adapters, whose routes take the rest
     adapters.routes,
     training.routes,

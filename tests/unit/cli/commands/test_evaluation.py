@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from tests.unit.cli.runner import routes, temper
@@ -77,3 +78,32 @@ def test_runs_of_a_version_are_listed() -> None:
     assert result.exit_code == 0, result.stderr
     assert "base polite@1" in result.stdout
     assert temper("eval", "list", "--adapter", "polite", url=url).exit_code == 2
+
+
+def test_a_gates_decision_is_a_table() -> None:
+    condition = {"kind": "no_loss", "suite": "sums@1", "gain": -0.01, "at_least": -0.05, "p": 0.04, "alpha": 0.05}
+    gate = {"gate": "publish_if", "against": "base", "passed": True, "conditions": [{**condition, "passed": True}]}
+    with serving(routes(GET_v1_evaluations_job1=Reply({**RUN, "job": "job-0", "gates": [gate]}))) as (url, _):
+        result = temper("eval", "show", "job-1", url=url)
+    assert result.exit_code == 0, result.stderr
+    assert "publish_if of job-0 against base: met" in result.stdout
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["no", "loss", "sums@1", "-0.0100", ">", "-0.05", "0.04", "0.05", "shown"] in lines
+
+
+def test_targets_side_by_side_are_a_table_and_a_plot(tmp_path: Path) -> None:
+    cell = {"suite": "sums@1", "better": "higher", "mean": 0.5, "interval": BOUNDS, "items": 4, "invalid": 0}
+    pair = RUN["comparisons"][0]
+    answer = {
+        "entries": [{"label": "base"}, {"label": "polite@1"}],
+        "data": [{**cell, "entry": 0, "with_first": None}, {**cell, "entry": 1, "with_first": pair}],
+    }
+    file = tmp_path / "scores.png"
+    with serving(routes(GET_v1_evaluations_compare=Reply(answer))) as (url, requests):
+        result = temper("eval", "compare", "job-1", "polite@1", "--target", "base", "--plot", str(file), url=url)
+        assert temper("eval", "compare", "job-1", "--plot", str(tmp_path / "x.pdf"), url=url).exit_code == 2
+    assert result.exit_code == 0, result.stderr
+    assert len(requests) == 2
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert "sums@1 polite@1 50.0 % 25.0 to 75.0 % 0 +0.2500 +0.2500 to +0.7500 0.12" in lines
+    assert file.read_bytes().startswith(b"\x89PNG")
