@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from services.adapter_tools.events import Reporter, run_to_the_end
+from services.common.jobs.kinds.forge import IMPORTANCE_METHODS
 from services.engine.models.weights.shards import SHARD_BYTES
-from services.forge.importance.settings import METHODS, Settings
+from services.forge.importance.settings import Settings
 from services.forge.steps import compact_step, importance_step, prune_step, quantize_step, verify_step
 from services.forge.units import KINDS
 
@@ -29,7 +30,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         return command
 
     importance = step("importance", plans=False, writes=False)
-    importance.add_argument("--method", choices=METHODS, required=True)
+    importance.add_argument("--method", choices=IMPORTANCE_METHODS, required=True)
     importance.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     importance.add_argument("--data", type=Path)
     importance.add_argument("--data-name")

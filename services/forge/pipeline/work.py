@@ -1,0 +1,104 @@
+"""Work directory of a pipeline: each stage's result is there whole or not at all, under a name that its inputs decide.
+
+A stage whose inputs are those of an earlier run is not done again; one with other inputs gets another name, and nothing
+is overwritten. Without torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.common.errors import Conflict, InvalidRequest
+from services.forge.record import sources_digest
+
+_LOCK = ".lock"
+_KEY_DIGITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Place of a stage's result."""
+
+    name: str
+    key: str
+    """Digest of the stage's inputs; what comes of it is an input of later stages by this."""
+    path: Path
+    """File or directory; it is there once the stage is done."""
+    state: Path
+    """Directory of what the stage continues from after a break."""
+
+    @property
+    def done(self) -> bool:
+        return self.path.exists()
+
+
+class Work:
+    """Work directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._code = sources_digest()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Nobody else works in the directory meanwhile.
+
+        Raises:
+            Conflict: somebody does.
+            InvalidRequest: it cannot be written.
+        """
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            lock = (self.directory / _LOCK).open("a")
+        except OSError as error:
+            raise InvalidRequest(
+                f"the work directory {self.directory} cannot be written: {error.strerror}", param="work"
+            ) from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise Conflict(
+                    f"another run works in {self.directory}: wait for it, or name another directory with --work",
+                    param="work",
+                ) from error
+            yield
+
+    def place(self, name: str, inputs: Mapping[str, Any]) -> Place:
+        """Place of a stage's result.
+
+        Args:
+            name: of the stage, with its cycle.
+            inputs: all that the result depends on, as JSON; files by digest. The code is added.
+        """
+        text = json.dumps({"stage": name, "code": self._code, "inputs": inputs}, sort_keys=True, allow_nan=False)
+        key = hashlib.sha256(text.encode()).hexdigest()[:_KEY_DIGITS]
+        path = self.directory / f"{name}-{key}"
+        return Place(name, key, path, path.with_name(f"{path.name}.state"))
+
+    def clean(self) -> None:
+        """Removes what broken-off writes of earlier processes left. Call it with the lock held."""
+        import shutil
+
+        for path in self.directory.glob(".*.partial"):
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def finish(state: Path, path: Path) -> None:
+    """Gives a directory that is complete its name.
+
+    Raises:
+        InvalidRequest: the disk does not let it.
+    """
+    try:
+        os.rename(state, path)
+    except OSError as error:
+        raise InvalidRequest(f"cannot write {path}: {error.strerror}", param="work") from error
