@@ -9,7 +9,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from services.forge.signature import check_signature, signed
 RECORD = "forge.json"
 SIGNATURE = "forge.json.sig"
 _ROOT = Path(__file__).resolve().parents[2]
-_SOURCES = ("services/forge", "services/adapter_tools", "services/engine/models", "kernels")
+_SOURCES = ("services/forge", "services/trainer", "services/adapter_tools", "services/engine/models", "kernels")
 """Code that a forged checkpoint depends on."""
 
 
@@ -41,6 +41,10 @@ class Made:
     """Sizes before and after."""
     data: Sequence[Mapping[str, Any]] = ()
     """Data that had a say, by name and sha256."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """What else is told of the step: fields of the record by their names."""
+    hardware: Mapping[str, Any] = field(default_factory=dict)
+    """Device that it was computed on, beside the machine."""
 
     def write(self, directory: Path, key: Ed25519PrivateKey | None) -> None:
         """Writes the record, and its signature if there is a key, beside the checkpoint's files.
@@ -58,7 +62,8 @@ class Made:
             "base": {"name": self.base.resolve().name, "digest": self.base_digest},
             "data": list(self.data),
             "code": {"temper": version("temper"), "sources_sha256": sources_digest()},
-            "hardware": {"machine": platform.machine(), "system": platform.system()},
+            "hardware": {"machine": platform.machine(), "system": platform.system(), **self.hardware},
+            **self.more,
             "outputs": {"digest": checkpoint_digest(directory), "files": files},
             "history": history(self.base, self.base_digest),
         }
@@ -91,9 +96,14 @@ def history(base: Path, base_digest: str) -> list[dict[str, Any]]:
     return [*earlier, content]
 
 
+def read_record(directory: Path) -> dict[str, Any]:
+    """Record of a forged checkpoint. Raises InvalidRequest: there is none, or it is malformed."""
+    return read_object(directory / RECORD, "the record of a forged checkpoint")
+
+
 def described_digest(directory: Path) -> str:
     """Digest that the record of a checkpoint says the weights have. Raises InvalidRequest."""
-    return str(read_object(directory / RECORD, "the record of a forged checkpoint")["outputs"]["digest"])
+    return str(read_record(directory)["outputs"]["digest"])
 
 
 def verify(directory: Path, key: Ed25519PublicKey, progress: Progress = silent) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import Conflict, InvalidRequest
+from services.common.storage.durable import sync_directory
 from services.forge.record import sources_digest
 
 _LOCK = ".lock"
@@ -38,6 +39,18 @@ class Place:
     @property
     def done(self) -> bool:
         return self.path.exists()
+
+    def finish(self) -> None:
+        """Gives the state, which is complete, the result's name.
+
+        Raises:
+            InvalidRequest: the disk does not let it.
+        """
+        try:
+            self.state.rename(self.path)
+            sync_directory(self.path.parent)
+        except OSError as error:
+            raise InvalidRequest(f"cannot write {self.path}: {error.strerror}", param="work") from error
 
 
 class Work:
@@ -86,19 +99,5 @@ class Work:
 
     def clean(self) -> None:
         """Removes what broken-off writes of earlier processes left. Call it with the lock held."""
-        import shutil
-
         for path in self.directory.glob(".*.partial"):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-
-
-def finish(state: Path, path: Path) -> None:
-    """Gives a directory that is complete its name.
-
-    Raises:
-        InvalidRequest: the disk does not let it.
-    """
-    try:
-        os.rename(state, path)
-    except OSError as error:
-        raise InvalidRequest(f"cannot write {path}: {error.strerror}", param="work") from error

@@ -93,7 +93,7 @@ class ForgeRecover(SentModel):
     method: RecoveryMethod = "distill"
     """"distill": from the model before any cut. "sft": from the data alone."""
     trains: Literal["neighbours", "lora"] = "neighbours"
-    """All norms and the matrices next to what was cut, or low-rank updates of all matrices, added to them at the end."""
+    """All norms and the matrices next to what was cut, or low-rank updates of all matrices, added at the end."""
     steps: int = Field(200, ge=1)
     """Optimizer steps of a cycle, at most."""
     batch_tokens: int = Field(4096, ge=1)
