@@ -46,15 +46,13 @@ class Made:
     hardware: Mapping[str, Any] = field(default_factory=dict)
     """Device that it was computed on, beside the machine."""
 
-    def write(self, directory: Path, key: Ed25519PrivateKey | None) -> None:
-        """Writes the record, and its signature if there is a key, beside the checkpoint's files.
+    def content(self) -> dict[str, Any]:
+        """Record but for what is known of the output, and of the steps before.
 
         Raises:
-            InvalidRequest: the base's own record is of another checkpoint.
-            OSError
+            OSError: the code cannot be read.
         """
-        files = {path.name: _entry(path) for path in sorted(directory.iterdir())}
-        content = {
+        return {
             "format": FORMAT,
             "step": self.step,
             "recipe": self.recipe,
@@ -64,6 +62,17 @@ class Made:
             "code": {"temper": version("temper"), "sources_sha256": sources_digest()},
             "hardware": {"machine": platform.machine(), "system": platform.system(), **self.hardware},
             **self.more,
+        }
+
+    def write(self, directory: Path, key: Ed25519PrivateKey | None) -> None:
+        """Writes the record, and its signature if there is a key, beside the checkpoint's files.
+
+        Raises:
+            InvalidRequest: the base's own record is of another checkpoint.
+            OSError
+        """
+        files = {path.name: _entry(path) for path in sorted(directory.iterdir())}
+        content = self.content() | {
             "outputs": {"digest": checkpoint_digest(directory), "files": files},
             "history": history(self.base, self.base_digest),
         }

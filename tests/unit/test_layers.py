@@ -80,6 +80,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "interrupts",
         "output",
         "job_files",
+        "forge_text",
         "http",
         "options",
         "local",

@@ -46,6 +46,11 @@ class Recipe(ForgeSettings):
         match = _STORE.fullmatch(self.output)
         return None if match is None else (match["bucket"], match["prefix"])
 
+    @property
+    def settings(self) -> ForgeSettings:
+        """What the run does, without the files of this machine."""
+        return ForgeSettings.model_validate({name: getattr(self, name) for name in ForgeSettings.model_fields})
+
     def at(self, directory: Path) -> Recipe:
         """The recipe with its paths behind a directory, where they are relative."""
         changes: dict[str, Any] = {"suites": [directory / suite for suite in self.suites]}

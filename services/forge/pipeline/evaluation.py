@@ -3,8 +3,8 @@ the comparison with the model before the cut, item by item."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,60 +18,76 @@ from services.common.evaluation.runs.records import ItemResult, RunRecord, RunRe
 from services.common.evaluation.runs.results import compared, scores_of
 from services.common.evaluation.runs.store import EvaluationStore
 from services.common.evaluation.suites.lines import read_suite
-from services.common.evaluation.suites.names import SuiteVersion
+from services.common.evaluation.suites.manifest import SuiteManifest
 from services.common.evaluation.suites.spec import SuiteSettings
 from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs.kinds.evaluate import EvalJob
 from services.common.storage.directory_store import DirectoryStore
 from services.common.validation.errors import problem
 from services.engine.models.weights.shards import Progress
-from services.trainer.evaluation.run import EvaluationRun, Evaluations, Retry
-from services.trainer.host.policy_host import PolicyHost
+from services.forge.files import file_digest
+from services.forge.pipeline.machine import Machine
+from services.forge.pipeline.work import Work
+from services.trainer.evaluation.run import EvaluationRun, Evaluations
 
 _RUN = "run"
 """Id of the one run of an evaluation's directory."""
 
 
 @dataclass(frozen=True, slots=True)
-class SuiteChoice:
-    """A version of a suite, with the digest of its content."""
+class Suites:
+    """Versions of suites that a model is evaluated on."""
 
-    ref: SuiteVersion
-    digest: str
-    items: int
+    store: SuiteStore
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """"name@n" → digest of its content."""
+    items: int = 0
+    """Of all of them."""
+
+    @classmethod
+    def of(cls, store: SuiteStore, manifests: Sequence[SuiteManifest]) -> Suites:
+        """Suites of a store."""
+        digests = {str(manifest.ref): manifest.digest for manifest in manifests}
+        return cls(store, digests, sum(manifest.items for manifest in manifests))
+
+    @classmethod
+    def of_files(cls, files: Sequence[Path], work: Work) -> Suites:
+        """Suites of files, made versions of a store below a work directory that their contents decide.
+
+        Args:
+            files: {suite}.jsonl with items; {suite}.json beside it has everything else.
+
+        Raises:
+            InvalidRequest: a file cannot be read or is malformed; file, line and field are named.
+        """
+        content = [[file.name, file_digest(file), file_digest(file.with_suffix(".json"))] for file in files]
+        store = SuiteStore(DirectoryStore(work.place("suites", {"files": content}).path))
+        made: list[SuiteManifest] = []
+        for file in files:
+            manifest = _created(store, file)
+            if any(one.name == manifest.name for one in made):
+                raise InvalidRequest(
+                    f"{file}: another suite is called {manifest.name} as well: rename the file", param="suites"
+                )
+            made.append(manifest)
+        return cls.of(store, made)
 
 
-def local_suites(files: Sequence[Path], store: SuiteStore) -> list[SuiteChoice]:
-    """Suites of files, made versions of a store.
-
-    Args:
-        files: {suite}.jsonl with items; {suite}.json beside it has everything else.
-
-    Raises:
-        InvalidRequest: a file cannot be read or is malformed; file, line and field are named.
-    """
-    made: list[SuiteChoice] = []
-    for file in files:
-        settings_file = file.with_suffix(".json")
-        raw = _read(settings_file, f"the settings of suite {file.name}")
-        try:
-            given = from_json(raw, allow_inf_nan=False)
-            settings = SuiteSettings.model_validate(given)
-        except ValidationError as error:
-            raise InvalidRequest(f"{settings_file}: {problem(error, SuiteSettings, given)}", param="suites") from error
-        except ValueError as error:
-            raise InvalidRequest(f"{settings_file} is not JSON: {str(error)[:200]}", param="suites") from error
-        try:
-            items = read_suite(_read(file, "a suite"), settings)
-            manifest = store.create(file.stem, settings, items)
-        except InvalidRequest as error:
-            raise InvalidRequest(f"{file}: {error.message}", param="suites") from error
-        if any(choice.ref.name == manifest.name for choice in made):
-            raise InvalidRequest(
-                f"{file}: another suite is called {manifest.name} as well: rename the file", param="suites"
-            )
-        made.append(SuiteChoice(manifest.ref, manifest.digest, manifest.items))
-    return made
+def _created(store: SuiteStore, file: Path) -> SuiteManifest:
+    settings_file = file.with_suffix(".json")
+    raw = _read(settings_file, f"the settings of suite {file.name}")
+    try:
+        given = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(f"{settings_file} is not JSON: {str(error)[:200]}", param="suites") from error
+    try:
+        settings = SuiteSettings.model_validate(given)
+    except ValidationError as error:
+        raise InvalidRequest(f"{settings_file}: {problem(error, SuiteSettings, given)}", param="suites") from error
+    try:
+        return store.create(file.stem, settings, read_suite(_read(file, "a suite"), settings))
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{file}: {error.message}", param="suites") from error
 
 
 def _read(file: Path, what: str) -> str:
@@ -83,44 +99,51 @@ def _read(file: Path, what: str) -> str:
         raise InvalidRequest(f"{file} is not UTF-8 text", param="suites") from error
 
 
-def evaluate(
-    host: PolicyHost,
-    suites: SuiteStore,
-    chosen: Sequence[SuiteChoice],
-    directory: Path,
-    *,
-    seed: int,
-    progress: Progress,
-    interrupt: Callable[[], None],
-    retry: Retry,
-) -> RunResult:
-    """Answers the suites by the host's model. What a directory has of it already is not done again.
+def evaluated(
+    name: str, model: Path, digest: str, suites: Suites, seed: int, work: Work, machine: Machine, progress: Progress
+) -> Evaluated:
+    """Evaluation of a checkpoint, by an engine that is started for it. What the work directory has of it is not done
+    again.
 
     Args:
-        directory: gets the answers, shard by shard, and the result.
-        interrupt: called several times a second and may raise.
+        name: of the stage.
+        digest: of the checkpoint.
 
     Raises:
         NotFound: a suite was deleted meanwhile; what was answered stays.
-        InvalidRequest: a suite cannot be run; it is named.
-        Unavailable: a webhook failed; and what ``interrupt`` raises.
+        InvalidRequest: a suite cannot be run; it is named. DoesNotFit: the engine.
+        Unavailable: a webhook failed.
     """
-    store = DirectoryStore(directory)
-    job = EvalJob(suites=[str(choice.ref) for choice in chosen], targets=[BASE], seed=seed)
-    parts = Evaluations(EvaluationStore(store), suites, AdapterRegistry(store, BASE), host)
-    run = EvaluationRun(parts, _RUN, job, key_id="", retry=retry, interrupt=interrupt, watcher=_Watcher(progress))
-    return run.run()
+    place = work.place(name, {"model": digest, "suites": suites.digests, "seed": seed, "device": machine.device})
+    if not place.done:
+        machine.take(name, machine.engine_bytes(model), "free some, or leave suites out")
+        progress(f"{name}: starting an engine", 0, 0)
+        store = DirectoryStore(place.state)
+        with machine.open_engine(model) as host:
+            run = EvaluationRun(
+                Evaluations(EvaluationStore(store), suites.store, AdapterRegistry(store, BASE), host),
+                _RUN,
+                EvalJob(suites=list(suites.digests), targets=[BASE], seed=seed),
+                key_id="",
+                retry=machine.retry,
+                interrupt=machine.interrupt,
+                watcher=_Watcher(name, progress),
+            )
+            run.run()
+        place.finish()
+    return Evaluated.read(place.path)
 
 
 class _Watcher:
     """Watcher of a run that tells a Progress."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, name: str, progress: Progress) -> None:
+        self._name = name
         self._progress = progress
 
     def progress(self, done: int, total: int) -> None:
         """See Watcher.progress."""
-        self._progress("evaluating", done, total)
+        self._progress(f"{self._name}: answering", done, total)
 
     def event(self, data: Mapping[str, Any]) -> None:
         """See Watcher.event."""

@@ -38,7 +38,7 @@ class Machine:
     """Bytes that an engine of a checkpoint directory takes of the device; raises DoesNotFit."""
     gate: ComputeGate | None = None
     """Gate of an engine that serves from the device; None: nobody does."""
-    reserve: Callable[[int], None] = lambda nbytes: None
+    reserve: Callable[[int], object] = int
     """Takes so many bytes of the device for the next stage, of others that share it; raises what makes it wait."""
     interrupt: Callable[[], None] = lambda: None
     """Called several times a second; may raise to end the run, which goes on later."""
@@ -95,13 +95,18 @@ class Turn:
         yield
         self._take()
 
-    def telling(self, progress: Progress) -> Progress:
-        """Progress that is told outside of the turn, and where the run may be ended."""
+    def telling(self, progress: Progress, *, interrupt: bool = True) -> Progress:
+        """Progress that is told outside of the turn.
+
+        Args:
+            interrupt: the run may be ended where it is told.
+        """
 
         def tell(stage: str, done: int, total: int) -> None:
             with self.left():
                 progress(stage, done, total)
-                self._interrupt()
+                if interrupt:
+                    self._interrupt()
 
         return tell
 

@@ -11,8 +11,9 @@ from services.common.jobs.kinds.forge import NEED_DATA, ForgeImportance, ForgeRe
 from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import Formats, copies_head, weight_bytes
 from services.engine.models.interface import resolve_dtype
+from services.engine.models.lora.targets import target_shapes
 from services.engine.models.weights.shards import Progress, silent
-from services.trainer.memory.estimate import Workload, estimate
+from services.trainer.memory.estimate import TeacherWork, Workload, estimate
 
 STREAM_BYTES = 96 * 2**20
 """Bytes in memory while a checkpoint is read and written tensor by tensor."""
@@ -20,7 +21,7 @@ _DISK_RATE = 200e6
 """Bytes a second that a checkpoint is read, cut, digested and written, nominally."""
 _SHARE = {"cpu": 0.25, "cuda": 0.35}
 """Share of the rate of a large matrix product that a whole forward reaches, nominally."""
-_DECODE_SHARE = {"cpu": 0.05, "cuda": 0.01}
+_DECODE_SHARE = {"cpu": 0.15, "cuda": 0.02}
 """The same share while answers are sampled."""
 _ITEM_TOKENS = 128
 """Tokens of an item with its answer, nominally."""
@@ -93,6 +94,26 @@ def importance_seconds(config: ModelConfig, settings: ForgeImportance, tokens: i
         units = config.num_layers * (1 + getattr(config, "intermediate_size", 0))
         return rates.forward(config, units * min(tokens, settings.sample_tokens))
     return rates.forward(config, tokens * (3 if settings.method == "gradients" else 1))
+
+
+def recovery_bytes(config: ModelConfig, teacher: ModelConfig, settings: ForgeRecover, device: str) -> int:
+    """Bytes of a recovery, at most: weights, the teacher's where there is one, and what training takes. The recovery
+    itself plans with what it trains."""
+    numbers = config.parameters()
+    if settings.trains == "lora":
+        numbers = sum(settings.lora.rank * (out + into) for out, into in target_shapes(config).values())
+    distils = settings.method == "distill"
+    work = Workload(
+        adapter_numbers=numbers,
+        rank=settings.lora.rank,
+        tokens=settings.tokens_per_forward,
+        itemsize=resolve_dtype("auto", device).itemsize,
+        recompute=settings.recompute,
+        fused=False,
+        teacher=TeacherWork(teacher) if distils else None,
+    )
+    weights = model_bytes(config, device) + (model_bytes(teacher, device) if distils else 0)
+    return weights + estimate(config, work).total
 
 
 def recovery_seconds(config: ModelConfig, teacher: ModelConfig, settings: ForgeRecover, rates: Rates) -> float:

@@ -6,13 +6,12 @@ inputs decide, so that a run that was broken off at any moment goes on where it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from services.common.errors import CheckpointRejected, InvalidRequest
-from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs.kinds.forge import ForgeSettings
 from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.registry import read_config
@@ -20,13 +19,15 @@ from services.engine.models.weights.shards import Progress
 from services.forge.cut import CutFile
 from services.forge.files import file_digest
 from services.forge.importance.settings import Settings
-from services.forge.pipeline.evaluation import Evaluated, SuiteChoice, comparison, evaluate
+from services.forge.pipeline.evaluation import Evaluated, Suites, comparison, evaluated
 from services.forge.pipeline.machine import Machine, Turn
 from services.forge.pipeline.needs import STREAM_BYTES, importance_bytes
 from services.forge.pipeline.schedule import Schedule
 from services.forge.pipeline.shapes import device_name, gone, shape_of, sizes
 from services.forge.pipeline.work import Place, Work
 from services.forge.record import Made, described_digest, read_record
+from services.forge.recovery.recover import recover
+from services.forge.recovery.settings import RecoverySettings
 from services.forge.steps import compact_step, importance_step, prune_step, quantize_step
 from services.forge.units import KINDS, Kind, cuttable
 
@@ -37,8 +38,7 @@ class Inputs:
 
     model: Path
     settings: ForgeSettings
-    suites: SuiteStore
-    chosen: Sequence[SuiteChoice] = ()
+    suites: Suites
     data: Path | None = None
     data_name: str | None = None
     held_out: Path | None = None
@@ -110,7 +110,7 @@ class Pipeline:
         schedule = Schedule.of(config, inputs.settings.prune)
         if inputs.settings.reads_data and inputs.data is None:
             raise InvalidRequest("importance by data and recovery need data: name a file of examples", param="data")
-        if inputs.chosen:
+        if inputs.suites.digests:
             self.machine.engine_bytes(inputs.model)
         return schedule
 
@@ -192,7 +192,43 @@ class Pipeline:
         return place
 
     def _recovered(self, name: str, smaller: Place, data: Mapping[str, str | None], base_digest: str) -> Place:
-        raise InvalidRequest("recover is not there yet: leave it out of the recipe", param="recover")
+        inputs, machine = self.inputs, self.machine
+        settings = recovery_settings(inputs.settings, machine.device)
+        distils = settings.method == "distill"
+        place = self.work.place(
+            name,
+            {
+                "model": smaller.key,
+                "teacher": base_digest if distils else None,
+                "settings": settings.record(),
+                "data": [data["data"], data["held_out"], inputs.data_name],
+                "device": machine.device,
+                "shards": inputs.shard_bytes,
+            },
+        )
+        if place.done or inputs.data is None:
+            return place
+        machine.take("recover", 0, "")  # the recovery plans what it needs, and takes it
+        stop = _Stop(machine.interrupt)
+        with Turn(machine) as turn:
+            report = recover(
+                smaller.path,
+                place.path,
+                settings,
+                data=inputs.data,
+                data_name=inputs.data_name,
+                held_out=inputs.held_out,
+                teacher=inputs.model if distils else None,
+                state=place.state,
+                memory_bytes=machine.memory_bytes,
+                max_shard_bytes=inputs.shard_bytes,
+                give_way=turn.give_way,
+                progress=turn.telling(self._telling(name), interrupt=False),
+                should_stop=stop,
+            )
+        if report is None:
+            stop.end()
+        return place
 
     def _quantized(self, model: Path, digest: str) -> tuple[Path, str]:
         shards = self.inputs.shard_bytes
@@ -207,27 +243,10 @@ class Pipeline:
 
     def _evaluation(self, name: str, model: Path, digest: str) -> Evaluated | None:
         """Evaluation of a checkpoint; None: there are no suites."""
-        chosen, seed, machine = self.inputs.chosen, self.inputs.settings.seed, self.machine
-        if not chosen:
+        suites, seed = self.inputs.suites, self.inputs.settings.seed
+        if not suites.digests:
             return None
-        suites = {str(choice.ref): choice.digest for choice in chosen}
-        place = self.work.place(name, {"model": digest, "suites": suites, "seed": seed, "device": machine.device})
-        if not place.done:
-            machine.take(name, machine.engine_bytes(model), "free some, or leave suites out")
-            self.progress(f"{name}: starting an engine", 0, 0)
-            with machine.open_engine(model) as host:
-                evaluate(
-                    host,
-                    self.inputs.suites,
-                    chosen,
-                    place.state,
-                    seed=seed,
-                    progress=self._telling(name),
-                    interrupt=machine.interrupt,
-                    retry=machine.retry,
-                )
-            place.finish()
-        return Evaluated.read(place.path)
+        return evaluated(name, model, digest, suites, seed, self.work, self.machine, self.progress)
 
     # Parts.
 
@@ -263,6 +282,34 @@ class Pipeline:
             more=more,
             hardware={"device": device_name(self.machine.device)},
         )
+
+
+class _Stop:
+    """What a recovery is asked between its steps: it ends in order, and the run with what it was ended by."""
+
+    def __init__(self, interrupt: Callable[[], None]) -> None:
+        self._interrupt = interrupt
+        self._error: BaseException | None = None
+
+    def __call__(self) -> bool:
+        try:
+            self._interrupt()
+        except Exception as error:
+            self._error = error
+        return self._error is not None
+
+    def end(self) -> None:
+        """Raises what ended the run."""
+        if self._error is not None:
+            raise self._error
+
+
+def recovery_settings(settings: ForgeSettings, device: str) -> RecoverySettings:
+    """Settings of the recovery after each cut. Raises InvalidRequest."""
+    if settings.recover is None:
+        raise InvalidRequest("the recipe has no recover", param="recover")
+    fields = {name: getattr(settings.recover, name) for name in type(settings.recover).model_fields}
+    return RecoverySettings(**fields, seed=settings.seed, device=device)
 
 
 _ELSEWHERE = ("format", "base", "code", "hardware", "outputs", "history")
