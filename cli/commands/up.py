@@ -216,6 +216,7 @@ def _engine(
             "TEMPER_DEVICE": options.device,
             "TEMPER_DTYPE": options.dtype,
             "TEMPER_CHECKPOINT_DIR": str(data_dir / "checkpoints"),
+            "TEMPER_FORGE_DIR": str(data_dir / "forge"),
             "TEMPER_GRPC_HOST": "127.0.0.1",
             "TEMPER_GRPC_PORT": str(port),
             "TEMPER_DRAIN_SECONDS": str(settings.drain_seconds),

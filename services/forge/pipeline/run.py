@@ -49,6 +49,13 @@ class Inputs:
         return [kind for kind in KINDS if kind in self.settings.prune.levels]
 
     @property
+    def stages(self) -> int:
+        """Number of stages, saving counted."""
+        settings = self.settings
+        cycle = 3 + (settings.recover is not None)
+        return settings.prune.cycles * cycle + (settings.quantize is not None) + 2 * bool(self.suites.digests) + 1
+
+    @property
     def shard_bytes(self) -> int:
         return int(self.settings.max_shard_gb * 1e9)
 

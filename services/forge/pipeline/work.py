@@ -9,7 +9,9 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,6 +61,7 @@ class Work:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._code = sources_digest()
+        self._used: list[Place] = []
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -95,9 +98,32 @@ class Work:
         text = json.dumps({"stage": name, "code": self._code, "inputs": inputs}, sort_keys=True, allow_nan=False)
         key = hashlib.sha256(text.encode()).hexdigest()[:_KEY_DIGITS]
         path = self.directory / f"{name}-{key}"
-        return Place(name, key, path, path.with_name(f"{path.name}.state"))
+        place = Place(name, key, path, path.with_name(f"{path.name}.state"))
+        self._used.append(place)
+        if path.exists():
+            os.utime(path)  # it is not old
+        return place
+
+    def forget(self) -> None:
+        """Removes every result that was asked for."""
+        for place in self._used:
+            for path in (place.path, place.state):
+                _remove(path)
+
+    def forget_old(self, seconds: float) -> None:
+        """Removes results that nobody has asked for in so many seconds. Call it with the lock held."""
+        for path in self.directory.iterdir():
+            if path.name != _LOCK and time.time() - path.stat().st_mtime > seconds:
+                _remove(path)
 
     def clean(self) -> None:
         """Removes what broken-off writes of earlier processes left. Call it with the lock held."""
         for path in self.directory.glob(".*.partial"):
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -33,8 +33,11 @@ from services.pod.memory import device_bytes
 from services.trainer.host.policy_host import PolicyHost
 
 
-def machine(device: str, work: Path) -> Machine:
+def machine(device: str, work: Path, threads: int = 0) -> Machine:
     """This machine, of which a run has everything.
+
+    Args:
+        threads: CPU threads of one operator; 0: all cores.
 
     Raises:
         InvalidRequest: there is no such device.
@@ -43,7 +46,7 @@ def machine(device: str, work: Path) -> Machine:
 
     @contextmanager
     def open_engine(directory: Path) -> Iterator[PolicyHost]:
-        with opened(engine_settings(directory, device), work / "no-adapters", Webhooks()) as host:
+        with opened(engine_settings(directory, device, threads=threads), work / "no-adapters", Webhooks()) as host:
             yield host
 
     return Machine(device, device_bytes(hardware), open_engine, partial(engine_bytes, device=device))
@@ -55,6 +58,7 @@ def run(recipe_file: Path, work: Path | None, device: str, *, dry_run: bool, pro
     Args:
         work: directory of what the stages make, which stays; None: one beside the output, which goes when the output is
             there.
+        threads: CPU threads of one operator; 0: all cores.
 
     Raises:
         InvalidRequest, CheckpointRejected, …: as of Pipeline.run and plan_run.
@@ -71,12 +75,12 @@ def run(recipe_file: Path, work: Path | None, device: str, *, dry_run: bool, pro
     if dry_run:
         with tempfile.TemporaryDirectory() as scratch:
             inputs = _inputs(recipe, Work(Path(scratch)))
-            planned = plan_run(Pipeline(inputs, results, machine(device, directory), progress))
+            planned = plan_run(Pipeline(inputs, results, machine(device, directory, threads), progress))
         planned.check(directory)
         return {"out": None, "output": recipe.output, "plan": planned.summary()}
     with results.locked():
         results.clean()
-        pipeline = Pipeline(_inputs(recipe, results), results, machine(device, directory), progress)
+        pipeline = Pipeline(_inputs(recipe, results), results, machine(device, directory, threads), progress)
         plan_run(pipeline).check(directory)
         forged = pipeline.run()
         if place is None:
@@ -103,6 +107,7 @@ def evaluate_directory(
     *,
     seed: int,
     progress: Progress,
+    threads: int = 0,
 ) -> dict[str, Any]:
     """Evaluates a checkpoint, and another to compare it with.
 
@@ -121,7 +126,7 @@ def evaluate_directory(
         directory = work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         place = Work(directory)
         stack.enter_context(place.locked())
-        found = machine(device, directory)
+        found = machine(device, directory, threads)
         chosen = Suites.of_files(files, place)
 
         def evaluation(name: str, checkpoint: Path) -> Evaluated:

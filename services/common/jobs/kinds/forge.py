@@ -14,7 +14,6 @@ from services.common.jobs.base import OptimizerSettings, Recompute
 from services.common.jobs.fields.lora import LoraSettings
 from services.common.jobs.kinds.evaluate import MAX_SUITES, SuiteRef
 from services.common.jobs.kinds.sft import SftExample
-from services.common.storage.names import check_name, field_check
 from services.common.validation.json_rules import SOME, Rules, at_least_one, both, either, has, if_any, left_out
 from services.common.validation.strict_models import SentModel
 
@@ -24,7 +23,8 @@ NEED_DATA: frozenset[ImportanceMethod] = frozenset(("activations", "gradients", 
 """Methods that measure on data."""
 RecoveryMethod: TypeAlias = Literal["sft", "distill"]
 MOST_CYCLES = 16
-_NAME = r"^(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+STORED = "forged/"
+"""Prefix of the object store below which each job's checkpoint is, by the job's id."""
 
 
 _LEVEL = r"[0-9]{1,9}(\.[0-9]{1,9})?%|[1-9][0-9]{0,8}"
@@ -153,10 +153,6 @@ class ForgeSettings(SentModel):
         return self.importance.method in NEED_DATA or self.recover is not None
 
 
-def _model_name(text: str) -> None:
-    check_name(text, "model")
-
-
 class ForgeJob(ForgeSettings):
     """Makes a smaller model of the one that the engines serve: importance, cut, recovery, evaluation before and after.
 
@@ -172,8 +168,8 @@ class ForgeJob(ForgeSettings):
     }
 
     kind: Literal["forge"] = "forge"
-    name: Annotated[str, field_check(_model_name), Field(json_schema_extra={"pattern": _NAME})] = "forged"
-    """Of the result: s3://BUCKET/forged/NAME/JOB."""
+    name: str = Field("forged", min_length=1, max_length=100)
+    """Title of the model card. The checkpoint is s3://BUCKET/forged/JOB."""
     examples: list[SftExample] = Field(default_factory=list)
     """Data that importance is measured on and that recovery learns from, as SFT takes them."""
     eval_examples: list[SftExample] = Field(default_factory=list)
