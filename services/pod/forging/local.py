@@ -52,7 +52,9 @@ def machine(device: str, work: Path, threads: int = 0) -> Machine:
     return Machine(device, device_bytes(hardware), open_engine, partial(engine_bytes, device=device))
 
 
-def run(recipe_file: Path, work: Path | None, device: str, *, dry_run: bool, progress: Progress) -> dict[str, Any]:
+def run(
+    recipe_file: Path, work: Path | None, device: str, *, dry_run: bool, progress: Progress, threads: int = 0
+) -> dict[str, Any]:
     """Runs a recipe to its end, or only plans it.
 
     Args:
