@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from cli.commands import forge_jobs
 from cli.forge_text import forged, planned_run, quality, sizes
 from cli.local.external_tool import Amount, run_tool
 from cli.options import Json
@@ -102,6 +103,11 @@ def evaluate(
     arguments += [] if baseline is None else ["--baseline", str(baseline)]
     arguments += [] if work is None else ["--work", str(work)]
     _run(arguments, as_json, quality, module=_RUNS, amount="count")
+
+
+app.command("submit")(forge_jobs.submit)
+app.command("show")(forge_jobs.show)
+app.command("list")(forge_jobs.list_runs)
 
 
 @app.command()

@@ -62,11 +62,11 @@ class Recipe(ForgeSettings):
         return self.model_copy(update=changes)
 
 
-def read_recipe(file: Path) -> Recipe:
-    """Recipe from a YAML file, its paths made absolute or relative to the working directory.
+def read_mapping(file: Path) -> dict[str, Any]:
+    """Mapping from a YAML file.
 
     Raises:
-        InvalidRequest: the file cannot be read, is no YAML, or a field is wrong; names the field and what is possible.
+        InvalidRequest: the file cannot be read, or is no YAML.
     """
     try:
         text = file.read_text(encoding="utf-8-sig")
@@ -80,7 +80,17 @@ def read_recipe(file: Path) -> Recipe:
     except yaml.YAMLError as error:
         raise InvalidRequest(f"{file} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
-        raise InvalidRequest(f"{file}: a recipe is a YAML mapping with model, output and prune")
+        raise InvalidRequest(f"{file}: a recipe is a YAML mapping, with prune in it")
+    return content
+
+
+def read_recipe(file: Path) -> Recipe:
+    """Recipe from a YAML file, its paths made absolute or relative to the working directory.
+
+    Raises:
+        InvalidRequest: the file cannot be read, is no YAML, or a field is wrong; names the field and what is possible.
+    """
+    content = read_mapping(file)
     try:
         recipe = Recipe.model_validate(content)
     except ValidationError as error:
