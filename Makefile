@@ -54,7 +54,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -c constraints.txt instructor
 	@touch $@
 
-clients: $(CLIENTS) ## install the clients from npm and PyPI that tests run, 1.6 GB, in .venv
+clients: $(CLIENTS) ## install the clients from npm and PyPI that tests run, 2.1 GB, in .venv
 
 $(CLIENTS): $(STAMP) $(addprefix tests/conformance/clients/,package.json package-lock.json requirements.txt)
 	@$(BIN)/python -m tests.conformance.clients.install

@@ -16,6 +16,7 @@ from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry, Pointers
 from services.common.errors import ModelNotFound
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.grants import Grants
 from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.sampling_params import SamplingParams
@@ -180,7 +181,7 @@ def running_pod(
         train_memory_bytes=2**31,
         adapters=engine.adapters,
         rollouts=rollouts,
-        webhooks=webhooks or Webhooks(),
+        grants=Grants(webhooks or Webhooks()),
         teacher=engine.teacher,
     )
     try:

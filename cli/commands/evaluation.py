@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from cli.commands import suites
+from cli.commands import harness, suites
 from cli.http.client import Client, path
 from cli.http.job_events import watch
 from cli.job_files import apply_settings
@@ -18,6 +18,8 @@ from cli.output import CliError, ExitCode, Output
 
 app = typer.Typer(name="eval", help="Evaluate models and adapters.", no_args_is_help=True)
 app.add_typer(suites.app)
+app.command("export")(harness.export)
+app.command("import")(harness.import_results)
 
 RunId = Annotated[str, typer.Argument(metavar="EVALUATION", help="An id as `temper eval run` prints it.")]
 
@@ -150,6 +152,8 @@ def _show(output: Output, one: dict[str, Any], *, line: bool = False) -> None:
         return
     colour = {"succeeded": "green", "failed": "red", "cancelled": "yellow"}.get(one["state"], "cyan")
     reason = f"  {escape(one['reason'])}" if one["reason"] else ""
+    if one.get("imported"):
+        reason += f"  [yellow]imported from {escape(one['imported']['program'])}[/]"
     output.out.print(f"[bold]{one['id']}[/]  [{colour}]{one['state']}[/]  {_done(one)} items{reason}", soft_wrap=True)
     better = {suite["suite"]: suite["better"] for suite in one["suites"] or ()}
     if one["summaries"]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from services.common.adapters.names import AdapterVersion
-from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.grants import Grants
 from services.common.text.tokenizer import TextCodec
 from services.engine.adapters.manager import AdapterManager
 from services.engine.models.interface import CausalLM
@@ -34,7 +34,7 @@ class PodHost:
     train_memory_bytes: int
     adapters: AdapterManager
     rollouts: EngineRollouts
-    webhooks: Webhooks
+    grants: Grants
     teacher: CausalLM | None = None
     memory_budget: MemoryBudget = field(init=False)
     """Memory budget of training: the holders of train_memory_bytes."""

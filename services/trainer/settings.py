@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, SecretStr, field_validator
 
@@ -42,6 +43,11 @@ class TrainerSettings(CommonSettings):
     """Timeout of one request to a webhook."""
     reward_webhook_attempts: int = Field(4, ge=1)
     """Attempts of one request to a webhook that cannot be reached or answers with 429 or 5xx."""
+    sandbox: Literal["off", "namespaces", "landlock"] = "off"
+    """Isolation of programs that scorers run (docs/decisions/sandbox.md): namespaces of their own, or where those are
+    denied Landlock, which is weaker. off: none are run. What does not work here keeps the engine from starting."""
+    sandbox_programs: int = Field(2, ge=1)
+    """Programs that run at once."""
     adapter_sync_seconds: float = Field(30.0, gt=0)
     """Time for which a finished job waits until the engine beside it serves the new version."""
     adapter_versions_kept: int | None = Field(None, ge=1)

@@ -21,7 +21,9 @@ from services.common.evaluation.suites.spec import SuiteSettings
 from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs import EvalJob, Job, JobState, LoraSettings
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.grants import Grants
 from services.common.queue.job_queue import JobQueue
+from services.common.security.sandbox.sandbox import Isolation, Sandbox, SandboxUnavailable
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
 from services.engine.models.lora.trainable import LoraParams
@@ -228,6 +230,36 @@ async def test_calls_of_tools_are_read_as_the_gateway_reads_them(
     assert [json.loads(call) for call in right[0].answers[0].tool_calls] == wanted
 
 
+async def test_programs_of_answers_run_with_their_tests(
+    queue: JobQueue, store: ObjectStore, suites: SuiteStore, start: Start, pod: Pod
+) -> None:
+    sandbox = Sandbox(Isolation.NAMESPACES)
+    try:
+        sandbox.check()
+    except SandboxUnavailable as error:
+        pytest.skip(error.message)
+    lines: list[dict[str, Any]] = [
+        {"prompt": f"What is {number} plus 1?", "tests": {"prelude": "x = ", "code": f"assert x == {number + 1}"}}
+        for number in range(6)
+    ]
+    lines.append({"prompt": "What is 1 plus 1?", "tests": {"prelude": "raise SystemExit(0)\n", "code": "pass"}})
+    sampling = {"max_tokens": 6, "samples": 2, "temperature": 0.1, "score": "pass", "k": 1}
+    made(suites, "programs", lines, scorer={"type": "python_tests"}, sampling=sampling)
+    without = start()
+    refused = await ended(queue, job(suites=["programs"]))
+    assert (refused.state, "TEMPER_SANDBOX" in (refused.reason or "")) == (JobState.FAILED, True)
+    assert await asyncio.to_thread(without.drain)
+    start(grants=Grants(sandbox=sandbox))
+    done = await ended(queue, job(suites=["programs"]))
+    assert done.state is JobState.SUCCEEDED, done.reason
+    found = EvaluationStore(store).result(done.id)
+    items = EvaluationStore(store).items(done.id, 0, 0, 0, 7)
+    assert items[-1].score == 0, "to end is not to pass"
+    assert sum(one.score for one in items) >= 4
+    assert found is not None
+    assert found.summaries[0].mean == pytest.approx(sum(one.score for one in items) / 7)
+
+
 async def test_another_server_is_compared_with(
     queue: JobQueue, store: ObjectStore, suites: SuiteStore, start: Start, pod: Pod
 ) -> None:
@@ -243,7 +275,7 @@ async def test_another_server_is_compared_with(
         return 200, {}, json.dumps(body).encode()
 
     with serving(answer) as server:
-        start(webhooks=Webhooks(allowed=(server.url,)))
+        start(grants=Grants(Webhooks(allowed=(server.url,))))
         done = await ended(queue, job(targets=["base", {"url": f"{server.url}/v1", "model": "seven"}]))
         refused = await ended(queue, job(targets=[{"url": "http://169.254.169.254/v1", "model": "seven"}]))
     assert done.state is JobState.SUCCEEDED, done.reason

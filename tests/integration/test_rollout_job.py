@@ -16,6 +16,7 @@ from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import WEIGHTS, AdapterRegistry
 from services.common.jobs import GrpoJob, Job, JobEvent, JobState
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.grants import Grants
 from services.common.queue.job_queue import JobQueue
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
@@ -196,7 +197,7 @@ async def test_a_webhook_that_fails_fails_the_job_and_keeps_its_checkpoint(
         return ok([float(n % 3) for n in range(8)]) if calls == 1 else (500, {}, b"broken")
 
     with serving(answer) as server:
-        start(webhooks=Webhooks(allowed=(server.url,), secret=SECRET, attempts=2))
+        start(grants=Grants(Webhooks(allowed=(server.url,), secret=SECRET, attempts=2)))
         spec = job(reward={"type": "webhook", "url": server.url})
         done = await until(queue, (await queue.submit(spec)).id, lambda job: job.state.terminal)
     assert done.state is JobState.FAILED

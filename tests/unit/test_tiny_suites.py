@@ -16,7 +16,7 @@ from services.common.evaluation.suites.lines import read_suite
 from services.common.evaluation.suites.scoring import sample_scores
 from services.common.evaluation.suites.spec import SuiteItem, SuiteSettings
 from services.common.jobs.fields.messages import as_turns
-from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.grants import Grants
 from services.common.jobs.scorers.sample import Sample
 
 ALL = {skill: suite_items(skill) for skill in SKILLS}
@@ -58,9 +58,9 @@ def test_the_right_answer_scores_one_and_another_none(skill: str) -> None:
         Sample("", problem.answer, 1, reference=item.reference, tool_calls=item.reference.tool_calls or ())
         for item, problem in zip(items, problems, strict=True)
     ]
-    assert sample_scores(scorer.scorer("scorer", Webhooks()), samples) == [1.0] * ITEMS
+    assert sample_scores(scorer.scorer("scorer", Grants()), samples) == [1.0] * ITEMS
     wrong = [Sample("", "another answer", 1, reference=item.reference) for item in items]
-    assert sample_scores(scorer.scorer("scorer", Webhooks()), wrong) == [0.0] * ITEMS
+    assert sample_scores(scorer.scorer("scorer", Grants()), wrong) == [0.0] * ITEMS
 
 
 def test_the_calls_that_are_right_are_those_that_the_model_learnt() -> None:

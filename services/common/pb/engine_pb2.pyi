@@ -829,14 +829,17 @@ Global___Model: _TypeAlias = Model  # noqa: Y015
 
 @_typing.final
 class RewardWebhooks(_message.Message):
-    """Webhooks that may score the samples of jobs."""
+    """What scorers of jobs may use."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ALLOWED_FIELD_NUMBER: _builtins.int
     SIGNED_FIELD_NUMBER: _builtins.int
+    SANDBOX_FIELD_NUMBER: _builtins.int
     signed: _builtins.bool
     """True if there is a secret to sign requests with; without one no requests are sent."""
+    sandbox: _builtins.bool
+    """True if programs of answers are run, in a sandbox."""
     @_builtins.property
     def allowed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """URL prefixes, each with its scheme."""
@@ -846,10 +849,11 @@ class RewardWebhooks(_message.Message):
         *,
         allowed: _abc.Iterable[_builtins.str] | None = ...,
         signed: _builtins.bool = ...,
+        sandbox: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed", b"allowed", "signed", b"signed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed", b"allowed", "sandbox", b"sandbox", "signed", b"signed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,7 +10,7 @@ from services.gateway.api.base.routing import Routes
 from services.gateway.api.batches import files
 from services.gateway.api.batches import routes as batches
 from services.gateway.api.completions import chat_completions, stored_chats, text_completions
-from services.gateway.api.evaluation import contamination, runs, suites
+from services.gateway.api.evaluation import contamination, harness, runs, suites
 from services.gateway.api.messages import batches as message_batches
 from services.gateway.api.messages import routes as messages
 from services.gateway.api.responses import conversations
@@ -39,6 +39,7 @@ API: tuple[Routes, ...] = (
     suites.routes,
     contamination.routes,
     forge.routes,
+    harness.routes,
     sessions.routes,
     files.routes,
     batches.routes,

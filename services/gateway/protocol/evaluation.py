@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from services.common.adapters.names import AdapterVersion
 from services.common.evaluation.contamination.report import Contamination
 from services.common.evaluation.runs.records import (
+    Imported,
     ItemResult,
     PairResult,
     RunRecord,
@@ -159,6 +160,9 @@ class EvaluationObject(BaseModel):
     """Scores of each target on each suite; null: there is no result yet."""
     comparisons: list[PairResult] | None
     """All pairs of targets on each suite."""
+    imported: Imported | None
+    """Origin of imported results, whose suites are another program's tasks, `scorer` its metric, and of whose answers
+    lengths and finish reasons are not known; null: it was run here."""
     created_at: float
     """Unix seconds, like every time here."""
     finished_at: float | None
@@ -179,6 +183,7 @@ class EvaluationObject(BaseModel):
             metadata=job.metadata if job is not None else record.metadata if record is not None else {},
             summaries=None if result is None else list(result.summaries),
             comparisons=None if result is None else list(result.comparisons),
+            imported=None if record is None else record.imported,
             created_at=began if job is None else job.created_at,
             finished_at=result.finished_at if result is not None else None if job is None else job.finished_at,
         )

@@ -9,8 +9,10 @@ from prometheus_client import CollectorRegistry
 from services.common.adapters.events import AdapterEvents
 from services.common.adapters.registry import AdapterRegistry
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.grants import Granted, Grants
 from services.common.pb import engine_pb2
 from services.common.security.outbound import tls_context
+from services.common.security.sandbox.sandbox import Isolation, Sandbox
 from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.tracing import NO_TRACER, Tracer
 from services.engine.settings import EngineSettings
@@ -44,10 +46,10 @@ class Training:
         self._drained: bool | None = None
         self.sessions: TrainingSessionManager | None = None
         self._events: AdapterEvents | None = None
-        self._webhooks: Webhooks | None = None
+        self._granted: Granted | None = None
         if settings.trainer:
             host = pod_host(settings, trainer, engine)
-            self._webhooks = host.webhooks
+            self._granted = host.grants.granted
             self._events = AdapterEvents(settings)
             publisher = Publisher(registry, self._events, host, trainer.adapter_sync_seconds)
             storage = SessionStorage(store, registry, publisher, engine.base_digest)
@@ -68,12 +70,13 @@ class Training:
             )
 
     def described(self, model: engine_pb2.Model) -> engine_pb2.Model:
-        """Model description for gateways, with the webhooks that jobs of this process may use."""
+        """Model description for gateways, with what scorers of jobs may use in this process."""
         found = engine_pb2.Model()
         found.CopyFrom(model)
-        if self._webhooks is not None:
-            found.webhooks.allowed.extend(self._webhooks.allowed)
-            found.webhooks.signed = self._webhooks.secret is not None
+        if self._granted is not None:
+            found.webhooks.allowed.extend(self._granted.prefixes)
+            found.webhooks.signed = self._granted.signed
+            found.webhooks.sandbox = self._granted.sandbox
         return found
 
     def job_id(self) -> str:
@@ -132,9 +135,18 @@ def pod_host(settings: EngineSettings, trainer: TrainerSettings, engine: Engine)
             sequences=trainer.rollout_sequences,
             timeout_seconds=trainer.rollout_timeout_seconds,
         ),
-        webhooks=webhooks_of(trainer),
+        grants=Grants(webhooks_of(trainer), sandbox_of(trainer)),
         teacher=engine.teacher,
     )
+
+
+def sandbox_of(trainer: TrainerSettings) -> Sandbox | None:
+    """Sandbox of programs of answers; None: there is none. Raises SandboxUnavailable: it does not work here."""
+    if trainer.sandbox == "off":
+        return None
+    sandbox = Sandbox(Isolation(trainer.sandbox), trainer.sandbox_programs)
+    sandbox.check()
+    return sandbox
 
 
 def webhooks_of(trainer: TrainerSettings) -> Webhooks:

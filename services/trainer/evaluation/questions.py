@@ -9,7 +9,7 @@ from typing import Any
 from services.common.errors import InvalidRequest
 from services.common.evaluation.suites.spec import SuiteItem, SuiteSettings
 from services.common.jobs.fields.messages import as_turns
-from services.common.jobs.scorers.likelihood import ChoiceSpec, PerplexitySpec
+from services.common.jobs.scorers.of_suites.likelihood import ChoiceSpec, PerplexitySpec
 from services.common.text.tokenizer import TextCodec
 
 

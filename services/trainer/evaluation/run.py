@@ -109,7 +109,7 @@ class EvaluationRun:
         if (done := retry(lambda: store.result(self._run))) is not None:
             return done
         plan, record = self._begun()
-        plan.check_allowed(self._parts.host.webhooks.allowed, signed=self._parts.host.webhooks.secret is not None)
+        plan.check_allowed(self._parts.host.grants.granted)
         total = sum(suite.items for suite in record.suites) * len(record.targets)
         counted = 0
         found: dict[tuple[int, int], list[ItemResult]] = {}
@@ -191,16 +191,17 @@ class _ShardMaker:
         self._policy: Policy = None
         self._target: Target
         if isinstance(chosen, RemoteTarget):
-            self._target = OtherServer(chosen, host.webhooks, self._place)
+            self._target = OtherServer(chosen, host.grants.webhooks, self._place)
         else:
             self._policy = None if chosen == BASE else parse_adapter_version(chosen)
             self._target = EngineTarget(host.rollouts, host.codec, self._policy)
+        self._sampling = self._suite.sampling or manifest.settings.sampling
         self._grader = SuiteGrader(
             manifest.settings,
-            self._suite.sampling,
+            self._sampling,
             host.rollouts,
             host.codec,
-            host.webhooks,
+            host.grants,
             f"suites[{suite}].scorer",
         )
 
@@ -208,7 +209,7 @@ class _ShardMaker:
         """A shard of items, of which the first one is at place ``first``."""
         try:
             if self._grader.samples:
-                said = self._answers(items, self._suite.sampling, interrupt)
+                said = self._answers(items, self._sampling, interrupt)
                 results = self._grader.graded(first, items, said, interrupt)
             else:
                 results = self._grader.read(first, items, self._policy, interrupt)

@@ -13,10 +13,10 @@ from services.common.errors import InvalidRequest, TemperError
 from services.common.evaluation.runs.records import Answer, ItemResult
 from services.common.evaluation.suites.scoring import item_score, sample_scores
 from services.common.evaluation.suites.spec import SuiteItem, SuiteSampling, SuiteSettings
-from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.jobs.scorers.base import SampleScorerSpec
-from services.common.jobs.scorers.judge import JudgeQuestion, JudgeSpec
-from services.common.jobs.scorers.likelihood import ChoiceSpec, Likelihood, PerplexitySpec
+from services.common.jobs.scorers.grants import Grants
+from services.common.jobs.scorers.of_suites.judge import JudgeQuestion, JudgeSpec
+from services.common.jobs.scorers.of_suites.likelihood import ChoiceSpec, Likelihood, PerplexitySpec
 from services.common.jobs.scorers.sample import Sample
 from services.common.text.tokenizer import TextCodec
 from services.trainer.evaluation.questions import Question, question_of
@@ -54,7 +54,7 @@ class SuiteGrader:
         sampling: SuiteSampling,
         rollouts: RolloutSource,
         codec: TextCodec,
-        webhooks: Webhooks,
+        grants: Grants,
         where: str,
     ) -> None:
         self._settings = settings
@@ -62,7 +62,7 @@ class SuiteGrader:
         self._rollouts = rollouts
         self._codec = codec
         self._spec = settings.scorer
-        self._scorer = self._spec.scorer(where, webhooks) if isinstance(self._spec, SampleScorerSpec) else None
+        self._scorer = self._spec.scorer(where, grants) if isinstance(self._spec, SampleScorerSpec) else None
 
     @property
     def samples(self) -> bool:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from services.common.adapters.names import AdapterVersion
-from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.grants import Grants
 from services.common.text.tokenizer import TextCodec
 from services.engine.models.interface import CausalLM
 from services.trainer.host.rollouts import RolloutSource
@@ -69,8 +69,8 @@ class PolicyHost(Protocol):
         ...
 
     @property
-    def webhooks(self) -> Webhooks:
-        """Webhooks that jobs may have their rollouts scored by."""
+    def grants(self) -> Grants:
+        """What scorers of jobs may use."""
         ...
 
     @property

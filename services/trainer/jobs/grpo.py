@@ -90,7 +90,7 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
             settings=settings,
             prompts=_tokenized(host, spec, settings, settings.prompts, "prompts"),
             held_out=_tokenized(host, spec, settings, settings.eval_prompts, "eval_prompts"),
-            rewards=Rewards(settings.reward, host.webhooks),
+            rewards=Rewards(settings.reward, host.grants),
         )
 
     # -- steps

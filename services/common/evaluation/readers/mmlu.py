@@ -13,7 +13,7 @@ from typing import Any
 from services.common.errors import InvalidRequest
 from services.common.evaluation.readers.published import PublishedSuite, list_of, text_of
 from services.common.evaluation.suites.lines import BadLine, Row, each_line
-from services.common.jobs.scorers.likelihood import LETTERS
+from services.common.jobs.scorers.of_suites.likelihood import LETTERS
 
 _SETTINGS = {"description": "MMLU", "scorer": {"type": "choice", "by": "letter"}}
 

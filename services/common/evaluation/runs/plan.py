@@ -19,8 +19,9 @@ from services.common.evaluation.suites.spec import SuiteSampling, SuiteSettings
 from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs.kinds.evaluate import EvalJob, EvalSampling, RemoteTarget
 from services.common.jobs.scorers.allowed_webhooks import check_covered
-from services.common.jobs.scorers.judge import JudgeSpec
-from services.common.jobs.scorers.likelihood import ChoiceSpec, PerplexitySpec
+from services.common.jobs.scorers.grants import Granted
+from services.common.jobs.scorers.of_suites.judge import JudgeSpec
+from services.common.jobs.scorers.of_suites.likelihood import ChoiceSpec, PerplexitySpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +39,17 @@ class RunPlan:
         """The targets that are versions of adapters."""
         return [manifest.ref for manifest in self.adapters if manifest is not None]
 
-    def check_allowed(self, allowed: Sequence[str], *, signed: bool) -> None:
-        """Checks the URLs that the run sends to against what an engine allows.
-
-        Args:
-            allowed: URL prefixes.
-            signed: the engine has a secret to sign requests to webhooks with.
+    def check_allowed(self, granted: Granted) -> None:
+        """Checks what the run uses against what an engine allows.
 
         Raises:
-            InvalidRequest: the engine may not send there.
+            InvalidRequest: the engine may not send there, or not run programs.
         """
         for place, suite in enumerate(self.suites):
-            suite.settings.scorer.check_allowed(f"suites[{place}].scorer", allowed, signed=signed)
+            suite.settings.scorer.check_allowed(f"suites[{place}].scorer", granted)
         for place, target in enumerate(self.job.targets):
             if isinstance(target, RemoteTarget):
-                check_covered(target.url, f"targets[{place}]", allowed)
+                check_covered(target.url, f"targets[{place}]", granted.prefixes)
 
     def record(self, run: str, base_digest: str, *, key_id: str, created_at: float) -> RunRecord:
         """Record of the run."""

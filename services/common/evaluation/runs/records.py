@@ -7,7 +7,7 @@ from pydantic import Field
 from services.common.evaluation.statistics.comparison import Test
 from services.common.evaluation.statistics.intervals import Method
 from services.common.evaluation.suites.spec import SuiteSampling
-from services.common.validation.strict_models import StrictModel
+from services.common.validation.strict_models import StrictModel, absent
 
 
 class RunSuite(StrictModel):
@@ -21,7 +21,18 @@ class RunSuite(StrictModel):
     """Type of the scorer."""
     better: str
     """Whether a "higher" or a "lower" score is better."""
-    sampling: SuiteSampling
+    sampling: SuiteSampling | None
+    """null: it is not known, of an imported run."""
+
+
+class Imported(StrictModel):
+    """Origin of results that another program made. They were neither asked for nor scored here."""
+
+    program: str
+    model: str
+    """As that program names it."""
+    date: str = ""
+    """As that program writes it."""
 
 
 class RunTarget(StrictModel):
@@ -42,12 +53,14 @@ class RunRecord(StrictModel):
     targets: tuple[RunTarget, ...]
     seed: int
     base_digest: str
-    """Digest of the base model that the engine serves."""
+    """Digest of the base model that the engine serves; empty: it was imported."""
     metadata: dict[str, str] = Field(default_factory=dict)
     key_id: str = ""
     """Id of the API key whose run it is; empty: there were no keys."""
     created_at: float
     """Unix seconds."""
+    imported: Imported | None = Field(None, exclude_if=absent)
+    """null: it was run here."""
 
 
 class Answer(StrictModel):
@@ -61,7 +74,7 @@ class Answer(StrictModel):
     """Whether the answer could be read and judged. Invalid ones count, with a score of 0."""
     tokens: int = 0
     finish_reason: str = "stop"
-    """"stop", "length", "tool_calls", "none" (nothing was sampled) or "error"."""
+    """"stop", "length", "tool_calls", "none" (nothing was sampled), "error", or "unknown" in imported results."""
     reason: str | None = None
     """Reason why it is invalid."""
     tool_calls: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ from services.common.evaluation.runs.records import (
 from services.common.evaluation.statistics.comparison import compare
 from services.common.evaluation.statistics.intervals import Interval, estimate
 from services.common.evaluation.statistics.scores import Scores
-from services.common.jobs.scorers.likelihood import PerplexitySpec, perplexity
+from services.common.jobs.scorers.of_suites.likelihood import PerplexitySpec, perplexity
 
 Found = Mapping[tuple[int, int], Sequence[ItemResult]]
 """Every item of a run in order, by the places of its suite and its target in the record."""

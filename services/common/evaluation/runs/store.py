@@ -11,7 +11,7 @@ Layout, under one bucket:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from pydantic import TypeAdapter
 
@@ -102,6 +102,22 @@ class EvaluationStore:
         if self._put(f"{_prefix(result.id)}result.json", result):
             return result
         return self.result(result.id) or result
+
+    def add_whole(
+        self, record: RunRecord, found: Mapping[tuple[int, int], Sequence[ItemResult]], result: RunResult
+    ) -> None:
+        """Writes a run that has ended already. It is there once its record is, which is written last.
+
+        Args:
+            found: every item, by the places of its suite and its target.
+        """
+        for (suite, target), items in found.items():
+            for number, start in enumerate(range(0, len(items), SHARD_ITEMS)):
+                self.write_shard(
+                    record.id, suite, target, number, Shard(results=tuple(items[start : start + SHARD_ITEMS]))
+                )
+        self.finish(result)
+        self.begin(record, [])
 
     # Parts.
 

@@ -9,12 +9,13 @@ from pydantic import BeforeValidator, Field, model_validator
 from services.common.jobs.fields.messages import SAYS, Message, check_asks
 from services.common.jobs.fields.prompts import AskedExample
 from services.common.jobs.scorers.base import ScorerSpec
-from services.common.jobs.scorers.instructions import InstructionsSpec
-from services.common.jobs.scorers.judge import JudgeSpec
-from services.common.jobs.scorers.likelihood import ChoiceSpec, PerplexitySpec
+from services.common.jobs.scorers.of_suites.instructions import InstructionsSpec
+from services.common.jobs.scorers.of_suites.judge import JudgeSpec
+from services.common.jobs.scorers.of_suites.likelihood import ChoiceSpec, PerplexitySpec
+from services.common.jobs.scorers.of_suites.tool_calls import ToolCallsSpec
+from services.common.jobs.scorers.python_tests import PythonTestsReward
 from services.common.jobs.scorers.registry import SuiteScorerSpec
-from services.common.jobs.scorers.sample import Instruction, Reference, ToolCall
-from services.common.jobs.scorers.tool_calls import ToolCallsSpec
+from services.common.jobs.scorers.sample import Instruction, ProgramTests, Reference, ToolCall
 from services.common.jobs.scorers.webhook import WebhookReward
 from services.common.validation.json_rules import NULL, Rule, Rules, either, has, if_any, never, only_with, where
 from services.common.validation.strict_models import SentModel
@@ -52,6 +53,15 @@ class ExpectedInstruction(SentModel):
     kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
+class ItemTests(SentModel):
+    """Tests of the program of an answer."""
+
+    code: str = Field(min_length=1, max_length=1_000_000)
+    """Python behind the program, which raises where the program is wrong."""
+    prelude: str = Field("", max_length=1_000_000)
+    """Python in front of the program."""
+
+
 class SuiteItem(AskedExample):
     """One item: a prompt or a conversation, and what its answer is compared with."""
 
@@ -67,6 +77,8 @@ class SuiteItem(AskedExample):
     """Calls of tools that are right; an empty list: none is."""
     instructions: list[ExpectedInstruction] | None = Field(None, min_length=1, max_length=100)
     """Instructions that a program can verify."""
+    tests: ItemTests | None = None
+    """Tests of a right answer's program."""
     group: str | None = Field(None, min_length=1, max_length=200)
     """Items of one group say much the same (questions on one text, variants of one problem): statistics draw them
     together, and a split of a training file keeps them together."""
@@ -84,6 +96,7 @@ class SuiteItem(AskedExample):
             json_schema=self.json_schema,
             tool_calls=None if calls is None else tuple(ToolCall(call.name, call.arguments) for call in calls),
             instructions=tuple(Instruction(one.id, one.kwargs) for one in self.instructions or ()),
+            tests=None if self.tests is None else ProgramTests(self.tests.code, self.tests.prelude),
         )
 
 
@@ -157,7 +170,7 @@ class SuiteSettings(SentModel):
             if_any(sampling=if_any(**{**SuiteSampling().model_dump(), "stop": {"maxItems": 0}, "k": NULL})),
         ),
         where(
-            has(scorer=has(type={"enum": ["webhook", "tool_calls", "instructions", "judge"]})),
+            has(scorer=has(type={"enum": ["webhook", "tool_calls", "instructions", "judge", "python_tests"]})),
             if_any(sampling=never(has(score="majority"))),
         ),
     )
@@ -173,7 +186,7 @@ class SuiteSettings(SentModel):
         if isinstance(self.scorer, ChoiceSpec | PerplexitySpec) and self.sampling != SuiteSampling():
             raise ValueError(f"sampling would do nothing here: the {self.scorer.name} scorer samples no answers")
         if (
-            isinstance(self.scorer, WebhookReward | ToolCallsSpec | InstructionsSpec | JudgeSpec)
+            isinstance(self.scorer, WebhookReward | ToolCallsSpec | InstructionsSpec | JudgeSpec | PythonTestsReward)
             and self.sampling.score == "majority"
         ):
             raise ValueError(

@@ -11,12 +11,12 @@ import those where they are used.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.grants import Granted, Grants
 from services.common.jobs.scorers.sample import Reference, Scorer
 from services.common.validation.json_rules import Rule, Rules
 from services.common.validation.strict_models import SentModel
@@ -70,30 +70,28 @@ class ScorerSettings(SentModel):
         """
         del where, answers
 
-    def check_allowed(self, where: str, allowed: Sequence[str], *, signed: bool) -> None:
+    def check_allowed(self, where: str, granted: Granted) -> None:
         """Checks the settings against what an engine allows.
 
         Args:
             where: place of the scorer in the job.
-            allowed: URL prefixes that the engine may send samples to.
-            signed: the engine has a secret to sign requests with.
 
         Raises:
             InvalidRequest: the engine may not run this scorer.
         """
-        del where, allowed, signed
+        del where, granted
 
 
 class SampleScorerSpec(ScorerSettings):
     """Settings of a scorer of samples, which are completions."""
 
     @abstractmethod
-    def scorer(self, where: str, webhooks: Webhooks) -> Scorer:
+    def scorer(self, where: str, grants: Grants) -> Scorer:
         """The scorer with these settings.
 
         Args:
             where: place of the scorer in the job, for messages.
-            webhooks: URLs that the engine may send samples to.
+            grants: what the engine lets scorers use.
 
         Raises:
             InvalidRequest: the settings cannot be used.

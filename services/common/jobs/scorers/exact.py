@@ -8,8 +8,8 @@ from typing import ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
-from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.jobs.scorers.base import ScorerSpec
+from services.common.jobs.scorers.grants import Grants
 from services.common.jobs.scorers.sample import Sample
 from services.common.validation.strict_models import absent
 
@@ -33,9 +33,9 @@ class ExactReward(ScorerSpec):
         """See SampleScorerSpec: the text in the form in which it is compared."""
         return self._normal(text) or None
 
-    def scorer(self, where: str, webhooks: Webhooks) -> TextScorer:
+    def scorer(self, where: str, grants: Grants) -> TextScorer:
         """See ScorerSpec."""
-        del where, webhooks
+        del where, grants
         return TextScorer(self._normal, str.__eq__)
 
     def _normal(self, text: str) -> str:
@@ -59,9 +59,9 @@ class ContainsReward(ScorerSpec):
         """See ScorerSettings."""
         return None if self._normal(answer).strip() else "every completion contains it"
 
-    def scorer(self, where: str, webhooks: Webhooks) -> TextScorer:
+    def scorer(self, where: str, grants: Grants) -> TextScorer:
         """See ScorerSpec."""
-        del where, webhooks
+        del where, grants
         return TextScorer(self._normal, str.__contains__)
 
     def _normal(self, text: str) -> str:

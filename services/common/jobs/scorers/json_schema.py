@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 from services.common.errors import InvalidRequest
-from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.jobs.scorers.base import SampleScorerSpec, ScorerSpec
+from services.common.jobs.scorers.grants import Grants
 from services.common.jobs.scorers.sample import Reference, Sample, error_text
 
 MAX_CHARACTERS = 64 * 1024
@@ -39,9 +39,9 @@ class JsonSchemaReward(ScorerSpec):
         del answers
         schema_validator(self, where)
 
-    def scorer(self, where: str, webhooks: Webhooks) -> JsonSchemaScorer:
+    def scorer(self, where: str, grants: Grants) -> JsonSchemaScorer:
         """See ScorerSpec."""
-        del webhooks
+        del grants
         return JsonSchemaScorer(self, where)
 
 
@@ -60,9 +60,9 @@ class ItemSchemaSpec(SampleScorerSpec):
             return f"json_schema: cannot be used: {error}"
         return None
 
-    def scorer(self, where: str, webhooks: Webhooks) -> ItemSchemaScorer:
+    def scorer(self, where: str, grants: Grants) -> ItemSchemaScorer:
         """See SampleScorerSpec."""
-        del where, webhooks
+        del where, grants
         return ItemSchemaScorer()
 
 

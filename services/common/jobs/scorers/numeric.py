@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.jobs.scorers.base import ScorerSpec
+from services.common.jobs.scorers.grants import Grants
 from services.common.jobs.scorers.sample import Sample, as_utf8
 
 _NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3})?|[-+]?\.\d+(?:[eE][-+]?\d{1,3})?"
@@ -36,9 +36,9 @@ class NumericReward(ScorerSpec):
         """See SampleScorerSpec: the last number."""
         return last_number(text)
 
-    def scorer(self, where: str, webhooks: Webhooks) -> NumericScorer:
+    def scorer(self, where: str, grants: Grants) -> NumericScorer:
         """See ScorerSpec."""
-        del where, webhooks
+        del where, grants
         return NumericScorer(self)
 
 

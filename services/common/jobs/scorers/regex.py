@@ -13,8 +13,8 @@ from typing import ClassVar, Literal, TypeAlias
 from pydantic import Field
 
 from services.common.errors import InvalidRequest
-from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.jobs.scorers.base import ScorerSpec
+from services.common.jobs.scorers.grants import Grants
 from services.common.jobs.scorers.sample import Sample, as_utf8, error_text
 from services.common.validation.json_rules import Rule, has
 
@@ -57,9 +57,9 @@ class RegexReward(ScorerSpec):
                 )
             matcher(self, answer, where)
 
-    def scorer(self, where: str, webhooks: Webhooks) -> RegexScorer:
+    def scorer(self, where: str, grants: Grants) -> RegexScorer:
         """See ScorerSpec."""
-        del webhooks
+        del grants
         return RegexScorer(self, where)
 
 

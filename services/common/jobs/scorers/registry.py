@@ -10,21 +10,24 @@ from typing import Annotated, TypeAlias, get_args
 from pydantic import Field
 
 from services.common.errors import InvalidRequest
-from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.jobs.scorers.base import ScorerSpec
 from services.common.jobs.scorers.exact import ContainsReward, ExactReward
-from services.common.jobs.scorers.instructions import InstructionsSpec
+from services.common.jobs.scorers.grants import Grants
 from services.common.jobs.scorers.json_schema import ItemSchemaSpec, JsonSchemaReward
-from services.common.jobs.scorers.judge import JudgeSpec
-from services.common.jobs.scorers.likelihood import ChoiceSpec, PerplexitySpec
 from services.common.jobs.scorers.numeric import NumericReward
+from services.common.jobs.scorers.of_suites.instructions import InstructionsSpec
+from services.common.jobs.scorers.of_suites.judge import JudgeSpec
+from services.common.jobs.scorers.of_suites.likelihood import ChoiceSpec, PerplexitySpec
+from services.common.jobs.scorers.of_suites.tool_calls import ToolCallsSpec
+from services.common.jobs.scorers.python_tests import PythonTestsReward
 from services.common.jobs.scorers.regex import RegexReward
 from services.common.jobs.scorers.sample import Sample
-from services.common.jobs.scorers.tool_calls import ToolCallsSpec
 from services.common.jobs.scorers.webhook import WebhookReward
 from services.common.validation.json_rules import Rule, either, has
 
-_Any: TypeAlias = RegexReward | ExactReward | ContainsReward | NumericReward | JsonSchemaReward | WebhookReward
+_Any: TypeAlias = (
+    RegexReward | ExactReward | ContainsReward | NumericReward | JsonSchemaReward | PythonTestsReward | WebhookReward
+)
 RewardSpec = Annotated[_Any, Field(discriminator="type")]
 """Settings of a scorer in a request; `type` says which."""
 SuiteScorer: TypeAlias = (
@@ -51,9 +54,9 @@ class Rewards:
         InvalidRequest: a pattern, schema or URL cannot be used; names it.
     """
 
-    def __init__(self, specs: Sequence[ScorerSpec], webhooks: Webhooks) -> None:
+    def __init__(self, specs: Sequence[ScorerSpec], grants: Grants) -> None:
         self._weights = [spec.weight for spec in specs]
-        self._scorers = [spec.scorer(f"generate.reward[{index}]", webhooks) for index, spec in enumerate(specs)]
+        self._scorers = [spec.scorer(f"generate.reward[{index}]", grants) for index, spec in enumerate(specs)]
 
     def score(self, samples: Sequence[Sample], interrupt: Callable[[], None] = lambda: None) -> list[float]:
         """One reward a sample.

@@ -28,6 +28,16 @@ class Instruction:
 
 
 @dataclass(frozen=True, slots=True)
+class ProgramTests:
+    """Tests of a program."""
+
+    code: str
+    """Python behind the program, which raises where the program is wrong."""
+    prelude: str = ""
+    """Python in front of the program."""
+
+
+@dataclass(frozen=True, slots=True)
 class Reference:
     """Reference of a suite's item: what is right. Each scorer reads the part that it compares with."""
 
@@ -38,6 +48,7 @@ class Reference:
     tool_calls: tuple[ToolCall, ...] | None = None
     """Calls that are right; empty: none should be made. None: not said."""
     instructions: tuple[Instruction, ...] = ()
+    tests: ProgramTests | None = None
 
 
 @dataclass(frozen=True, slots=True)

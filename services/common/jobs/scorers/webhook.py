@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field, field_validator
 
-from services.common.jobs.scorers.allowed_webhooks import Webhooks, check_webhook, webhook_parts
+from services.common.jobs.scorers.allowed_webhooks import check_webhook, webhook_parts
 from services.common.jobs.scorers.base import ScorerSpec
+from services.common.jobs.scorers.grants import Granted, Grants
 from services.common.jobs.scorers.sample import Scorer
 
 _URL = r'^https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{0,5})?([/?][!"$-\[\]-~]*)?$'
@@ -29,12 +29,12 @@ class WebhookReward(ScorerSpec):
         webhook_parts(url)
         return url
 
-    def check_allowed(self, where: str, allowed: Sequence[str], *, signed: bool) -> None:
+    def check_allowed(self, where: str, granted: Granted) -> None:
         """See ScorerSpec."""
-        check_webhook(self.url, where, allowed, signed=signed)
+        check_webhook(self.url, where, granted.prefixes, signed=granted.signed)
 
-    def scorer(self, where: str, webhooks: Webhooks) -> Scorer:
+    def scorer(self, where: str, grants: Grants) -> Scorer:
         """See ScorerSpec."""
         from services.common.jobs.scorers.webhook_client import WebhookScorer
 
-        return WebhookScorer(webhooks, self.url, where)
+        return WebhookScorer(grants.webhooks, self.url, where)

@@ -14,6 +14,7 @@ from services.common.errors import InvalidRequest, NotFound
 from services.common.evaluation.runs.plan import plan_run
 from services.common.evaluation.runs.records import RunRecord
 from services.common.jobs import EvalJob, Job
+from services.common.jobs.scorers.grants import Granted
 from services.common.queue.records import spec_sha
 from services.common.telemetry import tracing
 from services.gateway.api.base.idempotency import IdempotencyKey
@@ -49,7 +50,7 @@ async def run_evaluation(
         for client in evaluation.engines.clients:
             if client.model is not None and client.model.HasField("webhooks"):
                 webhooks = client.model.webhooks
-                plan.check_allowed(webhooks.allowed, signed=webhooks.signed)
+                plan.check_allowed(Granted(webhooks.allowed, webhooks.signed, webhooks.sandbox))
         job = await queue.submit(
             plan.job,
             idempotency_key=idempotency_key,
@@ -77,7 +78,7 @@ async def list_evaluations(
 @routes.get("/v1/evaluations/{run}", Permission(TRAIN_OR_ADMIN))
 async def get_evaluation(run: RunPath, evaluation: Evaluation) -> EvaluationObject:
     """A run with its state and, once it has ended, the scores of every target and all comparisons of two."""
-    return await _found(evaluation, run)
+    return await found_run(evaluation, run)
 
 
 @routes.get("/v1/evaluations/{run}/items", Permission(TRAIN_OR_ADMIN))
@@ -91,12 +92,12 @@ async def list_evaluation_items(
 ) -> EvaluationItems:
     """Items with their answers and scores, also of a run that goes on: of one suite and one target, by default the
     first ones. `after` is the last index of the page before."""
-    await _found(evaluation, run)
+    await found_run(evaluation, run)
     record = await evaluation.threads.run(evaluation.runs.record, run)
     if record is None:
         raise NotFound(f"evaluation {run} has not begun", param="run")
-    place = _place([one.suite for one in record.suites], suite, "suite")
-    number = _place([one.name for one in record.targets], target, "target")
+    place = place_of([one.suite for one in record.suites], suite, "suite")
+    number = place_of([one.name for one in record.targets], target, "target")
     items = await evaluation.threads.run(evaluation.runs.items, run, place, number, after + 1, limit + 1)
     return EvaluationItems(
         suite=record.suites[place].suite,
@@ -128,13 +129,13 @@ async def _page(evaluation: EvaluationServices, ids: Sequence[str], limit: int, 
         if len(data) > limit:
             break
         try:
-            data.append(await _found(evaluation, run))
+            data.append(await found_run(evaluation, run))
         except NotFound:  # another key's
             continue
     return EvaluationList(data=data[:limit], has_more=len(data) > limit)
 
 
-async def _found(evaluation: EvaluationServices, run: str) -> EvaluationObject:
+async def found_run(evaluation: EvaluationServices, run: str) -> EvaluationObject:
     """A run that the caller may see. Raises NotFound, also if it is another key's."""
     job: Job | None
     try:
@@ -150,7 +151,7 @@ async def _found(evaluation: EvaluationServices, run: str) -> EvaluationObject:
     return EvaluationObject.of(run, job, record, result)
 
 
-def _place(names: Sequence[str], wanted: str | None, field: str) -> int:
+def place_of(names: Sequence[str], wanted: str | None, field: str) -> int:
     if wanted is None:
         return 0
     if wanted not in names:

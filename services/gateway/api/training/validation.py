@@ -21,6 +21,7 @@ from services.common.errors import AdapterRejected, InvalidRequest, ModelNotFoun
 from services.common.jobs import GrpoJob, JobBase, JobState, OpdJob, TrainingSpec
 from services.common.jobs.base import ServedLimits
 from services.common.jobs.fields.lora import TARGET_MODULES, check_agrees, stated_shape
+from services.common.jobs.scorers.grants import Granted
 from services.common.jobs.token_checks import check_free
 from services.common.pb import engine_pb2
 from services.common.queue.job_queue import JobQueue
@@ -221,7 +222,7 @@ def _check_scorers(engines: Sequence[engine_pb2.Model], spec: TrainingSpec) -> N
     allowed = [model.webhooks for model in engines if model.HasField("webhooks")]
     for where, scorer in spec.scorers():
         for webhooks in allowed:
-            scorer.check_allowed(where, webhooks.allowed, signed=webhooks.signed)
+            scorer.check_allowed(where, Granted(webhooks.allowed, webhooks.signed, webhooks.sandbox))
 
 
 async def _manifest(training: TrainingServices, version: AdapterVersion, param: str) -> Manifest:

@@ -11,6 +11,7 @@ from services.common.errors import InvalidRequest
 from services.common.evaluation.readers.formats import FORMATS
 from services.common.evaluation.suites.lines import read_suite
 from services.common.evaluation.suites.spec import SuiteItem, SuiteSettings
+from services.common.jobs.scorers.python_tests import program_of
 
 
 def read(form: str, text: str) -> tuple[SuiteSettings, list[SuiteItem]]:
@@ -43,6 +44,21 @@ def test_gsm8k() -> None:
     settings, (item,) = read("gsm8k", lines({"question": "How much?", "answer": "5*200=1000\n#### 1,000"}))
     assert (settings.scorer.name, settings.sampling.max_tokens) == ("numeric", 512)
     assert (item.prompt, item.expected) == ("How much?", ["1000"])
+
+
+def test_humaneval() -> None:
+    prompt = 'from math import sqrt\n\ndef root(x: float) -> float:\n    """Square root."""\n'
+    row = {"task_id": "H/0", "prompt": prompt, "test": "def check(f):\n    assert f(4) == 2\n", "entry_point": "root"}
+    settings, (item,) = read("humaneval", lines(row))
+    assert (settings.scorer.name, item.id, settings.scorer.wrong_item(item.reference)) == ("python_tests", "H/0", None)
+    assert str(item.prompt).endswith('    """Square root."""\n```')
+    tests = item.reference.tests
+    assert tests is not None
+    whole = program_of("Here:\n```python\ndef root(x):\n    return sqrt(x)\n```\nor\n```\nx\n```", tests)
+    for program in (whole, program_of("    return sqrt(x)", tests)):  # an answer, and a completion of code
+        exec(program, {})
+    with pytest.raises(AssertionError):
+        exec(program_of("I would not know.\n```\n```", tests), {})
 
 
 def test_ifeval() -> None:
@@ -88,7 +104,8 @@ def test_ifeval() -> None:
             lines({"prompt": "x", "instruction_id_list": ["language:response_language"], "kwargs": [{}]}),
             "cannot be verified here",
         ),
-        ("humaneval", lines({"task_id": "HumanEval/0"}), "no sandbox to run them in yet"),
+        ("humaneval", lines({"task_id": "HumanEval/0"}), "line 1: prompt: must be a text"),
+        ("humaneval", lines({"prompt": "def f", "test": "x", "entry_point": "f g"}), "entry_point: is 'f g'"),
     ],
 )
 def test_what_is_not_of_the_form_is_named(form: str, text: str, reason: str) -> None:

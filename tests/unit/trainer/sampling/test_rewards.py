@@ -9,7 +9,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from services.common.errors import InvalidRequest
-from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.grants import Grants
 from services.common.jobs.scorers.json_schema import parse
 from services.common.jobs.scorers.numeric import last_number
 from services.common.jobs.scorers.registry import Rewards, RewardSpec
@@ -20,7 +20,7 @@ SPEC: TypeAdapter[Any] = TypeAdapter(RewardSpec)
 
 
 def score(text: str, *specs: dict[str, Any], answer: str | None = None, **sample: Any) -> float:
-    rewards = Rewards([SPEC.validate_python(spec) for spec in specs], Webhooks())
+    rewards = Rewards([SPEC.validate_python(spec) for spec in specs], Grants())
     return rewards.score([Sample("q", text, 3, answer=answer, **sample)])[0]
 
 
@@ -142,7 +142,7 @@ def test_scoring_can_be_interrupted() -> None:
 
     for spec in ({"type": "exact"}, {"type": "json_schema", "json_schema": SCHEMA}):
         with pytest.raises(Cancelled):
-            Rewards([SPEC.validate_python(spec)], Webhooks()).score([Sample("q", "x", 1)], interrupt)
+            Rewards([SPEC.validate_python(spec)], Grants()).score([Sample("q", "x", 1)], interrupt)
 
 
 def test_thoughts_are_not_judged(host: TrainingHost) -> None:

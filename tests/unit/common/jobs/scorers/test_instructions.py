@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from services.common.evaluation.suites.spec import SuiteItem
-from services.common.jobs.scorers.allowed_webhooks import Webhooks
-from services.common.jobs.scorers.instructions import INSTRUCTIONS, InstructionsSpec, followed
+from services.common.jobs.scorers.grants import Grants
+from services.common.jobs.scorers.of_suites.instructions import INSTRUCTIONS, InstructionsSpec, followed
 from services.common.jobs.scorers.sample import Instruction, Sample
 
 CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
@@ -98,8 +98,8 @@ def item(*instructions: tuple[str, dict[str, Any]]) -> SuiteItem:
 def test_all_instructions_count_or_the_share_of_them() -> None:
     asked = item(("punctuation:no_comma", {}), ("change_case:english_lowercase", {}))
     samples = [Sample("?", text, 1, reference=asked.reference) for text in ("fine", "Fine", "Fine, fine", "  ")]
-    strict = InstructionsSpec().scorer("scorer", Webhooks())
-    share = InstructionsSpec(count="share").scorer("scorer", Webhooks())
+    strict = InstructionsSpec().scorer("scorer", Grants())
+    share = InstructionsSpec(count="share").scorer("scorer", Grants())
     assert strict.score(samples, lambda: None) == [1, 0, 0, 0]
     assert share.score(samples, lambda: None) == [1, 0.5, 0, 0]
 

@@ -12,10 +12,10 @@ from pydantic import TypeAdapter, ValidationError
 from services.common.evaluation.statistics.scores import Scores
 from services.common.evaluation.suites.scoring import item_score, sample_scores
 from services.common.evaluation.suites.spec import SuiteItem, SuiteSampling, SuiteSettings
-from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.jobs.scorers.base import SampleScorerSpec
-from services.common.jobs.scorers.judge import JudgeSpec, parse_verdict
-from services.common.jobs.scorers.likelihood import (
+from services.common.jobs.scorers.grants import Grants
+from services.common.jobs.scorers.of_suites.judge import JudgeSpec, parse_verdict
+from services.common.jobs.scorers.of_suites.likelihood import (
     ChoiceSpec,
     Likelihood,
     LikelihoodSpec,
@@ -34,7 +34,7 @@ def score(settings: dict[str, Any], text: str, reference: Reference, calls: Sequ
     spec: SampleScorerSpec = SPEC.validate_python(settings)
     assert spec.wrong_item(reference) is None
     sample = Sample("q", text, 3, reference=reference, tool_calls=tuple(calls))
-    return sample_scores(spec.scorer("scorer", Webhooks()), [sample])[0]
+    return sample_scores(spec.scorer("scorer", Grants()), [sample])[0]
 
 
 def right(*expected: str) -> Reference:

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from services.common.errors import InvalidRequest, Unavailable
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.grants import Grants
 from services.common.jobs.scorers.registry import Rewards
 from services.common.jobs.scorers.sample import Sample
 from services.common.jobs.scorers.webhook import WebhookReward
@@ -45,7 +46,7 @@ class Server:
         return Webhooks(**{"allowed": (self.url,), "secret": SECRET, "timeout_seconds": 5.0, "attempts": 2, **changes})
 
     def score(self, samples: list[Sample], path: str = "/score", **changes: Any) -> list[float]:
-        rewards = Rewards([WebhookReward(url=self.url + path)], self.webhooks(**changes))
+        rewards = Rewards([WebhookReward(url=self.url + path)], Grants(self.webhooks(**changes)))
         return rewards.score(samples)
 
 
@@ -203,7 +204,7 @@ def test_a_job_that_is_cancelled_asks_no_more() -> None:
             raise Cancelled
 
     with serving(lambda _: (500, {}, b"")) as server:
-        rewards = Rewards([WebhookReward(url=server.url)], server.webhooks(attempts=50))
+        rewards = Rewards([WebhookReward(url=server.url)], Grants(server.webhooks(attempts=50)))
         with pytest.raises(Cancelled):
             rewards.score(samples(1), interrupt)
     assert len(server.seen) == 1
@@ -234,15 +235,15 @@ def test_only_listed_places_are_asked(allowed: str, url: str, fine: bool) -> Non
     settings = TrainerSettings(reward_webhooks=allowed)
     webhooks = Webhooks(allowed=settings.webhook_prefixes, secret=SECRET)
     if fine:
-        Rewards([WebhookReward(url=url)], webhooks)
+        Rewards([WebhookReward(url=url)], Grants(webhooks))
         return
     with pytest.raises(InvalidRequest, match=r"generate.reward\[0\].url: .* is not covered by TEMPER_REWARD_WEBHOOKS"):
-        Rewards([WebhookReward(url=url)], webhooks)
+        Rewards([WebhookReward(url=url)], Grants(webhooks))
 
 
 def test_there_is_no_webhook_without_a_secret() -> None:
     with pytest.raises(InvalidRequest, match="no TEMPER_REWARD_WEBHOOK_SECRET"):
-        Rewards([WebhookReward(url="https://a.example/")], Webhooks(allowed=("https://a.example",)))
+        Rewards([WebhookReward(url="https://a.example/")], Grants(Webhooks(allowed=("https://a.example",))))
     with pytest.raises(ValidationError, match="at least 16"):
         TrainerSettings(reward_webhook_secret="short")
 

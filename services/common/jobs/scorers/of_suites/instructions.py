@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.jobs.scorers.base import SampleScorerSpec
+from services.common.jobs.scorers.grants import Grants
 from services.common.jobs.scorers.json_schema import parse
 from services.common.jobs.scorers.sample import Instruction, Reference, Sample
 
@@ -45,9 +45,9 @@ class InstructionsSpec(SampleScorerSpec):
         reasons = enumerate(map(_wrong, reference.instructions))
         return next((f"instructions[{place}]: {reason}" for place, reason in reasons if reason), None)
 
-    def scorer(self, where: str, webhooks: Webhooks) -> InstructionsScorer:
+    def scorer(self, where: str, grants: Grants) -> InstructionsScorer:
         """See SampleScorerSpec."""
-        del where, webhooks
+        del where, grants
         return InstructionsScorer(self)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.jobs.scorers.base import SampleScorerSpec
+from services.common.jobs.scorers.grants import Grants
 from services.common.jobs.scorers.sample import Reference, Sample, ToolCall
 
 
@@ -28,9 +28,9 @@ class ToolCallsSpec(SampleScorerSpec):
             return "expected_tool_calls: is missing, and the tool_calls scorer compares with it ([]: no call is right)"
         return None
 
-    def scorer(self, where: str, webhooks: Webhooks) -> ToolCallsScorer:
+    def scorer(self, where: str, grants: Grants) -> ToolCallsScorer:
         """See SampleScorerSpec."""
-        del where, webhooks
+        del where, grants
         return ToolCallsScorer(self)
 
 

@@ -1,0 +1,1 @@
+"""Scorers of suites only: they read more than the text of a completion."""
