@@ -43,6 +43,9 @@ class TrainerSettings(CommonSettings):
     """Timeout of one request to a webhook."""
     reward_webhook_attempts: int = Field(4, ge=1)
     """Attempts of one request to a webhook that cannot be reached or answers with 429 or 5xx."""
+    target_keys: SecretStr = SecretStr("")
+    """API keys of other servers that evaluations compare with: url-prefix=key, separated by commas. A key is sent below
+    its prefix only, for every job whose target is there."""
     sandbox: Literal["off", "namespaces", "landlock"] = "off"
     """Isolation of programs that scorers run (docs/decisions/sandbox.md): namespaces of their own, or where those are
     denied Landlock, which is weaker. off: none are run. What does not work here keeps the engine from starting."""
@@ -85,10 +88,32 @@ class TrainerSettings(CommonSettings):
                 raise ValueError(f"{entry!r}: {error}") from error
         return value
 
+    @field_validator("target_keys")
+    @classmethod
+    def _are_keys(cls, value: SecretStr) -> SecretStr:
+        for place, (prefix, key) in enumerate(_keys(value), start=1):
+            try:
+                webhook_parts(prefix)
+            except ValueError as error:
+                raise ValueError(f"entry {place}: begins with no URL prefix: {error}") from error
+            if not key or not key.isascii() or any(character.isspace() for character in key):
+                raise ValueError(f"entry {place}: has no key behind {prefix}= that a header can carry")
+        return value
+
+    @property
+    def keys_by_prefix(self) -> dict[str, str]:
+        """The entries of target_keys."""
+        return dict(_keys(self.target_keys))
+
     @property
     def webhook_prefixes(self) -> tuple[str, ...]:
         """The entries of reward_webhooks, each with its scheme."""
         return _prefixes(self.reward_webhooks)
+
+
+def _keys(value: SecretStr) -> list[tuple[str, str]]:
+    entries = (part.strip().partition("=") for part in value.get_secret_value().split(",") if part.strip())
+    return [(prefix, key) for prefix, _, key in entries]
 
 
 def _prefixes(value: str) -> tuple[str, ...]:

@@ -136,7 +136,7 @@ topologySpreadConstraints:
      leads out of the cluster, and extraEnv. A part with "env" (dict NAME value). */}}
 {{- define "temper.env" -}}
 {{- $env := .env }}
-{{- $fixed := concat (keys .env) (list "TEMPER_REDIS_URL" "TEMPER_S3_ACCESS_KEY" "TEMPER_S3_SECRET_KEY" "TEMPER_OTLP_HEADERS" "TEMPER_REWARD_WEBHOOK_SECRET" "TEMPER_CA_BUNDLE") }}
+{{- $fixed := concat (keys .env) (list "TEMPER_REDIS_URL" "TEMPER_S3_ACCESS_KEY" "TEMPER_S3_SECRET_KEY" "TEMPER_OTLP_HEADERS" "TEMPER_REWARD_WEBHOOK_SECRET" "TEMPER_TARGET_KEYS" "TEMPER_CA_BUNDLE") }}
 {{- range $name, $value := merge (dict) .values.env .root.Values.env }}
 {{- if has $name $fixed }}
 {{- fail (printf "env.%s is set by the chart: use its value instead (helm show values)" $name) }}

@@ -158,4 +158,5 @@ def webhooks_of(trainer: TrainerSettings) -> Webhooks:
         timeout_seconds=trainer.reward_webhook_timeout_seconds,
         attempts=trainer.reward_webhook_attempts,
         tls=tls_context(trainer),
+        keys=trainer.keys_by_prefix,
     )

@@ -188,13 +188,12 @@ class _ShardMaker:
         self._name = record.targets[target].name
         self._place = f"targets[{target}]"
         chosen = plan.job.targets[target]
-        self._policy: Policy = None
         self._target: Target
         if isinstance(chosen, RemoteTarget):
             self._target = OtherServer(chosen, host.grants.webhooks, self._place)
         else:
-            self._policy = None if chosen == BASE else parse_adapter_version(chosen)
-            self._target = EngineTarget(host.rollouts, host.codec, self._policy)
+            policy: Policy = None if chosen == BASE else parse_adapter_version(chosen)
+            self._target = EngineTarget(host.rollouts, host.codec, policy)
         self._sampling = self._suite.sampling or manifest.settings.sampling
         self._grader = SuiteGrader(
             manifest.settings,
@@ -212,7 +211,7 @@ class _ShardMaker:
                 said = self._answers(items, self._sampling, interrupt)
                 results = self._grader.graded(first, items, said, interrupt)
             else:
-                results = self._grader.read(first, items, self._policy, interrupt)
+                results = self._grader.read(first, items, self._target, interrupt)
         except (ModelNotFound, NotFound) as error:
             raise ModelNotFound(
                 f"{self._place}: {self._name} or the judge of {self._suite.suite} is not there any more: "

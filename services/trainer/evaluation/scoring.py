@@ -6,25 +6,24 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from services.common.adapters.names import BASE, parse_adapter_version
-from services.common.errors import InvalidRequest, TemperError
+from services.common.errors import InvalidRequest
 from services.common.evaluation.runs.records import Answer, ItemResult
 from services.common.evaluation.suites.scoring import item_score, sample_scores
 from services.common.evaluation.suites.spec import SuiteItem, SuiteSampling, SuiteSettings
 from services.common.jobs.scorers.base import SampleScorerSpec
 from services.common.jobs.scorers.grants import Grants
 from services.common.jobs.scorers.of_suites.judge import JudgeQuestion, JudgeSpec
-from services.common.jobs.scorers.of_suites.likelihood import ChoiceSpec, Likelihood, PerplexitySpec
+from services.common.jobs.scorers.of_suites.likelihood import ChoiceSpec, PerplexitySpec
 from services.common.jobs.scorers.sample import Sample
 from services.common.text.tokenizer import TextCodec
 from services.trainer.evaluation.questions import Question, question_of
-from services.trainer.evaluation.targets import Said
+from services.trainer.evaluation.targets import Continuation, Said, Target
 from services.trainer.host.rollouts import Policy, RolloutSource, ScoreRequest
 
 _DIGITS = 5
-"""Digits of a log-likelihood behind the point: which requests shared a step, which moves the last bits, is no part of a
+"""Digits of a judge's score behind the point: which requests shared a step, which moves the last bits, is no part of a
 result."""
 Interrupt = Callable[[], None]
 
@@ -147,25 +146,25 @@ class SuiteGrader:
                 found.append(ScoreRequest(prompt, tokens, 1.0))
         return found
 
-    def read(self, first: int, items: Sequence[SuiteItem], policy: Policy, interrupt: Interrupt) -> list[ItemResult]:
-        """Results of items that are scored by log-likelihood, under a policy.
+    def read(self, first: int, items: Sequence[SuiteItem], target: Target, interrupt: Interrupt) -> list[ItemResult]:
+        """Results of items that are scored by a target's log-likelihoods.
 
         Raises:
-            InvalidRequest: an item does not fit the engine; it is named.
+            InvalidRequest: an item does not fit the target, or this gives no log-likelihoods; the item is named.
         """
         spec = self._spec
         if not isinstance(spec, ChoiceSpec | PerplexitySpec):
             raise RuntimeError(f"the {spec.name} scorer reads no log-likelihoods")
         texts = [spec.continuations(item.reference) for item in items]
-        requests = [self._requests(item, several) for item, several in zip(items, texts, strict=True)]
-        found = self._rollouts.likelihoods(list(chain.from_iterable(requests)), policy, interrupt=interrupt)
-        values = iter(found)
+        asked = [
+            Continuation(item.id, question_of(self._settings, item), text)
+            for item, several in zip(items, texts, strict=True)
+            for text in several
+        ]
+        values = iter(target.likelihoods(asked, interrupt))
         results = []
-        for place, (item, asked, several) in enumerate(zip(items, requests, texts, strict=True)):
-            likelihoods = [
-                Likelihood(min(0.0, round(next(values), _DIGITS)), _counted(request), len(text.encode()))
-                for request, text in zip(asked, several, strict=True)
-            ]
+        for place, (item, several) in enumerate(zip(items, texts, strict=True)):
+            likelihoods = [next(values) for _ in several]
             verdict = spec.verdict(item.reference, likelihoods)
             answer = Answer(
                 text="",
@@ -176,24 +175,6 @@ class SuiteGrader:
             )
             results.append(_result(first + place, item, verdict.score, item.weight * verdict.weight, (answer,)))
         return results
-
-    def _requests(self, item: SuiteItem, texts: Sequence[str]) -> list[ScoreRequest]:
-        try:
-            question = question_of(self._settings, item)
-            prompt = () if question.text == "" else question.tokens(self._codec)
-            found = [ScoreRequest(prompt, question.continuation(self._codec, text), 1.0) for text in texts]
-            for request in found:
-                self._rollouts.check(len(request.prompt) + len(request.completion), 1)
-                if _counted(request) < 1:
-                    raise InvalidRequest("a single token with nothing before it has no log-likelihood")
-        except TemperError as error:
-            raise InvalidRequest(f"item {item.id[:80]!r}: {error.message}", param="suites") from error
-        return found
-
-
-def _counted(request: ScoreRequest) -> int:
-    """Tokens of the completion that have a probability: without a prompt the first one has none."""
-    return len(request.completion) - (0 if request.prompt else 1)
 
 
 def _sample(item: SuiteItem, said: Said) -> Sample:

@@ -7,15 +7,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, TemperError
 from services.common.evaluation.suites.spec import SuiteSampling
+from services.common.jobs.scorers.of_suites.likelihood import Likelihood
 from services.common.jobs.scorers.sample import ToolCall
 from services.common.text.output_parser import ChatParser, TextDelta
 from services.common.text.stops import Stops
 from services.common.text.tokenizer import TextCodec
 from services.common.text.tool_calls.parser import ToolDelta
 from services.trainer.evaluation.questions import Question
-from services.trainer.host.rollouts import Completion, Policy, RolloutRequest, RolloutSampling, RolloutSource
+from services.trainer.host.rollouts import (
+    Completion,
+    Policy,
+    RolloutRequest,
+    RolloutSampling,
+    RolloutSource,
+    ScoreRequest,
+)
+
+_DIGITS = 5
+"""Digits of a log-likelihood behind the point: which requests shared a step, which moves the last bits, is no part of a
+result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +55,16 @@ class Asked:
     seed: int
 
 
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A text behind a question, whose log-likelihood is needed."""
+
+    item: str
+    """Id of the item, for messages."""
+    question: Question
+    text: str
+
+
 class Target(Protocol):
     """Somebody who answers."""
 
@@ -52,6 +74,15 @@ class Target(Protocol):
         Raises:
             ModelNotFound: the version does not exist any more.
             Unavailable: the target does not answer; and what ``interrupt`` raises.
+        """
+        ...
+
+    def likelihoods(self, asked: Sequence[Continuation], interrupt: Callable[[], None]) -> list[Likelihood]:
+        """Log-likelihoods of texts, in their order.
+
+        Raises:
+            InvalidRequest: one cannot be given; its item is named.
+            ModelNotFound, Unavailable: see ``answer``.
         """
         ...
 
@@ -80,6 +111,27 @@ class EngineTarget:
             prompt if isinstance(prompt, Said) else self._said(one.question, prompt, next(completions), sampling.stop)
             for prompt, one in zip(prompts, asked, strict=True)
         ]
+
+    def likelihoods(self, asked: Sequence[Continuation], interrupt: Callable[[], None]) -> list[Likelihood]:
+        """See Target.likelihoods."""
+        requests = [self._request(one) for one in asked]
+        found = self._rollouts.likelihoods(requests, self._policy, interrupt=interrupt)
+        return [
+            likelihood_of(value, _counted(request), one.text)
+            for one, request, value in zip(asked, requests, found, strict=True)
+        ]
+
+    def _request(self, asked: Continuation) -> ScoreRequest:
+        question = asked.question
+        try:
+            prompt = () if question.text == "" else question.tokens(self._codec)
+            request = ScoreRequest(prompt, question.continuation(self._codec, asked.text), 1.0)
+            self._rollouts.check(len(request.prompt) + len(request.completion), 1)
+            if _counted(request) < 1:
+                raise InvalidRequest("a single token with nothing before it has no log-likelihood")
+        except TemperError as error:
+            raise InvalidRequest(f"item {asked.item[:80]!r}: {error.message}", param="suites") from error
+        return request
 
     def _prompt(self, question: Question, max_tokens: int) -> tuple[int, ...] | Said:
         """Tokens of a question, or why it cannot be asked."""
@@ -138,6 +190,16 @@ class _Parts:
         return tuple(
             ToolCall(name, parsed_arguments(text)) for name, text in zip(self._names, self._arguments, strict=True)
         )
+
+
+def likelihood_of(logprob: float, tokens: int, text: str) -> Likelihood:
+    """Log-likelihood of a text."""
+    return Likelihood(min(0.0, round(logprob, _DIGITS)), tokens, len(text.encode()))
+
+
+def _counted(request: ScoreRequest) -> int:
+    """Tokens of the completion that have a probability: without a prompt the first one has none."""
+    return len(request.completion) - (0 if request.prompt else 1)
 
 
 def parsed_arguments(text: str) -> Any:

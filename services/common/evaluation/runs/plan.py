@@ -142,12 +142,12 @@ def sampling_of(settings: SuiteSettings, changes: EvalSampling) -> SuiteSampling
 
 def _check_suite(job: EvalJob, suite: SuiteManifest, field: str) -> None:
     sampling_of(suite.settings, job.sampling)
-    if isinstance(suite.settings.scorer, ChoiceSpec | PerplexitySpec):
+    if isinstance(suite.settings.scorer, ChoiceSpec | PerplexitySpec) and suite.settings.prompt_format == "chat":
         for target in job.targets:
             if isinstance(target, RemoteTarget):
                 raise InvalidRequest(
-                    f"{field}: {suite.ref} is scored by log-likelihoods, which {target} is not asked for: run it on "
-                    "targets of this server, or choose another suite",
+                    f"{field}: {suite.ref} is scored by log-likelihoods behind conversations, and how {target} writes "
+                    'those is not known: run it on targets of this server, or make a suite with prompt_format "raw"',
                     param=field,
                 )
 

@@ -41,7 +41,8 @@ Policy = Annotated[str, field_check(_policy), Field(json_schema_extra=dict(POLIC
 
 
 class RemoteTarget(SentModel):
-    """A model of another server that has OpenAI's API, to compare with. It is asked without a key."""
+    """A model of another server that has OpenAI's API, to compare with. The engine that runs the job sends
+    the key that its TEMPER_TARGET_KEYS has for the URL; jobs hold none."""
 
     url: str = Field(max_length=2000, json_schema_extra=dict(URL_SCHEMA))
     """The server's base URL, e.g. http://other:8000/v1. Must be covered by TEMPER_REWARD_WEBHOOKS of the engine that

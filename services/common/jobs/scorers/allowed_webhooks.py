@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ssl
 import urllib.parse
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from services.common.errors import InvalidRequest
 
@@ -26,18 +26,25 @@ class Webhooks:
 
     allowed: tuple[str, ...] = ()
     """URL prefixes, each with its scheme."""
-    secret: str | None = None
+    secret: str | None = field(default=None, repr=False)
     timeout_seconds: float = 30.0
     """Duration of one attempt, from first to last byte."""
     attempts: int = 4
     tls: ssl.SSLContext | None = None
     """TLS context with the trusted authorities; None: the public ones."""
+    keys: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """API keys of other servers by URL prefix, for targets of evaluations."""
 
     def __post_init__(self) -> None:
-        for entry in self.allowed:
+        for entry in (*self.allowed, *self.keys):
             webhook_parts(entry)
         if self.secret is not None and len(self.secret) < _MIN_SECRET:
             raise ValueError(f"TEMPER_REWARD_WEBHOOK_SECRET must have at least {_MIN_SECRET} characters")
+
+    def key_of(self, url: str) -> str | None:
+        """The API key for requests to a URL, of the longest prefix that covers it; None: there is none."""
+        covering = [entry for entry in self.keys if _covers(entry, url)]
+        return self.keys[max(covering, key=len)] if covering else None
 
     def check(self, url: str, where: str) -> None:
         """Raises InvalidRequest if a job may not send its samples there."""
