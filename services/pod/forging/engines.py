@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 
 from services.common.adapters.registry import AdapterRegistry
-from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.grants import Grants
 from services.common.storage.directory_store import DirectoryStore
 from services.engine.models.registry import read_config
 from services.engine.settings import EngineSettings
@@ -105,14 +105,12 @@ def engine_bytes(directory: Path, device: str) -> int:
 
 
 @contextmanager
-def opened(
-    settings: EngineSettings, scratch: Path, webhooks: Webhooks, guest: Guest | None = None
-) -> Iterator[PodHost]:
+def opened(settings: EngineSettings, scratch: Path, grants: Grants, guest: Guest | None = None) -> Iterator[PodHost]:
     """An engine of a checkpoint directory that runs, as a trainer sees it.
 
     Args:
         scratch: directory in which there are no adapters.
-        webhooks: that suites may use.
+        grants: what scorers of suites may use.
         guest: its place, if another engine serves from the device.
 
     Raises:
@@ -123,12 +121,12 @@ def opened(
     engine = build_engine(settings, AdapterRegistry(DirectoryStore(scratch), "base"), None, guest=guest)
     engine.start()
     try:
-        yield host_of(engine, webhooks)
+        yield host_of(engine, grants)
     finally:
         engine.stop()
 
 
-def host_of(engine: Engine, webhooks: Webhooks) -> PodHost:
+def host_of(engine: Engine, grants: Grants) -> PodHost:
     """Policy host of an engine that trains nothing."""
     return PodHost(
         model=engine.model,
@@ -146,5 +144,5 @@ def host_of(engine: Engine, webhooks: Webhooks) -> PodHost:
             sequences=_SEQUENCES,
             timeout_seconds=_ANSWER_SECONDS,
         ),
-        webhooks=webhooks,
+        grants=grants,
     )

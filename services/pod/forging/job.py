@@ -89,9 +89,7 @@ class PodForge:
                 manifests.append(retry(lambda name=name, number=number: store.get(name, number)))  # type: ignore[misc]
             except NotFound as error:
                 raise NotFound(f"suites[{place}]: {error.message}", param=f"suites[{place}]") from error
-            manifests[-1].settings.scorer.check_allowed(
-                f"suites[{place}].scorer", self._host.webhooks.allowed, signed=self._host.webhooks.secret is not None
-            )
+            manifests[-1].settings.scorer.check_allowed(f"suites[{place}].scorer", self._host.grants.granted)
         return Inputs(
             model=self._settings.model,
             settings=ForgeSettings.model_validate({name: getattr(job, name) for name in ForgeSettings.model_fields}),
@@ -115,7 +113,7 @@ class PodForge:
                 return
             guest = Guest(TrainerTurns(host.gate), host.train_memory_bytes)
             settings = engine_settings(directory, device)
-            with opened(settings, self._work / "no-adapters", host.webhooks, guest) as beside:
+            with opened(settings, self._work / "no-adapters", host.grants, guest) as beside:
                 yield beside
 
         return Machine(

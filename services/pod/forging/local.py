@@ -12,7 +12,7 @@ from typing import Any
 
 from services.common.errors import InvalidRequest
 from services.common.jobs.forge_recipe import Recipe, read_recipe
-from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.grants import Grants
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
 from services.engine.models.checkpoint import checkpoint_digest
@@ -46,7 +46,7 @@ def machine(device: str, work: Path, threads: int = 0) -> Machine:
 
     @contextmanager
     def open_engine(directory: Path) -> Iterator[PolicyHost]:
-        with opened(engine_settings(directory, device, threads=threads), work / "no-adapters", Webhooks()) as host:
+        with opened(engine_settings(directory, device, threads=threads), work / "no-adapters", Grants()) as host:
             yield host
 
     return Machine(device, device_bytes(hardware), open_engine, partial(engine_bytes, device=device))

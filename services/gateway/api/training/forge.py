@@ -15,6 +15,7 @@ from services.common.evaluation.suites.names import parse_suite_ref
 from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs import ForgeJob, Job
 from services.common.jobs.kinds.forge import STORED
+from services.common.jobs.scorers.grants import Granted
 from services.common.queue.job_queue import JobQueue
 from services.common.queue.records import spec_sha
 from services.common.storage.object_store import ObjectNotFound, ObjectStore
@@ -128,6 +129,7 @@ def _pinned(forge: ForgeServices, job: ForgeJob) -> list[str]:
         for client in forge.engines.clients:
             if client.model is not None and client.model.HasField("webhooks"):
                 webhooks = client.model.webhooks
-                manifest.settings.scorer.check_allowed(f"{field}.scorer", webhooks.allowed, signed=webhooks.signed)
+                granted = Granted(webhooks.allowed, webhooks.signed, webhooks.sandbox)
+                manifest.settings.scorer.check_allowed(f"{field}.scorer", granted)
         found.append(str(manifest.ref))
     return found
