@@ -20,7 +20,7 @@ from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.trainer.jobs.base import JobRun, RunState
 from services.trainer.memory.budget import MemoryBudget
-from services.trainer.runtime.checkpoint import Checkpoint, _decode, _encode
+from services.trainer.runtime.local_checkpoints import Checkpoint, decode, encode
 
 CPU = torch.device("cpu")
 
@@ -159,7 +159,7 @@ def without_times(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def through_a_checkpoint(state: RunState) -> RunState:
     """As it comes back from the store."""
-    found = _decode("sha", 1, _encode("sha", Checkpoint(1, state)))
+    found = decode("sha", 1, encode("sha", Checkpoint(1, state)))
     assert found is not None
     return found.state
 

@@ -45,7 +45,7 @@ from services.engine.models.training_arena import GraphMemory
 from services.engine.models.training_forward import TrainableForward
 from services.trainer.host.policy_host import ComputeGate
 from services.trainer.losses import negative_log_likelihood
-from services.trainer.optimizer import AdapterOptimizer
+from services.trainer.optimizer import ScheduledOptimizer
 
 _PEAK_FLOPS = 989e12
 """Peak rate of an H100 or H200 in bfloat16, dense, from NVIDIA's data sheet."""
@@ -144,7 +144,7 @@ class Trainer:
             self.config, LoraSettings(rank=rank, alpha=2.0 * rank, target_modules=modules), device=model.device
         )
         self.lora.link_gradients()
-        self._optimizer = AdapterOptimizer(
+        self._optimizer = ScheduledOptimizer(
             [self.lora.flat_a, self.lora.flat_b], OptimizerSettings(), peak=1e-4, total_steps=1_000_000
         )
         self._steps = 0

@@ -1,5 +1,5 @@
-"""`temper forge run|evaluate|importance|prune|compact|quantize|verify`: a smaller model of a checkpoint, by a recipe or
-step by step, on this machine's directories."""
+"""`temper forge run|evaluate|importance|prune|compact|recover|quantize|verify`: a smaller model of a checkpoint, by
+a recipe or step by step, on this machine's directories."""
 
 from __future__ import annotations
 
@@ -41,8 +41,45 @@ class Kind(enum.StrEnum):
     MLP_CHANNELS = "mlp_channels"
 
 
+class Learn(enum.StrEnum):
+    """What a recovery learns from."""
+
+    DISTILL = "distill"
+    SFT = "sft"
+
+
+class Trains(enum.StrEnum):
+    """What a recovery trains."""
+
+    NEIGHBOURS = "neighbours"
+    LORA = "lora"
+
+
+class Schedule(enum.StrEnum):
+    """Learning rate behind the warm-up."""
+
+    COSINE = "cosine"
+    LINEAR = "linear"
+    CONSTANT = "constant"
+
+
+class States(enum.StrEnum):
+    """Form of AdamW's moments."""
+
+    FLOAT32 = "float32"
+    EIGHT_BIT = "8bit"
+
+
+class Recompute(enum.StrEnum):
+    """What the backward computes again."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+
+
 class Device(enum.StrEnum):
-    """Device that importance is measured on."""
+    """Device that a model runs on."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -180,6 +217,101 @@ def compact(
     arguments = ["compact", "--model", str(model), "--cut", str(cut), "--out", str(out)]
     arguments += ["--max-shard-bytes", str(int(max_shard_size * 1e9)), *(["--sign", str(sign)] if sign else [])]
     _run(arguments, as_json, lambda result: _planned(result, out), dry_run=dry_run)
+
+
+@app.command()
+def recover(
+    model: Model,
+    out: Out,
+    data: Annotated[Path, typer.Option(help="JSONL with text, messages, or prompt and completion.")],
+    teacher: Annotated[
+        Path | None, typer.Option(help="Checkpoint that distill learns from: the one before the cut.")
+    ] = None,
+    method: Annotated[Learn, typer.Option(help="Learn from a teacher's probabilities, or from the data.")] = (
+        Learn.DISTILL
+    ),
+    trains: Annotated[
+        Trains, typer.Option(help="All norms and what is next to the cut, or a low-rank update that is merged.")
+    ] = Trains.NEIGHBOURS,
+    steps: Annotated[int, typer.Option(help="Optimizer steps, at most.", min=1)] = 200,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens of a step.", min=1)] = 4096,
+    learning_rate: Annotated[float | None, typer.Option(help="Peak.", show_default="by the model's width")] = None,
+    schedule: Annotated[Schedule, typer.Option(help="Of the learning rate, behind the warm-up.")] = Schedule.COSINE,
+    warmup_steps: Annotated[int, typer.Option(help="Steps in which the rate rises.", min=0)] = 10,
+    on_policy: Annotated[
+        float, typer.Option(help="Share of completions that the student samples.", min=0.0, max=1.0)
+    ] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of a sampled completion.", min=1)] = 128,
+    lora_rank: Annotated[int, typer.Option(help="Rank of what lora trains.", min=1, max=256)] = 16,
+    optimizer_states: Annotated[States, typer.Option(help="8bit: a byte for each of AdamW's moments.")] = (
+        States.FLOAT32
+    ),
+    held_out: Annotated[
+        Path | None, typer.Option(help="JSONL that is evaluated.", show_default="a tenth of the data")
+    ] = None,
+    eval_every: Annotated[int, typer.Option(help="Steps between two evaluations.", min=1)] = 25,
+    patience: Annotated[
+        int | None, typer.Option(help="Stop after so many evaluations without a lower loss.", min=1)
+    ] = 4,
+    state: Annotated[Path | None, typer.Option(help="Where it resumes from.", show_default="beside the output")] = None,
+    save_every: Annotated[int, typer.Option(help="Steps between two states.", min=1)] = 25,
+    tokens_per_forward: Annotated[int, typer.Option(help="Tokens in memory at once.", min=1)] = 2048,
+    recompute: Annotated[Recompute, typer.Option(help="What the backward computes again.")] = Recompute.SELECTIVE,
+    memory: Annotated[float | None, typer.Option(help="Of the device, in GB.", show_default="what is free")] = None,
+    data_name: Annotated[str | None, typer.Option(help="Its name in records.", show_default="the file's")] = None,
+    seed: Annotated[int, typer.Option(help="Of the data's order and of samples.", min=0)] = 0,
+    device: Annotated[Device, typer.Option(help="Where the models run.")] = Device.CPU,
+    max_shard_size: ShardSize = 5.0,
+    sign: Sign = None,
+    as_json: Json = False,
+) -> None:
+    """Train what a cut has left, and write the checkpoint with the lowest held-out loss. Resumes after an end."""
+    beside = state or out.absolute().with_name(f".{out.name}.recovery")
+    given: dict[str, Any] = {
+        "data": data,
+        "data-name": data_name,
+        "held-out": held_out,
+        "teacher": teacher,
+        "state": beside,
+        "method": method.value,
+        "trains": trains.value,
+        "steps": steps,
+        "batch-tokens": batch_tokens,
+        "tokens-per-forward": tokens_per_forward,
+        "max-new-tokens": max_new_tokens,
+        "eval-every": eval_every,
+        "save-every": save_every,
+        "patience": patience,
+        "learning-rate": learning_rate,
+        "warmup-steps": warmup_steps,
+        "schedule": schedule.value,
+        "optimizer-states": optimizer_states.value,
+        "lora-rank": lora_rank,
+        "on-policy": on_policy,
+        "recompute": recompute.value,
+        "memory-bytes": None if memory is None else int(memory * 1e9),
+        "seed": seed,
+        "device": device.value,
+        "max-shard-bytes": int(max_shard_size * 1e9),
+        "sign": sign,
+    }
+    arguments = ["recover", "--model", str(model), "--out", str(out)]
+    for name, value in given.items():
+        arguments += [] if value is None else [f"--{name}", str(value)]
+
+    def tell(result: dict[str, Any]) -> str:
+        return "\n".join(
+            (
+                f"wrote [green]{escape(str(out))}[/]",
+                f"  held-out loss  {result['held_out_before']:.4f} → {result['held_out_after']:.4f}",
+                f"  steps  {result['steps']}, best after {result['best_step']}"
+                f"{', stopped early' if result['stopped_early'] else ''}",
+                f"  trained  {result['trained_parameters']:,} numbers on {result['tokens']:,} tokens "
+                f"in {result['seconds']:.0f} s",
+            )
+        )
+
+    _run(arguments, as_json, tell, amount="count")
 
 
 @app.command()

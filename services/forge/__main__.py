@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from services.adapter_tools.events import Reporter, run_to_the_end
+from services.common.errors import InvalidRequest
+from services.common.jobs import LoraSettings, OptimizerSettings
 from services.common.jobs.kinds.forge import IMPORTANCE_METHODS
+from services.common.validation.errors import problem
 from services.engine.models.weights.shards import SHARD_BYTES
 from services.forge.importance.settings import Settings
+from services.forge.recovery.settings import (
+    METHODS as RECOVERY_METHODS,
+)
+from services.forge.recovery.settings import (
+    OPTIMIZER_STATES,
+    RECOMPUTES,
+    TRAINS,
+    RecoverySettings,
+)
 from services.forge.steps import compact_step, importance_step, prune_step, quantize_step, verify_step
 from services.forge.units import KINDS
+
+M = TypeVar("M", bound=BaseModel)
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -45,6 +62,27 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         prune.add_argument(f"--{kind.replace('_', '-')}")
     compact = step("compact", plans=True, writes=True)
     compact.add_argument("--cut", type=Path, required=True)
+    recovery = step("recover", plans=False, writes=True)
+    recovery.add_argument("--data", type=Path, required=True)
+    recovery.add_argument("--data-name")
+    recovery.add_argument("--held-out", type=Path)
+    recovery.add_argument("--teacher", type=Path)
+    recovery.add_argument("--state", type=Path, required=True)
+    recovery.add_argument("--method", choices=RECOVERY_METHODS, required=True)
+    recovery.add_argument("--trains", choices=TRAINS, required=True)
+    for name in ("steps", "batch-tokens", "tokens-per-forward", "max-new-tokens", "eval-every", "save-every"):
+        recovery.add_argument(f"--{name}", type=int, required=True)
+    recovery.add_argument("--patience", type=int)
+    recovery.add_argument("--learning-rate", type=float)
+    recovery.add_argument("--warmup-steps", type=int, required=True)
+    recovery.add_argument("--schedule", choices=("constant", "linear", "cosine"), required=True)
+    recovery.add_argument("--optimizer-states", choices=OPTIMIZER_STATES, required=True)
+    recovery.add_argument("--lora-rank", type=int, required=True)
+    recovery.add_argument("--on-policy", type=float, required=True)
+    recovery.add_argument("--recompute", choices=RECOMPUTES, required=True)
+    recovery.add_argument("--memory-bytes", type=int)
+    recovery.add_argument("--seed", type=int, required=True)
+    recovery.add_argument("--device", required=True)
     step("quantize", plans=True, writes=True)
     verify = commands.add_parser("verify")
     verify.add_argument("--model", type=Path, required=True)
@@ -89,6 +127,57 @@ def _compact(given: argparse.Namespace) -> dict[str, Any]:
     )
 
 
+def _recover(given: argparse.Namespace) -> dict[str, Any]:
+    # Imported here: the other steps need no trainer.
+    from services.forge.recovery.recover import recover
+
+    optimizer = {"schedule": given.schedule, "warmup_steps": given.warmup_steps, "learning_rate": given.learning_rate}
+    settings = RecoverySettings(
+        method=given.method,
+        trains=given.trains,
+        steps=given.steps,
+        batch_tokens=given.batch_tokens,
+        tokens_per_forward=given.tokens_per_forward,
+        optimizer=_checked(OptimizerSettings, optimizer),
+        optimizer_states=given.optimizer_states,
+        lora=_checked(LoraSettings, {"rank": given.lora_rank, "alpha": 2.0 * given.lora_rank}),
+        on_policy=given.on_policy,
+        max_new_tokens=given.max_new_tokens,
+        eval_every=given.eval_every,
+        patience=given.patience,
+        save_every=given.save_every,
+        recompute=given.recompute,
+        seed=given.seed,
+        device=given.device,
+    )
+    report = recover(
+        given.model,
+        given.out,
+        settings,
+        data=given.data,
+        data_name=given.data_name,
+        held_out=given.held_out,
+        teacher=given.teacher,
+        state=given.state,
+        memory_bytes=given.memory_bytes,
+        max_shard_bytes=given.max_shard_bytes,
+        sign=given.sign,
+        progress=Reporter(),
+    )
+    if report is None:
+        raise RuntimeError("a recovery that nobody stops has ended without a report")
+    with contextlib.suppress(OSError):  # somebody else's files are in it
+        given.state.rmdir()
+    return report.summary()
+
+
+def _checked(model: type[M], values: dict[str, Any]) -> M:
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise InvalidRequest(problem(error, model, values)) from error
+
+
 def _quantize(given: argparse.Namespace) -> dict[str, Any]:
     return quantize_step(
         given.model,
@@ -111,6 +200,7 @@ def main(argv: list[str] | None = None) -> int:
         "importance": _importance,
         "prune": _prune,
         "compact": _compact,
+        "recover": _recover,
         "quantize": _quantize,
         "verify": _verify,
     }

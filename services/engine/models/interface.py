@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
@@ -295,16 +295,39 @@ class CausalLM(ABC):
             ValueError: the lengths do not add up to T.
         """
 
-    def forward_probed(self, token_ids: Tensor, lengths: Sequence[int], probe: Probe) -> Tensor:
+    def forward_probed(
+        self,
+        token_ids: Tensor,
+        lengths: Sequence[int],
+        probe: Probe,
+        *,
+        recompute: Recompute = "none",
+        give_way: Callable[[], None] = lambda: None,
+    ) -> Tensor:
         """The forward of forward_train() without an adapter, in plain torch on every device, with a probe; gradients
-        reach what the probe puts in the place of inputs.
+        reach what the probe puts in the place of inputs, and weights that require them.
 
         Raises:
             InvalidRequest: the architecture has none.
             ValueError: the lengths do not add up to T.
         """
-        del token_ids, lengths, probe
+        del token_ids, lengths, probe, recompute, give_way
         raise InvalidRequest(f"{type(self).__name__} cannot be probed", param="model")
+
+    def with_weights(self, tensors: Mapping[str, Tensor]) -> CausalLM:
+        """A model with these tensors in the place of its own; it shares all others, and is differentiable in these by
+        forward_probed().
+
+        Args:
+            tensors: of layers and of the last norm, by canonical name ("layers.3.mlp.down_proj.weight"), as a
+                checkpoint has them, on the model's device.
+
+        Raises:
+            InvalidRequest: the architecture or the storage of one of them does not allow it.
+            ValueError: one is misshaped.
+        """
+        del tensors
+        raise InvalidRequest(f"weights of {type(self).__name__} cannot be replaced", param="model")
 
     def captured_forwards(
         self,

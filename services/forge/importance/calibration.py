@@ -60,7 +60,7 @@ class Calibration:
             raise InvalidRequest(f"{file} is not UTF-8 text", param="data") from error
         examples = [_example(file, line, row) for line, row in _rows(text)]
         if not examples:
-            raise InvalidRequest(f"{file} is empty: importance by data needs examples", param="data")
+            raise InvalidRequest(f"{file} is empty: examples are needed", param="data")
         spec = SftJob(adapter="calibration", examples=examples, overlong="truncate")
         kept: list[Document] = []
         tokens = 0

@@ -42,12 +42,15 @@ class StagePlan:
     seconds: float
     disk_bytes: int = 0
     """Of the work directory, for what it makes."""
+    bound: bool = False
+    """The memory is an upper bound: the stage plans what it needs when it knows what it trains."""
 
     def summary(self) -> dict[str, Any]:
         """Plan as JSON."""
         return {
             "stage": self.name,
             "memory_bytes": self.memory_bytes,
+            "memory_is": "at most" if self.bound else "planned",
             "disk_bytes": self.disk_bytes,
             "seconds": round(self.seconds, 1),
         }
@@ -92,7 +95,7 @@ class RunPlan:
             InvalidRequest: the disk is too small. Both have the numbers.
         """
         for stage in self.stages:
-            if stage.memory_bytes > self.memory_bytes:
+            if stage.memory_bytes > self.memory_bytes and not stage.bound:
                 raise DoesNotFit(
                     f"{stage.name} needs {mib(stage.memory_bytes)} of memory, and there are {mib(self.memory_bytes)}: "
                     "lower tokens_per_forward, or free some",
@@ -142,7 +145,7 @@ def plan_run(pipeline: Pipeline) -> RunPlan:
             if settings.recover is not None:
                 seconds = recovery_seconds(config, base.config, settings.recover, rates) + rates.copied(nbytes)
                 memory = recovery_bytes(config, base.config, settings.recover, machine.device)
-                stages.append(StagePlan(f"{name}-4-recover", memory, seconds, 2 * nbytes))
+                stages.append(StagePlan(f"{name}-4-recover", memory, seconds, 2 * nbytes, bound=True))
         if settings.quantize is not None:
             nbytes = quantized_bytes(compacted(base, nominal_cut(base.config, schedule.left, mtp=base.mtp)))
             stages.append(StagePlan("quantize", STREAM_BYTES, 3 * rates.copied(nbytes), nbytes))

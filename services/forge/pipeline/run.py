@@ -21,7 +21,7 @@ from services.forge.files import file_digest
 from services.forge.importance.settings import Settings
 from services.forge.pipeline.evaluation import Evaluated, Suites, comparison, evaluated
 from services.forge.pipeline.machine import Machine, Turn
-from services.forge.pipeline.needs import STREAM_BYTES, importance_bytes
+from services.forge.pipeline.needs import STREAM_BYTES, importance_bytes, recovery_bytes
 from services.forge.pipeline.schedule import Schedule
 from services.forge.pipeline.shapes import device_name, gone, shape_of, sizes
 from services.forge.pipeline.work import Place, Work
@@ -213,9 +213,13 @@ class Pipeline:
                 "shards": inputs.shard_bytes,
             },
         )
-        if place.done or inputs.data is None:
+        if place.done or inputs.data is None or inputs.settings.recover is None:
             return place
-        machine.take("recover", 0, "")  # the recovery plans what it needs, and takes it
+        bound = recovery_bytes(
+            read_config(smaller.path), read_config(inputs.model), inputs.settings.recover, machine.device
+        )
+        # The recovery plans exactly what it needs, and refuses what does not fit.
+        machine.take("recover", min(bound, machine.memory_bytes), "")
         stop = _Stop(machine.interrupt)
         with Turn(machine) as turn:
             report = recover(

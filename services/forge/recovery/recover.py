@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from services.engine.models.weights.shards import SHARD_BYTES, Progress, silent
+import torch
+from torch import Tensor
+
+from services.common.errors import DoesNotFit, InvalidRequest
+from services.common.text.tokenizer import TextCodec
+from services.engine.models.checkpoint import canonical_name, checkpoint_digest
+from services.engine.models.config import ModelConfig
+from services.engine.models.interface import CausalLM, resolve_dtype
+from services.engine.models.lora.trainable import LoraParams
+from services.engine.models.registry import load_model, read_config
+from services.engine.models.weights.shards import SHARD_BYTES, Progress, TensorToWrite, silent
+from services.forge.checkpoint_output import pieces, write_model
+from services.forge.compaction import Base
+from services.forge.record import Made, described_digest, history
+from services.forge.recovery.examples import Examples
+from services.forge.recovery.memory import MemoryPlan, available_bytes, plan_memory
+from services.forge.recovery.neighbours import LastCut
+from services.forge.recovery.run import RecoveryRun
 from services.forge.recovery.settings import RecoveryReport, RecoverySettings
+from services.forge.recovery.student import LoraStudent, NeighbourStudent, Student
+from services.forge.signature import read_private_key
+from services.trainer.memory.estimate import mib
+from services.trainer.runtime.local_checkpoints import Checkpoint, LocalCheckpoints
 
-if TYPE_CHECKING:
-    from services.engine.models.interface import CausalLM
+_JOB = "recovery"
+"""Name of the directory with a recovery's states."""
+_PIECE = 2**22
 
 
 def recover(
@@ -33,7 +61,8 @@ def recover(
     """Trains a forged checkpoint and writes what comes of it, with its record. Its shapes stay: what was cut out does
     not grow again.
 
-    A state on disk is resumed from, and ends in the same bytes on a CPU in float32. After the end it is removed.
+    A state on disk is resumed from, and ends in the same bytes on a CPU in float32. When the checkpoint is there, the
+    state is removed.
 
     Args:
         student: directory of a forged checkpoint; its forge.json says what was cut.
@@ -57,4 +86,237 @@ def recover(
         DoesNotFit: it needs more memory; the message has the numbers, and nothing was allocated.
         InvalidRequest, CheckpointRejected: what is wrong with which file or setting.
     """
-    raise NotImplementedError
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InvalidRequest(f"{out} is there already: name another directory, or remove it first", param="out")
+    key = None if sign is None else read_private_key(sign)
+    with ExitStack() as stack:
+        work = _Work.planned(student, settings, stack, data, data_name, held_out, teacher, progress)
+        device = torch.device(settings.device)
+        available = available_bytes(device) if memory_bytes is None else memory_bytes
+        work.memory.check(available, device)
+        try:
+            return _recovered(work, out, settings, state, max_shard_bytes, key, give_way, progress, should_stop)
+        except torch.OutOfMemoryError as error:
+            raise DoesNotFit(
+                f"{device} ran out of memory, although the plan of {mib(work.memory.total)} is within the "
+                f"{mib(available)} for it: something else takes more than its share. Lower tokens_per_forward, or "
+                "set recompute to full",
+                param="tokens_per_forward",
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A recovery that is checked and planned, before anything is loaded."""
+
+    base: Base
+    digest: str
+    codec: TextCodec
+    examples: Examples
+    names: tuple[str, ...]
+    """Tensors that are trained as a whole; none with LoRA."""
+    trained: int
+    """Numbers that are trained."""
+    teacher: Path | CausalLM | None
+    taught_by: Mapping[str, Any] | None
+    """The teacher in records."""
+    memory: MemoryPlan
+
+    @classmethod
+    def planned(
+        cls,
+        directory: Path,
+        settings: RecoverySettings,
+        stack: ExitStack,
+        data: Path,
+        data_name: str | None,
+        held_out: Path | None,
+        teacher: Path | CausalLM | None,
+        progress: Progress,
+    ) -> _Work:
+        if settings.method == "distill" and teacher is None:
+            raise InvalidRequest("distill learns from a teacher: name its checkpoint, or take sft", param="teacher")
+        base = Base(directory, stack)
+        codec = TextCodec.from_directory(directory)
+        examples = Examples.read(data, held_out, codec, settings, name=data_name)
+        progress("digest of the model", 0, 0)
+        digest = checkpoint_digest(directory)
+        records = history(directory, digest)
+        names: tuple[str, ...] = ()
+        if settings.trains == "neighbours":
+            names = tuple(LastCut.of(records, directory).tensors(base.config))
+            trained = sum(math.prod(base.tensors[base.names[name]][0]["shape"]) for name in names)
+        else:
+            chosen = LoraParams.create(base.config, settings.lora, device="meta").targets
+            trained = sum(target.a.numel() + target.b.numel() for target in chosen.values())
+        taught_by = teacher_config = None
+        if settings.method == "distill":
+            taught_by, teacher_config = _described(teacher, codec, progress)
+        device = torch.device(settings.device)
+        memory = plan_memory(
+            base.config,
+            teacher_config,
+            settings,
+            [*examples.learnt, *examples.held_out],
+            numbers=trained,
+            dtype=resolve_dtype(settings.dtype, device),
+            device=device,
+            teacher_is_loaded=isinstance(teacher, CausalLM),
+        )
+        teacher = teacher if settings.method == "distill" else None
+        return cls(base, digest, codec, examples, names, trained, teacher, taught_by, memory)
+
+    def recipe(self, settings: RecoverySettings) -> dict[str, Any]:
+        """What the result depends on beside the checkpoint and the data."""
+        return settings.record() | {"teacher": self.taught_by, "trained_tensors": len(self.names) or "lora"}
+
+    def identity(self, settings: RecoverySettings) -> str:
+        """Hex sha256 that a state belongs to."""
+        content = [self.digest, self.recipe(settings), self.examples.files, self.names]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def student(self, settings: RecoverySettings, model: CausalLM) -> Student:
+        """What is trained of the loaded model."""
+        if settings.trains == "lora":
+            return LoraStudent(self.base, model, settings.lora, recompute=settings.recompute)
+        return NeighbourStudent(self.base, model, self.names, recompute=settings.recompute)
+
+
+def _described(
+    teacher: Path | CausalLM | None, codec: TextCodec, progress: Progress
+) -> tuple[dict[str, Any], ModelConfig]:
+    """A teacher in records, and its config."""
+    if isinstance(teacher, CausalLM):
+        return {"name": "the engine's model", "config": repr(teacher.config)}, teacher.config
+    if teacher is None:
+        raise ValueError("there is no teacher")
+    other = TextCodec.from_directory(teacher)
+    if other.files["tokenizer.json"] != codec.files["tokenizer.json"]:
+        raise InvalidRequest(
+            f"{teacher} has another tokenizer than the student: what it says of a token is of another text",
+            param="teacher",
+        )
+    progress("digest of the teacher", 0, 0)
+    return {"name": teacher.resolve().name, "digest": checkpoint_digest(teacher)}, read_config(teacher)
+
+
+def _recovered(
+    work: _Work,
+    out: Path,
+    settings: RecoverySettings,
+    state: Path,
+    max_shard_bytes: int,
+    key: Any,
+    give_way: Callable[[], None],
+    progress: Progress,
+    should_stop: Callable[[], bool],
+) -> RecoveryReport | None:
+    progress("loading the models", 0, 0)
+    model = load_model(work.base.directory, dtype=settings.dtype, device=settings.device)
+    teacher = work.teacher
+    if isinstance(teacher, Path):
+        teacher = load_model(teacher, dtype=settings.dtype, device=settings.device)
+    student = work.student(settings, model)
+    run = RecoveryRun(student, teacher, work.examples, settings, ends=work.codec.eos_ids, give_way=give_way)
+    states, identity = LocalCheckpoints(state), work.identity(settings)
+    _, found = states.newest(_JOB, identity)
+    if found is not None:
+        run.load_state(found.state)
+    saved = run.course.step if found is not None else -1
+
+    def save() -> None:
+        nonlocal saved
+        if saved != run.course.step:
+            try:
+                states.save(_JOB, identity, Checkpoint(run.course.step, run.state()))
+            except OSError as error:
+                raise InvalidRequest(f"cannot write to {state}: {error.strerror}", param="state") from error
+            saved = run.course.step
+
+    run.begin()
+    progress("recovering", run.course.step, settings.steps)
+    while not run.done:
+        if should_stop():
+            save()
+            return None
+        run.step()
+        if run.course.step % settings.save_every == 0:
+            save()
+        progress("recovering", run.course.step, settings.steps)
+    save()
+    report = _written(work, run, out, settings, max_shard_bytes, key, progress)
+    states.discard(_JOB)
+    return report
+
+
+def _written(
+    work: _Work,
+    run: RecoveryRun,
+    out: Path,
+    settings: RecoverySettings,
+    max_shard_bytes: int,
+    key: Any,
+    progress: Progress,
+) -> RecoveryReport:
+    """Writes the weights of the lowest held-out loss."""
+    stopped_early = run.stopped_early
+    run.go_to_best()
+    student, course = run.student, run.course
+    if course.before is None:
+        raise ValueError("the recovery has not begun")
+    results: dict[str, Any] = {
+        "steps": course.step,
+        "best_step": course.best_step,
+        "stopped_early": stopped_early,
+        "tokens": course.tokens,
+        "sampled_tokens": course.sampled_tokens,
+        "trained_parameters": work.trained,
+        "held_out_before": course.before,
+        "held_out_after": run.held_out_loss(student.written()) if course.best_step else course.before,
+    }
+    changed = frozenset(student.names) if course.best_step else frozenset()
+    tensors = [_tensor(student, name, changed) for name in work.base.tensors]
+    nbytes = sum(tensor.size for tensor in tensors)
+    parameters = sum(math.prod(tensor.shape) for tensor in tensors)
+    sizes = {"parameters": parameters, "parameters_after": parameters, "bytes": nbytes, "bytes_after": nbytes}
+    made = Made(
+        "recover",
+        work.base.directory,
+        work.digest,
+        work.recipe(settings),
+        sizes | {"shape": {}},
+        work.examples.files,
+        more={"results": results},
+    )
+    write_model(
+        out,
+        work.base.directory,
+        tensors,
+        work.base.data,
+        max_shard_bytes=max_shard_bytes,
+        progress=progress,
+        finish=lambda directory: made.write(directory, key),
+    )
+    return RecoveryReport(
+        out=out,
+        digest=described_digest(out),
+        seconds=course.seconds,
+        memory_bytes=work.memory.total,
+        **results,
+    )
+
+
+def _tensor(student: Student, name: str, changed: frozenset[str]) -> TensorToWrite:
+    """A tensor of the result, in the shape and dtype that it has in the student's files."""
+    header, data = student.base.tensors[name]
+    path = canonical_name(name)
+    made: Callable[[], Iterator[bytes | memoryview]] = partial(pieces, data)
+    if path in changed:
+        made = partial(_stored, student, path)
+    return TensorToWrite(name, header["dtype"], tuple(header["shape"]), len(data), made)
+
+
+def _stored(student: Student, path: str) -> Iterator[bytes]:
+    flat: Tensor = student.stored(path).contiguous().view(torch.uint8).flatten()
+    for start in range(0, flat.numel(), _PIECE):
+        yield flat[start : start + _PIECE].cpu().numpy().tobytes()

@@ -25,7 +25,7 @@ from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import RunState
 from services.trainer.memory.budget import MemoryNeed
 from services.trainer.memory.estimate import TeacherWork, Workload, check_fits, mib
-from services.trainer.optimizer import AdapterOptimizer
+from services.trainer.optimizer import ScheduledOptimizer
 from services.trainer.packing import Microbatch, pack
 from services.trainer.timers import StepTimer
 
@@ -134,7 +134,7 @@ class AdapterRun(ABC):
         peak = usual if spec.named_learning_rate is None else spec.named_learning_rate
         self._settings: dict[str, float] = {"learning_rate": peak, "steps": total_steps, "lora_rank": lora.rank}
         self._defaults: dict[str, float] = {"learning_rate": usual}
-        self._optimizer = AdapterOptimizer(
+        self._optimizer = ScheduledOptimizer(
             [lora.flat_a, lora.flat_b], spec.optimizer, peak=peak, total_steps=total_steps
         )
         self._make_forwards()

@@ -86,6 +86,8 @@ class Workload:
     fused: bool
     """True on a GPU, where the forward has a backward of its own; otherwise torch's autograd computes it."""
     teacher: TeacherWork | None = None
+    number_bytes: int = MASTER_BYTES
+    """Bytes that a trained number takes beside what a forward on a GPU adds."""
 
     def __post_init__(self) -> None:
         if min(self.adapter_numbers, self.rank, self.tokens, self.itemsize) < 1:
@@ -120,7 +122,7 @@ def estimate(config: ModelConfig, work: Workload) -> TrainingMemory:
     activations = int(MARGIN * work.tokens * (kept + working + final))
     teacher = (0, 0) if work.teacher is None else _teacher_bytes(work.teacher, work)
     return TrainingMemory(
-        adapter=work.adapter_numbers * (MASTER_BYTES + copies),
+        adapter=work.adapter_numbers * (work.number_bytes + copies),
         activations=activations,
         logits=logits,
         teacher=sum(teacher),

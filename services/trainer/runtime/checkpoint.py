@@ -8,60 +8,19 @@ may have slept through losing the job. `{step:08d}` alone is of a release withou
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import re
-import shutil
 import threading
-import time
-import uuid
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
-import safetensors.torch
 import structlog
-from safetensors import SafetensorError
 
 from services.common.errors import TemperError, Unavailable
-from services.common.storage.durable import sync_directory
 from services.common.storage.object_store import ObjectNotFound, ObjectStore
-from services.common.storage.record_versions import CHECKPOINT, FIELD
 from services.trainer.jobs.base import RunState
+from services.trainer.runtime.local_checkpoints import Checkpoint as Checkpoint
+from services.trainer.runtime.local_checkpoints import LocalCheckpoints, Place, encode, first_valid
 
-TENSORS = "state.safetensors"
-DATA = "state.json"
-MANIFEST = "manifest.json"
-_NAME = re.compile(r"(?:(\d+)-)?(\d+)")
-_FORGOTTEN_SECONDS = 7 * 86400
-"""Age at which local checkpoints of jobs that went elsewhere are removed."""
 _RETRY_SECONDS = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A run's state after ``step`` finished steps."""
-
-    step: int
-    state: RunState
-
-
-class _Place(NamedTuple):
-    """Fence and step of a checkpoint, which name its directory. A job goes on from the greatest."""
-
-    fence: int
-    step: int
-
-    @classmethod
-    def of(cls, name: str) -> _Place | None:
-        """None: no checkpoint has this name."""
-        found = _NAME.fullmatch(name)
-        return None if found is None else cls(int(found[1] or 0), int(found[2]))
-
-    def __str__(self) -> str:
-        return f"{self.fence:08d}-{self.step:08d}" if self.fence else f"{self.step:08d}"
 
 
 class CheckpointStore:
@@ -69,7 +28,7 @@ class CheckpointStore:
 
     def __init__(self, store: ObjectStore, directory: Path, *, keep: int = 2) -> None:
         self._store = store
-        self._directory = directory
+        self._local = LocalCheckpoints(directory)
         self._keep = keep
         self._log = structlog.get_logger("checkpoint")
 
@@ -82,43 +41,17 @@ class CheckpointStore:
         Raises:
             Unavailable: the object store is away.
         """
-        place = _Place(fence, checkpoint.step)
-        for filename, data in _encode(spec_sha, checkpoint).items():
+        place = Place(fence, checkpoint.step)
+        for filename, data in encode(spec_sha, checkpoint).items():
             self._store.put(f"{_prefix(job_id)}{place}/{filename}", data)
         older = sorted((each for each in self._stored(job_id) if each < place), reverse=True)
         for each in older[self._keep - 1 :]:
             self._store.delete_prefix(f"{_prefix(job_id)}{each}/")
-        self._drop_local(job_id, place)
+        self._local.drop(job_id, place)
 
     def save_locally(self, job_id: str, spec_sha: str, checkpoint: Checkpoint, fence: int = 0) -> None:
         """Writes to the local disk, atomically and for good, and drops older local ones. ``fence``: see save."""
-        place = _Place(fence, checkpoint.step)
-        final = self._directory / job_id / str(place)
-        partial = final.with_name(f"partial-{uuid.uuid4().hex}")
-        partial.mkdir(parents=True)
-        for filename, data in _encode(spec_sha, checkpoint).items():
-            with (partial / filename).open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-        sync_directory(partial)
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        for directory in (final.parent, self._directory):  # the new names in them
-            sync_directory(directory)
-        self._drop_local(job_id, place, kept=final)
-
-    def _drop_local(self, job_id: str, place: _Place, kept: Path | None = None) -> None:
-        """Removes local checkpoints up to a place, and what a process left that died while it wrote."""
-        directory = self._directory / job_id
-        if not directory.is_dir():
-            return
-        for path in directory.iterdir():
-            other = _Place.of(path.name)
-            if path != kept and (other is None or other <= place):
-                shutil.rmtree(path, ignore_errors=True)
-        if not any(directory.iterdir()):
-            directory.rmdir()
+        self._local.save(job_id, spec_sha, checkpoint, fence)
 
     def newest(self, job_id: str, spec_sha: str) -> Checkpoint | None:
         """The newest valid checkpoint of this very spec, wherever it lies.
@@ -127,10 +60,10 @@ class CheckpointStore:
             Unavailable: the object store is away and the local disk has none.
             NewerSchema: the newest one was written by a later release.
         """
-        place, local = self._first_valid(job_id, spec_sha, self._local(job_id), self._read_local)
+        place, local = self._local.newest(job_id, spec_sha)
         try:
             newer = [each for each in self._stored(job_id) if place is None or each > place]
-            return self._first_valid(job_id, spec_sha, newer, self._read_stored)[1] or local
+            return first_valid(job_id, spec_sha, newer, self._read_stored)[1] or local
         except Unavailable:
             if local is None:
                 raise
@@ -138,43 +71,19 @@ class CheckpointStore:
 
     def discard(self, job_id: str) -> None:
         """Removes all checkpoints of a finished job. Raises Unavailable."""
-        shutil.rmtree(self._directory / job_id, ignore_errors=True)
+        self._local.discard(job_id)
         self._store.delete_prefix(_prefix(job_id))
 
     def forget_old(self) -> None:
         """Removes local checkpoints that nobody came back for."""
-        if not self._directory.is_dir():
-            return
-        for path in self._directory.iterdir():
-            if path.is_dir() and time.time() - path.stat().st_mtime > _FORGOTTEN_SECONDS:
-                shutil.rmtree(path, ignore_errors=True)
+        self._local.forget_old()
 
-    def _local(self, job_id: str) -> set[_Place]:
-        directory = self._directory / job_id
-        names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-        return {place for name in names if (place := _Place.of(name)) is not None}
-
-    def _stored(self, job_id: str) -> set[_Place]:
+    def _stored(self, job_id: str) -> set[Place]:
         """Places of the stored checkpoints, from the keys: some servers go on listing emptied directories."""
         names = {key[len(_prefix(job_id)) :].split("/")[0] for key in self._store.list(_prefix(job_id))}
-        return {place for name in names if (place := _Place.of(name)) is not None}
+        return {place for name in names if (place := Place.of(name)) is not None}
 
-    def _first_valid(
-        self, job_id: str, spec_sha: str, places: Iterable[_Place], read: Callable[[str, _Place, str], bytes | None]
-    ) -> tuple[_Place | None, Checkpoint | None]:
-        for place in sorted(places, reverse=True):
-            files = {filename: read(job_id, place, filename) for filename in (MANIFEST, TENSORS, DATA)}
-            checkpoint = _decode(spec_sha, place.step, files)
-            if checkpoint is not None:
-                return place, checkpoint
-            self._log.warning("checkpoint.invalid", job=job_id, step=place.step, fence=place.fence)
-        return None, None
-
-    def _read_local(self, job_id: str, place: _Place, filename: str) -> bytes | None:
-        path = self._directory / job_id / str(place) / filename
-        return path.read_bytes() if path.is_file() else None
-
-    def _read_stored(self, job_id: str, place: _Place, filename: str) -> bytes | None:
+    def _read_stored(self, job_id: str, place: Place, filename: str) -> bytes | None:
         try:
             return self._store.get(f"{_prefix(job_id)}{place}/{filename}").data
         except ObjectNotFound:
@@ -284,30 +193,3 @@ class CheckpointWriter:
 
 def _prefix(job_id: str) -> str:
     return f"jobs/{job_id}/checkpoints/"
-
-
-def _encode(spec_sha: str, checkpoint: Checkpoint) -> dict[str, bytes]:
-    """The files in the order in which they must be written."""
-    files = {
-        TENSORS: safetensors.torch.save(checkpoint.state.tensors),
-        DATA: json.dumps(checkpoint.state.data).encode(),
-    }
-    digests = {filename: hashlib.sha256(data).hexdigest() for filename, data in files.items()}
-    manifest = {"step": checkpoint.step, "spec_sha": spec_sha, "sha256": digests, "created_at": time.time()}
-    return {**files, MANIFEST: json.dumps(CHECKPOINT.stamped(manifest)).encode()}
-
-
-def _decode(spec_sha: str, step: int, files: Mapping[str, bytes | None]) -> Checkpoint | None:
-    """None if anything is missing, torn or of another spec. Raises NewerSchema."""
-    manifest, tensors, data = files[MANIFEST], files[TENSORS], files[DATA]
-    if manifest is None or tensors is None or data is None:
-        return None
-    try:
-        header = json.loads(manifest)
-        CHECKPOINT.check(header.get(FIELD), f"the checkpoint after step {step}")
-        digests = {TENSORS: hashlib.sha256(tensors).hexdigest(), DATA: hashlib.sha256(data).hexdigest()}
-        if (header["step"], header["spec_sha"], header["sha256"]) != (step, spec_sha, digests):
-            return None
-        return Checkpoint(step, RunState(tensors=safetensors.torch.load(tensors), data=json.loads(data)))
-    except (ValueError, KeyError, TypeError, AttributeError, SafetensorError):
-        return None

@@ -24,6 +24,7 @@ from services.forge.steps import verify_step
 from services.pod.forging.local import evaluate_directory, run
 from tests.unit.forge.models import TINY, reference_logits
 
+RECOVER = {"method": "distill", "steps": 3, "batch_tokens": 16, "save_every": 1, "eval_every": 1, "held_out_share": 0.3}
 ITEMS = 70
 """Items of the suite: more than a shard has."""
 
@@ -56,6 +57,7 @@ def recipe(home: Path, **changes: Any) -> Path:
         "suites": ["sums.jsonl"],
         "sign": "key.pem",
         "prune": {"mlp_channels": "25%", "cycles": 2},
+        "recover": RECOVER,
         **changes,
     }
     file = home / f"{content['output'].replace('/', '-')}.yaml"
@@ -108,6 +110,7 @@ def whole(home: Path) -> tuple[Path, dict[str, Any]]:
 MOMENTS = [
     ("baseline: answering", 64),
     ("cycle-01-1-importance: activations", 1),
+    ("cycle-01-4-recover: recovering", 2),
     ("cycle-02-3-compact: writing", 1),
     ("evaluate: answering", 64),
     ("save: writing", 1),
@@ -135,7 +138,9 @@ def test_what_is_saved_loads_verifies_and_tells_its_quality(home: Path, whole: t
     record = json.loads((out / "forge.json").read_text())
     assert (record["step"], record["base"]["digest"]) == ("forge", checkpoint_digest(TINY))
     assert record["plan"]["shape"] == {"mlp_channels": [512, 384]}
-    assert [stage["plan"]["shape"]["mlp_channels"] for stage in record["stages"]] == [[512, 448], [448, 384]]
+    assert [stage["step"] for stage in record["stages"]] == ["compact", "recover"] * 2
+    cut = record["stages"][::2]
+    assert [stage["plan"]["shape"]["mlp_channels"] for stage in cut] == [[512, 448], [448, 384]]
     assert record["data"][0]["name"] == "data.jsonl"
     before, after = (record["evaluation"][when]["sums@1"] for when in ("before", "after"))
     assert before["items"] == after["items"] == ITEMS
@@ -177,6 +182,7 @@ def test_a_dry_run_tells_what_it_takes_and_writes_nothing(home: Path, whole: tup
     [
         ({"prune": {"kv_groups": "25%"}}, r"kv_groups: 25% of 2 cannot go; possible are 1 \(0.5 of them\)"),
         ({"prune": {"layers": 7}}, r"layers: 7 of 8 cannot go; possible are .* 6 \(0.75 of them\)"),
+        ({"recover": {"on_policy": 0.5, "method": "sft"}}, "recover: on_policy: what the student samples"),
         ({"prune": {"layers": 1, "cycles": 2}}, "2 cycles cannot each take a part of 1 layers.* at most 1"),
         ({"prune": {"mlp_channels": "some"}}, "prune.mlp_channels: write a share like 25%"),
         ({"prune": {"heads": 1}}, "prune: unknown field 'heads'"),
@@ -208,7 +214,7 @@ def test_memory_and_disk_are_looked_at_first(home: Path) -> None:
 
 
 def test_a_disk_that_is_full_in_the_middle_loses_nothing(home: Path) -> None:
-    file = recipe(home, output="full/model", suites=[])
+    file = recipe(home, output="full/model", suites=[], recover=None)
 
     def on_a_full_disk() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

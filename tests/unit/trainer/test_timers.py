@@ -10,7 +10,7 @@ import pytest
 from services.common.queue.records import SPEC
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.base import JobRun
-from services.trainer.optimizer import AdapterOptimizer
+from services.trainer.optimizer import ScheduledOptimizer
 from tests.training_support import CountingGate, TrainingHost, random_adapter
 from tests.unit.trainer.jobs.test_grpo_run import token_groups
 from tests.unit.trainer.jobs.test_preference_runs import PAIRS, RATED
@@ -46,13 +46,13 @@ def clock(host: TrainingHost, monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Goes on in pieces of the trainer and, by ten seconds, in the update of the parameters: nowhere else."""
     clock = Clock()
     host.gate = SlowGate(clock)
-    update = AdapterOptimizer.step
+    update = ScheduledOptimizer.step
 
-    def slow_update(optimizer: AdapterOptimizer, index: int) -> dict[str, float]:
+    def slow_update(optimizer: ScheduledOptimizer, index: int) -> dict[str, float]:
         clock.now += 10
         return update(optimizer, index)
 
-    monkeypatch.setattr(AdapterOptimizer, "step", slow_update)
+    monkeypatch.setattr(ScheduledOptimizer, "step", slow_update)
     monkeypatch.setattr(time, "perf_counter", clock)
     return clock
 

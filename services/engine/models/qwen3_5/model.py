@@ -5,7 +5,7 @@ The executable reference is transformers' Qwen3_5ForCausalLM; tests/parity holds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.layers import decoder_layer
 from services.engine.models.qwen3_5.loading.loader import load_checkpoint
+from services.engine.models.qwen3_5.replaced import replaced
 from services.engine.models.qwen3_5.step import Step
 from services.engine.models.qwen3_5.training import plain
 from services.engine.models.qwen3_5.weights import DeltaNetWeights, ModelWeights
@@ -229,7 +230,15 @@ class Qwen3_5(CausalLM):  # noqa: N801
             give_way=give_way,
         )
 
-    def forward_probed(self, token_ids: Tensor, lengths: Sequence[int], probe: Probe) -> Tensor:
+    def forward_probed(
+        self,
+        token_ids: Tensor,
+        lengths: Sequence[int],
+        probe: Probe,
+        *,
+        recompute: Recompute = "none",
+        give_way: Callable[[], None] = lambda: None,
+    ) -> Tensor:
         """See CausalLM."""
         return plain.forward_packed(
             token_ids,
@@ -238,10 +247,14 @@ class Qwen3_5(CausalLM):  # noqa: N801
             self.weights,
             self.rotation,
             None,
-            recompute="none",
-            give_way=lambda: None,
+            recompute=recompute,
+            give_way=give_way,
             probe=probe,
         )
+
+    def with_weights(self, tensors: Mapping[str, Tensor]) -> Qwen3_5:
+        """See CausalLM."""
+        return Qwen3_5(self.config, replaced(self.config, self.weights, tensors))
 
     def captured_forwards(
         self,

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import assert_never
+from typing import Literal, TypeAlias, assert_never
 
 import torch
 from torch import Tensor, nn
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import OptimizerSettings
+from services.trainer.optimizer.adamw_8bit import AdamW8bit
+
+States: TypeAlias = Literal["float32", "8bit"]
+"""Form of AdamW's moments."""
 
 
 def learning_rate(settings: OptimizerSettings, peak: float, step: int, total_steps: int) -> float:
@@ -36,13 +40,18 @@ class MasterOptimizer:
 
     Args:
         parameters: float32 tensors that require grad, always in the same order.
+        states: "8bit": the moments are bytes (services.trainer.optimizer.adamw_8bit).
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], *, states: States = "float32") -> None:
         self._parameters = list(parameters)
-        self._fused = self._parameters[0].is_cuda
+        self._fused = self._parameters[0].is_cuda and states == "float32"
         """One kernel for everything; it keeps its step counts on the device."""
-        self._adamw = torch.optim.AdamW(self._parameters, foreach=not self._fused, fused=self._fused)
+        self._adamw: torch.optim.Optimizer
+        if states == "8bit":
+            self._adamw = AdamW8bit(self._parameters)
+        else:
+            self._adamw = torch.optim.AdamW(self._parameters, foreach=not self._fused, fused=self._fused)
 
     def zero_grad(self) -> None:
         """Forgets accumulated gradients, also those of an interrupted step; where they lie stays the same."""
@@ -101,19 +110,24 @@ class MasterOptimizer:
             index, _, name = key.partition(".")
             restored.setdefault(int(index), {})[name] = value
         for number, values in restored.items():
-            fits = number < len(self._parameters) and all(
-                name == "step" or value.shape == self._parameters[number].shape for name, value in values.items()
-            )
-            if not fits:
-                raise InvalidRequest(f"the checkpoint's optimizer state {number} does not fit this job's adapter")
+            if number >= len(self._parameters) or not self._fits(self._parameters[number], values):
+                raise InvalidRequest(f"the checkpoint's optimizer state {number} does not fit what this job trains")
             parameter = self._parameters[number]
             self._adamw.state[parameter] = {
                 name: value.to("cpu" if name == "step" and not self._fused else parameter.device, copy=True)
                 for name, value in values.items()
             }
 
+    def _fits(self, parameter: Tensor, values: Mapping[str, Tensor]) -> bool:
+        if isinstance(self._adamw, AdamW8bit):
+            wanted = self._adamw.new_state(parameter)
+            return values.keys() == wanted.keys() and all(
+                (value.shape, value.dtype) == (wanted[name].shape, wanted[name].dtype) for name, value in values.items()
+            )
+        return all(name == "step" or value.shape == parameter.shape for name, value in values.items())
 
-class AdapterOptimizer(MasterOptimizer):
+
+class ScheduledOptimizer(MasterOptimizer):
     """A job's: one set of settings, and a schedule.
 
     Args:
@@ -121,12 +135,19 @@ class AdapterOptimizer(MasterOptimizer):
         settings: the job's.
         peak: the job's learning rate.
         total_steps: of the whole job, for the schedule.
+        states: see MasterOptimizer.
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], settings: OptimizerSettings, *, peak: float, total_steps: int
+        self,
+        parameters: Sequence[Tensor],
+        settings: OptimizerSettings,
+        *,
+        peak: float,
+        total_steps: int,
+        states: States = "float32",
     ) -> None:
-        super().__init__(parameters)
+        super().__init__(parameters, states=states)
         self._settings = settings
         self._peak = peak
         self._total_steps = total_steps

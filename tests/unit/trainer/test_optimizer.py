@@ -10,7 +10,8 @@ from torch import Tensor
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import OptimizerSettings
-from services.trainer.optimizer import AdapterOptimizer, learning_rate
+from services.trainer.optimizer import MasterOptimizer, ScheduledOptimizer, States, learning_rate
+from services.trainer.optimizer.adamw_8bit import STATE_BYTES, decode, encode, levels
 
 
 def parameters(seed: int = 0) -> list[Tensor]:
@@ -27,7 +28,7 @@ def set_gradients(tensors: list[Tensor], step: int) -> None:
 def test_adamw_with_clipping_equals_the_formula() -> None:
     settings = OptimizerSettings(weight_decay=0.1, max_grad_norm=0.5, beta1=0.8, beta2=0.9)
     tensors = parameters()
-    optimizer = AdapterOptimizer(tensors, settings, peak=0.01, total_steps=5)
+    optimizer = ScheduledOptimizer(tensors, settings, peak=0.01, total_steps=5)
     expected = [tensor.detach().double() for tensor in parameters()]
     first = [torch.zeros_like(tensor) for tensor in expected]
     second = [torch.zeros_like(tensor) for tensor in expected]
@@ -66,22 +67,22 @@ def test_schedules() -> None:
 def test_resume_is_bitwise(stop: int) -> None:
     settings = OptimizerSettings(schedule="cosine")
 
-    def run(tensors: list[Tensor], optimizer: AdapterOptimizer, steps: range) -> None:
+    def run(tensors: list[Tensor], optimizer: ScheduledOptimizer, steps: range) -> None:
         for step in steps:
             set_gradients(tensors, step)
             optimizer.step(step)
 
     straight = parameters()
-    run(straight, AdapterOptimizer(straight, settings, peak=0.1, total_steps=4), range(4))
+    run(straight, ScheduledOptimizer(straight, settings, peak=0.1, total_steps=4), range(4))
     before = parameters()
-    optimizer = AdapterOptimizer(before, settings, peak=0.1, total_steps=4)
+    optimizer = ScheduledOptimizer(before, settings, peak=0.1, total_steps=4)
     run(before, optimizer, range(stop))
     state = optimizer.state()
     run(before, optimizer, range(stop, 4))  # a state is a copy: going on does not change it
     after = parameters()
-    fresh = AdapterOptimizer(after, settings, peak=0.1, total_steps=4)
+    fresh = ScheduledOptimizer(after, settings, peak=0.1, total_steps=4)
     replay = parameters()
-    run(replay, AdapterOptimizer(replay, settings, peak=0.1, total_steps=4), range(stop))
+    run(replay, ScheduledOptimizer(replay, settings, peak=0.1, total_steps=4), range(stop))
     with torch.no_grad():
         for target, source in zip(after, replay, strict=True):
             target.copy_(source)
@@ -93,7 +94,7 @@ def test_resume_is_bitwise(stop: int) -> None:
 
 def test_a_gradient_that_is_not_finite_is_refused_and_not_applied() -> None:
     tensors = parameters()
-    optimizer = AdapterOptimizer(tensors, OptimizerSettings(), peak=0.1, total_steps=4)
+    optimizer = ScheduledOptimizer(tensors, OptimizerSettings(), peak=0.1, total_steps=4)
     set_gradients(tensors, 0)
     assert tensors[0].grad is not None
     tensors[0].grad[0, 0] = float("nan")
@@ -104,7 +105,66 @@ def test_a_gradient_that_is_not_finite_is_refused_and_not_applied() -> None:
 
 def test_a_foreign_state_is_refused() -> None:
     tensors = parameters()
-    optimizer = AdapterOptimizer(tensors, OptimizerSettings(), peak=0.1, total_steps=4)
+    optimizer = ScheduledOptimizer(tensors, OptimizerSettings(), peak=0.1, total_steps=4)
     for state in ({"0.exp_avg": torch.zeros(2)}, {"9.exp_avg": torch.zeros(3, 4)}):
         with pytest.raises(InvalidRequest, match="does not fit"):
             optimizer.load_state(state)
+
+
+def test_states_of_a_byte_stay_close_to_float32() -> None:
+    """The same noisy quadratic; moments of small tensors are float32 in both."""
+    generator = torch.Generator().manual_seed(0)
+    target, small = torch.randn(80, 100, generator=generator), torch.randn(60, generator=generator)
+    found: dict[str, list[Tensor]] = {}
+    both: tuple[States, ...] = ("float32", "8bit")
+    for states in both:
+        noise = torch.Generator().manual_seed(1)
+        tensors = [torch.zeros(80, 100, requires_grad=True), torch.zeros(60, requires_grad=True)]
+        optimizer = MasterOptimizer(tensors, states=states)
+        for _ in range(60):
+            optimizer.zero_grad()
+            for tensor, wanted in zip(tensors, (target, small), strict=True):
+                shaken = wanted + 0.3 * torch.randn(wanted.shape, generator=noise)
+                torch.autograd.backward((tensor - shaken).square().sum())
+            optimizer.apply(learning_rate=0.02, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, max_grad_norm=None)
+        found[states] = [tensor.detach() for tensor in tensors]
+    assert torch.equal(found["float32"][1], found["8bit"][1])
+    moved = float(found["float32"][0].norm())
+    assert 0 < float((found["float32"][0] - found["8bit"][0]).norm()) < 0.02 * moved
+
+
+def test_states_of_a_byte_are_small_and_resume_bit_by_bit() -> None:
+    def steps(tensor: Tensor, optimizer: MasterOptimizer, count: range) -> None:
+        for number in count:
+            optimizer.zero_grad()
+            torch.autograd.backward((tensor * torch.linspace(-1, 1, tensor.numel()) * (number + 1)).sum())
+            optimizer.apply(learning_rate=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
+
+    straight = torch.zeros(5000, requires_grad=True)
+    steps(straight, MasterOptimizer([straight], states="8bit"), range(4))
+    before = torch.zeros(5000, requires_grad=True)
+    optimizer = MasterOptimizer([before], states="8bit")
+    steps(before, optimizer, range(2))
+    state = optimizer.state()
+    assert sum(value.nbytes for value in state.values()) < 1.1 * STATE_BYTES * 5000
+    after = before.detach().clone().requires_grad_()
+    resumed = MasterOptimizer([after], states="8bit")
+    resumed.load_state(state)
+    steps(after, resumed, range(2, 4))
+    assert torch.equal(after, straight)
+    with pytest.raises(InvalidRequest, match="does not fit"):
+        MasterOptimizer([after]).load_state(state)
+
+
+def test_bytes_name_every_value_to_a_few_percent() -> None:
+    values = torch.cat([10.0 ** torch.linspace(-6, 0, 255), torch.zeros(1)])
+    for signed in (True, False):
+        known = levels(signed=signed)
+        assert known.shape == (256,)
+        assert bool((known.diff() > 0).all())
+        codes, scale = encode(values * 3, known)
+        found = decode(codes, scale, known)
+        near = values > 1e-1
+        assert float((found / (values * 3) - 1)[near].abs().max()) < 0.1
+        assert float(found[-1]) == 0.0
+        assert bool((found[:-1] > 0).all()) or signed
