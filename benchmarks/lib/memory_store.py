@@ -62,6 +62,10 @@ class MemoryStore(ObjectStore):
             keys = [key for key in self._objects if key.startswith(prefix)]
         return sorted(key for key in keys if recursive or "/" not in key[len(prefix) :])
 
+    def list_page(self, prefix: str, after: str, limit: int) -> Keys:
+        """See ObjectStore."""
+        return [key for key in self.list(prefix) if key > f"{prefix}{after}"][:limit]
+
     def list_objects(self, prefix: str) -> Listing:
         """See ObjectStore."""
         with self._lock:

@@ -159,6 +159,14 @@ def _show(output: Output, one: dict[str, Any], *, line: bool = False) -> None:
     if one["summaries"]:
         rows = [_scores(summary, better[summary["suite"]]) for summary in one["summaries"]]
         _table(output, ["suite", "target", "score", "95 % interval", "items", "invalid", "cut off", "tokens"], rows)
+    for gate in one.get("gates") or ():
+        verdict = "[green]met[/]" if gate["passed"] else "[red]not met[/]"
+        output.out.print(f"{gate['gate']} of {one['job']} against {gate['against']}: {verdict}", soft_wrap=True)
+        _table(
+            output,
+            ["condition", "suite", "gain", "wanted", "p", "alpha", ""],
+            [_condition(c) for c in gate["conditions"]],
+        )
     if one["comparisons"]:
         rows = [_pair(pair) for pair in one["comparisons"]]
         _table(output, ["suite", "compared", "gain", "95 % interval", "p", "better", "worse", "sees"], rows)
@@ -188,6 +196,18 @@ def _pair(pair: dict[str, Any]) -> list[str]:
         str(pair["better"]),
         str(pair["worse"]),
         "" if pair["sees"] is None else f"{pair['sees']:.4f}",
+    ]
+
+
+def _condition(one: dict[str, Any]) -> list[str]:
+    return [
+        one["kind"].replace("_", " "),
+        one["suite"],
+        f"{one['gain']:+.4f}",
+        f"> {one['at_least']:+g}",
+        f"{one['p']:.2g}",
+        f"{one['alpha']:.3g}",
+        "shown" if one["passed"] else "not shown",
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,6 +44,14 @@ def submit(
         ),
     ] = None,
     attach: Annotated[bool | None, typer.Option("--attach/--no-attach", help="Answer with the result at once.")] = None,
+    gain: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SUITE[=MIN]", help="Publish only if it is better on this suite; repeatable."),
+    ] = None,
+    no_loss: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SUITE=MAX", help="Publish only if it loses less than this there; repeatable."),
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any field, e.g. --set lora.rank=8.")
     ] = None,
@@ -63,6 +72,8 @@ def submit(
             "attach": attach,
         }
         job = build(target, data, {key: value for key, value in options.items() if value is not None})
+        if gain or no_loss:
+            job["publish_if"] = {**(job.get("publish_if") or {}), **conditions(gain or (), no_loss or ())}
         job_files.apply_settings(job, settings or [])
         job_files.check(job)
         headers = {} if idempotency_key is None else {"idempotency-key": idempotency_key}
@@ -74,6 +85,26 @@ def submit(
         conclude(output, watch(client, output, str(accepted["id"]), timeout=timeout))
 
     connected(url, as_json, work)
+
+
+def conditions(gain: Sequence[str], no_loss: Sequence[str]) -> dict[str, Any]:
+    """Conditions of a job on suites, as the command line has them.
+
+    Raises:
+        CliError: one has no number, or something else in its place.
+    """
+    found: dict[str, Any] = {}
+    for field, bound, texts in (("gain", "min_gain", gain), ("no_loss", "max_loss", no_loss)):
+        for text in texts:
+            suite, given, number = text.partition("=")
+            if not given and field == "no_loss":
+                raise CliError(f"--no-loss {text} needs the loss to rule out, as in {suite}=0.03", ExitCode.USAGE)
+            try:
+                limits = {bound: float(number)} if given else {}
+            except ValueError as error:
+                raise CliError(f"{text}: {number!r} is no number, as in {suite}=0.03", ExitCode.USAGE) from error
+            found.setdefault(field, []).append({"suite": suite, **limits})
+    return found
 
 
 def build(target: str, data: Path | None, options: dict[str, Any]) -> dict[str, Any]:
@@ -137,6 +168,8 @@ def _describe(job: dict[str, Any]) -> str:
         lines.append(f"  from      {job['parent']}")
     if job.get("metrics"):
         lines.append("  metrics   " + "  ".join(f"{key} {value:.4g}" for key, value in job["metrics"].items()))
+    if job.get("evaluation"):
+        lines.append(f"  gates     temper eval show {job['evaluation']}")
     if job.get("result_adapter"):
         lines.append(f"  result    {job['result_adapter']}")
     if job.get("reason"):

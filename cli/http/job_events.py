@@ -31,6 +31,8 @@ _SHOWN = (
     "token_accuracy",
     "grad_norm",
     "tokens_per_second",
+    "gate_items_done",
+    "gate_items",
     "merge_error_mean",
     "merge_error_max",
 )

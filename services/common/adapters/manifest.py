@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from services.common.adapters.evidence import GateEvidence
 from services.common.adapters.names import AdapterVersion
 from services.common.errors import AdapterRejected
 
@@ -100,6 +101,8 @@ class Manifest(BaseModel):
     created_at: float
     """Unix seconds."""
     metrics: dict[str, float] = Field(default_factory=dict)
+    gates: tuple[GateEvidence, ...] = ()
+    """Decisions of the job's `publish_if` and `attach_if` on suites, with their evidence."""
 
     @property
     def ref(self) -> AdapterVersion:

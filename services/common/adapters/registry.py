@@ -18,11 +18,12 @@ import hashlib
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
+from services.common.adapters.evidence import GateEvidence
 from services.common.adapters.keys import (
     current_key,
     job_key,
@@ -133,6 +134,7 @@ class AdapterRegistry(AdapterPointers):
         parent: str | None = None,
         lineage: Lineage | None = None,
         metrics: Mapping[str, float] | None = None,
+        gates: Sequence[GateEvidence] = (),
         fence: Callable[[], None] | None = None,
     ) -> Manifest:
         """Makes a new version of ``name`` current.
@@ -167,6 +169,7 @@ class AdapterRegistry(AdapterPointers):
                 lineage=lineage,
                 created_at=time.time(),
                 metrics=dict(metrics or {}),
+                gates=tuple(gates),
             )
             if fence is not None:
                 fence()

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from services.common.adapters.names import POLICY_SCHEMA, AdapterName
 from services.common.jobs.fields.acceptance import Better, PublishIf, check_publish_if
+from services.common.jobs.fields.gates import AttachIf, SuiteGate, contradiction
 from services.common.jobs.fields.lora import LoraSettings
 from services.common.jobs.scorers.base import ScorerSpec
-from services.common.validation.json_rules import Rules, if_any, true_only_with
+from services.common.validation.json_rules import Rules, if_any, only_with, true_only_with
 from services.common.validation.strict_models import SentModel, absent
 
 if TYPE_CHECKING:
@@ -140,7 +140,10 @@ class JobBase(PublishingJob):
     gradient_checkpointing: bool = False
     """Shorthand for recompute "full"."""
     publish_if: PublishIf | None = None
-    """Publish only if an evaluation improved; otherwise the job fails and nothing changes."""
+    """Publish only if an evaluation improved, or the result is better on suites; otherwise the job fails and nothing
+    changes."""
+    attach_if: AttachIf | None = Field(None, exclude_if=absent)
+    """Attach only if the result is better on suites; otherwise it is published alone."""
 
     pace: ClassVar[Pace]
     """Defaults of what the job leaves open."""
@@ -148,6 +151,7 @@ class JobBase(PublishingJob):
     """Named bodies for the API's description. Each is accepted as it is by `temper up`."""
     json_rules: ClassVar[Rules] = (
         true_only_with("gradient_checkpointing", if_any(recompute={"enum": ["full", None]})),
+        only_with("attach_if", if_any(attach=True)),
     )
 
     @abstractmethod
@@ -183,9 +187,21 @@ class JobBase(PublishingJob):
         return self
 
     @property
+    def gates(self) -> Mapping[str, SuiteGate]:
+        """The job's conditions on suites, by the field that they are of."""
+        named = {"publish_if": self.publish_if, "attach_if": self.attach_if}
+        return {field: gate for field, gate in named.items() if gate is not None and gate.asks}
+
+    @model_validator(mode="after")
+    def _attach_if_attaches(self) -> JobBase:
+        if self.attach_if is not None and not self.attach:
+            raise contradiction("attach is false, so attach_if would do nothing: leave one of them out", "attach_if")
+        return self
+
+    @property
     def evaluation_way_out(self) -> str:
         """Advice for a job without evaluation that has a publish_if."""
-        return "jobs of this kind compute no evaluation, so leave publish_if out"
+        return "jobs of this kind compute no evaluation, so leave publish_if out, or name suites in it"
 
     @model_validator(mode="after")
     def _one_recomputation(self) -> JobBase:
@@ -199,14 +215,10 @@ class JobBase(PublishingJob):
         # What the queue stores has every field of the optimizer, this one at its default.
         inside = self.optimizer.learning_rate if "learning_rate" in given and not given >= _REST else None
         if inside is not None and self.learning_rate is not None and inside != self.learning_rate:
-            raise PydanticCustomError(
-                "contradiction",
-                "{message}",
-                {
-                    "message": f"learning_rate is {self.learning_rate:g} and optimizer.learning_rate {inside:g}: they "
-                    "are the same setting, give one of them",
-                    "param": "learning_rate",
-                },
+            raise contradiction(
+                f"learning_rate is {self.learning_rate:g} and optimizer.learning_rate {inside:g}: they are the same "
+                "setting, give one of them",
+                "learning_rate",
             )
         return self
 

@@ -59,6 +59,8 @@ class Job(StrictModel):
     """Settings that it trains with, named by the job or left open: learning_rate, steps, epochs, …"""
     notes: list[str] = Field(default_factory=list)
     """Notes for the user: on the data, on the version that is continued, and on examples that were hardly learnt."""
+    evaluation: str | None = None
+    """Id of the evaluation by which its gates decided; null: it has none, or has not come so far."""
     metadata: dict[str, str] = Field(default_factory=dict)
     key_id: str | None = None
     """Id of the API key that submitted it; null: there were no keys."""

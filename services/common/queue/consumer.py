@@ -104,13 +104,16 @@ class JobConsumer(Delivery[Job, Spec]):
         notes: Sequence[str],
         metrics: Mapping[str, float],
         number: int | None = None,
+        evaluation: str = "",
     ) -> None:
         """Stores what the job trains with, all that its user should know, and more metrics. Raises JobLost.
 
-        ``number``: see report.
+        Args:
+            number: see report.
+            evaluation: id of the evaluation by which its gates decide; empty: there is none yet.
         """
         numbered = {str(number): note for number, note in enumerate(notes)}
-        args = [json.dumps(dict(settings)), json.dumps(numbered), json.dumps(finite(metrics))]
+        args = [json.dumps(dict(settings)), json.dumps(numbered), json.dumps(finite(metrics)), evaluation]
         self._owned(scripts.DESCRIBE, claimed, [], [claimed.fence, _once(number), *args])
 
     def event(self, claimed: ClaimedJob, kind: EventKind, data: Mapping[str, Any], number: int | None = None) -> None:

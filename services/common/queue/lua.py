@@ -283,12 +283,13 @@ return 'OK'
 DESCRIBE = (
     _PRELUDE
     + f"""
--- KEYS job; ARGV fence number settings notes metrics
+-- KEYS job; ARGV fence number settings notes metrics evaluation
 if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
 if said(KEYS[1], ARGV[1], ARGV[2]) then return 'OK' end
 local metrics = cjson.decode(redis.call('HGET', KEYS[1], 'metrics') or '{{}}')
 for name, value in pairs(cjson.decode(ARGV[5])) do metrics[name] = value end
 redis.call('HSET', KEYS[1], 'settings', ARGV[3], 'notes', ARGV[4], 'metrics', cjson.encode(metrics))
+if ARGV[6] ~= '' then redis.call('HSET', KEYS[1], 'evaluation', ARGV[6]) end
 return 'OK'
 """
 )

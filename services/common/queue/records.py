@@ -37,6 +37,7 @@ FIELDS = (
     "parent",
     "settings",
     "notes",
+    "evaluation",
     "key_id",
     "schema",
 )
@@ -110,6 +111,7 @@ def job_from_fields(values: Sequence[str | None]) -> Job | None:
             "parent": field["parent"] or None,
             "settings": _json(field["settings"]),
             "notes": list(_json(field["notes"]).values()),
+            "evaluation": field["evaluation"] or None,
             "key_id": field["key_id"] or None,
         }
     )

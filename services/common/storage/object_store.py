@@ -7,6 +7,7 @@ conditions are not dependable on multipart uploads.
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -212,6 +213,23 @@ class ObjectStore:
         def read() -> Keys:
             found = self._client.list_objects(self._bucket, prefix=prefix, recursive=recursive)
             return sorted(entry.object_name for entry in found if entry.object_name and not entry.is_dir)
+
+        return self._call(f"list {prefix}", read)
+
+    def list_page(self, prefix: str, after: str, limit: int) -> Keys:
+        """The first keys that start with ``prefix`` and come behind it with ``after``, sorted: as many as ``limit``, in
+        one request if that is at most 1,000.
+
+        Args:
+            after: end of a key; empty: from the first one on.
+        """
+
+        def read() -> Keys:
+            found = self._client.list_objects(
+                self._bucket, prefix=prefix, recursive=True, start_after=f"{prefix}{after}" if after else None
+            )
+            keys = (entry.object_name for entry in found if entry.object_name and not entry.is_dir)
+            return list(itertools.islice(keys, limit))
 
         return self._call(f"list {prefix}", read)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from fastapi import Path
 from pydantic import BaseModel, ConfigDict, Field
 
+from services.common.adapters.evidence import GateEvidence
 from services.common.adapters.names import AdapterVersion
 from services.common.evaluation.contamination.report import Contamination
+from services.common.evaluation.gates.plan import DISCORDANT
 from services.common.evaluation.runs.records import (
     Imported,
     ItemResult,
@@ -24,10 +27,9 @@ from services.common.evaluation.suites.manifest import SuiteManifest, SuiteOrigi
 from services.common.evaluation.suites.names import REF_SCHEMA, SuiteName
 from services.common.evaluation.suites.spec import SuiteItem, SuiteSettings
 from services.common.evaluation.suites.split import TrainingSplit
-from services.common.jobs import Job, JobProgress, JobState
+from services.common.jobs import EvalJob, Job, JobProgress, JobState
 
-_DISCORDANT = 0.2
-"""Share of the items that two targets answer differently, where nothing is known of them."""
+_KIND: str = EvalJob.model_fields["kind"].default
 SuitePath = Annotated[str, Path(json_schema_extra=dict(REF_SCHEMA))]
 """"name" or "name@n" in a path; what is wrong with it is said by parse_suite_ref."""
 
@@ -80,7 +82,7 @@ class SuiteObject(BaseModel):
     @classmethod
     def of(cls, manifest: SuiteManifest) -> SuiteObject:
         """A version as the API tells it."""
-        gain = smallest_gain(manifest.effective_items, _DISCORDANT)
+        gain = smallest_gain(manifest.effective_items, DISCORDANT)
         return cls(
             id=str(manifest.ref),
             name=manifest.name,
@@ -140,7 +142,7 @@ class DeletedSuite(BaseModel):
 
 
 class EvaluationObject(BaseModel):
-    """A run of suites on targets; a job of kind eval by the same id."""
+    """A run of suites on targets: a job of kind eval by the same id, or the run that decides a training job's gates."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
@@ -150,7 +152,7 @@ class EvaluationObject(BaseModel):
     reason: str | None
     """Reason why it failed or was cancelled."""
     progress: JobProgress | None
-    """Items answered; null: the job is forgotten."""
+    """Items answered; null: the job is forgotten, or is a training job, whose metrics have them."""
     suites: list[RunSuite] | None
     """null: it has not begun."""
     targets: list[RunTarget] | None
@@ -160,6 +162,10 @@ class EvaluationObject(BaseModel):
     """Scores of each target on each suite; null: there is no result yet."""
     comparisons: list[PairResult] | None
     """All pairs of targets on each suite."""
+    job: str | None
+    """Id of the training job whose gates it decides."""
+    gates: list[GateEvidence]
+    """Decisions of these gates, once they are made."""
     imported: Imported | None
     """Origin of imported results, whose suites are another program's tasks, `scorer` its metric, and of whose answers
     lengths and finish reasons are not known; null: it was run here."""
@@ -168,21 +174,32 @@ class EvaluationObject(BaseModel):
     finished_at: float | None
 
     @classmethod
-    def of(cls, run: str, job: Job | None, record: RunRecord | None, result: RunResult | None) -> EvaluationObject:
+    def of(
+        cls,
+        run: str,
+        job: Job | None,
+        record: RunRecord | None,
+        result: RunResult | None,
+        gates: Sequence[GateEvidence] = (),
+    ) -> EvaluationObject:
         """A run as the API tells it, of which the job or the record is there."""
+        if record is not None and record.job is not None and job is not None and result is not None:
+            job = None  # the run has ended, whatever becomes of the training job
         state = job.state if job is not None else JobState.FAILED if result is None else JobState.SUCCEEDED
         began = 0.0 if record is None else record.created_at
         return cls(
             id=run,
             state=state,
             reason=None if job is None else job.reason,
-            progress=None if job is None else job.progress,
+            progress=None if job is None or job.kind != _KIND else job.progress,
             suites=None if record is None else list(record.suites),
             targets=None if record is None else list(record.targets),
             seed=None if record is None else record.seed,
             metadata=job.metadata if job is not None else record.metadata if record is not None else {},
             summaries=None if result is None else list(result.summaries),
             comparisons=None if result is None else list(result.comparisons),
+            job=None if record is None else record.job,
+            gates=list(gates),
             imported=None if record is None else record.imported,
             created_at=began if job is None else job.created_at,
             finished_at=result.finished_at if result is not None else None if job is None else job.finished_at,

@@ -133,6 +133,7 @@ def create_app(
         lifecycle, threads = Lifecycle(), StoreThreads()
         registry, queue = stores(settings)
         batch_stores = batching(settings)
+        suites = SuiteStore(batch_stores.files.objects)
         kept = keep_responses(settings)
         background = BackgroundResponses(kept, settings, lifecycle.closing)
         idempotency = Idempotency(RedisRecords(settings))
@@ -144,13 +145,13 @@ def create_app(
             lifecycle,
             idempotency,
             AdapterServices(settings, engines, registry, queue, threads),
-            TrainingServices(settings, engines, queue, registry, threads, lifecycle),
+            TrainingServices(settings, engines, queue, registry, suites, threads, lifecycle),
             TrainingSessionServices(engines, sessions, lifecycle),
             ConversationSessionRouter(engines, settings.request_timeout_seconds),
             ResponseServices(kept, keep_documents(kept), BestEffortStore(kept), background),
             BatchServices.of(settings, batch_stores, threads),
             EvaluationServices(
-                SuiteStore(batch_stores.files.objects),
+                suites,
                 EvaluationStore(batch_stores.files.objects),
                 registry,
                 engines,

@@ -17,7 +17,15 @@ from services.common.adapters.names import BASE, parse_adapter_version
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import InvalidRequest, ModelNotFound, NotFound
 from services.common.evaluation.runs.plan import RunPlan, plan_run
-from services.common.evaluation.runs.records import ItemResult, RunRecord, RunResult, RunSuite, Shard
+from services.common.evaluation.runs.records import (
+    CANDIDATE,
+    ItemResult,
+    RunRecord,
+    RunResult,
+    RunSuite,
+    RunTarget,
+    Shard,
+)
 from services.common.evaluation.runs.results import result_of, scores_of
 from services.common.evaluation.runs.store import SHARD_ITEMS, EvaluationStore
 from services.common.evaluation.suites.manifest import SuiteManifest
@@ -69,11 +77,29 @@ class Evaluations:
         return cls(EvaluationStore(store), SuiteStore(store), registry, host)
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Result of a training job that is not a version yet: the last target of the run that decides on it."""
+
+    job: str
+    """The job's id."""
+    digest: str
+    """Digest of its weights."""
+    policy: Policy
+    """The engine's private copy of it."""
+
+    @property
+    def target(self) -> RunTarget:
+        """The target as the run's record has it."""
+        return RunTarget(name=CANDIDATE, digest=self.digest)
+
+
 class EvaluationRun:
     """One run, on the trainer's thread.
 
     Args:
-        run: the job's id.
+        run: its id: the job's, or one that stands for a candidate with its targets and suites.
+        candidate: a target besides the job's.
         retry: repeats what needs the object store.
         interrupt: called several times a second and may raise.
     """
@@ -88,7 +114,9 @@ class EvaluationRun:
         retry: Retry,
         interrupt: Callable[[], None],
         watcher: Watcher,
+        candidate: Candidate | None = None,
     ) -> None:
+        self._candidate = candidate
         self._parts = parts
         self._run = run
         self._job = job
@@ -132,7 +160,15 @@ class EvaluationRun:
         job = self._job if record is None else self._pinned(record)
         plan = retry(lambda: plan_run(job, self._parts.suites, self._parts.registry, self._parts.host.base_digest))
         if record is None:
-            made = plan.record(self._run, self._parts.host.base_digest, key_id=self._key_id, created_at=time.time())
+            candidate = self._candidate
+            made = plan.record(
+                self._run,
+                self._parts.host.base_digest,
+                key_id=self._key_id,
+                created_at=time.time(),
+                job=None if candidate is None else candidate.job,
+                more=() if candidate is None else (candidate.target,),
+            )
             record = retry(lambda: store.begin(made, plan.versions))
         if record.base_digest != self._parts.host.base_digest:
             raise InvalidRequest(
@@ -146,7 +182,7 @@ class EvaluationRun:
         """The job with the versions that its first attempt found."""
         targets = [
             target if isinstance(target, RemoteTarget) else known.name
-            for target, known in zip(self._job.targets, record.targets, strict=True)
+            for target, known in zip(self._job.targets, record.targets, strict=self._candidate is None)
         ]
         return self._job.model_copy(update={"suites": [suite.suite for suite in record.suites], "targets": targets})
 
@@ -158,7 +194,7 @@ class EvaluationRun:
             self._interrupt()
             shard = retry(partial(store.shard, self._run, suite, target, number))
             if shard is None:
-                maker = maker or _ShardMaker(self._parts, plan, record, suite, target)
+                maker = maker or _ShardMaker(self._parts, plan, record, suite, target, self._candidate)
                 first = number * SHARD_ITEMS
                 items = retry(partial(self._parts.suites.items, manifest, first, SHARD_ITEMS))
                 made = maker.make(first, items, self._interrupt)
@@ -180,16 +216,27 @@ class EvaluationRun:
 class _ShardMaker:
     """Answers of one target to one suite."""
 
-    def __init__(self, parts: Evaluations, plan: RunPlan, record: RunRecord, suite: int, target: int) -> None:
+    def __init__(
+        self,
+        parts: Evaluations,
+        plan: RunPlan,
+        record: RunRecord,
+        suite: int,
+        target: int,
+        candidate: Candidate | None,
+    ) -> None:
         host, manifest = parts.host, plan.suites[suite]
         self._manifest: SuiteManifest = manifest
         self._suite: RunSuite = record.suites[suite]
         self._seed = record.seed
         self._name = record.targets[target].name
         self._place = f"targets[{target}]"
-        chosen = plan.job.targets[target]
+        is_candidate = candidate is not None and target == len(plan.job.targets)
+        chosen = BASE if is_candidate else plan.job.targets[target]
         self._target: Target
-        if isinstance(chosen, RemoteTarget):
+        if candidate is not None and is_candidate:
+            self._target = EngineTarget(host.rollouts, host.codec, candidate.policy)
+        elif isinstance(chosen, RemoteTarget):
             self._target = OtherServer(chosen, host.grants.webhooks, self._place)
         else:
             policy: Policy = None if chosen == BASE else parse_adapter_version(chosen)

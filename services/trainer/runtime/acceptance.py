@@ -1,4 +1,5 @@
-"""`publish_if`: measured before the first step and after the last one, and remembered in every checkpoint between."""
+"""The metric of `publish_if`: measured before the first step and after the last one, and remembered in every checkpoint
+between."""
 
 from __future__ import annotations
 
@@ -20,13 +21,16 @@ class NotPublished(TemperError):
 
 
 class Acceptance:
-    """One job's condition; without one every method does nothing."""
+    """One job's condition on a metric of its own; without one every method does nothing. Conditions on suites are
+    services.trainer.evaluation.gates."""
 
     def __init__(self, spec: PublishingSpec) -> None:
         condition = spec.publish_if if isinstance(spec, JobBase) else None
+        condition = None if condition is None or condition.metric is None else condition
         self._adapter = spec.adapter
         self._condition = condition
-        self._better = spec.eval_metrics[condition.metric] if condition and isinstance(spec, JobBase) else "lower"
+        self._metric = "" if condition is None else condition.metric or ""
+        self._better = spec.eval_metrics[self._metric] if condition and isinstance(spec, JobBase) else "lower"
         self._before: float | None = None
 
     def begin(self, run: JobRun, interrupt: Callable[[], None]) -> dict[str, float]:
@@ -72,9 +76,9 @@ class Acceptance:
         if self._condition is None or self._before is None:
             return {}
         value = self._read(run.evaluate(interrupt) if after is None else after)
-        metric, before = self._condition.metric, self._before
+        metric, before = self._metric, self._before
         if not self._condition.satisfied(before, value, self._better):
-            gain = self._condition.gain(before, value, self._better)
+            gain = self._condition.gained(before, value, self._better)
             raise NotPublished(
                 f"not published: {metric} was {before:.6g} before training and is {value:.6g} after it, a gain of "
                 f"{gain:.6g}, and publish_if.min_gain is {self._condition.min_gain:g}; {self._adapter} stays as it was",
@@ -83,7 +87,7 @@ class Acceptance:
         return {f"start_{metric}": before}
 
     def _read(self, metrics: Mapping[str, float]) -> float:
-        metric = self._condition.metric if self._condition is not None else ""
+        metric = self._metric
         if metric not in metrics:
             raise InvalidRequest(
                 f"publish_if.metric is {metric!r}, and nothing is left to evaluate it on: give more eval_examples",

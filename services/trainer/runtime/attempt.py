@@ -13,18 +13,21 @@ from dataclasses import dataclass
 
 import structlog
 
+from services.common.adapters.evidence import GateEvidence
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry, Manifest
 from services.common.errors import InvalidRequest, NewerSchema
-from services.common.evaluation.contamination.store import DataSource, TrainingHashes
-from services.common.evaluation.contamination.texts import training_texts
+from services.common.evaluation.contamination.store import TrainingHashes
 from services.common.jobs import JobProgress, MergeJob, PublishingSpec
 from services.common.queue.consumer import ClaimedJob, JobConsumer
+from services.trainer.evaluation.run import Evaluations
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import JobRun, Prepare
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.parent_versions import ParentVersion, ParentVersions, continued, sampled_elsewhere
+from services.trainer.runtime.acceptance import NotPublished
 from services.trainer.runtime.checkpoint import Checkpoint, CheckpointStore, CheckpointWriter
+from services.trainer.runtime.gates import PUBLISH, Gates, attaches, digest_of
 from services.trainer.runtime.interleaving import Pauses, SideWork
 from services.trainer.runtime.job_link import Draining, JobCancelled, JobSession
 from services.trainer.runtime.job_trace import JobTrace
@@ -44,6 +47,8 @@ class Notes:
         self._session = session
         self._run = run
         self._notes: list[str] = []
+        self.evaluation = ""
+        """Id of the evaluation by which the job's gates decide."""
 
     def tell(self, *notes: str | None) -> None:
         """Adds notes, each of which becomes an event at once; all go into the record when `record` is called."""
@@ -53,8 +58,8 @@ class Notes:
                 self._session.event("log", {"message": note, "note": True})
 
     def record(self, metrics: Mapping[str, float]) -> None:
-        """Writes the settings, all notes so far and these metrics into the job's record."""
-        self._session.describe(self._run.settings, self._notes, metrics)
+        """Writes the settings, all notes so far, the evaluation and these metrics into the job's record."""
+        self._session.describe(self._run.settings, self._notes, metrics, self.evaluation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,7 @@ class Parts:
     parents: ParentVersions
     retention: VersionRetention
     training_hashes: TrainingHashes
+    evaluations: Evaluations
     metrics: TrainerMetrics
     side: SideWork
     """Work that the trainer's thread does in the pauses of a job."""
@@ -114,16 +120,20 @@ class JobAttempt:
             Exception: it failed.
         """
         claimed, session, spec = self._claimed, self._session, self._spec
+        parts = self._parts
+        gates = Gates(parts.evaluations, parts.training_hashes, claimed, spec, session, parts.side, self._until_back)
         manifest = self._until_back(lambda: self._parts.registry.published(spec.adapter, claimed.id))
         if manifest is None:
-            done = self._train()
+            done = self._train(gates)
         else:
             done = manifest
             self._until_back(lambda: self._parts.publisher.complete(done, session.fence), cancellable=False)
             session.event("log", {"message": f"an earlier attempt published {done.ref}"})
+        self._until_back(lambda: gates.published(done), cancellable=False)
+        attach = attaches(spec, done.gates)
         with self._trace.part("serve", {"temper.adapter.version": str(done.ref)}):
             attached = self._until_back(
-                lambda: self._parts.publisher.serve(done, attach=spec.attach, fence=session.fence),
+                lambda: self._parts.publisher.serve(done, attach=attach, fence=session.fence),
                 cancellable=False,
             )
         session.event("published", {"adapter": str(done.ref), "attached": attached, "digest": done.digest})
@@ -131,15 +141,16 @@ class JobAttempt:
             session.event("log", {"message": f"removed by retention: {', '.join(removed)}"})
         return done.ref
 
-    def _train(self) -> Manifest:
+    def _train(self, gates: Gates) -> Manifest:
         claimed, session = self._claimed, self._session
         self._parts.registry.check_new_name(self._spec.adapter)
         with self._trace.part("prepare"):
             parents = self._parts.parents.read(claimed, self._spec, self._until_back)
+            warnings = gates.begin([one.version for one in parents])
             run = self._until_back(lambda: self._prepared(self._spec, parents))
         learning = LearningCheck(self._spec)
         notes = Notes(session, run)
-        notes.tell(*run.notes, continued(self._spec, parents), sampled_elsewhere(self._spec, parents))
+        notes.tell(*run.notes, *warnings, continued(self._spec, parents), sampled_elsewhere(self._spec, parents))
         notes.record({})
         start = 0
         checkpoint = None
@@ -178,8 +189,10 @@ class JobAttempt:
             notes.tell(learning.note(run, metrics))
             notes.record(metrics)
             metrics |= learning.acceptance.check(run, metrics if start < run.total_steps else None, session.check)
+            files = run.lora.to_files(self._parts.settings.served_model_name)
+            evidence = self._decided(gates, run, files, writer, notes, metrics) if gates.asked else ()
             with self._trace.part("publish"):
-                return self._publish(run, writer, parents, metrics)
+                return self._publish(run, files, writer, gates, parents, metrics, evidence)
         finally:
             writer.close()
 
@@ -230,17 +243,55 @@ class JobAttempt:
             raise
         return metrics
 
+    def _decided(
+        self,
+        gates: Gates,
+        run: JobRun,
+        files: Mapping[str, bytes],
+        writer: CheckpointWriter,
+        notes: Notes,
+        metrics: Mapping[str, float],
+    ) -> tuple[GateEvidence, ...]:
+        """Has the gates decide on the result. Raises NotPublished, and what Gates.decide raises."""
+        total = run.total_steps
+        writer.submit(Checkpoint(total, run.state()))  # a later attempt goes on with the answers to these weights
+        digest = digest_of(files)
+        notes.evaluation = gates.evaluation(digest)
+        notes.record(metrics)
+        try:
+            with self._trace.part("evaluate"):
+                evidence = gates.decide(run.lora, digest, total)
+        except Draining:
+            writer.flush(self._remaining())
+            raise
+        notes.tell(*(gate.summary for gate in evidence))
+        notes.record(metrics)
+        for gate in evidence:
+            if gate.gate == PUBLISH and not gate.passed:
+                raise NotPublished(
+                    f"not published: {gate.summary}; {self._spec.adapter} stays as it was, and evaluation "
+                    f"{gate.evaluation} has every answer",
+                    param=PUBLISH,
+                )
+        return evidence
+
     def _publish(
-        self, run: JobRun, writer: CheckpointWriter, parents: Sequence[ParentVersion], metrics: Mapping[str, float]
+        self,
+        run: JobRun,
+        files: Mapping[str, bytes],
+        writer: CheckpointWriter,
+        gates: Gates,
+        parents: Sequence[ParentVersion],
+        metrics: Mapping[str, float],
+        evidence: Sequence[GateEvidence],
     ) -> Manifest:
         claimed, session = self._claimed, self._session
-        files = run.lora.to_files(self._parts.settings.served_model_name)
         lineage = run.lineage
         parent = parents[0].version if parents and lineage is None else None
         total = run.total_steps
 
         def publish() -> Manifest:
-            self._keep_hashes([one.version for one in parents])
+            gates.keep_hashes([one.version for one in parents])
             return self._parts.publisher.publish(
                 self._spec.adapter,
                 claimed.id,
@@ -248,6 +299,7 @@ class JobAttempt:
                 parent=parent,
                 lineage=lineage,
                 metrics=metrics,
+                gates=evidence,
                 fence=session.fence,
             )
 
@@ -264,22 +316,6 @@ class JobAttempt:
             writer.submit(Checkpoint(total, run.state()))
             writer.flush(self._remaining())
             raise
-
-    def _keep_hashes(self, parents: Sequence[AdapterVersion]) -> None:
-        """Keeps what the job learnt from as hashes beside its version, for the contamination of suites."""
-        claimed = self._claimed
-
-        def between() -> None:
-            self._session.check(cancellable=False)
-            time.sleep(0)  # Python's work on each text holds the lock that the engine's thread waits for
-
-        self._parts.training_hashes.write(
-            DataSource(adapter=self._spec.adapter, job_id=claimed.id),
-            self._spec.kind,
-            parents,
-            training_texts(self._spec, self._parts.host.codec),
-            between,
-        )
 
     def _remaining(self) -> float:
         """Seconds that a checkpoint may still take, once the process drains."""

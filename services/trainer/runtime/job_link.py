@@ -110,9 +110,11 @@ class JobSession:
         copy = dict(metrics)
         self._post(lambda number: self._consumer.report(self._claimed, progress, copy, number))
 
-    def describe(self, settings: Mapping[str, float], notes: Sequence[str], metrics: Mapping[str, float]) -> None:
+    def describe(
+        self, settings: Mapping[str, float], notes: Sequence[str], metrics: Mapping[str, float], evaluation: str = ""
+    ) -> None:
         copies = dict(settings), list(notes), dict(metrics)
-        self._post(lambda number: self._consumer.describe(self._claimed, *copies, number))
+        self._post(lambda number: self._consumer.describe(self._claimed, *copies, number, evaluation))
 
     def event(self, kind: EventKind, data: Mapping[str, Any]) -> None:
         copy = dict(data)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
 from services.common.adapters.events import AdapterEvents
 from services.common.adapters.events import EventKind as Nudge
+from services.common.adapters.evidence import GateEvidence
 from services.common.adapters.manifest import Lineage
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry, Manifest
@@ -38,6 +39,7 @@ class Publisher:
         parent: AdapterVersion | None,
         lineage: Lineage | None = None,
         metrics: Mapping[str, float],
+        gates: Sequence[GateEvidence] = (),
         fence: Callable[[], None],
     ) -> Manifest:
         """Makes the version; a repeated call returns the first one's. Raises Unavailable, and what ``fence`` raises."""
@@ -49,6 +51,7 @@ class Publisher:
             parent=str(parent) if parent is not None else None,
             lineage=lineage,
             metrics=finite(metrics),
+            gates=gates,
             fence=fence,
         )
 

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from services.common.adapters.events import AdapterEvents
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import DeadlineExceeded, InvalidRequest, Overloaded, TemperError, Unavailable
-from services.common.evaluation.contamination.store import TrainingHashes
+from services.common.evaluation.contamination.store import DataSource, TrainingHashes
 from services.common.jobs import EvalJob, ForgeJob
 from services.common.queue.consumer import ClaimedJob, JobConsumer, JobLost
 from services.common.storage.object_store import ObjectStore
@@ -92,6 +92,7 @@ class TrainerWorker:
         self._side: SideWork = side if side is not None else NoSideWork()
         self._awake = threading.Event()
         self._side.bind(self._awake.set)
+        self._evaluations = Evaluations.of(store, registry, host)
         self._parts = Parts(
             host=host,
             settings=settings,
@@ -103,13 +104,13 @@ class TrainerWorker:
             parents=ParentVersions(registry, self._consumer, host.base_digest),
             retention=VersionRetention(settings, registry, self._consumer),
             training_hashes=TrainingHashes(registry),
+            evaluations=self._evaluations,
             metrics=self._metrics,
             side=self._side,
             draining=self._draining,
             awake=self._awake,
             deadline=lambda: self._deadline,
         )
-        self._evaluations = Evaluations.of(store, registry, host)
         session = partial(
             JobSession, self._consumer, heartbeat_seconds=settings.job_heartbeat_seconds, draining=self._draining
         )
@@ -239,7 +240,7 @@ class TrainerWorker:
             raise
         except JobCancelled:
             self._settle(session, lambda: consumer.cancelled(claimed))
-            self._discard(claimed)
+            self._discard(claimed, published=False)
             return "cancelled"
         except Draining:
             self._settle(session, lambda: consumer.requeue(claimed))
@@ -257,10 +258,10 @@ class TrainerWorker:
             log.warning("job.failed", code=final.code, reason=final.message)
             message = final.message
             self._settle(session, lambda: consumer.fail(claimed, message))
-            self._discard(claimed)
+            self._discard(claimed, published=False)
             return "failed"
         self._settle(session, lambda: consumer.succeed(claimed, version))
-        self._discard(claimed)
+        self._discard(claimed, published=True)
         return "succeeded"
 
     def _retry(
@@ -287,8 +288,12 @@ class TrainerWorker:
             if time.monotonic() > self._deadline:
                 raise Unavailable("Redis stayed away until this process had to end")
 
-    def _discard(self, claimed: ClaimedJob) -> None:
+    def _discard(self, claimed: ClaimedJob, *, published: bool) -> None:
+        """Removes what was kept for another attempt, and of a job that made no version what it learnt from."""
+        adapter = claimed.spec.adapter
         try:
             self._checkpoints.discard(claimed.id)
+            if not published and adapter and self._parts.registry.published(adapter, claimed.id) is None:
+                self._parts.training_hashes.forget(DataSource(adapter=adapter, job_id=claimed.id))
         except Unavailable as error:
             self._log.warning("checkpoint.left_behind", job=claimed.id, error=error.message)

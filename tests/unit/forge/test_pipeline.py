@@ -186,7 +186,7 @@ def test_a_dry_run_tells_what_it_takes_and_writes_nothing(home: Path, whole: tup
         ({"prune": {"layers": 1, "cycles": 2}}, "2 cycles cannot each take a part of 1 layers.* at most 1"),
         ({"prune": {"mlp_channels": "some"}}, "prune.mlp_channels: write a share like 25%"),
         ({"prune": {"heads": 1}}, "prune: unknown field 'heads'"),
-        ({"data": None}, "importance by activations is measured on data"),
+        ({"data": None, "recover": None}, "importance by activations is measured on data"),
         ({"data": "none.jsonl"}, "cannot read .*none.jsonl"),
         ({"suites": ["none.jsonl"]}, "cannot read .*none.json"),
         ({"sign": "data.jsonl"}, "is no unencrypted private key"),

@@ -50,6 +50,9 @@ class MemoryStore:
         self._check()
         return sorted(key for key in self.objects if key.startswith(prefix))
 
+    def list_page(self, prefix: str, after: str, limit: int) -> list[str]:
+        return [key for key in self.list(prefix) if key > f"{prefix}{after}"][:limit]
+
     def list_dirs(self, prefix: str) -> list[str]:
         self._check()
         return sorted({key[len(prefix) :].split("/")[0] for key in self.objects if key.startswith(prefix)})

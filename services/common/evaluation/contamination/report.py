@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from services.common.adapters.names import AdapterVersion
 from services.common.evaluation.contamination.overlap import ItemOverlap, SuiteOverlap
-from services.common.evaluation.contamination.store import TrainingHashes
+from services.common.evaluation.contamination.store import TrainingHashes, TrainingLineage
 from services.common.evaluation.suites.manifest import SuiteManifest
 from services.common.evaluation.suites.store import SuiteStore
 
@@ -59,8 +59,18 @@ def contamination(
     Raises:
         NotFound: the suite was deleted meanwhile.
     """
+    return contamination_by(suites, hashes, suite, hashes.lineage(version), interrupt)
+
+
+def contamination_by(
+    suites: SuiteStore,
+    hashes: TrainingHashes,
+    suite: SuiteManifest,
+    lineage: TrainingLineage,
+    interrupt: Callable[[], None] = lambda: None,
+) -> Contamination:
+    """The same of training data by themselves: also those of a job that has not published."""
     items = suites.items(suite)
-    lineage = hashes.lineage(version)
     gone = hashes.missing(lineage.sources)
     known = [source for source in lineage.sources if source not in gone]
     found = SuiteOverlap(items).find(hashes.read(known, "prompts"), hashes.read(known, "grams"), interrupt)

@@ -108,6 +108,16 @@ class TrainingHashes:
         self._store.put(f"{source.prefix}record.json", data)
         return record
 
+    def begun(self, source: DataSource) -> TrainingLineage | None:
+        """What a job and all that it came of were trained on; None: it has not written what it learns from."""
+        record = self._record(source)
+        return None if record is None else TrainingLineage((source, *record.before), record.unknown)
+
+    def forget(self, source: DataSource) -> None:
+        """Removes what a job wrote that published nothing."""
+        self._store.delete(f"{source.prefix}record.json")
+        self._store.delete_prefix(source.prefix)
+
     def lineage(self, *versions: AdapterVersion) -> TrainingLineage:
         """What these versions were trained on, each source once."""
         sources: dict[DataSource, None] = {}

@@ -51,8 +51,22 @@ class RunPlan:
             if isinstance(target, RemoteTarget):
                 check_covered(target.url, f"targets[{place}]", granted.prefixes)
 
-    def record(self, run: str, base_digest: str, *, key_id: str, created_at: float) -> RunRecord:
-        """Record of the run."""
+    def record(
+        self,
+        run: str,
+        base_digest: str,
+        *,
+        key_id: str,
+        created_at: float,
+        job: str | None = None,
+        more: Sequence[RunTarget] = (),
+    ) -> RunRecord:
+        """Record of the run.
+
+        Args:
+            job: see RunRecord.
+            more: targets behind those of the plan.
+        """
         suites = [
             RunSuite(
                 suite=str(suite.ref),
@@ -71,10 +85,11 @@ class RunPlan:
         return RunRecord(
             id=run,
             suites=tuple(suites),
-            targets=tuple(targets),
+            targets=(*targets, *more),
             seed=self.job.seed,
             base_digest=base_digest,
             metadata=self.job.metadata,
+            job=job,
             key_id=key_id,
             created_at=created_at,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from services.common.adapters.evidence import GateEvidence
 from services.common.evaluation.statistics.comparison import Test
 from services.common.evaluation.statistics.intervals import Method
 from services.common.evaluation.suites.spec import SuiteSampling
@@ -35,11 +36,15 @@ class Imported(StrictModel):
     """As that program writes it."""
 
 
+CANDIDATE = "candidate"
+"""Name of a training job's result among the targets of a run, before it is a version."""
+
+
 class RunTarget(StrictModel):
     """A target of a run, as it was when the run began."""
 
     name: str
-    """"base", "name@n", or the model of another server with its URL."""
+    """"base", "name@n", the model of another server with its URL, or "candidate": the result of a training job."""
     digest: str | None = None
     """Digest of the adapter's weights; null: there is no adapter, or it is another server's."""
 
@@ -55,6 +60,8 @@ class RunRecord(StrictModel):
     base_digest: str
     """Digest of the base model that the engine serves; empty: it was imported."""
     metadata: dict[str, str] = Field(default_factory=dict)
+    job: str | None = None
+    """Id of the training job whose gates the run decides; null: it is a job of its own."""
     key_id: str = ""
     """Id of the API key whose run it is; empty: there were no keys."""
     created_at: float
@@ -146,6 +153,12 @@ class PairResult(StrictModel):
     worse: int
     sees: float | None
     """Smallest true difference that this comparison finds with a power of 0.8; null: no two scores differ."""
+
+
+class GateRecord(StrictModel):
+    """Decisions of a training job's gates, which rest on a run."""
+
+    gates: tuple[GateEvidence, ...]
 
 
 class RunResult(StrictModel):

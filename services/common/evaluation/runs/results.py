@@ -49,13 +49,16 @@ def scores_of(items: Sequence[ItemResult]) -> Scores:
     return Scores([one.score for one in items], [one.weight for one in items], [one.group for one in items])
 
 
+def first_to_second(suite: RunSuite, first: Scores, second: Scores) -> tuple[Scores, Scores]:
+    """Scores in the order in which their difference is the gain of the second target, whichever direction is better."""
+    return (second, first) if suite.better == "lower" else (first, second)
+
+
 def compared(suite: RunSuite, names: tuple[str, str], first: Scores, second: Scores) -> PairResult | None:
     """Comparison of two targets; None: all items are of one group."""
     if len(first.clusters) < 2:
         return None
-    if suite.better == "lower":
-        first, second = second, first  # the difference is the gain of the second target either way
-    found = compare(first, second)
+    found = compare(*first_to_second(suite, first, second))
     return PairResult(
         suite=suite.suite,
         first=names[0],

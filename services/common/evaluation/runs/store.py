@@ -5,7 +5,9 @@ Layout, under one bucket:
     evaluations/{id}/{suite:02d}-{target:02d}/{n:06d}    a shard of items with their answers (If-None-Match); suites
                                                          and targets are numbered as in run.json
     evaluations/{id}/result.json                         written last
-    evaluated/{adapter}/{n:08d}/{id}                     empty; finds the runs of a version
+    evaluations/{id}/gates.json                          what a training job's gates decided by the result
+    evaluation-lists/{whose}/{id}                        empty; lists the runs: see evaluation/runs/lists.py
+    evaluated/{adapter}/{n:08d}/{whose}/{id}             the same of the runs of a version
 """
 
 from __future__ import annotations
@@ -15,14 +17,17 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pydantic import TypeAdapter
 
+from services.common.adapters.evidence import GateEvidence
 from services.common.adapters.names import AdapterVersion
-from services.common.evaluation.runs.records import ItemResult, RunRecord, RunResult, Shard
+from services.common.evaluation.runs.lists import RunList
+from services.common.evaluation.runs.records import GateRecord, ItemResult, RunRecord, RunResult, Shard
 from services.common.storage.object_store import ObjectNotFound, ObjectStore, PreconditionFailed
 from services.common.storage.record_versions import EVALUATION
 from services.common.validation.strict_models import StrictModel
 
 SHARD_ITEMS = 64
 _ROOT = "evaluations/"
+_LISTS = "evaluation-lists/"
 _VERSIONS = "evaluated/"
 _SHARD: TypeAdapter[Shard] = TypeAdapter(Shard)
 
@@ -35,14 +40,14 @@ class EvaluationStore:
 
     # Reading.
 
-    def ids(self) -> list[str]:
-        """Ids of all runs that have begun, newest first."""
-        return self._store.list_dirs(_ROOT)[::-1]
+    @property
+    def all(self) -> RunList:
+        """All runs: those that have begun, and those that a gateway has queued."""
+        return RunList(self._store, _LISTS)
 
-    def of_version(self, version: AdapterVersion) -> list[str]:
-        """Ids of the runs that a version is a target of, newest first."""
-        prefix = _version_prefix(version)
-        return sorted((key.removeprefix(prefix) for key in self._store.list(prefix)), reverse=True)
+    def of_version(self, version: AdapterVersion) -> RunList:
+        """Runs that a version is a target of, or that its gates decided by."""
+        return RunList(self._store, f"{_VERSIONS}{version.name}/{version.version:08d}/")
 
     def record(self, run: str) -> RunRecord | None:
         """What a run asks; None: it has not begun, or there is none."""
@@ -53,6 +58,11 @@ class EvaluationStore:
         """Result of a run; None: it has none yet."""
         found = self._read(f"{_prefix(run)}result.json", f"result of evaluation {run}")
         return None if found is None else RunResult.model_validate_json(found)
+
+    def gates(self, run: str) -> tuple[GateEvidence, ...]:
+        """What the gates of a training job decided by a run; nothing: they have not, or it is no run of a gate."""
+        found = self._read(f"{_prefix(run)}gates.json", f"gates of evaluation {run}")
+        return () if found is None else GateRecord.model_validate_json(found).gates
 
     def shard(self, run: str, suite: int, target: int, number: int) -> Shard | None:
         """A shard of items; None: it is not there yet.
@@ -83,8 +93,9 @@ class EvaluationStore:
         Args:
             versions: the targets that are versions of adapters.
         """
+        self.all.add(record.id, record.key_id)
         for version in versions:
-            self._store.put(f"{_version_prefix(version)}{record.id}", b"")
+            self.of_version(version).add(record.id, record.key_id)
         if self._put(f"{_prefix(record.id)}run.json", record):
             return record
         return self.record(record.id) or record
@@ -96,6 +107,10 @@ class EvaluationStore:
         except PreconditionFailed:
             return self.shard(run, suite, target, number) or shard
         return shard
+
+    def decide(self, run: str, gates: GateRecord) -> None:
+        """Writes what the gates of a training job decided by a result. May be repeated."""
+        self._put(f"{_prefix(run)}gates.json", gates)
 
     def finish(self, result: RunResult) -> RunResult:
         """Writes a result, unless another owner of the job has; returns what is written."""
@@ -145,7 +160,3 @@ def _prefix(run: str) -> str:
 
 def _shard_key(run: str, suite: int, target: int, number: int) -> str:
     return f"{_prefix(run)}{suite:02d}-{target:02d}/{number:06d}"
-
-
-def _version_prefix(version: AdapterVersion) -> str:
-    return f"{_VERSIONS}{version.name}/{version.version:08d}/"

@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from services.common.adapters.names import BASE, POLICY_SCHEMA, parse_adapter_ref
+from services.common.adapters.names import BASE
+from services.common.jobs.fields.gates import MAX_SUITES
+from services.common.jobs.fields.refs import Policy, SuiteRef
 from services.common.jobs.scorers.allowed_webhooks import webhook_parts
 from services.common.jobs.scorers.webhook import URL_SCHEMA
-from services.common.storage.names import check_name, field_check, version_number
 from services.common.validation.strict_models import SentModel
 
-MAX_SUITES = 16
 MAX_TARGETS = 8
 MAX_SAMPLES = 256
-
-
-def _suite(text: str) -> None:
-    name, at, number = text.partition("@")
-    check_name(name, "suite")
-    if at:
-        version_number(number, "suite")
-
-
-def _policy(text: str) -> None:
-    if text != BASE:
-        parse_adapter_ref(text)
-
-
-SuiteRef = Annotated[
-    str,
-    field_check(_suite),
-    Field(json_schema_extra={"pattern": r"^(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,63}(@0*[1-9][0-9]{0,14})?$"}),
-]
-""""name@n", or "name" for the newest version of a suite."""
-Policy = Annotated[str, field_check(_policy), Field(json_schema_extra=dict(POLICY_SCHEMA))]
-""""base", "name@n", or "name" for the current version of an adapter."""
 
 
 class RemoteTarget(SentModel):

@@ -142,7 +142,7 @@ class GrpoJob(JobBase):
         true_only_with("unbiased_kl", has(beta={"exclusiveMinimum": 0})),
         where(if_any(mismatch_correction="none"), if_any(mismatch_cap=3)),
         where(both(given("generate"), has(exact_forward=True)), if_any(mismatch_correction="none")),
-        never(given("publish_if")),
+        never(has(publish_if=given("metric"))),
     )
 
     @model_validator(mode="before")

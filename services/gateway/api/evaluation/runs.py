@@ -11,6 +11,7 @@ from fastapi import Path, Query, Response
 
 from services.common.adapters.names import AdapterVersion
 from services.common.errors import InvalidRequest, NotFound
+from services.common.evaluation.runs.lists import RunList
 from services.common.evaluation.runs.plan import plan_run
 from services.common.evaluation.runs.records import RunRecord
 from services.common.jobs import EvalJob, Job
@@ -26,8 +27,6 @@ from services.gateway.protocol.evaluation import EvaluationItems, EvaluationList
 from services.gateway.protocol.models import AdapterPath
 
 _KIND: str = EvalJob.model_fields["kind"].default
-_LISTED = 1000
-"""Newest jobs that are looked at for runs that have not begun."""
 RunPath = Annotated[str, Path(max_length=64, pattern=r"^[A-Za-z0-9-]+$")]
 
 routes = Routes("evaluation")
@@ -58,6 +57,7 @@ async def run_evaluation(
             traceparent=tracing.current(),
             key_id=owner(),
         )
+        await evaluation.threads.run(evaluation.runs.all.add, job.id, owner())
     response.headers["location"] = f"/v1/evaluations/{job.id}"
     return EvaluationObject.of(job.id, job, None, None)
 
@@ -69,15 +69,14 @@ async def list_evaluations(
     after: Annotated[str | None, Query(max_length=64)] = None,
 ) -> EvaluationList:
     """The caller's runs, newest first; everybody's for an admin. `after` is the last id of the page before."""
-    begun = await evaluation.threads.run(evaluation.runs.ids)
-    waiting = await evaluation.queue.list(limit=_LISTED, kind=_KIND)
-    ids = sorted({*begun, *(job.id for job in waiting)}, reverse=True)
-    return await _page(evaluation, ids, limit, after)
+    return await _page(evaluation, evaluation.runs.all, limit, after)
 
 
 @routes.get("/v1/evaluations/{run}", Permission(TRAIN_OR_ADMIN))
 async def get_evaluation(run: RunPath, evaluation: Evaluation) -> EvaluationObject:
-    """A run with its state and, once it has ended, the scores of every target and all comparisons of two."""
+    """A run with its state and, once it has ended, the scores of every target and all comparisons of two.
+
+    Of a training job whose gates ask suites, its `evaluation` is the id of the run; `gates` has what they decided."""
     return await found_run(evaluation, run)
 
 
@@ -116,39 +115,42 @@ async def list_version_evaluations(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     after: Annotated[str | None, Query(max_length=64)] = None,
 ) -> EvaluationList:
-    """The caller's runs that a version is a target of, newest first; everybody's for an admin."""
-    ids = await evaluation.threads.run(evaluation.runs.of_version, AdapterVersion(name, number))
-    return await _page(evaluation, ids, limit, after)
+    """The caller's runs that a version is a target of or that its gates decided by, newest first; everybody's for an
+    admin. `after` is the last id of the page before."""
+    return await _page(evaluation, evaluation.runs.of_version(AdapterVersion(name, number)), limit, after)
 
 
-async def _page(evaluation: EvaluationServices, ids: Sequence[str], limit: int, after: str | None) -> EvaluationList:
+async def _page(evaluation: EvaluationServices, listed: RunList, limit: int, after: str | None) -> EvaluationList:
+    whose = None if sees(None) else owner()
     data: list[EvaluationObject] = []
-    for run in ids:
-        if after is not None and run >= after:
-            continue
-        if len(data) > limit:
+    while len(data) <= limit:
+        ids = await evaluation.threads.run(listed.newest, whose, after, limit + 1)
+        for run in ids:
+            try:
+                data.append(await found_run(evaluation, run))
+            except NotFound:  # never begun, and its job is forgotten
+                await evaluation.threads.run(listed.remove, run, owner())
+        if len(ids) <= limit:
             break
-        try:
-            data.append(await found_run(evaluation, run))
-        except NotFound:  # another key's
-            continue
+        after = ids[-1]
     return EvaluationList(data=data[:limit], has_more=len(data) > limit)
 
 
 async def found_run(evaluation: EvaluationServices, run: str) -> EvaluationObject:
     """A run that the caller may see. Raises NotFound, also if it is another key's."""
+    record: RunRecord | None = await evaluation.threads.run(evaluation.runs.record, run)
     job: Job | None
     try:
-        job = await evaluation.queue.get(run)
+        job = await evaluation.queue.get(run if record is None or record.job is None else record.job)
     except NotFound:  # jobs are forgotten after a while, results are not
         job = None
-    record: RunRecord | None = await evaluation.threads.run(evaluation.runs.record, run)
-    known = record is not None if job is None else job.kind == _KIND
+    known = record is not None or (job is not None and job.kind == _KIND)
     key_id = job.key_id if job is not None else record.key_id if record is not None else None
     if not known or not sees(key_id):
         raise NotFound(f"no such evaluation: {run[:80]!r}", param="run")
     result = None if record is None else await evaluation.threads.run(evaluation.runs.result, run)
-    return EvaluationObject.of(run, job, record, result)
+    gates = () if record is None or record.job is None else await evaluation.threads.run(evaluation.runs.gates, run)
+    return EvaluationObject.of(run, job, record, result, gates)
 
 
 def place_of(names: Sequence[str], wanted: str | None, field: str) -> int:

@@ -15,7 +15,13 @@ from services.common.telemetry import tracing
 from services.gateway.api.base.idempotency import IdempotencyKey
 from services.gateway.api.base.routing import Routes
 from services.gateway.api.training.rollouts import resolve_rollouts
-from services.gateway.api.training.validation import Training, TrainingServices, check_references, check_training_job
+from services.gateway.api.training.validation import (
+    Training,
+    TrainingServices,
+    check_references,
+    check_training_job,
+    with_versions,
+)
 from services.gateway.auth.caller import check_attach, may_attach, owner, sees
 from services.gateway.auth.route_permissions import TRAIN, TRAIN_OR_ADMIN, Permission
 from services.gateway.core.client_disconnect import cancel_and_wait
@@ -48,6 +54,7 @@ async def _submit(
         if isinstance(spec, GrpoJob):
             spec = await resolve_rollouts(spec, training.engines)
         await check_references(training, spec)
+        spec = await with_versions(training, spec)
         async with training.checks:
             await asyncio.to_thread(check_training_job, training.engines.served, spec)
         job = await training.queue.submit(
@@ -65,8 +72,9 @@ def _attaching(spec: TrainingSpec) -> TrainingSpec:
     """
     if not spec.attach or may_attach():
         return spec
-    if "attach" in spec.model_fields_set:
-        check_attach("attach")
+    for field in ("attach", "attach_if"):
+        if field in spec.model_fields_set:
+            check_attach(field)
     return spec.model_copy(update={"attach": False})
 
 

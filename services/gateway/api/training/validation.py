@@ -18,6 +18,8 @@ from services.common.adapters.manifest import Manifest
 from services.common.adapters.names import BASE, AdapterVersion, parse_adapter_ref
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import AdapterRejected, InvalidRequest, ModelNotFound, TemperError
+from services.common.evaluation.gates.plan import plan_gates
+from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs import GrpoJob, JobBase, JobState, OpdJob, TrainingSpec
 from services.common.jobs.base import ServedLimits
 from services.common.jobs.fields.lora import TARGET_MODULES, check_agrees, stated_shape
@@ -43,7 +45,8 @@ class TrainingServices:
     engines: EnginePool
     queue: JobQueue
     registry: AdapterRegistry
-    """Registry of adapters. It blocks, so it is only called in ``threads``."""
+    """Registry of adapters. It blocks, as the suites do, so they are only called in ``threads``."""
+    suites: SuiteStore
     threads: StoreThreads
     lifecycle: Lifecycle
     checks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_CHECKS))
@@ -119,6 +122,23 @@ async def check_references(training: TrainingServices, spec: TrainingSpec) -> No
         await _check_samplers(training, spec)
     if isinstance(spec, OpdJob):
         await _check_teacher(training, spec, start)
+
+
+async def with_versions(training: TrainingServices, spec: TrainingSpec) -> TrainingSpec:
+    """Looks up what the job's gates name, and puts versions in place of names.
+
+    Raises:
+        NotFound, ModelNotFound, AdapterRejected, InvalidRequest: see plan_gates, or a suite's scorer may not run.
+    """
+    digest = training.engines.served.info.digest
+    plan = await training.threads.run(plan_gates, spec, training.suites, training.registry, digest, None)
+    if plan is None:
+        return spec
+    for client in training.engines.clients:
+        if client.model is not None and client.model.HasField("webhooks"):
+            webhooks = client.model.webhooks
+            plan.run.check_allowed(Granted(webhooks.allowed, webhooks.signed, webhooks.sandbox))
+    return plan.pinned(spec)
 
 
 async def _start(training: TrainingServices, spec: TrainingSpec) -> Manifest | None:

@@ -77,3 +77,14 @@ def test_runs_of_a_version_are_listed() -> None:
     assert result.exit_code == 0, result.stderr
     assert "base polite@1" in result.stdout
     assert temper("eval", "list", "--adapter", "polite", url=url).exit_code == 2
+
+
+def test_a_gates_decision_is_a_table() -> None:
+    condition = {"kind": "no_loss", "suite": "sums@1", "gain": -0.01, "at_least": -0.05, "p": 0.04, "alpha": 0.05}
+    gate = {"gate": "publish_if", "against": "base", "passed": True, "conditions": [{**condition, "passed": True}]}
+    with serving(routes(GET_v1_evaluations_job1=Reply({**RUN, "job": "job-0", "gates": [gate]}))) as (url, _):
+        result = temper("eval", "show", "job-1", url=url)
+    assert result.exit_code == 0, result.stderr
+    assert "publish_if of job-0 against base: met" in result.stdout
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["no", "loss", "sums@1", "-0.0100", ">", "-0.05", "0.04", "0.05", "shown"] in lines

@@ -40,6 +40,22 @@ def test_submit_sends_what_the_options_say(tmp_path: Path) -> None:
     }
 
 
+def test_conditions_on_suites_are_a_publish_if(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "hi", "completion": "Good day!"}\n')
+    job = ("train", "submit", "sft", "--data", str(data), "--adapter", "a")
+    with serving(routes(POST_v1_train_sft=Reply({"id": "job-1"}, 202))) as (url, requests):
+        result = temper(*job, "--gain", "sums", "--gain", "dates@2=0.1", "--no-loss", "words=0.05", url=url)
+        assert result.exit_code == 0, result.stderr
+        for wrong in (("--no-loss", "words"), ("--gain", "sums=a"), ("--no-loss", "words=0")):
+            assert temper(*job, *wrong, url=url).exit_code == 2
+    assert requests[0].json["publish_if"] == {
+        "gain": [{"suite": "sums"}, {"suite": "dates@2", "min_gain": 0.1}],
+        "no_loss": [{"suite": "words", "max_loss": 0.05}],
+    }
+    assert len(requests) == 1
+
+
 def test_submit_grpo_groups_strings_with_rewards(tmp_path: Path) -> None:
     file = tmp_path / "groups.jsonl"
     file.write_text('{"prompt": "2+2=", "completions": ["4", "5"], "rewards": [1, 0]}\n')

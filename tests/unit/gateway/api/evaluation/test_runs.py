@@ -11,7 +11,7 @@ from services.common.evaluation.runs.records import Answer, ItemResult, RunRecor
 from services.common.evaluation.runs.results import result_of
 from services.common.evaluation.runs.store import EvaluationStore
 from services.common.evaluation.suites.spec import SuiteSampling
-from services.common.jobs import EvalJob
+from services.common.jobs import EvalJob, SftJob
 from services.common.security.api_keys import Scope
 from tests.unit.gateway.api.evaluation.test_suites import suite
 from tests.unit.gateway.conftest import Running, Starter
@@ -128,3 +128,53 @@ def test_runs_belong_to_their_key(start: Starter, tmp_path: Any) -> None:
             status = caller.get("/v1/evaluations/run-of-two").status_code
             seen[name] = (status, len(caller.get("/v1/evaluations").json()["data"]))
     assert seen == {"alice": (200, 1), "bob": (404, 0), "operator": (200, 1)}
+
+
+SFT = {"adapter": "polite", "examples": [{"prompt": "hello", "completion": "Good day!"}]}
+
+
+def test_a_training_job_waits_with_versions_in_place_of_its_gates_names(running: Running, http: httpx.Client) -> None:
+    publish(running)
+    assert http.post("/v1/eval/suites", json=suite()).status_code == 201
+    gates = {
+        "publish_if": {"gain": [{"suite": "sums"}], "against": "polite"},
+        "attach_if": {"no_loss": [{"suite": "sums@1", "max_loss": 0.5}]},
+    }
+    answer = http.post("/v1/train/sft", json={**SFT, **gates})
+    assert answer.status_code == 202, answer.text
+    spec = running.queue.specs[answer.json()["id"]]
+    assert isinstance(spec, SftJob)
+    assert spec.publish_if is not None
+    assert (spec.publish_if.gain[0].suite, spec.publish_if.against) == ("sums@1", "polite@1")
+    assert spec.attach_if is not None
+    assert (spec.attach_if.no_loss[0].suite, spec.attach_if.against) == ("sums@1", "parent")
+
+
+@pytest.mark.parametrize(
+    ("gate", "status", "field", "words"),
+    [
+        ({"gain": [{"suite": "nothing"}]}, 404, "publish_if.gain[0].suite", "suite 'nothing' does not exist"),
+        ({"gain": [{"suite": "sums"}, {"suite": "sums@7"}]}, 404, "publish_if.gain[1].suite", "sums@7"),
+        ({"gain": [{"suite": "sums"}], "against": "nobody@1"}, 404, "publish_if.against", "nobody@1"),
+        ({"gain": [{"suite": "sums"}], "alpha": 0}, 400, "publish_if.alpha", "0.0001"),
+        ({"gain": [{"suite": "sums"}], "alpha": 0.5}, 400, "publish_if.alpha", "0.2"),
+        ({"gain": [{"suite": "sums"}], "need": "any"}, 400, "publish_if", "two or more"),
+        ({"gain": [{"suite": "sums", "min_gain": 1}]}, 400, "publish_if.gain[0].min_gain", "less than 1"),
+        ({"no_loss": [{"suite": "sums", "max_loss": 2}]}, 400, "publish_if.no_loss[0].max_loss", "less than 1"),
+        ({"no_loss": [{"suite": "alike", "max_loss": 0.5}]}, 400, "publish_if.no_loss[0].suite", "of one group"),
+        ({}, 400, "publish_if", "give a metric, or suites"),
+    ],
+)
+def test_a_gate_that_cannot_decide_is_refused_by_its_field(
+    running: Running, http: httpx.Client, gate: dict[str, Any], status: int, field: str, words: str
+) -> None:
+    jobs = len(running.queue.jobs)
+    http.post("/v1/eval/suites", json=suite())
+    alike = "\n".join(f'{{"prompt": "{n}?", "expected": "{n}", "group": "g"}}' for n in range(3))
+    http.post("/v1/eval/suites", json=suite("alike", jsonl=alike))
+    error = error_of(http.post("/v1/train/sft", json={**SFT, "publish_if": gate}), status)
+    assert str(error["param"]).startswith(field), error
+    assert words in error["message"]
+    assert len(running.queue.jobs) == jobs
+    refused = error_of(http.post("/v1/train/sft", json={**SFT, "attach": False, "attach_if": gate}), 400)
+    assert "attach_if" in refused["message"] or str(refused["param"]).startswith("attach_if")

@@ -1,0 +1,1 @@
+"""Gates: conditions on suites by which a job's result is published or attached; docs/decisions/gates.md."""

@@ -1,0 +1,32 @@
+"""Names of suites and of policies in jobs: fields that are checked, and described as JSON Schema says them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from services.common.adapters.names import BASE, POLICY_SCHEMA, parse_adapter_ref
+from services.common.storage.names import check_name, field_check, version_number
+
+
+def _suite(text: str) -> None:
+    name, at, number = text.partition("@")
+    check_name(name, "suite")
+    if at:
+        version_number(number, "suite")
+
+
+def _policy(text: str) -> None:
+    if text != BASE:
+        parse_adapter_ref(text)
+
+
+SuiteRef = Annotated[
+    str,
+    field_check(_suite),
+    Field(json_schema_extra={"pattern": r"^(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,63}(@0*[1-9][0-9]{0,14})?$"}),
+]
+""""name@n", or "name" for the newest version of a suite."""
+Policy = Annotated[str, field_check(_policy), Field(json_schema_extra=dict(POLICY_SCHEMA))]
+""""base", "name@n", or "name" for the current version of an adapter."""

@@ -1,0 +1,166 @@
+"""Gates on suites, from the queue to the manifest: real Redis, real S3, the tiny model's engine in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from services.common.adapters.names import AdapterVersion
+from services.common.adapters.registry import AdapterRegistry
+from services.common.evaluation.contamination.store import DataSource, TrainingHashes
+from services.common.evaluation.runs.records import CANDIDATE
+from services.common.evaluation.runs.store import SHARD_ITEMS, EvaluationStore
+from services.common.evaluation.suites.store import SuiteStore
+from services.common.jobs import Job, JobState, SftJob
+from services.common.queue.job_queue import JobQueue
+from services.common.storage.object_store import ObjectStore
+from tests.integration.test_evaluation_job import Start, made, pod, start
+from tests.integration.test_rollout_job import events, until
+
+__all__ = ["pod", "start"]
+SUMS, MANY = 20, SHARD_ITEMS + 6
+"""Items of the suite that must not suffer, and of one that has more than a shard."""
+
+
+@pytest.fixture
+def suites(store: ObjectStore) -> SuiteStore:
+    """Words that the model does not know how to answer yet, and small sums, which it knows."""
+    suites = SuiteStore(store)
+    words = [{"prompt": f"Say the word number {n}.", "expected": "pineapple"} for n in range(20)]
+    words.append({"prompt": "too long for the context " * 200, "expected": "pineapple"})
+    sums = [{"prompt": f"What is {n} plus {n + 1}?", "expected": 2 * n + 1} for n in range(MANY)]
+    made(suites, "words", words, scorer={"type": "contains"}, sampling={"max_tokens": 8})
+    for name, count in (("sums", SUMS), ("many", MANY)):
+        made(suites, name, sums[:count], scorer={"type": "exact"}, sampling={"max_tokens": 6})
+    return suites
+
+
+def job(**fields: Any) -> SftJob:
+    """Teaches the word, with other questions than the suite's."""
+    examples = [{"prompt": f"Say word number {n}!", "completion": "pineapple"} for n in range(8)]
+    return SftJob.model_validate(
+        {"adapter": "fruit", "examples": examples, "lora": {"rank": 4}, "learning_rate": 1e-2, "epochs": 5, **fields}
+    )
+
+
+async def ended(queue: JobQueue, spec: SftJob) -> Job:
+    return await until(queue, (await queue.submit(spec)).id, lambda job: job.state.terminal)
+
+
+async def test_a_gain_is_published_with_its_evidence_and_a_loss_is_not_attached(
+    queue: JobQueue, store: ObjectStore, registry: AdapterRegistry, suites: SuiteStore, start: Start
+) -> None:
+    worker = start()
+    spec = job(
+        publish_if={"gain": [{"suite": "words", "min_gain": 0.1}], "alpha": 0.01},
+        attach_if={"no_loss": [{"suite": "sums", "max_loss": 0.05}]},
+    )
+    done = await ended(queue, spec)
+    assert (done.state, done.result_adapter) == (JobState.SUCCEEDED, "fruit@1"), done.reason
+    assert done.evaluation is not None
+    assert registry.attached() is None, "what says pineapple to everything has forgotten its sums"
+    manifest = registry.manifest(AdapterVersion("fruit", 1))
+    published, attached = manifest.gates
+    assert (published.gate, published.passed, published.against) == ("publish_if", True, "base")
+    assert (attached.gate, attached.passed) == ("attach_if", False)
+    assert published.evaluation == attached.evaluation == done.evaluation
+    assert published.candidate == manifest.digest, "what was tried is what was published"
+    (words,), (sums,) = published.conditions, attached.conditions
+    assert (words.suite, words.items, words.before, words.at_least, words.alpha) == ("words@1", 21, 0.0, 0.1, 0.01)
+    assert words.invalid == (1, 1), "what nobody can answer counts for both"
+    assert words.after <= 20 / 21
+    assert words.digest == suites.get("words").digest
+    assert words.p < 0.01 < 0.05 < sums.p
+    assert words.interval[0] > 0.1
+    assert (sums.items, sums.kind, sums.at_least) == (SUMS, "no_loss", -0.05)
+    runs = EvaluationStore(store)
+    record = runs.record(done.evaluation)
+    assert record is not None
+    assert (record.job, [target.name for target in record.targets]) == (done.id, ["base", CANDIDATE])
+    assert runs.gates(done.evaluation) == manifest.gates
+    assert runs.of_version(manifest.ref).newest() == [done.evaluation]
+    said = " ".join(done.notes)
+    assert "publish_if is met against base: words@1" in said
+    assert "attach_if is not met against base: sums@1" in said
+    told = [event.data for event in await events(queue, done.id) if event.kind == "eval"]
+    assert {(one["suite"], one["target"]) for one in told if "suite" in one} == {
+        (suite, target) for suite in ("words@1", "sums@1") for target in ("base", CANDIDATE)
+    }
+    # The next version is compared with this one by default, and there is nothing left to gain.
+    missed = await ended(queue, job(publish_if={"gain": [{"suite": "words"}]}, epochs=1))
+    assert (missed.state, missed.attempts) == (JobState.FAILED, 1)
+    assert "publish_if is not met against fruit@1: words@1" in (missed.reason or "")
+    assert missed.evaluation is not None
+    assert missed.evaluation in (missed.reason or "")
+    assert runs.gates(missed.evaluation)[0].passed is False, "it stays readable"
+    assert registry.current("fruit") == AdapterVersion("fruit", 1)
+    assert await asyncio.to_thread(worker.drain)  # what it keeps for another attempt is gone by then
+    hashes = TrainingHashes(registry)
+    assert hashes.begun(DataSource(adapter="fruit", job_id=done.id)) is not None
+    assert hashes.begun(DataSource(adapter="fruit", job_id=missed.id)) is None
+
+
+async def test_a_job_that_is_handed_on_goes_on_with_its_answers(
+    queue: JobQueue, store: ObjectStore, registry: AdapterRegistry, suites: SuiteStore, start: Start
+) -> None:
+    first = start()
+    submitted = await queue.submit(job(publish_if={"no_loss": [{"suite": "many", "max_loss": 0.99}]}, epochs=1))
+    await until(queue, submitted.id, lambda job: job.metrics.get("gate_items_done", 0) >= MANY + SHARD_ITEMS)
+    assert await asyncio.to_thread(first.drain)
+    runs = EvaluationStore(store)
+    (run,) = runs.all.newest()
+    kept = runs.shard(run, 0, 1, 0)
+    assert kept is not None
+    assert runs.result(run) is None
+    start()
+    done = await until(queue, submitted.id, lambda job: job.state.terminal)
+    assert (done.state, done.evaluation) == (JobState.SUCCEEDED, run), done.reason
+    assert (runs.all.newest(), runs.shard(run, 0, 1, 0)) == ([run], kept)
+
+
+async def test_a_suite_that_is_trained_on_does_not_decide(
+    queue: JobQueue, registry: AdapterRegistry, suites: SuiteStore, start: Start
+) -> None:
+    start()
+    leaked = [{"prompt": f"Say the word number {n}.", "completion": "pineapple"} for n in (3, 103, 203, 303)]
+    refused = await ended(queue, job(examples=leaked, publish_if={"gain": [{"suite": "words"}]}))
+    assert refused.state is JobState.FAILED
+    assert refused.progress.total_steps == 0, "before the first step"
+    assert "1 of 21 items of words@1 occur in the training data" in (refused.reason or "")
+    assert "1 as a whole prompt: 4; train without" in (refused.reason or "")
+    asked = {"gain": [{"suite": "words"}], "allow_contaminated": True}
+    done = await ended(queue, job(examples=leaked, publish_if=asked))
+    assert done.state is JobState.SUCCEEDED, done.reason
+    (gate,) = registry.manifest(AdapterVersion("fruit", 1)).gates
+    assert [(one.contaminated, one.exact) for one in gate.contamination] == [(1, 1)]
+    # Its successor inherits that, whatever it is trained on itself.
+    heir = await ended(queue, job(publish_if={"gain": [{"suite": "words"}]}, epochs=1))
+    assert "1 of 21 items" in (heir.reason or "")
+
+
+async def test_what_cannot_decide_says_so(
+    queue: JobQueue, registry: AdapterRegistry, suites: SuiteStore, start: Start
+) -> None:
+    start()
+    gone = await ended(queue, job(publish_if={"gain": [{"suite": "gone"}]}))
+    assert "suite 'gone' does not exist" in (gone.reason or "")
+    made(suites, "few", [{"prompt": f"Word {n}?", "expected": "no"} for n in range(3)], scorer={"type": "contains"})
+    hopeless = {"gain": [{"suite": "few"}], "no_loss": [{"suite": "sums", "max_loss": 0.01}]}
+    submitted = await queue.submit(job(publish_if=hopeless))
+    told = await until(queue, submitted.id, lambda job: len(job.notes) > 1)
+    assert "few@1 has 3 items: this suite sees no gain at all" in told.notes[0]
+    assert "this suite sees differences above 0.14 only" in told.notes[1]
+    assert "a max_loss of 0.01 needs 299 items" in told.notes[1]
+    # Cancelled, or its suite deleted, behind the last step.
+    await until(queue, submitted.id, lambda job: "gate_items" in job.metrics)
+    await queue.cancel(submitted.id)
+    assert (await until(queue, submitted.id, lambda job: job.state.terminal)).state is JobState.CANCELLED
+    submitted = await queue.submit(job(publish_if={"gain": [{"suite": "words"}]}))
+    await until(queue, submitted.id, lambda job: job.progress.step > 0)
+    suites.delete(suites.get("words").ref)
+    done = await until(queue, submitted.id, lambda job: job.state.terminal)
+    assert (done.state, done.attempts) == (JobState.FAILED, 1)
+    assert "suite version words@1 does not exist" in (done.reason or "")
+    assert registry.names() == []
