@@ -26,6 +26,8 @@ from services.trainer.host.rollouts import Completion, Policy, RolloutRequest, R
 
 _PRIORITY = 2**31
 """Priority behind everything that a protobuf int32 can ask for."""
+_USERS = 8
+"""Users' requests for each gentle one beside them: a row and a short prompt more in a step."""
 _LOOK_SECONDS = 0.05
 """Seconds between two checks whether the job may continue."""
 
@@ -83,6 +85,7 @@ class EngineRollouts:
         *,
         interrupt: Callable[[], None] = lambda: None,
         deadline: float | None = None,
+        gentle: bool = False,
     ) -> list[Completion]:
         """See RolloutSource.generate."""
         adapter = _choice(policy)
@@ -104,7 +107,8 @@ class EngineRollouts:
             )
             for number, request in enumerate(requests)
         ]
-        return [_completion(finished) for finished in self._run(submissions, interrupt, deadline)]
+        found = self._run(submissions, interrupt, deadline, gentle=gentle)
+        return [_completion(finished) for finished in found]
 
     def score(
         self,
@@ -163,7 +167,7 @@ class EngineRollouts:
             )
             for number, request in enumerate(requests)
         ]
-        batch = self._batch(submissions, interrupt, deadline)
+        batch = self._batch(submissions, interrupt, deadline, gentle=True)
         return [math.fsum(batch.logprobs.get(submission.request_id, ())) for submission in submissions]
 
     def _check_given(self, request: ScoreRequest, more: int = 0) -> None:
@@ -175,18 +179,28 @@ class EngineRollouts:
         self.check(len(request.prompt), len(request.completion) + more)
 
     def _run(
-        self, submissions: Sequence[Submission], interrupt: Callable[[], None], deadline: float | None
+        self,
+        submissions: Sequence[Submission],
+        interrupt: Callable[[], None],
+        deadline: float | None,
+        *,
+        gentle: bool = False,
     ) -> list[Finished]:
         """Runs the submissions and returns their results, in order."""
-        batch = self._batch(submissions, interrupt, deadline)
+        batch = self._batch(submissions, interrupt, deadline, gentle=gentle)
         return [batch.finished[submission.request_id] for submission in submissions]
 
     def _batch(
-        self, submissions: Sequence[Submission], interrupt: Callable[[], None], deadline: float | None
+        self,
+        submissions: Sequence[Submission],
+        interrupt: Callable[[], None],
+        deadline: float | None,
+        *,
+        gentle: bool,
     ) -> _Batch:
         """Runs the submissions to their ends."""
         deadline = time.monotonic() + self._timeout if deadline is None else deadline
-        batch = _Batch(self._loop, submissions, self._sequences)
+        batch = _Batch(self._loop, submissions, self._sequences, gentle=gentle)
         try:
             batch.run(interrupt, deadline)
         finally:
@@ -195,10 +209,15 @@ class EngineRollouts:
 
 
 class _Batch:
-    """Requests of one call: as many in the engine as allowed, and the next one when one ends."""
+    """Requests of one call: as many in the engine as allowed, and the next one when one ends.
 
-    def __init__(self, loop: EngineLoop, submissions: Sequence[Submission], sequences: int) -> None:
+    Args:
+        gentle: beside users' requests only one for every `_USERS` of theirs.
+    """
+
+    def __init__(self, loop: EngineLoop, submissions: Sequence[Submission], sequences: int, *, gentle: bool) -> None:
         self._loop = loop
+        self._gentle = gentle
         self._sequences = sequences
         self._expected = len(submissions)
         # Guarded by the condition's lock.
@@ -248,7 +267,8 @@ class _Batch:
 
     def _fill(self) -> None:
         with self._changed:
-            while self._left and self._live < self._sequences and not self._closed and self._error is None:
+            most = self._most()
+            while self._left and self._live < most and not self._closed and self._error is None:
                 try:
                     self._loop.submit(self._left.popleft(), self._take)
                 except TemperError as error:
@@ -256,6 +276,12 @@ class _Batch:
                     self._changed.notify_all()
                     return
                 self._live += 1
+
+    def _most(self) -> int:
+        """Most of these requests that are in the engine now."""
+        status = self._loop.status()
+        users = status.counts.running + status.counts.waiting - status.background
+        return self._sequences if users <= 0 or not self._gentle else max(1, min(self._sequences, users // _USERS))
 
     def _take(self, updates: list[SequenceUpdate]) -> None:
         """Takes the updates of all requests; their sink."""

@@ -20,6 +20,8 @@ from services.common.errors import (
 from services.common.jobs import LoraSettings
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.requests.adapter import AdapterChoice
+from services.engine.requests.sampling_params import SamplingParams
+from services.engine.requests.submission import Submission
 from services.trainer.host.rollouts import Policy, RolloutRequest, RolloutSampling
 from tests.rollout_support import TIMEOUT, Pod, running_pod, wait_for
 
@@ -248,3 +250,26 @@ def test_an_engine_that_ends_says_so(end: str) -> None:
         thread.join(TIMEOUT)
         assert isinstance(failed[0], Unavailable)
         assert pod.slots_taken() == 0 or wait_for(lambda: pod.slots_taken() == 0) is None
+
+
+def test_gentle_requests_are_few_beside_users_and_many_without(pod: Pod) -> None:
+    loop = pod.engine.loop
+    asked = requests(pod, 12)
+    alone = pod.host.rollouts.generate(asked, GREEDY, None, gentle=True)
+    ended, seen = threading.Event(), []
+    prompt = tuple(pod.engine.codec.encode("Tell me a story."))
+    user = Submission("user", prompt, SamplingParams(max_tokens=200, ignore_eos=True), AdapterChoice())
+    loop.submit(user, lambda updates: ended.set() if updates[-1].finish_reason is not None else None)
+    wait_for(lambda: loop.status().counts.running == 1)
+
+    def watch() -> None:
+        while not ended.wait(0.002):
+            seen.append(loop.status().background)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    beside = pod.host.rollouts.generate(asked, GREEDY, None, gentle=True)
+    assert ended.wait(TIMEOUT)
+    watching.join()
+    assert [one.token_ids for one in beside] == [one.token_ids for one in alone]
+    assert max(seen) == 1, "one beside a single user"

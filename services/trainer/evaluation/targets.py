@@ -105,7 +105,9 @@ class EngineTarget:
         ]
         chosen = RolloutSampling(sampling.temperature, sampling.max_tokens, top_p=sampling.top_p)
         completions = iter(
-            self._rollouts.generate(requests, chosen, self._policy, interrupt=interrupt) if requests else ()
+            self._rollouts.generate(requests, chosen, self._policy, interrupt=interrupt, gentle=True)
+            if requests
+            else ()
         )
         return [
             prompt if isinstance(prompt, Said) else self._said(one.question, prompt, next(completions), sampling.stop)

@@ -99,10 +99,12 @@ class RolloutSource(Protocol):
         *,
         interrupt: Callable[[], None] = lambda: None,
         deadline: float | None = None,
+        gentle: bool = False,
     ) -> list[Completion]:
         """One completion a request, in their order. Blocks; not inside the compute gate.
 
         Args:
+            gentle: users' time between tokens comes before the speed of this: few are in the engine beside them.
             interrupt: called several times a second and may raise: what is left is aborted.
             deadline: time.monotonic() seconds; None: the pod's setting from now.
 
@@ -145,8 +147,8 @@ class RolloutSource(Protocol):
         interrupt: Callable[[], None] = lambda: None,
         deadline: float | None = None,
     ) -> list[float]:
-        """The log-likelihood of each completion behind its prompt, in nats, at temperature 1. Of a completion without a
-        prompt the first token has none.
+        """The log-likelihood of each completion behind its prompt, in nats, at temperature 1; gentle. Of a completion
+        without a prompt the first token has none.
 
         Completions are read as prompts are, many tokens a step, and what is before them may come from the prefix cache;
         bits are not those of ``score``. Blocks, is interrupted and raises as ``score``.
