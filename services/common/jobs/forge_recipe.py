@@ -10,7 +10,7 @@ import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from services.common.errors import InvalidRequest
-from services.common.jobs.fields.refs import MAX_SUITES
+from services.common.jobs.fields.gates import MAX_SUITES
 from services.common.jobs.kinds.forge import ForgeSettings
 from services.common.validation.errors import problem
 

@@ -11,8 +11,9 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.common.jobs.base import OptimizerSettings, Recompute
+from services.common.jobs.fields.gates import MAX_SUITES
 from services.common.jobs.fields.lora import LoraSettings
-from services.common.jobs.fields.refs import MAX_SUITES, SuiteRef
+from services.common.jobs.fields.refs import SuiteRef
 from services.common.jobs.kinds.sft import SftExample
 from services.common.validation.json_rules import SOME, Rules, at_least_one, both, either, has, if_any, left_out
 from services.common.validation.strict_models import SentModel
