@@ -128,7 +128,7 @@ def test_a_killed_run_ends_in_the_same_bytes(cut: Path, base: Path, data: Path, 
     straight, broken = tmp_path / "a" / "out", tmp_path / "b" / "out"
     arguments = [
         *("recover", "--model", cut, "--data", data, "--teacher", base, "--method", "distill", "--trains"),
-        *("neighbours", "--steps", 8, "--batch-tokens", 256, "--tokens-per-forward", 128, "--max-new-tokens", 4),
+        *("neighbours", "--steps", 4, "--batch-tokens", 256, "--tokens-per-forward", 128, "--max-new-tokens", 4),
         *("--eval-every", 2, "--save-every", 1, "--warmup-steps", 1, "--schedule", "cosine", "--lora-rank", 4),
         *("--optimizer-states", "8bit", "--on-policy", 0.5, "--recompute", "none", "--seed", 3, "--device", "cpu"),
     ]
@@ -141,7 +141,7 @@ def test_a_killed_run_ends_in_the_same_bytes(cut: Path, base: Path, data: Path, 
         assert process.stdout is not None
         for line in process.stdout:
             event = json.loads(line)
-            if event.get("stage") == "recovering" and event["done"] >= 3:
+            if event.get("stage") == "recovering" and event["done"] >= 2:
                 process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
     assert not broken.exists()
