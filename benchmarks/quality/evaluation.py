@@ -14,6 +14,8 @@ from typing import Any
 
 import httpx
 
+from benchmarks.lib.recorder import put_line
+
 ITEMS = 1000
 BAR_SECONDS = 120.0
 
@@ -64,11 +66,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="file of results, JSON lines")
     args = parser.parse_args()
     found = measure(args.url, args.items)
-    line = json.dumps(found)
-    print(line)
-    if args.save is not None:
-        with args.save.open("a") as file:
-            file.write(line + "\n")
+    put_line(found, args.save)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.lib.recorder import put_line
 from benchmarks.quality.evaluation import suite
 
 _ITEMS = 20_000
@@ -133,11 +134,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="file of results, JSON lines")
     args = parser.parse_args()
     found = measure(args.url, streams=args.streams, seconds=args.seconds, rounds=args.rounds)
-    line = json.dumps(found)
-    print(line)
-    if args.save is not None:
-        with args.save.open("a") as file:
-            file.write(line + "\n")
+    put_line(found, args.save)
 
 
 if __name__ == "__main__":

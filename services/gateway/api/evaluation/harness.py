@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from fastapi import Query
+from fastapi import Depends, Query
 
 from services.common.errors import InvalidRequest, NotFound
 from services.common.evaluation.runs.harness import (
@@ -25,7 +25,7 @@ from services.common.evaluation.suites.names import parse_suite_ref
 from services.common.queue.records import new_job_id
 from services.gateway.api.base.idempotency import Once
 from services.gateway.api.base.routing import Routes
-from services.gateway.api.evaluation.runs import RunPath, found_run, place_of
+from services.gateway.api.evaluation.runs import ItemPage, RunPath, begun_run, place_of
 from services.gateway.api.evaluation.services import Evaluation, EvaluationServices
 from services.gateway.auth.caller import owner
 from services.gateway.auth.route_permissions import TRAIN_OR_ADMIN, Permission
@@ -58,26 +58,20 @@ async def get_harness_results(
 
 @routes.get("/v1/evaluations/{run}/harness/samples", Permission(TRAIN_OR_ADMIN))
 async def list_harness_samples(
-    run: RunPath,
-    evaluation: Evaluation,
-    suite: Annotated[str | None, Query(max_length=100)] = None,
-    target: Annotated[str | None, Query(max_length=2300)] = None,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    after: Annotated[int, Query(ge=-1, lt=2**53)] = -1,
+    run: RunPath, evaluation: Evaluation, page: Annotated[ItemPage, Depends()]
 ) -> HarnessSamples:
     """The rows of lm-evaluation-harness' samples_{task}_*.jsonl: of one suite and one target, by default the first
     ones. `after` is the last doc_id of the page before."""
     record = await _record(evaluation, run)
-    place = place_of([one.suite for one in record.suites], suite, "suite")
-    number = place_of([one.name for one in record.targets], target, "target")
-    ref = record.suites[place].suite
+    place, number = page.places(record)
+    ref, first, limit = record.suites[place].suite, page.after + 1, page.limit
     manifest = await evaluation.threads.run(evaluation.suites.get, *parse_suite_ref(ref))
-    items = await evaluation.threads.run(evaluation.suites.items, manifest, after + 1, limit)
-    results = await evaluation.threads.run(evaluation.runs.items, run, place, number, after + 1, limit)
+    items = await evaluation.threads.run(evaluation.suites.items, manifest, first, limit)
+    results = await evaluation.threads.run(evaluation.runs.items, run, place, number, first, limit)
     return HarnessSamples(
         task=task_names(record)[ref],
-        data=[exported_sample(items[one.index - after - 1], one) for one in results],
-        has_more=len(results) == limit and after + 1 + limit < record.suites[place].items,
+        data=[exported_sample(items[one.index - first], one) for one in results],
+        has_more=len(results) == limit and first + limit < record.suites[place].items,
     )
 
 
@@ -113,10 +107,7 @@ async def _record(evaluation: EvaluationServices, run: str) -> RunRecord:
         NotFound: there is none, or it has not begun.
         InvalidRequest: it was imported.
     """
-    await found_run(evaluation, run)
-    record = await evaluation.threads.run(evaluation.runs.record, run)
-    if record is None:
-        raise NotFound(f"evaluation {run} has not begun", param="run")
+    record = await begun_run(evaluation, run)
     if record.imported is not None:
         raise InvalidRequest(f"evaluation {run} was imported: its tasks are no suites of this server", param="run")
     return record

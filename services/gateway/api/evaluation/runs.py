@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
-from fastapi import Path, Query, Response
+from fastapi import Depends, Path, Query, Response
 
 from services.common.adapters.names import AdapterVersion
 from services.common.errors import InvalidRequest, NotFound
@@ -80,24 +81,31 @@ async def get_evaluation(run: RunPath, evaluation: Evaluation) -> EvaluationObje
     return await found_run(evaluation, run)
 
 
+@dataclass(frozen=True, slots=True)
+class ItemPage:
+    """A page of one suite's items, as one target answered them; both by name, the first ones by default."""
+
+    suite: Annotated[str | None, Query(max_length=100)] = None
+    target: Annotated[str | None, Query(max_length=2300)] = None
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100
+    after: Annotated[int, Query(ge=-1, lt=2**53)] = -1
+
+    def places(self, record: RunRecord) -> tuple[int, int]:
+        """Numbers of suite and target in a run. Raises InvalidRequest if it has no such."""
+        suites, targets = [one.suite for one in record.suites], [one.name for one in record.targets]
+        return place_of(suites, self.suite, "suite"), place_of(targets, self.target, "target")
+
+
 @routes.get("/v1/evaluations/{run}/items", Permission(TRAIN_OR_ADMIN))
 async def list_evaluation_items(
-    run: RunPath,
-    evaluation: Evaluation,
-    suite: Annotated[str | None, Query(max_length=100)] = None,
-    target: Annotated[str | None, Query(max_length=2300)] = None,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    after: Annotated[int, Query(ge=-1, lt=2**53)] = -1,
+    run: RunPath, evaluation: Evaluation, page: Annotated[ItemPage, Depends()]
 ) -> EvaluationItems:
     """Items with their answers and scores, also of a run that goes on: of one suite and one target, by default the
     first ones. `after` is the last index of the page before."""
-    await found_run(evaluation, run)
-    record = await evaluation.threads.run(evaluation.runs.record, run)
-    if record is None:
-        raise NotFound(f"evaluation {run} has not begun", param="run")
-    place = place_of([one.suite for one in record.suites], suite, "suite")
-    number = place_of([one.name for one in record.targets], target, "target")
-    items = await evaluation.threads.run(evaluation.runs.items, run, place, number, after + 1, limit + 1)
+    record = await begun_run(evaluation, run)
+    place, number = page.places(record)
+    first, limit = page.after + 1, page.limit
+    items = await evaluation.threads.run(evaluation.runs.items, run, place, number, first, limit + 1)
     return EvaluationItems(
         suite=record.suites[place].suite,
         target=record.targets[number].name,
@@ -151,6 +159,19 @@ async def found_run(evaluation: EvaluationServices, run: str) -> EvaluationObjec
     result = None if record is None else await evaluation.threads.run(evaluation.runs.result, run)
     gates = () if record is None or record.job is None else await evaluation.threads.run(evaluation.runs.gates, run)
     return EvaluationObject.of(run, job, record, result, gates)
+
+
+async def begun_run(evaluation: EvaluationServices, run: str) -> RunRecord:
+    """Record of a run that the caller may see.
+
+    Raises:
+        NotFound: there is none, or it has not begun.
+    """
+    await found_run(evaluation, run)
+    record = await evaluation.threads.run(evaluation.runs.record, run)
+    if record is None:
+        raise NotFound(f"evaluation {run} has not begun", param="run")
+    return record
 
 
 def place_of(names: Sequence[str], wanted: str | None, field: str) -> int:
