@@ -114,10 +114,6 @@ class Gates:
         texts = training_texts(self._spec, self._evaluations.host.codec)
         self._hashes.write(self._source, self._spec.kind, parents, texts, between)
 
-    def forget_hashes(self) -> None:
-        """Removes them, of a job that ends without a version."""
-        self._hashes.forget(self._source)
-
     def decide(self, lora: LoraParams, digest: str, steps: int) -> tuple[GateEvidence, ...]:
         """Runs the suites on the job's result, and decides.
 
