@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -208,7 +209,9 @@ def _published(form: str, text: str, file: Path) -> tuple[dict[str, Any], str]:
         found = reader(text)
     except InvalidRequest as error:
         raise CliError(f"{file}: {error.message.removeprefix('jsonl: ')}", ExitCode.USAGE) from error
-    return dict(found.settings), "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in found.items)
+    return copy.deepcopy(dict(found.settings)), "".join(
+        json.dumps(item, ensure_ascii=False) + "\n" for item in found.items
+    )
 
 
 def _same_type(given: Any, scorer: str) -> dict[str, Any]:

@@ -75,6 +75,7 @@ _SAID: Mapping[str, Any] = {
     "engine.autoscaling.minReplicas": 0,
     "engine.autoscaling.authenticationRef": {"name": "a", "kind": "TriggerAuthentication"},
     "engine.autoscaling.fallback.behavior": "static",
+    "engine.trainer.sandbox": "landlock",
     "engine.trainer.webhooks": "https://grader.example.com:8443",
     "tls.certManager.issuerRef": {"name": "i", "kind": "Issuer"},
     "telemetry.otlpEndpoint": "https://collector.example.com",

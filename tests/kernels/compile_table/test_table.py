@@ -10,18 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from kernels.gpu.launch.device import named
+from kernels.gpu.launch.device import architectures, named
 from tests.kernels.compile_table import table
 from tests.kernels.compile_table.table import Compiled, Table
 
 LINE = Compiled("0123", "vector_kernel", registers=40, spilled=0, shared=1024, warps=4, launched_by="bf16; training")
 
 
-def test_tables_are_of_what_is_launched_and_fit_their_cards() -> None:
-    """A process of its own, as this one interprets; one for all, as importing takes as long as half an architecture's
-    variants. One of each is compiled again."""
+@pytest.mark.parametrize("pair", list(zip(architectures()[::2], architectures()[1::2], strict=True)))
+def test_tables_are_of_what_is_launched_and_fit_their_cards(pair: tuple[str, ...]) -> None:
+    """A process of its own, as this one interprets; one for two architectures, as importing takes as long as half of
+    one's variants, and all of them longer than a test may. One of each is compiled again."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_table", "--check", "--sample", "1"],
+        [sys.executable, "-m", "tests.kernels.compile_table", "--check", "--sample", "1", *pair],
         cwd=Path(__file__).parents[3],
         env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
         capture_output=True,

@@ -99,7 +99,7 @@ from services.common.jobs.scorers.base import ScorerSpec
 class LengthReward(ScorerSpec):
     type: Literal["length"] = "length"
 
-    def scorer(self, where, webhooks):
+    def scorer(self, where, grants):
         return self
 
     def score(self, samples, interrupt):
@@ -186,5 +186,5 @@ def test_a_scorer_is_a_module_and_a_line(services: Path) -> None:
     replaced(
         registry, "import Sample\n", "import Sample\nfrom services.common.jobs.scorers.length import LengthReward\n"
     )
-    replaced(registry, "_Any: TypeAlias = RegexReward", "_Any: TypeAlias = LengthReward | RegexReward")
+    replaced(registry, "_Any: TypeAlias = (\n    RegexReward", "_Any: TypeAlias = (\n    LengthReward | RegexReward")
     assert used(services, SCORER_USED) == [0.0, 8.0]

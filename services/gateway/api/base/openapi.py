@@ -181,6 +181,20 @@ EXAMPLES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "seed": 1,
         },
     },
+    "/v1/evaluations/import": {
+        "one task": {
+            "results": {
+                "model_name": "theirs",
+                "results": {"gsm8k": {"alias": "gsm8k", "exact_match,strict-match": 1.0}},
+                "n-samples": {"gsm8k": {"original": 1, "effective": 1}},
+                "higher_is_better": {"gsm8k": {"exact_match": True}},
+                "versions": {"gsm8k": 3.0},
+            },
+            "samples": {
+                "gsm8k": '{"doc_id": 0, "filter": "strict-match", "filtered_resps": ["19"], "exact_match": 1.0}'
+            },
+        }
+    },
     "/v1/train/sessions": {"adapter": {"lora": {"rank": 8}, "ttl_seconds": 60}},
 }
 """Example bodies of POST by path and name."""

@@ -50,7 +50,7 @@ def test_an_evaluation_is_submitted(tiny: Running) -> None:
     for content in (b"x", b"y", b"z"):
         files["adapter_model.safetensors"] = content
         tiny.registry.publish("polite", files, base_digest=tiny.inference.engines.served.info.digest)
-    for path, status in (("/v1/eval/suites", 201), ("/v1/evaluations", 202)):
+    for path, status in (("/v1/eval/suites", 201), ("/v1/evaluations", 202), ("/v1/evaluations/import", 201)):
         for body in EXAMPLES[path].values():
             answer = httpx.post(f"{tiny.url}{path}", json=body, timeout=20, trust_env=False)
             assert answer.status_code == status, answer.text

@@ -73,6 +73,8 @@ BEYOND_JSON_SCHEMA: Mapping[str, str] = {
     r"is no call of the turn before": "an earlier entry",
     # The order of lists, and their end.
     r"text of a turn comes after its tool_result blocks": "an order",
+    r"there is no task": "a name in another object",
+    r"there are no samples of task": "a name in another object",
     r"must end with the turn": "the end of a list",
     r"has no turn to learn": "the order of a list",
     r"renders assistant turn \d+ differently": "the model's template",
