@@ -17,7 +17,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.gpu.experts.stack import rows_of, tensor_of
 from kernels.gpu.launch.programmatic import wait
 from kernels.gpu.linear.skinny_parts import (
-    DENSE,
     FP8,
     GROUP,
     INT4,
@@ -66,11 +65,11 @@ def _ask(
     GROUPS: tl.constexpr,
 ):
     """Rows of an expert's matrix, asked for: their words and, in int4, factors and offsets, each in chunks of GROUPS
-    groups. Beside them the tensor of their scales (None: none), and the rows' numbers in it."""
+    groups."""
     first, total = rows_of(stack, expert, EXPERTS, N)
     own = first + row
     values = tensor_of(stack.words, stack.shared_words, expert, EXPERTS)
-    scale = tensor_of(stack.scale, stack.shared_scale, expert, EXPERTS) if KIND != DENSE else None
+    scale = tensor_of(stack.scale, stack.shared_scale, expert, EXPERTS) if KIND == INT4 else None
     zero = tensor_of(stack.zero, stack.shared_zero, expert, EXPERTS) if KIND == INT4 else None
     words, factors, offsets = (), (), ()
     for chunk in tl.static_range((K + GROUPS * GROUP - 1) // (GROUPS * GROUP)):
@@ -78,7 +77,14 @@ def _ask(
         if KIND == INT4:
             factors = factors + (_of_groups(scale, own, total, chunk * GROUPS, K, GROUPS),)  # noqa: RUF005
             offsets = offsets + (_of_groups(zero, own, total, chunk * GROUPS, K, GROUPS),)  # noqa: RUF005
-    return (words, factors, offsets), scale, own
+    return words, factors, offsets
+
+
+@triton.jit
+def _scales(stack, expert, row, EXPERTS: tl.constexpr, N: tl.constexpr):
+    """Factors of an expert's rows in float8."""
+    first, _ = rows_of(stack, expert, EXPERTS, N)
+    return tl.load(tensor_of(stack.scale, stack.shared_scale, expert, EXPERTS) + first + row)
 
 
 @triton.jit
@@ -136,13 +142,14 @@ def streamed_gate_up_kernel(
     row = weight_rows(tile, N, BLOCK_N, True)
     if PDL:
         wait(True)  # so that the kernel behind, once it runs, finds the experts
-    asked, scale, own = _ask(stack, tl.load(experts + pair), row, EXPERTS, N, K, KIND, GROUPS)
+    expert = tl.load(experts + pair)
+    asked = _ask(stack, expert, row, EXPERTS, N, K, KIND, GROUPS)
     m = token + tl.arange(0, 1)
     squares = squares_ahead(around, m, M, PARTS) if PARTS > 0 else None
     acc = _sums(asked, x + token.to(tl.int64) * x_stride, K, KIND, GROUPS, INTERPRETED)
     result = tl.sum(tl.sum(acc, axis=2), axis=1)
     if KIND == FP8:
-        result *= tl.load(scale + own)
+        result *= _scales(stack, expert, row, EXPERTS, N)
     place = pair + tl.arange(0, 1)
     finish(result[None, :], squares, None, around, tile, place, pair + 1, N, K, BLOCK_N, 1, True, 0)
 
@@ -173,10 +180,12 @@ def streamed_down_kernel(
         gdc_launch_dependents()
     held, shares = (), ()
     for j in tl.static_range(CHOSEN):
-        asked, scale, own = _ask(stack, tl.load(experts + token * CHOSEN + j), row, EXPERTS, N, K, KIND, GROUPS)
-        held = held + (asked,)  # noqa: RUF005
+        expert = tl.load(experts + token * CHOSEN + j)
+        held = held + (_ask(stack, expert, row, EXPERTS, N, K, KIND, GROUPS),)  # noqa: RUF005
         share = tl.load(weights + token * CHOSEN + j)
-        shares = shares + ((share * tl.load(scale + own))[:, None, None] if KIND == FP8 else share,)  # noqa: RUF005
+        if KIND == FP8:
+            share = (share * _scales(stack, expert, row, EXPERTS, N))[:, None, None]
+        shares = shares + (share,)  # noqa: RUF005
     if PDL:
         gdc_wait()
     eighths: tl.constexpr = GROUP // (8 * (4 if KIND == INT4 else (2 if KIND == FP8 else 1)))
