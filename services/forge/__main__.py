@@ -12,9 +12,10 @@ from pydantic import BaseModel, ValidationError
 from services.adapter_tools.events import Reporter, run_to_the_end
 from services.common.errors import InvalidRequest
 from services.common.jobs import LoraSettings, OptimizerSettings
+from services.common.jobs.kinds.forge import IMPORTANCE_METHODS
 from services.common.validation.errors import problem
 from services.engine.models.weights.shards import SHARD_BYTES
-from services.forge.importance.settings import METHODS, Settings
+from services.forge.importance.settings import Settings
 from services.forge.recovery.settings import (
     METHODS as RECOVERY_METHODS,
 )
@@ -46,7 +47,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         return command
 
     importance = step("importance", plans=False, writes=False)
-    importance.add_argument("--method", choices=METHODS, required=True)
+    importance.add_argument("--method", choices=IMPORTANCE_METHODS, required=True)
     importance.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     importance.add_argument("--data", type=Path)
     importance.add_argument("--data-name")

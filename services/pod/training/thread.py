@@ -17,6 +17,7 @@ from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.tracing import NO_TRACER, Tracer
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine
+from services.pod.forging.job import PodForge
 from services.pod.host import PodHost
 from services.pod.rollouts import EngineRollouts
 from services.trainer.jobs import prepare_run
@@ -62,6 +63,7 @@ class Training:
                 store=store,
                 registry=registry,
                 prepare=prepare_run,
+                forge=PodForge(settings, host, store, trainer.forge_dir),
                 metrics=counters,
                 side=self.sessions,
                 tracer=tracer,
