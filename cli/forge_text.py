@@ -32,10 +32,41 @@ def planned_run(result: Mapping[str, Any]) -> str:
             f"  {stage['stage']:<{width}}  {seconds:>9}  {_bytes(stage['memory_bytes']):>10}  {disk:>10}".rstrip()
         )
     lines.append(
-        f"about {plan['seconds']:,.0f} s (estimated, from {plan['measured_flops'] / 1e9:,.0f} GFLOP/s measured here); "
-        f"memory {_bytes(plan['memory_bytes'])} of {_bytes(plan['memory_there'])}, disk {_bytes(plan['disk_bytes'])}"
+        f"{_estimated(plan)}; memory {_bytes(plan['memory_bytes'])} of {_bytes(plan['memory_there'])}, "
+        f"disk {_bytes(plan['disk_bytes'])}"
     )
     return "\n".join(lines)
+
+
+def planned_recovery(result: Mapping[str, Any]) -> str:
+    """A recovery that was only planned."""
+    plan, examples = result["plan"], result["plan"]["examples"]
+    memory = ", ".join(f"{name.replace('_', ' ')} {_bytes(count)}" for name, count in plan["memory"].items() if count)
+    return "\n".join(
+        (
+            "nothing was written; it would be:",
+            f"  parameters  {plan['parameters']:,}, of bytes {plan['bytes']:,}",
+            f"  trained  {plan['trained_parameters']:,} numbers in {plan['steps']} steps, {plan['tokens']:,} tokens",
+            f"  examples  {examples['learnt']} to learn from, {examples['held_out']} held out",
+            f"  memory  {_bytes(plan['memory_bytes'])} of {_bytes(plan['memory_there'])}: {memory}",
+            f"  disk  {_bytes(plan['disk_bytes'])}",
+            _estimated(plan),
+        )
+    )
+
+
+def recovered(result: Mapping[str, Any], where: str) -> str:
+    """A recovery that has ended."""
+    return "\n".join(
+        (
+            f"wrote [green]{escape(where)}[/]",
+            f"  held-out loss  {result['held_out_before']:.4f} → {result['held_out_after']:.4f}",
+            f"  steps  {result['steps']}, best after {result['best_step']}"
+            f"{', stopped early' if result['stopped_early'] else ''}",
+            f"  trained  {result['trained_parameters']:,} numbers on {result['tokens']:,} tokens "
+            f"in {result['seconds']:.0f} s",
+        )
+    )
 
 
 def forged(result: Mapping[str, Any], where: str) -> str:
@@ -60,6 +91,11 @@ def quality(evaluation: Mapping[str, Any]) -> str:
             text += f", p {pair['p']:.2g}"
         lines.append(text)
     return "\n".join(lines)
+
+
+def _estimated(plan: Mapping[str, Any]) -> str:
+    rate = f"{plan['measured_flops'] / 1e9:,.0f} GFLOP/s"
+    return f"about {plan['seconds']:,.0f} s (estimated, from {rate} measured here)"
 
 
 def _mean(summary: Mapping[str, Any], percent: bool) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ import typer
 from rich.markup import escape
 
 from cli.commands import forge_jobs
-from cli.forge_text import forged, planned_run, quality, sizes
+from cli.forge_text import forged, planned_recovery, planned_run, quality, recovered, sizes
 from cli.local.external_tool import Amount, run_tool
 from cli.options import Json
 from cli.output import CliError, ExitCode, Output, guarded
@@ -263,6 +264,7 @@ def recover(
     device: Annotated[Device, typer.Option(help="Where the models run.")] = Device.CPU,
     max_shard_size: ShardSize = 5.0,
     sign: Sign = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would take.")] = False,
     as_json: Json = False,
 ) -> None:
     """Train what a cut has left, and write the checkpoint with the lowest held-out loss. Resumes after an end."""
@@ -299,19 +301,8 @@ def recover(
     for name, value in given.items():
         arguments += [] if value is None else [f"--{name}", str(value)]
 
-    def tell(result: dict[str, Any]) -> str:
-        return "\n".join(
-            (
-                f"wrote [green]{escape(str(out))}[/]",
-                f"  held-out loss  {result['held_out_before']:.4f} → {result['held_out_after']:.4f}",
-                f"  steps  {result['steps']}, best after {result['best_step']}"
-                f"{', stopped early' if result['stopped_early'] else ''}",
-                f"  trained  {result['trained_parameters']:,} numbers on {result['tokens']:,} tokens "
-                f"in {result['seconds']:.0f} s",
-            )
-        )
-
-    _run(arguments, as_json, tell, amount="count")
+    tell = planned_recovery if dry_run else partial(recovered, where=str(out))
+    _run(arguments, as_json, tell, dry_run=dry_run, amount="count")
 
 
 @app.command()

@@ -27,7 +27,7 @@ _FILES = {"data": "examples", "held_out": "eval_examples"}
 _NOT_SENT = {
     "model": "a job forges the model that the engines serve",
     "output": "the result of a job goes into the server's object store",
-    "sign": "the key stays on this machine: fetch the result, and sign it here",
+    "sign": "a key stays on its machine: the server signs with that of TEMPER_FORGE_KEY_FILE",
     "data_name": "data of a job are called so by its id",
 }
 

@@ -99,29 +99,23 @@ def test_engine_killed_in_the_middle_of_an_evaluation(faulty: Stack) -> None:
 def test_engine_killed_in_the_middle_of_forging_and_the_result_served(
     faulty: Stack, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """It goes on where it was, ends in the model of a run that nobody disturbed, and `temper up` serves that model."""
+    """It goes on where it was, and `temper up` serves the model that comes of it. That a run which was killed ends in
+    the same bytes is tests/unit/forge/test_pipeline.py, at many moments."""
     lines = "\n".join(json.dumps({"prompt": f"What is {n} plus 7?", "expected": n + 7}) for n in range(20))
     suite = {"name": "few-sums", "scorer": {"type": "exact"}, "sampling": {"max_tokens": 6}, "jsonl": lines}
-    run = {
-        "importance": {"method": "gradients"},
-        "prune": {"mlp_channels": "25%"},
-        "examples": [{"prompt": f"What is {n} plus 7?", "completion": str(n + 7)} for n in range(64)],
-        "suites": ["few-sums"],
-    }
+    run = {"importance": {"method": "weights"}, "prune": {"mlp_channels": "25%"}, "suites": ["few-sums"]}
     with httpx.Client(base_url=faulty.url, timeout=30) as client:
         assert client.post("/v1/eval/suites", json=suite).status_code == 201
-        ids = [client.post("/v1/forge", json=run).json()["id"] for _ in range(2)]
-        jobs.wait_for_step(client, ids[0], 1)
+        forging = client.post("/v1/forge", json=run).json()["id"]
+        jobs.wait_for_step(client, forging, 1)
         os.kill(faulty.pid("engine"), signal.SIGKILL)
-        ended = [jobs.wait_for_end(client, one) for one in ids]
-        assert [one["state"] for one in ended] == ["succeeded", "succeeded"], ended
-        assert [one["attempts"] for one in ended] == [2, 1]
-        killed, undisturbed = (client.get(f"/v1/forge/{one}").json() for one in ids)
-        told = jobs.events(client, ids[0])
+        ended = jobs.wait_for_end(client, forging)
+        assert (ended["state"], ended["attempts"]) == ("succeeded", 2), ended
+        told = jobs.events(client, forging)
         assert sum(event["data"].get("message") == "baseline: answering" for event in told) == 1
-        same = ("digest", "plan", "evaluation")
-        assert [killed[name] for name in same] == [undisturbed[name] for name in same]
-        assert [one["id"] for one in client.get("/v1/forge").json()["data"]] == ids[::-1]
+        killed = client.get(f"/v1/forge/{forging}").json()
+        assert killed["evaluation"]["after"]["few-sums@1"]["items"] == 20
+        assert [one["id"] for one in client.get("/v1/forge").json()["data"]] == [forging]
     settings = faulty.settings
     env = {
         "TEMPER_S3_ENDPOINT": settings.s3_endpoint,

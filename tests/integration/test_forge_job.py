@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from services.common.adapters.registry import AdapterRegistry
 from services.common.evaluation.suites.store import SuiteStore
@@ -18,6 +19,7 @@ from services.common.queue.job_queue import JobQueue
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
 from services.engine.settings import EngineSettings
+from services.forge.signature import check_signature
 from services.pod.forging.job import PodForge
 from services.trainer.jobs import prepare_run
 from services.trainer.runtime.worker import TrainerWorker
@@ -26,6 +28,7 @@ from tests.integration.test_evaluation_job import made
 from tests.integration.test_rollout_job import events, until
 from tests.rollout_support import TINY, Pod, running_pod
 
+KEY = Ed25519PrivateKey.generate()
 SUMS = 70
 """Items of the suite: more than a shard has."""
 EXAMPLES = [{"prompt": f"What is {n} plus 4?", "completion": str(n + 4)} for n in range(6)]
@@ -49,7 +52,7 @@ def start(
         trainer = TrainerSettings(
             **settings.model_dump(), job_heartbeat_seconds=0.2, checkpoint_dir=tmp_path / "checkpoints"
         )
-        forge = PodForge(served, pod.host, store, tmp_path / "forge")
+        forge = PodForge(served, pod.host, store, tmp_path / "forge", KEY)
         workers.append(
             TrainerWorker(pod.host, trainer, store=store, registry=registry, prepare=prepare_run, forge=forge)
         )
@@ -108,7 +111,10 @@ async def test_handed_on_in_the_middle_a_job_goes_on_beside_traffic_and_ends_in_
     assert record["plan"]["shape"] == {"mlp_channels": [512, 384]}
     assert record["evaluation"]["before"]["sums@1"]["items"] == SUMS
     names = {key.rpartition("/")[2] for key in store.list(f"forged/{done.id}/")}
-    assert names == {*record["outputs"]["files"], "forge.json"}
+    assert names == {*record["outputs"]["files"], "forge.json", "forge.json.sig"}
+    record_and_signature = (store.get(f"forged/{done.id}/{name}").data for name in ("forge.json", "forge.json.sig"))
+    check_signature(*record_and_signature, KEY.public_key())
+    assert (done.progress.step, done.progress.total_steps) == (6, 6)
     assert store.get(f"forged/{done.id}/README.md").data.startswith(b"# Small\n")
     left = {path.name.partition("-")[0] for path in (tmp_path / "forge").iterdir()}
     assert left <= {".lock", "no"}, "what stages made is gone"

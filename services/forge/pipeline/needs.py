@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from services.common.jobs.kinds.forge import NEED_DATA, ForgeImportance, ForgeRecover
+from services.common.jobs.documents import Document
+from services.common.jobs.kinds.forge import NEED_DATA, ForgeImportance
 from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import Formats, copies_head, weight_bytes
 from services.engine.models.interface import resolve_dtype
-from services.engine.models.lora.targets import target_shapes
+from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.weights.shards import Progress, silent
-from services.trainer.memory.estimate import TeacherWork, Workload, estimate
+from services.forge.recovery.memory import plan_memory, trained_numbers
+from services.forge.recovery.neighbours import LastCut
+from services.forge.recovery.settings import RecoverySettings
+from services.forge.units import WIDTHS, Kind, Width
+from services.trainer.memory.estimate import Workload, estimate
 
 STREAM_BYTES = 96 * 2**20
 """Bytes in memory while a checkpoint is read and written tensor by tensor."""
@@ -96,28 +102,46 @@ def importance_seconds(config: ModelConfig, settings: ForgeImportance, tokens: i
     return rates.forward(config, tokens * (3 if settings.method == "gradients" else 1))
 
 
-def recovery_bytes(config: ModelConfig, teacher: ModelConfig, settings: ForgeRecover, device: str) -> int:
-    """Bytes of a recovery, at most: weights, the teacher's where there is one, and what training takes. The recovery
-    itself plans with what it trains."""
-    numbers = config.parameters()
-    if settings.trains == "lora":
-        numbers = sum(settings.lora.rank * (out + into) for out, into in target_shapes(config).values())
-    distils = settings.method == "distill"
-    work = Workload(
-        adapter_numbers=numbers,
-        rank=settings.lora.rank,
-        tokens=settings.tokens_per_forward,
-        itemsize=resolve_dtype("auto", device).itemsize,
-        recompute=settings.recompute,
-        fused=False,
-        teacher=TeacherWork(teacher) if distils else None,
+def recovery_bytes(
+    config: Qwen3_5Config,
+    teacher: ModelConfig,
+    settings: RecoverySettings,
+    documents: Sequence[Document],
+    gone: Collection[Kind],
+) -> tuple[int, bool]:
+    """Bytes of a recovery, by its own plan; and whether they are an upper bound, because layers have gone: which ones
+    decides what is trained, and is not known yet.
+
+    Args:
+        config: of the model after the cut.
+        documents: that are learnt from or held out.
+        gone: kinds of units that the cut takes.
+    """
+    bound = "layers" in gone and settings.trains == "neighbours"
+    widths: tuple[Width, ...] = tuple(width for width in WIDTHS if width in gone)
+    names = LastCut(widths, tuple(range(config.num_layers)) if bound else ()).tensors(config)
+    device = torch.device(settings.device)
+    plan = plan_memory(
+        config,
+        teacher if settings.method == "distill" else None,
+        settings,
+        documents,
+        numbers=trained_numbers(config, settings, names),
+        dtype=resolve_dtype(settings.dtype, device),
+        device=device,
+        teacher_is_loaded=False,
     )
-    weights = model_bytes(config, device) + (model_bytes(teacher, device) if distils else 0)
-    return weights + estimate(config, work).total
+    return plan.total, bound
 
 
-def recovery_seconds(config: ModelConfig, teacher: ModelConfig, settings: ForgeRecover, rates: Rates) -> float:
-    """Seconds of all steps of one cycle."""
+def recovery_seconds(
+    config: ModelConfig, teacher: ModelConfig | None, settings: RecoverySettings, rates: Rates
+) -> float:
+    """Seconds of all steps of one cycle.
+
+    Args:
+        teacher: not looked at unless it is distilled from.
+    """
     tokens = settings.steps * settings.batch_tokens
-    taught = rates.forward(teacher, tokens) if settings.method == "distill" else 0.0
+    taught = rates.forward(teacher, tokens) if settings.method == "distill" and teacher is not None else 0.0
     return 3 * rates.forward(config, tokens) + taught

@@ -11,6 +11,7 @@ from typing import Any
 
 from services.adapter_tools.output import MARGIN_BYTES
 from services.common.errors import DoesNotFit, InvalidRequest
+from services.common.jobs.documents import Document
 from services.common.text.tokenizer import TextCodec
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.registry import parse_config
@@ -25,9 +26,10 @@ from services.forge.pipeline.needs import (
     recovery_bytes,
     recovery_seconds,
 )
-from services.forge.pipeline.run import Pipeline
+from services.forge.pipeline.run import Pipeline, recovery_settings
 from services.forge.pipeline.schedule import nominal_cut
 from services.forge.quantization import quantized_bytes
+from services.forge.recovery.examples import Examples
 from services.forge.units import Kind, count
 from services.trainer.memory.estimate import mib
 
@@ -43,7 +45,7 @@ class StagePlan:
     disk_bytes: int = 0
     """Of the work directory, for what it makes."""
     bound: bool = False
-    """The memory is an upper bound: the stage plans what it needs when it knows what it trains."""
+    """The memory is an upper bound: what the stage trains depends on which layers go, and it plans for itself then."""
 
     def summary(self) -> dict[str, Any]:
         """Plan as JSON."""
@@ -122,6 +124,7 @@ def plan_run(pipeline: Pipeline) -> RunPlan:
     schedule = pipeline.check()
     rates = Rates.measured(machine.device, pipeline.progress)
     tokens, items = _tokens(pipeline), inputs.suites.items
+    documents = _documents(pipeline)
     with ExitStack() as stack:
         base = Base(inputs.model, stack)
         made = RunPlan(_sizes(base, schedule.left), 0, memory_bytes=machine.memory_bytes, rate=rates.flops)
@@ -143,9 +146,10 @@ def plan_run(pipeline: Pipeline) -> RunPlan:
             config, nbytes = _config(base, left), after.bytes_after
             stages.append(StagePlan(f"{name}-3-compact", STREAM_BYTES, 2 * rates.copied(nbytes), nbytes))
             if settings.recover is not None:
-                seconds = recovery_seconds(config, base.config, settings.recover, rates) + rates.copied(nbytes)
-                memory = recovery_bytes(config, base.config, settings.recover, machine.device)
-                stages.append(StagePlan(f"{name}-4-recover", memory, seconds, 2 * nbytes, bound=True))
+                how = recovery_settings(settings, machine.device)
+                seconds = recovery_seconds(config, base.config, how, rates) + rates.copied(nbytes)
+                memory, bound = recovery_bytes(config, base.config, how, documents, levels)
+                stages.append(StagePlan(f"{name}-4-recover", memory, seconds, 2 * nbytes, bound=bound))
         if settings.quantize is not None:
             nbytes = quantized_bytes(compacted(base, nominal_cut(base.config, schedule.left, mtp=base.mtp)))
             stages.append(StagePlan("quantize", STREAM_BYTES, 3 * rates.copied(nbytes), nbytes))
@@ -164,6 +168,17 @@ def _tokens(pipeline: Pipeline) -> int:
     codec = TextCodec.from_directory(inputs.model)
     read = Calibration.read(inputs.data, codec, name=inputs.data_name, max_tokens=settings.importance.max_tokens)
     return read.tokens
+
+
+def _documents(pipeline: Pipeline) -> list[Document]:
+    """What a recovery reads."""
+    inputs, settings = pipeline.inputs, pipeline.inputs.settings
+    if inputs.data is None or settings.recover is None:
+        return []
+    how = recovery_settings(settings, pipeline.machine.device)
+    codec = TextCodec.from_directory(inputs.model)
+    read = Examples.read(inputs.data, inputs.held_out, codec, how, name=inputs.data_name)
+    return [*read.learnt, *read.held_out]
 
 
 def _sizes(base: Base, left: Mapping[Kind, int]) -> Plan:

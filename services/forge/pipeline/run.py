@@ -21,7 +21,7 @@ from services.forge.files import file_digest
 from services.forge.importance.settings import Settings
 from services.forge.pipeline.evaluation import Evaluated, Suites, comparison, evaluated
 from services.forge.pipeline.machine import Machine, Turn
-from services.forge.pipeline.needs import STREAM_BYTES, importance_bytes, recovery_bytes
+from services.forge.pipeline.needs import STREAM_BYTES, importance_bytes
 from services.forge.pipeline.schedule import Schedule
 from services.forge.pipeline.shapes import device_name, gone, shape_of, sizes
 from services.forge.pipeline.work import Place, Work
@@ -49,11 +49,18 @@ class Inputs:
         return [kind for kind in KINDS if kind in self.settings.prune.levels]
 
     @property
-    def stages(self) -> int:
-        """Number of stages, saving counted."""
-        settings = self.settings
-        cycle = 3 + (settings.recover is not None)
-        return settings.prune.cycles * cycle + (settings.quantize is not None) + 2 * bool(self.suites.digests) + 1
+    def stages(self) -> tuple[str, ...]:
+        """Names of the stages in their order, saving counted."""
+        settings, evaluated = self.settings, bool(self.suites.digests)
+        steps = ["1-importance", "2-prune", "3-compact", *(["4-recover"] if settings.recover is not None else [])]
+        cycles = [f"{_cycle_name(number)}-{step}" for number in range(1, settings.prune.cycles + 1) for step in steps]
+        return (
+            *(["baseline"] if evaluated else []),
+            *cycles,
+            *(["quantize"] if settings.quantize is not None else []),
+            *(["evaluate"] if evaluated else []),
+            "save",
+        )
 
     @property
     def shard_bytes(self) -> int:
@@ -133,7 +140,7 @@ class Pipeline:
         base_digest: str,
     ) -> tuple[Path, str]:
         """The checkpoint that a cycle makes, and its digest."""
-        name, shards = f"cycle-{number:02d}", self.inputs.shard_bytes
+        name, shards = _cycle_name(number), self.inputs.shard_bytes
         scores = self._importance(f"{name}-1-importance", model, digest, data["data"])
         cut = self.work.place(f"{name}-2-prune", {"scores": scores.key, "levels": dict(levels)})
         if not cut.done:
@@ -213,15 +220,15 @@ class Pipeline:
                 "shards": inputs.shard_bytes,
             },
         )
-        if place.done or inputs.data is None or inputs.settings.recover is None:
+        if place.done or inputs.data is None:
             return place
-        bound = recovery_bytes(
-            read_config(smaller.path), read_config(inputs.model), inputs.settings.recover, machine.device
-        )
-        # The recovery plans exactly what it needs, and refuses what does not fit.
-        machine.take("recover", min(bound, machine.memory_bytes), "")
         stop = _Stop(machine.interrupt)
         with Turn(machine) as turn:
+
+            def reserve(nbytes: int) -> None:
+                with turn.left():
+                    machine.take("recover", nbytes, "lower recover.tokens_per_forward")
+
             report = recover(
                 smaller.path,
                 place.path,
@@ -233,6 +240,7 @@ class Pipeline:
                 state=place.state,
                 memory_bytes=machine.memory_bytes,
                 max_shard_bytes=inputs.shard_bytes,
+                reserve=reserve,
                 give_way=turn.give_way,
                 progress=turn.telling(self._telling(name), interrupt=False),
                 should_stop=stop,
@@ -313,6 +321,10 @@ class _Stop:
         """Raises what ended the run."""
         if self._error is not None:
             raise self._error
+
+
+def _cycle_name(number: int) -> str:
+    return f"cycle-{number:02d}"
 
 
 def recovery_settings(settings: ForgeSettings, device: str) -> RecoverySettings:

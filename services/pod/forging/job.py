@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 from services.common.errors import CheckpointRejected, InvalidRequest, NotFound
 from services.common.evaluation.suites.names import parse_suite_ref
 from services.common.evaluation.suites.store import SuiteStore
@@ -23,6 +25,7 @@ from services.forge.pipeline.run import Inputs, Pipeline
 from services.forge.pipeline.save import save, upload
 from services.forge.pipeline.work import Work
 from services.forge.record import read_record
+from services.forge.signature import signer
 from services.pod.engine import Guest
 from services.pod.forging.engines import TrainerTurns, engine_bytes, engine_settings, opened
 from services.pod.host import PodHost
@@ -42,9 +45,18 @@ class PodForge:
     Args:
         settings: of the engine that serves.
         work: directory of the results.
+        key: records are signed with it; None: they are not.
     """
 
-    def __init__(self, settings: EngineSettings, host: PodHost, store: ObjectStore, work: Path) -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        host: PodHost,
+        store: ObjectStore,
+        work: Path,
+        key: Ed25519PrivateKey | None = None,
+    ) -> None:
+        self._key = key
         self._settings = settings
         self._host = host
         self._store = store
@@ -72,12 +84,13 @@ class PodForge:
             pipeline = Pipeline(inputs, work, self._machine(link), stages)
             plan_run(pipeline).check(self._work)
             forged = pipeline.run()
-            saved = work.place("saved", {"name": job.name, "record": forged.made.content()})
+            saved = work.place("saved", {"name": job.name, "record": forged.made.content(), "key": signer(self._key)})
             if not saved.done:
-                save(forged, saved.path, None, stages, name=job.name)
+                save(forged, saved.path, self._key, stages, name=job.name)
             link.fence()
             upload(saved.path, self._store, f"{STORED}{job_id}", stages, link.retry)
             digest = read_record(saved.path)["outputs"]["digest"]
+            stages.end()
             work.forget()
         return {"model": uri, "digest": digest}
 
@@ -131,17 +144,20 @@ class PodForge:
 class _Stages:
     """Progress of a pipeline as that of a job: the finished stages, of all."""
 
-    def __init__(self, stages: int, link: ForgeLink) -> None:
+    def __init__(self, stages: Sequence[str], link: ForgeLink) -> None:
         self._stages = stages
         self._link = link
-        self._names: list[str] = []
+        self._finished = 0
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        name, colon, _ = what.partition(":")
-        if colon and name not in self._names:
-            self._names.append(name)
-        finished = min(max(0, len(self._names) - 1), self._stages)
-        self._link.progress(finished, self._stages, what, done, total)
+        name = what.partition(":")[0]
+        if name in self._stages:
+            self._finished = self._stages.index(name)
+        self._link.progress(self._finished, len(self._stages), what, done, total)
+
+    def end(self) -> None:
+        """Tells that all are finished."""
+        self._link.progress(len(self._stages), len(self._stages), "saved", 1, 1)
 
 
 def _file_of(examples: Sequence[SftExample], name: str, work: Work) -> Path | None:

@@ -26,7 +26,7 @@ from services.forge.pipeline.run import Inputs, Pipeline
 from services.forge.pipeline.save import save, upload
 from services.forge.pipeline.work import Work
 from services.forge.record import read_record
-from services.forge.signature import read_private_key
+from services.forge.signature import read_private_key, signer
 from services.pod.device import Device
 from services.pod.forging.engines import engine_bytes, engine_settings, opened
 from services.pod.memory import device_bytes
@@ -82,14 +82,18 @@ def run(
         return {"out": None, "output": recipe.output, "plan": planned.summary()}
     with results.locked():
         results.clean()
-        pipeline = Pipeline(_inputs(recipe, results), results, machine(device, directory, threads), progress)
+        inputs = _inputs(recipe, results)
+        progress = _numbered(inputs.stages, progress)
+        pipeline = Pipeline(inputs, results, machine(device, directory, threads), progress)
         plan_run(pipeline).check(directory)
         forged = pipeline.run()
         if place is None:
             save(forged, out, key, progress)
             record = read_record(out)
         else:
-            saved = results.place("saved", {"digest": forged.digest, "record": forged.made.content()})
+            saved = results.place(
+                "saved", {"digest": forged.digest, "record": forged.made.content(), "key": signer(key)}
+            )
             if not saved.path.exists():
                 save(forged, saved.path, key, progress, name=place[1].rpartition("/")[2])
             store = ObjectStore(CommonSettings().model_copy(update={"s3_bucket": place[0]}))
@@ -155,6 +159,17 @@ def report(record: dict[str, Any]) -> dict[str, Any]:
         "evaluation": record.get("evaluation"),
         "data": record["data"],
     }
+
+
+def _numbered(stages: Sequence[str], progress: Progress) -> Progress:
+    """Progress that tells the number of each stage, of all."""
+
+    def tell(what: str, done: int, total: int) -> None:
+        name = what.partition(":")[0]
+        place = f"{stages.index(name) + 1}/{len(stages)} " if name in stages else ""
+        progress(f"{place}{what}", done, total)
+
+    return tell
 
 
 def _work_of(recipe: Recipe, file: Path) -> Path:

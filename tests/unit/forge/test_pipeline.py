@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,12 +14,13 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
-from services.common.errors import CheckpointRejected, Conflict, DoesNotFit, InvalidRequest, NotFound, TemperError
+from services.common.errors import CheckpointRejected, Conflict, DoesNotFit, InvalidRequest, NotFound
 from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.weights.shards import Progress, silent
 from services.forge.pipeline.work import Work
 from services.forge.steps import verify_step
 from services.pod.forging.local import evaluate_directory, run
+from tests.unit.forge.breaking_off import in_child, killed_at
 from tests.unit.forge.models import TINY, reference_logits
 
 RECOVER = {"method": "distill", "steps": 3, "batch_tokens": 16, "save_every": 1, "eval_every": 1, "held_out_share": 0.3}
@@ -75,31 +74,6 @@ def files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def in_child(work: Callable[[], object]) -> int:
-    """Runs work in a process of its own; returns how that ended: 3 with an error that tells, a signal below 0."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        except TemperError:
-            os._exit(3)
-        except BaseException:
-            os._exit(4)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def killed_at(stage: str, done: int) -> Progress:
-    """Progress that kills its process, as kill -9 does, once a stage is so far."""
-
-    def tell(what: str, now: int, total: int) -> None:
-        del total
-        if stage in what and now >= done:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return tell
-
-
 @pytest.fixture(scope="module")
 def whole(home: Path) -> tuple[Path, dict[str, Any]]:
     """What comes of a run that nothing breaks off, and what it says."""
@@ -109,7 +83,6 @@ def whole(home: Path) -> tuple[Path, dict[str, Any]]:
 
 MOMENTS = [
     ("baseline: answering", 64),
-    ("cycle-01-1-importance: activations", 1),
     ("cycle-01-4-recover: recovering", 2),
     ("cycle-02-3-compact: writing", 1),
     ("evaluate: answering", 64),
@@ -125,6 +98,7 @@ def test_killed_at_any_moment_it_goes_on_and_ends_in_the_same_bytes(
     assert stopped == [-signal.SIGKILL] * len(stopped)
     seen: list[str] = []
     result = forge(file, lambda what, done, total: seen.append(what))
+    assert seen[-1] == "11/11 save: writing"
     assert not any("answering" in what or "activations" in what for what in seen), "nothing is done twice"
     assert files(home / "broken" / "model") == files(whole[0])
     assert result | {"out": ""} == whole[1] | {"out": ""}
@@ -206,6 +180,13 @@ def test_memory_and_disk_are_looked_at_first(home: Path) -> None:
     file = recipe(home, output="small/model")
     little = patch("services.pod.forging.local.device_bytes", return_value=2**27)
     with little, pytest.raises(DoesNotFit, match=r"needs .* MiB of memory, and there are 128.0 MiB"):
+        forge(file, dry_run=True)
+    planned: dict[str, Any] = {"importance": {"method": "weights"}, "suites": [], "recover": {**RECOVER, "steps": 1}}
+    file = recipe(home, **{"output": "small/model", **planned})
+    recovery = next(one for one in forge(file, dry_run=True)["plan"]["stages"] if "recover" in one["stage"])
+    assert recovery["memory_is"] == "planned"
+    less = patch("services.pod.forging.local.device_bytes", return_value=recovery["memory_bytes"] - 1)
+    with less, pytest.raises(DoesNotFit, match=r"cycle-01-4-recover needs .* MiB of memory, and there are"):
         forge(file, dry_run=True)
     usage = shutil.disk_usage(home)
     full = patch("shutil.disk_usage", return_value=usage._replace(free=2**20))  # type: ignore[attr-defined]
