@@ -180,12 +180,30 @@ _AARCH64 = {
 }
 
 
-_ATTRIBUTES = (
-    "chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat setxattr lsetxattr "
-    "fsetxattr removexattr lremovexattr fremovexattr setxattrat removexattrat"
-).split()
+_ATTRIBUTES = [
+    "chmod",
+    "fchmod",
+    "fchmodat",
+    "fchmodat2",
+    "chown",
+    "fchown",
+    "lchown",
+    "fchownat",
+    "utime",
+    "utimes",
+    "futimesat",
+    "utimensat",
+    "setxattr",
+    "lsetxattr",
+    "fsetxattr",
+    "removexattr",
+    "lremovexattr",
+    "fremovexattr",
+    "setxattrat",
+    "removexattrat",
+]
 """Calls that change attributes of files, which mounts bound and Landlock does not."""
-_SIGNALS = "kill tkill rt_sigqueueinfo rt_tgsigqueueinfo".split()
+_SIGNALS = ["kill", "tkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"]
 _SET_ID_BITS = 0o6000
 _CLONE_THREAD = 0x00010000
 _NAMESPACES = 0x7E020000
@@ -226,7 +244,8 @@ _ALWAYS = frozenset(_COMMON) | frozenset(_X86_64) | frozenset(_AARCH64)
 _ALWAYS -= {"tgkill", "open", "creat", "openat", "openat2", "mknod", "mknodat", "clone", "fcntl", "ioctl"}
 
 PROGRAMS = Denied(
-    _ALWAYS, (*_BY_ARGUMENT, ByArgument(["clone"], 0, [_CLONE_THREAD], _CLONE_THREAD), ByArgument(["tgkill"], 0, [None]))
+    _ALWAYS,
+    (*_BY_ARGUMENT, ByArgument(["clone"], 0, [_CLONE_THREAD], _CLONE_THREAD), ByArgument(["tgkill"], 0, [None])),
 )
 """Denied to a program that is one process: threads only, and no signals but to itself."""
 

@@ -24,6 +24,7 @@ _OPEN_FILES = 256
 _WATCH_SECONDS = 0.1
 _MOST_NEW_FILES = 100_000
 _LEAST_PROCESSES = 302
+_ANYBODYS = 8
 _SYSTEM_READS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime", "/etc/ssl/certs")
 """What programs of a distribution look for outside of /usr."""
 _NEVER = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc", "/dev", "/proc", "/sys", "/boot", "/run", "/var/run")
@@ -75,7 +76,7 @@ class CommandLimits:
     processes: int = 400
     """Threads of all of its processes. The kernel takes no number below 302 where the user is root."""
     disk_bytes: int = 2**30
-    """What the workspace's file system may lose while it runs, and the size of a file."""
+    """Of what it writes to the workspace, and the size of a file."""
     temporary_bytes: int = 64 * 2**20
     """Of /tmp and /dev/shm, which are in memory and go with it."""
     output_bytes: int = 2**20
@@ -240,13 +241,11 @@ class CommandSandbox:
         }
         if self.hosts:
             proxy = f"http://127.0.0.1:{_PROXY_PORT}"
-            variables |= {name: proxy for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
+            variables |= dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), proxy)
         return variables
 
 
-def available(
-    workspace: Path, reads: Sequence[str] = (), hosts: AllowedHosts | None = None
-) -> CommandSandbox:
+def available(workspace: Path, reads: Sequence[str] = (), hosts: AllowedHosts | None = None) -> CommandSandbox:
     """A sandbox that was tried: with namespaces, else with Landlock.
 
     Raises:
@@ -271,7 +270,8 @@ class _Usage:
         self._workspace = workspace
         self._limits = limits
         self._free = self._space()
-        self._next_look = 0.0
+        self._began = time.time() - 1  # file systems' clocks are coarse
+        self._next_look = self._next_count = 0.0
         self._page = os.sysconf("SC_PAGE_SIZE")
 
     def over(self, session: int) -> str:
@@ -280,17 +280,44 @@ class _Usage:
         if now < self._next_look:
             return ""
         self._next_look = now + _WATCH_SECONDS
-        free, files = self._space()
-        if self._free[0] - free > self._limits.disk_bytes:
-            return f"the disk of the workspace lost more than {self._limits.disk_bytes} bytes"
-        if self._free[1] - files > _MOST_NEW_FILES:
-            return f"the disk of the workspace got more than {_MOST_NEW_FILES} new files"
+        if over := self._over_disk():
+            return over
         threads, memory = self._taken(session)
         if threads > self._limits.processes:
             return f"it had more than {self._limits.processes} processes"
         if memory > self._limits.memory_bytes:
             return f"it took more than {self._limits.memory_bytes} bytes of memory"
         return ""
+
+    def _over_disk(self) -> str:
+        """What the file system lost is cheap to know, but others write to it, too: the workspace's own new files say
+        whose it is. Files that have no name any more are among neither, so that a multiple counts in any case."""
+        most = self._limits.disk_bytes
+        free, files = self._space()
+        lost, new = self._free[0] - free, self._free[1] - files
+        if lost > _ANYBODYS * most or new > _ANYBODYS * _MOST_NEW_FILES:
+            return f"the file system of the workspace lost more than {_ANYBODYS} times {most} bytes"
+        now = time.monotonic()
+        if (lost > most or new > _MOST_NEW_FILES) and now > self._next_count:
+            found, number = self._written()
+            self._next_count = time.monotonic() + 10 * (time.monotonic() - now)
+            if found > most:
+                return f"it wrote more than {most} bytes to the workspace"
+            if number > _MOST_NEW_FILES:
+                return f"it wrote more than {_MOST_NEW_FILES} files to the workspace"
+        return ""
+
+    def _written(self) -> tuple[int, int]:
+        """Bytes on disk and number of the workspace's files that were changed since the command began."""
+        found = number = 0
+        for directory, _, names in os.walk(self._workspace):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    status = os.lstat(os.path.join(directory, name))
+                    if status.st_ctime >= self._began:
+                        found += status.st_blocks * 512
+                        number += 1
+        return found, number
 
     def _space(self) -> tuple[int, int]:
         """Bytes and files that are free."""

@@ -47,15 +47,18 @@ ATTEMPTS = tuple(
         ("lists a directory", "os.listdir(P['outside'])"),
         ("watches a directory", "fd = check(libc.inotify_init()); path = P['outside'].encode()\n"
          "check(libc.inotify_add_watch(fd, path, 0x100))"),
-        ("opens by a handle", "handle = struct.pack('Ii128s', 128, 0, b''); buffer = ctypes.create_string_buffer(handle)\n"
+        ("opens by a handle", "handle = struct.pack('Ii128s', 128, 0, b'')\n"
+         "buffer = ctypes.create_string_buffer(handle)\n"
          "number = ctypes.c_int()\n"
          "check(libc.name_to_handle_at(-100, P['secret'].encode(), buffer, ctypes.byref(number), 0))\n"
          "mount = os.open(P['outside'], os.O_RDONLY)\n"
          "check(libc.open_by_handle_at(mount, buffer, os.O_RDONLY))", "root"),
         ("reads shared memory of this machine", "open(P['shared']).read()"),
-        ("reads an inherited descriptor", "os.lseek(P['descriptor'], 0, 0); assert os.read(P['descriptor'], 99) == SECRET"),
+        ("reads an inherited descriptor", "os.lseek(P['descriptor'], 0, 0)\n"
+         "assert os.read(P['descriptor'], 99) == SECRET"),
         ("finds a key in its environment", "assert SECRET.decode() in os.environ.values()"),
-        ("reads the environment of its parent", "assert SECRET in open(f'/proc/{P[\"parent\"]}/environ', 'rb').read()"),
+        ("reads the environment of its parent",
+         "assert SECRET in open(f'/proc/{P[\"parent\"]}/environ', 'rb').read()"),
         ("reads the environment of another process", "open(f'/proc/{P[\"victim\"]}/environ', 'rb').read()"),
         ("reads the environment of process 1", "open('/proc/1/environ', 'rb').read()", _DEPENDS),
         # Files, written.
@@ -69,7 +72,8 @@ ATTEMPTS = tuple(
         ("moves a file out", "open('mine', 'w').close(); os.rename('mine', P['outside'] + '/moved')"),
         ("moves a file out by way of ..", "open('mine2', 'w').close(); os.rename('mine2', '../outside/moved2')"),
         ("links a file out", "open('mine3', 'w').close(); os.link('mine3', P['outside'] + '/linked')"),
-        ("moves its workspace", "os.rename(P['workspace'], P['workspace'] + '2'); os.rename(P['workspace'] + '2', P['workspace'])"),
+        ("moves its workspace",
+         "os.rename(P['workspace'], P['workspace'] + '2'); os.rename(P['workspace'] + '2', P['workspace'])"),
         ("deletes a file", "os.unlink(P['outside'] + '/doomed')"),
         ("adds a key for ssh", "open(P['home'] + '/.ssh/authorized_keys', 'a').write('')", _DANGEROUS),
         ("adds a job to cron", "open('/etc/cron.d/mine', 'a')", _DANGEROUS),
@@ -95,7 +99,8 @@ ATTEMPTS = tuple(
         ("signals another process", "os.kill(P['victim'], signal.SIGCONT)"),
         ("signals a thread", "check(libc.syscall(CALLS['tgkill'], P['victim'], P['victim'], signal.SIGCONT))"),
         ("signals with a value", "check(libc.sigqueue(P['victim'], signal.SIGCONT, ctypes.c_void_p(1)))"),
-        ("signals by a descriptor of a process", "signal.pidfd_send_signal(os.pidfd_open(P['victim']), signal.SIGCONT)"),
+        ("signals by a descriptor of a process",
+         "signal.pidfd_send_signal(os.pidfd_open(P['victim']), signal.SIGCONT)"),
         ("has a descriptor signal", "fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, P['victim'])"),
         ("traces", "check(libc.ptrace(0x4206, P['victim'], 0, 0))", "root"),
         ("reads memory of a process", "open(f'/proc/{P[\"victim\"]}/mem', 'rb').close()", "root"),
@@ -123,17 +128,18 @@ ATTEMPTS = tuple(
         ("asks the kernel for its networks", "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0).close()"),
         ("sends raw packets", "socket.socket(socket.AF_INET, socket.SOCK_RAW, 1).close()", "root"),
         # The kernel's rarer parts.
-        ("mounts", "os.mkdir('m'); check(libc.mount(b'tmpfs', b'm', b'tmpfs', 0, None)); libc.umount2(b'm', 2)", "root"),
+        ("mounts", "os.mkdir('m'); check(libc.mount(b't', b'm', b'tmpfs', 0, None)); libc.umount2(b'm', 2)", "root"),
         ("takes a namespace of users", "check(libc.unshare(0x10000000))", "root"),
-        ("starts a process in a namespace of users", "child = check(libc.syscall(CALLS['clone'], 0x10000011, 0, 0, 0, 0))\n"
+        ("starts a process in a namespace of users",
+         "child = check(libc.syscall(CALLS['clone'], 0x10000011, 0, 0, 0, 0))\n"
          "if child == 0: os._exit(0)", "root"),
         ("starts one by the newer call", "arguments = struct.pack('QQQQQQQQ', 0x10000000, 0, 0, 0, 17, 0, 0, 0)\n"
          "child = check(libc.syscall(435, arguments, 64))\nif child == 0: os._exit(0)", "root"),
         ("enters a namespace", "check(libc.setns(os.open(f'/proc/{P[\"victim\"]}/ns/uts', os.O_RDONLY), 0))", "root"),
         ("changes its root", "check(libc.chroot(b'/'))", "root"),
         ("opens a tree of mounts", "check(libc.syscall(428, -100, b'/usr', 1))", "root"),
-        ("loads a program into the kernel", "check(libc.syscall(CALLS['bpf'], 0, struct.pack('IIIII108x', 2, 4, 4, 1, 0), "
-         "128))", "root"),
+        ("loads a program into the kernel",
+         "check(libc.syscall(CALLS['bpf'], 0, struct.pack('IIIII108x', 2, 4, 4, 1, 0), 128))", "root"),
         ("measures the kernel", "event = struct.pack('IIQQQQQ72x', 1, 120, 0, 0, 0, 0, 0)\n"
          "check(libc.syscall(CALLS['perf_event_open'], event, 0, -1, -1, 0))", "root"),
         ("handles faults of pages", "check(libc.syscall(CALLS['userfaultfd'], 0))", "root"),

@@ -47,10 +47,10 @@ HOGS: dict[str, tuple[str, CommandLimits, str]] = {
         "File too large",
     ),
     "fills the disk with many files": (
-        "import os, time\nfor n in range(64):\n    with open(f'f{n}', 'wb') as f: f.write(os.urandom(2**20)); f.flush()\n"
-        "    os.sync\n    time.sleep(0.02)\nprint('filled')",
+        "import os, time\nfor n in range(64):\n    with open(f'f{n}', 'wb') as f: f.write(os.urandom(2**20))\n"
+        "    os.sync(); time.sleep(0.02)",
         LIMITS,
-        "the disk of the workspace lost",
+        "bytes to the workspace",
     ),
     "prints without end": ("while True: print('x' * 1000)", LIMITS, "printed more than"),
     "waits without end": ("import time\ntime.sleep(99)", replace(LIMITS, wall_seconds=0.3), "ran for more than"),
@@ -84,7 +84,7 @@ def field() -> Iterator[dict[str, Any]]:
         stack.callback(os.waitpid, victim, 0)
         stack.callback(os.kill, victim, signal.SIGKILL)
         abstract = f"temper-{os.getpid()}"
-        listening = [
+        listening: list[tuple[int, int, Any]] = [
             (socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)),
             (socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0)),
             (socket.AF_UNIX, socket.SOCK_STREAM, str(outside / "socket")),
