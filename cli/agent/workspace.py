@@ -58,10 +58,13 @@ class Workspace:
             OutsideWorkspace: there is no such file in the workspace.
         """
         descriptor = self._open(path, os.O_RDONLY | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
+        try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise OutsideWorkspace(f"{path} is not a file")
-            data = file.read(_MOST_READ + 1)
+            with os.fdopen(descriptor, "rb", closefd=False) as file:
+                data = file.read(_MOST_READ + 1)
+        finally:
+            os.close(descriptor)
         text = data[:_MOST_READ].decode(errors="replace")
         if len(data) > _MOST_READ:
             text += f"\n[the rest of the file, beyond {_MOST_READ} bytes, is not shown]"

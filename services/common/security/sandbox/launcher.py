@@ -152,6 +152,9 @@ def _enter_namespaces(reads: list[str], in_memory: int, command: dict[str, Any] 
     workspace = None if command is None else os.open(command["workspace"], os.O_PATH | os.O_NOFOLLOW)
     # The new root hides what lies below it, so that all is opened before.
     _mount("tmpfs", _ROOT, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={in_memory},nr_inodes=4096,mode=755")
+    for name in () if command is None else ("tmp", "dev/shm"):  # before what may lie in them
+        os.makedirs(f"{_ROOT}/{name}", exist_ok=True)
+        _mount("tmpfs", f"{_ROOT}/{name}", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={in_memory},nr_inodes=65536")
     for path, descriptor in places:
         _bind(f"/proc/self/fd/{descriptor}", path)
     for path, target in links:
@@ -161,9 +164,6 @@ def _enter_namespaces(reads: list[str], in_memory: int, command: dict[str, Any] 
             os.mkdir(f"{_ROOT}/{name}")
             os.chmod(f"{_ROOT}/{name}", 0o1777)
     else:
-        for name in ("tmp", "dev/shm"):
-            os.makedirs(f"{_ROOT}/{name}", exist_ok=True)
-            _mount("tmpfs", f"{_ROOT}/{name}", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={in_memory},nr_inodes=65536")
         _bind(f"/proc/self/fd/{workspace}", command["workspace"], read_only=False)
         _own_proc(command["processes"] if uid == 0 else None)
         _set_attributes(_ROOT, _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV, 0)
