@@ -18,7 +18,9 @@ from services.common.jobs import LoraSettings
 from services.engine.executors.cuda import runner as runner_module
 from services.engine.executors.cuda.buffers import StepShape
 from services.engine.executors.cuda.graphs import StepGraphs, StepOutput
+from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.trainable import LoraParams
+from services.engine.models.lora.upload import AdapterUpload
 from services.engine.models.qwen3_5.training.adapters import WorkingAdapter
 from services.engine.models.qwen3_5.training.trunk import EagerStep, Trunk
 from services.engine.scheduler.scheduler import Scheduler
@@ -53,17 +55,20 @@ def _kernels(architecture: str) -> KernelConfigs:
 
 @pytest.mark.parametrize("architecture", SERVED)
 def test_serving(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A padded prefill and padded decodes with adapters in slots 2 and 4 of five, another loaded in between."""
+    """A padded prefill and padded decodes with adapters in slots 2 and 4 of five; versions of a third are loaded in between,
+    by the kernel that does it on a GPU."""
     monkeypatch.setattr(runner_module, "StepGraphs", _Launched)
     limits = replace(LIMITS, token_budget=70)
     model = random_model(TINY, torch.bfloat16, kernels=_kernels(architecture))
     lora = random_adapters(model, 5)
+    lora._upload = AdapterUpload(lora.target_buffers(), lora._output_order, LoraSlots.upload_bytes(TINY, lora.max_rank))
+    slots = [half for place in lora.target_buffers() for half in (place.a, place.b)]
     runner = cuda_runner(model, limits, lora, largest_graph=4)
     runner._graphs.capture(runner._shapes, adapters=True)
     scheduler = Scheduler(limits)
     for request in requests(17, 2, 1, tokens=2, adapters=(4, 0, 2)):
         scheduler.add(request)
-    with bounds_checked() as checked:
+    with bounds_checked(*slots) as checked:
         while scheduler.has_work:
             plan = scheduler.schedule(0.0)
             assert plan is not None
@@ -72,6 +77,7 @@ def test_serving(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
             scheduler.update(plan, result, 0.0)
             lora.load(3, random_adapter(TINY, 4, seed=9))
     assert runner.replays == 2
+    assert checked.launches["_fill_kernel"] == 2
     assert checked.launches.keys() >= {"_decode_kernel", "_gated_delta_step_kernel", "_prefill_kernel", "dot_kernel"}
 
 
