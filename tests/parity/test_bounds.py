@@ -55,8 +55,8 @@ def _kernels(architecture: str) -> KernelConfigs:
 
 @pytest.mark.parametrize("architecture", SERVED)
 def test_serving(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A padded prefill and padded decodes with adapters in slots 2 and 4 of five; versions of a third are loaded in between,
-    by the kernel that does it on a GPU."""
+    """A padded prefill and padded decodes with adapters in slots 2 and 4 of five; versions of a third are loaded in
+    between, by the kernel that does it on a GPU."""
     monkeypatch.setattr(runner_module, "StepGraphs", _Launched)
     limits = replace(LIMITS, token_budget=70)
     model = random_model(TINY, torch.bfloat16, kernels=_kernels(architecture))
