@@ -94,7 +94,8 @@ def _imported(path: Path, module: str) -> Iterator[tuple[str, int, bool]]:
     typing_only = {
         id(child)
         for node in ast.walk(tree)
-        if isinstance(node, ast.If) and any(getattr(part, "id", None) == "TYPE_CHECKING" for part in ast.walk(node.test))
+        if isinstance(node, ast.If)
+        and any(isinstance(part, ast.Name) and part.id == "TYPE_CHECKING" for part in ast.walk(node.test))
         for statement in node.body
         for child in ast.walk(statement)
     }
