@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 # them meanwhile, nor after pytest_collection_finish.
 gc.disable()
 
-# A busy machine must not fail a property: hypothesis would hold every example to 200 ms.
-settings.register_profile("temper", deadline=None)
+# A busy machine must not fail a property: hypothesis would hold every example to 200 ms. Each run draws other examples,
+# so half of hypothesis' hundred are soon as many.
+settings.register_profile("temper", deadline=None, max_examples=50)
 settings.load_profile("temper")
 
 
@@ -136,14 +137,30 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+SHARED = pytest.StashKey[Stack]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Stops the shared Temper when tests come that have no use for it: idle, it takes a tenth of a processor."""
+    shared = item.config.stash.get(SHARED, None)
+    if shared is None:
+        return
+    if not item.nodeid.startswith(WHOLE) or item.nodeid.startswith(OWN):
+        shared.stop()
+    elif shared.process is None:
+        shared.start()
+
+
 @pytest.fixture(scope="session")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """One running Temper for all tests that leave it as they found it (their own adapters, nothing attached)."""
     # Tests compare numbers with float32 references, also on a GPU, where the default is the checkpoint's dtype.
     # And headers with errors and versions, which a stream has only if it waits for its first token.
     (metrics,) = claim_ports(1)
     env = {"TEMPER_DTYPE": "float32", "TEMPER_STREAM_START_SECONDS": "15", "TEMPER_METRICS_PORT": str(metrics.number)}
     with Stack(tmp_path_factory.mktemp("stack") / "data", env=env) as running:
+        pytestconfig.stash[SHARED] = running
         yield running
 
 
