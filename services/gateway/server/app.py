@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -34,6 +35,7 @@ from services.gateway.api.responses.documents import DocumentStore
 from services.gateway.api.responses.serving import BackgroundResponses, ResponseServices
 from services.gateway.api.responses.store import BestEffortStore, ResponseStore
 from services.gateway.api.surfaces import API
+from services.gateway.api.training.forge import ForgeServices
 from services.gateway.api.training.sessions import TrainingSessionServices
 from services.gateway.api.training.validation import TrainingServices
 from services.gateway.auth.api_keys import KeyRing
@@ -157,6 +159,7 @@ def create_app(
                 queue,
                 threads,
             ),
+            ForgeServices(queue, engines, batch_stores.files.objects, settings.s3_bucket, threads),
             HealthServices(inference, lifecycle, queue, queues, registry, threads, background),
         )
         engines.start()
@@ -250,15 +253,17 @@ class _Application(FastAPI):
         )
         self._permissions = permissions
         self._needs_keys = needs_keys
+        self._describing = threading.Lock()
 
     def openapi(self) -> dict[str, Any]:
-        """The description, which is made once."""
-        if self.openapi_schema is None:
-            description = whole_bounds(super().openapi())
-            add_examples(description)
-            add_keys(description, self._permissions, needed=self._needs_keys)
-            self.openapi_schema = description
-        return self.openapi_schema
+        """The description, which is made once. That takes seconds: a thread calls this while others are served."""
+        with self._describing:
+            if self.openapi_schema is None:
+                description = whole_bounds(super().openapi())
+                add_examples(description)
+                add_keys(description, self._permissions, needed=self._needs_keys)
+                self.openapi_schema = description
+            return self.openapi_schema
 
 
 def _is_upload(scope: Scope) -> bool:

@@ -14,7 +14,7 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from pydantic import BaseModel
 
-from services.common.jobs import JOBS
+from services.common.jobs import JOBS, ForgeJob
 from services.gateway.api.base.routing import Routes
 from services.gateway.auth.route_permissions import PUBLIC
 
@@ -195,6 +195,7 @@ EXAMPLES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             },
         }
     },
+    "/v1/forge": ForgeJob.request_examples,
     "/v1/train/sessions": {"adapter": {"lora": {"rank": 8}, "ttl_seconds": 60}},
 }
 """Example bodies of POST by path and name."""
@@ -222,8 +223,11 @@ _POLICY = (
 
 
 @routes.get("/openapi.json", PUBLIC, include_in_schema=False)
-async def openapi(request: Request) -> JSONResponse:
-    """OpenAPI document of this gateway. It differs between gateways only in whether keys are needed."""
+def openapi(request: Request) -> JSONResponse:
+    """OpenAPI document of this gateway. It differs between gateways only in whether keys are needed.
+
+    Not a coroutine, for the first call takes seconds, in which the event loop has tokens to send.
+    """
     return JSONResponse(request.app.openapi())
 
 

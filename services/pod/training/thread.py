@@ -16,9 +16,12 @@ from services.common.security.sandbox.sandbox import Isolation, Sandbox
 from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.tracing import NO_TRACER, Tracer
 from services.engine.settings import EngineSettings
+from services.forge.signature import read_private_key
 from services.pod.engine import Engine
+from services.pod.forging.job import PodForge
 from services.pod.host import PodHost
 from services.pod.rollouts import EngineRollouts
+from services.trainer.evaluation.judge import EngineJudge
 from services.trainer.jobs import prepare_run
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.runtime.publish import Publisher
@@ -56,12 +59,14 @@ class Training:
             self.sessions = TrainingSessionManager(
                 host, trainer, storage, instance=secrets.token_hex(6), metrics=counters
             )
+            key = None if trainer.forge_key_file is None else read_private_key(trainer.forge_key_file)
             self._worker = TrainerWorker(
                 host,
                 trainer,
                 store=store,
                 registry=registry,
                 prepare=prepare_run,
+                forge=PodForge(settings, host, store, trainer.forge_dir, key),
                 metrics=counters,
                 side=self.sessions,
                 tracer=tracer,
@@ -117,6 +122,13 @@ class Training:
 
 def pod_host(settings: EngineSettings, trainer: TrainerSettings, engine: Engine) -> PodHost:
     """Policy host of the engine, for its trainer."""
+    rollouts = EngineRollouts(
+        engine.loop,
+        engine.adapters.private,
+        vocab_size=engine.model.config.vocab_size,
+        sequences=trainer.rollout_sequences,
+        timeout_seconds=trainer.rollout_timeout_seconds,
+    )
     return PodHost(
         model=engine.model,
         codec=engine.codec,
@@ -126,14 +138,8 @@ def pod_host(settings: EngineSettings, trainer: TrainerSettings, engine: Engine)
         max_lora_rank=settings.max_lora_rank,
         train_memory_bytes=engine.memory.training,
         adapters=engine.adapters,
-        rollouts=EngineRollouts(
-            engine.loop,
-            engine.adapters.private,
-            vocab_size=engine.model.config.vocab_size,
-            sequences=trainer.rollout_sequences,
-            timeout_seconds=trainer.rollout_timeout_seconds,
-        ),
-        grants=Grants(webhooks_of(trainer), sandbox_of(trainer)),
+        rollouts=rollouts,
+        grants=Grants(webhooks_of(trainer), sandbox_of(trainer), EngineJudge(rollouts, engine.codec)),
         teacher=engine.teacher,
     )
 
