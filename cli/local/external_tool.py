@@ -67,6 +67,8 @@ def run_tool(
             if kind == "progress":
                 total = event["total"] or None
                 progress.update(task, description=event["stage"], completed=event["done"], total=total)
+                if total is None:
+                    progress.tasks[task].total = None  # which update() leaves as the last stage had it
             elif kind == "result":
                 return event
             else:

@@ -30,7 +30,8 @@ class LastCut:
         Raises:
             InvalidRequest: none of them is of a compaction.
         """
-        record = next((record for record in reversed(records) if record.get("step") == "compact"), None)
+        steps = [step for record in records for step in (*record.get("stages", ()), record)]  # a run's are inside it
+        record = next((step for step in reversed(steps) if step.get("step") == "compact"), None)
         if record is None:
             raise InvalidRequest(
                 f"the records of {directory} tell of no cut, so its neighbours are not known: recover a checkpoint of "

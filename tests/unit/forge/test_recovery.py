@@ -236,6 +236,7 @@ def test_settings_that_cannot_be_are_refused(given: dict[str, Any], field: str) 
 
 def test_neighbours_of_a_cut() -> None:
     record = {"step": "compact", "plan": {"shape": {"mlp_channels": [512, 384]}}, "recipe": {"layers": [*range(8)]}}
+    assert LastCut.of([{"step": "forge", "stages": [record, {"step": "recover"}]}], TINY) == LastCut.of([record], TINY)
     names = LastCut.of([record, {"step": "recover"}], TINY).tensors(read_config(TINY))  # type: ignore[arg-type]
     assert "layers.3.mlp.gate_proj.weight" in names
     assert {"norm.weight", "layers.3.self_attn.q_norm.weight", "layers.0.linear_attn.norm.weight"} <= set(names)

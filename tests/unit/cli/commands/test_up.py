@@ -21,7 +21,7 @@ from cli.commands.up import Terminal, Told, UpOptions, compose, run_up
 from cli.local.ports import free_ports
 from cli.local.process import DirectoryLock, tail
 from cli.local.store_settings import Ports
-from cli.local.supervisor import Event, Phase
+from cli.local.supervisor import Event, Phase, Service
 from cli.main import app
 from cli.settings import UpSettings
 from services.common.errors import Conflict, InvalidRequest
@@ -196,6 +196,20 @@ def test_external_stores_replace_local_ones(tmp_path: Path) -> None:
 def test_external_s3_needs_its_credentials(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="TEMPER_S3_SECRET_KEY"):
         compose(UpOptions(), tmp_path, UpSettings(s3_endpoint="elsewhere:9000"), ports_of(tmp_path))
+
+
+def test_a_model_of_an_object_store_is_fetched_before_the_engine_starts(tmp_path: Path) -> None:
+    def engine(model: str) -> Service:
+        settings = UpSettings(model_digest="ab" * 32)
+        services, _ = compose(UpOptions(model=model), tmp_path, settings, ports_of(tmp_path))
+        return next(service for service in services if service.name == "engine")
+
+    found = engine("s3://bucket/forged/one")
+    assert found.argv[1:] == ["-m", "services.model_source", "--then", "services.pod"]
+    assert found.env["TEMPER_MODEL_SOURCE"] == "s3://bucket/forged/one"
+    assert found.env["TEMPER_MODEL_DIGEST"] == "ab" * 32
+    assert Path(found.env["TEMPER_MODEL"]).parent == tmp_path / "models"
+    assert engine("s3://bucket/forged/two").env["TEMPER_MODEL"] != found.env["TEMPER_MODEL"]
 
 
 @pytest.mark.parametrize(
