@@ -85,6 +85,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "http",
         "options",
         "local",
+        "agent",
         "commands",
         "demo",
         "main",
