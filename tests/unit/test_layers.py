@@ -41,6 +41,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "engines",
         "inference",
         "api",
+        "ui",
         "middleware",
         "server",
     ),

@@ -223,6 +223,21 @@ class EngineClient:
             chunks.setdefault(chunk.name, []).append(chunk.data)
         return {name: b"".join(parts) for name, parts in chunks.items()}
 
+    async def live_requests(self, *, timeout: float) -> list[engine_pb2.LiveRequest]:
+        """Requests of all gateways there that have not ended; none of an engine of an earlier release.
+
+        Raises:
+            Unavailable: it did not answer in time.
+        """
+        stub = engine_pb2_grpc.EngineStub(self._open_channel())
+        try:
+            answer = await stub.GetRequests(engine_pb2.GetRequestsRequest(), timeout=timeout)
+        except aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+                return []
+            raise self._unavailable(error) from error
+        return list(answer.requests)
+
     async def rollouts(self, completion_ids: Sequence[str], *, timeout: float) -> list[engine_pb2.Rollout]:
         """Looks up finished completions, a part of them a call: an engine limits the size of a message.
 
