@@ -65,7 +65,7 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
 os.environ["TEMPER_TORCH_THREADS"] = "1"
 
 
-WHOLE = ("tests/e2e/", "tests/conformance/")
+WHOLE = ("tests/e2e/", "tests/conformance/", "tests/browser/")
 """Tests of a whole Temper."""
 OWN = tuple(f"tests/e2e/test_{name}.py" for name in ("demo", "failures", "guides", "manifest", "traces"))
 """Those of them that start what they need, and leave the shared stack alone."""
