@@ -83,6 +83,9 @@ def test_a_caller_sees_its_requests_and_an_admin_all(behind: Running, guarded: h
     def chat(name: str) -> None:
         guarded.post("/v1/chat/completions", json=CHAT, headers=keys.bearer(name))
 
+    async def end() -> None:
+        behind.inference.engines.end_requests("the test is over")
+
     def seen(name: str) -> list[dict[str, object]]:
         found: list[dict[str, object]] = guarded.get("/v1/requests", headers=keys.bearer(name)).json()["data"]
         return found
@@ -100,7 +103,7 @@ def test_a_caller_sees_its_requests_and_an_admin_all(behind: Running, guarded: h
     assert (one["phase"], one["prompt_tokens"], one["rollout"]) == ("waiting", len(prompt), False)
     limited = guarded.get("/v1/requests", params={"limit": 1}, headers=keys.bearer("admin")).json()
     assert (len(limited["data"]), limited["total"], limited["unreachable"]) == (1, 3, [])
-    behind.inference.engines.end_requests("the test is over")
+    behind.run(end())
     for thread in waiting:
         thread.join()
 
