@@ -55,7 +55,7 @@ def guarded(stack: Stack, keys: Keys) -> Iterator[str]:
             [sys.executable, "-m", "services.gateway"], env=environment, cwd=ROOT, stdout=output, stderr=output
         )
     url = f"http://127.0.0.1:{port.number}"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while True:
         try:
             if httpx.get(f"{url}/readyz").status_code == 200:

@@ -74,7 +74,7 @@ export default function Batches() {
     { name: "", hidden: "Actions", value: (batch) => html`<div class="row">${batch.output_file_id && html`<button onClick=${() => keep(batch.output_file_id, `${batch.id}.jsonl`)}>Results</button>`}${batch.error_file_id && html`<button onClick=${() => keep(batch.error_file_id, `${batch.id}-errors.jsonl`)}>Errors</button>`}${open(batch) && html`<button class="quiet" onClick=${() => cancel(batch)}>Cancel</button>`}</div>` },
   ];
   const fileColumns = [
-    { name: "File", value: (file) => file.filename },
+    { name: "File", wide: true, value: (file) => file.filename },
     { name: "Id", value: (file) => html`<code>${file.id}</code>` },
     { name: "For", value: (file) => file.purpose },
     { name: "Size", numeric: true, value: (file) => bytes(file.bytes) },

@@ -56,7 +56,7 @@ function Runs({ suites }) {
   const best = (run) => (run.summaries ?? []).slice(0, 3).map((one) => `${one.target} ${one.mean <= 1 ? percent(one.mean) : number(one.mean)}`).join(" · ");
   const columns = [
     { name: "", hidden: "Compare", value: (run) => html`<input type="checkbox" aria-label=${`Compare ${run.id}`} checked=${chosen.includes(run.id)} disabled=${!hasEnded(run)} onChange=${() => choose(run.id)} />` },
-    { name: "Run", value: (run) => html`<a href=${link("evaluations", run.id)} title=${run.id}>${shortId(run.id)}</a>` },
+    { name: "Run", wide: true, value: (run) => html`<a href=${link("evaluations", run.id)} title=${run.id}>${shortId(run.id)}</a>` },
     { name: "State", value: (run) => html`<${Chip}>${run.state}<//>` },
     { name: "Suites", value: (run) => run.suites?.map((one) => one.suite).join(", ") ?? "–" },
     { name: "Targets", value: (run) => run.targets?.map((one) => one.name).join(", ") ?? "–" },

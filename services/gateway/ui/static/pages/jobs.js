@@ -135,7 +135,7 @@ function List() {
   const choose = (id) => setChosen(chosen.includes(id) ? chosen.filter((one) => one !== id) : [...chosen, id]);
   const columns = [
     { name: "", hidden: "Compare", value: (job) => html`<input type="checkbox" aria-label=${`Compare ${nameOf(job)} ${job.id}`} checked=${chosen.includes(job.id)} onChange=${() => choose(job.id)} />` },
-    { name: "Job", value: (job) => html`<a href=${link("jobs", job.id)}>${nameOf(job)}</a> <span class="muted">${shortId(job.id)}</span>` },
+    { name: "Job", wide: true, value: (job) => html`<a href=${link("jobs", job.id)}>${nameOf(job)}</a> <span class="muted">${shortId(job.id)}</span>` },
     { name: "Method", value: (job) => job.kind },
     { name: "State", value: (job) => html`<${Chip}>${job.state}<//>` },
     { name: "Step", numeric: true, value: (job) => html`<${Steps} progress=${job.progress} />` },

@@ -23,7 +23,7 @@ export default function Sessions() {
     sessions.reload();
   };
   const columns = [
-    { name: "Session", value: (session) => html`<code>${session.id}</code>` },
+    { name: "Session", wide: true, value: (session) => html`<code>${session.id}</code>` },
     { name: "Tokens", numeric: true, value: (session) => number(session.tokens) },
     { name: "Requests", numeric: true, value: (session) => number(session.requests) },
     { name: "Adapter", value: (session) => session.adapter ?? "base" },
