@@ -37,7 +37,7 @@ def answers(page: Page) -> list[str]:
 
 def train(page: Page, adapter: str, epochs: str) -> None:
     """Corrects the last answer and trains on what was collected; the page of the job is shown at the end."""
-    page.get_by_label("Adapter").fill(adapter)
+    page.get_by_label("Adapter", exact=True).fill(adapter)
     page.get_by_label("Epochs").fill(epochs)
     page.get_by_role("button", name="Train on 1 example").click()
     page.get_by_role("heading", name="Job", exact=True).wait_for()

@@ -119,7 +119,7 @@ def test_a_job_from_a_file_and_its_end(reader: Reader, stack: Stack, tmp_path: P
     rows = [{"prompt": f"number {n}", "completion": str(n)} for n in range(64)]
     file.write_text("\n".join(map(json.dumps, rows)))
     page = reader.open("jobs/new", "New job")
-    page.get_by_label("Adapter", exact=False).first.fill(name)
+    page.get_by_label("Adapter", exact=True).fill(name)
     page.get_by_label("File").set_input_files(file)
     expect(page.get_by_text("64 rows")).to_be_visible()
     page.get_by_label("Epochs").fill("1000")
@@ -130,7 +130,7 @@ def test_a_job_from_a_file_and_its_end(reader: Reader, stack: Stack, tmp_path: P
     reader.agree("Cancel the job")
     expect(page.get_by_text("cancelled", exact=True).first).to_be_visible(timeout=60_000)
     page = reader.open("jobs", "Jobs")
-    page.get_by_label("Adapter").fill(name)
+    page.get_by_label("Adapter", exact=True).fill(name)
     expect(page.get_by_label("Jobs").get_by_role("row")).to_have_count(2)
 
 

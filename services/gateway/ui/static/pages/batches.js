@@ -6,7 +6,7 @@ import { ago, bytes, moment, number, percent, plural } from "../core/format.js";
 import { useMay, usePolled } from "../core/hooks.js";
 import { Card, Chip, Empty, Loaded, Page, Progress, Table } from "../parts/basics.js";
 import { attempt, confirmed, toast } from "../parts/dialogs.js";
-import { Field, Select } from "../parts/form.js";
+import { FileField, Select } from "../parts/form.js";
 
 const ENDPOINTS = ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"];
 const open = (batch) => ["validating", "in_progress", "finalizing"].includes(batch.status);
@@ -32,7 +32,7 @@ function NewBatch({ reload }) {
   return html`
     <${Card} wide title="New batch">
       <form class="stacked" onSubmit=${submit}>
-        <${Field} label="File of requests" hint='JSONL, a request a line: {"custom_id", "method": "POST", "url", "body"}.'><input type="file" required accept=".jsonl" onChange=${(event) => setFile(event.target.files[0] ?? null)} /><//>
+        <${FileField} label="File of requests" hint='JSONL, a request a line: {"custom_id", "method": "POST", "url", "body"}.' required accept=".jsonl" pick=${setFile} />
         <div class="fields filter"><${Select} label="Endpoint" value=${endpoint} change=${setEndpoint} options=${ENDPOINTS} /></div>
         ${share !== null && html`<div class="row" role="status"><span>Sending … ${percent(share)}</span><${Progress} label="Sending" value=${share} total=${1} /></div>`}
         <div><button class="primary" type="submit" disabled=${!file || share !== null}>Send and queue</button></div>

@@ -7,7 +7,7 @@ import { go, link, useLoaded, useMay, usePolled } from "../core/hooks.js";
 import { Card, Chip, Empty, Figure, Figures, Loaded, Page, Progress, Steps, Table, Tabs } from "../parts/basics.js";
 import { Comparison, Items } from "../parts/comparison.js";
 import { attempt, confirmed, toast } from "../parts/dialogs.js";
-import { Check, Field, NumberField, Select, TextArea, TextField, parseLines, typedNumber } from "../parts/form.js";
+import { Check, FileField, NumberField, Select, TextArea, TextField, parseLines, typedNumber } from "../parts/form.js";
 
 const TABS = [{ id: "runs", name: "Runs" }, { id: "suites", name: "Suites" }];
 const SCORERS = [["exact", "exact text"], ["numeric", "number"], ["contains", "contains"], ["regex", "regular expression"], ["choice", "choice"]];
@@ -79,7 +79,7 @@ function NewSuite({ reload }) {
   const [scorer, setScorer] = useState("exact");
   const [text, setText] = useState("");
   const [most, setMost] = useState("64");
-  const pick = async (event) => event.target.files[0] && setText(await event.target.files[0].text());
+  const pick = async (file) => file && setText(await file.text());
   const submit = async (event) => {
     event.preventDefault();
     const made = await attempt(() => {
@@ -99,7 +99,7 @@ function NewSuite({ reload }) {
           <${Select} label="An answer is right by" value=${scorer} change=${setScorer} options=${SCORERS} />
           <${NumberField} label="Most tokens" value=${most} change=${setMost} min="1" step="1" />
         </div>
-        <${Field} label="File" hint="JSONL: a prompt and what is expected, a line each."><input type="file" accept=".jsonl,.json,.txt" onChange=${pick} /><//>
+        <${FileField} label="File" hint="JSONL: a prompt and what is expected, a line each." accept=".jsonl,.json,.txt" pick=${pick} />
         <${TextArea} label="Items" rows=${5} class="mono" value=${text} change=${setText} placeholder='{"prompt": "What is 12 plus 7?", "expected": "19"}' />
         <div><button class="primary" type="submit" disabled=${!name || !text.trim()}>Make the suite</button></div>
       </form>

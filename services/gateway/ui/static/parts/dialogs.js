@@ -1,6 +1,7 @@
 // Dialogs that ask before something happens, and short messages of what has happened.
 
 import { html, useEffect, useRef, useState } from "../vendor/htm-preact.js";
+import { TextField } from "./form.js";
 
 const asks = new Set();
 const toasts = new Set();
@@ -49,7 +50,7 @@ function Question({ question, answer }) {
   return html`
     <${Dialog} title=${question.title} close=${() => answer(false)}>
       <div class="dialog-body">${question.body}</div>
-      ${question.word !== null && html`<label class="field"><span>Type <code>${question.word}</code> to go on</span><input value=${typed} onInput=${(event) => setTyped(event.target.value)} /></label>`}
+      ${question.word !== null && html`<${TextField} label=${html`Type <code>${question.word}</code> to go on`} value=${typed} change=${setTyped} autocomplete="off" />`}
       <footer class="row end">
         <button onClick=${() => answer(false)}>Keep everything as it is</button>
         <button class=${question.danger ? "danger" : "primary"} disabled=${!ready} onClick=${() => answer(true)}>${question.action}</button>

@@ -1,13 +1,31 @@
 // Fields of forms: a label, a control, and what it means.
 
-import { html } from "../vendor/htm-preact.js";
+import { html, useState } from "../vendor/htm-preact.js";
 
-export function Field({ label, hint, children }) {
-  return html`<label class="field"><span>${label}</span>${children}${hint && html`<small class="muted">${hint}</small>`}</label>`;
+let made = 0;
+/** An id for an element of a component, the same as long as that lives. */
+const useId = () => useState(() => `field-${(made += 1)}`)[0];
+
+/** `children` gets the attributes that tie a control to its label and hint. */
+function Field({ label, hint, children }) {
+  const id = useId();
+  const described = hint ? `${id}-hint` : undefined;
+  return html`
+    <div class="field">
+      <label for=${id}>${label}</label>
+      ${children({ id, "aria-describedby": described })}
+      ${hint && html`<small class="muted" id=${described}>${hint}</small>`}
+    </div>
+  `;
 }
 
 export function TextField({ label, hint, value, change, type = "text", ...rest }) {
-  return html`<${Field} label=${label} hint=${hint}><input type=${type} value=${value} onInput=${(event) => change(event.target.value)} ...${rest} /><//>`;
+  return html`<${Field} label=${label} hint=${hint}>${(tied) => html`<input type=${type} value=${value} onInput=${(event) => change(event.target.value)} ...${rest} ...${tied} />`}<//>`;
+}
+
+/** `pick` gets the chosen file, or null. */
+export function FileField({ label, hint, pick, ...rest }) {
+  return html`<${Field} label=${label} hint=${hint}>${(tied) => html`<input type="file" onChange=${(event) => pick(event.target.files[0] ?? null)} ...${rest} ...${tied} />`}<//>`;
 }
 
 export function NumberField({ label, hint, value, change, ...rest }) {
@@ -15,19 +33,18 @@ export function NumberField({ label, hint, value, change, ...rest }) {
 }
 
 export function TextArea({ label, hint, value, change, rows = 3, ...rest }) {
-  return html`<${Field} label=${label} hint=${hint}><textarea rows=${rows} value=${value} onInput=${(event) => change(event.target.value)} ...${rest}></textarea><//>`;
+  return html`<${Field} label=${label} hint=${hint}>${(tied) => html`<textarea rows=${rows} value=${value} onInput=${(event) => change(event.target.value)} ...${rest} ...${tied}></textarea>`}<//>`;
 }
 
 /** Options are strings, or [value, text]. */
 export function Select({ label, hint, value, change, options, ...rest }) {
+  const entry = (option) => {
+    const [own, text] = Array.isArray(option) ? option : [option, option];
+    return html`<option key=${own} value=${own} selected=${own === value}>${text}</option>`;
+  };
   return html`
     <${Field} label=${label} hint=${hint}>
-      <select value=${value} onChange=${(event) => change(event.target.value)} ...${rest}>
-        ${options.map((option) => {
-          const [own, text] = Array.isArray(option) ? option : [option, option];
-          return html`<option value=${own} selected=${own === value}>${text}</option>`;
-        })}
-      </select>
+      ${(tied) => html`<select value=${value} onChange=${(event) => change(event.target.value)} ...${rest} ...${tied}>${options.map(entry)}</select>`}
     <//>
   `;
 }

@@ -6,7 +6,7 @@ import { percent, plural } from "../core/format.js";
 import { go, useMay } from "../core/hooks.js";
 import { Card, Page, Progress } from "./basics.js";
 import { attempt, toast } from "./dialogs.js";
-import { Check, Field, NumberField, Select, TextArea, TextField, parseLines, typedNumber } from "./form.js";
+import { Check, FileField, NumberField, Select, TextArea, TextField, parseLines, typedNumber } from "./form.js";
 
 // What the rows of a file become, by the kind of job.
 const KINDS = {
@@ -56,9 +56,8 @@ export function JobForm() {
       return { found: [], error };
     }
   }, [text]);
-  const pick = async (event) => {
-    const [picked] = event.target.files;
-    setFile(picked ?? null);
+  const pick = async (picked) => {
+    setFile(picked);
     if (!picked) return;
     setSent({ step: "Reading", share: 0 });
     await attempt(async () => setText(await readFile(picked, (share) => setSent({ step: "Reading", share }))));
@@ -90,7 +89,7 @@ export function JobForm() {
             <${TextField} label="Adapter" value=${adapter} change=${setAdapter} required placeholder="my-adapter" hint="A version of it is made." />
             <${TextField} label="Start from" value=${startFrom} change=${setStartFrom} placeholder="a new adapter" hint="A version, name@3." />
           </div>
-          <${Field} label="File" hint="JSONL: a JSON object a line. It is read here, and sent with the job."><input type="file" accept=".jsonl,.json,.txt" onChange=${pick} /><//>
+          <${FileField} label="File" hint="JSONL: a JSON object a line. It is read here, and sent with the job." accept=".jsonl,.json,.txt" pick=${pick} />
           ${(!file || text.length < 20_000) && html`<${TextArea} label="Lines" rows=${6} class="mono" value=${text} change=${setText} placeholder=${chosen.sample} />`}
           ${rows.error ? html`<p class="failure" role="alert">${rows.error.message}</p>` : text && html`<p class="muted">${plural(rows.found.length, "row")}</p>`}
           <div class="fields">
