@@ -43,7 +43,10 @@ class Dtype(enum.StrEnum):
 @app.command()
 def up(
     model: Annotated[
-        Path | None, typer.Option(help="Checkpoint directory.", show_default="models/tiny", envvar="TEMPER_MODEL")
+        str | None,
+        typer.Option(
+            help="Checkpoint directory, or s3://bucket/prefix.", show_default="models/tiny", envvar="TEMPER_MODEL"
+        ),
     ] = None,
     served_model_name: Annotated[
         str | None,
@@ -65,7 +68,7 @@ def up(
     from cli.commands.up import DEFAULT_MODEL, UpOptions, run_up
 
     options = UpOptions(
-        model=model or DEFAULT_MODEL,
+        model=DEFAULT_MODEL if not model else model if model.startswith("s3://") else Path(model),
         served_model_name=served_model_name,
         host=host,
         port=port,

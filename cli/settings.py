@@ -39,6 +39,8 @@ class UpSettings(BaseSettings):
     """The gateway's; given on to it as an absolute path."""
     audit_log_file: str = ""
     """The same."""
+    model_digest: str = "unchecked"
+    """Digest that a model of an object store must have (--model s3://…); "unchecked": any."""
     drain_seconds: float = Field(10.0, ge=0)
     """After a stop signal, how long the engine lets running requests finish."""
     shutdown_grace_seconds: int = Field(10, ge=0)

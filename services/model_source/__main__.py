@@ -1,9 +1,11 @@
 """`python -m services.model_source`: fetches the checkpoint that TEMPER_MODEL_SOURCE names into TEMPER_MODEL.
+`python -m services.model_source --then MODULE`: the same, and then becomes `python -m MODULE`.
 `python -m services.model_source --digest DIR`: prints what TEMPER_MODEL_DIGEST has to be for a good copy."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from pathlib import Path
@@ -29,7 +31,9 @@ def main() -> int:
     parser.add_argument(
         "--digest", type=Path, metavar="DIR", help="print the digest of a checkpoint directory and stop"
     )
-    directory = parser.parse_args().digest
+    parser.add_argument("--then", metavar="MODULE", help="become this module's process once the checkpoint is there")
+    given = parser.parse_args()
+    directory = given.digest
     try:
         if directory is not None:
             sys.stdout.write(f"{checkpoint_digest(directory)}\n")
@@ -39,6 +43,8 @@ def main() -> int:
         # Process 1 of a container ignores a signal that it has no handler for.
         signal.signal(signal.SIGTERM, _stop)
         fetch(settings)
+        if given.then is not None:
+            os.execv(sys.executable, [sys.executable, "-m", given.then])
     except ValidationError as error:
         problems = [
             f"{named('TEMPER_' + '_'.join(map(str, e['loc'])).upper())}: {e['msg']}"

@@ -82,6 +82,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "output",
         "comparison_plot",
         "job_files",
+        "forge_text",
         "http",
         "options",
         "local",

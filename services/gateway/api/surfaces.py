@@ -16,6 +16,7 @@ from services.gateway.api.messages import routes as messages
 from services.gateway.api.operations import health, keys, status
 from services.gateway.api.responses import conversations
 from services.gateway.api.responses import routes as responses
+from services.gateway.api.training import forge
 from services.gateway.api.training import routes as training
 from services.gateway.api.training import sessions as training_sessions
 
@@ -39,6 +40,7 @@ API: tuple[Routes, ...] = (
     training_sessions.routes,
     suites.routes,
     contamination.routes,
+    forge.routes,
     harness.routes,
     sessions.routes,
     files.routes,
