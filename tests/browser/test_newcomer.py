@@ -87,6 +87,7 @@ def test_the_path(reader: Reader, stack: Stack) -> None:
     expect(page.get_by_role("heading", name="Examples: 1")).to_be_visible()
 
     page = reader.open(f"adapters/{name}", "Adapters")
+    expect(page.get_by_role("heading", name="Metrics of its last step")).to_be_visible()
     picture(page, "dashboard-adapters")
     page.get_by_role("button", name="Roll back").click()
     expect(page.get_by_role("dialog")).to_contain_text(f"{name}@1 becomes current in the place of {name}@2")

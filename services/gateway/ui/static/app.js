@@ -128,6 +128,7 @@ function App() {
   const [asks, setAsks] = useState(false);
   const [error, setError] = useState(null);
   const begin = useCallback(async () => {
+    const sent = hasKey(); // a refused key is forgotten before its error arrives here
     try {
       const [keys, models] = await Promise.all([get("/v1/keys"), get("/v1/models")]);
       setSession({ ...keys, model: models.data[0].id });
@@ -135,7 +136,7 @@ function App() {
       setError(null);
     } catch (failure) {
       if (failure.status === 401) setAsks(true);
-      setError(failure.status === 401 && !hasKey() ? null : failure);
+      setError(failure.status === 401 && !sent ? null : failure);
     }
   }, []);
   useEffect(() => {

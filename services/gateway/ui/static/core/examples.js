@@ -11,12 +11,12 @@ const isGood = (example) => example.kind !== "labelled" || example.good;
 /** What each kind of job can learn from the examples. */
 export const LEARNERS = {
   sft: {
-    name: "SFT: learn to say the good answers",
+    name: "SFT: say the good answers",
     examples: (all) => all.filter(isGood).map((example) => said(example, example.text)),
     missing: "SFT needs a corrected, liked or preferred answer.",
   },
   dpo: {
-    name: "DPO: prefer one answer to another",
+    name: "DPO: prefer good to bad",
     examples: (all) =>
       all
         .filter((example) => example.rejected && example.rejected !== example.text)
@@ -24,7 +24,7 @@ export const LEARNERS = {
     missing: "DPO needs a corrected answer, or one that you preferred to another.",
   },
   kto: {
-    name: "KTO: thumbs up and thumbs down",
+    name: "KTO: thumbs up and down",
     examples: (all) => {
       const found = all.flatMap((example) => [
         { messages: example.before, completion: example.text, label: isGood(example) },
