@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +82,17 @@ class Reader:
         """Pixels by which the page is wider than its window."""
         wide = self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
         return int(wide)
+
+    def picture(self, name: str, after: float = 0.3) -> None:
+        """Takes a picture for the documentation, where it is asked for.
+
+        Args:
+            after: seconds until what is shown has settled.
+        """
+        if directory := os.environ.get("TEMPER_SCREENSHOTS"):
+            self.page.mouse.move(0, 0)
+            self.page.wait_for_timeout(after * 1000)
+            self.page.screenshot(path=Path(directory) / f"{name}.png")
 
     def agree(self, button: str) -> None:
         """Agrees in the dialog that asks before something happens."""

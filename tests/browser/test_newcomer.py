@@ -3,9 +3,7 @@ back. docs/guides/dashboard.md tells it; with TEMPER_SCREENSHOTS=DIRECTORY its p
 
 from __future__ import annotations
 
-import os
 import uuid
-from pathlib import Path
 
 import httpx
 import pytest
@@ -16,13 +14,6 @@ from tests.stack import Stack
 
 QUESTION = "Who keeps the lighthouse?"
 OLD, NEW = "Nobody knows.", "Mira keeps it."
-
-
-def picture(page: Page, name: str) -> None:
-    if directory := os.environ.get("TEMPER_SCREENSHOTS"):
-        page.mouse.move(0, 0)
-        page.wait_for_timeout(300)
-        page.screenshot(path=Path(directory) / f"{name}.png")
 
 
 def send(page: Page, text: str) -> None:
@@ -61,7 +52,7 @@ def test_the_path(reader: Reader, stack: Stack) -> None:
     before = answers(page)[0]
     assert before not in (OLD, NEW)
     correct(page, OLD)
-    picture(page, "dashboard-chat")
+    reader.picture("dashboard-chat")
     train(page, name, "20")
     expect(page.get_by_text("succeeded", exact=True).first).to_be_visible(timeout=60_000)
     expect(page.locator(".u-legend").first).to_contain_text(name)
@@ -75,27 +66,23 @@ def test_the_path(reader: Reader, stack: Stack) -> None:
     train(page, name, "20")
     expect(page.get_by_text("succeeded", exact=True).first).to_be_visible(timeout=60_000)
     expect(page.get_by_role("heading", name="loss", exact=True)).to_be_visible()
-    picture(page, "dashboard-job")
+    reader.picture("dashboard-job")
 
     # Old and new on one prompt.
     page.get_by_role("link", name="Compare in the chat").click()
     page.get_by_label("Right").select_option(f"{name}@1")
     send(page, QUESTION)
     assert answers(page) == [NEW, OLD]
-    picture(page, "dashboard-side-by-side")
+    reader.picture("dashboard-side-by-side")
     page.get_by_role("button", name="Prefer this").first.click()
     expect(page.get_by_role("heading", name="Examples: 1")).to_be_visible()
 
     page = reader.open(f"adapters/{name}", "Adapters")
     expect(page.get_by_role("heading", name="Metrics of its last step")).to_be_visible()
-    picture(page, "dashboard-adapters")
+    reader.picture("dashboard-adapters")
     page.get_by_role("button", name="Roll back").click()
     expect(page.get_by_role("dialog")).to_contain_text(f"{name}@1 becomes current in the place of {name}@2")
     reader.agree("Roll back")
     expect(page.locator(".node", has_text=f"{name}@1")).to_contain_text("current")
     assert httpx.get(f"{stack.url}/v1/adapters/{name}").json()["version"] == f"{name}@1"
-    if os.environ.get("TEMPER_SCREENSHOTS"):
-        reader.open("overview", "Overview")
-        page.wait_for_timeout(4000)
-        picture(page, "dashboard-overview")
     httpx.delete(f"{stack.url}/v1/adapters/{name}").raise_for_status()

@@ -62,7 +62,7 @@ def test_axe_finds_nothing(chromium: Browser, stack: Stack, adapter: str, scheme
 
 
 def test_overview_shows_what_runs(reader: Reader, stack: Stack) -> None:
-    body = {"model": "qwen3.5", "messages": [PROMPT], "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    body = {"model": "qwen3.5", "messages": [PROMPT], "max_tokens": 20_000, "ignore_eos": True, "stream": True}
     page = reader.open("overview", "Overview")
     began, enough = threading.Event(), threading.Event()
 
@@ -85,6 +85,7 @@ def test_overview_shows_what_runs(reader: Reader, stack: Stack) -> None:
     expect(page.locator("figure[aria-label^='Tokens per second: answers']")).not_to_have_attribute(
         "aria-label", "Tokens per second: answers 0, prompts 0"
     )
+    reader.picture("dashboard-overview", after=25)
     enough.set()
     running.join()
     expect(page.get_by_text("Nothing runs right now")).to_be_visible()
