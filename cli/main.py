@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from cli.agent.command import agent
+from cli.agent.command import run as run_agent
 from cli.commands import adapter_versions as adapter_tools
 from cli.commands import adapters, batch, evaluation, forge, keys, sessions, train
 from cli.commands.chat import chat
@@ -83,6 +85,8 @@ def up(
 
 app.command()(tune)
 app.command()(chat)
+app.command()(agent)
+app.command("run")(run_agent)
 
 
 @app.command()

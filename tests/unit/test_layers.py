@@ -86,6 +86,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "http",
         "options",
         "local",
+        "agent",
         "commands",
         "demo",
         "main",
