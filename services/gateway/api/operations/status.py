@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Annotated
 
+import grpc
 from fastapi import Query
+from grpc import aio
 from prometheus_client.registry import Collector
 
-from services.common.errors import TemperError
 from services.common.pb import engine_pb2
 from services.common.telemetry.process import installed_version
 from services.gateway.api.base.routing import Routes
@@ -88,11 +89,13 @@ async def list_requests(
     )
 
 
-async def _ask(client: EngineClient) -> list[engine_pb2.LiveRequest] | None:
+async def _ask(client: EngineClient) -> Sequence[engine_pb2.LiveRequest] | None:
+    """What an engine has; nothing of one of an earlier release, and None of one that does not answer."""
     try:
-        return await client.live_requests(timeout=_PATIENCE_SECONDS)
-    except TemperError:
-        return None
+        answer = await client.engine().GetRequests(engine_pb2.GetRequestsRequest(), timeout=_PATIENCE_SECONDS)
+    except aio.AioRpcError as error:
+        return [] if error.code() == grpc.StatusCode.UNIMPLEMENTED else None
+    return answer.requests
 
 
 def _gateway(health: HealthServices) -> GatewayObject:
