@@ -146,9 +146,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     shared = item.config.stash.get(SHARED, None)
     if shared is None:
         return
-    if not item.nodeid.startswith(WHOLE) or item.nodeid.startswith(OWN):
+    asked_for = isinstance(item, pytest.Function) and "stack" in item.fixturenames
+    if item.nodeid.startswith(OWN) or not (asked_for or item.nodeid.startswith(WHOLE)):
         shared.stop()
-    elif shared.process is None:
+    elif asked_for and shared.process is None:
         shared.start()
 
 
