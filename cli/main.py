@@ -11,6 +11,7 @@ import typer
 from cli.commands import adapter_versions as adapter_tools
 from cli.commands import adapters, batch, evaluation, forge, keys, sessions, train
 from cli.commands.chat import chat
+from cli.commands.operations.doctor import doctor
 from cli.commands.tune import tune
 from cli.options import Json
 from cli.output import Output
@@ -78,6 +79,7 @@ def up(
     raise typer.Exit(run_up(options))
 
 
+app.command()(doctor)
 app.command()(tune)
 app.command()(chat)
 

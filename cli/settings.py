@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -39,10 +40,21 @@ class UpSettings(BaseSettings):
     """The gateway's; given on to it as an absolute path."""
     audit_log_file: str = ""
     """The same."""
+    cache_dir: Path = Path("~/.cache/temper")
+    """The engine's; looked at before anything is started."""
     drain_seconds: float = Field(10.0, ge=0)
     """After a stop signal, how long the engine lets running requests finish."""
     shutdown_grace_seconds: int = Field(10, ge=0)
     """After a stop signal, how long the gateway lets running responses go on."""
+
+
+class ModelDigest(BaseSettings):
+    """The digest that an installation expects of its model."""
+
+    model_config = SettingsConfigDict(env_prefix="TEMPER_", extra="ignore", frozen=True)
+
+    model_digest: str = ""
+    """The model source's; empty: any checkpoint will do."""
 
 
 def inherited_environment() -> dict[str, str]:

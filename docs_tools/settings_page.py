@@ -19,6 +19,7 @@ from pydantic_settings import BaseSettings
 from cli.settings import CliSettings, UpSettings
 from docs_tools.paths import DOCS
 from services.common.settings import CommonSettings
+from services.common.validation.settings import variable_of
 from services.engine.settings import EngineSettings
 from services.gateway.settings import GatewaySettings
 from services.model_source.settings import ModelSourceSettings
@@ -62,15 +63,9 @@ def render() -> str:
         texts = _descriptions(settings)
         parts.append(f"\n## {title}\n\n{intro}\n\n| variable | type | default | |\n|---|---|---|---|\n")
         for name, field in own.items():
-            cells = (f"`{_variable(name, field)}`", _type(field.annotation), _default(field), texts.get(name, ""))
+            cells = (f"`{variable_of(name, field)}`", _type(field.annotation), _default(field), texts.get(name, ""))
             parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
     return "".join(parts)
-
-
-def _variable(name: str, field: FieldInfo) -> str:
-    """Name of a setting in the environment: ours, or one that others read as well and that has its name from them."""
-    alias = field.validation_alias
-    return alias.upper() if isinstance(alias, str) else f"TEMPER_{name.upper()}"
 
 
 def _is_new(name: str, field: FieldInfo, base: type[BaseSettings]) -> bool:

@@ -76,6 +76,7 @@ def run_up(options: UpOptions) -> int:
     console = Terminal(stderr=True, highlight=False)
     try:
         _check_model(options.model)
+        _examine(options, console)
         settings = UpSettings()
         _check_exposure(options, settings, console)
         data_dir = options.data_dir.absolute()
@@ -289,6 +290,20 @@ def _check_model(model: Path) -> None:
         raise InvalidRequest(
             f"{model} is not a checkpoint directory (it has no config.json): name one with --model", param="model"
         )
+
+
+def _examine(options: UpOptions, console: Console) -> None:
+    """The quick checks of `temper doctor`: warnings are told, the first failure ends the start."""
+    # Imported here: other commands need none of it.
+    from cli.doctor.findings import Status
+    from cli.doctor.place import Place
+    from cli.doctor.quick import problems
+
+    for entry in problems(Place(options.model, options.data_dir, host=options.host, port=options.port)):
+        text = f"{entry.finding.message}: {entry.finding.way_out}"
+        if entry.finding.status is Status.FAILURE:
+            raise InvalidRequest(f"{text} (`temper doctor` looks at more)")
+        console.print(f"[yellow]warning:[/] {escape(text)}", soft_wrap=True)
 
 
 def _check_exposure(options: UpOptions, settings: UpSettings, console: Console) -> None:

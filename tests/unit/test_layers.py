@@ -84,6 +84,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "http",
         "options",
         "local",
+        "doctor",
         "commands",
         "demo",
         "main",
