@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,34 +10,38 @@ import typer
 from cli.commands import adapter_versions as adapter_tools
 from cli.commands import adapters, batch, evaluation, forge, keys, sessions, train
 from cli.commands.chat import chat
+from cli.commands.operations.bench import bench
 from cli.commands.operations.doctor import doctor
+from cli.commands.operations.logs import logs
+from cli.commands.operations.ps import ps
+from cli.commands.operations.serve import serve
 from cli.commands.tune import tune
-from cli.options import Json
+from cli.options import Device, Dtype, Json
 from cli.output import Output
+from services.common.telemetry.process import installed_version
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        Output(as_json=False).out.print(installed_version())
+        raise typer.Exit
+
 
 app = typer.Typer(
     name="temper",
     help="Serve Qwen3.5 and keep learning while serving.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 
-class Device(enum.StrEnum):
-    """Device that the engine computes on."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class Dtype(enum.StrEnum):
-    """Element type of weights and activations."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options of `temper` itself."""
 
 
 @app.command()
@@ -79,7 +82,8 @@ def up(
     raise typer.Exit(run_up(options))
 
 
-app.command()(doctor)
+for command in (serve, ps, logs, doctor, bench):
+    app.command()(command)
 app.command()(tune)
 app.command()(chat)
 
@@ -117,9 +121,7 @@ app.add_typer(keys.app)
 @app.command("version")
 def version(as_json: Json = False) -> None:
     """Print the version."""
-    from importlib.metadata import version as installed
-
-    number = installed("temper")
+    number = installed_version()
     Output(as_json=as_json).result({"version": number}, number)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from typing import Annotated
 
@@ -15,6 +16,22 @@ Url = Annotated[
     str | None, typer.Option("--url", help="The gateway; also TEMPER_URL.", show_default="http://localhost:8420")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+class Device(enum.StrEnum):
+    """Device that the engine computes on."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Dtype(enum.StrEnum):
+    """Element type of weights and activations."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
 
 
 def connected(url: str | None, as_json: bool, work: Callable[[Client, Output], None]) -> None:
