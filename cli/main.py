@@ -10,14 +10,16 @@ import typer
 from cli.commands import adapter_versions as adapter_tools
 from cli.commands import adapters, batch, evaluation, forge, keys, sessions, train
 from cli.commands.chat import chat
+from cli.commands.operations import config
+from cli.commands.operations import context as contexts
 from cli.commands.operations.bench import bench
 from cli.commands.operations.doctor import doctor
 from cli.commands.operations.logs import logs
 from cli.commands.operations.ps import ps
 from cli.commands.operations.serve import serve
 from cli.commands.tune import tune
-from cli.options import Device, Dtype, Json
-from cli.output import Output
+from cli.options import Device, Dtype, Json, defaults
+from cli.output import Output, guarded
 from services.common.telemetry.process import installed_version
 
 
@@ -29,7 +31,6 @@ def _print_version(asked: bool) -> None:
 
 app = typer.Typer(
     name="temper",
-    help="Serve Qwen3.5 and keep learning while serving.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -37,11 +38,18 @@ app = typer.Typer(
 
 @app.callback()
 def options(
-    version: Annotated[
+    context: typer.Context,
+    url: Annotated[
+        str | None, typer.Option(help="The gateway, for every command that talks to one.", show_default="TEMPER_URL")
+    ] = None,
+    _version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Options of `temper` itself."""
+    """Serve Qwen3.5 and keep learning while serving."""
+    output = Output(as_json=False)
+    with guarded(output):
+        context.default_map = defaults(context.command, url)
 
 
 @app.command()
@@ -116,6 +124,8 @@ for tool in (
     adapters.app.command()(tool)
 app.add_typer(adapters.app)
 app.add_typer(keys.app)
+app.add_typer(config.app)
+app.add_typer(contexts.app)
 
 
 @app.command("version")

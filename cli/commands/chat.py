@@ -14,7 +14,7 @@ from rich.markup import escape
 from cli.http.client import Client, parse_json
 from cli.options import Json, Url
 from cli.output import CliError, ExitCode, Output, guarded
-from cli.settings import CliSettings
+from cli.settings import CliSettings, read
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ def chat(
 ) -> None:
     """Talk to the served model; the answer is streamed and names the adapter version that gave it."""
     output = Output(as_json=as_json)
-    with guarded(output), Client(url, CliSettings()) as client:
+    with guarded(output), Client(url, read(CliSettings)) as client:
         options: dict[str, Any] = {"model": model or served_model(client), "temperature": temperature}
         options |= {
             key: value

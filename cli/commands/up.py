@@ -25,7 +25,7 @@ from cli.local.private_tls import PrivateTls
 from cli.local.process import DirectoryLock, private_files, rotate_log
 from cli.local.store_settings import Ports, Secrets, redis_url, seaweed, valkey
 from cli.local.supervisor import Event, Phase, RestartPolicy, Service, ServiceFailed, Supervisor
-from cli.settings import UpSettings, inherited_environment
+from cli.settings import UpSettings, inherited_environment, read
 from services.common.errors import Conflict, InvalidRequest, TemperError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,7 +77,7 @@ def run_up(options: UpOptions) -> int:
     try:
         _check_model(options.model)
         _examine(options, console)
-        settings = UpSettings()
+        settings = read(UpSettings)
         _check_exposure(options, settings, console)
         data_dir = options.data_dir.absolute()
         with private_files(data_dir), DirectoryLock(data_dir):

@@ -7,16 +7,14 @@ import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import redis
-from pydantic import ValidationError
-from pydantic_settings import BaseSettings
 
 from cli.doctor.findings import NotHere
 from cli.local.external_tool import run_tool
 from cli.output import CliError, Output
-from cli.settings import CliSettings, UpSettings, inherited_environment
+from cli.settings import BadSettings, CliSettings, S, UpSettings, inherited_environment, read
 from services.common.errors import TemperError
 from services.common.settings import CommonSettings
 from services.common.storage.redis import connect, unavailable
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
     from services.engine.settings import EngineSettings
 
 CARD_MODULE = "services.card_check"
-S = TypeVar("S", bound=BaseSettings)
 
 
 @dataclass
@@ -123,8 +120,8 @@ class Place:
 
 def _read(settings: type[S]) -> S:
     try:
-        return settings()
-    except ValidationError as error:
+        return read(settings)
+    except BadSettings as error:
         raise NotHere("the settings cannot be read") from error
 
 

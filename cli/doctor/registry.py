@@ -11,6 +11,7 @@ CHECKS: tuple[Check, ...] = (
     Check("packages.pins", packages.pinned),
     Check("settings", settings.readable),
     Check("settings.names", settings.known),
+    Check("settings.private", settings.private),
     Check("torch", card.torch),
     Check("card", card.limits),
     Check("card.memory", card.memory),

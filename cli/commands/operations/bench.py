@@ -17,7 +17,7 @@ from cli.http.load.shape import Range, Shape
 from cli.http.load.streams import Answer
 from cli.options import Json, Url
 from cli.output import CliError, ExitCode, Output, guarded
-from cli.settings import CliSettings
+from cli.settings import CliSettings, read
 
 _ROWS = {"first_token_ms": "first token", "between_tokens_ms": "between tokens", "whole_ms": "whole answer"}
 
@@ -48,7 +48,7 @@ def bench(
     between tokens."""
     output = Output(as_json=as_json)
     with guarded(output):
-        settings = CliSettings()
+        settings = read(CliSettings)
         with Client(url, settings) as client:
             named = model or _first_model(client)
             address = client.url
@@ -71,7 +71,7 @@ def bench(
 
         try:
             load = shape(requests, seed)
-            target = Target(address, named, settings.api_key.get_secret_value() if settings.api_key else "")
+            target = Target(address, named, settings.key_for(url))
         except ValueError as error:
             raise CliError(str(error), ExitCode.USAGE) from error
         if warm_up:

@@ -14,7 +14,7 @@ import typer
 from cli.http.client import Client
 from cli.options import Json, Url
 from cli.output import CliError, ExitCode, Output, guarded
-from cli.settings import CliSettings
+from cli.settings import CliSettings, read
 
 DataDir = Annotated[Path, typer.Option(help="As of `temper up`.")]
 
@@ -26,7 +26,7 @@ def ps(data_dir: DataDir = Path(".temper"), url: Url = None, as_json: Json = Fal
     with guarded(output):
         state = read_state(data_dir) if url is None else None
         processes = [] if state is None else _processes(state)
-        with Client(url or (state or {}).get("url"), CliSettings()) as client:
+        with Client(url or (state or {}).get("url"), read(CliSettings)) as client:
             try:
                 server = _server(client)
             except CliError as error:

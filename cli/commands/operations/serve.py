@@ -14,7 +14,7 @@ import typer
 from cli.commands.up import DEFAULT_MODEL, UpOptions, run_up
 from cli.options import Device, Dtype
 from cli.output import CliError, ExitCode, Output, guarded
-from cli.settings import UpSettings, inherited_environment
+from cli.settings import UpSettings, inherited_environment, read
 
 _STORES = {"redis_url": "TEMPER_REDIS_URL", "s3_endpoint": "TEMPER_S3_ENDPOINT"}
 
@@ -49,7 +49,7 @@ def serve(
     """
     output = Output(as_json=False)
     with guarded(output):
-        settings = UpSettings()
+        settings = read(UpSettings)
         missing = [variable for name, variable in _STORES.items() if getattr(settings, name) is None]
         if missing:
             raise CliError(

@@ -13,9 +13,12 @@ def variable_of(name: str, field: FieldInfo) -> str:
     return alias.upper() if isinstance(alias, str) else f"TEMPER_{name.upper()}"
 
 
-def variables_of(settings: type[BaseSettings]) -> set[str]:
-    """All variables that a settings class reads."""
-    return {variable_of(name, field) for name, field in settings.model_fields.items()}
+def keys_of(settings: type[BaseSettings]) -> dict[str, str]:
+    """Names under which the file of settings has them → their variables."""
+    return {
+        field.validation_alias if isinstance(field.validation_alias, str) else name: variable_of(name, field)
+        for name, field in settings.model_fields.items()
+    }
 
 
 def wrong_settings(error: ValidationError) -> list[str]:
