@@ -16,9 +16,11 @@ from cli.commands.operations.bench import bench
 from cli.commands.operations.doctor import doctor
 from cli.commands.operations.logs import logs
 from cli.commands.operations.ps import ps
+from cli.commands.operations.pull import pull_model
 from cli.commands.operations.serve import serve
 from cli.commands.tune import tune
-from cli.options import Device, Dtype, Json, defaults
+from cli.local.model_directory import model_directory
+from cli.options import Device, Dtype, Json, Model, defaults
 from cli.output import Output, guarded
 from services.common.telemetry.process import installed_version
 
@@ -54,9 +56,7 @@ def options(
 
 @app.command()
 def up(
-    model: Annotated[
-        Path | None, typer.Option(help="Checkpoint directory.", show_default="models/tiny", envvar="TEMPER_MODEL")
-    ] = None,
+    model: Model = None,
     served_model_name: Annotated[
         str | None,
         typer.Option(help="What clients put in `model`.", show_default="qwen3.5", envvar="TEMPER_SERVED_MODEL_NAME"),
@@ -74,10 +74,13 @@ def up(
     ] = False,
 ) -> None:
     """Start Valkey, S3, engine and gateway; stop them all with Ctrl-C."""
-    from cli.commands.up import DEFAULT_MODEL, UpOptions, run_up
+    from cli.commands.up import UpOptions, run_up
 
+    output = Output(as_json=as_json)
+    with guarded(output):
+        directory = model_directory(model, output)
     options = UpOptions(
-        model=model or DEFAULT_MODEL,
+        model=directory,
         served_model_name=served_model_name,
         host=host,
         port=port,
@@ -92,6 +95,7 @@ def up(
 
 for command in (serve, ps, logs, doctor, bench):
     app.command()(command)
+app.command("pull")(pull_model)
 app.command()(tune)
 app.command()(chat)
 

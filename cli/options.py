@@ -16,6 +16,14 @@ from services.common.settings import config_file, read_config_file
 Url = Annotated[
     str | None, typer.Option("--url", help="The gateway; also TEMPER_URL.", show_default="http://localhost:8420")
 ]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="Checkpoint directory, or what `temper pull` takes: organisation/name of the hub, s3://bucket/prefix.",
+        show_default="models/tiny",
+        envvar="TEMPER_MODEL",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from cli.local.health import grpc_ready, http_ready
+from cli.local.model_directory import DEFAULT_MODEL
 from cli.local.ports import port_is_free
 from cli.local.private_tls import PrivateTls
 from cli.local.process import DirectoryLock, private_files, rotate_log
@@ -29,7 +30,6 @@ from cli.settings import UpSettings, inherited_environment, read
 from services.common.errors import Conflict, InvalidRequest, TemperError
 
 ROOT = Path(__file__).resolve().parents[2]
-DEFAULT_MODEL = ROOT / "models" / "tiny"
 EXIT_FAILED = 1
 _ALIVE_SECONDS = 5.0
 """Timeout for an answer of a process that works: as long as the chart's probes give it."""

@@ -9,9 +9,9 @@ import typer
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
-from cli.commands.up import DEFAULT_MODEL
 from cli.doctor.findings import Checked, Report, Status
-from cli.options import Json
+from cli.local.model_directory import model_directory
+from cli.options import Json, Model
 from cli.output import Output, guarded
 from services.common.telemetry.process import installed_version
 
@@ -25,9 +25,7 @@ def doctor(
             "--url", help="A server to send a request to.", show_default="http://localhost:8420, if it answers"
         ),
     ] = None,
-    model: Annotated[
-        Path | None, typer.Option(help="Checkpoint directory.", show_default="models/tiny", envvar="TEMPER_MODEL")
-    ] = None,
+    model: Model = None,
     host: Annotated[str, typer.Option(help="Address for the HTTP API.", envvar="TEMPER_HOST")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port for it.", min=1, max=65535, envvar="TEMPER_PORT")] = 8420,
     data_dir: Annotated[Path, typer.Option(help="As of `temper up`.")] = Path(".temper"),
@@ -43,7 +41,7 @@ def doctor(
 
     output = Output(as_json=as_json)
     with guarded(output):
-        place = Place(model or DEFAULT_MODEL, data_dir, url, host, port, output)
+        place = Place(model_directory(model, output), data_dir, url, host, port, output)
         checked: list[Checked] = []
         untold: set[str] = set()
         with Progress(

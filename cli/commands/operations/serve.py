@@ -11,8 +11,9 @@ from typing import Annotated
 
 import typer
 
-from cli.commands.up import DEFAULT_MODEL, UpOptions, run_up
-from cli.options import Device, Dtype
+from cli.commands.up import UpOptions, run_up
+from cli.local.model_directory import model_directory
+from cli.options import Device, Dtype, Model
 from cli.output import CliError, ExitCode, Output, guarded
 from cli.settings import UpSettings, inherited_environment, read
 
@@ -31,9 +32,7 @@ def serve(
     part: Annotated[
         Part, typer.Argument(help="gateway and engine are one process each, in place of this one, as in the images.")
     ] = Part.BOTH,
-    model: Annotated[
-        Path | None, typer.Option(help="Checkpoint directory.", show_default="models/tiny", envvar="TEMPER_MODEL")
-    ] = None,
+    model: Model = None,
     host: Annotated[str, typer.Option(help="Address the HTTP API listens on.", envvar="TEMPER_HOST")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the HTTP API.", min=1, max=65535, envvar="TEMPER_PORT")] = 8420,
     device: Annotated[Device, typer.Option(help="auto: cuda if there is one.", envvar="TEMPER_DEVICE")] = Device.AUTO,
@@ -58,7 +57,7 @@ def serve(
             )
         if part is Part.BOTH:
             options = UpOptions(
-                model=model or DEFAULT_MODEL,
+                model=model_directory(model, output),
                 host=host,
                 port=port,
                 device=device.value,
@@ -69,7 +68,7 @@ def serve(
             raise typer.Exit(run_up(options))
         if part is Part.GATEWAY:
             _become("services.gateway", {"TEMPER_HOST": host, "TEMPER_PORT": str(port)})
-        chosen = {"TEMPER_MODEL": str((model or DEFAULT_MODEL).absolute())}
+        chosen = {"TEMPER_MODEL": str(model_directory(model, output).absolute())}
         _become("services.pod", chosen | {"TEMPER_DEVICE": device.value, "TEMPER_DTYPE": dtype.value})
 
 
