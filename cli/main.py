@@ -14,6 +14,7 @@ from cli.commands.operations import config
 from cli.commands.operations import context as contexts
 from cli.commands.operations.bench import bench
 from cli.commands.operations.doctor import doctor
+from cli.commands.operations.examples import add_examples
 from cli.commands.operations.logs import logs
 from cli.commands.operations.ps import ps
 from cli.commands.operations.pull import pull_model
@@ -137,6 +138,9 @@ def version(as_json: Json = False) -> None:
     """Print the version."""
     number = installed_version()
     Output(as_json=as_json).result({"version": number}, number)
+
+
+add_examples(app)
 
 
 def run() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from email.message import Message
 from importlib.metadata import PackageNotFoundError, metadata, version
 from importlib.resources import files
+from typing import cast
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -81,9 +83,10 @@ def _wrong(extras: tuple[str, ...]) -> Iterator[str]:
             yield f"{wanted.name}{wanted.specifier}" + (f" (there is {found})" if found else "")
 
 
-def _metadata():  # type: ignore[no-untyped-def]  # importlib.metadata.PackageMetadata lacks get() before 3.12
+def _metadata() -> Message:
     try:
-        return metadata("temper")
+        # A message of the email package, which has get(), on every Python.
+        return cast(Message, metadata("temper"))
     except PackageNotFoundError as error:
         raise NotHere("Temper is not installed, this is a source tree: pip install -e . makes it known") from error
 

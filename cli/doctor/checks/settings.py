@@ -80,7 +80,8 @@ def unreadable() -> list[str]:
 
 def unknown() -> list[str]:
     """Names of variables and of lines of the file that are no settings, each with what it may have been meant to be."""
-    keys = {key: name for settings in (*SETTINGS, ModelSourceSettings) for key, name in keys_of(settings).items()}
+    classes: tuple[type[BaseSettings], ...] = (*SETTINGS, ModelSourceSettings)
+    keys = {key: name for settings in classes for key, name in keys_of(settings).items()}
     variables = {*keys.values(), CONFIG_VARIABLE}
     texts = list(_unknown((name for name in inherited_environment() if name.startswith("TEMPER_")), variables))
     file = config_file()
