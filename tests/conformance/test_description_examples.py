@@ -17,7 +17,7 @@ NAMED = [(path, name) for path, examples in EXAMPLES.items() for name in example
 
 @pytest.fixture(scope="module")
 def described(stack: Stack) -> dict[str, Any]:
-    found: dict[str, Any] = httpx.get(f"{stack.url}/openapi.json", trust_env=False).json()
+    found: dict[str, Any] = httpx.get(f"{stack.url}/openapi.json", timeout=60, trust_env=False).json()
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -250,15 +251,17 @@ class _Application(FastAPI):
         )
         self._permissions = permissions
         self._needs_keys = needs_keys
+        self._describing = threading.Lock()
 
     def openapi(self) -> dict[str, Any]:
-        """The description, which is made once."""
-        if self.openapi_schema is None:
-            description = whole_bounds(super().openapi())
-            add_examples(description)
-            add_keys(description, self._permissions, needed=self._needs_keys)
-            self.openapi_schema = description
-        return self.openapi_schema
+        """The description, which is made once. That takes seconds: a thread calls this while others are served."""
+        with self._describing:
+            if self.openapi_schema is None:
+                description = whole_bounds(super().openapi())
+                add_examples(description)
+                add_keys(description, self._permissions, needed=self._needs_keys)
+                self.openapi_schema = description
+            return self.openapi_schema
 
 
 def _is_upload(scope: Scope) -> bool:

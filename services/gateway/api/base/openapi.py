@@ -222,8 +222,11 @@ _POLICY = (
 
 
 @routes.get("/openapi.json", PUBLIC, include_in_schema=False)
-async def openapi(request: Request) -> JSONResponse:
-    """OpenAPI document of this gateway. It differs between gateways only in whether keys are needed."""
+def openapi(request: Request) -> JSONResponse:
+    """OpenAPI document of this gateway. It differs between gateways only in whether keys are needed.
+
+    Not a coroutine, for the first call takes seconds, in which the event loop has tokens to send.
+    """
     return JSONResponse(request.app.openapi())
 
 
