@@ -25,6 +25,7 @@ from services.engine.settings import EngineSettings
 from services.pod.engine import Engine, build_engine
 from services.pod.host import PodHost
 from services.pod.rollouts import EngineRollouts
+from services.trainer.evaluation.judge import EngineJudge
 
 TINY = Path(__file__).resolve().parents[1] / "models" / "tiny"
 TIMEOUT = 60.0
@@ -181,7 +182,7 @@ def running_pod(
         train_memory_bytes=2**31,
         adapters=engine.adapters,
         rollouts=rollouts,
-        grants=Grants(webhooks or Webhooks()),
+        grants=Grants(webhooks or Webhooks(), judge=EngineJudge(rollouts, engine.codec)),
         teacher=engine.teacher,
     )
     try:

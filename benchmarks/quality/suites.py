@@ -57,7 +57,7 @@ def scores(directory: Path, suites: Sequence[Suite], *, device: str = "cpu") -> 
         target = EngineTarget(rollouts, codec, None)
         asked = [Asked(question_of(suite.settings, item), 0) for item in suite.items]
         said = target.answer(asked, suite.settings.sampling, lambda: None)
-        grader = SuiteGrader(suite.settings, suite.settings.sampling, rollouts, codec, Grants(), suite.name)
+        grader = SuiteGrader(suite.settings, suite.settings.sampling, Grants(), suite.name)
         graded = grader.graded(0, suite.items, [[one] for one in said], lambda: None)
         found[suite.name] = [result.score for result in graded]
     return found

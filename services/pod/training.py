@@ -19,6 +19,7 @@ from services.engine.settings import EngineSettings
 from services.pod.engine import Engine
 from services.pod.host import PodHost
 from services.pod.rollouts import EngineRollouts
+from services.trainer.evaluation.judge import EngineJudge
 from services.trainer.jobs import prepare_run
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.runtime.publish import Publisher
@@ -117,6 +118,13 @@ class Training:
 
 def pod_host(settings: EngineSettings, trainer: TrainerSettings, engine: Engine) -> PodHost:
     """Policy host of the engine, for its trainer."""
+    rollouts = EngineRollouts(
+        engine.loop,
+        engine.adapters.private,
+        vocab_size=engine.model.config.vocab_size,
+        sequences=trainer.rollout_sequences,
+        timeout_seconds=trainer.rollout_timeout_seconds,
+    )
     return PodHost(
         model=engine.model,
         codec=engine.codec,
@@ -126,14 +134,8 @@ def pod_host(settings: EngineSettings, trainer: TrainerSettings, engine: Engine)
         max_lora_rank=settings.max_lora_rank,
         train_memory_bytes=engine.memory.training,
         adapters=engine.adapters,
-        rollouts=EngineRollouts(
-            engine.loop,
-            engine.adapters.private,
-            vocab_size=engine.model.config.vocab_size,
-            sequences=trainer.rollout_sequences,
-            timeout_seconds=trainer.rollout_timeout_seconds,
-        ),
-        grants=Grants(webhooks_of(trainer), sandbox_of(trainer)),
+        rollouts=rollouts,
+        grants=Grants(webhooks_of(trainer), sandbox_of(trainer), EngineJudge(rollouts, engine.codec)),
         teacher=engine.teacher,
     )
 

@@ -18,6 +18,9 @@ from models.tiny.recipe.skills import dates
 from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoJob
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.judge import JudgeSpec
+from services.common.jobs.scorers.registry import Rewards
+from services.common.jobs.scorers.sample import Sample
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.grpo import RolloutRun
 from tests.rollout_support import TIMEOUT, Pod, running_pod, wait_for
@@ -114,6 +117,17 @@ def test_what_a_round_reports(pod: Pod) -> None:
         assert 0 <= step["truncated_fraction"] <= 1
         assert step["frac_reward_zero_std"] == step["groups_skipped"] / 2
         assert math.isfinite(step["reward_mean"])
+
+
+def test_the_model_judges_what_a_job_samples(pod: Pod) -> None:
+    """Its verdicts are what it answers by itself: a judge that is asked for the successor knows a right sum."""
+    judge = {"type": "judge", "prompt": "What is {answer} + 1?", "verdicts": {"6": 1.0, "7": 0.25}}
+    generate = {"prompts": ["What is 2 + 3?"], "eval_prompts": ["What is 2 + 3?"], "prompts_per_round": 1}
+    run = prepared(pod, generate=generate | {"rounds": 1, "temperature": 1.0, "reward": [{**judge, "weight": 2}]})
+    assert run.step(0)["eval_reward_before"] == pytest.approx(2, abs=1e-3)
+    rewards = Rewards([JudgeSpec.model_validate(judge)], pod.host.grants)
+    found = rewards.score([Sample("not read", said, 1) for said in ("5", "6", "a fruit", "word " * 400)])
+    assert found == [pytest.approx(1, abs=1e-3), pytest.approx(0.25, abs=1e-3), 0.0, 0.0]
 
 
 def test_the_first_round_is_of_the_starting_policy(pod: Pod) -> None:

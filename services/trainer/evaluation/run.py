@@ -245,8 +245,6 @@ class _ShardMaker:
         self._grader = SuiteGrader(
             manifest.settings,
             self._sampling,
-            host.rollouts,
-            host.codec,
             host.grants,
             f"suites[{suite}].scorer",
         )

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.common.adapters.names import BASE, parse_adapter_version
 from services.common.errors import InvalidRequest
 from services.common.evaluation.runs.records import Answer, ItemResult
 from services.common.evaluation.suites.scoring import item_score, sample_scores
 from services.common.evaluation.suites.spec import SuiteItem, SuiteSampling, SuiteSettings
 from services.common.jobs.scorers.base import SampleScorerSpec
 from services.common.jobs.scorers.grants import Grants
-from services.common.jobs.scorers.of_suites.judge import JudgeQuestion, JudgeSpec
+from services.common.jobs.scorers.judge import JudgeScorer
 from services.common.jobs.scorers.of_suites.likelihood import ChoiceSpec, PerplexitySpec
 from services.common.jobs.scorers.sample import Sample
-from services.common.text.tokenizer import TextCodec
-from services.trainer.evaluation.questions import Question, question_of
+from services.trainer.evaluation.questions import question_of
 from services.trainer.evaluation.targets import Continuation, Said, Target
-from services.trainer.host.rollouts import Policy, RolloutSource, ScoreRequest
 
 _DIGITS = 5
 """Digits of a judge's score behind the point: which requests shared a step, which moves the last bits, is no part of a
@@ -51,15 +48,11 @@ class SuiteGrader:
         self,
         settings: SuiteSettings,
         sampling: SuiteSampling,
-        rollouts: RolloutSource,
-        codec: TextCodec,
         grants: Grants,
         where: str,
     ) -> None:
         self._settings = settings
         self._sampling = sampling
-        self._rollouts = rollouts
-        self._codec = codec
         self._spec = settings.scorer
         self._scorer = self._spec.scorer(where, grants) if isinstance(self._spec, SampleScorerSpec) else None
 
@@ -82,10 +75,11 @@ class SuiteGrader:
         """
         pairs = [(item, one) for item, several in zip(items, said, strict=True) for one in several]
         asked = [(item, one) for item, one in pairs if one.error is None]
-        if isinstance(self._spec, JudgeSpec):
-            grades = iter(self._judged(self._spec, asked, interrupt))
+        samples = [self._sample(item, one) for item, one in asked]
+        if isinstance(self._scorer, JudgeScorer):
+            grades = iter(self._judged(self._scorer, samples, interrupt))
         else:
-            grades = iter(self._scored(asked, interrupt))
+            grades = iter(self._scored(asked, samples, interrupt))
         results = []
         for place, (item, several) in enumerate(zip(items, said, strict=True)):
             found = [
@@ -100,10 +94,12 @@ class SuiteGrader:
     def _vote(self, text: str) -> object:
         return self._spec.vote(text) if isinstance(self._spec, SampleScorerSpec) else text
 
-    def _scored(self, asked: Sequence[tuple[SuiteItem, Said]], interrupt: Interrupt) -> list[_Grade]:
+    def _scored(
+        self, asked: Sequence[tuple[SuiteItem, Said]], samples: Sequence[Sample], interrupt: Interrupt
+    ) -> list[_Grade]:
         if self._scorer is None:
             raise RuntimeError(f"the {self._spec.name} scorer does not score samples")
-        scores = sample_scores(self._scorer, [_sample(item, one) for item, one in asked], interrupt)
+        scores = sample_scores(self._scorer, samples, interrupt)
         return [self._grade(score, one) for score, (_, one) in zip(scores, asked, strict=True)]
 
     def _grade(self, score: float, said: Said) -> _Grade:
@@ -112,39 +108,24 @@ class SuiteGrader:
             return _Grade(score, valid=True)
         return _Grade(0.0, valid=False, reason=f"the {self._spec.name} scorer finds no answer in it")
 
-    def _judged(self, spec: JudgeSpec, asked: Sequence[tuple[SuiteItem, Said]], interrupt: Interrupt) -> list[_Grade]:
-        policy: Policy = None if spec.judge == BASE else parse_adapter_version(spec.judge)
-        questions = [
-            spec.questions(question_of(self._settings, item).asked, one.text, item.reference) for item, one in asked
-        ]
-        requests: list[ScoreRequest] = []
-        grades: dict[int, _Grade] = {}
-        for place, several in enumerate(questions):
-            try:
-                requests += self._verdict_requests(several)
-            except InvalidRequest as error:
-                grades[place] = _Grade(0.0, valid=False, reason=f"the judge cannot be asked: {error.message}")
-        found = iter(self._rollouts.likelihoods(requests, policy, interrupt=interrupt) if requests else ())
-        for place, several in enumerate(questions):
-            if place not in grades:
-                chances: list[Mapping[str, float]] = [
-                    {verdict: next(found) for verdict in question.verdicts} for question in several
-                ]
-                judgement = spec.judgement(chances)
-                reason = None if judgement.valid else "the judge says none of its verdicts"
-                grades[place] = _Grade(round(judgement.score, _DIGITS), judgement.valid, reason)
-        return [grades[place] for place in range(len(questions))]
+    def _sample(self, item: SuiteItem, said: Said) -> Sample:
+        return Sample(
+            prompt=said.prompt,
+            completion=said.whole,
+            tokens=said.tokens,
+            truncated=said.finish_reason == "length",
+            question=question_of(self._settings, item).asked,
+            metadata=item.metadata,
+            said=said.text,
+            tool_calls=said.tool_calls,
+            reference=item.reference,
+        )
 
-    def _verdict_requests(self, questions: Sequence[JudgeQuestion]) -> list[ScoreRequest]:
-        found = []
-        for question in questions:
-            asked = Question(question.prompt, ({"role": "user", "content": question.prompt},))
-            prompt = asked.tokens(self._codec)
-            for verdict in question.verdicts:
-                tokens = asked.continuation(self._codec, verdict)
-                self._rollouts.check(len(prompt) + len(tokens), 1)
-                found.append(ScoreRequest(prompt, tokens, 1.0))
-        return found
+    def _judged(self, judge: JudgeScorer, samples: Sequence[Sample], interrupt: Interrupt) -> list[_Grade]:
+        return [
+            _Grade(round(found.score, _DIGITS), valid=found.reason is None, reason=found.reason)
+            for found in judge.judgements(samples, interrupt)
+        ]
 
     def read(self, first: int, items: Sequence[SuiteItem], target: Target, interrupt: Interrupt) -> list[ItemResult]:
         """Results of items that are scored by a target's log-likelihoods.
@@ -175,19 +156,6 @@ class SuiteGrader:
             )
             results.append(_result(first + place, item, verdict.score, item.weight * verdict.weight, (answer,)))
         return results
-
-
-def _sample(item: SuiteItem, said: Said) -> Sample:
-    return Sample(
-        prompt=said.prompt,
-        completion=said.whole,
-        tokens=said.tokens,
-        truncated=said.finish_reason == "length",
-        metadata=item.metadata,
-        said=said.text,
-        tool_calls=said.tool_calls,
-        reference=item.reference,
-    )
 
 
 def _answer(said: Said, grade: _Grade) -> Answer:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoJob
+from services.common.jobs.fields.messages import as_turns
 from services.common.jobs.kinds.generate import GenerateSettings, RolloutPrompt
 from services.common.jobs.scorers.registry import Rewards
 from services.common.jobs.scorers.sample import Sample, without_thinking
@@ -163,10 +164,16 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
             completion=codec.decode(completion.token_ids),
             tokens=len(completion.token_ids),
             truncated=completion.truncated,
+            question=self._question(prompt),
             answer=prompt.asked.answer,
             metadata=prompt.asked.metadata,
             said=without_thinking(codec, prompt.token_ids, completion.token_ids),
         )
+
+    def _question(self, prompt: ScoredPrompt) -> str:
+        """Text of the last turn; of token ids their whole text."""
+        asked = prompt.asked.prompt if prompt.asked.messages is None else prompt.asked.messages
+        return self._host.codec.decode(prompt.token_ids) if asked is None else str(as_turns(asked)[-1]["content"])
 
     def evaluate(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
         """See JobRun.evaluate: the mean reward of greedy answers to the held-out prompts, as ``eval_reward``."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from services.common.adapters.manifest import Manifest
-from services.common.adapters.names import BASE, AdapterVersion, parse_adapter_ref, parse_adapter_version
+from services.common.adapters.names import BASE, AdapterVersion, parse_adapter_ref
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import AdapterRejected, InvalidRequest, TemperError
 from services.common.evaluation.runs.records import RunRecord, RunSuite, RunTarget
@@ -20,7 +20,7 @@ from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs.kinds.evaluate import EvalJob, EvalSampling, RemoteTarget
 from services.common.jobs.scorers.allowed_webhooks import check_covered
 from services.common.jobs.scorers.grants import Granted
-from services.common.jobs.scorers.of_suites.judge import JudgeSpec
+from services.common.jobs.scorers.judge import JudgeSpec
 from services.common.jobs.scorers.of_suites.likelihood import ChoiceSpec, PerplexitySpec
 
 
@@ -114,8 +114,8 @@ def plan_run(job: EvalJob, suites: SuiteStore, registry: AdapterRegistry, base_d
             raise
         _check_suite(job, manifests[-1], field)
         scorer = manifests[-1].settings.scorer
-        if isinstance(scorer, JudgeSpec) and scorer.judge != BASE:
-            _adapter(str(parse_adapter_version(scorer.judge)), registry, base_digest, field)
+        if isinstance(scorer, JudgeSpec) and scorer.version is not None:
+            _adapter(str(scorer.version), registry, base_digest, field)
     adapters = [
         None
         if isinstance(target, RemoteTarget) or target == BASE

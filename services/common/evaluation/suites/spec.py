@@ -9,8 +9,8 @@ from pydantic import BeforeValidator, Field, model_validator
 from services.common.jobs.fields.messages import SAYS, Message, check_asks
 from services.common.jobs.fields.prompts import AskedExample
 from services.common.jobs.scorers.base import ScorerSpec
+from services.common.jobs.scorers.judge import JudgeSpec
 from services.common.jobs.scorers.of_suites.instructions import InstructionsSpec
-from services.common.jobs.scorers.of_suites.judge import JudgeSpec
 from services.common.jobs.scorers.of_suites.likelihood import ChoiceSpec, PerplexitySpec
 from services.common.jobs.scorers.of_suites.tool_calls import ToolCallsSpec
 from services.common.jobs.scorers.python_tests import PythonTestsReward

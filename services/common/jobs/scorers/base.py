@@ -1,8 +1,7 @@
 """Base of the scorers' settings, which are part of a request: what they refuse, and the scorer that is made of them.
 
 One module a scorer; `registry` lists them. A scorer gives one number a completion: a reward of a training job, or a
-score in a suite. Those that read more than a completion's text (its log-likelihood, its tool calls, a judge's verdict)
-are of suites only.
+score in a suite. Those that read what only items of suites have (choices, tool calls, instructions) are of suites only.
 
 Clients and the CLI read these settings with neither a pattern engine nor an HTTP client installed, so the modules
 import those where they are used.

@@ -1,10 +1,12 @@
-"""What the operator lets scorers of jobs use beside the completions."""
+"""What scorers of jobs use beside the completions: what the operator lets them use, and the engine as a judge."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
+from services.common.adapters.names import AdapterVersion
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.security.sandbox.sandbox import Sandbox
 
@@ -22,12 +24,37 @@ class Granted:
 
 
 @dataclass(frozen=True, slots=True)
+class JudgeQuestion:
+    """One question to a judge, and the verdicts that answer it."""
+
+    prompt: str
+    verdicts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeReply:
+    """Log-probability of each verdict as the answer to a question, in nats; or why it could not be asked."""
+
+    logprobs: Mapping[str, float]
+    refused: str | None = None
+
+
+AskJudge: TypeAlias = Callable[
+    [AdapterVersion | None, Sequence[JudgeQuestion], Callable[[], None]], Sequence[JudgeReply]
+]
+"""Asks a version of an adapter (None: the base) these questions; calls the last argument now and then, which may raise.
+Raises ModelNotFound: the version does not exist; Unavailable: the engine does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
 class Grants:
     """The same in the engine."""
 
     webhooks: Webhooks = field(default_factory=Webhooks)
     sandbox: Sandbox | None = None
     """None: programs of answers are not run."""
+    judge: AskJudge | None = None
+    """None: there is no engine to ask."""
 
     @property
     def granted(self) -> Granted:

@@ -14,9 +14,9 @@ from services.common.jobs.scorers.base import ScorerSpec
 from services.common.jobs.scorers.exact import ContainsReward, ExactReward
 from services.common.jobs.scorers.grants import Grants
 from services.common.jobs.scorers.json_schema import ItemSchemaSpec, JsonSchemaReward
+from services.common.jobs.scorers.judge import JudgeSpec
 from services.common.jobs.scorers.numeric import NumericReward
 from services.common.jobs.scorers.of_suites.instructions import InstructionsSpec
-from services.common.jobs.scorers.of_suites.judge import JudgeSpec
 from services.common.jobs.scorers.of_suites.likelihood import ChoiceSpec, PerplexitySpec
 from services.common.jobs.scorers.of_suites.tool_calls import ToolCallsSpec
 from services.common.jobs.scorers.python_tests import PythonTestsReward
@@ -26,13 +26,18 @@ from services.common.jobs.scorers.webhook import WebhookReward
 from services.common.validation.json_rules import Rule, either, has
 
 _Any: TypeAlias = (
-    RegexReward | ExactReward | ContainsReward | NumericReward | JsonSchemaReward | PythonTestsReward | WebhookReward
+    RegexReward
+    | ExactReward
+    | ContainsReward
+    | NumericReward
+    | JsonSchemaReward
+    | PythonTestsReward
+    | WebhookReward
+    | JudgeSpec
 )
 RewardSpec = Annotated[_Any, Field(discriminator="type")]
 """Settings of a scorer in a request; `type` says which."""
-SuiteScorer: TypeAlias = (
-    _Any | ItemSchemaSpec | ToolCallsSpec | InstructionsSpec | ChoiceSpec | PerplexitySpec | JudgeSpec
-)
+SuiteScorer: TypeAlias = _Any | ItemSchemaSpec | ToolCallsSpec | InstructionsSpec | ChoiceSpec | PerplexitySpec
 SuiteScorerSpec = Annotated[SuiteScorer, Field(discriminator="type")]
 """Settings of the scorer of a suite; `type` says which."""
 SCORERS: tuple[type[ScorerSpec], ...] = get_args(_Any)

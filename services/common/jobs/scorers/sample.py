@@ -62,6 +62,8 @@ class Sample:
     tokens: int
     """Tokens of the completion, with the one that ended it."""
     truncated: bool = False
+    question: str = ""
+    """Text of the prompt's last turn."""
     answer: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     said: str | None = None

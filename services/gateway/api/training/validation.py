@@ -24,6 +24,7 @@ from services.common.jobs import GrpoJob, JobBase, JobState, OpdJob, TrainingSpe
 from services.common.jobs.base import ServedLimits
 from services.common.jobs.fields.lora import TARGET_MODULES, check_agrees, stated_shape
 from services.common.jobs.scorers.grants import Granted
+from services.common.jobs.scorers.judge import JudgeSpec
 from services.common.jobs.token_checks import check_free
 from services.common.pb import engine_pb2
 from services.common.queue.job_queue import JobQueue
@@ -120,6 +121,7 @@ async def check_references(training: TrainingServices, spec: TrainingSpec) -> No
     _check_scorers([client.model for client in training.engines.clients if client.model is not None], spec)
     if isinstance(spec, GrpoJob):
         await _check_samplers(training, spec)
+        await _check_judges(training, spec)
     if isinstance(spec, OpdJob):
         await _check_teacher(training, spec, start)
 
@@ -191,16 +193,7 @@ async def _check_start(training: TrainingServices, spec: TrainingSpec, start: Ma
 
 async def _check_teacher(training: TrainingServices, spec: OpdJob, start: Manifest | None) -> None:
     """Checks that the teacher exists, and is another policy than the one that is to learn from it."""
-    teacher = None
-    if spec.teacher_version is not None:
-        teacher = await _manifest(training, spec.teacher_version, "teacher")
-        digest = training.engines.served.info.digest
-        if teacher.base_digest and teacher.base_digest != digest:
-            raise AdapterRejected(
-                f"teacher: {teacher.ref} belongs to base model {teacher.base_digest[:12]}, the engines serve "
-                f"{digest[:12]}: name a version of an adapter of this one",
-                param="teacher",
-            )
+    teacher = None if spec.teacher_version is None else await _of_this_base(training, spec.teacher_version, "teacher")
     same = spec.teacher == BASE if start is None else teacher is not None and start.digest == teacher.digest
     if same and await _starts_there(training, spec):
         raise InvalidRequest(
@@ -208,6 +201,26 @@ async def _check_teacher(training: TrainingServices, spec: OpdJob, start: Manife
             "teacher, or start_from an adapter that is not the teacher",
             param="teacher",
         )
+
+
+async def _check_judges(training: TrainingServices, spec: GrpoJob) -> None:
+    """Checks that the judges of the job's completions exist."""
+    for where, scorer in spec.scorers():
+        if isinstance(scorer, JudgeSpec) and scorer.version is not None:
+            await _of_this_base(training, scorer.version, f"{where}.judge")
+
+
+async def _of_this_base(training: TrainingServices, version: AdapterVersion, param: str) -> Manifest:
+    """Manifest of a version that the engines can answer with."""
+    found = await _manifest(training, version, param)
+    digest = training.engines.served.info.digest
+    if found.base_digest and found.base_digest != digest:
+        raise AdapterRejected(
+            f"{param}: {found.ref} belongs to base model {found.base_digest[:12]}, the engines serve "
+            f"{digest[:12]}: name a version of an adapter of this one",
+            param=param,
+        )
+    return found
 
 
 async def _starts_there(training: TrainingServices, spec: TrainingSpec) -> bool:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from services.common.adapters.names import AdapterVersion
+from services.common.errors import InvalidRequest
 from services.common.evaluation.statistics.scores import Scores
 from services.common.evaluation.suites.scoring import item_score, sample_scores
 from services.common.evaluation.suites.spec import SuiteItem, SuiteSampling, SuiteSettings
 from services.common.jobs.scorers.base import SampleScorerSpec
-from services.common.jobs.scorers.grants import Grants
-from services.common.jobs.scorers.of_suites.judge import JudgeSpec, parse_verdict
+from services.common.jobs.scorers.grants import Grants, JudgeQuestion, JudgeReply
+from services.common.jobs.scorers.judge import JudgeSpec
 from services.common.jobs.scorers.of_suites.likelihood import (
     ChoiceSpec,
     Likelihood,
@@ -75,7 +77,7 @@ def test_a_job_without_a_normalization_is_written_as_before() -> None:
     assert REWARD.validate_python({"type": "contains"}).needs_answer
 
 
-@pytest.mark.parametrize("kind", ["choice", "perplexity", "judge", "tool_calls", "item_schema"])
+@pytest.mark.parametrize("kind", ["choice", "perplexity", "tool_calls", "item_schema"])
 def test_what_reads_more_than_a_text_is_no_reward(kind: str) -> None:
     SPEC.validate_python({"type": kind})
     with pytest.raises(ValidationError, match="does not match any of the expected tags"):
@@ -203,60 +205,61 @@ def test_a_likelihood_that_is_none_is_refused(logprob: float, tokens: int, size:
         Likelihood(logprob, tokens, size)
 
 
+def judged(answer: str, expected: str = "", question: str = "q") -> Sample:
+    return Sample("prompt", answer, 1, question=question, reference=right(expected))
+
+
 def test_a_rubric_is_worth_what_its_verdicts_are_by_their_probabilities() -> None:
     spec = JudgeSpec()
-    (question,) = spec.questions("2+2?", "It is {expected}.", right("4"))
+    (question,) = spec.questions(judged("It is {expected}.", "4", "2+2?"))
     assert question.verdicts == ("1", "2", "3", "4", "5")
     assert "Question:\n2+2?\n\nAnswer:\nIt is {expected}.\n" in question.prompt, "what an answer says is no placeholder"
-    found = spec.judgement([{"5": math.log(0.6), "3": math.log(0.2)}])
-    assert (found.score, found.valid) == (pytest.approx((0.6 * 1 + 0.2 * 0.5) / 0.8), True)
+    found = spec.judgement([JudgeReply({"5": math.log(0.6), "3": math.log(0.2)})])
+    assert (found.score, found.reason) == (pytest.approx((0.6 * 1 + 0.2 * 0.5) / 0.8), None)
     own = JudgeSpec(prompt="{answer} is {expected}?", verdicts={"no": 0.0, "yes": 1.0})
-    assert own.questions("q", "a", right("b"))[0].prompt == "a is b?"
-    assert own.judgement([{"yes": math.log(0.9), "no": math.log(0.1)}]).score == pytest.approx(0.9)
+    assert own.questions(judged("a", "b"))[0].prompt == "a is b?"
+    assert own.questions(Sample("prompt", "a", 1, answer="of the job"))[0].prompt == "a is of the job?"
+    assert own.judgement([JudgeReply({"yes": math.log(0.9), "no": math.log(0.1)})]).score == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize("logprobs", [{}, {"5": math.log(0.3)}, {"5": math.nan}])
 def test_a_judge_that_answers_something_else_makes_an_answer_wrong_not_absent(logprobs: dict[str, float]) -> None:
-    found = JudgeSpec().judgement([logprobs])
-    assert (found.score, found.valid) == (0.0, False)
+    found = JudgeSpec().judgement([JudgeReply(logprobs)])
+    assert (found.score, found.reason) == (0.0, "the judge says none of its verdicts")
 
 
 def test_a_pair_is_asked_in_both_orders_and_a_judge_of_positions_says_nothing() -> None:
     spec = JudgeSpec(mode="pairwise", judge="critic@3")
-    there, back = spec.questions("q", "mine", right("theirs"))
+    there, back = spec.questions(judged("mine", "theirs"))
     assert there.prompt.index("mine") < there.prompt.index("theirs")
     assert back.prompt.index("theirs") < back.prompt.index("mine")
-    first = {"A": math.log(0.8), "B": math.log(0.2)}
-    second = {"A": math.log(0.2), "B": math.log(0.8)}
+    first = JudgeReply({"A": math.log(0.8), "B": math.log(0.2)})
+    second = JudgeReply({"A": math.log(0.2), "B": math.log(0.8)})
     better = spec.judgement([first, second])
     assert (better.score, better.agrees) == (pytest.approx(0.8), True)
     biased = spec.judgement([first, first])
     assert (biased.score, biased.agrees) == (pytest.approx(0.5), False)
-    assert not spec.judgement([first, {}]).valid
+    assert spec.judgement([first, JudgeReply({})]).reason is not None
+    refused = spec.judgement([first, JudgeReply({}, "it is too long")])
+    assert (refused.score, refused.reason) == (0.0, "the judge cannot be asked: it is too long")
 
 
-@pytest.mark.parametrize(
-    ("text", "verdict"),
-    [
-        ("B", "B"),
-        ("I think A is good.\nVerdict: [[B]]", "B"),
-        ("Both have merit.\n\n**b**\n", "B"),
-        ("A or B", None),
-        ("Banana", None),
-        ("", None),
-        ("A\nneither", None),
-    ],
-)
-def test_a_verdict_is_found_in_a_judges_text(text: str, verdict: str | None) -> None:
-    assert parse_verdict(text, ("A", "B")) == verdict
+def test_a_judge_is_asked_once_for_all_samples() -> None:
+    asked = []
 
+    def ask(
+        judge: AdapterVersion | None, questions: Sequence[JudgeQuestion], interrupt: Callable[[], None]
+    ) -> list[JudgeReply]:
+        interrupt()
+        asked.append((judge, len(questions)))
+        return [JudgeReply({"A": math.log(0.9), "B": math.log(0.1)}) for _ in questions]
 
-def test_numbers_are_verdicts_only_as_wholes() -> None:
-    marks = [str(mark) for mark in range(1, 6)]
-    assert parse_verdict("4.", marks) == "4"
-    assert parse_verdict("4/5", marks) is None
-    assert parse_verdict("4.5", marks) is None
-    assert parse_verdict("45", marks) is None
+    spec = JudgeSpec(mode="pairwise", judge="critic@3")
+    scorer = spec.scorer("scorer", Grants(judge=ask))
+    assert scorer.score([judged("a", "b"), judged("c", "d")], lambda: None) == [pytest.approx(0.5)] * 2
+    assert asked == [(AdapterVersion("critic", 3), 4)]
+    with pytest.raises(InvalidRequest, match="no engine answers as a judge"):
+        spec.scorer("scorer", Grants())
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,24 @@ def test_webhooks_that_the_engine_may_not_call(listing: tuple[Running, httpx.Cli
     assert len(running.queue.jobs) == before
 
 
+def test_judges_that_cannot_be_asked(listing: tuple[Running, httpx.Client]) -> None:
+    running, http = listing
+    publish(running, "critic")
+    publish(running, "stranger", base_digest="e" * 64)
+    job = webhook_job() | {"lora": {"rank": 8}}
+
+    def judged_by(judge: str) -> httpx.Response:
+        job["generate"]["reward"] = [{"type": "regex", "pattern": "x"}, {"type": "judge", "judge": judge}]
+        return http.post("/v1/train/grpo", json=job)
+
+    for judge in ("base", "critic@1"):
+        assert judged_by(judge).status_code == 202, judge
+    for judge, status in (("critic@2", 404), ("nobody@1", 404), ("stranger@1", 400), ("critic", 400)):
+        error = refusal(judged_by(judge), status)
+        assert error["param"] == "generate.reward[1].judge", error
+        assert judge.split("@")[0] in error["message"]
+
+
 @pytest.mark.parametrize(
     ("others", "says"),
     [

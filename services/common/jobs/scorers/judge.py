@@ -1,26 +1,27 @@
 """Scorer by a judge: a version of an adapter, or the base, reads the answer and says a verdict.
 
-A runner asks the judge's engine the `questions` and gives back, of each, the log-probabilities of its verdicts; the
-score is what the verdicts are worth, by the probability that the judge gives each. A judge of which only text is known
-says one verdict (`parse_verdict`). Pairs are asked in both orders, because judges favour a position (Zheng et al.,
-arXiv 2306.05685).
+The engine beside the trainer is asked the `questions` and gives back, of each, the log-probabilities of its verdicts;
+the score is what the verdicts are worth, by the probability that the judge gives each. Pairs are asked in both orders,
+because judges favour a position (Zheng et al., arXiv 2306.05685).
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from services.common.adapters.names import BASE, SAMPLER_SCHEMA, parse_adapter_version
-from services.common.jobs.scorers.base import ScorerSettings
-from services.common.jobs.scorers.sample import Reference
+from services.common.adapters.names import BASE, SAMPLER_SCHEMA, AdapterVersion, parse_adapter_version
+from services.common.errors import InvalidRequest
+from services.common.jobs.scorers.base import ScorerSpec
+from services.common.jobs.scorers.grants import AskJudge, Grants, JudgeQuestion, JudgeReply
+from services.common.jobs.scorers.sample import Sample
 from services.common.storage.names import field_check
-from services.common.validation.json_rules import Rules, has, only_with
+from services.common.validation.json_rules import Rule, Rules, either, has, only_with
 
 FIRST, SECOND = "A", "B"
 LEAST_MASS = 0.5
@@ -44,30 +45,23 @@ def _judge(name: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class JudgeQuestion:
-    """One question to the judge, and the verdicts that answer it."""
-
-    prompt: str
-    verdicts: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Judgement:
     """Score of an answer by a judge."""
 
     score: float
     """0 where the judge answered something else: an answer that nobody judged is not left out."""
-    valid: bool
-    """Whether every question was answered with a verdict."""
+    reason: str | None = None
+    """Reason why it is no judgement: the judge cannot be asked, or answered something else. None: it is one."""
     agrees: bool = True
     """Whether both orders of a pair favour the same answer."""
 
 
-class JudgeSpec(ScorerSettings):
-    """Score of an answer by a judge, from 0 to 1. Of suites only.
+class JudgeSpec(ScorerSpec):
+    """Score of an answer by a judge, from 0 to 1.
 
-    rubric: the judge rates each answer. pairwise: it says which of two answers is better, the answer or the item's
-    first expected one, in both orders; the score is the probability that it favours the answer.
+    rubric: the judge rates each answer. pairwise: it says which of two answers is better, the answer or the one that is
+    expected (the first, if a suite's item has several), in both orders; the score is the probability that it favours
+    the answer.
     """
 
     type: Literal["judge"] = "judge"
@@ -81,6 +75,9 @@ class JudgeSpec(ScorerSettings):
     """rubric: what the judge may say, with what each is worth. None: 1 to 5, worth 0 to 1."""
 
     json_rules: ClassVar[Rules] = (only_with("verdicts", has(mode="rubric")),)
+    compares: ClassVar[Rule | None] = either(
+        has(type="judge", mode="pairwise"), has(type="judge", prompt={"type": "string", "pattern": "\\{expected\\}"})
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> JudgeSpec:
@@ -112,44 +109,63 @@ class JudgeSpec(ScorerSettings):
         """See ScorerSettings."""
         return self.mode == "pairwise" or "{expected}" in (self.prompt or "")
 
-    def questions(self, question: str, answer: str, reference: Reference) -> list[JudgeQuestion]:
+    @property
+    def version(self) -> AdapterVersion | None:
+        """The judge's version; None: the base."""
+        return None if self.judge == BASE else parse_adapter_version(self.judge)
+
+    def scorer(self, where: str, grants: Grants) -> JudgeScorer:
+        """See SampleScorerSpec."""
+        if grants.judge is None:
+            raise InvalidRequest(f"{where}: no engine answers as a judge here", param=where)
+        return JudgeScorer(self, grants.judge)
+
+    def questions(self, sample: Sample) -> list[JudgeQuestion]:
         """Questions about one answer: one, or two for a pair, in both orders."""
-        expected = reference.expected[0] if reference.expected else ""
+        expected = sample.reference.expected[0] if sample.reference.expected else sample.answer or ""
         verdicts = tuple(self.worth)
         if self.mode == "rubric":
-            values = {"question": question, "answer": answer, "expected": expected}
+            values = {"question": sample.question, "answer": sample.text, "expected": expected}
             return [JudgeQuestion(_filled(self.prompt or _RUBRIC, values), verdicts)]
         return [
             JudgeQuestion(
-                _filled(self.prompt or _PAIR, {"question": question, "first": one, "second": other}), verdicts
+                _filled(self.prompt or _PAIR, {"question": sample.question, "first": one, "second": other}), verdicts
             )
-            for one, other in ((answer, expected), (expected, answer))
+            for one, other in ((sample.text, expected), (expected, sample.text))
         ]
 
-    def judgement(self, found: Sequence[Mapping[str, float]]) -> Judgement:
-        """Judgement by the log-probabilities of the verdicts, a mapping a question in the order of ``questions``."""
-        shares = [_share(logprobs, self.worth) for logprobs in found]
+    def judgement(self, replies: Sequence[JudgeReply]) -> Judgement:
+        """Judgement by the replies to ``questions``, in their order."""
+        refused = next((reply.refused for reply in replies if reply.refused is not None), None)
+        if refused is not None:
+            return Judgement(0.0, f"the judge cannot be asked: {refused}")
+        shares = [_share(reply.logprobs, self.worth) for reply in replies]
         valid = [share for share in shares if share is not None]
         if len(valid) < len(shares) or not valid:
-            return Judgement(0.0, valid=False)
+            return Judgement(0.0, "the judge says none of its verdicts")
         if self.mode == "rubric":
-            return Judgement(valid[0], valid=True)
+            return Judgement(valid[0])
         first, second = valid  # of the second question the answer stands in the second place
-        return Judgement((first + 1 - second) / 2, valid=True, agrees=(first > 0.5) == (1 - second > 0.5))
+        return Judgement((first + 1 - second) / 2, agrees=(first > 0.5) == (1 - second > 0.5))
 
 
-def parse_verdict(text: str, verdicts: Sequence[str]) -> str | None:
-    """Verdict in a judge's text: what stands in [[ ]], else the only one in its last line that has words; None: there
-    is none, or several that contradict each other. Case does not count."""
-    marked = re.findall(r"\[\[(.+?)\]\]", text)
-    lines = [line for line in text.splitlines() if line.strip()]
-    place = marked[-1] if marked else lines[-1] if lines else ""
-    found = {
-        verdict
-        for verdict in verdicts
-        if re.search(rf"(?<![\w.]){re.escape(verdict)}(?![\w]|\.\w)", place, re.IGNORECASE) is not None
-    }
-    return found.pop() if len(found) == 1 else None
+class JudgeScorer:
+    """See JudgeSpec."""
+
+    def __init__(self, spec: JudgeSpec, ask: AskJudge) -> None:
+        self._spec = spec
+        self._ask = ask
+
+    def score(self, samples: Sequence[Sample], interrupt: Callable[[], None]) -> list[float]:
+        """See Scorer.score. An answer that the judge says nothing about scores 0."""
+        return [one.score for one in self.judgements(samples, interrupt)]
+
+    def judgements(self, samples: Sequence[Sample], interrupt: Callable[[], None]) -> list[Judgement]:
+        """One judgement a sample. Raises Unavailable, ModelNotFound for a judge that is gone, and what ``interrupt``
+        raises."""
+        questions = [self._spec.questions(sample) for sample in samples]
+        replies = iter(self._ask(self._spec.version, [one for several in questions for one in several], interrupt))
+        return [self._spec.judgement([next(replies) for _ in several]) for several in questions]
 
 
 def _share(logprobs: Mapping[str, float], worth: Mapping[str, float]) -> float | None:
