@@ -31,10 +31,13 @@ HEADER = """# Configuration
 
 <!-- Written by `python -m docs_tools.generate`; change the settings classes, not this file. -->
 
-Every setting is an environment variable. A service reads them once, at its start, and refuses a value that it cannot
-use with a line that names the variable. `temper up` sets those of its own stores and of the data directory, puts its
-options before their variables (`temper up --help` names them), and passes all others on, so
-`TEMPER_MAX_NUM_SEQS=128 temper up` works as expected.
+Every setting is an environment variable, or a line of `temper.toml`. A service reads them once, at its start, and
+refuses a value that it cannot use with a line that names the variable. `temper up` sets those of its own stores and of
+the data directory, puts its options before their variables (`temper up --help` names them), and passes all others on,
+so `TEMPER_MAX_NUM_SEQS=128 temper up` works as expected.
+
+What no variable says may stand in one file: `temper.toml` in the working directory, or the one that `TEMPER_CONFIG`
+names. Its keys are the names below in small letters without `TEMPER_` ([the command line](cli.md#settings)).
 """
 
 SECTIONS: tuple[tuple[str, type[BaseSettings], type[BaseSettings] | None, str], ...] = (
