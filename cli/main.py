@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from cli.commands import adapter_versions as adapter_tools
-from cli.commands import adapters, batch, evaluation, forge, keys, sessions, train
+from cli.commands import adapters, batch, forge, keys, sessions, train
 from cli.commands.chat import chat
+from cli.commands.evaluation import runs as evaluation
 from cli.commands.operations import config
 from cli.commands.operations import context as contexts
 from cli.commands.operations.bench import bench
@@ -79,7 +80,8 @@ def up(
 
     output = Output(as_json=as_json)
     with guarded(output):
-        directory = model_directory(model, output)
+        # One in a bucket is fetched by the engine's process: the bucket may be that of the store that starts first.
+        directory = model if model and model.startswith("s3://") else model_directory(model, output)
     options = UpOptions(
         model=directory,
         served_model_name=served_model_name,

@@ -150,17 +150,12 @@ class UpSettings(FileSettings):
     """The same."""
     cache_dir: Path = Path("~/.cache/temper")
     """The engine's; looked at before anything is started."""
+    model_digest: str = "unchecked"
+    """Digest that a model of an object store must have (--model s3://…); "unchecked": any."""
     drain_seconds: float = Field(10.0, ge=0)
     """After a stop signal, how long the engine lets running requests finish."""
     shutdown_grace_seconds: int = Field(10, ge=0)
     """After a stop signal, how long the gateway lets running responses go on."""
-
-
-class ModelDigest(FileSettings):
-    """The digest that an installation expects of its model."""
-
-    model_digest: str = ""
-    """The model source's; empty: any checkpoint will do."""
 
 
 def inherited_environment() -> dict[str, str]:

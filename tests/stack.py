@@ -43,7 +43,8 @@ class Stack:
     data_dir: Path
     port: int = 0
     """Of the gateway; 0: a free one, which no other test gets."""
-    model: Path = TINY
+    model: Path | str = TINY
+    """Directory, or s3://bucket/prefix."""
     served_model_name: str = "qwen3.5"
     options: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)

@@ -80,9 +80,10 @@ class _Offline:
         *,
         interrupt: Callable[[], None] = lambda: None,
         deadline: float | None = None,
+        gentle: bool = False,
     ) -> list[Completion]:
         """See RolloutSource."""
-        del policy, interrupt, deadline
+        del policy, interrupt, deadline, gentle
         if sampling.temperature != 0:
             raise ValueError("only greedy answers are sampled here")
         sampler = OfflineSampler(

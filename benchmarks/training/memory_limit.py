@@ -94,7 +94,7 @@ def _beside(engine: InProcessEngine, settings: EngineSettings, options: argparse
     """A job of microbatches of options.job, beside the same requests."""
     from benchmarks.training.methods import RandomText, job
     from services.common.errors import DoesNotFit
-    from services.pod.training import pod_host
+    from services.pod.training.thread import pod_host
     from services.trainer.jobs import prepare_run
     from services.trainer.settings import TrainerSettings
 

@@ -27,7 +27,7 @@ from services.common.adapters.registry import AdapterRegistry
 from services.engine.models.registry import read_config
 from services.pod.engine import Engine, build_engine, tune_interpreter, use_threads
 from services.pod.host import PodHost
-from services.pod.training import pod_host
+from services.pod.training.thread import pod_host
 from services.trainer.jobs.base import JobRun
 from services.trainer.settings import TrainerSettings
 from services.trainer.timers import Part

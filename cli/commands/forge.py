@@ -1,22 +1,26 @@
-"""`temper forge importance|prune|compact|recover|quantize|verify`: a smaller model of a checkpoint, step by step, on
-this machine's directories."""
+"""`temper forge run|evaluate|importance|prune|compact|recover|quantize|verify`: a smaller model of a checkpoint, by
+a recipe or step by step, on this machine's directories."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
+from cli.commands import forge_jobs
+from cli.forge_text import forged, planned_recovery, planned_run, quality, recovered, sizes
 from cli.local.external_tool import Amount, run_tool
 from cli.options import Json
 from cli.output import CliError, ExitCode, Output, guarded
 
-app = typer.Typer(name="forge", help="Make a smaller model: measure, prune, recover, quantize.", no_args_is_help=True)
+app = typer.Typer(name="forge", help="Make a smaller model: by a recipe, or step by step.", no_args_is_help=True)
 _MODULE = "services.forge"
+_RUNS = "services.pod.forging"
 
 
 class Method(enum.StrEnum):
@@ -88,6 +92,60 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would com
 ShardSize = Annotated[float, typer.Option("--max-shard-size", help="Of one safetensors file, in GB.", min=0.01)]
 Sign = Annotated[Path | None, typer.Option(help="Ed25519 private key (PEM) that forge.json is signed with.")]
 _LEVEL = "a share (25%) or a number of them"
+
+
+@app.command()
+def run(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="Model, data, suites, and what is to go.")],
+    work: Annotated[
+        Path | None,
+        typer.Option(help="Directory of what the stages make; it stays.", show_default="one beside the output"),
+    ] = None,
+    device: Annotated[Device, typer.Option(help="Where the model runs.")] = Device.CPU,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what it would take and what would come of it.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a smaller model by a recipe: evaluate, measure, cut, recover, evaluate, save.
+
+    Run it again after a break, and it goes on where it was.
+    """
+    output = Output(as_json=as_json)
+    with guarded(output):
+        arguments = ["run", "--recipe", str(recipe), "--device", device.value]
+        arguments += [] if work is None else ["--work", str(work)]
+        arguments += ["--dry-run"] if dry_run else []
+        result = run_tool(output, arguments, module=_RUNS, amount="count")
+        output.result(result, planned_run(result) if dry_run else forged(result, result["out"]))
+
+
+@app.command()
+def evaluate(
+    model: Model,
+    suites: Annotated[
+        list[Path],
+        typer.Option("--suite", metavar="SUITE.jsonl", help="Suite, its settings beside it; or a directory of them."),
+    ],
+    baseline: Annotated[Path | None, typer.Option(help="Checkpoint directory to compare with, item by item.")] = None,
+    work: Annotated[
+        Path | None, typer.Option(help="Directory that keeps the answers; a run that was broken off goes on.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of sampled answers.", min=0)] = 0,
+    device: Annotated[Device, typer.Option(help="Where the model runs.")] = Device.CPU,
+    as_json: Json = False,
+) -> None:
+    """Run suites on a checkpoint directory, without a server."""
+    arguments = ["evaluate", "--model", str(model), "--seed", str(seed), "--device", device.value]
+    arguments += ["--suites", *map(str, suites)]
+    arguments += [] if baseline is None else ["--baseline", str(baseline)]
+    arguments += [] if work is None else ["--work", str(work)]
+    _run(arguments, as_json, quality, module=_RUNS, amount="count")
+
+
+app.command("submit")(forge_jobs.submit)
+app.command("show")(forge_jobs.show)
+app.command("list")(forge_jobs.list_runs)
 
 
 @app.command()
@@ -206,6 +264,7 @@ def recover(
     device: Annotated[Device, typer.Option(help="Where the models run.")] = Device.CPU,
     max_shard_size: ShardSize = 5.0,
     sign: Sign = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would take.")] = False,
     as_json: Json = False,
 ) -> None:
     """Train what a cut has left, and write the checkpoint with the lowest held-out loss. Resumes after an end."""
@@ -242,19 +301,8 @@ def recover(
     for name, value in given.items():
         arguments += [] if value is None else [f"--{name}", str(value)]
 
-    def tell(result: dict[str, Any]) -> str:
-        return "\n".join(
-            (
-                f"wrote [green]{escape(str(out))}[/]",
-                f"  held-out loss  {result['held_out_before']:.4f} → {result['held_out_after']:.4f}",
-                f"  steps  {result['steps']}, best after {result['best_step']}"
-                f"{', stopped early' if result['stopped_early'] else ''}",
-                f"  trained  {result['trained_parameters']:,} numbers on {result['tokens']:,} tokens "
-                f"in {result['seconds']:.0f} s",
-            )
-        )
-
-    _run(arguments, as_json, tell, amount="count")
+    tell = planned_recovery if dry_run else partial(recovered, where=str(out))
+    _run(arguments, as_json, tell, dry_run=dry_run, amount="count")
 
 
 @app.command()
@@ -294,6 +342,7 @@ def _run(
     *,
     dry_run: bool = False,
     amount: Amount = "bytes",
+    module: str = _MODULE,
 ) -> None:
     output = Output(as_json=as_json)
     with guarded(output):
@@ -301,18 +350,11 @@ def _run(
         if not (model / "config.json").is_file():
             raise CliError(f"{model} is not a checkpoint directory: it has no config.json", ExitCode.USAGE)
         given = [*arguments, *(["--dry-run"] if dry_run else [])]
-        result = run_tool(output, given, module=_MODULE, amount=amount)
+        result = run_tool(output, given, module=module, amount=amount)
         output.result(result, tell(result))
 
 
 def _planned(result: dict[str, Any], out: Path) -> str:
     """Sizes before and after, a line each."""
-    plan = result["plan"]
-    lines = [f"wrote [green]{escape(str(out))}[/]" if result["out"] else "nothing was written; it would be:"]
-    if "parameters" in plan:
-        share = 1 - plan["parameters_after"] / plan["parameters"]
-        lines.append(f"  parameters  {plan['parameters']:,} → {plan['parameters_after']:,} ({share:.1%} less)")
-    share = 1 - plan["bytes_after"] / plan["bytes"]
-    lines.append(f"  bytes  {plan['bytes']:,} → {plan['bytes_after']:,} ({share:.1%} less)")
-    lines += [f"  {name}  {before} → {after}" for name, (before, after) in plan.get("shape", {}).items()]
-    return "\n".join(lines)
+    first = f"wrote [green]{escape(str(out))}[/]" if result["out"] else "nothing was written; it would be:"
+    return "\n".join([first, *sizes(result["plan"])])

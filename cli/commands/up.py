@@ -6,6 +6,7 @@ output of the parts to <data dir>/logs.
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import json
 import os
@@ -39,7 +40,8 @@ _ALIVE_SECONDS = 5.0
 class UpOptions:
     """The command line of `temper up`. ``host``/``port``: where the gateway listens; the rest stays on 127.0.0.1."""
 
-    model: Path = DEFAULT_MODEL
+    model: Path | str = DEFAULT_MODEL
+    """Checkpoint directory, or s3://bucket/prefix."""
     served_model_name: str | None = None
     host: str = "127.0.0.1"
     port: int = 8420
@@ -205,18 +207,20 @@ def _engine(
     tls: PrivateTls,
     stores: tuple[str, ...],
 ) -> Service:
+    stored = isinstance(options.model, str)
     return Service(
         name="engine",
-        argv=[sys.executable, "-m", "services.pod"],
+        argv=[sys.executable, "-m", *(["services.model_source", "--then"] if stored else []), "services.pod"],
         log=data_dir / "logs" / "engine.log",
         health=grpc_ready(f"127.0.0.1:{port}", "engine", tls),
         alive=grpc_ready(f"127.0.0.1:{port}", "liveness", tls, _ALIVE_SECONDS),
         env={
             **env,
-            "TEMPER_MODEL": str(options.model.absolute()),
+            **_model(options.model, data_dir, settings.model_digest),
             "TEMPER_DEVICE": options.device,
             "TEMPER_DTYPE": options.dtype,
             "TEMPER_CHECKPOINT_DIR": str(data_dir / "checkpoints"),
+            "TEMPER_FORGE_DIR": str(data_dir / "forge"),
             "TEMPER_GRPC_HOST": "127.0.0.1",
             "TEMPER_GRPC_PORT": str(port),
             "TEMPER_DRAIN_SECONDS": str(settings.drain_seconds),
@@ -285,7 +289,26 @@ def _local_url(options: UpOptions) -> str:
     return f"http://[{host}]:{options.port}" if ":" in host else f"http://{host}:{options.port}"
 
 
-def _check_model(model: Path) -> None:
+def _model(model: Path | str, data_dir: Path, digest: str) -> dict[str, str]:
+    """Settings of the engine's model. One of an object store is fetched into a directory of its own before the engine
+    starts.
+
+    Args:
+        digest: that it must have, or "unchecked".
+    """
+    if isinstance(model, Path):
+        return {"TEMPER_MODEL": str(model.absolute())}
+    name = hashlib.sha256(model.encode()).hexdigest()[:16]
+    return {
+        "TEMPER_MODEL": str(data_dir / "models" / name),
+        "TEMPER_MODEL_SOURCE": model,
+        "TEMPER_MODEL_DIGEST": digest,
+    }
+
+
+def _check_model(model: Path | str) -> None:
+    if isinstance(model, str):
+        return
     if not (model / "config.json").is_file():
         raise InvalidRequest(
             f"{model} is not a checkpoint directory (it has no config.json): name one with --model", param="model"
@@ -299,7 +322,9 @@ def _examine(options: UpOptions, console: Console) -> None:
     from cli.doctor.place import Place
     from cli.doctor.quick import problems
 
-    for entry in problems(Place(options.model, options.data_dir, host=options.host, port=options.port)):
+    model = options.model if isinstance(options.model, Path) else None
+    place = Place(model or DEFAULT_MODEL, options.data_dir, host=options.host, port=options.port)
+    for entry in problems(place, fetched=model is not None):
         text = f"{entry.finding.message}: {entry.finding.way_out}"
         if entry.finding.status is Status.FAILURE:
             raise InvalidRequest(f"{text} (`temper doctor` looks at more)")

@@ -15,11 +15,15 @@ MODEL = (Check("model", model.files),)
 MACHINE = (Check("disk", disk.space), Check("disk.write", disk.writable), Check("keys", security.keys))
 
 
-def problems(place: Place) -> list[Checked]:
-    """What the quick checks find, the failures first."""
+def problems(place: Place, *, fetched: bool = True) -> list[Checked]:
+    """What the quick checks find, the failures first.
+
+    Args:
+        fetched: the model is there already; else it is left out.
+    """
     bad = [
         entry
-        for entry in examine(place, (*PYTHON, *MODEL, *MACHINE))
+        for entry in examine(place, (*PYTHON, *(MODEL if fetched else ()), *MACHINE))
         if entry.finding.status in (Status.WARNING, Status.FAILURE)
     ]
     return sorted(bad, key=lambda entry: entry.finding.status is not Status.FAILURE)

@@ -12,9 +12,11 @@ from pydantic import BaseModel, ValidationError
 from services.adapter_tools.events import Reporter, run_to_the_end
 from services.common.errors import InvalidRequest
 from services.common.jobs import LoraSettings, OptimizerSettings
+from services.common.jobs.kinds.forge import IMPORTANCE_METHODS
 from services.common.validation.errors import problem
+from services.engine.models.registry import read_config
 from services.engine.models.weights.shards import SHARD_BYTES
-from services.forge.importance.settings import METHODS, Settings
+from services.forge.importance.settings import Settings
 from services.forge.recovery.settings import (
     METHODS as RECOVERY_METHODS,
 )
@@ -46,7 +48,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         return command
 
     importance = step("importance", plans=False, writes=False)
-    importance.add_argument("--method", choices=METHODS, required=True)
+    importance.add_argument("--method", choices=IMPORTANCE_METHODS, required=True)
     importance.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     importance.add_argument("--data", type=Path)
     importance.add_argument("--data-name")
@@ -61,7 +63,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         prune.add_argument(f"--{kind.replace('_', '-')}")
     compact = step("compact", plans=True, writes=True)
     compact.add_argument("--cut", type=Path, required=True)
-    recovery = step("recover", plans=False, writes=True)
+    recovery = step("recover", plans=True, writes=True)
     recovery.add_argument("--data", type=Path, required=True)
     recovery.add_argument("--data-name")
     recovery.add_argument("--held-out", type=Path)
@@ -149,6 +151,8 @@ def _recover(given: argparse.Namespace) -> dict[str, Any]:
         seed=given.seed,
         device=given.device,
     )
+    if given.dry_run:
+        return _planned_recovery(given, settings)
     report = recover(
         given.model,
         given.out,
@@ -168,6 +172,36 @@ def _recover(given: argparse.Namespace) -> dict[str, Any]:
     with contextlib.suppress(OSError):  # somebody else's files are in it
         given.state.rmdir()
     return report.summary()
+
+
+def _planned_recovery(given: argparse.Namespace, settings: RecoverySettings) -> dict[str, Any]:
+    import torch
+
+    from services.forge.pipeline.needs import Rates, recovery_seconds
+    from services.forge.recovery.memory import available_bytes
+    from services.forge.recovery.plan import RecoveryPlan
+
+    progress = Reporter()
+    with contextlib.ExitStack() as stack:
+        work = RecoveryPlan.of(
+            given.model,
+            settings,
+            stack,
+            data=given.data,
+            data_name=given.data_name,
+            held_out=given.held_out,
+            teacher=given.teacher,
+            progress=progress,
+        )
+        device = torch.device(settings.device)
+        available = available_bytes(device) if given.memory_bytes is None else given.memory_bytes
+        work.check(settings, given.out, given.state, available)
+        rates = Rates.measured(settings.device, progress)
+        teacher = None if given.teacher is None else read_config(given.teacher)
+        seconds = recovery_seconds(work.base.config, teacher, settings, rates)
+        plan = work.summary(settings, available)
+    estimated = {"seconds": round(seconds, 1), "seconds_are": "estimated", "measured_flops": round(rates.flops)}
+    return {"out": None, "plan": plan | estimated}
 
 
 def _checked(model: type[M], values: dict[str, Any]) -> M:

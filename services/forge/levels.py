@@ -39,7 +39,7 @@ class Level:
         return cls(text.strip(), float(match[1]) / 100 if share else float(match[1]), share)
 
     def removed(self, config: Qwen3_5Config, kind: Kind) -> int:
-        """Units that go, of all layers or of each layer.
+        """Units that go, of all layers or of each layer. One layer of each type stays.
 
         Raises:
             InvalidRequest: impossible; the message says what is possible.
@@ -51,16 +51,18 @@ class Level:
             number = total - left
         else:
             number = round(wanted)
-        possible = (total - number) % multiple == 0 and 0 < number < total
+        most = total - len(set(config.layer_types)) if kind == "layers" else total - 1
+        possible = (total - number) % multiple == 0 and 0 < number <= most
         if not possible or (multiple == 1 and abs(number - wanted) > _CLOSE * total):
             raise InvalidRequest(
-                f"{kind}: {self.text} of {total} cannot go; possible are {_possible(total, multiple)}", param=kind
+                f"{kind}: {self.text} of {total} cannot go; possible are {_possible(total, multiple, most)}",
+                param=kind,
             )
         return number
 
 
-def _possible(total: int, multiple: int) -> str:
-    numbers = [total - left for left in range(total - 1, 0, -1) if left % multiple == 0]
+def _possible(total: int, multiple: int, most: int) -> str:
+    numbers = [total - left for left in range(total - 1, total - most - 1, -1) if left % multiple == 0]
     if not numbers:
         return "none"
     named = [f"{number} ({number / total:.4g} of them)" for number in numbers]
@@ -112,13 +114,10 @@ def _highest(scores: Sequence[float], number: int) -> tuple[int, ...]:
 
 
 def _layers(config: Qwen3_5Config, scores: Scores, number: int) -> tuple[int, ...]:
-    """Layers that stay. The last of its type stays whatever its score."""
+    """Layers that stay, of a number that Level.removed() allows. The last of its type stays whatever its score."""
     left = list(range(config.num_layers))
     for index in sorted(left, key=lambda layer: (scores.layers[layer], -layer)):
         kind = config.layer_types[index]
         if config.num_layers - len(left) < number and sum(config.layer_types[other] == kind for other in left) > 1:
             left.remove(index)
-    if config.num_layers - len(left) < number:
-        most = config.num_layers - len(left)
-        raise InvalidRequest(f"layers: {number} cannot go, at most {most}: one of each type stays", param="layers")
     return tuple(left)

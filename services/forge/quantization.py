@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -43,6 +44,20 @@ def quantization_config(kept: Sequence[str], block: tuple[int, int] | None = BLO
 def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
     """True of tensors that become float8: matrices of linear layers of the text model."""
     return len(shape) == 2 and name.split(".")[-2] not in _KEPT and ".visual." not in name
+
+
+def quantized_bytes(tensors: Sequence[TensorToWrite]) -> int:
+    """Bytes of a checkpoint's tensors once its matrices are float8, scales counted."""
+    return sum(
+        shape[0] * shape[1] + 2 * _blocks(shape)
+        if len(shape := tensor.shape) == 2 and is_quantized(tensor.name, shape)
+        else tensor.size
+        for tensor in tensors
+    )
+
+
+def _blocks(shape: tuple[int, ...]) -> int:
+    return math.prod(-(-size // step) for size, step in zip(shape, BLOCK, strict=True))
 
 
 def to_float8(weight: Tensor, block: tuple[int, int] | None = BLOCK) -> tuple[Tensor, Tensor]:

@@ -54,11 +54,16 @@ def read_public_key(path: Path) -> Ed25519PublicKey:
     return key
 
 
+def signer(key: Ed25519PrivateKey | None) -> str:
+    """Public key of a private one as signatures name it; empty without one."""
+    return "" if key is None else _text(_raw(key.public_key()))
+
+
 def signed(message: bytes, key: Ed25519PrivateKey) -> bytes:
     """Contents of the file beside a message."""
     content = {
         "algorithm": _ALGORITHM,
-        "public_key": _text(_raw(key.public_key())),
+        "public_key": signer(key),
         "signature": _text(key.sign(message)),
     }
     return (json.dumps(content, indent=2) + "\n").encode()

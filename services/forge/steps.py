@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from services.common.jobs.kinds.forge import NEED_DATA
 from services.common.text.tokenizer import TextCodec
 from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.weights.shards import SHARD_BYTES, Progress, silent
@@ -14,11 +18,14 @@ from services.forge.compaction import Base, compact, compacted, plan
 from services.forge.cut import CutFile
 from services.forge.files import file_digest, refuse_existing
 from services.forge.importance.scores import Scores
-from services.forge.importance.settings import NEED_DATA, Settings
+from services.forge.importance.settings import Settings
 from services.forge.levels import Level, choose
 from services.forge.record import Made, described_digest, history, verify
 from services.forge.signature import read_private_key, read_public_key
 from services.forge.units import Kind
+
+if TYPE_CHECKING:
+    from services.engine.models.interface import CausalLM
 
 
 def importance_step(
@@ -31,6 +38,8 @@ def importance_step(
     max_tokens: int | None = None,
     device: str = "cpu",
     progress: Progress = silent,
+    loading: Callable[[], AbstractContextManager[None]] = nullcontext,
+    give_way: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Writes scores of a checkpoint's units.
 
@@ -38,6 +47,8 @@ def importance_step(
         data: calibration data, for methods that need it.
         data_name: what it is called in records; None: the file's name.
         max_tokens: of the data that are read; None: all.
+        loading: held while the model is read from disk.
+        give_way: called between layers, for others to compute.
 
     Raises:
         InvalidRequest, CheckpointRejected: what is wrong with which of them.
@@ -56,14 +67,12 @@ def importance_step(
             calibration = Calibration.read(data, codec, name=data_name, max_tokens=max_tokens)
         progress("digest of the model", 0, 0)
         digest = checkpoint_digest(model)
-        scores = measure(
-            base,
-            digest,
-            settings,
-            lambda: load_model(model, dtype="auto", device=device),
-            calibration,
-            progress,
-        )
+
+        def load() -> CausalLM:
+            with loading():
+                return load_model(model, dtype="auto", device=device)
+
+        scores = measure(base, digest, settings, load, calibration, progress, give_way)
     scores.write(out)
     return {
         "out": str(out),
@@ -148,15 +157,8 @@ def compact_step(
         data = given.chosen.get("data")
         recipe = {**given.chosen, "layers": given.cut.layers, "cut_sha256": file_digest(cut_file)}
         made = Made("compact", model, digest, recipe, summary, () if data is None else (data,))
-        compact(
-            base,
-            given.cut,
-            out,
-            max_shard_bytes=max_shard_bytes,
-            progress=progress,
-            finish=lambda directory: made.write(directory, key),
-        )
-    return {"out": str(out), "plan": summary, "digest": described_digest(out)}
+        write = partial(compact, base, given.cut)
+        return _written(out, write, made, key, max_shard_bytes, progress)
 
 
 def quantize_step(
@@ -190,13 +192,29 @@ def quantize_step(
         digest = checkpoint_digest(model)
         history(model, digest)  # which is checked before anything is written
         made = Made("quantize", model, digest, {"format": "float8_e4m3", "block": BLOCK}, summary)
-        quantized.write(
-            out,
-            max_shard_bytes=max_shard_bytes,
-            progress=progress,
-            finish=lambda directory: made.write(directory, key),
-        )
-    return {"out": str(out), "plan": summary, "digest": described_digest(out)}
+        return _written(out, quantized.write, made, key, max_shard_bytes, progress)
+
+
+def _written(
+    out: Path,
+    write: Callable[..., None],
+    made: Made,
+    key: Ed25519PrivateKey | None,
+    max_shard_bytes: int,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Writes a checkpoint with its record, and says what came of it.
+
+    Args:
+        write: writes the checkpoint into a directory and calls ``finish`` with it before it gets its name.
+    """
+    write(
+        out,
+        max_shard_bytes=max_shard_bytes,
+        progress=progress,
+        finish=lambda directory: made.write(directory, key),
+    )
+    return {"out": str(out), "plan": made.plan, "digest": described_digest(out)}
 
 
 def verify_step(directory: Path, key: Path, *, progress: Progress = silent) -> dict[str, Any]:

@@ -1,4 +1,5 @@
 """`python -m services.model_source`: fetches the checkpoint that TEMPER_MODEL_SOURCE names into TEMPER_MODEL.
+`python -m services.model_source --then MODULE`: the same, and then becomes `python -m MODULE`.
 `python -m services.model_source --digest DIR`: prints what TEMPER_MODEL_DIGEST has to be for a good copy.
 `python -m services.model_source --events`, for `temper pull`: one JSON object a line on standard output, as of
 services.adapter_tools."""
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -33,9 +35,10 @@ def main() -> int:
     parser.add_argument(
         "--digest", type=Path, metavar="DIR", help="print the digest of a checkpoint directory and stop"
     )
+    parser.add_argument("--then", metavar="MODULE", help="become this module's process once the checkpoint is there")
     parser.add_argument("--events", action="store_true", help="write progress and result as JSON to standard output")
-    options = parser.parse_args()
-    directory, events = options.digest, options.events
+    given = parser.parse_args()
+    directory, events = given.digest, given.events
 
     def fail(message: str) -> int:
         if events:
@@ -57,6 +60,8 @@ def main() -> int:
             _emit("result", digest=found, directory=str(settings.model))
         else:
             fetch(settings)
+        if given.then is not None:
+            os.execv(sys.executable, [sys.executable, "-m", given.then])
     except ValidationError as error:
         problems = [
             f"{named('TEMPER_' + '_'.join(map(str, e['loc'])).upper())}: {e['msg']}"

@@ -25,6 +25,7 @@ from services.common.text.tokenizer import TextCodec
 from services.engine.adapters.loader import AdapterLoader
 from services.engine.adapters.manager import AdapterManager
 from services.engine.adapters.slot_table import AdapterConfig
+from services.engine.compute_sharing.engine_gate import EngineGate
 from services.engine.constraints.compiler import CompilerLimits, ConstraintCompiler
 from services.engine.constraints.grammars import GrammarLimits
 from services.engine.constraints.vocabulary import Vocabulary
@@ -61,6 +62,16 @@ _SWITCH_SECONDS = 0.0005
 """Longest time that another thread holds the GIL while the loop's wants it; Python's 5 ms are two steps of a GPU."""
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Guest:
+    """Place of an engine on a device that another one serves from."""
+
+    gate: EngineGate
+    """Gate by which its steps take turns with that one's."""
+    nbytes: int
+    """Bytes that it may use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +141,8 @@ def build_engine(
     adapter_events: AdapterEvents | None,
     events: EventStream | None = None,
     store: ObjectStore | None = None,
+    *,
+    guest: Guest | None = None,
 ) -> Engine:
     """Loads the model and allocates everything; nothing runs yet.
 
@@ -137,6 +150,7 @@ def build_engine(
         adapter_events: publications and attachments; None: the pointers are polled.
         events: stream for the engine's events.
         store: object store, for the store tier.
+        guest: place on a device that another engine serves from; None: it has the device to itself.
 
     Raises:
         CheckpointRejected: the model directory is incomplete or foreign.
@@ -147,7 +161,7 @@ def build_engine(
     check_device(settings, hardware)
     device = hardware.torch
     codec = TextCodec.from_directory(settings.model)
-    planned = _plan(settings, hardware, codec)
+    planned = _plan(settings, hardware, codec, None if guest is None else guest.nbytes)
     settings, config, memory = planned.settings, planned.config, planned.memory
     max_model_len = planned.max_model_len
     limits = _limits(settings, config, memory, max_model_len, codec.eos_ids, device)
@@ -192,7 +206,7 @@ def build_engine(
         limits,
         executor.runner,
         adapters,
-        gate,
+        gate if guest is None else guest.gate,
         RolloutBuffer(settings.rollouts_max, settings.rollouts_ttl_seconds),
         max_waiting=settings.max_waiting,
         adapter_wait_seconds=settings.adapter_wait_seconds,
@@ -292,8 +306,12 @@ class _Planned:
         return self.memory.model_len(self.config.max_position_embeddings, self.settings.max_model_len)
 
 
-def _plan(settings: EngineSettings, hardware: Device, codec: TextCodec) -> _Planned:
-    """Plan of an engine: what does not fit is refused with its numbers before anything is loaded."""
+def _plan(settings: EngineSettings, hardware: Device, codec: TextCodec, available: int | None = None) -> _Planned:
+    """Plan of an engine: what does not fit is refused with its numbers before anything is loaded.
+
+    Args:
+        available: bytes that it may use; None: all that the device has left.
+    """
     config = read_config(settings.model)
     if codec.vocab_size > config.vocab_size:
         raise CheckpointRejected(
@@ -305,7 +323,8 @@ def _plan(settings: EngineSettings, hardware: Device, codec: TextCodec) -> _Plan
     dtype = resolve_dtype(settings.dtype, hardware.torch)
     if teacher_config is not None:
         teacher_storage(settings, hardware).check(teacher_config)
-    available = device_bytes(hardware, int(settings.device_memory))
+    if available is None:
+        available = device_bytes(hardware, int(settings.device_memory))
     settings, memory = plan(config, settings, dtype, hardware, available, teacher_config)
     log.info(
         "memory plan",

@@ -34,8 +34,8 @@ from services.engine.server.health import HealthReporter, ProcessHealth, Vitals
 from services.engine.server.service import Serving, bind, make_server
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine, build_engine, tune_interpreter, use_threads
-from services.pod.training import Training
-from services.pod.training_sessions import TrainingSessionsService
+from services.pod.training.sessions import TrainingSessionsService
+from services.pod.training.thread import Training
 from services.trainer.settings import TrainerSettings
 
 _WATCH_SECONDS = 0.5

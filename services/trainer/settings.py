@@ -26,6 +26,11 @@ class TrainerSettings(CommonSettings):
     """Directory where checkpoints wait while the object store is away."""
     checkpoints_kept: int = Field(2, ge=1)
     """Newest checkpoints that stay in the object store while a job runs."""
+    forge_dir: Path = Path(".temper/forge")
+    """Directory of what forge jobs have made so far, up to some copies of the model; on a volume that survives a
+    restart they go on where they were."""
+    forge_key_file: Path | None = None
+    """Ed25519 private key (PEM) that records of forge jobs are signed with; unset: they are not signed."""
     trainer_drain_seconds: float = Field(20.0, gt=0)
     """Time for which a draining trainer tries to hand its job back in order."""
     rollout_sequences: int = Field(64, ge=1)

@@ -65,17 +65,20 @@ def wait_for_end(client: httpx.Client, job_id: str, timeout: float = 120) -> dic
     raise AssertionError(f"job {job_id} did not end: {job(client, job_id)}")
 
 
-def losses(client: httpx.Client, job_id: str) -> list[tuple[int, float]]:
-    """(step, loss) of every progress event, in the order they were written."""
-    found = []
+def events(client: httpx.Client, job_id: str) -> list[dict[str, Any]]:
+    """All events of a job that has ended."""
     with client.stream("GET", f"/v1/train/jobs/{job_id}/events") as response:
         assert response.status_code == 200
-        for line in response.iter_lines():
-            if line.startswith("data: "):
-                event = json.loads(line[6:])
-                if event["kind"] == "progress" and "loss" in event["data"]:
-                    found.append((int(event["data"]["step"]), float(event["data"]["loss"])))
-    return found
+        return [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: ")]
+
+
+def losses(client: httpx.Client, job_id: str) -> list[tuple[int, float]]:
+    """(step, loss) of every progress event, in the order they were written."""
+    return [
+        (int(event["data"]["step"]), float(event["data"]["loss"]))
+        for event in events(client, job_id)
+        if event["kind"] == "progress" and "loss" in event["data"]
+    ]
 
 
 def versions(client: httpx.Client, adapter: str) -> list[int]:

@@ -96,6 +96,38 @@ def test_engine_killed_in_the_middle_of_an_evaluation(faulty: Stack) -> None:
         assert pages[0]["data"] == pages[1]["data"]
 
 
+def test_engine_killed_in_the_middle_of_forging_and_the_result_served(
+    faulty: Stack, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """It goes on where it was, and `temper up` serves the model that comes of it. That a run which was killed ends in
+    the same bytes is tests/unit/forge/test_pipeline.py, at many moments."""
+    lines = "\n".join(json.dumps({"prompt": f"What is {n} plus 7?", "expected": n + 7}) for n in range(20))
+    suite = {"name": "few-sums", "scorer": {"type": "exact"}, "sampling": {"max_tokens": 6}, "jsonl": lines}
+    run = {"importance": {"method": "weights"}, "prune": {"mlp_channels": "25%"}, "suites": ["few-sums"]}
+    with httpx.Client(base_url=faulty.url, timeout=30) as client:
+        assert client.post("/v1/eval/suites", json=suite).status_code == 201
+        forging = client.post("/v1/forge", json=run).json()["id"]
+        jobs.wait_for_step(client, forging, 1)
+        os.kill(faulty.pid("engine"), signal.SIGKILL)
+        ended = jobs.wait_for_end(client, forging)
+        assert (ended["state"], ended["attempts"]) == ("succeeded", 2), ended
+        told = jobs.events(client, forging)
+        assert sum(event["data"].get("message") == "baseline: answering" for event in told) == 1
+        killed = client.get(f"/v1/forge/{forging}").json()
+        assert killed["evaluation"]["after"]["few-sums@1"]["items"] == 20
+        assert [one["id"] for one in client.get("/v1/forge").json()["data"]] == [forging]
+    settings = faulty.settings
+    env = {
+        "TEMPER_S3_ENDPOINT": settings.s3_endpoint,
+        "TEMPER_S3_ACCESS_KEY": settings.s3_access_key.get_secret_value(),
+        "TEMPER_S3_SECRET_KEY": settings.s3_secret_key.get_secret_value(),
+        "TEMPER_MODEL_DIGEST": killed["digest"],
+    }
+    directory = tmp_path_factory.mktemp("forged") / "data"
+    with Stack(directory, model=killed["model"], env=env) as served, httpx.Client(base_url=served.url) as client:
+        assert jobs.chat(client, served.served_model_name)
+
+
 @contextmanager
 def chatting(stack: Stack) -> Iterator[list[float]]:
     """Chats all the time in the background; yields the seconds that each answer took. Any error fails the test."""

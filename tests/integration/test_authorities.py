@@ -22,7 +22,7 @@ from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
 from services.common.storage.redis import connect, connect_async
 from services.common.telemetry import tracing
-from services.pod.training import webhooks_of
+from services.pod.training.thread import webhooks_of
 from services.trainer.settings import TrainerSettings
 from tests.certificates import Authority
 from tests.integration.proxies import Noting, Proxy, serving

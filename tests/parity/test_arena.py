@@ -16,7 +16,7 @@ from services.engine.models.training_forward import TrainableForward
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine, build_engine, tune_interpreter
 from services.pod.host import PodHost
-from services.pod.training import pod_host
+from services.pod.training.thread import pod_host
 from services.trainer.jobs import adapter_run
 from services.trainer.jobs.sft import SftRun
 from services.trainer.memory.estimate import TrainingMemory

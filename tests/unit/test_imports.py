@@ -30,7 +30,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "services.common",
     ),
     "services.model_source": ("services.engine.models.checkpoint", "services.common"),
-    "services.pod": ("services.engine", "services.trainer", "services.common", "kernels"),
+    "services.pod": (
+        "services.forge",
+        "services.adapter_tools",
+        "services.engine",
+        "services.trainer",
+        "services.common",
+        "kernels",
+    ),
     "cli": ("services.common",),
     # Reads settings and files as the services do. What needs torch is a process of its own, services.card_check.
     "cli.doctor": (

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from cli.doctor.findings import Finding, NotHere, failure, ok
 from cli.doctor.place import Place
-from cli.settings import ModelDigest
 from services.common.errors import CheckpointRejected
 from services.engine.models.checkpoint import checkpoint_digest, raw_tensors, shard_files
 from services.engine.models.registry import read_config
@@ -34,7 +33,7 @@ def files(place: Place) -> Finding:
 
 def digest(place: Place) -> Finding:
     """The weights are those that were asked for, where TEMPER_MODEL_DIGEST or a download says which."""
-    wanted = ModelDigest().model_digest.removeprefix("sha256:").lower()
+    wanted = place.up.model_digest.removeprefix("sha256:").lower()
     if wanted and wanted != "unchecked":
         try:
             found = checkpoint_digest(place.model)

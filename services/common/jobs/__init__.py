@@ -15,6 +15,7 @@ from services.common.jobs.fields.messages import Message
 from services.common.jobs.fields.prompts import AskedExample, SampledPrompt
 from services.common.jobs.kinds.dpo import DpoExample, DpoJob
 from services.common.jobs.kinds.evaluate import EvalJob, RemoteTarget
+from services.common.jobs.kinds.forge import ForgeJob
 from services.common.jobs.kinds.grpo import GrpoJob
 from services.common.jobs.kinds.kto import KtoExample, KtoJob
 from services.common.jobs.kinds.merge import SPARSE_METHODS, MergeJob, MergeMethod, MergeSettings, MergeSource
@@ -37,6 +38,7 @@ __all__ = [
     "DpoJob",
     "EvalJob",
     "ExampleJob",
+    "ForgeJob",
     "GrpoCompletion",
     "GrpoGroup",
     "GrpoJob",

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from services.common.jobs.kinds.dpo import DpoJob
 from services.common.jobs.kinds.evaluate import EvalJob
+from services.common.jobs.kinds.forge import ForgeJob
 from services.common.jobs.kinds.grpo import GrpoJob
 from services.common.jobs.kinds.kto import KtoJob
 from services.common.jobs.kinds.merge import MergeJob
@@ -20,7 +21,7 @@ TrainingSpec: TypeAlias = SftJob | DpoJob | KtoJob | GrpoJob | OpdJob
 """A job that trains."""
 PublishingSpec: TypeAlias = TrainingSpec | MergeJob
 """A job whose result is a version of an adapter."""
-Spec: TypeAlias = PublishingSpec | EvalJob
+Spec: TypeAlias = PublishingSpec | EvalJob | ForgeJob
 JobSpec = Annotated[Spec, Field(discriminator="kind")]
 JOBS: Mapping[str, type[TrainingSpec]] = {
     str(model.model_fields["kind"].default): model for model in get_args(TrainingSpec)

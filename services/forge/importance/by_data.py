@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,10 +17,17 @@ from services.forge.importance.weight_norms import WeightNorms
 from services.forge.units import Width, count, layer_path
 
 
-def activations(base: Base, model: CausalLM, calibration: Calibration, settings: Settings, progress: Progress) -> Found:
+def activations(
+    base: Base,
+    model: CausalLM,
+    calibration: Calibration,
+    settings: Settings,
+    progress: Progress,
+    give_way: Callable[[], None],
+) -> Found:
     """Of a unit the norm over its columns of ``mean norm of inputs · norm of weights`` (Wanda, arXiv 2306.11695);
     of a layer how far it turns the residual stream."""
-    probe = ActivationProbe()
+    probe = ActivationProbe(give_way)
     done = 0
     with torch.no_grad():
         for batch in calibration.packed(settings.tokens_per_forward, model.device):
@@ -34,7 +43,14 @@ def activations(base: Base, model: CausalLM, calibration: Calibration, settings:
     return Found(widths, turns / calibration.tokens)
 
 
-def gradients(base: Base, model: CausalLM, calibration: Calibration, settings: Settings, progress: Progress) -> Found:
+def gradients(
+    base: Base,
+    model: CausalLM,
+    calibration: Calibration,
+    settings: Settings,
+    progress: Progress,
+    give_way: Callable[[], None],
+) -> Found:
     """Of a unit the sum over tokens of how much, to first order, the loss changes without what it says at that token: a
     trained model's loss hardly has a slope in a unit as a whole. Divided by the number of trained tokens."""
     config = base.config
@@ -42,7 +58,7 @@ def gradients(base: Base, model: CausalLM, calibration: Calibration, settings: S
     layers = torch.zeros(config.num_layers, dtype=torch.float64)
     done = trained = 0
     for batch in calibration.packed(settings.tokens_per_forward, model.device):
-        probe = GradientGates()
+        probe = GradientGates(give_way)
         hidden = model.forward_probed(batch.token_ids, batch.lengths, probe)
         loss = -model.token_logprobs(hidden.index_select(0, batch.rows), batch.targets).sum()
         torch.autograd.backward(loss)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,7 +46,12 @@ def _trials(base: Base, settings: Settings) -> list[_Trial]:
 
 
 def leave_one_out(
-    base: Base, model: CausalLM, calibration: Calibration, settings: Settings, progress: Progress
+    base: Base,
+    model: CausalLM,
+    calibration: Calibration,
+    settings: Settings,
+    progress: Progress,
+    give_way: Callable[[], None],
 ) -> Found:
     """Of a unit the rise of the mean loss on a sample without it. Several copies of the sample, each without another
     unit, are one forward."""
@@ -55,12 +60,12 @@ def leave_one_out(
     tokens = sum(document.length - 1 for document in sample)
     trials = _trials(base, settings)
     copies = max(1, settings.tokens_per_forward // tokens)
-    whole = float(_losses(model, sample, [{}])[0])
+    whole = float(_losses(model, sample, [{}], give_way)[0])
     widths: dict[Width, dict[str, Tensor]] = {width: {} for width in settings.widths}
     layers = torch.zeros(config.num_layers, dtype=torch.float64)
     for start in range(0, len(trials), copies):
         chosen = trials[start : start + copies]
-        losses = _losses(model, sample, [trial.columns for trial in chosen])
+        losses = _losses(model, sample, [trial.columns for trial in chosen], give_way)
         for trial, loss in zip(chosen, losses.tolist(), strict=True):
             if trial.kind == "layers":
                 layers[trial.unit] = loss - whole
@@ -72,7 +77,12 @@ def leave_one_out(
 
 
 @torch.no_grad()
-def _losses(model: CausalLM, sample: Sequence[Document], left_out: Sequence[Mapping[str, slice]]) -> Tensor:
+def _losses(
+    model: CausalLM,
+    sample: Sequence[Document],
+    left_out: Sequence[Mapping[str, slice]],
+    give_way: Callable[[], None] = lambda: None,
+) -> Tensor:
     """Mean loss on each copy of the sample, [copies] float64."""
     batch = Microbatch.of([*sample] * len(left_out), model.device)
     tokens = batch.num_tokens // len(left_out)
@@ -80,6 +90,6 @@ def _losses(model: CausalLM, sample: Sequence[Document], left_out: Sequence[Mapp
     for index, columns in enumerate(left_out):
         for path, chosen in columns.items():
             places.setdefault(path, []).append((slice(index * tokens, (index + 1) * tokens), chosen))
-    hidden = model.forward_probed(batch.token_ids, batch.lengths, LeaveOut(places))
+    hidden = model.forward_probed(batch.token_ids, batch.lengths, LeaveOut(places, give_way))
     logprobs = model.token_logprobs(hidden.index_select(0, batch.rows), batch.targets)
     return -logprobs.double().view(len(left_out), -1).mean(1).cpu()

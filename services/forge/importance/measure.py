@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from services.common.errors import InvalidRequest
+from services.common.jobs.kinds.forge import NEED_DATA
 from services.engine.models.interface import CausalLM
 from services.engine.models.weights.shards import Progress, silent
 from services.forge.compaction import Base
@@ -15,7 +16,7 @@ from services.forge.importance.by_data import activations, gradients
 from services.forge.importance.calibration import Calibration
 from services.forge.importance.leave_one_out import leave_one_out
 from services.forge.importance.scores import Scores
-from services.forge.importance.settings import NEED_DATA, Found, Settings
+from services.forge.importance.settings import Found, Settings
 from services.forge.importance.weight_norms import WeightNorms
 from services.forge.units import MTP_LAYER, WIDTHS, Width, count, places
 
@@ -27,12 +28,14 @@ def measure(
     load: Callable[[], CausalLM],
     calibration: Calibration | None,
     progress: Progress = silent,
+    give_way: Callable[[], None] = lambda: None,
 ) -> Scores:
     """Scores of all units. The layer that predicts the token after next is not part of the loss: its units have the
     norm of their weights where a method needs data.
 
     Args:
         load: the checkpoint as a model, if the method needs one.
+        give_way: called between layers, for others to compute.
 
     Raises:
         InvalidRequest: the method needs data and there is none, or a score is not finite.
@@ -42,7 +45,7 @@ def measure(
             raise InvalidRequest(f"importance by {settings.method} is measured on data: name a file", param="data")
         progress("loading the model", 0, 0)
         by_data = {"activations": activations, "gradients": gradients, "leave_one_out": leave_one_out}
-        found = by_data[settings.method](base, load(), calibration, settings, progress)
+        found = by_data[settings.method](base, load(), calibration, settings, progress, give_way)
     else:
         found = (_weights if settings.method == "weights" else _random)(base, settings)
     widths = {width: dict(found.widths[width]) for width in settings.widths}

@@ -5,7 +5,7 @@ Every unit is some columns of an output projection's inputs (services.forge.unit
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -15,9 +15,14 @@ from services.engine.models.interface import Probe
 
 
 class ActivationProbe(Probe):
-    """Sums over all tokens: squares of each column of inputs, and how far each layer turns the residual stream."""
+    """Sums over all tokens: squares of each column of inputs, and how far each layer turns the residual stream.
 
-    def __init__(self) -> None:
+    Args:
+        give_way: called between layers, for others to compute.
+    """
+
+    def __init__(self, give_way: Callable[[], None] = lambda: None) -> None:
+        self._give_way = give_way
         self.squares: dict[str, Tensor] = {}
         """Path of an output projection → [in] float64."""
         self.turns: dict[int, float] = {}
@@ -33,13 +38,19 @@ class ActivationProbe(Probe):
         """See Probe."""
         turned = (1 - F.cosine_similarity(before.double(), after.double(), dim=-1)).sum()
         self.turns[index] = self.turns.get(index, 0.0) + float(turned)
+        self._give_way()
 
 
 class GradientGates(Probe):
     """A factor 1 for each input of each token. Its gradient is, to first order, what the loss loses with that input
-    (Molchanov et al., arXiv 1906.10771)."""
+    (Molchanov et al., arXiv 1906.10771).
 
-    def __init__(self) -> None:
+    Args:
+        give_way: called between the forward's layers, for others to compute.
+    """
+
+    def __init__(self, give_way: Callable[[], None] = lambda: None) -> None:
+        self._give_way = give_way
         self.gates: dict[str, Tensor] = {}
         """Path of an output projection → [T, in], with gradients after the backward."""
 
@@ -48,16 +59,25 @@ class GradientGates(Probe):
         self.gates[path] = gate = torch.ones_like(inputs, requires_grad=True)
         return inputs * gate
 
+    def layer(self, index: int, before: Tensor, after: Tensor) -> None:
+        """See Probe."""
+        del index, before, after
+        self._give_way()
+
 
 class LeaveOut(Probe):
     """Zeroes columns of the inputs of some tokens.
 
     Args:
         left_out: path of an output projection → (tokens, columns) that are zero.
+        give_way: called between layers, for others to compute.
     """
 
-    def __init__(self, left_out: Mapping[str, Sequence[tuple[slice, slice]]]) -> None:
+    def __init__(
+        self, left_out: Mapping[str, Sequence[tuple[slice, slice]]], give_way: Callable[[], None] = lambda: None
+    ) -> None:
         self._left_out = left_out
+        self._give_way = give_way
 
     def output(self, path: str, inputs: Tensor) -> Tensor:
         """See Probe."""
@@ -67,3 +87,8 @@ class LeaveOut(Probe):
         for tokens, columns in self._left_out[path]:
             result[tokens, columns] = 0
         return result
+
+    def layer(self, index: int, before: Tensor, after: Tensor) -> None:
+        """See Probe."""
+        del index, before, after
+        self._give_way()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING
 
 from services.common.errors import InvalidRequest
+from services.common.jobs.kinds.forge import ImportanceMethod
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.forge.units import KINDS, OUTPUTS, WIDTHS, Kind, Width, places
 
@@ -14,9 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MODULES: dict[Width, str] = {width: module for module, width in OUTPUTS.items()}
-Method: TypeAlias = Literal["weights", "activations", "gradients", "leave_one_out", "random"]
-METHODS: tuple[Method, ...] = get_args(Method)
-NEED_DATA: frozenset[Method] = frozenset(("activations", "gradients", "leave_one_out"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +25,7 @@ class Settings:
         InvalidRequest: a number is not positive.
     """
 
-    method: Method
+    method: ImportanceMethod
     kinds: Sequence[Kind] = KINDS
     """Kinds of units that get scores."""
     tokens_per_forward: int = 4096

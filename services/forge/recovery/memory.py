@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from services.common.jobs.documents import Document
 from services.common.telemetry.process import machine_bytes
 from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import Formats, copies_head, weight_bytes
+from services.engine.models.lora.trainable import LoraParams
 from services.forge.recovery.sampling import cache_bytes
 from services.forge.recovery.settings import RecoverySettings
 from services.trainer.memory.estimate import TeacherWork, TrainingMemory, Workload, estimate, mib
@@ -40,6 +42,18 @@ class MemoryPlan:
         working = self.training.total - self.training.adapter
         return self.student + self.teacher + self.training.adapter + max(working, self.sampling)
 
+    def summary(self) -> dict[str, int]:
+        """Plan as JSON: bytes of each part."""
+        return {
+            "student": self.student,
+            "teacher": self.teacher,
+            "masters_gradients_optimizer": self.training.adapter,
+            "activations": self.training.activations,
+            "logits": self.training.logits,
+            "teacher_forward": self.training.teacher,
+            "sampling": self.sampling,
+        }
+
     def check(self, available: int, device: torch.device) -> None:
         """Refuses what does not fit. Raises DoesNotFit."""
         if self.total <= available:
@@ -55,6 +69,24 @@ class MemoryPlan:
             "or train lora",
             param="tokens_per_forward",
         )
+
+
+def moment_bytes(settings: RecoverySettings) -> int:
+    """Bytes of AdamW's moments of one trained number."""
+    return 8 if settings.optimizer_states == "float32" else int(STATE_BYTES) + 1
+
+
+def trained_numbers(config: ModelConfig, settings: RecoverySettings, names: Sequence[str]) -> int:
+    """Numbers that a recovery trains.
+
+    Args:
+        names: tensors that are trained as a whole; not looked at with LoRA.
+    """
+    if settings.trains == "lora":
+        chosen = LoraParams.create(config, settings.lora, device="meta").targets
+        return sum(target.a.numel() + target.b.numel() for target in chosen.values())
+    shapes = config.tensor_shapes()
+    return sum(math.prod(shapes[name]) for name in names)
 
 
 def plan_memory(
@@ -81,7 +113,7 @@ def plan_memory(
         lengths = [min(length, settings.max_document_tokens) + settings.max_new_tokens for length in lengths]
     lora, itemsize = settings.trains == "lora", dtype.itemsize
     # Masters and gradients; of whole tensors also copies as the model reads them, with a gradient of their own.
-    held = 8 + (8 if settings.optimizer_states == "float32" else int(STATE_BYTES) + 1) + (0 if lora else 2 * itemsize)
+    held = 8 + moment_bytes(settings) + (0 if lora else 2 * itemsize)
     work = Workload(
         adapter_numbers=numbers,
         rank=settings.lora.rank if lora else 1,

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,22 +13,17 @@ import torch
 from torch import Tensor
 
 from services.common.errors import DoesNotFit, InvalidRequest
-from services.common.text.tokenizer import TextCodec
-from services.engine.models.checkpoint import canonical_name, checkpoint_digest
-from services.engine.models.config import ModelConfig
-from services.engine.models.interface import CausalLM, resolve_dtype
-from services.engine.models.lora.trainable import LoraParams
-from services.engine.models.registry import load_model, read_config
+from services.engine.models.checkpoint import canonical_name
+from services.engine.models.interface import CausalLM
+from services.engine.models.registry import load_model
 from services.engine.models.weights.shards import SHARD_BYTES, Progress, TensorToWrite, silent
 from services.forge.checkpoint_output import pieces, write_model
-from services.forge.compaction import Base
-from services.forge.record import Made, described_digest, history
-from services.forge.recovery.examples import Examples
-from services.forge.recovery.memory import MemoryPlan, available_bytes, plan_memory
-from services.forge.recovery.neighbours import LastCut
+from services.forge.record import Made, described_digest
+from services.forge.recovery.memory import available_bytes
+from services.forge.recovery.plan import RecoveryPlan
 from services.forge.recovery.run import RecoveryRun
 from services.forge.recovery.settings import RecoveryReport, RecoverySettings
-from services.forge.recovery.student import LoraStudent, NeighbourStudent, Student
+from services.forge.recovery.student import Student
 from services.forge.signature import read_private_key
 from services.trainer.memory.estimate import mib
 from services.trainer.runtime.local_checkpoints import Checkpoint, LocalCheckpoints
@@ -54,6 +46,7 @@ def recover(
     memory_bytes: int | None = None,
     max_shard_bytes: int = SHARD_BYTES,
     sign: Path | None = None,
+    reserve: Callable[[int], object] = int,
     give_way: Callable[[], None] = lambda: None,
     progress: Progress = silent,
     should_stop: Callable[[], bool] = lambda: False,
@@ -75,6 +68,7 @@ def recover(
         state: directory for states to resume from.
         memory_bytes: of the device that it may take; None: what is free.
         sign: private key that the record is signed with.
+        reserve: called with the bytes of the device that it is going to take, before it takes any.
         give_way: called between layers, for others to compute.
         progress: called with "recovering", steps that were made, and all.
         should_stop: asked between steps.
@@ -90,10 +84,20 @@ def recover(
         raise InvalidRequest(f"{out} is there already: name another directory, or remove it first", param="out")
     key = None if sign is None else read_private_key(sign)
     with ExitStack() as stack:
-        work = _Work.planned(student, settings, stack, data, data_name, held_out, teacher, progress)
+        work = RecoveryPlan.of(
+            student,
+            settings,
+            stack,
+            data=data,
+            data_name=data_name,
+            held_out=held_out,
+            teacher=teacher,
+            progress=progress,
+        )
         device = torch.device(settings.device)
         available = available_bytes(device) if memory_bytes is None else memory_bytes
-        work.memory.check(available, device)
+        work.check(settings, out, state, available)
+        reserve(work.memory.total)
         try:
             return _recovered(work, out, settings, state, max_shard_bytes, key, give_way, progress, should_stop)
         except torch.OutOfMemoryError as error:
@@ -105,103 +109,8 @@ def recover(
             ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """A recovery that is checked and planned, before anything is loaded."""
-
-    base: Base
-    digest: str
-    codec: TextCodec
-    examples: Examples
-    names: tuple[str, ...]
-    """Tensors that are trained as a whole; none with LoRA."""
-    trained: int
-    """Numbers that are trained."""
-    teacher: Path | CausalLM | None
-    taught_by: Mapping[str, Any] | None
-    """The teacher in records."""
-    memory: MemoryPlan
-
-    @classmethod
-    def planned(
-        cls,
-        directory: Path,
-        settings: RecoverySettings,
-        stack: ExitStack,
-        data: Path,
-        data_name: str | None,
-        held_out: Path | None,
-        teacher: Path | CausalLM | None,
-        progress: Progress,
-    ) -> _Work:
-        if settings.method == "distill" and teacher is None:
-            raise InvalidRequest("distill learns from a teacher: name its checkpoint, or take sft", param="teacher")
-        base = Base(directory, stack)
-        codec = TextCodec.from_directory(directory)
-        examples = Examples.read(data, held_out, codec, settings, name=data_name)
-        progress("digest of the model", 0, 0)
-        digest = checkpoint_digest(directory)
-        records = history(directory, digest)
-        names: tuple[str, ...] = ()
-        if settings.trains == "neighbours":
-            names = tuple(LastCut.of(records, directory).tensors(base.config))
-            trained = sum(math.prod(base.tensors[base.names[name]][0]["shape"]) for name in names)
-        else:
-            chosen = LoraParams.create(base.config, settings.lora, device="meta").targets
-            trained = sum(target.a.numel() + target.b.numel() for target in chosen.values())
-        taught_by = teacher_config = None
-        if settings.method == "distill":
-            taught_by, teacher_config = _described(teacher, codec, progress)
-        device = torch.device(settings.device)
-        memory = plan_memory(
-            base.config,
-            teacher_config,
-            settings,
-            [*examples.learnt, *examples.held_out],
-            numbers=trained,
-            dtype=resolve_dtype(settings.dtype, device),
-            device=device,
-            teacher_is_loaded=isinstance(teacher, CausalLM),
-        )
-        teacher = teacher if settings.method == "distill" else None
-        return cls(base, digest, codec, examples, names, trained, teacher, taught_by, memory)
-
-    def recipe(self, settings: RecoverySettings) -> dict[str, Any]:
-        """What the result depends on beside the checkpoint and the data."""
-        return settings.record() | {"teacher": self.taught_by, "trained_tensors": len(self.names) or "lora"}
-
-    def identity(self, settings: RecoverySettings) -> str:
-        """Hex sha256 that a state belongs to."""
-        content = [self.digest, self.recipe(settings), self.examples.files, self.names]
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-    def student(self, settings: RecoverySettings, model: CausalLM) -> Student:
-        """What is trained of the loaded model."""
-        if settings.trains == "lora":
-            return LoraStudent(self.base, model, settings.lora, recompute=settings.recompute)
-        return NeighbourStudent(self.base, model, self.names, recompute=settings.recompute)
-
-
-def _described(
-    teacher: Path | CausalLM | None, codec: TextCodec, progress: Progress
-) -> tuple[dict[str, Any], ModelConfig]:
-    """A teacher in records, and its config."""
-    if isinstance(teacher, CausalLM):
-        return {"name": "the engine's model", "config": repr(teacher.config)}, teacher.config
-    if teacher is None:
-        raise ValueError("there is no teacher")
-    other = TextCodec.from_directory(teacher)
-    if other.files["tokenizer.json"] != codec.files["tokenizer.json"]:
-        raise InvalidRequest(
-            f"{teacher} has another tokenizer than the student: what it says of a token is of another text",
-            param="teacher",
-        )
-    progress("digest of the teacher", 0, 0)
-    return {"name": teacher.resolve().name, "digest": checkpoint_digest(teacher)}, read_config(teacher)
-
-
 def _recovered(
-    work: _Work,
+    work: RecoveryPlan,
     out: Path,
     settings: RecoverySettings,
     state: Path,
@@ -250,7 +159,7 @@ def _recovered(
 
 
 def _written(
-    work: _Work,
+    work: RecoveryPlan,
     run: RecoveryRun,
     out: Path,
     settings: RecoverySettings,

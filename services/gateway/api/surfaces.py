@@ -15,6 +15,7 @@ from services.gateway.api.messages import batches as message_batches
 from services.gateway.api.messages import routes as messages
 from services.gateway.api.responses import conversations
 from services.gateway.api.responses import routes as responses
+from services.gateway.api.training import forge
 from services.gateway.api.training import routes as training
 from services.gateway.api.training import sessions as training_sessions
 
@@ -38,6 +39,7 @@ API: tuple[Routes, ...] = (
     training_sessions.routes,
     suites.routes,
     contamination.routes,
+    forge.routes,
     harness.routes,
     sessions.routes,
     files.routes,

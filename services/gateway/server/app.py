@@ -35,6 +35,7 @@ from services.gateway.api.responses.documents import DocumentStore
 from services.gateway.api.responses.serving import BackgroundResponses, ResponseServices
 from services.gateway.api.responses.store import BestEffortStore, ResponseStore
 from services.gateway.api.surfaces import API
+from services.gateway.api.training.forge import ForgeServices
 from services.gateway.api.training.sessions import TrainingSessionServices
 from services.gateway.api.training.validation import TrainingServices
 from services.gateway.auth.api_keys import KeyRing
@@ -158,6 +159,7 @@ def create_app(
                 queue,
                 threads,
             ),
+            ForgeServices(queue, engines, batch_stores.files.objects, settings.s3_bucket, threads),
             HealthServices(inference, lifecycle, queue, queues, registry, threads, background),
         )
         engines.start()

@@ -1,4 +1,4 @@
-"""The trainer thread: claims jobs, has each attempted (`attempt.py`) and writes its end, through every failure that a
+"""The trainer thread: claims jobs, has each attempted (`attempts`) and writes its end, through every failure that a
 job can outlive: claim → attempt → succeed, fail, retry or hand back.
 """
 
@@ -17,9 +17,9 @@ from prometheus_client import CollectorRegistry
 
 from services.common.adapters.events import AdapterEvents
 from services.common.adapters.registry import AdapterRegistry
-from services.common.errors import DeadlineExceeded, Overloaded, TemperError, Unavailable
+from services.common.errors import DeadlineExceeded, InvalidRequest, Overloaded, TemperError, Unavailable
 from services.common.evaluation.contamination.store import DataSource, TrainingHashes
-from services.common.jobs import EvalJob
+from services.common.jobs import EvalJob, ForgeJob
 from services.common.queue.consumer import ClaimedJob, JobConsumer, JobLost
 from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.tracing import NO_TRACER, Tracer
@@ -29,10 +29,11 @@ from services.trainer.jobs.base import Prepare
 from services.trainer.memory.kernel_limits import refusal_of
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.parent_versions import ParentVersions
-from services.trainer.runtime.attempt import JobAttempt, Parts
+from services.trainer.runtime.attempts.evaluation import EvaluationAttempt
+from services.trainer.runtime.attempts.forge import Forge, ForgeAttempt
+from services.trainer.runtime.attempts.training import JobAttempt, Parts
 from services.trainer.runtime.checkpoint import CheckpointStore
 from services.trainer.runtime.claims import JobClaims
-from services.trainer.runtime.evaluation_attempt import EvaluationAttempt
 from services.trainer.runtime.interleaving import NoSideWork, SideWork, work_or_wait
 from services.trainer.runtime.job_link import Draining, JobCancelled, JobSession
 from services.trainer.runtime.job_trace import JobTrace
@@ -51,6 +52,7 @@ class TrainerWorker:
     Args:
         host: the engine beside it.
         prepare: makes a runnable job of a spec; a TemperError of it fails the job with its message.
+        forge: runs forge jobs; None: they are refused.
         metrics: None: counted, but not exported.
         side: what else this thread does, between jobs and in their pauses; None: nothing.
         tracer: gets spans of the jobs.
@@ -64,10 +66,12 @@ class TrainerWorker:
         store: ObjectStore,
         registry: AdapterRegistry,
         prepare: Prepare,
+        forge: Forge | None = None,
         metrics: TrainerMetrics | None = None,
         side: SideWork | None = None,
         tracer: Tracer = NO_TRACER,
     ) -> None:
+        self._forge = forge
         self._host = host
         self._tracer = tracer
         self._settings = settings
@@ -203,6 +207,11 @@ class TrainerWorker:
             EvaluationAttempt(self._evaluations, self._metrics, self._side, claimed, session, trace, until_back).run(
                 claimed.spec
             )
+            return ""
+        if isinstance(claimed.spec, ForgeJob):
+            if self._forge is None:
+                raise InvalidRequest("this engine forges no models", param="kind")
+            ForgeAttempt(self._forge, self._metrics, self._side, claimed, session, trace, until_back).run(claimed.spec)
             return ""
         attempt = JobAttempt(self._parts, claimed, claimed.spec, session, trace, self._log, until_back)
         return str(attempt.run())

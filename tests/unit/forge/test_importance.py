@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from models.tiny.recipe.item import draw
 from models.tiny.recipe.skills import arithmetic, strings
 from services.common.errors import InvalidRequest
+from services.common.jobs.kinds.forge import IMPORTANCE_METHODS, ImportanceMethod
 from services.common.text.tokenizer import TextCodec
 from services.engine.models.interface import CausalLM, Probe
 from services.engine.models.registry import load_model
@@ -29,7 +30,7 @@ from services.forge.importance.calibration import Calibration
 from services.forge.importance.leave_one_out import _losses
 from services.forge.importance.measure import measure
 from services.forge.importance.scores import Scores
-from services.forge.importance.settings import METHODS, Method, Settings
+from services.forge.importance.settings import Settings
 from services.forge.levels import Level, choose
 from services.forge.units import Kind
 from tests.unit.forge.models import TINY, masked, our_logits
@@ -65,7 +66,7 @@ def calibration(tmp_path: Path) -> Calibration:
     return Calibration.read(write_data(tmp_path / "data.jsonl"), TextCodec.from_directory(TINY))
 
 
-def scores(base: Base, calibration: Calibration | None, method: Method, **settings: Any) -> Scores:
+def scores(base: Base, calibration: Calibration | None, method: ImportanceMethod, **settings: Any) -> Scores:
     return measure(base, BASE_DIGEST, Settings(method=method, **settings), tiny, calibration)
 
 
@@ -152,7 +153,9 @@ def test_gradients_are_slopes_of_the_loss(base: Base, calibration: Calibration) 
 
 
 @pytest.mark.parametrize("method", ["activations", "gradients"])
-def test_how_documents_are_packed_changes_nothing(base: Base, calibration: Calibration, method: Method) -> None:
+def test_how_documents_are_packed_changes_nothing(
+    base: Base, calibration: Calibration, method: ImportanceMethod
+) -> None:
     alone, packed = (scores(base, calibration, method, tokens_per_forward=size) for size in (1, 4096))
     assert close(alone.layers, torch.tensor(packed.layers), 1e-3)
     for width, layers in packed.widths.items():
@@ -205,9 +208,9 @@ def test_what_data_finds_unimportant_is_missed_less_than_random_channels(
     assert max(losses["activations"], losses["gradients"]) < 0.7 * losses["random"], losses
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", IMPORTANCE_METHODS)
 def test_scores_are_the_same_when_they_are_read_again(
-    tmp_path: Path, base: Base, calibration: Calibration, method: Method
+    tmp_path: Path, base: Base, calibration: Calibration, method: ImportanceMethod
 ) -> None:
     written = scores(base, calibration, method, kinds=HEADS, sample_tokens=40)
     written.write(tmp_path / "scores.json")

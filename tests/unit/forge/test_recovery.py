@@ -4,12 +4,12 @@ bytes."""
 from __future__ import annotations
 
 import json
+import shutil
 import signal
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ from services.forge.recovery.sampling import OfflineSampler
 from services.forge.recovery.settings import RecoveryReport, RecoverySettings
 from services.forge.steps import compact_step
 from tests.training_support import write_checkpoint
+from tests.unit.forge.breaking_off import in_child, killed_at
 from tests.unit.forge.models import BAR, TINY, make_cut, our_logits, reference_logits
 
 KEPT: dict[str, tuple[int, ...]] = {"mlp_channels": tuple(range(32)), "kv_groups": (1,), "layers": (0, 1, 3)}
@@ -124,29 +125,37 @@ def loss_of(directory: Path, data: Path) -> float:
     return float(torch.cat(losses).mean())
 
 
-def test_a_killed_run_ends_in_the_same_bytes(cut: Path, base: Path, data: Path, tmp_path: Path) -> None:
+def test_a_killed_run_ends_in_the_same_bytes(
+    cut: Path, base: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     straight, broken = tmp_path / "a" / "out", tmp_path / "b" / "out"
     arguments = [
         *("recover", "--model", cut, "--data", data, "--teacher", base, "--method", "distill", "--trains"),
-        *("neighbours", "--steps", 4, "--batch-tokens", 256, "--tokens-per-forward", 128, "--max-new-tokens", 4),
+        *("neighbours", "--steps", 4, "--batch-tokens", 128, "--tokens-per-forward", 128, "--max-new-tokens", 2),
         *("--eval-every", 2, "--save-every", 1, "--warmup-steps", 1, "--schedule", "cosine", "--lora-rank", 4),
         *("--optimizer-states", "8bit", "--on-policy", 0.5, "--recompute", "none", "--seed", 3, "--device", "cpu"),
     ]
 
-    def command(out: Path) -> list[str]:
-        return [str(one) for one in [*arguments, "--out", out, "--state", out.with_name("state")]]
+    def command(out: Path, *more: str) -> int:
+        return main([*(str(one) for one in [*arguments, "--out", out, "--state", out.with_name("state")]), *more])
 
-    killed = [sys.executable, "-m", "services.forge", *command(broken)]
-    with subprocess.Popen(killed, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            event = json.loads(line)
-            if event.get("stage") == "recovering" and event["done"] >= 2:
-                process.send_signal(signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
+    def killed() -> None:
+        with patch("services.forge.__main__.Reporter", lambda: killed_at("recovering", 2)):
+            command(broken)
+
+    assert command(straight, "--dry-run") == 0
+    plan = json.loads(capsys.readouterr().out.splitlines()[-1])["plan"]
+    assert not straight.parent.exists()
+    assert in_child(killed) == -signal.SIGKILL
     assert not broken.exists()
     assert list(broken.with_name("state").rglob("state.safetensors"))
-    assert main(command(broken)) == main(command(straight)) == 0
+    assert command(broken) == command(straight) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [plan[name] for name in ("trained_parameters", "memory_bytes", "steps")] == [
+        result[name] for name in ("trained_parameters", "memory_bytes", "steps")
+    ]
+    assert plan["memory_bytes"] >= sum(plan["memory"][part] for part in ("student", "teacher", "logits"))
+    assert plan["seconds"] > 0
     assert not broken.with_name("state").exists()
     names = sorted(path.name for path in straight.iterdir())
     assert names == sorted(path.name for path in broken.iterdir())
@@ -181,6 +190,7 @@ def test_stops_when_asked_and_goes_on(cut: Path, base: Path, data: Path, tmp_pat
     [
         ({}, {"memory_bytes": 10**6}, DoesNotFit, r"needs \d+\.\d MiB .* and cpu has 1\.0 MiB"),
         ({}, {"teacher": None}, InvalidRequest, "name its checkpoint"),
+        ({"save_every": 5}, {"free": 2**26}, InvalidRequest, r"writes .* MiB to .* states of up to .* 64\.0 MiB free"),
         ({"held_out_share": 0.99}, {}, InvalidRequest, "too few to hold out 24"),
     ],
 )
@@ -194,7 +204,9 @@ def test_what_cannot_be_is_told_before_anything_is_written(
     error: type[TemperError],
     message: str,
 ) -> None:
-    with pytest.raises(error, match=message):
+    usage = shutil.disk_usage(tmp_path)
+    free = usage._replace(free=more.pop("free", usage.free))  # type: ignore[attr-defined]
+    with patch("shutil.disk_usage", return_value=free), pytest.raises(error, match=message):
         recover(
             cut, tmp_path / "out", settings(**chosen), **({"data": data, "state": tmp_path, "teacher": base} | more)
         )

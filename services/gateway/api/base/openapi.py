@@ -14,7 +14,7 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from pydantic import BaseModel
 
-from services.common.jobs import JOBS
+from services.common.jobs import JOBS, ForgeJob
 from services.gateway.api.base.routing import Routes
 from services.gateway.auth.route_permissions import PUBLIC
 
@@ -195,6 +195,7 @@ EXAMPLES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             },
         }
     },
+    "/v1/forge": ForgeJob.request_examples,
     "/v1/train/sessions": {"adapter": {"lora": {"rank": 8}, "ttl_seconds": 60}},
 }
 """Example bodies of POST by path and name."""

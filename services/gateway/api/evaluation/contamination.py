@@ -14,7 +14,8 @@ from services.gateway.api.adapters.routes import Adapters
 from services.gateway.api.base.routing import Routes
 from services.gateway.api.evaluation.services import Evaluation
 from services.gateway.auth.route_permissions import TRAIN_OR_ADMIN, Permission
-from services.gateway.protocol.evaluation import ContaminationObject, SuitePath
+from services.gateway.protocol.evaluation.contamination import ContaminationObject
+from services.gateway.protocol.evaluation.suites import SuitePath
 
 routes = Routes("evaluation")
 

@@ -29,8 +29,8 @@ from services.gateway.api.evaluation.runs import ItemPage, RunPath, begun_run, p
 from services.gateway.api.evaluation.services import Evaluation, EvaluationServices
 from services.gateway.auth.caller import owner
 from services.gateway.auth.route_permissions import TRAIN_OR_ADMIN, Permission
-from services.gateway.protocol.evaluation import EvaluationObject
-from services.gateway.protocol.harness import HarnessImport, HarnessSamples
+from services.gateway.protocol.evaluation.harness import HarnessImport, HarnessSamples
+from services.gateway.protocol.evaluation.runs import EvaluationObject
 
 routes = Routes("evaluation")
 

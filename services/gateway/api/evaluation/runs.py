@@ -24,7 +24,7 @@ from services.gateway.api.base.routing import Routes
 from services.gateway.api.evaluation.services import Evaluation, EvaluationServices
 from services.gateway.auth.caller import owner, sees
 from services.gateway.auth.route_permissions import TRAIN, TRAIN_OR_ADMIN, Permission
-from services.gateway.protocol.evaluation import EvaluationItems, EvaluationList, EvaluationObject
+from services.gateway.protocol.evaluation.runs import EvaluationItems, EvaluationList, EvaluationObject
 from services.gateway.protocol.models import AdapterPath
 
 _KIND: str = EvalJob.model_fields["kind"].default

@@ -17,7 +17,7 @@ from services.gateway.api.evaluation.runs import found_run
 from services.gateway.api.evaluation.services import Evaluation, EvaluationServices
 from services.gateway.auth.caller import owner, sees
 from services.gateway.auth.route_permissions import TRAIN_OR_ADMIN, Permission
-from services.gateway.protocol.side_by_side import ComparisonObject
+from services.gateway.protocol.evaluation.side_by_side import ComparisonObject
 
 routes = Routes("evaluation")
 

@@ -23,7 +23,7 @@ from services.gateway.api.base.routing import Routes
 from services.gateway.api.evaluation.services import Evaluation, EvaluationServices
 from services.gateway.auth.caller import owner, sees
 from services.gateway.auth.route_permissions import TRAIN_OR_ADMIN, Permission
-from services.gateway.protocol.evaluation import (
+from services.gateway.protocol.evaluation.suites import (
     DeletedSuite,
     SuiteItemList,
     SuiteItemObject,

@@ -51,6 +51,29 @@ def test_a_dry_run_says_that_nothing_was_written(command: tuple[str, ...]) -> No
     assert "nothing was written" in done.stdout
 
 
+def test_a_planned_recovery_tells_each_part_of_its_memory() -> None:
+    plan = {
+        **PLAN,
+        "trained_parameters": 1_000_000,
+        "examples": {"learnt": 9, "held_out": 1},
+        "steps": 200,
+        "tokens": 819_200,
+        "memory": {"student": 2**24, "teacher": 2**25, "sampling": 0},
+        "memory_bytes": 2**26,
+        "memory_there": 2**33,
+        "disk_bytes": 2**25,
+        "seconds": 75.2,
+        "measured_flops": 4e10,
+    }
+    arguments = ("recover", DEFAULT_MODEL, "o", "--teacher", DEFAULT_MODEL, "--data", "d.jsonl", "--dry-run")
+    done, given, _ = run({"out": None, "plan": plan}, *arguments)
+    assert done.exit_code == 0, done.output
+    assert given[-1] == "--dry-run"
+    assert "nothing was written" in done.stdout
+    assert "memory  64.0 MiB of 8.0 GiB: student 16.0 MiB, teacher 32.0 MiB\n" in done.stdout
+    assert "about 75 s (estimated, from 40 GFLOP/s measured here)" in done.stdout
+
+
 def test_importance_names_kinds_and_data() -> None:
     result = {"kinds": ["layers"], "method": "gradients", "data": {"name": "chats", "tokens": 1851}}
     done, given, options = run(

@@ -10,7 +10,7 @@ import pytest
 
 from models.tiny.recipe.data import SKILLS
 from services.common.evaluation.suites.lines import read_suite
-from services.gateway.protocol.evaluation import SuiteRequest
+from services.gateway.protocol.evaluation.suites import SuiteRequest
 from tests.unit.cli.runner import routes, temper
 from tests.unit.cli.server import Reply, Seen, serving
 

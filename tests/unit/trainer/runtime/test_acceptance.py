@@ -12,7 +12,7 @@ from services.common.jobs import JOBS, JobBase, PublishIf
 from services.common.queue.records import SPEC
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.base import RunState
-from services.trainer.runtime.acceptance import Acceptance, NotPublished
+from services.trainer.runtime.attempts.acceptance import Acceptance, NotPublished
 from tests.training_support import TrainingHost
 
 DATA: dict[str, list[dict[str, Any]]] = {

@@ -11,7 +11,7 @@ from services.common.queue.records import SPEC
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.adapter_run import evenly
 from services.trainer.jobs.base import RunState
-from services.trainer.runtime.learning_check import LearningCheck
+from services.trainer.runtime.attempts.learning_check import LearningCheck
 from tests.training_support import TrainingHost
 
 PAIR = {"prompt": "hello", "completion": "Good day!"}

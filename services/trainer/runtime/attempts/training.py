@@ -25,13 +25,13 @@ from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import JobRun, Prepare
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.parent_versions import ParentVersion, ParentVersions, continued, sampled_elsewhere
-from services.trainer.runtime.acceptance import NotPublished
+from services.trainer.runtime.attempts.acceptance import NotPublished
+from services.trainer.runtime.attempts.gates import PUBLISH, Gates, attaches, digest_of
+from services.trainer.runtime.attempts.learning_check import LearningCheck
 from services.trainer.runtime.checkpoint import Checkpoint, CheckpointStore, CheckpointWriter
-from services.trainer.runtime.gates import PUBLISH, Gates, attaches, digest_of
 from services.trainer.runtime.interleaving import Pauses, SideWork
 from services.trainer.runtime.job_link import Draining, JobCancelled, JobSession
 from services.trainer.runtime.job_trace import JobTrace
-from services.trainer.runtime.learning_check import LearningCheck
 from services.trainer.runtime.publish import Publisher, VersionRetention
 from services.trainer.runtime.until_back import UntilBack
 from services.trainer.settings import TrainerSettings

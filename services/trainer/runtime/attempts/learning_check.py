@@ -13,7 +13,7 @@ from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoJob, JobBase, PublishingSpec
 from services.common.jobs.examples import ExampleJob
 from services.trainer.jobs.base import JobRun, RunState
-from services.trainer.runtime.acceptance import Acceptance
+from services.trainer.runtime.attempts.acceptance import Acceptance
 
 _KEY = "lesson_before"
 _OF_ROUNDS = ("reward_mean", "divergence")

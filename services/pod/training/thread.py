@@ -16,7 +16,9 @@ from services.common.security.sandbox.sandbox import Isolation, Sandbox
 from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.tracing import NO_TRACER, Tracer
 from services.engine.settings import EngineSettings
+from services.forge.signature import read_private_key
 from services.pod.engine import Engine
+from services.pod.forging.job import PodForge
 from services.pod.host import PodHost
 from services.pod.rollouts import EngineRollouts
 from services.trainer.evaluation.judge import EngineJudge
@@ -57,12 +59,14 @@ class Training:
             self.sessions = TrainingSessionManager(
                 host, trainer, storage, instance=secrets.token_hex(6), metrics=counters
             )
+            key = None if trainer.forge_key_file is None else read_private_key(trainer.forge_key_file)
             self._worker = TrainerWorker(
                 host,
                 trainer,
                 store=store,
                 registry=registry,
                 prepare=prepare_run,
+                forge=PodForge(settings, host, store, trainer.forge_dir, key),
                 metrics=counters,
                 side=self.sessions,
                 tracer=tracer,

@@ -1,0 +1,129 @@
+"""Work directory of a pipeline: each stage's result is there whole or not at all, under a name that its inputs decide.
+
+A stage whose inputs are those of an earlier run is not done again; one with other inputs gets another name, and nothing
+is overwritten. Without torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.common.errors import Conflict, InvalidRequest
+from services.common.storage.durable import sync_directory
+from services.forge.record import sources_digest
+
+_LOCK = ".lock"
+_KEY_DIGITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Place of a stage's result."""
+
+    name: str
+    key: str
+    """Digest of the stage's inputs; what comes of it is an input of later stages by this."""
+    path: Path
+    """File or directory; it is there once the stage is done."""
+    state: Path
+    """Directory of what the stage continues from after a break."""
+
+    @property
+    def done(self) -> bool:
+        return self.path.exists()
+
+    def finish(self) -> None:
+        """Gives the state, which is complete, the result's name.
+
+        Raises:
+            InvalidRequest: the disk does not let it.
+        """
+        try:
+            self.state.rename(self.path)
+            sync_directory(self.path.parent)
+        except OSError as error:
+            raise InvalidRequest(f"cannot write {self.path}: {error.strerror}", param="work") from error
+
+
+class Work:
+    """Work directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._code = sources_digest()
+        self._used: list[Place] = []
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Nobody else works in the directory meanwhile.
+
+        Raises:
+            Conflict: somebody does.
+            InvalidRequest: it cannot be written.
+        """
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            lock = (self.directory / _LOCK).open("a")
+        except OSError as error:
+            raise InvalidRequest(
+                f"the work directory {self.directory} cannot be written: {error.strerror}", param="work"
+            ) from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise Conflict(
+                    f"another run works in {self.directory}: wait for it, or name another directory with --work",
+                    param="work",
+                ) from error
+            yield
+
+    def place(self, name: str, inputs: Mapping[str, Any]) -> Place:
+        """Place of a stage's result.
+
+        Args:
+            name: of the stage, with its cycle.
+            inputs: all that the result depends on, as JSON; files by digest. The code is added.
+        """
+        text = json.dumps({"stage": name, "code": self._code, "inputs": inputs}, sort_keys=True, allow_nan=False)
+        key = hashlib.sha256(text.encode()).hexdigest()[:_KEY_DIGITS]
+        path = self.directory / f"{name}-{key}"
+        place = Place(name, key, path, path.with_name(f"{path.name}.state"))
+        self._used.append(place)
+        if path.exists():
+            os.utime(path)  # it is not old
+        return place
+
+    def forget(self) -> None:
+        """Removes every result that was asked for."""
+        for place in self._used:
+            for path in (place.path, place.state):
+                _remove(path)
+
+    def forget_old(self, seconds: float) -> None:
+        """Removes results that nobody has asked for in so many seconds. Call it with the lock held."""
+        for path in self.directory.iterdir():
+            if path.name != _LOCK and time.time() - path.stat().st_mtime > seconds:
+                _remove(path)
+
+    def clean(self) -> None:
+        """Removes what broken-off writes of earlier processes left. Call it with the lock held."""
+        for path in self.directory.glob(".*.partial"):
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

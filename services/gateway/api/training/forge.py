@@ -1,0 +1,135 @@
+"""/v1/forge: making a smaller model of the one that the engines serve. A run is a job of kind forge: it is cancelled
+and followed as one, by the same id."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import Query, Response
+
+from services.common.errors import NotFound, TemperError
+from services.common.evaluation.suites.names import parse_suite_ref
+from services.common.evaluation.suites.store import SuiteStore
+from services.common.jobs import ForgeJob, Job
+from services.common.jobs.kinds.forge import STORED
+from services.common.jobs.scorers.grants import Granted
+from services.common.queue.job_queue import JobQueue
+from services.common.queue.records import spec_sha
+from services.common.storage.object_store import ObjectNotFound, ObjectStore
+from services.common.telemetry import tracing
+from services.gateway.api.base.idempotency import IdempotencyKey
+from services.gateway.api.base.routing import Routes, provided
+from services.gateway.auth.caller import owner, sees
+from services.gateway.auth.route_permissions import TRAIN, TRAIN_OR_ADMIN, Permission
+from services.gateway.core.file_store import StoreThreads
+from services.gateway.engines.pool import EnginePool
+from services.gateway.protocol.forge import ForgeList, ForgeObject
+
+_KIND: str = ForgeJob.model_fields["kind"].default
+
+routes = Routes("forge")
+
+
+@dataclass(frozen=True, slots=True)
+class ForgeServices:
+    """Queue that runs wait in, and the object store that their checkpoints are in."""
+
+    queue: JobQueue
+    engines: EnginePool
+    objects: ObjectStore
+    """It blocks, so it is only called in ``threads``."""
+    bucket: str
+    threads: StoreThreads
+
+
+Forge = Annotated[ForgeServices, provided(ForgeServices)]
+
+
+@routes.post("/v1/forge", Permission(TRAIN, audited=True, idempotent=True), status_code=202)
+async def run_forge(
+    response: Response, body: ForgeJob, forge: Forge, idempotency_key: IdempotencyKey = None
+) -> ForgeObject:
+    """Queues a forge run; follow it like a training job.
+
+    Names of suites become versions now. With an Idempotency-Key, sending it again returns the same run.
+    """
+    sha = await asyncio.to_thread(spec_sha, body)
+    job = None if idempotency_key is None else await forge.queue.submitted(idempotency_key, sha, key_id=owner())
+    if job is None:
+        suites = await forge.threads.run(_pinned, forge, body)
+        job = await forge.queue.submit(
+            body.model_copy(update={"suites": suites}),
+            idempotency_key=idempotency_key,
+            request_sha=sha,
+            traceparent=tracing.current(),
+            key_id=owner(),
+        )
+    response.headers["location"] = f"/v1/forge/{job.id}"
+    return ForgeObject.of(job, "", None)
+
+
+@routes.get("/v1/forge", Permission(TRAIN_OR_ADMIN))
+async def list_forge_runs(
+    forge: Forge,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    after: Annotated[str | None, Query(max_length=64)] = None,
+) -> ForgeList:
+    """The caller's runs, newest first; everybody's for an admin. `after` is the last id of the page before."""
+    try:
+        if after is not None:
+            await _found(forge, after)
+        whose = None if sees(None) else owner()
+        jobs = await forge.queue.list(limit=limit + 1, after=after, kind=_KIND, key_id=whose)
+    except NotFound as error:
+        error.param = "after"
+        raise
+    data = [await _told(forge, job) for job in jobs[:limit]]
+    return ForgeList(data=data, has_more=len(jobs) > limit)
+
+
+@routes.get("/v1/forge/{run}", Permission(TRAIN_OR_ADMIN))
+async def get_forge_run(run: str, forge: Forge) -> ForgeObject:
+    """A run with its state and, once it has ended, where its checkpoint is and how good."""
+    return await _told(forge, await _found(forge, run))
+
+
+async def _found(forge: ForgeServices, run: str) -> Job:
+    """A run that the caller may see. Raises NotFound, also if it is another key's."""
+    job = await forge.queue.get(run)
+    if job.kind != _KIND or not sees(job.key_id):
+        raise NotFound(f"no such forge run: {run[:80]!r}", param="run")
+    return job
+
+
+async def _told(forge: ForgeServices, job: Job) -> ForgeObject:
+    record = await forge.threads.run(_record, forge, job.id) if job.state.terminal else None
+    return ForgeObject.of(job, f"s3://{forge.bucket}/{STORED}{job.id}", record)
+
+
+def _record(forge: ForgeServices, run: str) -> dict[str, Any] | None:
+    try:
+        return dict(json.loads(forge.objects.get(f"{STORED}{run}/forge.json").data))
+    except ObjectNotFound:
+        return None
+
+
+def _pinned(forge: ForgeServices, job: ForgeJob) -> list[str]:
+    """The job's suites with their versions, each of which an engine may run."""
+    store, found = SuiteStore(forge.objects), []
+    for place, ref in enumerate(job.suites):
+        field = f"suites[{place}]"
+        try:
+            manifest = store.get(*parse_suite_ref(ref))
+        except TemperError as error:
+            error.param = field
+            raise
+        for client in forge.engines.clients:
+            if client.model is not None and client.model.HasField("webhooks"):
+                webhooks = client.model.webhooks
+                granted = Granted(webhooks.allowed, webhooks.signed, webhooks.sandbox)
+                manifest.settings.scorer.check_allowed(f"{field}.scorer", granted)
+        found.append(str(manifest.ref))
+    return found

@@ -1,0 +1,1 @@
+"""Bodies of /v1/eval and /v1/evaluations."""

@@ -1,0 +1,176 @@
+"""Forge jobs in a pod: of the model that the engine serves, in the trainer's turns and its memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from services.common.errors import CheckpointRejected, InvalidRequest, NotFound
+from services.common.evaluation.suites.names import parse_suite_ref
+from services.common.evaluation.suites.store import SuiteStore
+from services.common.jobs import ForgeJob, SftExample
+from services.common.jobs.kinds.forge import STORED, ForgeSettings
+from services.common.storage.object_store import ObjectStore
+from services.engine.models.checkpoint import checkpoint_digest
+from services.engine.settings import EngineSettings
+from services.forge.pipeline.evaluation import Suites
+from services.forge.pipeline.machine import Machine
+from services.forge.pipeline.plan import plan_run
+from services.forge.pipeline.run import Inputs, Pipeline
+from services.forge.pipeline.save import save, upload
+from services.forge.pipeline.work import Work
+from services.forge.record import read_record
+from services.forge.signature import signer
+from services.pod.engine import Guest
+from services.pod.forging.engines import TrainerTurns, engine_bytes, engine_settings, opened
+from services.pod.host import PodHost
+from services.trainer.evaluation.run import Retry
+from services.trainer.host.policy_host import PolicyHost
+from services.trainer.memory.budget import MemoryNeed
+from services.trainer.runtime.attempts.forge import ForgeLink
+
+_KEPT_SECONDS = 7 * 86400.0
+"""Age at which results of jobs that failed or went elsewhere are removed."""
+
+
+class PodForge:
+    """Runs forge jobs of one pod, on its trainer's thread. Results of stages are kept on the disk by their inputs, so a
+    job goes on where it was, and another one that begins alike does as well.
+
+    Args:
+        settings: of the engine that serves.
+        work: directory of the results.
+        key: records are signed with it; None: they are not.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        host: PodHost,
+        store: ObjectStore,
+        work: Path,
+        key: Ed25519PrivateKey | None = None,
+    ) -> None:
+        self._key = key
+        self._settings = settings
+        self._host = host
+        self._store = store
+        self._work = work
+
+    def __call__(self, job_id: str, job: ForgeJob, link: ForgeLink) -> Mapping[str, Any]:
+        """Runs a job and returns where its checkpoint is, and its digest.
+
+        Raises:
+            InvalidRequest: a level is impossible, the disk full; DoesNotFit: the memory.
+            NotFound: a suite does not exist, or does not any more.
+            CheckpointRejected: the checkpoint's files are not those that the engine serves.
+        """
+        uri = f"s3://{self._settings.s3_bucket}/{STORED}{job_id}"
+        work = Work(self._work)
+        with work.locked():
+            work.clean()
+            work.forget_old(_KEPT_SECONDS)
+            if checkpoint_digest(self._settings.model) != self._host.base_digest:
+                raise CheckpointRejected(
+                    f"{self._settings.model} has changed since the engine loaded it: restart the engine"
+                )
+            inputs = self._inputs(job, work, link.retry)
+            stages = _Stages(inputs.stages, link)
+            pipeline = Pipeline(inputs, work, self._machine(link), stages)
+            plan_run(pipeline).check(self._work)
+            forged = pipeline.run()
+            saved = work.place("saved", {"name": job.name, "record": forged.made.content(), "key": signer(self._key)})
+            if not saved.done:
+                save(forged, saved.path, self._key, stages, name=job.name)
+            link.fence()
+            upload(saved.path, self._store, f"{STORED}{job_id}", stages, link.retry)
+            digest = read_record(saved.path)["outputs"]["digest"]
+            stages.end()
+            work.forget()
+        return {"model": uri, "digest": digest}
+
+    def _inputs(self, job: ForgeJob, work: Work, retry: Retry) -> Inputs:
+        store, manifests = SuiteStore(self._store), []
+        for place, ref in enumerate(job.suites):
+            name, number = parse_suite_ref(ref)
+            try:
+                manifests.append(retry(lambda name=name, number=number: store.get(name, number)))  # type: ignore[misc]
+            except NotFound as error:
+                raise NotFound(f"suites[{place}]: {error.message}", param=f"suites[{place}]") from error
+            manifests[-1].settings.scorer.check_allowed(f"suites[{place}].scorer", self._host.grants.granted)
+        return Inputs(
+            model=self._settings.model,
+            settings=ForgeSettings.model_validate({name: getattr(job, name) for name in ForgeSettings.model_fields}),
+            suites=Suites.of(store, manifests),
+            data=_file_of(job.examples, "data", work),
+            data_name="examples of the job" if job.examples else None,
+            held_out=_file_of(job.eval_examples, "held-out", work),
+        )
+
+    def _machine(self, link: ForgeLink) -> Machine:
+        host, device = self._host, self._host.model.device.type
+        base = self._settings.model.resolve()
+
+        def nbytes(directory: Path) -> int:
+            return 0 if directory.resolve() == base else engine_bytes(directory, device)
+
+        @contextmanager
+        def open_engine(directory: Path) -> Iterator[PolicyHost]:
+            if directory.resolve() == base:
+                yield host  # the engine that serves answers, behind its users' requests
+                return
+            guest = Guest(TrainerTurns(host.gate), host.train_memory_bytes)
+            settings = engine_settings(directory, device)
+            with opened(settings, self._work / "no-adapters", host.grants, guest) as beside:
+                yield beside
+
+        return Machine(
+            device=device,
+            memory_bytes=host.train_memory_bytes,
+            open_engine=open_engine,
+            engine_bytes=nbytes,
+            gate=host.gate,
+            reserve=lambda need: host.memory_budget.reserve_job(MemoryNeed(0, need)),
+            interrupt=link.interrupt,
+            retry=link.retry,
+        )
+
+
+class _Stages:
+    """Progress of a pipeline as that of a job: the finished stages, of all."""
+
+    def __init__(self, stages: Sequence[str], link: ForgeLink) -> None:
+        self._stages = stages
+        self._link = link
+        self._finished = 0
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        name = what.partition(":")[0]
+        if name in self._stages:
+            self._finished = self._stages.index(name)
+        self._link.progress(self._finished, len(self._stages), what, done, total)
+
+    def end(self) -> None:
+        """Tells that all are finished."""
+        self._link.progress(len(self._stages), len(self._stages), "saved", 1, 1)
+
+
+def _file_of(examples: Sequence[SftExample], name: str, work: Work) -> Path | None:
+    """Examples of a job as the file that stages read; None: there are none."""
+    if not examples:
+        return None
+    lines = [example.model_dump_json(exclude_none=True) + "\n" for example in examples]
+    place = work.place(name, {"lines": lines})
+    if not place.done:
+        try:
+            scratch = place.path.with_name(f".{place.path.name}.{os.getpid()}.partial")
+            scratch.write_text("".join(lines), encoding="utf-8")
+            scratch.rename(place.path)
+        except OSError as error:
+            raise InvalidRequest(f"cannot write {place.path}: {error.strerror}", param="examples") from error
+    return place.path

@@ -1,0 +1,1 @@
+"""One claimed job, attempted: training with its gates, evaluation, forge."""
