@@ -6,6 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/installed
 CLIENTS := .venv/clients/installed
 CACHE := $(CURDIR)/.venv/cache
+COMPILED := .venv/cache/compiled
 
 # Tools keep their caches inside .venv, so that a run leaves the working tree as it was.
 export PYTHONPYCACHEPREFIX := $(CACHE)/pyc
@@ -35,7 +36,7 @@ PIP_ARGS = $(foreach v,PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_NO_INDEX,$(if $($v)
 	$(if $(WHEELS),--build-context wheels=$(WHEELS))
 comma := ,
 
-.PHONY: help setup clients up demo test lint fix hooks docs proto bench clean images images-check
+.PHONY: help setup clients up demo test lint style fix hooks docs proto bench clean images images-check
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -66,13 +67,20 @@ up: setup ## start everything on http://localhost:8420
 demo: setup ## start everything, watch the model learn, stop
 	@$(BIN)/temper demo
 
-lint: setup ## style, types, generated code
+lint: style ## style, types, generated code
+	$(BIN)/python -m observability.generate --check
+	$(BIN)/python -m docs_tools.generate --check
+
+style: setup # the part of lint that no test has: tests/unit/docs and tests/unit/observability have the other
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --num-workers 2
 	$(BIN)/python proto/generate.py --check
-	$(BIN)/python -m observability.generate --check
-	$(BIN)/python -m docs_tools.generate --check
+
+# Once in an environment: each of the four processes of `make test` would compile all that tests import by itself.
+$(COMPILED): $(STAMP)
+	@found=$$($(BIN)/python -m pytest --collect-only -qq 2>&1) || { echo "$$found" >&2; exit 1; }
+	@touch $@
 
 fix: setup ## style mended, generated files written anew
 	$(BIN)/ruff check --fix .
@@ -88,7 +96,8 @@ hooks: setup ## have git run `make fix`'s quick part before each commit
 
 # Four processes for two cores: two have the tests of a whole Temper (tests/conftest.py), which wait for its processes
 # half of the time, and then help the others with the rest. One thread in each, or threads would wait for each other.
-test: lint $(CLIENTS) ## lint, then all tests; some 20 minutes on 2 cores
+test: $(CLIENTS) ## lint and all tests; some 30 minutes on 2 cores
+	@$(MAKE) --no-print-directory -j2 style $(COMPILED)
 	@scratch=$$(mktemp -d) && \
 	if OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --basetemp="$$scratch/test" $(ARGS); \
 	then rm -rf "$$scratch"; else status=$$?; echo "left for inspection: $$scratch" >&2; exit $$status; fi

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 # them meanwhile, nor after pytest_collection_finish.
 gc.disable()
 
-# A busy machine must not fail a property: hypothesis would hold every example to 200 ms.
-settings.register_profile("temper", deadline=None)
+# A busy machine must not fail a property: hypothesis would hold every example to 200 ms. Each run draws other examples,
+# so half of hypothesis' hundred are soon as many.
+settings.register_profile("temper", deadline=None, max_examples=50)
 settings.load_profile("temper")
 
 
@@ -67,28 +68,46 @@ os.environ["TEMPER_TORCH_THREADS"] = "1"
 
 WHOLE = ("tests/e2e/", "tests/conformance/")
 """Tests of a whole Temper."""
+SHARING = ("tests/conformance/clients/", *WHOLE)
+"""Directories of those that share a running one, one after the other."""
 OWN = tuple(f"tests/e2e/test_{name}.py" for name in ("demo", "failures", "guides", "manifest", "traces"))
 """Those of them that start what they need, and leave the shared stack alone."""
 APART = ("tests/kernels/compile_table/test_table.py", "tests/unit/engine/executors/cuda/test_compile_ahead.py")
 """Files whose tests take long, each in a process of its own, and set nothing up together."""
-ORDER = (*WHOLE, "tests/parity/", "tests/integration/", "tests/kernels/", "tests/unit/trainer/")
+ORDER = (
+    *(*WHOLE, "tests/parity/", "tests/integration/", "tests/kernels/", "tests/unit/trainer/", "tests/unit/forge/"),
+    *("tests/unit/engine/", "tests/chart/", "tests/unit/test_", "tests/unit/docs/"),
+)
 """What takes long comes first, so that at the end of a run no worker is left alone with a long file."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
-    """With `pytest -n`, tests that share a running Temper run one after the other in one worker, and those that start
-    one of their own in another: more processes at a time would be in each other's way. The other workers take the
-    rest, file by file: what a file sets up is set up once. Of files that are APART they take each test alone."""
+    """With `pytest -n`, a worker takes a file at a time: what a file sets up is set up once. Of files that are APART it
+    takes each test alone, and of those that share a running Temper a whole directory. Two workers at a time have tests
+    of a whole Temper: more processes would be in each other's way. Which two is not said, so that neither is left with
+    what the other could help with."""
     from xdist.scheduler import LoadScopeScheduling
+    from xdist.workermanage import WorkerController
 
     class TwoWholeAtATime(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            if nodeid.startswith(OWN):
-                return "own"
             if nodeid.startswith(APART):
                 return nodeid
-            return "shared" if nodeid.startswith(WHOLE) else nodeid.partition("::")[0]
+            sharing = () if nodeid.startswith(OWN) else SHARING
+            return next((place for place in sharing if nodeid.startswith(place)), nodeid.partition("::")[0])
+
+        def _assign_work_unit(self, node: WorkerController) -> None:
+            others = [work for other, work in self.assigned_work.items() if other is not node]
+            if sum(any(_goes_on(*unit) for unit in work.items()) for work in others) >= 2:
+                # With nothing else left, a third helps: nobody else needs the processors.
+                other = next((scope for scope in self.workqueue if not scope.startswith(WHOLE)), None)
+                if other is not None:
+                    self.workqueue.move_to_end(other, last=False)
+            super()._assign_work_unit(node)
+
+    def _goes_on(scope: str, tests: dict[str, bool]) -> bool:
+        return scope.startswith(WHOLE) and not all(tests.values())
 
     config.option.loadscopereorder = False  # the order is that of the collection: see ORDER
     return TwoWholeAtATime(config, log)
@@ -118,14 +137,30 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+SHARED = pytest.StashKey[Stack]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Stops the shared Temper when tests come that have no use for it: idle, it takes a tenth of a processor."""
+    shared = item.config.stash.get(SHARED, None)
+    if shared is None:
+        return
+    if not item.nodeid.startswith(WHOLE) or item.nodeid.startswith(OWN):
+        shared.stop()
+    elif shared.process is None:
+        shared.start()
+
+
 @pytest.fixture(scope="session")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """One running Temper for all tests that leave it as they found it (their own adapters, nothing attached)."""
     # Tests compare numbers with float32 references, also on a GPU, where the default is the checkpoint's dtype.
     # And headers with errors and versions, which a stream has only if it waits for its first token.
     (metrics,) = claim_ports(1)
     env = {"TEMPER_DTYPE": "float32", "TEMPER_STREAM_START_SECONDS": "15", "TEMPER_METRICS_PORT": str(metrics.number)}
     with Stack(tmp_path_factory.mktemp("stack") / "data", env=env) as running:
+        pytestconfig.stash[SHARED] = running
         yield running
 
 

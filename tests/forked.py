@@ -84,6 +84,13 @@ def toy_worker() -> None:
     toy.main()
 
 
+def pod_worker() -> None:
+    """A pod's process of `tests.integration.pod_worker`."""
+    from tests.integration import pod_worker
+
+    pod_worker.main()
+
+
 def command_line(*words: str) -> None:
     """`temper` with these words behind it."""
     from cli.main import run

@@ -24,6 +24,9 @@ from services.common.settings import CommonSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "models" / "tiny"
+PATIENCE = 60.0
+"""Seconds that a client of a test waits for an answer: on a machine full of tests httpx's own five are too few
+(tests/unit/test_patience.py)."""
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -130,9 +133,9 @@ class Stack:
 
     def detach(self) -> None:
         """Leaves no adapter attached; returns when every engine answers without."""
-        if attached := httpx.get(f"{self.url}/v1/adapters").raise_for_status().json()["attached"]:
+        if attached := httpx.get(f"{self.url}/v1/adapters", timeout=PATIENCE).raise_for_status().json()["attached"]:
             name = attached.partition("@")[0]
-            answer = httpx.post(f"{self.url}/v1/adapters/{name}/detach").raise_for_status().json()
+            answer = httpx.post(f"{self.url}/v1/adapters/{name}/detach", timeout=PATIENCE).raise_for_status().json()
             assert answer["engines_serving"] == answer["engines"], answer
 
     def describe(self) -> str:

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from tests.stack import Stack
+from tests.stack import PATIENCE, Stack
 
 RUN = {
     "type": "function",
@@ -76,8 +76,12 @@ def model(stack: Stack) -> str:
 
 def rendered(stack: Stack, messages: list[dict[str, Any]]) -> str:
     """The prompt of a conversation, as the served model's own template has it."""
-    tokens = httpx.post(f"{stack.url}/tokenize", json={"messages": messages}).raise_for_status().json()["tokens"]
-    answer = httpx.post(f"{stack.url}/detokenize", json={"tokens": tokens}).raise_for_status()
+    tokens = (
+        httpx.post(f"{stack.url}/tokenize", json={"messages": messages}, timeout=PATIENCE)
+        .raise_for_status()
+        .json()["tokens"]
+    )
+    answer = httpx.post(f"{stack.url}/detokenize", json={"tokens": tokens}, timeout=PATIENCE).raise_for_status()
     return str(answer.json()["prompt"])
 
 
@@ -137,7 +141,7 @@ def test_two_turns_by_references(client: openai.OpenAI, model: str) -> None:
 
 
 def test_claude_code(stack: Stack, claude: anthropic.Anthropic, model: str) -> None:
-    httpx.head(stack.url)  # whatever the answer is
+    httpx.head(stack.url, timeout=PATIENCE)  # whatever the answer is
     betas = ["claude-code-20250219", "context-management-2025-06-27", "frobnicate-2026-01-01"]
     message = claude.beta.messages.create(model=model, **CLAUDE_CODE, thinking={"type": "adaptive"}, betas=betas)
     assert message.stop_reason in ("end_turn", "max_tokens")
@@ -151,7 +155,7 @@ def test_claude_code(stack: Stack, claude: anthropic.Anthropic, model: str) -> N
         {"role": "user", "content": "What is 12 plus 7?"},
         {"role": "system", "content": "Helpers: none."},
     ]
-    tokens = httpx.post(f"{stack.url}/tokenize", json={"messages": read}).json()["count"]
+    tokens = httpx.post(f"{stack.url}/tokenize", json={"messages": read}, timeout=PATIENCE).json()["count"]
     assert whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0) == tokens
 
 
@@ -211,11 +215,13 @@ def test_a_conversation_that_is_too_long(stack: Stack, client: openai.OpenAI, mo
         turns.append({"role": "user", "content": f"What is {number} plus 7?"})
         turns.append({"role": "assistant", "content": str(number + 7)})
     turns.append({"role": "user", "content": "What is 12 plus 7?"})
-    counted = httpx.post(f"{stack.url}/tokenize", json={"messages": turns}).json()
+    counted = httpx.post(f"{stack.url}/tokenize", json={"messages": turns}, timeout=PATIENCE).json()
     room = counted["count"] // 2
     body: Any = {"model": model, "input": turns, "max_output_tokens": counted["max_model_len"] - room}
     with pytest.raises(openai.BadRequestError, match="context"):
         client.responses.create(**body)
-    shown = httpx.post(f"{stack.url}/v1/responses/input_tokens", json={**body, "truncation": "auto"}).json()
+    shown = httpx.post(
+        f"{stack.url}/v1/responses/input_tokens", json={**body, "truncation": "auto"}, timeout=PATIENCE
+    ).json()
     one_turn = counted["count"] // 40
     assert room - one_turn < shown["input_tokens"] <= room

@@ -16,7 +16,7 @@ import httpx
 
 from cli.local.ports import claim_ports
 from services.common.pb import engine_pb2, engine_pb2_grpc
-from tests.stack import ROOT, Stack, clean_environment
+from tests.stack import PATIENCE, ROOT, Stack, clean_environment
 
 
 class Cluster:
@@ -66,7 +66,9 @@ class Cluster:
             "TEMPER_ENGINES": ",".join(self.addresses),
             **gateway_env,
         }
-        self._http = httpx.Client(verify=False)  # asked several times a second: no certificates are read for each
+        self._http = httpx.Client(
+            verify=False, timeout=PATIENCE
+        )  # asked several times a second: no certificates are read for each
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.restarted: str | None = None
         """The engine that was killed and started again; it may still be starting."""

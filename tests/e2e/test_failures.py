@@ -22,7 +22,7 @@ from services.common.pb import engine_pb2, engine_pb2_grpc
 from tests.e2e import jobs
 from tests.stack import Stack
 
-OUTAGE_SECONDS = 10
+RECLAIM_SECONDS = 4
 EPOCHS = 16
 """One optimizer step each: the eight examples are one batch."""
 
@@ -31,7 +31,7 @@ EPOCHS = 16
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A stack of its own for this file, quick to notice a dead trainer."""
     data_dir = tmp_path_factory.mktemp("faulty") / "data"
-    with Stack(data_dir, env={"TEMPER_JOB_RECLAIM_SECONDS": "4"}) as stack:
+    with Stack(data_dir, env={"TEMPER_JOB_RECLAIM_SECONDS": str(RECLAIM_SECONDS)}) as stack:
         yield stack
 
 
@@ -179,16 +179,17 @@ def test_store_frozen_in_the_middle_of_a_job(faulty: Stack, undisturbed: dict[in
         jobs.wait_for_step(client, job_id, 6)
         with chatting(faulty) as seconds:
             with frozen(faulty.pid(service)):
-                until = time.monotonic() + OUTAGE_SECONDS
+                began, before = time.monotonic(), len(seconds)
                 path = "/v1/train/jobs" if service == "valkey" else "/v1/adapters/undisturbed/versions"
                 response = client.get(path)
                 assert response.status_code == 503, response.text
                 assert float(response.headers["retry-after"]) > 0
                 assert response.json()["error"]["code"]
-                time.sleep(max(0.0, until - time.monotonic()))
-                during = len(seconds)
+                # Longer than a trainer may be silent; and while it lasts, chats are answered.
+                while time.monotonic() < began + 1.5 * RECLAIM_SECONDS or len(seconds) < before + 10:
+                    assert time.monotonic() < began + 60, f"{len(seconds) - before} answers without {service}"
+                    time.sleep(0.05)
             check_outcome(client, job_id, adapter, undisturbed)
-        assert during >= 10, f"{during} answers in {OUTAGE_SECONDS} s without {service}"
 
 
 @pytest.mark.parametrize("service", ["valkey", "s3"])

@@ -19,7 +19,7 @@ from tests.e2e import jobs
 from tests.e2e.balancer import POLL_SECONDS, Balancer
 from tests.e2e.cluster import Cluster
 from tests.e2e.test_engines import Answer, complete, http, prompts, stream, until
-from tests.stack import Stack
+from tests.stack import PATIENCE, Stack
 
 DRAIN_DELAY = 3 * POLL_SECONDS
 GRACE = 20
@@ -154,7 +154,7 @@ async def test_what_outlasts_the_grace_ends_with_an_error_event(cluster: Cluster
 
 def _ready(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/readyz", verify=False).status_code == 200
+        return httpx.get(f"{url}/readyz", verify=False, timeout=PATIENCE).status_code == 200
     except httpx.TransportError:
         return False
 

@@ -27,7 +27,7 @@ from tests.e2e.test_engines import Answer, prompts, stream, until
 from tests.exposure import called, readable
 from tests.promtool import Promtool
 from tests.promtool import promtool as promtool  # a fixture
-from tests.stack import ROOT, clean_environment
+from tests.stack import PATIENCE, ROOT, clean_environment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pods need addresses of 127.0.0.0/8")
 
@@ -136,23 +136,25 @@ def test_what_prometheus_is_told_to_read_is_there(node: Node) -> None:
     engine = node.pods["demo-temper-engine-0"]
     (monitor,) = node.release.of("PodMonitor")
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    scraped = httpx.get(f"http://{engine.address}:{engine.container.ports[endpoint['port']]}{endpoint['path']}").text
+    scraped = httpx.get(
+        f"http://{engine.address}:{engine.container.ports[endpoint['port']]}{endpoint['path']}", timeout=PATIENCE
+    ).text
     names = {family.name for family in text_string_to_metric_families(scraped)}
     assert {"vllm:num_requests_waiting", "temper_engine_ready"} <= names
     (monitor,) = node.release.of("ServiceMonitor")
     (endpoint,) = monitor["spec"]["endpoints"]
-    scraped = httpx.get(url(gateway(node)) + endpoint["path"]).text
+    scraped = httpx.get(url(gateway(node)) + endpoint["path"], timeout=PATIENCE).text
     assert "temper_gateway_engines" in {family.name for family in text_string_to_metric_families(scraped)}
 
 
 def test_who_has_no_key_gets_nothing(node: Node) -> None:
-    assert httpx.get(f"{url(gateway(node))}/v1/models").status_code == 401
+    assert httpx.get(f"{url(gateway(node))}/v1/models", timeout=PATIENCE).status_code == 401
 
 
 def test_the_stores_answer_nobody_without_their_credentials(node: Node) -> None:
     """On the address that other pods see, whatever listens there; and on the loopback of the pod, where files are."""
     s3 = node.pods["demo-temper-s3-0"]
-    assert httpx.get(f"http://{s3.address}:{s3.container.ports['s3']}/").status_code == 403
+    assert httpx.get(f"http://{s3.address}:{s3.container.ports['s3']}/", timeout=PATIENCE).status_code == 403
     ports = {
         one.laddr.port
         for one in psutil.Process(s3.process.pid).net_connections("tcp")
@@ -162,7 +164,7 @@ def test_the_stores_answer_nobody_without_their_credentials(node: Node) -> None:
     assert len(ports) > 1, "gRPC of S3 listens beside it"
     assert {port: found for port in ports if (found := readable(port, s3.address))} == {}
     inside = loopback(s3.address)
-    assert httpx.get(f"http://{inside}:8888/buckets/temper/").status_code == 401
+    assert httpx.get(f"http://{inside}:8888/buckets/temper/", timeout=PATIENCE).status_code == 401
     assert [*called(inside, 18888), *called(inside, 19333), *called(inside, 18080)] == []
 
 

@@ -6,7 +6,7 @@ import httpx
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from observability.catalogue import exported
-from tests.stack import Stack
+from tests.stack import PATIENCE, Stack
 
 
 def families(url: str) -> dict[str, set[str]]:
@@ -32,4 +32,7 @@ def test_the_catalogue_is_what_is_exported(stack: Stack) -> None:
         assert found.keys() == catalogue.keys()
         for name, labels in found.items():
             assert labels <= {*catalogue[name].labels, "le"}
-    assert 'temper_gateway_jobs{queue="training",state="queued"}' in httpx.get(f"{stack.url}/metrics").text
+    assert (
+        'temper_gateway_jobs{queue="training",state="queued"}'
+        in httpx.get(f"{stack.url}/metrics", timeout=PATIENCE).text
+    )

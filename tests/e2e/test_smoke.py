@@ -9,7 +9,7 @@ import httpx
 
 from cli.local.ports import claim_ports
 from tests.e2e.jobs import submit_sft, wait_for_step
-from tests.stack import ROOT, Stack, clean_environment
+from tests.stack import PATIENCE, ROOT, Stack, clean_environment
 
 
 def smoke(url: str, *options: str, seconds: float = 120) -> subprocess.CompletedProcess[str]:
@@ -24,13 +24,13 @@ def smoke(url: str, *options: str, seconds: float = 120) -> subprocess.Completed
 
 
 def test_it_chats_and_trains_and_leaves_nothing(stack: Stack) -> None:
-    before = httpx.get(f"{stack.url}/v1/adapters").json()
+    before = httpx.get(f"{stack.url}/v1/adapters", timeout=PATIENCE).json()
     done = smoke(stack.url)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "all of it works"
     assert "@1 answers" in done.stdout
     assert " is deleted" in done.stdout
-    assert httpx.get(f"{stack.url}/v1/adapters").json() == before
+    assert httpx.get(f"{stack.url}/v1/adapters", timeout=PATIENCE).json() == before
 
 
 def test_nobody_there() -> None:

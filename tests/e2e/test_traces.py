@@ -16,7 +16,7 @@ import pytest
 from cli.local.ports import claim_ports
 from tests.e2e import jobs
 from tests.otlp import Collector, Received, tree
-from tests.stack import ROOT, Stack, clean_environment
+from tests.stack import PATIENCE, ROOT, Stack, clean_environment
 
 SERVER, CLIENT, CONSUMER, INTERNAL = 2, 3, 5, 1
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -183,7 +183,9 @@ def test_exemplars_lead_to_traces(traced: Stack, client: httpx.Client, collector
         found = set(re.findall(rf'^temper_gateway_{name}_seconds_bucket.* # {{trace_id="([0-9a-f]+)"}}', told, re.M))
         assert found, name
         assert found <= {span.trace for span in collector.spans}
-    scraped = httpx.get(f"http://127.0.0.1:{traced.env['TEMPER_METRICS_PORT']}/metrics", headers=accept).text
+    scraped = httpx.get(
+        f"http://127.0.0.1:{traced.env['TEMPER_METRICS_PORT']}/metrics", headers=accept, timeout=PATIENCE
+    ).text
     for name in ("queue", "time_to_first_token", "time_per_output_token"):
         assert re.search(rf'^temper_engine_{name}_seconds_bucket.* # {{trace_id="[0-9a-f]+"}}', scraped, re.M), name
 

@@ -27,6 +27,7 @@ from services.gateway.api.batches.stores import BatchStores
 from services.gateway.core.batch_queue import BATCHES, NOW, BatchConsumer, BatchQueue, BatchSpec, ClaimedBatch
 from services.gateway.core.file_store import FileStore
 from tests.integration.servers import RunningServer
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import Running
 from tests.unit.gateway.fake_engine import FakeEngine, says
 
@@ -286,7 +287,7 @@ def gateway_process(settings: CommonSettings, engine: str, log: Path) -> Iterato
         deadline = time.monotonic() + 60
         while True:
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{url}/readyz", verify=False).status_code == 200:
+                if httpx.get(f"{url}/readyz", verify=False, timeout=PATIENCE).status_code == 200:
                     break
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()

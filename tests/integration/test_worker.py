@@ -78,10 +78,8 @@ def spawn(trainer_settings: TrainerSettings, tmp_path: Path) -> Iterator[Spawn]:
         "TEMPER_CHECKPOINT_DIR": str(trainer_settings.checkpoint_dir),
     }
 
-    def start(**more: str) -> ForkedProcess:
-        processes.append(
-            ForkedProcess(toy_worker, environment={**os.environ, **env, **more}, log=tmp_path / "worker.log")
-        )
+    def start(work: Callable[[], None] = toy_worker, **more: str) -> ForkedProcess:
+        processes.append(ForkedProcess(work, environment={**os.environ, **env, **more}, log=tmp_path / "worker.log"))
         return processes[-1]
 
     yield start

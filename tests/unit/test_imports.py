@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -101,13 +102,19 @@ def modules() -> Iterator[tuple[str, Path]]:
             yield ".".join(part for part in relative.parts if part != "__init__"), path
 
 
-def imported(path: Path, module: str) -> Iterator[tuple[str, int, bool]]:
+@cache
+def imported(path: Path, module: str) -> tuple[tuple[str, int, bool], ...]:
     """(name, line, at type-checking time only) of every import, `from x import y` as both x and x.y."""
+    return tuple(_imported(path, module))
+
+
+def _imported(path: Path, module: str) -> Iterator[tuple[str, int, bool]]:
     tree = ast.parse(path.read_text(), str(path))
     typing_only = {
         id(child)
         for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if isinstance(node, ast.If)
+        and any(isinstance(part, ast.Name) and part.id == "TYPE_CHECKING" for part in ast.walk(node.test))
         for statement in node.body
         for child in ast.walk(statement)
     }

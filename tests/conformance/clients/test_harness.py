@@ -21,6 +21,7 @@ from services.common.evaluation.suites.spec import SuiteSampling
 from tests.conformance.clients.agents import OFFLINE
 from tests.conformance.clients.place import HERE, PYTHON
 from tests.conformance.clients.recorder import Recording
+from tests.stack import PATIENCE
 from tests.unit.cli import runner
 
 ITEMS = 12
@@ -91,6 +92,8 @@ def test_the_harness_runs_local_tasks(recording: Recording, stack: Any, tmp_path
         assert (summary["mean"], summary["target"]) == (pytest.approx(found[run]["score"]), stack.served_model_name)
         assert (kept["suites"][0]["scorer"], kept["state"]) == (f"{metric},none", "succeeded")
     right = [float(best_choice(stack, recording, row) == row["expected"]) for row in CHOICES]
-    items = httpx.get(f"{recording.url}/v1/evaluations/{kept['id']}/items", trust_env=False).json()["data"]
+    items = httpx.get(f"{recording.url}/v1/evaluations/{kept['id']}/items", trust_env=False, timeout=PATIENCE).json()[
+        "data"
+    ]
     assert [one["score"] for one in items] == right
     assert "|ours |      2|none  |     0|score" in found["table"]

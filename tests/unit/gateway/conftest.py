@@ -154,7 +154,8 @@ class Running:
 Starter = Callable[..., Running]
 
 
-@pytest.fixture(scope="session")
+# For a file: one that nobody asks any more would take a twentieth of a processor, for its engine's status.
+@pytest.fixture(scope="module")
 def _shared() -> Iterator[Running]:
     running = Running([FakeEngine()])
     running.start()
@@ -162,7 +163,7 @@ def _shared() -> Iterator[Running]:
     running.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def _shared_roomy() -> Iterator[Running]:
     running = Running([FakeEngine(max_model_len=16384)])
     running.start()

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gpu.train.attention import AttentionCut, AttentionShape, attention_forward
-from kernels.gpu.train.attention_backward import KEYS, QUERIES, attention_backward, gate_backward
+from kernels.gpu.launch.device import limits_of, named
+from kernels.gpu.train.attention import AttentionCut, AttentionShape, attention_forward, forward_cut
+from kernels.gpu.train.attention_backward import attention_backward, backward_cuts, gate_backward
 from kernels.gpu.train.documents import Documents
 from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.kernels.gpu.train.support import attention64, relative
@@ -96,6 +97,10 @@ def test_bfloat16(device: torch.device) -> None:
 
 
 @pytest.mark.cuda
-def test_the_real_shape(device: torch.device) -> None:
-    shape = AttentionShape(16, 4, 256)
-    assert_within(errors(shape, [1, 64, 129, 500], device, torch.bfloat16, None, KEYS, QUERIES), 1e-2)
+@pytest.mark.parametrize("architecture", ["sm80", "sm86", "sm90"])
+@pytest.mark.parametrize("shape", [AttentionShape(16, 4, 256), AttentionShape(4, 2, 64)])
+def test_the_cuts_of_each_size(device: torch.device, shape: AttentionShape, architecture: str) -> None:
+    """That a device has room for."""
+    card = limits_of(device).as_on(named(architecture))
+    cuts = (forward_cut(torch.bfloat16, card), *backward_cuts(torch.bfloat16, card))
+    assert_within(errors(shape, [1, 64, 129, 500], device, torch.bfloat16, *cuts), 1e-2)

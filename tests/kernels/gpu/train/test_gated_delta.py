@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.gpu.delta.shape import DeltaShape
 from kernels.gpu.train.documents import Documents
-from kernels.gpu.train.gated_delta import FEW, MANY, ScanCut, gated_delta_forward
+from kernels.gpu.train.gated_delta import _LARGE, _SMALL, FEW, MANY, ScanCut, gated_delta_forward
 from kernels.gpu.train.gated_delta_backward import scan_backward
 from kernels.gpu.train.gated_delta_gradients import gated_delta_gradients
 from tests.kernels.gpu import interpreter  # noqa: F401
@@ -119,7 +119,7 @@ def test_bfloat16(device: torch.device, cut: ScanCut) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("alike", [0.0, 0.9])
-@pytest.mark.parametrize("cut", [FEW, MANY])
+@pytest.mark.parametrize("cut", [FEW, MANY, _SMALL, _LARGE])
 def test_the_real_shape(device: torch.device, cut: ScanCut, alike: float) -> None:
     lengths = [1, 64, 129, 200]
     m = mixer(

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from services.common.telemetry.prometheus import expose, serve
+from tests.stack import PATIENCE
 
 PROMETHEUS = (
     "application/openmetrics-text;version=1.0.0;escaping=underscores;q=0.5,application/openmetrics-text;version=0.0.1;"
@@ -56,7 +57,7 @@ def url(registry: CollectorRegistry) -> Iterator[str]:
 
 
 def test_over_http(url: str) -> None:
-    with httpx.Client(trust_env=False) as http:
+    with httpx.Client(trust_env=False, timeout=PATIENCE) as http:
         assert "temper_things_total 1.0" in http.get(url).text
         answer = http.get(url, headers={"accept": PROMETHEUS})
         assert answer.headers["content-type"].startswith("application/openmetrics-text")

@@ -14,6 +14,7 @@ from services.common.telemetry.process import installed_version
 from services.common.text.tokenizer import TextCodec
 from services.gateway.protocol.models import ModelList, ModelObject
 from services.gateway.protocol.tokenize import DetokenizeAnswer, TokenizeAnswer, TokenizeRequest
+from tests.stack import PATIENCE
 from tests.unit.gateway.api.adapters.test_adapters import CONFIG, WEIGHTS, config, upload, weights
 from tests.unit.gateway.api.base.test_bad_input import error_of
 from tests.unit.gateway.conftest import MODEL, Running, Starter
@@ -184,4 +185,4 @@ def test_a_model_name_with_a_slash(start: Starter) -> None:
     running = start(served_model_name="org/tiny")
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
         assert client.models.retrieve("org/tiny").id == "org/tiny"
-    assert httpx.get(f"{running.url}/v1/models/org/tiny").json()["id"] == "org/tiny"
+    assert httpx.get(f"{running.url}/v1/models/org/tiny", timeout=PATIENCE).json()["id"] == "org/tiny"

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from services.common.security.api_keys import Scope
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.key_file import CHAT, NO_REDIS, Keys, error_of
 
@@ -85,7 +86,7 @@ def test_foreign_pages_change_nothing(running: Running, http: httpx.Client, page
 def test_its_own_pages_and_listed_origins_may(start: Starter) -> None:
     running = start(cors_allow_origins="https://chat.example.com", allowed_hosts="temper.example.com")
     own = running.url
-    with httpx.Client(base_url=running.url, trust_env=False) as http:
+    with httpx.Client(base_url=running.url, trust_env=False, timeout=PATIENCE) as http:
         for page in ({"origin": own, "sec-fetch-site": "same-origin"}, {"origin": "https://chat.example.com"}):
             assert http.post("/v1/chat/completions", json=CHAT, headers=page).status_code == 200
         assert http.get("/v1/models", headers={"host": "temper.example.com"}).status_code == 200
@@ -97,7 +98,7 @@ def test_where_keys_are_they_decide(tmp_path: Path, start: Starter) -> None:
     keys.add("me", Scope.INFERENCE)
     running = start(api_keys_file=str(keys.path), redis_url=NO_REDIS)
     page = {"host": "temper.example.com", "origin": "http://evil.example", "sec-fetch-site": "cross-site"}
-    with httpx.Client(base_url=running.url, trust_env=False) as http:
+    with httpx.Client(base_url=running.url, trust_env=False, timeout=PATIENCE) as http:
         error_of(http.post("/v1/chat/completions", json=CHAT, headers=page), 401)
         answer = http.post("/v1/chat/completions", json=CHAT, headers={**page, **keys.bearer("me")})
         assert answer.status_code == 200

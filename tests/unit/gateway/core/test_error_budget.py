@@ -15,6 +15,7 @@ from observability.rules import Case
 from services.common.security.api_keys import KeyLimits, Scope
 from tests.promtool import Promtool
 from tests.promtool import promtool as promtool  # a fixture
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.key_file import CHAT, NO_REDIS, Keys
 
@@ -31,7 +32,7 @@ _GENERATING = (
 
 def counted(running: Running) -> dict[tuple[str, str], float]:
     """Requests by route and status, as /metrics has them."""
-    text = httpx.get(f"{running.url}/metrics", trust_env=False).text
+    text = httpx.get(f"{running.url}/metrics", trust_env=False, timeout=PATIENCE).text
     samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
     return {(s.labels["route"], s.labels["status"]): s.value for s in samples if s.name == _REQUESTS}
 
@@ -58,7 +59,7 @@ def test_a_full_gateway_burns_its_budget(start: Starter, promtool: Promtool, tmp
     reservation = running.inference.admission.reserve(1)
     try:
         for route in _GENERATING:
-            assert httpx.post(f"{running.url}{route}", json=CHAT, trust_env=False).status_code == 503
+            assert httpx.post(f"{running.url}{route}", json=CHAT, trust_env=False, timeout=PATIENCE).status_code == 503
     finally:
         reservation.release()
     found = counted(running)
@@ -73,7 +74,7 @@ def test_bodies_that_find_no_room_have_their_route(start: Starter) -> None:
     with socket.create_connection((host, int(port)), timeout=10) as slow:
         slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 4000\r\n\r\n{")
         url, body = f"{running.url}/v1/messages", b" " * 3000
-        running.wait_for(lambda: httpx.post(url, content=body, trust_env=False).status_code == 503)
+        running.wait_for(lambda: httpx.post(url, content=body, trust_env=False, timeout=PATIENCE).status_code == 503)
     assert ("/v1/messages", "503") in counted(running)
 
 
@@ -83,12 +84,12 @@ def test_refusals_of_clients_have_their_route_and_burn_nothing(
     keys = Keys(tmp_path / "keys.json")
     keys.add("limited", Scope.INFERENCE, limits=KeyLimits(requests_per_minute=1))
     running = start(api_keys_file=str(keys.path), redis_url=NO_REDIS)
-    with httpx.Client(base_url=running.url, trust_env=False, headers=keys.bearer("limited")) as http:
+    with httpx.Client(base_url=running.url, trust_env=False, headers=keys.bearer("limited"), timeout=PATIENCE) as http:
         assert [http.post("/v1/chat/completions", json=CHAT).status_code for _ in range(2)] == [200, 429]
         assert http.post("/v1/adapters/greeter/attach").status_code == 403
         assert http.post("/v1/train/sft", json={}).status_code == 403
         assert http.post("/v1/nowhere/at/all").status_code in (404, 429)
-    assert httpx.get(f"{running.url}/v1/train/jobs/train-1", trust_env=False).status_code == 401
+    assert httpx.get(f"{running.url}/v1/train/jobs/train-1", trust_env=False, timeout=PATIENCE).status_code == 401
     found = counted(running)
     assert {
         ("/v1/chat/completions", "429"),

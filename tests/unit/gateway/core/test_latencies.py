@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from services.common.pb import engine_pb2
 from services.common.security.api_keys import Scope
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import fails, says
 from tests.unit.gateway.key_file import CHAT, NO_REDIS, Keys
@@ -16,14 +17,14 @@ from tests.unit.gateway.key_file import CHAT, NO_REDIS, Keys
 
 def measured(running: Running, name: str) -> dict[tuple[str, ...], float]:
     """Samples of a series by the values of its labels, in the order of their names."""
-    text = httpx.get(f"{running.url}/metrics", trust_env=False).text
+    text = httpx.get(f"{running.url}/metrics", trust_env=False, timeout=PATIENCE).text
     samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
     return {tuple(s.labels[label] for label in sorted(s.labels)): s.value for s in samples if s.name == name}
 
 
 def test_streams_and_whole_answers_are_told_apart(start: Starter) -> None:
     running = start()
-    with httpx.Client(base_url=running.url, trust_env=False) as http:
+    with httpx.Client(base_url=running.url, trust_env=False, timeout=PATIENCE) as http:
         for stream in (True, False, False):
             assert http.post("/v1/chat/completions", json=CHAT | {"stream": stream}).status_code == 200
     for name in ("time_to_first_token", "completion_duration"):
@@ -38,7 +39,7 @@ def test_streams_and_whole_answers_are_told_apart(start: Starter) -> None:
 def test_opentelemetrys_names(start: Starter) -> None:
     running = start()
     running.engine.behaviour = says("hello")
-    with httpx.Client(base_url=running.url, trust_env=False) as http:
+    with httpx.Client(base_url=running.url, trust_env=False, timeout=PATIENCE) as http:
         http.post("/v1/chat/completions", json=CHAT | {"n": 2})
         prompt = {"model": MODEL, "prompt": "abcdefghij", "max_tokens": 20}
         http.post("/v1/completions", json=prompt)
@@ -66,7 +67,9 @@ def test_tokens_by_key_if_asked_for(tmp_path: Path, start: Starter) -> None:
         running = start(api_keys_file=str(keys.path), redis_url=NO_REDIS, metrics_by_key=asked)
         for name in ("ci", "ci", "app"):
             body = {"model": MODEL, "prompt": "abcdefghij", "max_tokens": 20}
-            httpx.post(f"{running.url}/v1/completions", json=body, headers=keys.bearer(name), trust_env=False)
+            httpx.post(
+                f"{running.url}/v1/completions", json=body, headers=keys.bearer(name), trust_env=False, timeout=PATIENCE
+            )
         found = measured(running, "temper_gateway_key_tokens_total")
         expected = {(keys.entries["ci"].id, "prompt"): 20, (keys.entries["app"].id, "prompt"): 10}
         assert {key: count for key, count in found.items() if key[1] == "prompt"} == (expected if asked else {})

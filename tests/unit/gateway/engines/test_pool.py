@@ -20,6 +20,7 @@ from services.gateway.engines.discovery import Discovery, resolve
 from services.gateway.engines.load_balancing import Affinity, route_of
 from services.gateway.engines.pool import EnginePool
 from services.gateway.settings import GatewaySettings
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine, dies, fails, hangs, says
 
@@ -406,6 +407,6 @@ def test_engines_are_described(start: Starter) -> None:
 def test_metrics_call_engines_by_their_names(start: Starter) -> None:
     """An address is another after each restart; two that call themselves alike are told apart by it."""
     running = start(FakeEngine(name="r-engine-0"), FakeEngine(name="twin"), FakeEngine(name="twin"), FakeEngine())
-    text = httpx.get(f"{running.url}/metrics", trust_env=False).text
+    text = httpx.get(f"{running.url}/metrics", trust_env=False, timeout=PATIENCE).text
     found = {line.partition('engine="')[2].partition('"')[0] for line in text.splitlines() if "engine_load{" in line}
     assert found == {"r-engine-0", *(f"127.0.0.1:{engine.port}" for engine in running.engines[1:])}

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from services.common.pb import engine_pb2
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import Behaviour, FakeEngine, dies, fails, hangs, says
 
@@ -202,7 +203,7 @@ def test_metrics(running: Running, http: httpx.Client) -> None:
 
 def test_queues_are_in_the_metrics_while_redis_answers(start: Starter) -> None:
     running = start(FakeEngine())
-    with httpx.Client(base_url=running.url) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         assert 'temper_gateway_jobs{queue="training",state="queued"} 0.0' in http.get("/metrics").text
         running.queue.down = True
         running.health.queues._due = 0.0

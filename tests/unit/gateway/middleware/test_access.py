@@ -15,6 +15,7 @@ from pydantic import SecretStr, ValidationError
 from services.common.pb import engine_pb2
 from services.common.security.api_keys import KeyLimits, Scope
 from services.gateway.settings import GatewaySettings
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import fails, hangs, says
 from tests.unit.gateway.key_file import CHAT, NO_REDIS, Keys, error_of
@@ -89,7 +90,7 @@ def test_a_full_gateway_reads_no_body(start: Starter) -> None:
         answer = _answer_to_head(running, "/v1/chat/completions", "content-length: 9000000")
         assert answer.startswith(b"HTTP/1.1 503")
         assert b"overloaded" in answer
-        with httpx.Client(base_url=running.url, verify=False) as http:
+        with httpx.Client(base_url=running.url, verify=False, timeout=PATIENCE) as http:
             assert http.get("/v1/models").status_code == 200
     finally:
         reservation.release()

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from services.gateway.__main__ import main
+from tests.stack import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -81,7 +82,7 @@ def started(**environment: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
         deadline = time.monotonic() + 90
         while True:
             try:
-                assert httpx.get(f"{url}/livez").status_code == 200
+                assert httpx.get(f"{url}/livez", timeout=PATIENCE).status_code == 200
                 break
             except httpx.TransportError:
                 assert process.poll() is None
@@ -95,25 +96,28 @@ def started(**environment: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
 
 def test_starts_without_anything_else_and_stops_on_sigterm() -> None:
     with started() as (url, process):
-        assert httpx.get(f"{url}/readyz").status_code == 503
+        assert httpx.get(f"{url}/readyz", timeout=PATIENCE).status_code == 503
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=90)
         assert process.returncode == 0
 
 
 def test_a_drain_accepts_for_a_while_and_a_second_signal_ends_it() -> None:
-    with started(TEMPER_DRAIN_DELAY_SECONDS="600") as (url, process), httpx.Client(base_url=url) as kept:
+    with (
+        started(TEMPER_DRAIN_DELAY_SECONDS="600") as (url, process),
+        httpx.Client(base_url=url, timeout=PATIENCE) as kept,
+    ):
         assert "connection" not in kept.get("/livez").headers
         process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + 20
-        while (ready := httpx.get(f"{url}/readyz")).text != "stopping":
+        while (ready := httpx.get(f"{url}/readyz", timeout=PATIENCE)).text != "stopping":
             assert time.monotonic() < deadline
         assert ready.status_code == 503
-        for answer in (kept.get("/livez"), kept.get("/livez"), httpx.get(f"{url}/version")):
+        for answer in (kept.get("/livez"), kept.get("/livez"), httpx.get(f"{url}/version", timeout=PATIENCE)):
             assert answer.status_code == 200, "new connections are still accepted"
             assert answer.headers["connection"] == "close"
         process.send_signal(signal.SIGINT)  # of a terminal, right behind the first: the same request
-        assert httpx.get(f"{url}/livez").status_code == 200
+        assert httpx.get(f"{url}/livez", timeout=PATIENCE).status_code == 200
         time.sleep(2.1)
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=20)

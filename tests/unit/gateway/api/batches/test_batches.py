@@ -11,6 +11,7 @@ import pytest
 
 from services.gateway.core.batch_queue import BatchSpec
 from services.gateway.core.file_store import FileStore, NewFile, new_file_id
+from tests.stack import PATIENCE
 from tests.unit.gateway.batch_client import BODY, CHAT, Batches, jsonl, line
 from tests.unit.gateway.conftest import Running, Starter
 
@@ -45,7 +46,7 @@ def test_life_of_a_batch(batches: Batches) -> None:
     assert priorities == [-5] + [100] * 20
     assert not [key for key in batches.running.store.objects if key.startswith("batches/")]
     assert batches.client.batches.retrieve(batch.id) == batch
-    metrics = httpx.get(f"{batches.running.url}/metrics", verify=False).text
+    metrics = httpx.get(f"{batches.running.url}/metrics", verify=False, timeout=PATIENCE).text
     assert 'temper_gateway_batches_total{outcome="completed"} 1.0' in metrics
     assert 'temper_gateway_batch_requests_total{status="200"} 21.0' in metrics
     assert 'temper_gateway_batch_requests_total{status="400"} 1.0' in metrics
@@ -151,14 +152,14 @@ def test_refusals(batches: Batches) -> None:
         ({"surprise": 1}, 400, "surprise"),
     ]
     for change, status, param in cases:
-        response = httpx.post(url, json={**good, **change}, verify=False)
+        response = httpx.post(url, json={**good, **change}, verify=False, timeout=PATIENCE)
         assert (response.status_code, response.json()["error"]["param"]) == (status, param)
     output = batches.run(line("a")).output_file_id
     with pytest.raises(openai.BadRequestError, match="purpose"):
         batches.client.batches.create(input_file_id=output or "", endpoint=CHAT, completion_window="24h")
     for path in ("batch_x", "batch_" + "0" * 26):
-        assert httpx.get(f"{url}/{path}", verify=False).status_code == 404
-        assert httpx.post(f"{url}/{path}/cancel", verify=False).status_code == 404
+        assert httpx.get(f"{url}/{path}", verify=False, timeout=PATIENCE).status_code == 404
+        assert httpx.post(f"{url}/{path}/cancel", verify=False, timeout=PATIENCE).status_code == 404
 
 
 def test_pages_and_idempotency(running: Running, client: openai.OpenAI) -> None:

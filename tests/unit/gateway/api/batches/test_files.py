@@ -11,6 +11,7 @@ import pytest
 from services.common.errors import NotFound, PayloadTooLarge, Unavailable
 from services.gateway.api.batches.files import clean_name
 from services.gateway.core.file_store import PIECE_BYTES, FileStore, NewFile, new_file_id
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.fake_stores import MemoryStore
 
@@ -84,7 +85,7 @@ def test_bad_forms(http: httpx.Client, running: Running) -> None:
 
 def test_too_large(start: Starter) -> None:
     running = start(max_file_bytes=200_000)
-    with httpx.Client(base_url=running.url, verify=False) as http:
+    with httpx.Client(base_url=running.url, verify=False, timeout=PATIENCE) as http:
         response = upload(http, b"x" * 200_001)
         assert response.status_code == 413
         assert response.json()["error"] == {

@@ -12,6 +12,7 @@ import pytest
 
 from services.common.pb import engine_pb2
 from services.common.security.api_keys import Scope
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import fails, hangs, says
 from tests.unit.gateway.key_file import NO_REDIS, Keys
@@ -41,7 +42,7 @@ def test_kept_as_it_was_answered(running: Running, client: openai.OpenAI) -> Non
 @pytest.mark.parametrize("store", [{}, {"store": False}, {"store": None}])
 def test_not_kept_unless_asked_for(running: Running, client: openai.OpenAI, store: dict[str, Any]) -> None:
     for stream in (False, True):
-        with httpx.Client(base_url=running.url, verify=False) as http:
+        with httpx.Client(base_url=running.url, verify=False, timeout=PATIENCE) as http:
             assert '"store"' not in http.post(ROUTE, json=CHAT | store | {"stream": stream}).text
     assert list(client.chat.completions.list()) == []
     assert running.documents.kept == {}
@@ -100,7 +101,7 @@ def test_lists_in_pages_with_filters(running: Running, client: openai.OpenAI) ->
     assert list(chats.list(model="another")) == []
     with pytest.raises(openai.NotFoundError):
         chats.list(after="chatcmpl-x")
-    with httpx.Client(base_url=running.url, verify=False) as http:
+    with httpx.Client(base_url=running.url, verify=False, timeout=PATIENCE) as http:
         for query in ("metadata=x", "metadata[]=x", "metadata[a]=1&metadata[a]=2", "limit=0", "order=up"):
             assert http.get(f"{ROUTE}?{query}").status_code == 400, query
         body = http.get(f"{ROUTE}?limit=1").json()
@@ -201,5 +202,5 @@ def test_each_key_sees_its_own(tmp_path: Path, start: Starter) -> None:
         calls.update(answer.id, metadata={"a": "b"})
     with pytest.raises(openai.NotFoundError):
         calls.list(after=answer.id)
-    with httpx.Client(base_url=running.url, verify=False, headers=keys.bearer("trainer")) as http:
+    with httpx.Client(base_url=running.url, verify=False, headers=keys.bearer("trainer"), timeout=PATIENCE) as http:
         assert http.get(ROUTE).status_code == 403

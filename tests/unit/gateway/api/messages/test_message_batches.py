@@ -15,6 +15,7 @@ from anthropic.types.messages import MessageBatch, MessageBatchIndividualRespons
 from services.common.pb import engine_pb2
 from services.common.security.api_keys import Scope
 from services.gateway.core.batch_queue import Batch, BatchSpec
+from tests.stack import PATIENCE
 from tests.unit.gateway.batch_client import OPTIONS
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine, Send, fails, hangs, says
@@ -118,7 +119,7 @@ def test_the_url_of_the_results_is_where_the_client_came_from(messages: Messages
     batch = messages.run(asks("a"))
     route = f"{ROUTE}/{batch.id}"
     assert batch.results_url == f"{messages.running.url}{route}/results"
-    with httpx.Client(base_url=messages.running.url, verify=False) as http:
+    with httpx.Client(base_url=messages.running.url, verify=False, timeout=PATIENCE) as http:
         headers = {"host": "models.internal", "x-forwarded-proto": "https"}
         assert http.get(route, headers=headers).json()["results_url"] == f"https://models.internal{route}/results"
         results = http.get(batch.results_url or "")
@@ -276,7 +277,7 @@ def test_both_apis_have_one_limit_and_separate_lists(start: Starter) -> None:
     assert [batch.id for batch in messages.batches.list()] == [mine.id]
     with pytest.raises(anthropic.NotFoundError):
         messages.batches.retrieve(theirs.id)
-    with httpx.Client(base_url=messages.running.url, verify=False) as http:
+    with httpx.Client(base_url=messages.running.url, verify=False, timeout=PATIENCE) as http:
         assert [batch["id"] for batch in http.get("/v1/batches").json()["data"]] == [theirs.id]
         assert http.get(f"/v1/batches/{mine.id}").status_code == 404
         assert http.post(f"/v1/batches/{mine.id}/cancel").status_code == 404

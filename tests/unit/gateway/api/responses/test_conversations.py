@@ -12,6 +12,7 @@ import pytest
 
 from services.common.pb import engine_pb2
 from services.common.security.api_keys import Scope
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import fails, hangs, says
 from tests.unit.gateway.key_file import NO_REDIS, Keys
@@ -51,7 +52,7 @@ def test_life_of_a_conversation(running: Running, client: openai.OpenAI) -> None
             call(made.id)
     with pytest.raises(openai.NotFoundError):
         client.conversations.update(made.id, metadata={})
-    with httpx.Client(base_url=running.url, verify=False) as http:
+    with httpx.Client(base_url=running.url, verify=False, timeout=PATIENCE) as http:
         assert http.post("/v1/conversations").json()["metadata"] == {}, "a body is not needed"
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from services.common.pb import engine_pb2
 from services.common.security.api_keys import Scope
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.key_file import NO_REDIS, Keys, error_of
 
@@ -139,6 +140,6 @@ def test_prompts_are_cached_by_key(door: Running, callers: dict[str, httpx.Clien
     one, same, other = (request.cache_salt for request in door.engine.requests)
     assert one == same != other, "who guesses a text does not learn whether another key has sent it"
     keyless = start()
-    with httpx.Client(base_url=keyless.url, trust_env=False) as http:
+    with httpx.Client(base_url=keyless.url, trust_env=False, timeout=PATIENCE) as http:
         assert http.post("/v1/completions", json=prompt).status_code == 200
     assert keyless.engine.requests[0].cache_salt == "", "one caller, one cache"

@@ -1,0 +1,77 @@
+"""The demo's chat and training jobs on this GPU, held to the limits of other cards, one Temper each, all at once:
+`python -m benchmarks.serving.cards.limits sm80`, or `sm89 sm90` for two that share the GPU.
+
+A line for each says how it ended; behind it, of one that did not get through, the error as its engine logged it.
+``--blocking``: the host waits for each launch, and no serving step is captured (CUDA_LAUNCH_BLOCKING,
+TEMPER_CUDA_GRAPHS=0), so that a kernel that leaves its tensors is the one in the traceback. Exit status 1 if one of
+them failed. (`TEMPER_DEVICE_LIMITS=sm80 temper demo` runs with the GPU's own limits: the demo takes no settings.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from io import StringIO
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.lib.environment import environment
+from benchmarks.lib.recorder import put_line
+from cli.demo.api import Temper
+from cli.demo.command import _session, _Show
+from cli.http.client import Client
+from cli.settings import CliSettings
+from kernels.gpu.launch.device import architectures
+from tests.stack import Stack
+
+_READY_SECONDS = 240.0
+_TRACEBACK = 6000
+"""Characters from the first error in the engine's log on."""
+_BLOCKING = {"CUDA_LAUNCH_BLOCKING": "1", "TEMPER_CUDA_GRAPHS": "0"}
+
+
+def run(limits: str, directory: Path, *, share: float, rounds: int, blocking: bool) -> dict[str, object]:
+    """How one Temper held to an architecture's limits gets through the demo."""
+    env = {"TEMPER_DEVICE_LIMITS": limits, "TEMPER_MEMORY_FRACTION": f"{share:.3f}", **(_BLOCKING if blocking else {})}
+    began, error, text = time.monotonic(), "", ""
+    stack = Stack(directory, env=env)
+    try:
+        stack.start(_READY_SECONDS)
+        with Client(stack.url, CliSettings()) as client, Temper.connect(client) as temper:
+            _session(temper, _Show(Console(file=StringIO())), rounds=rounds, seed=1)
+    except Exception as problem:  # whatever ends the demo is the result
+        error = f"{type(problem).__name__}: {problem}"[:500]
+        log = stack.log("engine")
+        text = log[max(0, log.find("CUDA error") - _TRACEBACK // 2) :][:_TRACEBACK]
+    finally:
+        stack.stop()
+    seconds = round(time.monotonic() - began, 1)
+    return {"limits": limits, "blocking": blocking, "seconds": seconds, "error": error, "engine": text}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("limits", nargs="+", choices=architectures())
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--blocking", action="store_true")
+    parser.add_argument("--out", type=Path, help="append each line to this file")
+    options = parser.parse_args()
+    # Each plans with what is free when it starts, beside those that have taken theirs or will.
+    share = 0.9 / len(options.limits)
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(len(options.limits)) as pool:
+        one = partial(run, share=share, rounds=options.rounds, blocking=options.blocking)
+        places = [Path(scratch, f"{number}-{name}") for number, name in enumerate(options.limits)]
+        failed = False
+        for line in pool.map(one, options.limits, places):
+            put_line({**line, "beside": len(options.limits) - 1, **environment()}, options.out)
+            failed = failed or bool(line["error"])
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
