@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from cli.agent.command import agent
+from cli.agent.command import run as run_agent
 from cli.commands import adapter_versions as adapter_tools
 from cli.commands import adapters, batch, forge, keys, sessions, train
 from cli.commands.chat import chat
@@ -101,6 +103,8 @@ for command in (serve, ps, logs, doctor, bench):
 app.command("pull")(pull_model)
 app.command()(tune)
 app.command()(chat)
+app.command()(agent)
+app.command("run")(run_agent)
 
 
 @app.command()

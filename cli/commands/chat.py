@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import sys
 import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from cli.http.client import Client, parse_json
+from cli.http.chat_stream import Answer, served_model, stream_answer
+from cli.http.client import Client
 from cli.options import Json, Url
 from cli.output import CliError, ExitCode, Output, guarded
 from cli.settings import CliSettings, read
-
-
-@dataclass(slots=True)
-class Answer:
-    """Answer that the chunks of a stream add up to."""
-
-    text: str = ""
-    reasoning: str = ""
-    adapter: str | None = None
-    completion_id: str | None = None
-    finish_reason: str | None = None
-    usage: dict[str, Any] | None = None
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
 
 def chat(
@@ -71,14 +57,6 @@ def chat(
         if not text or not text.strip():
             raise CliError("the message is empty", ExitCode.USAGE)
         _one(client, output, options, [*messages, {"role": "user", "content": text}])
-
-
-def served_model(client: Client) -> str:
-    """The base model's name: the first of /v1/models."""
-    models = client.get("/v1/models")["data"]
-    if not models:
-        raise CliError("the server serves no model", ExitCode.UNREACHABLE)
-    return str(models[0]["id"])
 
 
 def _one(client: Client, output: Output, options: dict[str, Any], messages: list[dict[str, str]]) -> Answer:
@@ -136,48 +114,3 @@ def _converse(client: Client, output: Output, options: dict[str, Any], messages:
 
 def _new_session() -> str:
     return f"chat-{uuid.uuid4().hex}"
-
-
-def stream_answer(
-    client: Client, options: dict[str, Any], messages: list[dict[str, str]], answer: Answer
-) -> Iterator[tuple[str, str]]:
-    """Yields ("text" | "reasoning", piece) and fills ``answer`` on the way.
-
-    Raises:
-        CliError: the server refused, or the stream broke off without its end mark.
-    """
-    body = {**options, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
-    finished = False
-    for event in client.events("POST", "/v1/chat/completions", body):
-        if event.data == "[DONE]":
-            finished = True
-            break
-        chunk = parse_json(event.data)
-        if "error" in chunk:
-            raise CliError(str(chunk["error"].get("message")), ExitCode.UNREACHABLE, error=chunk["error"])
-        answer.adapter = chunk.get("adapter") or answer.adapter
-        answer.usage = chunk.get("usage") or answer.usage
-        for choice in chunk.get("choices", ()):
-            answer.completion_id = choice.get("completion_id") or answer.completion_id
-            answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-            delta = choice.get("delta", {})
-            if piece := delta.get("reasoning_content"):
-                answer.reasoning += piece
-                yield "reasoning", piece
-            if piece := delta.get("content"):
-                answer.text += piece
-                yield "text", piece
-            for call in delta.get("tool_calls") or ():
-                _add_call(answer, call)
-    if not finished:
-        raise CliError("the answer broke off: the engine or the gateway went away", ExitCode.UNREACHABLE)
-
-
-def _add_call(answer: Answer, call: dict[str, Any]) -> None:
-    function = call.get("function", {})
-    while len(answer.tool_calls) <= int(call.get("index", 0)):
-        answer.tool_calls.append({"id": None, "name": "", "arguments": ""})
-    entry = answer.tool_calls[int(call.get("index", 0))]
-    entry["id"] = call.get("id") or entry["id"]
-    entry["name"] = function.get("name") or entry["name"]
-    entry["arguments"] += function.get("arguments") or ""

@@ -26,7 +26,8 @@ from services.common.jobs.scorers.exact import TextScorer
 from services.common.jobs.scorers.grants import Grants
 from services.common.jobs.scorers.sample import Sample
 from services.common.queue.job_queue import JobQueue
-from services.common.security.sandbox.sandbox import Isolation, Sandbox, SandboxUnavailable
+from services.common.security.sandbox.sandbox import Sandbox
+from services.common.security.sandbox.shut_in import Isolation, SandboxUnavailable
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
 from services.engine.models.lora.trainable import LoraParams

@@ -85,6 +85,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "options",
         "local",
         "doctor",
+        "agent",
         "commands",
         "demo",
         "main",

@@ -12,7 +12,8 @@ from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.jobs.scorers.grants import Granted, Grants
 from services.common.pb import engine_pb2
 from services.common.security.outbound import tls_context
-from services.common.security.sandbox.sandbox import Isolation, Sandbox
+from services.common.security.sandbox.sandbox import Sandbox
+from services.common.security.sandbox.shut_in import Isolation
 from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.tracing import NO_TRACER, Tracer
 from services.engine.settings import EngineSettings

@@ -1,14 +1,16 @@
-"""System calls that a program in the sandbox does not have, by the numbers of this machine's architecture.
+"""System calls that a program or a command in the sandbox does not have, by the numbers of this machine's architecture.
 
 Denied is what reaches other processes, the network, other namespaces or the kernel's rarer parts, and what changes
-files without opening them, which Landlock does not see.
+files without opening them, which Landlock does not see. A command has more of them than a program: it is made of
+processes, and changes what it owns.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 _COMMON = {
     "pidfd_send_signal": 424,
@@ -19,6 +21,7 @@ _COMMON = {
     "move_mount": 429,
     "fsopen": 430,
     "pidfd_open": 434,
+    "openat2": 437,
     "pidfd_getfd": 438,
     "process_madvise": 440,
     "mount_setattr": 442,
@@ -37,6 +40,7 @@ _X86_64 = {
     "execveat": 322,
     "kill": 62,
     "tkill": 200,
+    "tgkill": 234,
     "rt_sigqueueinfo": 129,
     "rt_tgsigqueueinfo": 297,
     "setsid": 112,
@@ -98,12 +102,21 @@ _X86_64 = {
     "fremovexattr": 199,
     "personality": 135,
     "syslog": 103,
+    "open": 2,
+    "creat": 85,
+    "openat": 257,
+    "mknod": 133,
+    "mknodat": 259,
+    "clone": 56,
+    "fcntl": 72,
+    "ioctl": 16,
 }
 _AARCH64 = {
     "execve": 221,
     "execveat": 281,
     "kill": 129,
     "tkill": 130,
+    "tgkill": 131,
     "rt_sigqueueinfo": 138,
     "rt_tgsigqueueinfo": 240,
     "setsid": 157,
@@ -159,7 +172,116 @@ _AARCH64 = {
     "fremovexattr": 16,
     "personality": 92,
     "syslog": 116,
+    "openat": 56,
+    "mknodat": 33,
+    "clone": 220,
+    "fcntl": 25,
+    "ioctl": 29,
 }
+
+
+_ATTRIBUTES = [
+    "chmod",
+    "fchmod",
+    "fchmodat",
+    "fchmodat2",
+    "chown",
+    "fchown",
+    "lchown",
+    "fchownat",
+    "utime",
+    "utimes",
+    "futimesat",
+    "utimensat",
+    "setxattr",
+    "lsetxattr",
+    "fsetxattr",
+    "removexattr",
+    "lremovexattr",
+    "fremovexattr",
+    "setxattrat",
+    "removexattrat",
+]
+"""Calls that change attributes of files, which mounts bound and Landlock does not."""
+_SIGNALS = ["kill", "tkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"]
+_SET_ID_BITS = 0o6000
+_CLONE_THREAD = 0x00010000
+_NAMESPACES = 0x7E020000
+"""Flags of clone that make namespaces."""
+_SENDS_SIGNALS = (8, 10, 15)
+"""F_SETOWN, F_SETSIG and F_SETOWN_EX of fcntl: a descriptor signals any process of the user."""
+_TYPES_INTO_TERMINALS = (0x5412, 0x541C)
+"""TIOCSTI and TIOCLINUX of ioctl."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByArgument:
+    """Calls that are denied or not by one argument."""
+
+    names: Sequence[str]
+    place: int
+    """Of the argument, from 0."""
+    values: Sequence[int | None]
+    """None: the id of the process that is filtered first."""
+    mask: int = 0xFFFFFFFF
+    allowed: bool = True
+    """Whether the argument has to have one of the values under the mask; else it must not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Denied:
+    """Calls that a process does not have."""
+
+    names: frozenset[str]
+    by_argument: Sequence[ByArgument]
+
+
+_BY_ARGUMENT = (
+    ByArgument(["ioctl"], 1, _TYPES_INTO_TERMINALS, allowed=False),
+    ByArgument(["fcntl"], 1, _SENDS_SIGNALS, allowed=False),
+)
+_ALWAYS = frozenset(_COMMON) | frozenset(_X86_64) | frozenset(_AARCH64)
+_ALWAYS -= {"tgkill", "open", "creat", "openat", "openat2", "mknod", "mknodat", "clone", "fcntl", "ioctl"}
+
+PROGRAMS = Denied(
+    _ALWAYS,
+    (*_BY_ARGUMENT, ByArgument(["clone"], 0, [_CLONE_THREAD], _CLONE_THREAD), ByArgument(["tgkill"], 0, [None])),
+)
+"""Denied to a program that is one process: threads only, and no signals but to itself."""
+
+
+def of_commands(*, confined_signals: bool, confined_attributes: bool, network: bool) -> Denied:
+    """What is denied to a command.
+
+    Args:
+        confined_signals: something else keeps its signals in the sandbox.
+        confined_attributes: something else keeps changes of attributes in the sandbox.
+        network: it is in a network namespace whose only way out is granted.
+    """
+    given = {"fork", "vfork", "execve", "truncate", "prlimit64", "socketpair"}
+    given |= {*(_SIGNALS if confined_signals else ()), *(_ATTRIBUTES if confined_attributes else ())}
+    given |= {"socket"} if network else set()
+    lacks = (_ALWAYS | {"openat2"} | (set() if confined_signals else {"tgkill"})) - given
+    rules = [
+        *_BY_ARGUMENT,
+        ByArgument(["clone"], 0, [0], _NAMESPACES),
+        ByArgument(["prlimit64"], 0, [0]),  # its own limits
+        # Unlike datagrams, a pair of streams reaches nothing but itself.
+        ByArgument(["socketpair"], 1, [1], 0xF),
+        # What has its owner's rights for others goes on having them outside.
+        *(
+            ByArgument(names, place, [0], _SET_ID_BITS)
+            for names, place in ((["creat", "mknod"], 1), (["open", "mknodat"], 2), (["openat"], 3))
+        ),
+    ]
+    if confined_attributes:
+        rules += [
+            ByArgument(["chmod", "fchmod"], 1, [0], _SET_ID_BITS),
+            ByArgument(["fchmodat", "fchmodat2"], 2, [0], _SET_ID_BITS),
+        ]
+    if network:
+        rules.append(ByArgument(["socket"], 0, [2, 10]))  # IPv4 and IPv6
+    return Denied(frozenset(lacks), tuple(rules))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,18 +290,31 @@ class Calls:
 
     audit: int
     """AUDIT_ARCH_… of its system calls."""
-    clone: int
-    """Allowed for threads only."""
     clone3: int
     """Said not to exist, so that libraries take clone."""
     others: int | None
     """Numbers from here on are another calling convention's; None: it has none."""
-    denied: Mapping[str, int]
+    numbers: Mapping[str, int]
+
+    def without(self, denied: Denied) -> dict[str, Any]:
+        """What the launcher makes a filter of."""
+        return {
+            "audit": self.audit,
+            "clone3": self.clone3,
+            "others": self.others,
+            "denied": sorted(self.numbers[name] for name in denied.names & self.numbers.keys()),
+            "by_argument": [
+                (self.numbers[name], rule.place, rule.mask, list(rule.values), rule.allowed)
+                for rule in denied.by_argument
+                for name in rule.names
+                if name in self.numbers
+            ],
+        }
 
 
 _MACHINES = {
-    "x86_64": Calls(0xC000003E, 56, 435, 0x40000000, _X86_64 | _COMMON),
-    "aarch64": Calls(0xC00000B7, 220, 435, None, _AARCH64 | _COMMON),
+    "x86_64": Calls(0xC000003E, 435, 0x40000000, _X86_64 | _COMMON),
+    "aarch64": Calls(0xC00000B7, 435, None, _AARCH64 | _COMMON),
 }
 
 

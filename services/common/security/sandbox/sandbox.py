@@ -1,35 +1,20 @@
-"""Programs in the sandbox, from the side of the process that has them run."""
+"""Programs of answers in the sandbox, from the side of the process that has them run."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import secrets
-import selectors
 import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
-from enum import StrEnum
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from services.common.errors import TemperError
-from services.common.security.sandbox.calls import calls
+from services.common.security.sandbox.calls import PROGRAMS, calls
+from services.common.security.sandbox.shut_in import Isolation, Launch, SandboxUnavailable, last_line
 
-_LAUNCHER = Path(__file__).with_name("launcher.py")
-_SYSTEM = ("/usr", "/lib", "/lib64", "/bin")
-"""Directories with the libraries of an interpreter."""
 _LOOK_SECONDS = 0.05
-_READ_BYTES = 65536
-_SAID = 300
-"""Characters of a program's output that are told."""
-_READY = b"ready\n"
+_OPEN_FILES = 64
 _TRIES_OUT = """
 import os, socket
 for name in ("/proc/1/environ", "/proc/self/environ", "/etc/passwd", "/etc/shadow"):
@@ -47,23 +32,8 @@ for escape in (os.fork, socket.socket, lambda: os.kill(os.getppid() or 1, 0)):
 """
 
 
-class SandboxUnavailable(TemperError):
-    """This machine does not shut programs in as the settings ask for."""
-
-
 class _Stopped(Exception):
     """The caller does not wait any more."""
-
-
-class Isolation(StrEnum):
-    """What shuts a program in, beside limits and denied system calls (docs/decisions/sandbox.md)."""
-
-    NAMESPACES = "namespaces"
-    """Namespaces of its own for users, processes, network, mounts and IPC: it sees an interpreter and an empty
-    directory."""
-    LANDLOCK = "landlock"
-    """Landlock, for where namespaces are denied: it opens an interpreter's files only, writes none, and can tell which
-    other files there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +79,13 @@ class Sandbox:
     """
 
     def __init__(self, isolation: Isolation, at_once: int = 2) -> None:
+        self.isolation = isolation
+        self._launch = Launch(isolation)
+        self._at_once = at_once
         found = calls()
         if found is None:
-            raise SandboxUnavailable(f"TEMPER_SANDBOX={isolation}: this processor's system calls are not known")
-        self.isolation = isolation
-        self._at_once = at_once
-        self._calls = {**asdict(found), "denied": sorted(found.denied.values())}
-        self._python = os.path.realpath(sys.executable)
-        base = {os.path.realpath(path) for path in (sys.base_prefix, sys.base_exec_prefix)}
-        outside = sorted(path for path in base if not _below(path, _SYSTEM))
-        if any(path == "/" for path in outside):
-            raise SandboxUnavailable(f"TEMPER_SANDBOX={isolation}: the interpreter's directory is the whole machine")
-        self._reads = [path for path in (*_SYSTEM, *outside) if os.path.exists(path)]
+            raise self._launch.unavailable("this processor's system calls are not known")
+        self._calls = found.without(PROGRAMS)
 
     def check(self) -> None:
         """Tries whether programs are shut in. Raises SandboxUnavailable, with the reason and the way out."""
@@ -163,98 +128,29 @@ class Sandbox:
             SandboxUnavailable: it cannot be shut in, and was not run.
         """
         token = secrets.token_hex(16)
-        with contextlib.ExitStack() as stack:
-            verdict, verdict_end = _pipe(stack)
-            output, output_end = _pipe(stack)
-            job = stack.enter_context(os.fdopen(os.memfd_create("job"), "w+b"))
-            job.write(json.dumps(self._job(program, token, verdict_end.fileno(), limits)).encode())
-            job.seek(0)
-            process = subprocess.Popen(
-                [self._python, "-I", "-S", "-B", "-X", "utf8", str(_LAUNCHER)],
-                stdin=job,
-                stdout=output_end,
-                stderr=output_end,
-                pass_fds=(verdict_end.fileno(),),
-                env={},
-                cwd="/",
-                start_new_session=True,
-            )
-            try:
-                verdict_end.close()
-                output_end.close()
-                printed, ended = _watched(process, output.fileno(), limits, interrupt)
-            finally:
-                _kill(process)
-            said = verdict.read()
-        text = printed.decode(errors="replace")
-        if not said.startswith(_READY):
-            last = _last_line(text) or f"its process ended with status {process.returncode}"
-            raise SandboxUnavailable(f"TEMPER_SANDBOX={self.isolation}: a program cannot be shut in here: {last}")
-        if said == _READY + token.encode():
-            return Outcome(finished=True, output=text)
-        return Outcome(False, ended or _ending(process.returncode, text, limits), text)
+        ended = self._launch.run(
+            self._job(program, token, limits),
+            wall_seconds=limits.wall_seconds,
+            output_bytes=limits.output_bytes,
+            interrupt=interrupt,
+        )
+        if ended.token == token.encode():
+            return Outcome(finished=True, output=ended.printed)
+        return Outcome(False, ended.stopped or _ending(ended.status, ended.printed, limits), ended.printed)
 
-    def _job(self, program: str, token: str, verdict: int, limits: Limits) -> dict[str, Any]:
+    def _job(self, program: str, token: str, limits: Limits) -> dict[str, Any]:
         """What the launcher reads."""
         return {
             "program": program,
             "token": token,
-            "verdict": verdict,
-            "level": self.isolation.value,
-            "reads": self._reads,
-            "limits": asdict(limits),
+            "reads": self._launch.reads,
+            "limits": {**asdict(limits), "open_files": _OPEN_FILES, "with_others": False},
             "calls": self._calls,
         }
-
-
-def _pipe(stack: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
-    """Both ends of a pipe, which are closed with the stack."""
-    read, write = os.pipe()
-    return stack.enter_context(os.fdopen(read, "rb", 0)), stack.enter_context(os.fdopen(write, "wb", 0))
-
-
-def _watched(
-    process: subprocess.Popen[bytes], output: int, limits: Limits, interrupt: Callable[[], None]
-) -> tuple[bytes, str]:
-    """What a process printed until its end or a limit, and which limit it was."""
-    printed = bytearray()
-    deadline = time.monotonic() + limits.wall_seconds
-    with selectors.DefaultSelector() as selector:
-        selector.register(output, selectors.EVENT_READ)
-        while process.poll() is None or selector.get_map():
-            interrupt()
-            if time.monotonic() > deadline:
-                return bytes(printed), f"it ran for more than {limits.wall_seconds:g} s"
-            if not selector.get_map():  # it closed its output, and goes on
-                time.sleep(_LOOK_SECONDS)
-            elif selector.select(_LOOK_SECONDS):
-                part = os.read(output, _READ_BYTES)
-                printed += part
-                if not part:
-                    selector.unregister(output)
-                if len(printed) > limits.output_bytes:
-                    return bytes(printed[: limits.output_bytes]), f"it printed more than {limits.output_bytes} bytes"
-    return bytes(printed), ""
-
-
-def _below(path: str, parents: tuple[str, ...]) -> bool:
-    return any(path == parent or path.startswith(f"{parent}/") for parent in parents)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Ends all processes of a program, which cannot leave their group."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _ending(status: int, output: str, limits: Limits) -> str:
     """Why a program did not run to its end, for people."""
     if status in (-signal.SIGXCPU, -signal.SIGKILL) or status & 0xFF in (256 - signal.SIGXCPU, 256 - signal.SIGKILL):
         return f"it took more than {limits.cpu_seconds} s of processor time"
-    return _last_line(output) or f"it ended itself with status {status}"
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:_SAID] if lines else ""
+    return last_line(output) or f"it ended itself with status {status}"

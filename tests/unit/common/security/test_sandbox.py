@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from services.common.security.sandbox.sandbox import Isolation, Limits, Outcome, Sandbox, SandboxUnavailable
+from services.common.security.sandbox.sandbox import Limits, Outcome, Sandbox
+from services.common.security.sandbox.shut_in import Isolation, SandboxUnavailable
 
 LIMITS = Limits(cpu_seconds=1, wall_seconds=3.0, memory_bytes=256 * 2**20, file_bytes=2**20, output_bytes=2**16)
 SECRET = "sk-secret-of-the-pod"

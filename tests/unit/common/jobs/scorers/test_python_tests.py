@@ -13,7 +13,8 @@ from services.common.jobs.scorers.grants import Granted, Grants
 from services.common.jobs.scorers.python_tests import PythonTestsReward, program_of
 from services.common.jobs.scorers.registry import Rewards
 from services.common.jobs.scorers.sample import ProgramTests, Sample
-from services.common.security.sandbox.sandbox import Isolation, Sandbox, SandboxUnavailable
+from services.common.security.sandbox.sandbox import Sandbox
+from services.common.security.sandbox.shut_in import Isolation, SandboxUnavailable
 
 
 def test_the_first_block_is_the_program() -> None:

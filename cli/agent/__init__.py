@@ -1,0 +1,1 @@
+"""`temper agent` and `temper run`: a model that works with tools in one directory."""
