@@ -28,6 +28,7 @@ from tests.integration.test_evaluation_job import made
 from tests.integration.test_rollout_job import events, until
 from tests.rollout_support import TINY, Pod, running_pod
 
+RECOVER = {"method": "distill", "steps": 2, "batch_tokens": 16, "held_out_share": 0.3}
 KEY = Ed25519PrivateKey.generate()
 SUMS = 70
 """Items of the suite: more than a shard has."""
@@ -91,7 +92,7 @@ async def test_handed_on_in_the_middle_a_job_goes_on_beside_traffic_and_ends_in_
     user = pod.user()
     asked = user.submit((3, 17, 250), max_tokens=200)
     first = start()
-    submitted = await queue.submit(job(suites=["sums@1"], name="Small"))
+    submitted = await queue.submit(job(suites=["sums@1"], name="Small", recover=RECOVER))
     await until(queue, submitted.id, lambda job: job.progress.step >= 2)
     assert await asyncio.to_thread(first.drain)
     kept = {path.name for path in (tmp_path / "forge").iterdir()}
@@ -109,12 +110,14 @@ async def test_handed_on_in_the_middle_a_job_goes_on_beside_traffic_and_ends_in_
     assert result["digest"] == record["outputs"]["digest"]
     assert record["base"]["digest"] == pod.host.base_digest
     assert record["plan"]["shape"] == {"mlp_channels": [512, 384]}
+    assert [stage["step"] for stage in record["stages"]] == ["compact", "recover"]
+    assert record["stages"][1]["recipe"]["teacher"] == {"name": "tiny", "digest": pod.host.base_digest}
     assert record["evaluation"]["before"]["sums@1"]["items"] == SUMS
     names = {key.rpartition("/")[2] for key in store.list(f"forged/{done.id}/")}
     assert names == {*record["outputs"]["files"], "forge.json", "forge.json.sig"}
     record_and_signature = (store.get(f"forged/{done.id}/{name}").data for name in ("forge.json", "forge.json.sig"))
     check_signature(*record_and_signature, KEY.public_key())
-    assert (done.progress.step, done.progress.total_steps) == (6, 6)
+    assert (done.progress.step, done.progress.total_steps) == (7, 7)
     assert store.get(f"forged/{done.id}/README.md").data.startswith(b"# Small\n")
     left = {path.name.partition("-")[0] for path in (tmp_path / "forge").iterdir()}
     assert left <= {".lock", "no"}, "what stages made is gone"

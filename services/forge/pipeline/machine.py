@@ -12,6 +12,7 @@ from typing import Protocol, Self, TypeVar
 
 from services.common.errors import DoesNotFit
 from services.engine.models.weights.shards import Progress
+from services.forge.recovery.plan import LoadedTeacher
 from services.trainer.evaluation.run import Retry
 from services.trainer.host.policy_host import ComputeGate, PolicyHost
 from services.trainer.memory.estimate import mib
@@ -36,6 +37,8 @@ class Machine:
     open_engine: OpenEngine
     engine_bytes: Callable[[Path], int]
     """Bytes that an engine of a checkpoint directory takes of the device; raises DoesNotFit."""
+    teacher: LoadedTeacher | None = None
+    """The model that a run begins with, if an engine beside it has it loaded; None: distillation loads it."""
     gate: ComputeGate | None = None
     """Gate of an engine that serves from the device; None: nobody does."""
     reserve: Callable[[int], object] = int

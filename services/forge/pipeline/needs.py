@@ -108,6 +108,8 @@ def recovery_bytes(
     settings: RecoverySettings,
     documents: Sequence[Document],
     gone: Collection[Kind],
+    *,
+    teacher_is_loaded: bool,
 ) -> tuple[int, bool]:
     """Bytes of a recovery, by its own plan; and whether they are an upper bound, because layers have gone: which ones
     decides what is trained, and is not known yet.
@@ -116,6 +118,7 @@ def recovery_bytes(
         config: of the model after the cut.
         documents: that are learnt from or held out.
         gone: kinds of units that the cut takes.
+        teacher_is_loaded: by somebody else.
     """
     bound = "layers" in gone and settings.trains == "neighbours"
     widths: tuple[Width, ...] = tuple(width for width in WIDTHS if width in gone)
@@ -129,7 +132,7 @@ def recovery_bytes(
         numbers=trained_numbers(config, settings, names),
         dtype=resolve_dtype(settings.dtype, device),
         device=device,
-        teacher_is_loaded=False,
+        teacher_is_loaded=teacher_is_loaded,
     )
     return plan.total, bound
 

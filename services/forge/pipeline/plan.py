@@ -148,7 +148,9 @@ def plan_run(pipeline: Pipeline) -> RunPlan:
             if settings.recover is not None:
                 how = recovery_settings(settings, machine.device)
                 seconds = recovery_seconds(config, base.config, how, rates) + rates.copied(nbytes)
-                memory, bound = recovery_bytes(config, base.config, how, documents, levels)
+                memory, bound = recovery_bytes(
+                    config, base.config, how, documents, levels, teacher_is_loaded=machine.teacher is not None
+                )
                 stages.append(StagePlan(f"{name}-4-recover", memory, seconds, 2 * nbytes, bound=bound))
         if settings.quantize is not None:
             nbytes = quantized_bytes(compacted(base, nominal_cut(base.config, schedule.left, mtp=base.mtp)))

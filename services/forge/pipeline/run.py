@@ -236,7 +236,7 @@ class Pipeline:
                 data=inputs.data,
                 data_name=inputs.data_name,
                 held_out=inputs.held_out,
-                teacher=inputs.model if distils else None,
+                teacher=(machine.teacher or inputs.model) if distils else None,
                 state=place.state,
                 memory_bytes=machine.memory_bytes,
                 max_shard_bytes=inputs.shard_bytes,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -36,6 +36,20 @@ _MASTERS = 2 * 4
 
 
 @dataclass(frozen=True, slots=True)
+class LoadedTeacher:
+    """A checkpoint that somebody else has loaded, such as an engine, to distil from."""
+
+    directory: Path
+    digest: str
+    model: CausalLM
+    """In the dtype and on the device of the recovery."""
+
+
+Teacher: TypeAlias = Path | LoadedTeacher
+"""Directory of a checkpoint, or a loaded one."""
+
+
+@dataclass(frozen=True, slots=True)
 class RecoveryPlan:
     """A recovery that is checked, before anything is loaded."""
 
@@ -47,7 +61,7 @@ class RecoveryPlan:
     """Tensors that are trained as a whole; none with LoRA."""
     trained: int
     """Numbers that are trained."""
-    teacher: Path | CausalLM | None
+    teacher: Teacher | None
     taught_by: Mapping[str, Any] | None
     """The teacher in records."""
     memory: MemoryPlan
@@ -62,7 +76,7 @@ class RecoveryPlan:
         data: Path,
         data_name: str | None = None,
         held_out: Path | None = None,
-        teacher: Path | CausalLM | None = None,
+        teacher: Teacher | None = None,
         progress: Progress = silent,
     ) -> RecoveryPlan:
         """Plan of a checkpoint's recovery; arguments as of recover().
@@ -97,7 +111,7 @@ class RecoveryPlan:
             numbers=trained,
             dtype=resolve_dtype(settings.dtype, device),
             device=device,
-            teacher_is_loaded=isinstance(teacher, CausalLM),
+            teacher_is_loaded=isinstance(teacher, LoadedTeacher),
         )
         teacher = teacher if settings.method == "distill" else None
         return cls(base, digest, codec, examples, names, trained, teacher, taught_by, memory)
@@ -173,19 +187,18 @@ class RecoveryPlan:
         return NeighbourStudent(self.base, model, self.names, recompute=settings.recompute)
 
 
-def _described(
-    teacher: Path | CausalLM | None, codec: TextCodec, progress: Progress
-) -> tuple[dict[str, Any], ModelConfig]:
+def _described(teacher: Teacher | None, codec: TextCodec, progress: Progress) -> tuple[dict[str, Any], ModelConfig]:
     """A teacher in records, and its config."""
-    if isinstance(teacher, CausalLM):
-        return {"name": "the engine's model", "config": repr(teacher.config)}, teacher.config
     if teacher is None:
         raise ValueError("there is no teacher")
-    other = TextCodec.from_directory(teacher)
-    if other.files["tokenizer.json"] != codec.files["tokenizer.json"]:
+    directory = teacher.directory if isinstance(teacher, LoadedTeacher) else teacher
+    if TextCodec.from_directory(directory).files["tokenizer.json"] != codec.files["tokenizer.json"]:
         raise InvalidRequest(
-            f"{teacher} has another tokenizer than the student: what it says of a token is of another text",
+            f"{directory} has another tokenizer than the student: what it says of a token is of another text",
             param="teacher",
         )
+    name = directory.resolve().name
+    if isinstance(teacher, LoadedTeacher):
+        return {"name": name, "digest": teacher.digest}, teacher.model.config
     progress("digest of the teacher", 0, 0)
-    return {"name": teacher.resolve().name, "digest": checkpoint_digest(teacher)}, read_config(teacher)
+    return {"name": name, "digest": checkpoint_digest(directory)}, read_config(directory)

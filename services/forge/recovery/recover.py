@@ -14,13 +14,12 @@ from torch import Tensor
 
 from services.common.errors import DoesNotFit, InvalidRequest
 from services.engine.models.checkpoint import canonical_name
-from services.engine.models.interface import CausalLM
 from services.engine.models.registry import load_model
 from services.engine.models.weights.shards import SHARD_BYTES, Progress, TensorToWrite, silent
 from services.forge.checkpoint_output import pieces, write_model
 from services.forge.record import Made, described_digest
 from services.forge.recovery.memory import available_bytes
-from services.forge.recovery.plan import RecoveryPlan
+from services.forge.recovery.plan import RecoveryPlan, Teacher
 from services.forge.recovery.run import RecoveryRun
 from services.forge.recovery.settings import RecoveryReport, RecoverySettings
 from services.forge.recovery.student import Student
@@ -41,7 +40,7 @@ def recover(
     data: Path,
     data_name: str | None = None,
     held_out: Path | None = None,
-    teacher: Path | CausalLM | None = None,
+    teacher: Teacher | None = None,
     state: Path,
     memory_bytes: int | None = None,
     max_shard_bytes: int = SHARD_BYTES,
@@ -63,8 +62,7 @@ def recover(
         data: JSONL of examples as SFT takes them.
         data_name: what it is called in records; None: the file's name.
         held_out: JSONL of examples that are evaluated; None: a share of the data.
-        teacher: what `distill` learns from: directory of a checkpoint with the same tokenizer, or a loaded model on
-            the settings' device.
+        teacher: what `distill` learns from: a checkpoint with the same tokenizer.
         state: directory for states to resume from.
         memory_bytes: of the device that it may take; None: what is free.
         sign: private key that the record is signed with.
@@ -122,9 +120,11 @@ def _recovered(
 ) -> RecoveryReport | None:
     progress("loading the models", 0, 0)
     model = load_model(work.base.directory, dtype=settings.dtype, device=settings.device)
-    teacher = work.teacher
-    if isinstance(teacher, Path):
-        teacher = load_model(teacher, dtype=settings.dtype, device=settings.device)
+    teacher = None
+    if isinstance(work.teacher, Path):
+        teacher = load_model(work.teacher, dtype=settings.dtype, device=settings.device)
+    elif work.teacher is not None:
+        teacher = work.teacher.model
     student = work.student(settings, model)
     run = RecoveryRun(student, teacher, work.examples, settings, ends=work.codec.eos_ids, give_way=give_way)
     states, identity = LocalCheckpoints(state), work.identity(settings)

@@ -17,6 +17,7 @@ from services.common.jobs import ForgeJob, SftExample
 from services.common.jobs.kinds.forge import STORED, ForgeSettings
 from services.common.storage.object_store import ObjectStore
 from services.engine.models.checkpoint import checkpoint_digest
+from services.engine.models.interface import resolve_dtype
 from services.engine.settings import EngineSettings
 from services.forge.pipeline.evaluation import Suites
 from services.forge.pipeline.machine import Machine
@@ -25,6 +26,7 @@ from services.forge.pipeline.run import Inputs, Pipeline
 from services.forge.pipeline.save import save, upload
 from services.forge.pipeline.work import Work
 from services.forge.record import read_record
+from services.forge.recovery.plan import LoadedTeacher
 from services.forge.signature import signer
 from services.pod.engine import Guest
 from services.pod.forging.engines import TrainerTurns, engine_bytes, engine_settings, opened
@@ -112,6 +114,14 @@ class PodForge:
             held_out=_file_of(job.eval_examples, "held-out", work),
         )
 
+    def _teacher(self) -> LoadedTeacher | None:
+        """The engine's model, where it computes what the files say: it is neither quantized nor of another dtype."""
+        model = self._host.model
+        plain = model.device.type == "cpu" or self._settings.quantization == "none"
+        if not plain or model.dtype != resolve_dtype("auto", model.device):
+            return None
+        return LoadedTeacher(self._settings.model, self._host.base_digest, model)
+
     def _machine(self, link: ForgeLink) -> Machine:
         host, device = self._host, self._host.model.device.type
         base = self._settings.model.resolve()
@@ -134,6 +144,7 @@ class PodForge:
             memory_bytes=host.train_memory_bytes,
             open_engine=open_engine,
             engine_bytes=nbytes,
+            teacher=self._teacher(),
             gate=host.gate,
             reserve=lambda need: host.memory_budget.reserve_job(MemoryNeed(0, need)),
             interrupt=link.interrupt,
