@@ -66,7 +66,7 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
 os.environ["TEMPER_TORCH_THREADS"] = "1"
 
 
-WHOLE = ("tests/e2e/", "tests/conformance/")
+WHOLE = ("tests/e2e/", "tests/conformance/", "tests/browser/")
 """Tests of a whole Temper."""
 SHARING = ("tests/conformance/clients/", *WHOLE)
 """Directories of those that share a running one, one after the other."""
@@ -146,9 +146,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     shared = item.config.stash.get(SHARED, None)
     if shared is None:
         return
-    if not item.nodeid.startswith(WHOLE) or item.nodeid.startswith(OWN):
+    asked_for = isinstance(item, pytest.Function) and "stack" in item.fixturenames
+    if item.nodeid.startswith(OWN) or not (asked_for or item.nodeid.startswith(WHOLE)):
         shared.stop()
-    elif shared.process is None:
+    elif asked_for and shared.process is None:
         shared.start()
 
 

@@ -80,7 +80,7 @@ def tools_of(servers: Sequence[McpServer], taken: Collection[str]) -> Iterator[l
         try:
             yield ready.result()
         finally:
-            loop.start(wanted.put(None))
+            loop.soon(lambda: wanted.put_nowait(None))
             living.result(CONNECT_SECONDS)
 
 
@@ -170,6 +170,10 @@ class _Loop:
         self._thread = threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True)
         self._thread.start()
         return self
+
+    def soon(self, work: Callable[[], object]) -> None:
+        """Calls a function in the loop's thread."""
+        self._loop.call_soon_threadsafe(work)
 
     def start(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)

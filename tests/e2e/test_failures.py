@@ -124,7 +124,10 @@ def test_engine_killed_in_the_middle_of_forging_and_the_result_served(
         "TEMPER_MODEL_DIGEST": killed["digest"],
     }
     directory = tmp_path_factory.mktemp("forged") / "data"
-    with Stack(directory, model=killed["model"], env=env) as served, httpx.Client(base_url=served.url) as client:
+    with (
+        Stack(directory, model=killed["model"], env=env) as served,
+        httpx.Client(base_url=served.url, timeout=30) as client,
+    ):
         assert jobs.chat(client, served.served_model_name)
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
+import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ import pytest
 
 from cli.agent.tools import MOST_CHARACTERS
 from cli.job_files import data
+from cli.local.ports import claim_ports
 from services.common.security.sandbox.commands import available
 from services.common.security.sandbox.shut_in import SandboxUnavailable
 from tests.unit.cli.agent.scripted import calls, model, refuses, says
@@ -56,6 +61,14 @@ def run(url: str, workspace: Path, *more: str, code: int = 0) -> dict[str, Any]:
     assert result.exit_code == code, result.output + result.stderr
     made: dict[str, Any] = json.loads(result.stdout)
     return made
+
+
+def wait_for_port(port: int) -> None:
+    for _ in range(600):
+        with contextlib.suppress(OSError):
+            return socket.create_connection(("127.0.0.1", port), 1).close()
+        time.sleep(0.1)
+    raise AssertionError(f"nothing listens on {port}")
 
 
 def test_tools_are_called_until_the_model_calls_nothing(workspace: Path) -> None:
@@ -201,6 +214,14 @@ def test_tools_of_mcp_servers_are_offered_and_called(workspace: Path, tmp_path: 
     assert results[2] == "error: Error executing tool add"
     names = [tool["function"]["name"] for tool in bodies[0]["tools"]]
     assert names == ["python", "shell", "read", "write", "list", "add", "numbers_read"]
+    (claimed,) = claim_ports(1)
+    with subprocess.Popen([sys.executable, server, "streamable-http", str(claimed.number)], stderr=-3) as process:
+        place = f"web=http://127.0.0.1:{claimed.number}/mcp"
+        wait_for_port(claimed.number)
+        with model(calls(("add", {"a": 20, "b": 3})), says("23")) as (url, _):
+            (call,) = run(url, workspace, "--mcp", place, "--approve", "all", "--tool", "add")["tool_calls"]
+        process.kill()
+    assert call["result"] == "23"
     with model() as (url, _):
         message = run(url, workspace, "--mcp", "gone=http://127.0.0.1:9/mcp", code=2)["error"]["message"]
         assert message.startswith("MCP server gone (http://127.0.0.1:9/mcp): ")
