@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,45 +10,57 @@ import typer
 from cli.agent.command import agent
 from cli.agent.command import run as run_agent
 from cli.commands import adapter_versions as adapter_tools
-from cli.commands import adapters, batch, evaluation, forge, keys, sessions, train
+from cli.commands import adapters, batch, forge, keys, sessions, train
 from cli.commands.chat import chat
+from cli.commands.evaluation import runs as evaluation
+from cli.commands.operations import config
+from cli.commands.operations import context as contexts
+from cli.commands.operations.bench import bench
+from cli.commands.operations.doctor import doctor
+from cli.commands.operations.examples import add_examples
+from cli.commands.operations.logs import logs
+from cli.commands.operations.ps import ps
+from cli.commands.operations.pull import pull_model
+from cli.commands.operations.serve import serve
 from cli.commands.tune import tune
-from cli.options import Json
-from cli.output import Output
+from cli.local.model_directory import model_directory
+from cli.options import Device, Dtype, Json, Model, defaults
+from cli.output import Output, guarded
+from services.common.telemetry.process import installed_version
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        Output(as_json=False).out.print(installed_version())
+        raise typer.Exit
+
 
 app = typer.Typer(
     name="temper",
-    help="Serve Qwen3.5 and keep learning while serving.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 
-class Device(enum.StrEnum):
-    """Device that the engine computes on."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class Dtype(enum.StrEnum):
-    """Element type of weights and activations."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
+@app.callback()
+def options(
+    context: typer.Context,
+    url: Annotated[
+        str | None, typer.Option(help="The gateway, for every command that talks to one.", show_default="TEMPER_URL")
+    ] = None,
+    _version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Serve Qwen3.5 and keep learning while serving."""
+    output = Output(as_json=False)
+    with guarded(output):
+        context.default_map = defaults(context.command, url)
 
 
 @app.command()
 def up(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Checkpoint directory, or s3://bucket/prefix.", show_default="models/tiny", envvar="TEMPER_MODEL"
-        ),
-    ] = None,
+    model: Model = None,
     served_model_name: Annotated[
         str | None,
         typer.Option(help="What clients put in `model`.", show_default="qwen3.5", envvar="TEMPER_SERVED_MODEL_NAME"),
@@ -67,10 +78,14 @@ def up(
     ] = False,
 ) -> None:
     """Start Valkey, S3, engine and gateway; stop them all with Ctrl-C."""
-    from cli.commands.up import DEFAULT_MODEL, UpOptions, run_up
+    from cli.commands.up import UpOptions, run_up
 
+    output = Output(as_json=as_json)
+    with guarded(output):
+        # One in a bucket is fetched by the engine's process: the bucket may be that of the store that starts first.
+        directory = model if model and model.startswith("s3://") else model_directory(model, output)
     options = UpOptions(
-        model=DEFAULT_MODEL if not model else model if model.startswith("s3://") else Path(model),
+        model=directory,
         served_model_name=served_model_name,
         host=host,
         port=port,
@@ -83,6 +98,9 @@ def up(
     raise typer.Exit(run_up(options))
 
 
+for command in (serve, ps, logs, doctor, bench):
+    app.command()(command)
+app.command("pull")(pull_model)
 app.command()(tune)
 app.command()(chat)
 app.command()(agent)
@@ -117,15 +135,18 @@ for tool in (
     adapters.app.command()(tool)
 app.add_typer(adapters.app)
 app.add_typer(keys.app)
+app.add_typer(config.app)
+app.add_typer(contexts.app)
 
 
 @app.command("version")
 def version(as_json: Json = False) -> None:
     """Print the version."""
-    from importlib.metadata import version as installed
-
-    number = installed("temper")
+    number = installed_version()
     Output(as_json=as_json).result({"version": number}, number)
+
+
+add_examples(app)
 
 
 def run() -> None:

@@ -2,23 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated
+import enum
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
 
 import typer
 
 from cli.http.client import Client
-from cli.output import Output, guarded
-from cli.settings import CliSettings
+from cli.output import CliError, ExitCode, Output, guarded
+from cli.settings import CliSettings, read
+from services.common.settings import config_file, read_config_file
 
 Url = Annotated[
     str | None, typer.Option("--url", help="The gateway; also TEMPER_URL.", show_default="http://localhost:8420")
 ]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="Checkpoint directory, or what `temper pull` takes: organisation/name of the hub, s3://bucket/prefix.",
+        show_default="models/tiny",
+        envvar="TEMPER_MODEL",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+class Device(enum.StrEnum):
+    """Device that the engine computes on."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Dtype(enum.StrEnum):
+    """Element type of weights and activations."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+def defaults(command: Any, url: str | None) -> dict[str, Any]:
+    """Defaults of all options below a command: what the file of settings says of those that have a variable, and the
+    URL that was given before the command's name.
+
+    Raises:
+        CliError: the file cannot be read.
+    """
+    file = config_file()
+    try:
+        lines = {} if file is None else read_config_file(file)
+    except ValueError as error:
+        raise CliError(str(error), ExitCode.USAGE) from error
+    return _defaults(command, {f"TEMPER_{key.upper()}": value for key, value in lines.items()}, url)
+
+
+def _defaults(command: Any, lines: Mapping[str, Any], url: str | None) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        option.name: lines[option.envvar]
+        for option in command.params
+        if isinstance(option.envvar, str) and option.envvar in lines
+    }
+    if url is not None and any(option.name == "url" for option in command.params):
+        found["url"] = url
+    for name, below in getattr(command, "commands", {}).items():
+        if inner := _defaults(below, lines, url):
+            found[name] = inner
+    return found
 
 
 def connected(url: str | None, as_json: bool, work: Callable[[Client, Output], None]) -> None:
     """Runs one command's work with a client and its output."""
     output = Output(as_json=as_json)
-    with guarded(output), Client(url, CliSettings()) as client:
+    with guarded(output), Client(url, read(CliSettings)) as client:
         work(client, output)

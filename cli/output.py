@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cli.interrupts import noted_interrupts
+from cli.settings import BadSettings
 
 
 class ExitCode(enum.IntEnum):
@@ -92,6 +93,9 @@ def guarded(output: Output) -> Iterator[None]:
                 output.json({"error": error.error or {"message": error.message}})
             output.err.print(f"[red]error:[/] {escape(error.message)}", soft_wrap=True)
             raise typer.Exit(int(error.code)) from error
+        except BadSettings as error:
+            output.err.print(f"[red]error:[/] {escape(error.message)}", soft_wrap=True)
+            raise typer.Exit(int(ExitCode.USAGE)) from error
         except (KeyboardInterrupt, Exception) as error:
             if not (interrupts or isinstance(error, KeyboardInterrupt)):
                 raise

@@ -1,31 +1,140 @@
-"""Settings of the CLI from the environment. Options on the command line win over it."""
+"""Settings of the CLI: of the command line, the environment, temper.toml, and for clients a saved context, in this
+order."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 
-from pydantic import Field, SecretStr
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
+
+from services.common.errors import InvalidRequest
+from services.common.settings import CONFIG_VARIABLE, FileSettings, config_file, refused
+from services.common.validation.settings import wrong_settings
+
+S = TypeVar("S", bound=BaseSettings)
 
 
-class CliSettings(BaseSettings):
+class BadSettings(InvalidRequest):
+    """A variable, the file of settings or the saved contexts cannot be used."""
+
+
+def read(settings: type[S]) -> S:
+    """Settings of a class.
+
+    Raises:
+        BadSettings: with the names of the variables.
+    """
+    try:
+        return settings()
+    except ValidationError as error:
+        raise BadSettings("; ".join(wrong_settings(error))) from error
+
+
+class Context(BaseModel):
+    """A server that client commands may talk to."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: str
+    api_key: str | None = Field(None, repr=False)
+
+
+class Contexts(BaseModel):
+    """Saved servers by name."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    current: str | None = None
+    """Name of the one that is used; None: none is."""
+    contexts: Mapping[str, Context] = {}
+
+
+def contexts_file() -> Path:
+    """File of the saved contexts, in the user's directory of configuration."""
+    base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(base).expanduser() / "temper" / "contexts.json"
+
+
+def read_contexts() -> Contexts:
+    """The saved contexts; none if there is no file.
+
+    Raises:
+        ValueError: the file cannot be read; with its name and the reason.
+    """
+    file = contexts_file()
+    try:
+        return Contexts.model_validate(json.loads(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return Contexts()
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{file} has no contexts: correct it or remove it") from error
+
+
+class _SavedContext(PydanticBaseSettingsSource):
+    """URL and key of the context in use, where nothing else says the URL: a key goes to its own server only."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        del field  # asked for by the class above; all values come at once
+        return None, field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        if "url" in self.current_state:
+            return {}
+        try:
+            saved = read_contexts()
+        except ValueError as error:
+            raise refused("context", error) from error
+        name = self.current_state.get("context") or saved.current
+        if name is None:
+            return {}
+        if name not in saved.contexts:
+            known = ", ".join(saved.contexts) or "none"
+            raise refused("context", ValueError(f"there is no context {name!r}: `temper context list` has {known}"))
+        return {"context": name, **saved.contexts[name].model_dump(exclude_none=True)}
+
+
+class CliSettings(FileSettings):
     """Environment: `TEMPER_` + the field name in capitals."""
-
-    model_config = SettingsConfigDict(env_prefix="TEMPER_", extra="ignore", frozen=True)
 
     url: str = "http://localhost:8420"
     """The gateway that the client commands talk to."""
     api_key: SecretStr | None = None
     """Sent as a bearer token, if set: a key of a gateway that has keys."""
+    context: str = ""
+    """A server that `temper context add` saved, used where nothing says a URL; empty: that of `temper context use`."""
     request_timeout: float = Field(60.0, gt=0)
     """Seconds that a request which is not streamed may take."""
 
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], *sources: PydanticBaseSettingsSource, **named: PydanticBaseSettingsSource
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        before = super().settings_customise_sources(settings_cls, *sources, **named)
+        return (*before, _SavedContext(settings_cls))
 
-class UpSettings(BaseSettings):
+    def key_for(self, url: str | None) -> str:
+        """API key for a server; empty: none. A context's key is for its own URL.
+
+        Args:
+            url: named on the command line; None: that of the settings.
+        """
+        key = "" if self.api_key is None else self.api_key.get_secret_value()
+        if url is None or not self.context or url.rstrip("/") == self.url.rstrip("/"):
+            return key
+        return "" if read_contexts().contexts[self.context].api_key == key else key
+
+
+class UpSettings(FileSettings):
     """Settings that `temper up` takes from the environment: stores to use instead of its own, and the patience to
     stop."""
-
-    model_config = SettingsConfigDict(env_prefix="TEMPER_", extra="ignore", frozen=True)
 
     redis_url: SecretStr | None = None
     """An external Redis or Valkey (turn its AOF on); unset: `temper up` starts Valkey."""
@@ -39,6 +148,8 @@ class UpSettings(BaseSettings):
     """The gateway's; given on to it as an absolute path."""
     audit_log_file: str = ""
     """The same."""
+    cache_dir: Path = Path("~/.cache/temper")
+    """The engine's; looked at before anything is started."""
     model_digest: str = "unchecked"
     """Digest that a model of an object store must have (--model s3://…); "unchecked": any."""
     drain_seconds: float = Field(10.0, ge=0)
@@ -48,5 +159,6 @@ class UpSettings(BaseSettings):
 
 
 def inherited_environment() -> dict[str, str]:
-    """The environment that child processes start from."""
-    return dict(os.environ)
+    """The environment that child processes start from, wherever they work: the file of settings is named in full."""
+    file = config_file()
+    return dict(os.environ) if file is None else os.environ | {CONFIG_VARIABLE: str(file)}

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from docs_tools import card_tables, packages, reference_cli, reference_grpc, reference_http, settings_page
+from docs_tools import card_tables, doctor_page, packages, reference_cli, reference_grpc, reference_http, settings_page
 from docs_tools.paths import ROOT
 from docs_tools.plots import plots
 
@@ -23,6 +23,7 @@ def files() -> Mapping[Path, str]:
         reference_http.TARGET: reference_http.render(),
         card_tables.SIZING: card_tables.sizing(card_tables.SIZING.read_text()),
         card_tables.CARDS_PAGE: card_tables.cards(card_tables.CARDS_PAGE.read_text()),
+        doctor_page.TARGET: doctor_page.with_checks(doctor_page.TARGET.read_text()),
         **plots(),
     }
 

@@ -49,6 +49,9 @@ def _section(name: str, command: Any) -> str:
     options = [one for one in command.params if one.param_type_name == "option" and not getattr(one, "hidden", False)]
     words = " ".join([name, *(_argument(one) for one in arguments)])
     parts = [f"\n## {name}\n\n{_plain(command.help)}\n\n```text\n{words}{' [OPTIONS]' if options else ''}\n```\n"]
+    if command.epilog:
+        _, *examples = command.epilog.split("\n\n")
+        parts.append("\n```sh\n" + "\n".join(examples) + "\n```\n")
     rows = [*arguments, *options]
     if rows:
         parts.append("\n| | default | |\n|---|---|---|\n")

@@ -19,6 +19,7 @@ from pydantic_settings import BaseSettings
 from cli.settings import CliSettings, UpSettings
 from docs_tools.paths import DOCS
 from services.common.settings import CommonSettings
+from services.common.validation.settings import variable_of
 from services.engine.settings import EngineSettings
 from services.gateway.settings import GatewaySettings
 from services.model_source.settings import ModelSourceSettings
@@ -30,10 +31,13 @@ HEADER = """# Configuration
 
 <!-- Written by `python -m docs_tools.generate`; change the settings classes, not this file. -->
 
-Every setting is an environment variable. A service reads them once, at its start, and refuses a value that it cannot
-use with a line that names the variable. `temper up` sets those of its own stores and of the data directory, puts its
-options before their variables (`temper up --help` names them), and passes all others on, so
-`TEMPER_MAX_NUM_SEQS=128 temper up` works as expected.
+Every setting is an environment variable, or a line of `temper.toml`. A service reads them once, at its start, and
+refuses a value that it cannot use with a line that names the variable. `temper up` sets those of its own stores and of
+the data directory, puts its options before their variables (`temper up --help` names them), and passes all others on,
+so `TEMPER_MAX_NUM_SEQS=128 temper up` works as expected.
+
+What no variable says may stand in one file: `temper.toml` in the working directory, or the one that `TEMPER_CONFIG`
+names. Its keys are the names below in small letters without `TEMPER_` ([the command line](cli.md#settings)).
 """
 
 SECTIONS: tuple[tuple[str, type[BaseSettings], type[BaseSettings] | None, str], ...] = (
@@ -62,15 +66,9 @@ def render() -> str:
         texts = _descriptions(settings)
         parts.append(f"\n## {title}\n\n{intro}\n\n| variable | type | default | |\n|---|---|---|---|\n")
         for name, field in own.items():
-            cells = (f"`{_variable(name, field)}`", _type(field.annotation), _default(field), texts.get(name, ""))
+            cells = (f"`{variable_of(name, field)}`", _type(field.annotation), _default(field), texts.get(name, ""))
             parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
     return "".join(parts)
-
-
-def _variable(name: str, field: FieldInfo) -> str:
-    """Name of a setting in the environment: ours, or one that others read as well and that has its name from them."""
-    alias = field.validation_alias
-    return alias.upper() if isinstance(alias, str) else f"TEMPER_{name.upper()}"
 
 
 def _is_new(name: str, field: FieldInfo, base: type[BaseSettings]) -> bool:

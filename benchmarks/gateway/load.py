@@ -36,11 +36,12 @@ from typing import Any
 import psutil
 from grpc import aio
 
-from benchmarks.http.client import Answer, Connection, Load, request_bytes
+from benchmarks.http.client import Load, request_bytes
 from benchmarks.http.rates import await_ready, child, first_line
 from benchmarks.lib.cases import milliseconds
 from benchmarks.lib.environment import environment
 from benchmarks.lib.recorder import put_line
+from cli.http.load.streams import Answer, Connection
 from cli.local.ports import free_ports
 from services.common.pb import engine_pb2, engine_pb2_grpc
 

@@ -27,11 +27,12 @@ from typing import Any
 
 import psutil
 
-from benchmarks.http.client import Answer, Load, run_load
+from benchmarks.http.client import Load, run_load
 from benchmarks.lib.cases import Case, milliseconds
 from benchmarks.lib.environment import environment
 from benchmarks.lib.random_checkpoint import checkpoint
 from benchmarks.lib.recorder import describe
+from cli.http.load.streams import Answer
 
 _READY_SECONDS = 60.0
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))

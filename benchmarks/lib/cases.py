@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cli.http.load.figures import percentile
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -25,12 +27,6 @@ class Case:
         if len(numbers) != 3 or min(numbers) < 1 or numbers[2] < 2:
             raise ValueError(f"a case is REQUESTSxPROMPTxNEW with at least 2 new tokens, got {text!r}")
         return cls(*numbers)
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The nearest-rank percentile."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def milliseconds(values: Sequence[float]) -> dict[str, float]:

@@ -18,7 +18,7 @@ from cli.http.job_events import conclude, watch
 from cli.local.external_tool import run_tool
 from cli.options import Json, Url, connected
 from cli.output import CliError, ExitCode, Output, guarded
-from cli.settings import CliSettings
+from cli.settings import CliSettings, read
 
 
 class Dtype(enum.StrEnum):
@@ -217,6 +217,6 @@ def _directory(source: str, url: str | None) -> Iterator[Path]:
         yield Path(source)
         return
     name, version = split(source)
-    with tempfile.TemporaryDirectory(prefix="temper-") as scratch, Client(url, CliSettings()) as client:
+    with tempfile.TemporaryDirectory(prefix="temper-") as scratch, Client(url, read(CliSettings)) as client:
         save(client, name, version, Path(scratch))
         yield Path(scratch)

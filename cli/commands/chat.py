@@ -13,7 +13,7 @@ from cli.http.chat_stream import Answer, served_model, stream_answer
 from cli.http.client import Client
 from cli.options import Json, Url
 from cli.output import CliError, ExitCode, Output, guarded
-from cli.settings import CliSettings
+from cli.settings import CliSettings, read
 
 
 def chat(
@@ -35,7 +35,7 @@ def chat(
 ) -> None:
     """Talk to the served model; the answer is streamed and names the adapter version that gave it."""
     output = Output(as_json=as_json)
-    with guarded(output), Client(url, CliSettings()) as client:
+    with guarded(output), Client(url, read(CliSettings)) as client:
         options: dict[str, Any] = {"model": model or served_model(client), "temperature": temperature}
         options |= {
             key: value

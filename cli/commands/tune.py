@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from cli.commands.up import DEFAULT_MODEL
 from cli.local.external_tool import run_tool
-from cli.options import Json
+from cli.local.model_directory import model_directory
+from cli.options import Json, Model
 from cli.output import CliError, ExitCode, Output, guarded
 from cli.settings import inherited_environment
 
 
 def tune(
-    model: Annotated[
-        Path | None, typer.Option(help="Checkpoint directory.", show_default="models/tiny", envvar="TEMPER_MODEL")
-    ] = None,
+    model: Model = None,
     quantization: Annotated[
         str | None, typer.Option(help="As the engine will have it.", envvar="TEMPER_QUANTIZATION", show_default="auto")
     ] = None,
@@ -30,7 +27,7 @@ def tune(
     """Find the fastest kernels for this machine's GPU, which the engine uses from its next start on."""
     output = Output(as_json=as_json)
     with guarded(output):
-        directory = model or DEFAULT_MODEL
+        directory = model_directory(model, output)
         if not (directory / "config.json").is_file():
             raise CliError(f"{directory} is not a checkpoint directory: name one with --model", ExitCode.USAGE)
         env = {"TEMPER_LOG_LEVEL": "warning"} | inherited_environment()

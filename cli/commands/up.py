@@ -21,16 +21,16 @@ from rich.console import Console
 from rich.markup import escape
 
 from cli.local.health import grpc_ready, http_ready
+from cli.local.model_directory import DEFAULT_MODEL
 from cli.local.ports import port_is_free
 from cli.local.private_tls import PrivateTls
 from cli.local.process import DirectoryLock, private_files, rotate_log
 from cli.local.store_settings import Ports, Secrets, redis_url, seaweed, valkey
 from cli.local.supervisor import Event, Phase, RestartPolicy, Service, ServiceFailed, Supervisor
-from cli.settings import UpSettings, inherited_environment
+from cli.settings import UpSettings, inherited_environment, read
 from services.common.errors import Conflict, InvalidRequest, TemperError
 
 ROOT = Path(__file__).resolve().parents[2]
-DEFAULT_MODEL = ROOT / "models" / "tiny"
 EXIT_FAILED = 1
 _ALIVE_SECONDS = 5.0
 """Timeout for an answer of a process that works: as long as the chart's probes give it."""
@@ -78,7 +78,8 @@ def run_up(options: UpOptions) -> int:
     console = Terminal(stderr=True, highlight=False)
     try:
         _check_model(options.model)
-        settings = UpSettings()
+        _examine(options, console)
+        settings = read(UpSettings)
         _check_exposure(options, settings, console)
         data_dir = options.data_dir.absolute()
         with private_files(data_dir), DirectoryLock(data_dir):
@@ -312,6 +313,22 @@ def _check_model(model: Path | str) -> None:
         raise InvalidRequest(
             f"{model} is not a checkpoint directory (it has no config.json): name one with --model", param="model"
         )
+
+
+def _examine(options: UpOptions, console: Console) -> None:
+    """The quick checks of `temper doctor`: warnings are told, the first failure ends the start."""
+    # Imported here: other commands need none of it.
+    from cli.doctor.findings import Status
+    from cli.doctor.place import Place
+    from cli.doctor.quick import problems
+
+    model = options.model if isinstance(options.model, Path) else None
+    place = Place(model or DEFAULT_MODEL, options.data_dir, host=options.host, port=options.port)
+    for entry in problems(place, fetched=model is not None):
+        text = f"{entry.finding.message}: {entry.finding.way_out}"
+        if entry.finding.status is Status.FAILURE:
+            raise InvalidRequest(f"{text} (`temper doctor` looks at more)")
+        console.print(f"[yellow]warning:[/] {escape(text)}", soft_wrap=True)
 
 
 def _check_exposure(options: UpOptions, settings: UpSettings, console: Console) -> None:

@@ -19,7 +19,7 @@ from cli.demo.report import GOAL, Report, Round, save_plot, table, terminal_plot
 from cli.demo.stack import report_path, running_stack
 from cli.http.client import Client
 from cli.output import CliError, ExitCode, Output, guarded
-from cli.settings import CliSettings
+from cli.settings import CliSettings, read
 from models.tiny.recipe.item import Item
 from models.tiny.recipe.skills import dates
 
@@ -59,7 +59,7 @@ def run_demo(*, rounds: int, seed: int, output: Path, as_json: bool = False) -> 
                 with show.task("starting Valkey, S3, engine and gateway") as bar:
                     url = stack.enter_context(running_stack(bar.say))
                     bar.end(f"ready on {url}")
-                temper = stack.enter_context(Temper.connect(stack.enter_context(Client(url, CliSettings()))))
+                temper = stack.enter_context(Temper.connect(stack.enter_context(Client(url, read(CliSettings)))))
                 findings = _session(temper, show, rounds=rounds, seed=seed)
                 with show.task("stopping") as bar:
                     stack.close()

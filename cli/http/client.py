@@ -34,8 +34,8 @@ class Client:
     def __init__(self, url: str | None, settings: CliSettings) -> None:
         self.url = (url or settings.url).rstrip("/")
         headers = {}
-        if settings.api_key is not None:
-            headers["authorization"] = f"Bearer {settings.api_key.get_secret_value()}"
+        if key := settings.key_for(url):
+            headers["authorization"] = f"Bearer {key}"
         try:
             self._http = httpx.Client(
                 base_url=self.url,

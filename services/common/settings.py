@@ -1,19 +1,89 @@
 """Settings that every service shares. Each service derives its one settings class from this; nothing else reads the
-environment. Variables are `TEMPER_` + the field name in capitals."""
+environment. Variables are `TEMPER_` + the field name in capitals; what no variable says may stand in one file,
+temper.toml, under the field's name."""
 
 from __future__ import annotations
 
+import os
+import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, SecretStr, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+CONFIG_VARIABLE = "TEMPER_CONFIG"
+CONFIG_NAME = "temper.toml"
 
 
-class CommonSettings(BaseSettings):
-    """Settings of every service: stores and logs."""
+def config_file() -> Path | None:
+    """File of settings: the one that TEMPER_CONFIG names, else temper.toml in the working directory; None: neither."""
+    named = os.environ.get(CONFIG_VARIABLE)
+    if named:
+        return Path(named).expanduser().absolute()
+    found = Path(CONFIG_NAME).absolute()
+    return found if found.is_file() else None
+
+
+def read_config_file(file: Path) -> dict[str, Any]:
+    """Settings of a file, by the names of their fields.
+
+    Raises:
+        ValueError: the file cannot be read; with its name and the reason.
+    """
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not TOML: {error}") from error
+
+
+def refused(setting: str, error: ValueError) -> ValidationError:
+    """Error of a source, told as one of a setting's value."""
+    return ValidationError.from_exception_data(
+        "settings", [{"type": "value_error", "loc": (setting,), "input": None, "ctx": {"error": error}}]
+    )
+
+
+class _ConfigFile(InitSettingsSource):
+    """The file as a source. Unlike pydantic-settings' own for TOML it does not pass over a named file that is missing,
+    and tells the file's faults as those of a variable are told."""
+
+    def __init__(self, settings: type[BaseSettings], file: Path) -> None:
+        try:
+            found = read_config_file(file)
+        except ValueError as error:
+            raise refused("config", error) from error
+        super().__init__(settings, found)
+
+
+class FileSettings(BaseSettings):
+    """Settings of arguments, else of variables, else of the file, else their defaults."""
 
     model_config = SettingsConfigDict(env_prefix="TEMPER_", extra="ignore", frozen=True)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        file = config_file()
+        given = (init_settings, env_settings, dotenv_settings, file_secret_settings)
+        return given if file is None else (*given, _ConfigFile(settings_cls, file))
+
+
+class CommonSettings(FileSettings):
+    """Settings of every service: stores and logs."""
 
     redis_url: SecretStr = SecretStr("redis://127.0.0.1:6379/0")
     """Valkey or Redis, with AOF on: redis://, rediss:// (TLS), or, for the primary that Sentinels know under a name,

@@ -145,6 +145,8 @@ class GatewaySettings(ListenSettings, CommonSettings):
     """Tokens a minute, prompts and completions together, of a key that has no limit of its own; 0: no limit."""
     key_concurrent_requests: int = Field(0, ge=0)
     """Requests at a time of a key that has no limit of its own; 0: no limit."""
+    ui: bool = True
+    """The dashboard is served at /ui. What it shows and does is asked of the API with its reader's API key."""
     metrics_public: bool = True
     """/metrics needs no API key."""
     metrics_by_key: bool = False

@@ -1,15 +1,19 @@
 """`python -m services.model_source`: fetches the checkpoint that TEMPER_MODEL_SOURCE names into TEMPER_MODEL.
 `python -m services.model_source --then MODULE`: the same, and then becomes `python -m MODULE`.
-`python -m services.model_source --digest DIR`: prints what TEMPER_MODEL_DIGEST has to be for a good copy."""
+`python -m services.model_source --digest DIR`: prints what TEMPER_MODEL_DIGEST has to be for a good copy.
+`python -m services.model_source --events`, for `temper pull`: one JSON object a line on standard output, as of
+services.adapter_tools."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -32,8 +36,17 @@ def main() -> int:
         "--digest", type=Path, metavar="DIR", help="print the digest of a checkpoint directory and stop"
     )
     parser.add_argument("--then", metavar="MODULE", help="become this module's process once the checkpoint is there")
+    parser.add_argument("--events", action="store_true", help="write progress and result as JSON to standard output")
     given = parser.parse_args()
-    directory = given.digest
+    directory, events = given.digest, given.events
+
+    def fail(message: str) -> int:
+        if events:
+            _emit("error", message=message)
+        else:
+            sys.stderr.write(f"temper model: {message}\n")
+        return 1
+
     try:
         if directory is not None:
             sys.stdout.write(f"{checkpoint_digest(directory)}\n")
@@ -42,7 +55,11 @@ def main() -> int:
         configure_logging(settings, service="model-source")
         # Process 1 of a container ignores a signal that it has no handler for.
         signal.signal(signal.SIGTERM, _stop)
-        fetch(settings)
+        if events:
+            found = fetch(settings, lambda stage, done, total: _emit("progress", stage=stage, done=done, total=total))
+            _emit("result", digest=found, directory=str(settings.model))
+        else:
+            fetch(settings)
         if given.then is not None:
             os.execv(sys.executable, [sys.executable, "-m", given.then])
     except ValidationError as error:
@@ -50,12 +67,15 @@ def main() -> int:
             f"{named('TEMPER_' + '_'.join(map(str, e['loc'])).upper())}: {e['msg']}"
             for e in error.errors(include_input=False, include_url=False)
         ]
-        sys.stderr.write(f"temper model: {'; '.join(problems)}\n")
-        return 1
+        return fail("; ".join(problems))
     except TemperError as error:
-        sys.stderr.write(f"temper model: {error.message}\n")
-        return 1
+        return fail(error.message)
     return 0
+
+
+def _emit(event: str, **fields: Any) -> None:
+    sys.stdout.write(json.dumps({"event": event, **fields}) + "\n")
+    sys.stdout.flush()
 
 
 def _stop(signal_number: int, _: FrameType | None) -> None:

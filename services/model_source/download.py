@@ -20,6 +20,7 @@ from services.model_source.files import RemoteFile, Source, matches, notes
 log = structlog.get_logger(__name__)
 
 _PROGRESS_SECONDS = 10.0
+_TOLD_SECONDS = 0.2
 _GIB = 2**30
 T = TypeVar("T")
 
@@ -32,11 +33,21 @@ class Downloader:
 
     Args:
         attempts: in a row without a new byte.
+        told: called with the bytes that are there and those of all files, some times a second.
     """
 
-    def __init__(self, source: Source, directory: Path, *, connections: int, attempts: int) -> None:
+    def __init__(
+        self,
+        source: Source,
+        directory: Path,
+        *,
+        connections: int,
+        attempts: int,
+        told: Callable[[int, int], None] = lambda *_: None,
+    ) -> None:
         self._source, self._directory = source, directory
         self._connections, self._attempts = connections, attempts
+        self._told = told
 
     def list_files(self) -> list[RemoteFile]:
         """What the source has.
@@ -58,7 +69,8 @@ class Downloader:
             OSError: they cannot be written.
         """
         missing = [file for file in files if not self._is_there(file)]
-        progress = _Progress(sum(file.size for file in files), sum(file.size for file in files if file not in missing))
+        there = sum(file.size for file in files if file not in missing)
+        progress = _Progress(sum(file.size for file in files), there, self._told)
         pool = ThreadPoolExecutor(self._connections, thread_name_prefix="fetch")
         try:
             tasks = [pool.submit(self._fetch, file, progress) for file in missing]
@@ -169,9 +181,10 @@ class Downloader:
 class _Progress:
     """Counts bytes of all files together and logs now and then. Thread-safe."""
 
-    def __init__(self, total: int, there: int) -> None:
+    def __init__(self, total: int, there: int, told: Callable[[int, int], None]) -> None:
         self._total, self._done, self._begun_at = total, there, there
-        self._began = self._said = time.monotonic()
+        self._began = self._said = self._told_at = time.monotonic()
+        self._told = told
         self._lock = threading.Lock()
         self._stopped = threading.Event()
 
@@ -179,6 +192,9 @@ class _Progress:
         with self._lock:
             self._done += count
             now = time.monotonic()
+            if now - self._told_at > _TOLD_SECONDS or self._done == self._total:
+                self._told_at = now
+                self._told(self._done, self._total)
             if now - self._said < _PROGRESS_SECONDS:
                 return
             self._said = now

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 
 import structlog
 
@@ -42,8 +43,11 @@ def source_of(settings: ModelSourceSettings) -> Source:
     )
 
 
-def fetch(settings: ModelSourceSettings) -> str:
+def fetch(settings: ModelSourceSettings, told: Callable[[str, int, int], None] = lambda *_: None) -> str:
     """Puts the checkpoint into place, unless it is there. Returns its digest.
+
+    Args:
+        told: called with what is done, and how many bytes of how many are.
 
     Raises:
         SourceRejected: with the variable to change.
@@ -53,14 +57,16 @@ def fetch(settings: ModelSourceSettings) -> str:
     began = time.monotonic()
     with target.locked():
         try:
-            return _fetch(settings, source, target, began)
+            return _fetch(settings, source, target, began, told)
         except OSError as error:
             raise SourceRejected(
                 "TEMPER_MODEL", f"{settings.model} cannot be written: {error.strerror or error} ({error.filename})"
             ) from error
 
 
-def _fetch(settings: ModelSourceSettings, source: Source, target: Target, began: float) -> str:
+def _fetch(
+    settings: ModelSourceSettings, source: Source, target: Target, began: float, told: Callable[[str, int, int], None]
+) -> str:
     wanted = settings.model_digest
     target.prepare()
     if wanted != UNCHECKED and (there := target.digest()) == wanted:
@@ -69,8 +75,13 @@ def _fetch(settings: ModelSourceSettings, source: Source, target: Target, began:
         log.info("model_source_done", digest=there, fetched=False, seconds=round(time.monotonic() - began, 1))
         return wanted
     downloader = Downloader(
-        source, target.staging, connections=settings.model_connections, attempts=settings.model_attempts
+        source,
+        target.staging,
+        connections=settings.model_connections,
+        attempts=settings.model_attempts,
+        told=lambda done, total: told("fetching", done, total),
     )
+    told("listing files", 0, 0)
     files = downloader.list_files()
     check_complete(files, str(source))
     small = [file for file in files if not file.name.endswith(".safetensors")]
@@ -87,6 +98,7 @@ def _fetch(settings: ModelSourceSettings, source: Source, target: Target, began:
     target.check_space(missing)
     downloader.fetch(files)
     target.keep_only(files)
+    told("checking", 0, 0)
     digest = _check(settings, source, target)
     target.take(files, str(source))
     log.info("model_source_done", digest=digest, fetched=True, seconds=round(time.monotonic() - began, 1))

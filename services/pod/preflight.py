@@ -19,6 +19,7 @@ from services.common.errors import CheckpointRejected, InvalidRequest, Refused, 
 from services.common.security.tls import Certificates, TlsFiles
 from services.common.storage.object_store import ObjectStore
 from services.common.storage.redis import client_of
+from services.common.validation.settings import wrong_settings
 from services.engine.settings import EngineSettings
 from services.trainer.settings import TrainerSettings
 
@@ -39,11 +40,7 @@ def read_settings() -> tuple[EngineSettings, TrainerSettings]:
     try:
         return EngineSettings(), TrainerSettings()
     except ValidationError as error:
-        problems = [
-            f"{'TEMPER_' + '_'.join(map(str, e['loc'])).upper() if e['loc'] else 'settings'}: {e['msg']}"
-            for e in error.errors(include_input=False, include_url=False)
-        ]
-        raise InvalidRequest("; ".join(problems)) from error
+        raise InvalidRequest("; ".join(wrong_settings(error))) from error
 
 
 def check_all(settings: EngineSettings) -> None:

@@ -29,6 +29,7 @@ from services.engine.observability.exports import Sources, export
 from services.engine.observability.metrics import EngineMetrics
 from services.engine.observability.request_traces import RequestTraces
 from services.engine.observability.status import TierStatus
+from services.engine.observability.usage import UsageTotals
 from services.engine.server.conversation_session_service import ConversationSessionService
 from services.engine.server.health import HealthReporter, ProcessHealth, Vitals
 from services.engine.server.service import Serving, bind, make_server
@@ -74,14 +75,16 @@ async def serve(
         _serve_metrics(settings.metrics_host, settings.metrics_port, metrics.registry)
     tracer = open_tracer(settings, "engine")
     traces = RequestTraces(tracer) if tracer.on else None
-    events = EventStream(metrics.listen) if traces is None else EventStream(metrics.listen, traces.listen)
+    usage = UsageTotals()
+    listeners = [metrics.listen, usage.listen] if traces is None else [metrics.listen, usage.listen, traces.listen]
+    events = EventStream(*listeners)
     loading = asyncio.create_task(asyncio.to_thread(build_engine, settings, registry, adapter_events, events, store))
     engine = await _unless_stopped(loading, stop)
     training = Training(settings, trainer, engine, registry, store, metrics.registry, tracer)
     tune_interpreter()
     try:
         await asyncio.to_thread(engine.start)
-        await _serve(settings, engine, training, metrics, stop, parent, started, health, certificates, tracer)
+        await _serve(settings, engine, training, metrics, usage, stop, parent, started, health, certificates, tracer)
     finally:
         await asyncio.to_thread(training.drain)
         # Otherwise the adapters' event thread would wait until its next poll ends.
@@ -97,6 +100,7 @@ async def _serve(
     engine: Engine,
     training: Training,
     metrics: EngineMetrics,
+    usage: UsageTotals,
     stop: asyncio.Event,
     parent: int,
     started: float,
@@ -116,6 +120,8 @@ async def _serve(
         settings.max_waiting,
         training.job_id,
         training.session_counts,
+        engine.memory.shares(),
+        usage,
     )
     server = make_server(serving, reporter.servicer, settings.max_message_bytes, tracer)
     if training.sessions is not None:

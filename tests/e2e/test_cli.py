@@ -148,3 +148,11 @@ def test_a_suite_is_run_and_its_targets_are_compared(stack: Stack, examples: str
     refused = temper(stack, "eval", "run", suite, "--target", "nobody@1")
     assert refused.returncode == 1
     assert "nobody@1" in refused.stderr
+
+
+def test_the_doctor_finds_a_running_temper_well(stack: Stack) -> None:
+    report = ok(stack, "doctor", "--url", stack.url, "--data-dir", str(stack.data_dir), "--port", str(stack.port))
+    found = {check["check"]: (check["status"], check["message"]) for check in report["checks"]}
+    asked = {name for name in found if name.partition(".")[0] in ("redis", "s3", "model", "port", "server", "card")}
+    assert {name: found[name] for name in asked - {"model.digest"} if found[name][0] != "ok"} == {}
+    assert found["port"][1] == f"Temper listens on port {stack.port}"

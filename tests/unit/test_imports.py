@@ -40,6 +40,18 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "kernels",
     ),
     "cli": ("services.common",),
+    # Reads settings and files as the services do. What needs torch is a process of its own, services.card_check.
+    "cli.doctor": (
+        "cli",
+        "services.common",
+        "services.engine.settings",
+        "services.engine.models.checkpoint",
+        "services.engine.models.registry",
+        "services.gateway.settings",
+        "services.trainer.settings",
+        "services.model_source.settings",
+    ),
+    "services.card_check": ("services.pod", "services.engine", "services.common", "kernels"),
     "proto": (),
     "models": ("services", "kernels", "cli"),
     # Made of what the services export; no service knows it.

@@ -109,6 +109,33 @@ POOLING_LAST: Pooling.ValueType  # 1
 POOLING_MEAN: Pooling.ValueType  # 2
 Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
 
+class _RequestPhase:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RequestPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestPhase.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REQUEST_PHASE_UNSPECIFIED: _RequestPhase.ValueType  # 0
+    REQUEST_PHASE_LOADING: _RequestPhase.ValueType  # 1
+    """Its adapter is loading, or waits for a slot."""
+    REQUEST_PHASE_WAITING: _RequestPhase.ValueType  # 2
+    """It waits for its turn, or for cached state from a tier."""
+    REQUEST_PHASE_PREFILL: _RequestPhase.ValueType  # 3
+    """Its prompt is being computed."""
+    REQUEST_PHASE_DECODE: _RequestPhase.ValueType  # 4
+
+class RequestPhase(_RequestPhase, metaclass=_RequestPhaseEnumTypeWrapper): ...
+
+REQUEST_PHASE_UNSPECIFIED: RequestPhase.ValueType  # 0
+REQUEST_PHASE_LOADING: RequestPhase.ValueType  # 1
+"""Its adapter is loading, or waits for a slot."""
+REQUEST_PHASE_WAITING: RequestPhase.ValueType  # 2
+"""It waits for its turn, or for cached state from a tier."""
+REQUEST_PHASE_PREFILL: RequestPhase.ValueType  # 3
+"""Its prompt is being computed."""
+REQUEST_PHASE_DECODE: RequestPhase.ValueType  # 4
+Global___RequestPhase: _TypeAlias = RequestPhase  # noqa: Y015
+
 @_typing.final
 class Error(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -917,6 +944,46 @@ Global___GetStatusRequest: _TypeAlias = GetStatusRequest  # noqa: Y015
 class EngineStatus(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class MemoryPlanEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class CacheHitTokensEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     RUNNING_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
     BLOCKS_USED_FIELD_NUMBER: _builtins.int
@@ -932,6 +999,12 @@ class EngineStatus(_message.Message):
     INSTANCE_FIELD_NUMBER: _builtins.int
     SESSIONS_OPEN_FIELD_NUMBER: _builtins.int
     SESSIONS_MAX_FIELD_NUMBER: _builtins.int
+    MEMORY_PLAN_FIELD_NUMBER: _builtins.int
+    DECODE_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHE_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    SLOTS_CACHED_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     blocks_used: _builtins.int
@@ -950,9 +1023,26 @@ class EngineStatus(_message.Message):
     """Instance id, new for each process: the ids of training sessions begin with it. Empty: the engine does not train."""
     sessions_open: _builtins.int
     sessions_max: _builtins.int
+    decode_tokens: _builtins.int
+    """Tokens that steps have computed since the start."""
+    prefill_tokens: _builtins.int
+    prompt_tokens: _builtins.int
+    """Prompt tokens of the requests that have ended, all looked up in the prefix cache."""
+    slots_cached: _builtins.int
+    """State slots held only by the prefix cache."""
     @_builtins.property
     def loaded_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Versions in adapter slots."""
+
+    @_builtins.property
+    def memory_plan(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Bytes of the device's memory by purpose, as planned at the start; "free" is what the plan leaves. Empty: the engine
+        is of an earlier release.
+        """
+
+    @_builtins.property
+    def cache_hit_tokens(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Those that were found, by where they were: "device", "host", "disk", "store"."""
 
     def __init__(
         self,
@@ -972,14 +1062,111 @@ class EngineStatus(_message.Message):
         instance: _builtins.str = ...,
         sessions_open: _builtins.int = ...,
         sessions_max: _builtins.int = ...,
+        memory_plan: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        decode_tokens: _builtins.int = ...,
+        prefill_tokens: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        cache_hit_tokens: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        slots_cached: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_adapter", b"attached_adapter", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "draining", b"draining", "instance", b"instance", "job_id", b"job_id", "loaded_adapters", b"loaded_adapters", "max_waiting", b"max_waiting", "running", b"running", "sessions_max", b"sessions_max", "sessions_open", b"sessions_open", "slots_total", b"slots_total", "slots_used", b"slots_used", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_adapter", b"attached_adapter", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "cache_hit_tokens", b"cache_hit_tokens", "decode_tokens", b"decode_tokens", "draining", b"draining", "instance", b"instance", "job_id", b"job_id", "loaded_adapters", b"loaded_adapters", "max_waiting", b"max_waiting", "memory_plan", b"memory_plan", "prefill_tokens", b"prefill_tokens", "prompt_tokens", b"prompt_tokens", "running", b"running", "sessions_max", b"sessions_max", "sessions_open", b"sessions_open", "slots_cached", b"slots_cached", "slots_total", b"slots_total", "slots_used", b"slots_used", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineStatus: _TypeAlias = EngineStatus  # noqa: Y015
+
+@_typing.final
+class GetRequestsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRequestsRequest: _TypeAlias = GetRequestsRequest  # noqa: Y015
+
+@_typing.final
+class LiveRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    BACKGROUND_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    owner: _builtins.str
+    """Id of the API key; empty: there are no keys."""
+    phase: Global___RequestPhase.ValueType
+    adapter: _builtins.str
+    """"name@n", or as it was asked for while it loads; empty: the base, or a policy that a job samples from."""
+    prompt_tokens: _builtins.int
+    cached_tokens: _builtins.int
+    """Prompt tokens that came from the prefix cache; 0 until it is first scheduled."""
+    computed_tokens: _builtins.int
+    """Prompt tokens whose state is there, cached ones too."""
+    output_tokens: _builtins.int
+    age_ms: _builtins.int
+    priority: _builtins.int
+    background: _builtins.bool
+    """It is a rollout of a job."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        owner: _builtins.str = ...,
+        phase: Global___RequestPhase.ValueType = ...,
+        adapter: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        computed_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        age_ms: _builtins.int = ...,
+        priority: _builtins.int = ...,
+        background: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "age_ms", b"age_ms", "background", b"background", "cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "output_tokens", b"output_tokens", "owner", b"owner", "phase", b"phase", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LiveRequest: _TypeAlias = LiveRequest  # noqa: Y015
+
+@_typing.final
+class GetRequestsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveRequest]:
+        """Oldest first."""
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___LiveRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRequestsResponse: _TypeAlias = GetRequestsResponse  # noqa: Y015
 
 @_typing.final
 class GetRolloutsRequest(_message.Message):

@@ -65,6 +65,11 @@ class EngineStub:
                 request_serializer=temper_dot_v1_dot_engine__pb2.GetRolloutsRequest.SerializeToString,
                 response_deserializer=temper_dot_v1_dot_engine__pb2.GetRolloutsResponse.FromString,
                 _registered_method=True)
+        self.GetRequests = channel.unary_unary(
+                '/temper.v1.Engine/GetRequests',
+                request_serializer=temper_dot_v1_dot_engine__pb2.GetRequestsRequest.SerializeToString,
+                response_deserializer=temper_dot_v1_dot_engine__pb2.GetRequestsResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServicer:
@@ -112,6 +117,13 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetRequests(self, request, context):
+        """Requests of all gateways, and rollouts of jobs, that have not ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -144,6 +156,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.GetRollouts,
                     request_deserializer=temper_dot_v1_dot_engine__pb2.GetRolloutsRequest.FromString,
                     response_serializer=temper_dot_v1_dot_engine__pb2.GetRolloutsResponse.SerializeToString,
+            ),
+            'GetRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRequests,
+                    request_deserializer=temper_dot_v1_dot_engine__pb2.GetRequestsRequest.FromString,
+                    response_serializer=temper_dot_v1_dot_engine__pb2.GetRequestsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -309,6 +326,33 @@ class Engine:
             '/temper.v1.Engine/GetRollouts',
             temper_dot_v1_dot_engine__pb2.GetRolloutsRequest.SerializeToString,
             temper_dot_v1_dot_engine__pb2.GetRolloutsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/temper.v1.Engine/GetRequests',
+            temper_dot_v1_dot_engine__pb2.GetRequestsRequest.SerializeToString,
+            temper_dot_v1_dot_engine__pb2.GetRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

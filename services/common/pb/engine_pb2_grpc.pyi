@@ -45,6 +45,8 @@ class EngineStub:
     GetStatus: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetStatusRequest, _engine_pb2.EngineStatus]
     GetRollouts: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetRolloutsRequest, _engine_pb2.GetRolloutsResponse]
     """Finished completions that the engine still keeps, so that a client may send just {completion_id, reward}."""
+    GetRequests: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetRequestsRequest, _engine_pb2.GetRequestsResponse]
+    """Requests of all gateways, and rollouts of jobs, that have not ended."""
 
 @_typing.type_check_only
 class EngineAsyncStub(EngineStub):
@@ -63,6 +65,8 @@ class EngineAsyncStub(EngineStub):
     GetStatus: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetStatusRequest, _engine_pb2.EngineStatus]  # type: ignore[assignment]
     GetRollouts: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetRolloutsRequest, _engine_pb2.GetRolloutsResponse]  # type: ignore[assignment]
     """Finished completions that the engine still keeps, so that a client may send just {completion_id, reward}."""
+    GetRequests: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetRequestsRequest, _engine_pb2.GetRequestsResponse]  # type: ignore[assignment]
+    """Requests of all gateways, and rollouts of jobs, that have not ended."""
 
 class EngineServicer(metaclass=_abc_1.ABCMeta):
     """Engine: one device, tokens in, tokens out. The gateway handles text."""
@@ -114,5 +118,13 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.GetRolloutsResponse, _abc.Awaitable[_engine_pb2.GetRolloutsResponse]]:
         """Finished completions that the engine still keeps, so that a client may send just {completion_id, reward}."""
+
+    @_abc_1.abstractmethod
+    def GetRequests(
+        self,
+        request: _engine_pb2.GetRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.GetRequestsResponse, _abc.Awaitable[_engine_pb2.GetRequestsResponse]]:
+        """Requests of all gateways, and rollouts of jobs, that have not ended."""
 
 def add_EngineServicer_to_server(servicer: EngineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

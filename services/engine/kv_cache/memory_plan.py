@@ -113,6 +113,10 @@ class MemoryPlan:
             "training": self.training,
         }
 
+    def shares(self) -> dict[str, int]:
+        """Bytes of each purpose, and of what is "free": what the plan leaves of the budget."""
+        return {**self.parts(), "free": self.budget - self.total}
+
 
 def plan_memory(
     budget: int,

@@ -24,7 +24,7 @@ from services.engine.loop.request_tracker import AdapterResolver, RequestTracker
 from services.engine.loop.rollout_buffer import RolloutBuffer
 from services.engine.loop.step_pipeline import StepPipeline
 from services.engine.observability.events import EventStream
-from services.engine.observability.status import LoopStatus
+from services.engine.observability.status import LiveRequest, LoopStatus
 from services.engine.requests.submission import Sink, Submission
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
@@ -184,6 +184,10 @@ class EngineLoop:
 
     def status(self) -> LoopStatus:
         return self._status
+
+    def live_requests(self) -> Future[list[LiveRequest]]:
+        """Asks at the next boundary for the requests that have not ended; see ``call_at_boundary``."""
+        return self.call_at_boundary(self._tracker.live)
 
     @property
     def alive(self) -> bool:

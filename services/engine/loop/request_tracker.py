@@ -5,32 +5,25 @@ Used by the loop thread only, between two steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
-
-from services.common.errors import TemperError
-from services.engine.requests.adapter import AdapterPin
-from services.engine.requests.outputs import Finished
-
-if TYPE_CHECKING:
-    from services.engine.requests.adapter import AdapterChoice, PrivateVersion
-
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
-from services.common.errors import DeadlineExceeded, InvalidRequest
+from services.common.errors import DeadlineExceeded, InvalidRequest, TemperError
 from services.engine.loop.rollout_buffer import Rollout, RolloutBuffer
 from services.engine.loop.step_pipeline import StepPipeline
 from services.engine.observability.events import EventStream, RequestDone
-from services.engine.requests.outputs import SequenceUpdate
+from services.engine.observability.status import LiveRequest, Phase
+from services.engine.requests.adapter import AdapterChoice, AdapterPin
+from services.engine.requests.outputs import Finished, SequenceUpdate
 from services.engine.requests.request import FinishReason
 from services.engine.requests.submission import Sink, Submission
 
 if TYPE_CHECKING:
-    from services.engine.requests.adapter import AdapterChoice, PrivateVersion
+    from services.engine.requests.adapter import PrivateVersion
 
 _log = structlog.get_logger(__name__)
 
@@ -121,6 +114,11 @@ class RequestTracker:
     def num_background(self) -> int:
         return self._background
 
+    def live(self) -> list[LiveRequest]:
+        """Requests that have not ended, in the order of their submission."""
+        now = self._clock()
+        return [self._described(live, now) for live in self._live.values()]
+
     def submit(self, submission: Submission, sink: Sink, submitted_at: float) -> None:
         """Takes a request; its updates, or one with an error, go to ``sink``."""
         name = submission.request_id
@@ -192,6 +190,30 @@ class RequestTracker:
             return None
         return min(self._loading_until(name) for name in self._loading) - self._clock()
 
+    def _described(self, live: _Live, now: float) -> LiveRequest:
+        asked = live.submission
+        sequence = self._pipeline.scheduler.find(asked.request_id)
+        prompt = len(asked.prompt_token_ids)
+        if sequence is None:
+            phase = Phase.LOADING
+        elif not sequence.slot:
+            phase = Phase.WAITING
+        else:
+            phase = Phase.PREFILL if sequence.computed < prompt else Phase.DECODE
+        return LiveRequest(
+            asked.request_id,
+            asked.owner,
+            phase,
+            _adapter_name(asked) if live.pin is None else live.pin.version,
+            prompt_tokens=prompt,
+            cached_tokens=0 if sequence is None else sequence.cached_tokens or 0,
+            computed_tokens=0 if sequence is None else min(prompt, sequence.computed),
+            output_tokens=0 if sequence is None else len(sequence.output_ids),
+            age_seconds=max(0.0, now - live.submitted_at),
+            priority=asked.priority,
+            background=asked.background,
+        )
+
     def _pin(self, name: str) -> None:
         """Pins the adapter and hands the request to the scheduler, or lets it wait for its adapter."""
         live = self._live[name]
@@ -248,6 +270,14 @@ class RequestTracker:
             self._rollouts.remember(Rollout.of(finished, live.submission.owner))
         if not live.submission.background:
             self._events.emit(RequestDone(finished, live.submitted_at, self._clock()))
+
+
+def _adapter_name(asked: Submission) -> str:
+    """Adapter as it was asked for; empty: the base, the attached one or a private policy."""
+    choice = asked.adapter
+    if not isinstance(choice, AdapterChoice) or choice.name is None:
+        return ""
+    return choice.name if choice.version is None else f"{choice.name}@{choice.version}"
 
 
 def _failed(name: str, error: TemperError) -> SequenceUpdate:

@@ -63,7 +63,7 @@ class _DeviceCollector(Collector):
             "What the memory plan gives to each owner; free is what it leaves.",
             labels=["owner"],
         )
-        for owner, size in (*plan.parts().items(), ("free", plan.budget - plan.total)):
+        for owner, size in plan.shares().items():
             planned.add_metric([owner], size)
         yield planned
         device = GaugeMetricFamily(

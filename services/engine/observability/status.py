@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from services.engine.requests.adapter import AdapterPin
@@ -61,6 +62,38 @@ class LoopStatus:
     failed_steps: int
     background: int = 0
     """Live background requests, which the counts include."""
+
+
+class Phase(enum.Enum):
+    """Phase of a request that has not ended."""
+
+    LOADING = "loading"
+    """Its adapter is loading, or waits for a slot."""
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRequest:
+    """A request that has not ended."""
+
+    request_id: str
+    owner: str
+    """Id of the API key; empty: there are no keys."""
+    phase: Phase
+    adapter: str
+    """Version "name@n", or as it was asked for while it loads; empty: the base, or a private policy."""
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens that came from the prefix cache; 0 until it is first scheduled."""
+    computed_tokens: int
+    """Prompt tokens whose state is there, cached ones too."""
+    output_tokens: int
+    age_seconds: float
+    priority: int
+    background: bool
+    """True for a rollout of a job."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,9 @@ class Scheduler:
             evicted_bytes=self._memory.cache.evicted_bytes,
         )
 
+    def find(self, request_id: str) -> Sequence | None:
+        return self._queue.get(request_id)
+
     def add(self, request: Request) -> None:
         """Queues a request; raises as RequestQueue.add does."""
         self._prefixes.add(self._queue.add(request))
@@ -406,8 +409,6 @@ class Scheduler:
         self._prefixes.add(sequence)
         sequence.preemptions += 1
         self._preemptions += 1
-
-    # Results.
 
     def _append(self, sequence: Sequence, token: SampledToken, now: float, updates: list[SequenceUpdate]) -> None:
         """Takes a sampled token and appends its update."""

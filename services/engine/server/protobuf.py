@@ -9,6 +9,7 @@ from services.common.errors import InvalidRequest
 from services.common.pb import engine_pb2 as pb
 from services.common.telemetry import tracing
 from services.engine.loop.rollout_buffer import Rollout
+from services.engine.observability.status import LiveRequest, Phase
 from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.conversation_session import SessionName, check_session
 from services.engine.requests.outputs import SequenceUpdate
@@ -23,6 +24,13 @@ FINISH_REASONS = {
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.ABORT: pb.FINISH_REASON_ABORT,
     FinishReason.ERROR: pb.FINISH_REASON_ERROR,
+}
+
+_PHASES = {
+    Phase.LOADING: pb.REQUEST_PHASE_LOADING,
+    Phase.WAITING: pb.REQUEST_PHASE_WAITING,
+    Phase.PREFILL: pb.REQUEST_PHASE_PREFILL,
+    Phase.DECODE: pb.REQUEST_PHASE_DECODE,
 }
 
 _POOLINGS = {pb.POOLING_UNSPECIFIED: None, pb.POOLING_LAST: Pooling.LAST, pb.POOLING_MEAN: Pooling.MEAN}
@@ -219,4 +227,20 @@ def rollout_message(rollout: Rollout) -> pb.Rollout:
         adapter=rollout.adapter,
         finish_reason=FINISH_REASONS[rollout.finish_reason],
         owner=rollout.owner,
+    )
+
+
+def live_request_message(live: LiveRequest) -> pb.LiveRequest:
+    return pb.LiveRequest(
+        request_id=live.request_id,
+        owner=live.owner,
+        phase=_PHASES[live.phase],
+        adapter=live.adapter,
+        prompt_tokens=live.prompt_tokens,
+        cached_tokens=live.cached_tokens,
+        computed_tokens=live.computed_tokens,
+        output_tokens=live.output_tokens,
+        age_ms=int(live.age_seconds * 1000),
+        priority=live.priority,
+        background=live.background,
     )

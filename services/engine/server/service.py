@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import grpc
@@ -29,11 +29,12 @@ from services.engine.constraints.compiler import ConstraintCompiler
 from services.engine.loop.loop import EngineLoop
 from services.engine.models.lora.binding import BoundAdapter
 from services.engine.observability.call_traces import CallTraces
+from services.engine.observability.usage import UsageTotals
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import FinishReason
 from services.engine.requests.submission import Submission
 from services.engine.server.errors import INTERNAL_MESSAGE, status_code, to_message
-from services.engine.server.protobuf import rollout_message, submission, update_message
+from services.engine.server.protobuf import live_request_message, rollout_message, submission, update_message
 
 _CHUNK_BYTES = 1024 * 1024
 _MAX_ADAPTER_BYTES = 4 * 1024**3
@@ -61,6 +62,9 @@ class Serving:
     """Returns the id of the running training job, empty when idle."""
     sessions: Callable[[], tuple[str, int, int]] = lambda: ("", 0, 0)
     """Returns this process's instance id, and the number of open training sessions and of possible ones."""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the memory plan by purpose."""
+    usage: UsageTotals = field(default_factory=UsageTotals)
 
 
 class _Stream:
@@ -258,7 +262,24 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             instance=instance,
             sessions_open=sessions_open,
             sessions_max=sessions_max,
+            memory_plan=serving.memory,
+            decode_tokens=serving.usage.decode_tokens,
+            prefill_tokens=serving.usage.prefill_tokens,
+            prompt_tokens=serving.usage.prompt_tokens,
+            cache_hit_tokens=dict(serving.usage.cache_hit_tokens),
+            slots_cached=counts.slots_cached,
         )
+
+    async def GetRequests(  # noqa: N802
+        self,
+        request: pb.GetRequestsRequest,  # noqa: ARG002
+        context: _Context,
+    ) -> pb.GetRequestsResponse:
+        try:
+            live = await asyncio.wrap_future(self._serving.loop.live_requests())
+        except TemperError as error:
+            await context.abort(status_code(error), error.message)
+        return pb.GetRequestsResponse(requests=map(live_request_message, live))
 
     async def GetRollouts(  # noqa: N802
         self,

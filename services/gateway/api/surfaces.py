@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.api import health, models, pooling, sessions, tokenize
+from services.gateway.api import models, pooling, sessions, tokenize
 from services.gateway.api.adapters import routes as adapters
 from services.gateway.api.adapters import version_routes as adapter_versions
 from services.gateway.api.base import openapi
@@ -13,6 +13,7 @@ from services.gateway.api.completions import chat_completions, stored_chats, tex
 from services.gateway.api.evaluation import contamination, harness, runs, side_by_side, suites
 from services.gateway.api.messages import batches as message_batches
 from services.gateway.api.messages import routes as messages
+from services.gateway.api.operations import health, keys, status
 from services.gateway.api.responses import conversations
 from services.gateway.api.responses import routes as responses
 from services.gateway.api.training import forge
@@ -46,4 +47,6 @@ API: tuple[Routes, ...] = (
     batches.routes,
     openapi.routes,
     health.routes,
+    status.routes,
+    keys.routes,
 )

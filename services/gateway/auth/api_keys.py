@@ -67,6 +67,11 @@ class KeyRing:
                 return self._checked(entry, principal)
         raise Unauthorized(f"there is no API key {key_id} any more")
 
+    @property
+    def entries(self) -> tuple[tuple[ApiKey, Principal], ...]:
+        """Every key of the file, also those that are not valid any more, with its principal."""
+        return tuple(self._keys.values())
+
     def _checked(self, entry: ApiKey, principal: Principal) -> Principal:
         if (refusal := entry.refusal(datetime.now(UTC))) is not None:
             self._metrics.auth_refusals.labels("revoked" if entry.revoked_at is not None else "expired").inc()

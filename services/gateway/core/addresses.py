@@ -7,13 +7,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from services.common.settings import FileSettings
 
 
-class ListenSettings(BaseSettings):
+class ListenSettings(FileSettings):
     """Environment: `TEMPER_` + the field name in capitals."""
-
-    model_config = SettingsConfigDict(env_prefix="TEMPER_", extra="ignore", frozen=True)
 
     host: str = "127.0.0.1"
     port: int = Field(8420, ge=0, le=65535)

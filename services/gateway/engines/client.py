@@ -215,10 +215,14 @@ class EngineClient:
         """Stub for the histories that the engine keeps of clients' sessions."""
         return histories_pb2_grpc.HistoriesStub(self._open_channel())
 
+    def engine(self) -> engine_pb2_grpc.EngineAsyncStub:
+        """Stub for calls beside the stream of requests."""
+        return engine_pb2_grpc.EngineStub(self._open_channel())
+
     async def tokenizer_files(self) -> dict[str, bytes]:
         """Fetches the tokenizer files."""
         chunks: dict[str, list[bytes]] = {}
-        stub = engine_pb2_grpc.EngineStub(self._open_channel())
+        stub = self.engine()
         async for chunk in stub.GetTokenizerFiles(engine_pb2.GetTokenizerFilesRequest(), timeout=60):
             chunks.setdefault(chunk.name, []).append(chunk.data)
         return {name: b"".join(parts) for name, parts in chunks.items()}
@@ -232,7 +236,7 @@ class EngineClient:
         Raises:
             Unavailable: the engine cannot be asked.
         """
-        stub = engine_pb2_grpc.EngineStub(self._open_channel())
+        stub = self.engine()
         found: list[engine_pb2.Rollout] = []
         try:
             for start in range(0, len(completion_ids), _ROLLOUTS):
@@ -326,7 +330,7 @@ class EngineClient:
             await channel.close()
 
     async def _session(self) -> None:
-        stub = engine_pb2_grpc.EngineStub(self._open_channel())
+        stub = self.engine()
         model = await stub.GetModel(engine_pb2.GetModelRequest(), timeout=5)
         await self._on_model(self, model)
         self.name = model.engine

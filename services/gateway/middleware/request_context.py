@@ -19,7 +19,9 @@ from services.gateway.core.errors import CLIENT_CLOSED_REQUEST, error_payload, i
 from services.gateway.core.metrics import GatewayMetrics
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_QUIET = frozenset({"/livez", "/readyz", "/healthz", "/health", "/ping", "/load", "/metrics"})
+_QUIET = frozenset(
+    {"/livez", "/readyz", "/healthz", "/health", "/ping", "/load", "/metrics", "/v1/status", "/v1/requests"}
+)
 log = structlog.get_logger("access")
 
 

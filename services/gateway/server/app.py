@@ -30,7 +30,8 @@ from services.gateway.api.base.routing import provide
 from services.gateway.api.batches.stores import BatchServices, BatchStores, open_batching
 from services.gateway.api.batches.worker import BatchWorker
 from services.gateway.api.evaluation.services import EvaluationServices
-from services.gateway.api.health import HealthServices, QueueWatch
+from services.gateway.api.operations.health import HealthServices, QueueWatch
+from services.gateway.api.operations.keys import KeyServices
 from services.gateway.api.responses.documents import DocumentStore
 from services.gateway.api.responses.serving import BackgroundResponses, ResponseServices
 from services.gateway.api.responses.store import BestEffortStore, ResponseStore
@@ -56,6 +57,7 @@ from services.gateway.middleware.request_body import BodyDecoding, BodyLimit, Bo
 from services.gateway.middleware.request_context import HeadRequests, RequestContext
 from services.gateway.rate_limits.limiter import RateLimiter
 from services.gateway.settings import GatewaySettings
+from services.gateway.ui.routes import dashboard_routes
 
 log = structlog.get_logger(__name__)
 _CORS_HEADERS = (
@@ -161,6 +163,7 @@ def create_app(
             ),
             ForgeServices(queue, engines, batch_stores.files.objects, settings.s3_bucket, threads),
             HealthServices(inference, lifecycle, queue, queues, registry, threads, background),
+            KeyServices(keys),
         )
         engines.start()
         background.start()
@@ -191,13 +194,14 @@ def create_app(
             await asyncio.to_thread(tracer.close)
             log.info("gateway stopped")
 
+    surfaces = (*API, dashboard_routes()) if settings.ui else API
     batch_models = {path: model for routes in API for path, model in routes.batch_models.items()}
     permissions = PermissionTable(
-        [permission for routes in API for permission in routes.permissions], metrics_public=settings.metrics_public
+        [permission for routes in surfaces for permission in routes.permissions], metrics_public=settings.metrics_public
     )
     app = _Application(lifespan, permissions, needs_keys=keys is not None)
     install_error_handlers(app)
-    for routes in API:
+    for routes in surfaces:
         app.include_router(routes.router)
     # The last one stands outermost.
     app.add_middleware(

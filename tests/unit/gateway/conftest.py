@@ -19,7 +19,7 @@ from services.common.adapters.registry import AdapterRegistry
 from services.gateway.api.base.idempotency import Idempotency
 from services.gateway.api.base.routing import resource
 from services.gateway.api.batches.stores import BatchStores
-from services.gateway.api.health import HealthServices
+from services.gateway.api.operations.health import HealthServices
 from services.gateway.api.responses.serving import ResponseServices
 from services.gateway.core.admission import Lifecycle
 from services.gateway.core.file_store import FileStore

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -111,6 +111,9 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
     max_lora_rank: int = 16
     linear_layers: Sequence[str] = ()
     """Empty: like an engine of an earlier release, it does not say which there are."""
+    memory_plan: Mapping[str, int] = field(default_factory=dict)
+    lists_requests: bool = True
+    """False: like an engine of an earlier release, it has no such call."""
     webhooks: engine_pb2.RewardWebhooks | None = None
     """What jobs may have scored where; None: it does not say."""
 
@@ -238,7 +241,30 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
             instance=self.sessions.instance,
             sessions_open=len(self.sessions.opened),
             sessions_max=4,
+            memory_plan=self.memory_plan,
+            decode_tokens=40,
+            prefill_tokens=30,
+            prompt_tokens=50,
+            cache_hit_tokens={"device": 15, "host": 5},
+            blocks_used=1,
+            blocks_cached=2,
+            blocks_total=3,
         )
+
+    async def GetRequests(self, request, context) -> engine_pb2.GetRequestsResponse:  # noqa: N802
+        if not self.lists_requests:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        live = [
+            engine_pb2.LiveRequest(
+                request_id=one.request_id,
+                owner=one.owner,
+                phase=engine_pb2.REQUEST_PHASE_WAITING,
+                prompt_tokens=len(one.prompt_token_ids),
+            )
+            for one in self.requests
+            if one.request_id in self.running
+        ]
+        return engine_pb2.GetRequestsResponse(requests=live)
 
     async def GetRollouts(self, request, context) -> engine_pb2.GetRolloutsResponse:  # noqa: N802
         known = [self.rollouts[i] for i in request.completion_ids if i in self.rollouts]

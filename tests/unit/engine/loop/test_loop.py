@@ -12,12 +12,14 @@ from services.common.errors import (
     Overloaded,
     Unavailable,
 )
+from services.engine.observability.status import Phase
 from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import FinishReason
 from services.engine.requests.sampling_params import SamplingParams
 from services.engine.requests.submission import Submission
 from tests.unit.engine.loop.loop_fixture import (
+    CONFIG,
     TIMEOUT,
     Client,
     Fixture,
@@ -269,3 +271,32 @@ def test_the_adapters_are_told_when_nobody_waits_for_a_choice_any_more(engine: F
     engine.settle()
     assert engine.adapters.given_up == [choice]
     engine.check_nothing_left()
+
+
+def test_live_requests_and_their_phases(depth: int) -> None:
+    with running(depth) as engine:
+        engine.runner.hold()
+        engine.submit("long", tuple(range(1, 31)), max_tokens=20, owner="k-1")
+        engine.wait_until_held()
+        engine.adapters.loaded = False
+        engine.submit("loading", (1, 2), adapter=AdapterChoice(name="a", version=3))
+        for n in range(CONFIG.max_num_seqs):
+            engine.submit(f"short{n}", (1, 2), priority=1, background=n == 0)
+        asked = engine.loop.live_requests()
+        engine.runner.go_on_once()
+        found = {live.request_id: live for live in asked.result(TIMEOUT)}
+        assert next(iter(found)) == "long"
+        long, loading = found["long"], found["loading"]
+        assert (long.owner, long.prompt_tokens, long.cached_tokens) == ("k-1", 30, 0)
+        assert long.phase in (Phase.PREFILL, Phase.DECODE)
+        assert 0 < long.computed_tokens <= 30
+        assert (loading.phase, loading.adapter, loading.computed_tokens) == (Phase.LOADING, "a@3", 0)
+        waits = found["short3"]
+        assert (waits.phase, waits.priority, waits.output_tokens) == (Phase.WAITING, 1, 0)
+        assert found["short0"].background
+        assert long.age_seconds >= loading.age_seconds >= 0
+        engine.runner.go_on()
+        engine.adapters.loaded = True
+        engine.loop.retry_adapters()
+        engine.client.wait("long", "loading", *(f"short{n}" for n in range(CONFIG.max_num_seqs)))
+        assert engine.loop.live_requests().result(TIMEOUT) == []

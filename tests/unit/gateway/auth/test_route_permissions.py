@@ -16,6 +16,7 @@ from services.gateway.auth.route_permissions import UNKNOWN, PermissionTable
 from services.gateway.core.batch_queue import MESSAGES, Endpoint
 from services.gateway.server.app import create_app
 from services.gateway.settings import GatewaySettings
+from services.gateway.ui.routes import dashboard_routes
 from tests.unit.gateway.conftest import Running
 from tests.unit.gateway.key_file import Keys, error_of
 
@@ -75,7 +76,7 @@ def _routes(candidates: Any) -> Iterator[tuple[str, str]]:
             yield method, route.path
 
 
-PERMISSIONS = [permission for routes in API for permission in routes.permissions]
+PERMISSIONS = [permission for routes in (*API, dashboard_routes()) for permission in routes.permissions]
 
 
 def test_every_route_has_a_permission(app: FastAPI) -> None:
@@ -115,6 +116,7 @@ def test_what_a_route_asks_for_changes_on_purpose_only() -> None:
         "GET /openapi.json",
         "GET /docs",
         "GET /docs/{part}",
+        *(f"GET /ui{path}" for path in ("", "/", "/assets/{digest}/{name:path}")),
     }
     for permission in PERMISSIONS:
         changes = not permission.route.startswith("GET ")

@@ -11,8 +11,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from cli.commands import harness, suites
-from cli.comparison_plot import save_comparison
+from cli.commands.evaluation import harness, suites
+from cli.commands.evaluation.comparison_plot import save_comparison
 from cli.http.client import Client, path
 from cli.http.job_events import watch
 from cli.job_files import apply_settings

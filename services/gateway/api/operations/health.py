@@ -6,9 +6,10 @@ Gauges of the gateway's state and of the queues are set when somebody scrapes: n
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
 
 from fastapi import Request
@@ -56,6 +57,8 @@ class QueueWatch:
         self._metrics = metrics
         self._lock = asyncio.Lock()
         self._due = 0.0
+        self.depths: Mapping[str, QueueDepth] = {}
+        """Depths as last heard; empty: Redis did not answer."""
 
     async def refresh(self) -> None:
         """Asks the queues again if their last answer is old. While Redis is away there are no gauges of queues, rather
@@ -65,10 +68,10 @@ class QueueWatch:
                 return
             try:
                 async with asyncio.timeout(_PATIENCE_SECONDS):
-                    depths = {name: await queue.depth() for name, queue in self._queues.items()}
+                    self.depths = {name: await queue.depth() for name, queue in self._queues.items()}
             except (TemperError, TimeoutError):
-                depths = {}
-            self._show(depths)
+                self.depths = {}
+            self._show(self.depths)
             self._due = time.monotonic() + _FRESH_SECONDS
 
     def _show(self, depths: Mapping[str, QueueDepth]) -> None:
@@ -84,6 +87,15 @@ class QueueWatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Identity:
+    """Identity of this process."""
+
+    id: str = field(default_factory=lambda: secrets.token_hex(6))
+    started: float = field(default_factory=time.time)
+    """Seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True)
 class HealthServices:
     """Services whose state probes and scrapes ask for."""
 
@@ -95,6 +107,7 @@ class HealthServices:
     """Registry of adapters. It blocks, so it is only called in ``threads``."""
     threads: StoreThreads
     background: BackgroundResponses
+    identity: Identity = field(default_factory=Identity)
 
 
 Health = Annotated[HealthServices, provided(HealthServices)]

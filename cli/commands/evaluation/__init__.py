@@ -1,0 +1,1 @@
+"""`temper eval`: runs, their suites, results of the harness, and the plot of a comparison."""

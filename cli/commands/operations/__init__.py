@@ -1,0 +1,1 @@
+"""Commands that run Temper and look after it: what runs, its logs, its health, its settings."""

@@ -1,0 +1,109 @@
+"""Examples in the help of each command: one that works as it stands, or with names of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+EXAMPLES: Mapping[str, tuple[str, ...]] = {
+    "up": ("up", "up --model Qwen/Qwen3.5-4B --device cuda", "up --host 0.0.0.0 --port 8000"),
+    "serve": ("serve", "serve gateway --host 0.0.0.0", "serve engine --model /models/qwen3.5-4b"),
+    "ps": ("ps", "ps --url https://temper.example.com"),
+    "logs": ("logs", "logs engine --follow", "logs gateway --lines 200"),
+    "doctor": ("doctor", "doctor --fix", "doctor --model /models/qwen3.5-4b --url https://temper.example.com --json"),
+    "bench": (
+        "bench --concurrency 16 --prompt-tokens 512 --max-tokens 128",
+        "bench --rate 4 --requests 240 --prompt-tokens 128-2048 --plot load.png",
+        "bench --chat --url https://temper.example.com --json",
+    ),
+    "pull": ("pull Qwen/Qwen3.5-4B", "pull s3://models/qwen3.5-4b --directory /models/qwen3.5-4b"),
+    "tune": ("tune --model /models/qwen3.5-4b --quantization fp8",),
+    "chat": ("chat", "chat 'What is 3 + 4?' --adapter polite@3", "chat - --no-think"),
+    "agent": ("agent", "agent --workspace ./project"),
+    "run": ("run --prompt 'Which file is the longest?' --workspace ./project --json",),
+    "demo": ("demo --rounds 3",),
+    "version": ("version --json",),
+    "train submit": (
+        "train submit sft --data examples.jsonl --adapter polite --wait",
+        "train submit job.json --set learning_rate=1e-4",
+    ),
+    "train status": ("train status", "train status JOB"),
+    "train watch": ("train watch JOB --timeout 3600",),
+    "train cancel": ("train cancel JOB",),
+    "eval run": ("eval run sums dates@2 --target base --target polite@3 --wait",),
+    "eval show": ("eval show EVALUATION",),
+    "eval list": ("eval list --adapter polite",),
+    "eval compare": ("eval compare EVALUATION --plot scores.png",),
+    "eval contamination": ("eval contamination sums polite@3",),
+    "eval export": ("eval export EVALUATION results",),
+    "eval import": ("eval import results_2026-01-31.json",),
+    "eval suites create": (
+        "eval suites create sums sums.jsonl --scorer exact",
+        "eval suites create gsm8k test.jsonl --format gsm8k",
+    ),
+    "eval suites create-shipped": ("eval suites create-shipped",),
+    "eval suites list": ("eval suites list",),
+    "eval suites show": ("eval suites show sums@2",),
+    "eval suites items": ("eval suites items sums --limit 20",),
+    "eval suites delete": ("eval suites delete sums@1",),
+    "forge run": ("forge run recipe.yaml --dry-run",),
+    "forge submit": ("forge submit recipe.yaml --wait",),
+    "forge list": ("forge list",),
+    "forge show": ("forge show RUN",),
+    "forge evaluate": ("forge evaluate SMALLER --suite suites --baseline MODEL",),
+    "forge importance": ("forge importance MODEL scores.safetensors --method activations --data texts.jsonl",),
+    "forge prune": ("forge prune MODEL scores.safetensors cut --layers 4",),
+    "forge compact": ("forge compact MODEL cut SMALLER",),
+    "forge recover": ("forge recover SMALLER RECOVERED --data texts.jsonl --teacher MODEL",),
+    "forge quantize": ("forge quantize RECOVERED FP8",),
+    "forge verify": ("forge verify FP8 --key public.pem",),
+    "batch submit": ("batch submit requests.jsonl --wait --output answers.jsonl",),
+    "batch status": ("batch status", "batch status BATCH"),
+    "batch cancel": ("batch cancel BATCH",),
+    "sessions list": ("sessions list",),
+    "sessions show": ("sessions show support-42",),
+    "sessions save": ("sessions save support-42",),
+    "sessions export": ("sessions export support-42 session.bin",),
+    "sessions import": ("sessions import session.bin support-42",),
+    "sessions delete": ("sessions delete support-42",),
+    "adapters list": ("adapters list",),
+    "adapters show": ("adapters show polite",),
+    "adapters attach": ("adapters attach polite@3",),
+    "adapters detach": ("adapters detach",),
+    "adapters upload": ("adapters upload ./adapter --name polite --attach",),
+    "adapters download": ("adapters download polite@3 ./adapter",),
+    "adapters rollback": ("adapters rollback", "adapters rollback polite --to 2"),
+    "adapters prune": ("adapters prune polite --keep 5 --dry-run",),
+    "adapters merge": ("adapters merge both --from polite@3:0.6 --from brief@1:0.4 --wait",),
+    "adapters extract": ("adapters extract polite@3 MERGED --base MODEL",),
+    "adapters convert": ("adapters convert polite@3 OUT --to multimodal",),
+    "keys create": ("keys create --file keys.json --name ci --scopes inference,train --expires-days 90",),
+    "keys list": ("keys list --file keys.json",),
+    "keys revoke": ("keys revoke k-5e0c6f1ab2d3 --file keys.json",),
+    "config show": ("config show", "config show --all --json"),
+    "config check": ("config check",),
+    "context add": (
+        "context add production https://temper.example.com --key-file key.txt",
+        "context add laptop http://localhost:8420",
+    ),
+    "context use": ("context use production",),
+    "context remove": ("context remove laptop",),
+    "context list": ("context list",),
+}
+
+
+def leaves(app: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Commands of a typer application with their whole names."""
+    for command in app.registered_commands:
+        own = command.name or command.callback.__name__.replace("_", "-")
+        yield f"{name} {own}".strip(), command
+    for group in app.registered_groups:
+        own = group.name or group.typer_instance.info.name
+        yield from leaves(group.typer_instance, f"{name} {own}".strip())
+
+
+def add_examples(app: Any) -> None:
+    """Puts each command's examples below its help."""
+    for name, command in leaves(app):
+        if name in EXAMPLES:
+            command.epilog = "\n\n".join(["Examples:", *(f"temper {example}" for example in EXAMPLES[name])])

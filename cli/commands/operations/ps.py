@@ -1,0 +1,113 @@
+"""`temper ps`: what runs."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+
+from cli.http.client import Client
+from cli.options import Json, Url
+from cli.output import CliError, ExitCode, Output, guarded
+from cli.settings import CliSettings, read
+
+DataDir = Annotated[Path, typer.Option(help="As of `temper up`.")]
+
+
+def ps(data_dir: DataDir = Path(".temper"), url: Url = None, as_json: Json = False) -> None:
+    """Show the processes of this machine's Temper with their memory, and the server's version, engines and adapter.
+    With --url of another machine: its server alone."""
+    output = Output(as_json=as_json)
+    with guarded(output):
+        state = read_state(data_dir) if url is None else None
+        processes = [] if state is None else _processes(state)
+        with Client(url or (state or {}).get("url"), read(CliSettings)) as client:
+            try:
+                server = _server(client)
+            except CliError as error:
+                if state is None:
+                    raise
+                server = {"url": client.url, "error": error.message}
+        _tell(output, processes, server)
+
+
+def read_state(data_dir: Path) -> dict[str, Any] | None:
+    """What `temper up` says of itself in its data directory; None: none runs there."""
+    try:
+        state: dict[str, Any] = json.loads((data_dir / "state.json").read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CliError(f"{data_dir}/state.json cannot be read: {error}", ExitCode.USAGE) from error
+    return state if psutil.pid_exists(int(state["pid"])) else None
+
+
+def _processes(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Processes with their memory in bytes, children included, and the time since their start in seconds."""
+    found = []
+    names = {"redis": "valkey"}
+    ports = {names.get(part, part): port for part, port in state["ports"].items()}
+    for name, pid in {"up": state["pid"], **state["pids"]}.items():
+        entry: dict[str, Any] = {"process": name, "pid": pid, "port": ports.get(name)}
+        try:
+            process = psutil.Process(int(pid))
+            below = [] if name == "up" else process.children(recursive=True)
+            entry["memory"] = sum(one.memory_info().rss for one in (process, *below))
+            entry["seconds"] = round(time.time() - process.create_time())
+        except psutil.NoSuchProcess:
+            entry |= {"memory": None, "seconds": None}
+        found.append(entry)
+    return found
+
+
+def _server(client: Client) -> dict[str, Any]:
+    health = client.get("/healthz")
+    return {
+        "url": client.url,
+        "version": client.get("/version")["version"],
+        "status": health["status"],
+        "model": health["model"],
+        "engines": health["engines"],
+    }
+
+
+def _tell(output: Output, processes: list[dict[str, Any]], server: dict[str, Any]) -> None:
+    if output.as_json:
+        output.json({"processes": processes, "server": server})
+        return
+    if processes:
+        rows = [
+            [
+                entry["process"],
+                str(entry["pid"]),
+                "" if entry["port"] is None else str(entry["port"]),
+                "gone" if entry["memory"] is None else f"{entry['memory'] / 2**20:,.0f} MiB",
+                "" if entry["seconds"] is None else str(datetime.timedelta(seconds=entry["seconds"])),
+            ]
+            for entry in processes
+        ]
+        output.table(processes, ["PROCESS", "PID", "PORT", "MEMORY", "UP"], rows, empty="")
+    if "error" in server:
+        output.err.print(server["error"], markup=False, soft_wrap=True)
+        return
+    output.out.print(
+        f"Temper {server['version']} at {server['url']} is {server['status']} and serves {server['model']}",
+        markup=False,
+    )
+    rows = [
+        [
+            str(engine["address"]),
+            "ready" if engine["ready"] else str(engine.get("error") or "not ready"),
+            str(engine.get("running", "")),
+            str(engine.get("waiting", "")),
+            str(engine.get("attached_adapter") or "-"),
+            str(engine.get("job_id") or "-"),
+        ]
+        for engine in server["engines"]
+    ]
+    output.table(server, ["ENGINE", "STATE", "RUNNING", "WAITING", "ADAPTER", "JOB"], rows, empty="no engine")

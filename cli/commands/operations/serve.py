@@ -1,0 +1,79 @@
+"""`temper serve`: gateway and engine on Redis and S3 that run already, as the images do."""
+
+from __future__ import annotations
+
+import enum
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cli.commands.up import UpOptions, run_up
+from cli.local.model_directory import model_directory
+from cli.options import Device, Dtype, Model
+from cli.output import CliError, ExitCode, Output, guarded
+from cli.settings import UpSettings, inherited_environment, read
+
+_STORES = {"redis_url": "TEMPER_REDIS_URL", "s3_endpoint": "TEMPER_S3_ENDPOINT"}
+
+
+class Part(enum.StrEnum):
+    """Processes of a Temper."""
+
+    BOTH = "both"
+    GATEWAY = "gateway"
+    ENGINE = "engine"
+
+
+def serve(
+    part: Annotated[
+        Part, typer.Argument(help="gateway and engine are one process each, in place of this one, as in the images.")
+    ] = Part.BOTH,
+    model: Model = None,
+    host: Annotated[str, typer.Option(help="Address the HTTP API listens on.", envvar="TEMPER_HOST")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the HTTP API.", min=1, max=65535, envvar="TEMPER_PORT")] = 8420,
+    device: Annotated[Device, typer.Option(help="auto: cuda if there is one.", envvar="TEMPER_DEVICE")] = Device.AUTO,
+    dtype: Annotated[
+        Dtype, typer.Option(help="auto: bfloat16 on cuda, float32 on cpu.", envvar="TEMPER_DTYPE")
+    ] = Dtype.AUTO,
+    data_dir: Annotated[Path, typer.Option(help="Logs and checkpoints of both live here.")] = Path(".temper"),
+    no_keys: Annotated[bool, typer.Option("--no-keys", help="As of `temper up`.")] = False,
+) -> None:
+    """Run gateway and engine, or one of them, on the servers of TEMPER_REDIS_URL and TEMPER_S3_ENDPOINT.
+
+    A gateway finds its engines in TEMPER_ENGINES, an engine listens on TEMPER_GRPC_HOST and TEMPER_GRPC_PORT.
+    """
+    output = Output(as_json=False)
+    with guarded(output):
+        settings = read(UpSettings)
+        missing = [variable for name, variable in _STORES.items() if getattr(settings, name) is None]
+        if missing:
+            raise CliError(
+                f"{' and '.join(missing)} is not set: name servers that run, or use `temper up`, which starts its own",
+                ExitCode.USAGE,
+            )
+        if part is Part.BOTH:
+            options = UpOptions(
+                model=model_directory(model, output),
+                host=host,
+                port=port,
+                device=device.value,
+                dtype=dtype.value,
+                data_dir=data_dir,
+                no_keys=no_keys,
+            )
+            raise typer.Exit(run_up(options))
+        if part is Part.GATEWAY:
+            _become("services.gateway", {"TEMPER_HOST": host, "TEMPER_PORT": str(port)})
+        chosen = {"TEMPER_MODEL": str(model_directory(model, output).absolute())}
+        _become("services.pod", chosen | {"TEMPER_DEVICE": device.value, "TEMPER_DTYPE": dtype.value})
+
+
+def _become(module: str, variables: Mapping[str, str]) -> None:
+    """This process runs the module from now on: signals, exit status and standard streams are its own."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, "-m", module], inherited_environment() | dict(variables))

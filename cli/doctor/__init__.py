@@ -1,0 +1,1 @@
+"""`temper doctor`: what is wrong with this installation, its stores, its model or its server, and the way out."""

@@ -1,0 +1,41 @@
+"""The checks of `temper doctor`, in the order in which they are told."""
+
+from __future__ import annotations
+
+from cli.doctor import quick
+from cli.doctor.check import Check
+from cli.doctor.checks import card, disk, model, packages, ports, redis, s3, security, server, settings, telemetry, text
+
+CHECKS: tuple[Check, ...] = (
+    *quick.PYTHON,
+    Check("packages.pins", packages.pinned),
+    Check("settings", settings.readable),
+    Check("settings.names", settings.known),
+    Check("settings.private", settings.private),
+    Check("torch", card.torch),
+    Check("card", card.limits),
+    Check("card.memory", card.memory),
+    Check("card.kernel", card.kernel),
+    Check("port", ports.gateway),
+    Check("redis", redis.answers),
+    Check("redis.persistence", redis.persistence),
+    Check("redis.eviction", redis.eviction),
+    Check("redis.memory", redis.room),
+    Check("redis.latency", redis.latency),
+    Check("s3", s3.answers),
+    Check("s3.clock", s3.clock),
+    Check("s3.permissions", s3.permissions),
+    Check("s3.conditions", s3.conditions),
+    *quick.MODEL,
+    Check("model.digest", model.digest),
+    Check("model.tokenizer", text.tokenizer),
+    Check("model.template", text.template),
+    *quick.MACHINE,
+    Check("disk.tier", disk.tier),
+    Check("certificates", security.certificates),
+    Check("certificates.authorities", security.authorities),
+    Check("telemetry", telemetry.collector),
+    Check("server", server.ready),
+    Check("server.version", server.version),
+    Check("server.request", server.request),
+)

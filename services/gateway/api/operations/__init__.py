@@ -1,0 +1,1 @@
+"""Operations: probes, metrics, and what runs now."""

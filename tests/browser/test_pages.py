@@ -1,0 +1,243 @@
+"""Each page's main job, by clicks and keys."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, expect
+
+from tests.browser.conftest import Reader
+from tests.stack import Stack
+
+PAGES = {
+    "overview": "Overview",
+    "chat": "Chat",
+    "jobs": "Jobs",
+    "jobs/new": "New job",
+    "adapters": "Adapters",
+    "evaluations": "Evaluations",
+    "batches": "Batches and files",
+    "sessions": "Sessions",
+    "keys": "Keys and limits",
+    "events": "Events and logs",
+}
+PROMPT = {"role": "user", "content": "What is 12 plus 7?"}
+
+
+@pytest.fixture(scope="module")
+def adapter(stack: Stack) -> Iterator[str]:
+    """An adapter with one version, whose name is as long as names may be."""
+    name = f"a-name-that-is-rather-long-for-a-table-{uuid.uuid4().hex[:8]}"
+    example = {"prompt": "hello", "completion": "Good day!"}
+    body = {"adapter": name, "attach": False, "epochs": 3, "examples": [example]}
+    job = httpx.post(f"{stack.url}/v1/train/sft", json=body).raise_for_status().json()
+    with httpx.stream("GET", f"{stack.url}/v1/train/jobs/{job['id']}/events", timeout=120) as events:
+        assert '"succeeded"' in [line for line in events.iter_lines() if line.startswith("data:")][-1]
+    yield name
+    httpx.delete(f"{stack.url}/v1/adapters/{name}").raise_for_status()
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 360)])
+def test_axe_finds_nothing(chromium: Browser, stack: Stack, adapter: str, scheme: str, width: int) -> None:
+    reader = Reader.of(chromium, stack.url, viewport={"width": width, "height": 800}, color_scheme=scheme)
+    found = {}
+    for path, heading in PAGES.items():
+        page = reader.open(path, heading)
+        if path == "chat":
+            page.get_by_label("Show token probabilities").check()
+            page.get_by_label("Message").fill("Hi")
+            page.keyboard.press("Enter")
+            page.get_by_role("button", name="Ask again").wait_for()
+        found[path] = (reader.violations(), reader.overflow())
+    reader.context.close()
+    assert reader.complaints == []
+    assert found == dict.fromkeys(PAGES, ([], 0))
+
+
+def test_overview_shows_what_runs(reader: Reader, stack: Stack) -> None:
+    body = {"model": "qwen3.5", "messages": [PROMPT], "max_tokens": 20_000, "ignore_eos": True, "stream": True}
+    page = reader.open("overview", "Overview")
+    began, enough = threading.Event(), threading.Event()
+
+    def stream() -> None:
+        with httpx.stream("POST", f"{stack.url}/v1/chat/completions", json=body, timeout=60) as answer:
+            for _ in answer.iter_lines():
+                began.set()
+                if enough.is_set():
+                    return
+
+    running = threading.Thread(target=stream)
+    running.start()
+    assert began.wait(30)
+    row = page.get_by_label("Requests now").get_by_role("row").nth(1)
+    expect(row).to_contain_text("decode")
+    expect(row).to_contain_text("base")
+    expect(page.get_by_role("img", name="Memory plan")).to_have_attribute(
+        "aria-label", re.compile(r"weights [0-9.]+ [KM]iB")
+    )
+    expect(page.locator("figure[aria-label^='Tokens per second: answers']")).not_to_have_attribute(
+        "aria-label", "Tokens per second: answers 0, prompts 0"
+    )
+    reader.picture("dashboard-overview", after=25)
+    enough.set()
+    running.join()
+    expect(page.get_by_text("Nothing runs right now")).to_be_visible()
+
+
+def test_token_probabilities_by_keys(reader: Reader) -> None:
+    page = reader.open("chat", "Chat")
+    page.get_by_label("Show token probabilities").check()
+    page.get_by_label("Message").fill(PROMPT["content"])
+    page.keyboard.press("Enter")
+    tokens = page.get_by_role("group", name="Tokens of the answer")
+    page.get_by_role("button", name="Ask again").wait_for()
+    tokens.focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".token.chosen")).to_have_count(1)
+    expect(page.locator(".token-card li")).to_have_count(5)
+    expect(page.locator(".token-card li").first).to_contain_text("%")
+
+
+def test_tools_are_shown_and_answered(reader: Reader) -> None:
+    page = reader.open("chat", "Chat")
+    page.get_by_text("System prompt, stop strings, tools").click()
+    page.get_by_label("Tools").fill("no list")
+    page.get_by_label("Message").fill("hi")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("status").filter(has_text="Tools:")).to_be_visible()
+
+
+def test_a_job_from_a_file_and_its_end(reader: Reader, stack: Stack, tmp_path: Path) -> None:
+    name = f"from-a-file-{uuid.uuid4().hex[:6]}"
+    file = tmp_path / "examples.jsonl"
+    rows = [{"prompt": f"number {n}", "completion": str(n)} for n in range(64)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    page = reader.open("jobs/new", "New job")
+    page.get_by_label("Adapter", exact=True).fill(name)
+    page.get_by_label("File").set_input_files(file)
+    expect(page.get_by_text("64 rows")).to_be_visible()
+    page.get_by_label("Epochs").fill("1000")
+    page.get_by_role("button", name="Submit the job").click()
+    page.get_by_role("heading", name="Job", exact=True).wait_for()
+    page.get_by_role("button", name="Cancel", exact=True).click()
+    expect(page.get_by_role("dialog")).to_contain_text("no version is made", timeout=5000)
+    reader.agree("Cancel the job")
+    expect(page.get_by_text("cancelled", exact=True).first).to_be_visible(timeout=60_000)
+    page = reader.open("jobs", "Jobs")
+    page.get_by_label("Adapter", exact=True).fill(name)
+    expect(page.get_by_label("Jobs").get_by_role("row")).to_have_count(2)
+
+
+def test_two_jobs_in_one_plot(reader: Reader, adapter: str) -> None:
+    page = reader.open("jobs", "Jobs")
+    boxes = page.get_by_role("checkbox")
+    boxes.nth(0).check()
+    boxes.nth(1).check()
+    page.get_by_role("link", name="Compare 2").click()
+    page.get_by_role("heading", name="2 jobs").wait_for()
+    page.get_by_role("button", name="Only what differs").click()
+    expect(page.get_by_label("Settings").get_by_role("columnheader")).to_have_count(3)
+
+
+def test_an_adapter_is_attached_downloaded_and_deleted(
+    reader: Reader, stack: Stack, adapter: str, unattached: None
+) -> None:
+    page = reader.open(f"adapters/{adapter}", "Adapters")
+    page.get_by_role("button", name="Attach", exact=True).click()
+    reader.agree("Attach")
+    expect(page.get_by_text(f"{adapter}@1 answers for the base model's name.")).to_be_visible()
+    with page.expect_download() as kept:
+        page.get_by_role("button", name="Download").click()
+    assert kept.value.suggested_filename == f"{adapter}@1.tar.gz"
+    page.get_by_role("button", name="Delete").click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text(f"{adapter}@1 is attached")
+    expect(dialog.get_by_role("button", name="Delete all versions")).to_be_disabled()
+    page.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
+    page.get_by_role("button", name="Detach").click()
+    reader.agree("Detach")
+    expect(page.get_by_text("The base model answers for its own name.")).to_be_visible()
+    assert httpx.get(f"{stack.url}/v1/adapters").json()["attached"] is None
+
+
+def test_a_suite_its_run_and_its_items(reader: Reader, stack: Stack) -> None:
+    name = f"sums-{uuid.uuid4().hex[:6]}"
+    page = reader.open("evaluations", "Evaluations")
+    page.get_by_role("tab", name="Runs").focus()
+    page.keyboard.press("ArrowRight")
+    page.get_by_label("Name").fill(name)
+    page.get_by_label("An answer is right by").select_option("numeric")
+    page.get_by_label("Most tokens").fill("8")
+    items = [{"prompt": f"What is {n} plus 7?", "expected": n + 7} for n in range(10, 14)]
+    page.get_by_label("Items").fill("\n".join(map(json.dumps, items)))
+    page.get_by_role("button", name="Make the suite").click()
+    expect(page.get_by_label("Suites").get_by_text(f"{name}@1")).to_be_visible()
+    page.get_by_role("tab", name="Runs").click()
+    page.get_by_label(f"{name}@1").check()
+    page.get_by_role("button", name="Run 1 suite on 1 target").click()
+    page.get_by_role("heading", name="Evaluation", exact=True).wait_for()
+    expect(page.get_by_label("Comparison").get_by_role("row").nth(1)).to_contain_text("%", timeout=60_000)
+    expect(page.get_by_label("Items").get_by_role("row")).to_have_count(5)
+    assert reader.violations() == []
+    httpx.delete(f"{stack.url}/v1/eval/suites/{name}").raise_for_status()
+
+
+def test_a_batch_and_its_results(reader: Reader, tmp_path: Path) -> None:
+    body = {"model": "qwen3.5", "messages": [PROMPT], "max_tokens": 4}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    file = tmp_path / "questions.jsonl"
+    file.write_text(json.dumps(line))
+    page = reader.open("batches", "Batches and files")
+    page.get_by_label("File of requests").set_input_files(file)
+    page.get_by_role("button", name="Send and queue").click()
+    results = page.get_by_role("button", name="Results").first
+    results.wait_for(timeout=60_000)
+    with page.expect_download() as kept:
+        results.click()
+    assert json.loads(kept.value.path().read_text())["custom_id"] == "a"
+    page.get_by_label("Files").get_by_role("row", name="questions.jsonl").get_by_role(
+        "button", name="Delete"
+    ).first.click()
+    reader.agree("Delete the file")
+    expect(page.get_by_text("The file is deleted.")).to_be_visible()
+
+
+def test_a_session_is_saved_and_forgotten(reader: Reader, stack: Stack) -> None:
+    name = f"talk/{uuid.uuid4().hex[:6]}"
+    body = {"model": "qwen3.5", "messages": [PROMPT], "max_tokens": 4, "session_id": name}
+    httpx.post(f"{stack.url}/v1/chat/completions", json=body).raise_for_status()
+    page = reader.open("sessions", "Sessions")
+    row = page.get_by_role("row", name=name)
+    row.get_by_role("button", name="Forget").click()
+    expect(page.get_by_role("dialog")).to_contain_text("Its next request is computed from the beginning.")
+    reader.agree("Forget the session")
+    expect(row).to_have_count(0)
+
+
+def test_events_are_filtered(reader: Reader, adapter: str) -> None:
+    page = reader.open("events", "Events and logs")
+    lines = page.get_by_label("Events", exact=True).get_by_role("listitem")
+    page.get_by_label("Has").fill(f"{adapter}@1")
+    page.get_by_label("Kind").select_option("published")
+    expect(lines).to_have_count(1)
+    page.get_by_role("tab", name="Requests of this page").click()
+    expect(page.get_by_label("Requests of this page").get_by_text("/v1/keys")).to_have_count(1)
+
+
+def test_a_page_that_cannot_be_reached_says_so(reader: Reader) -> None:
+    page = reader.open("keys", "Keys and limits")
+    page.route("**/v1/keys", lambda route: route.abort())
+    page.get_by_role("button", name="Refresh").click()
+    expect(page.get_by_role("alert")).to_contain_text("Temper cannot be reached")
+    page.unroute("**/v1/keys")
+    page.get_by_role("button", name="Try again").click()
+    expect(page.get_by_role("alert")).to_have_count(0)
+    reader.complaints.clear()  # the browser itself says that a request failed

@@ -1,0 +1,248 @@
+"""Commands that look after a Temper: settings and their precedence, saved contexts, logs, processes, loads."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from cli.commands.operations.logs import Log
+from cli.http.load.figures import figures
+from cli.http.load.shape import Range, Shape
+from cli.http.load.streams import Answer
+from cli.local.model_directory import place_of, source_of
+from cli.main import app
+from cli.settings import CliSettings, UpSettings
+from services.engine.settings import EngineSettings
+from tests.unit.cli.server import Reply, Seen, serving, sse
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory to work in, and no variables or contexts of whoever runs the tests."""
+    for name in [name for name in os.environ if name.startswith("TEMPER_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def temper(*words: str) -> Result:
+    return CliRunner().invoke(app, list(words))
+
+
+def shown(*words: str) -> Any:
+    result = temper(*words, "--json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+class TestConfig:
+    def test_an_option_wins_over_a_variable_that_over_the_file_and_that_over_the_default(
+        self, home: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert EngineSettings().max_num_seqs == 0
+        (home / "temper.toml").write_text('max_num_seqs = 3\nhttps_proxy = "http://p:1"\napi_keys_file = "none.json"\n')
+        assert EngineSettings().max_num_seqs == 3
+        assert EngineSettings().https_proxy.get_secret_value() == "http://p:1"
+        monkeypatch.setenv("TEMPER_MAX_NUM_SEQS", "5")
+        assert EngineSettings().max_num_seqs == 5
+        # Options that have a variable, as those of `temper keys`.
+        assert "none.json cannot be read" in temper("keys", "list").stderr
+        monkeypatch.setenv("TEMPER_API_KEYS_FILE", "variable.json")
+        assert "variable.json cannot be read" in temper("keys", "list").stderr
+        assert "option.json cannot be read" in temper("keys", "list", "--file", "option.json").stderr
+
+    def test_shows_what_was_changed_and_where_and_no_secret(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (home / "temper.toml").write_text('s3_secret_key = "abcdef"\nport = 8500\n')
+        monkeypatch.setenv("TEMPER_PORT", "8600")
+        found = {one["setting"]: (one["value"], one["from"]) for one in shown("config", "show")}
+        assert found == {"s3_secret_key": ("…", "file"), "port": ("8600", "variable")}
+        assert len(shown("config", "show", "--all")) > 100
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("max_num_seq = 3", "max_num_seq (is it max_num_seqs?) in temper.toml"),
+            ("max_num_seqs = 'many'", "TEMPER_MAX_NUM_SEQS: "),
+            ("port = ", "temper.toml is not TOML"),
+        ],
+    )
+    def test_a_wrong_line_is_named(self, home: Path, text: str, words: str) -> None:
+        (home / "temper.toml").write_text(text)
+        result = temper("config", "check")
+        assert result.exit_code == 2
+        assert words in result.stderr
+
+    def test_a_named_file_that_is_missing_is_no_empty_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TEMPER_CONFIG", "nowhere.toml")
+        result = temper("context", "list")
+        assert result.exit_code == 2
+        assert "nowhere.toml cannot be read" in result.stderr
+
+
+class TestContexts:
+    def test_a_saved_server_is_used_and_its_key_goes_to_it_alone(self, home: Path) -> None:
+        (home / "key").write_text("tp-secret\n")
+        with serving(lambda _: Reply({"data": []})) as (url, seen), serving(lambda _: Reply({"data": []})) as other:
+            assert temper("context", "add", "mine", url, "--key-file", "key").exit_code == 0
+            assert (home / "config" / "temper" / "contexts.json").stat().st_mode & 0o777 == 0o600
+            temper("adapters", "list")
+            temper("adapters", "list", "--url", other[0])
+            temper("--url", other[0], "adapters", "list")
+        assert [request.headers.get("authorization") for request in seen] == ["Bearer tp-secret"]
+        assert [request.headers.get("authorization") for request in other[1]] == [None, None]
+
+    def test_a_variable_wins_and_takes_no_key_along(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (home / "key").write_text("tp-secret")
+        temper("context", "add", "mine", "http://mine:1", "--key-file", "key")
+        assert CliSettings().url == "http://mine:1"
+        monkeypatch.setenv("TEMPER_URL", "http://elsewhere:1")
+        assert (CliSettings().url, CliSettings().api_key) == ("http://elsewhere:1", None)
+
+    def test_one_is_chosen_and_forgotten(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        temper("context", "add", "one", "http://one:1")
+        temper("context", "add", "two", "http://two:1/")
+        temper("context", "use", "one")
+        assert CliSettings().url == "http://one:1"
+        monkeypatch.setenv("TEMPER_CONTEXT", "two")
+        assert CliSettings().url == "http://two:1"
+        assert [one["current"] for one in shown("context", "list")] == [True, False]
+        temper("context", "remove", "two")
+        result = temper("adapters", "list")
+        assert result.exit_code == 2
+        assert "there is no context 'two'" in result.stderr
+
+    def test_what_is_no_url_is_not_saved(self) -> None:
+        assert temper("context", "add", "one", "localhost:8420").exit_code == 2
+        assert shown("context", "list") == []
+
+
+class TestLogs:
+    def test_the_ends_of_all_or_one(self, home: Path) -> None:
+        logs = home / ".temper" / "logs"
+        logs.mkdir(parents=True)
+        (logs / "engine.log").write_text("one\ntwo\n")
+        (logs / "gateway.log").write_text("three\n")
+        assert temper("logs", "-n", "1").stdout == "engine  | two\ngateway | three\n"
+        assert temper("logs", "engine").stdout == "one\ntwo\n"
+        assert "there are engine, gateway" in temper("logs", "other").stderr
+
+    def test_follows_whole_lines_into_a_file_that_took_the_place(self, home: Path) -> None:
+        file = home / "engine.log"
+        file.write_text("old\n")
+        log = Log(file)
+        with file.open("a") as writer:
+            writer.write("new\nhal")
+        assert list(log.new()) == ["new"]
+        with file.open("a") as writer:
+            writer.write("f\n")
+        assert list(log.new()) == ["half"]
+        file.rename(home / "engine.1.log")
+        file.write_text("next\n")
+        assert list(log.new()) == ["next"]
+
+
+def test_ps_shows_processes_with_their_memory_and_the_server(home: Path) -> None:
+    engine = {"address": "127.0.0.1:1", "ready": True, "running": 2, "waiting": 0, "attached_adapter": "polite@3"}
+    health = {"status": "ok", "model": "qwen3.5", "engines": [engine], "redis": "ok", "object_store": "ok"}
+    with serving(lambda seen: Reply(health if seen.path == "/healthz" else {"version": "0.1.0"})) as (url, _):
+        (home / ".temper").mkdir()
+        state = {"url": url, "pid": os.getpid(), "ports": {"engine": 1}, "pids": {"engine": os.getpid()}}
+        (home / ".temper" / "state.json").write_text(json.dumps(state))
+        found = shown("ps")
+        assert "polite@3" in temper("ps").stdout
+    assert [(one["process"], one["pid"], one["memory"] > 2**20) for one in found["processes"]] == [
+        ("up", os.getpid(), True),
+        ("engine", os.getpid(), True),
+    ]
+    assert found["server"]["version"] == "0.1.0"
+
+
+def test_serve_needs_stores(home: Path) -> None:
+    result = temper("serve")
+    assert result.exit_code == 2
+    assert "TEMPER_REDIS_URL and TEMPER_S3_ENDPOINT is not set" in result.stderr
+
+
+class TestModels:
+    @pytest.mark.parametrize(
+        ("text", "source"),
+        [
+            ("Qwen/Qwen3.5-4B", "hf://Qwen/Qwen3.5-4B"),
+            ("Qwen/Qwen3.5-4B@main", "hf://Qwen/Qwen3.5-4B@main"),
+            ("s3://models/a/b", "s3://models/a/b"),
+            ("here/model", None),
+            ("./Qwen/model", None),
+            ("/models/tiny", None),
+            ("a/b/c", None),
+        ],
+    )
+    def test_a_directory_is_told_from_a_repository(self, home: Path, text: str, source: str | None) -> None:
+        (home / "here" / "model").mkdir(parents=True)
+        assert source_of(text) == source
+
+    def test_each_source_has_a_place_in_the_cache(self) -> None:
+        places = {place_of(source) for source in ("hf://a/b", "hf://a/b@c", "s3://a/b")}
+        assert len(places) == 3
+        assert all(place.parent == UpSettings().cache_dir.expanduser() / "models" for place in places)
+
+
+class TestLoads:
+    def test_a_load_is_sent_and_its_figures_are_told(self, home: Path) -> None:
+        def answer(seen: Seen) -> Reply:
+            if seen.method == "GET":
+                return Reply({"data": [{"id": "m"}]})
+            assert seen.json["model"] == "m"
+            count = seen.json["max_tokens"]
+            events = [("", "message", {"choices": [{"text": "a"}]})] * count
+            return sse(*events, ("", "message", {"choices": [], "usage": {"completion_tokens": count}}), done=True)
+
+        with serving(answer) as (url, seen):
+            words = ("--url", url, "-n", "6", "-c", "2", "--prompt-tokens", "8", "--max-tokens", "3", "--warm-up", "1")
+            found = shown("bench", *words)
+            assert (found["requests"], found["failed"], found["output_tokens"]) == (6, 0, 18)
+            assert found["first_token_ms"]["p50"] > 0
+            assert len([request for request in seen if request.method == "POST"]) == 7
+            assert len({request.body for request in seen if request.method == "POST"}) == 7
+            assert (
+                found["requests"]
+                == shown("bench", *words[:4], "--rate", "100", "--chat", "--plot", "load.png")["requests"]
+            )
+            assert "tokens/s" in temper("bench", *words).stdout
+        assert (home / "load.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_failures_are_counted_and_told(self) -> None:
+        def answer(seen: Seen) -> Reply:
+            return Reply({"data": [{"id": "m"}]}) if seen.method == "GET" else Reply({"error": "full"}, 503)
+
+        with serving(answer) as (url, _):
+            result = temper("bench", "--url", url, "-n", "2", "--warm-up", "0")
+        assert result.exit_code == 1
+        assert "503" in result.stderr
+
+    def test_figures_are_those_of_the_answers(self) -> None:
+        answers = [Answer(0.0, [0.1, 0.2, 0.4], 3, ""), Answer(1.0, [1.5], 1, ""), Answer(0.5, [], 0, "refused")]
+        found = figures(answers)
+        assert (found["requests"], found["failed"], found["failures"]) == (3, 1, {"refused": 1})
+        assert (found["seconds"], found["output_tokens_per_second"]) == (1.5, round(4 / 1.5, 1))
+        assert found["first_token_ms"] == {"mean": 300.0, "p50": 500.0, "p90": 500.0, "p99": 500.0, "max": 500.0}
+        assert found["between_tokens_ms"]["max"] == 200.0
+
+    def test_a_load_is_the_same_for_its_seed(self) -> None:
+        sizes = {"requests": 40, "prompt_tokens": Range(low=8, high=16), "max_tokens": Range.parse("4")}
+        load = Shape(**sizes, rate=10.0, shared_prefix=5)
+        bodies = list(load.bodies("m"))
+        assert bodies == list(load.bodies("m"))
+        assert len({tuple(body["prompt"][:5]) for body in bodies}) == 1
+        assert {len(body["prompt"]) for body in bodies} <= set(range(8, 17))
+        assert load.starts() == sorted(load.starts())
+        assert 2.0 < load.starts()[-1] < 8.0
+        with pytest.raises(ValueError, match="either a concurrency"):
+            Shape(**sizes, rate=1.0, concurrency=1)
