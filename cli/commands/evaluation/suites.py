@@ -19,7 +19,7 @@ from services.common.evaluation.readers.formats import FORMATS
 
 app = typer.Typer(name="suites", help="Make, list, show and remove suites.", no_args_is_help=True)
 
-SHIPPED = Path(__file__).resolve().parents[2] / "models" / "tiny" / "suites"
+SHIPPED = Path(__file__).resolve().parents[3] / "models" / "tiny" / "suites"
 """Suites that come with Temper: {suite}.jsonl with items, {suite}.json with everything else."""
 _PAGE = 1000
 _SHOWN = 60

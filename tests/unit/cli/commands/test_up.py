@@ -25,7 +25,7 @@ from cli.local.supervisor import Event, Phase, Service
 from cli.main import app
 from cli.settings import UpSettings
 from services.common.errors import Conflict, InvalidRequest
-from tests.stack import ROOT, clean_environment
+from tests.stack import ROOT, TINY, clean_environment
 
 
 def up(*args: object) -> subprocess.CompletedProcess[str]:
@@ -43,12 +43,6 @@ def ports_of(data_dir: Path) -> Ports:
     return Ports.load_or_choose(data_dir / "ports.json", gateway_port=8420)
 
 
-def model(tmp_path: Path) -> Path:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    return tmp_path / "model"
-
-
 def one_error(result: subprocess.CompletedProcess[str]) -> str:
     assert result.returncode == 1
     assert result.stdout == ""
@@ -59,7 +53,7 @@ def one_error(result: subprocess.CompletedProcess[str]) -> str:
 def test_port_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        result = up("--model", model(tmp_path), "--data-dir", tmp_path / "data", "--port", port)
+        result = up("--model", TINY, "--data-dir", tmp_path / "data", "--port", port)
     assert f"port {port} on 127.0.0.1 is in use" in one_error(result)
 
 
@@ -106,7 +100,7 @@ def test_data_directory_in_use(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
     with DirectoryLock(data):
-        result = up("--model", model(tmp_path), "--data-dir", data)
+        result = up("--model", TINY, "--data-dir", data)
     assert "is in use by another `temper up`" in one_error(result)
     with DirectoryLock(data):  # and it is free again
         pass
@@ -124,7 +118,7 @@ def test_others_are_let_in_with_keys_or_when_asked_for(
     monkeypatch.setattr("cli.commands.up._run", lambda options, *_: ran.append(options.host) or 0)
     monkeypatch.setattr("cli.commands.up._check_port", lambda _: None)
     monkeypatch.delenv("TEMPER_API_KEYS_FILE", raising=False)
-    options = UpOptions(model(tmp_path), host=host, data_dir=tmp_path / "data")
+    options = UpOptions(TINY, host=host, data_dir=tmp_path / "data")
     assert run_up(options) == 1
     told = capsys.readouterr().err
     assert "--no-keys" in told
@@ -132,7 +126,10 @@ def test_others_are_let_in_with_keys_or_when_asked_for(
     assert not ran
     assert run_up(replace(options, no_keys=True)) == 0
     assert "warning: no API keys: everybody who reaches" in capsys.readouterr().err
-    monkeypatch.setenv("TEMPER_API_KEYS_FILE", "keys.json")
+    keys = tmp_path / "keys.json"
+    create = ("keys", "create", "--name", "me", "--scopes", "inference,train,admin", "--file", str(keys))
+    assert CliRunner().invoke(app, create).exit_code == 0
+    monkeypatch.setenv("TEMPER_API_KEYS_FILE", str(keys))
     assert run_up(options) == 0
     assert not capsys.readouterr().err
     assert ran == [host, host]
