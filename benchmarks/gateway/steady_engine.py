@@ -109,6 +109,9 @@ class SteadyEngine(engine_pb2_grpc.EngineServicer):
     async def GetStatus(self, request: Any, context: Any) -> pb.EngineStatus:  # noqa: N802
         return pb.EngineStatus()
 
+    async def GetRequests(self, request: Any, context: Any) -> pb.GetRequestsResponse:  # noqa: N802
+        return pb.GetRequestsResponse()
+
 
 async def _serve(options: argparse.Namespace) -> None:
     server = aio.server(options=[("grpc.max_send_message_length", -1)])

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.lib.cases import percentile
 from benchmarks.lib.multiturn_workloads import Workload
+from cli.http.load.figures import percentile
 
 if TYPE_CHECKING:
     from benchmarks.lib.in_process import InProcessEngine

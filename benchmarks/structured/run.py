@@ -20,12 +20,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.lib.cases import Case, percentile
+from benchmarks.lib.cases import Case
 from benchmarks.lib.checkpoints.wide_tokenizer import widen
 from benchmarks.lib.environment import environment, gpu
 from benchmarks.lib.random_checkpoint import SHAPES, config_of, write
 from benchmarks.lib.recorder import put_line
 from benchmarks.structured.schemas import SchemaMaker
+from cli.http.load.figures import percentile
 
 if TYPE_CHECKING:
     from benchmarks.lib.in_process import InProcessEngine
