@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, expect
 from cli.local.ports import claim_ports
 from services.common.security.api_keys import Scope
 from tests.browser.conftest import Reader
-from tests.stack import ROOT, Stack, clean_environment
+from tests.stack import PATIENCE, ROOT, Stack, clean_environment
 from tests.unit.gateway.key_file import Keys
 
 
@@ -58,7 +58,7 @@ def guarded(stack: Stack, keys: Keys) -> Iterator[str]:
     deadline = time.monotonic() + 180
     while True:
         try:
-            if httpx.get(f"{url}/readyz").status_code == 200:
+            if httpx.get(f"{url}/readyz", timeout=PATIENCE).status_code == 200:
                 break
         except httpx.TransportError:
             assert process.poll() is None, log.read_text()

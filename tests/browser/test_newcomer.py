@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.browser.conftest import Reader
-from tests.stack import Stack
+from tests.stack import PATIENCE, Stack
 
 QUESTION = "Who keeps the lighthouse?"
 OLD, NEW = "Nobody knows.", "Mira keeps it."
@@ -84,5 +84,5 @@ def test_the_path(reader: Reader, stack: Stack) -> None:
     expect(page.get_by_role("dialog")).to_contain_text(f"{name}@1 becomes current in the place of {name}@2")
     reader.agree("Roll back")
     expect(page.locator(".node", has_text=f"{name}@1")).to_contain_text("current")
-    assert httpx.get(f"{stack.url}/v1/adapters/{name}").json()["version"] == f"{name}@1"
-    httpx.delete(f"{stack.url}/v1/adapters/{name}").raise_for_status()
+    assert httpx.get(f"{stack.url}/v1/adapters/{name}", timeout=PATIENCE).json()["version"] == f"{name}@1"
+    httpx.delete(f"{stack.url}/v1/adapters/{name}", timeout=PATIENCE).raise_for_status()

@@ -14,7 +14,7 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from tests.browser.conftest import Reader
-from tests.stack import Stack
+from tests.stack import PATIENCE, Stack
 
 PAGES = {
     "overview": "Overview",
@@ -37,11 +37,11 @@ def adapter(stack: Stack) -> Iterator[str]:
     name = f"a-name-that-is-rather-long-for-a-table-{uuid.uuid4().hex[:8]}"
     example = {"prompt": "hello", "completion": "Good day!"}
     body = {"adapter": name, "attach": False, "epochs": 3, "examples": [example]}
-    job = httpx.post(f"{stack.url}/v1/train/sft", json=body).raise_for_status().json()
+    job = httpx.post(f"{stack.url}/v1/train/sft", json=body, timeout=PATIENCE).raise_for_status().json()
     with httpx.stream("GET", f"{stack.url}/v1/train/jobs/{job['id']}/events", timeout=120) as events:
         assert '"succeeded"' in [line for line in events.iter_lines() if line.startswith("data:")][-1]
     yield name
-    httpx.delete(f"{stack.url}/v1/adapters/{name}").raise_for_status()
+    httpx.delete(f"{stack.url}/v1/adapters/{name}", timeout=PATIENCE).raise_for_status()
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 360)])
@@ -165,7 +165,7 @@ def test_an_adapter_is_attached_downloaded_and_deleted(
     page.get_by_role("button", name="Detach").click()
     reader.agree("Detach")
     expect(page.get_by_text("The base model answers for its own name.")).to_be_visible()
-    assert httpx.get(f"{stack.url}/v1/adapters").json()["attached"] is None
+    assert httpx.get(f"{stack.url}/v1/adapters", timeout=PATIENCE).json()["attached"] is None
 
 
 def test_a_suite_its_run_and_its_items(reader: Reader, stack: Stack) -> None:
@@ -187,7 +187,7 @@ def test_a_suite_its_run_and_its_items(reader: Reader, stack: Stack) -> None:
     expect(page.get_by_label("Comparison").get_by_role("row").nth(1)).to_contain_text("%", timeout=60_000)
     expect(page.get_by_label("Items").get_by_role("row")).to_have_count(5)
     assert reader.violations() == []
-    httpx.delete(f"{stack.url}/v1/eval/suites/{name}").raise_for_status()
+    httpx.delete(f"{stack.url}/v1/eval/suites/{name}", timeout=PATIENCE).raise_for_status()
 
 
 def test_a_batch_and_its_results(reader: Reader, tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_batch_and_its_results(reader: Reader, tmp_path: Path) -> None:
 def test_a_session_is_saved_and_forgotten(reader: Reader, stack: Stack) -> None:
     name = f"talk/{uuid.uuid4().hex[:6]}"
     body = {"model": "qwen3.5", "messages": [PROMPT], "max_tokens": 4, "session_id": name}
-    httpx.post(f"{stack.url}/v1/chat/completions", json=body).raise_for_status()
+    httpx.post(f"{stack.url}/v1/chat/completions", json=body, timeout=PATIENCE).raise_for_status()
     page = reader.open("sessions", "Sessions")
     row = page.get_by_role("row", name=name)
     row.get_by_role("button", name="Forget").click()
