@@ -66,9 +66,10 @@ class Reader:
         self._http = httpx.Client(base_url=stack.url, timeout=PATIENCE, trust_env=False, verify=False)
         self._python: subprocess.Popen[str] | None = None
         self._known: set[str] = set()
-        """Ids of jobs that have ended."""
+        """Ids of jobs that have ended: of this page, and of the pages before it."""
 
     def __enter__(self) -> Self:
+        self._known = {job["id"] for job in self._http.get("/v1/train/jobs").json()["data"]}
         return self
 
     def __exit__(
