@@ -81,7 +81,7 @@ def start(
         worker.drain()
 
 
-async def until(queue: JobQueue, job_id: str, condition: Callable[[Job], bool], timeout: float = 60) -> Job:
+async def until(queue: JobQueue, job_id: str, condition: Callable[[Job], bool], timeout: float = 180) -> Job:
     deadline = time.monotonic() + timeout
     while not condition(job := await queue.get(job_id)):
         assert time.monotonic() < deadline, job
