@@ -79,7 +79,7 @@ def test_judges_that_cannot_be_asked(listing: tuple[Running, httpx.Client]) -> N
 
     for judge in ("base", "critic@1"):
         assert judged_by(judge).status_code == 202, judge
-    for judge, status in (("critic@2", 404), ("nobody@1", 404), ("stranger@1", 400), ("critic", 400)):
+    for judge, status in (("critic@2", 404), ("nobody@1", 404), ("stranger@1", 422), ("critic", 400)):
         error = refusal(judged_by(judge), status)
         assert error["param"] == "generate.reward[1].judge", error
         assert judge.split("@")[0] in error["message"]
