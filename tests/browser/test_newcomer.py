@@ -56,6 +56,7 @@ def test_the_path(reader: Reader, stack: Stack) -> None:
     train(page, name, "20")
     expect(page.get_by_text("succeeded", exact=True).first).to_be_visible(timeout=60_000)
     expect(page.locator(".u-legend").first).to_contain_text(name)
+    expect(page.locator(".u-legend .u-value").first, "the latest step, where no pointer is").to_have_text("20")
 
     # The version answers as it was told, and learns another answer.
     page.get_by_role("link", name="Compare in the chat").click()

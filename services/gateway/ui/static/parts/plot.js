@@ -11,6 +11,12 @@ const xSteps = (least) => [1, 2, 5, 10, 15, 30, 60, 100, 120, 200, 300, 500, 600
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
+/** Where no pointer is, the legend has the latest values. */
+function showLatest(plot) {
+  const points = plot.data[0].length;
+  if (points && (plot.cursor.idx ?? null) === null) plot.setLegend({ idx: points - 1 }, false);
+}
+
 function options(element, { series, height, unit, format, xFormat, xStep, xFloor, zero, log }) {
   const ink = colour("--muted");
   const grid = { stroke: colour("--line"), width: 1 };
@@ -21,6 +27,7 @@ function options(element, { series, height, unit, format, xFormat, xStep, xFloor
     padding: [8, 8, 0, 0],
     cursor: { points: { size: 6 }, drag: { x: true, y: false } },
     legend: { live: true },
+    hooks: { setCursor: [showLatest], setData: [showLatest] },
     scales: {
       x: { time: false, range: xFloor === null ? undefined : (_, low, high) => [Math.min(low ?? 0, xFloor), high ?? 0] },
       y: { distr: log ? 3 : 1, range: zero ? (_, low, high) => [0, Math.max(high ?? 0, zero) * 1.1] : undefined },
