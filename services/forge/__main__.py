@@ -200,7 +200,7 @@ def _planned_recovery(given: argparse.Namespace, settings: RecoverySettings) -> 
         teacher = None if given.teacher is None else read_config(given.teacher)
         seconds = recovery_seconds(work.base.config, teacher, settings, rates)
         plan = work.summary(settings, available)
-    estimated = {"seconds": round(seconds, 1), "seconds_are": "estimated", "measured_flops": round(rates.flops)}
+    estimated = {"seconds": float(f"{seconds:.2g}"), "seconds_are": "estimated", "measured_flops": round(rates.flops)}
     return {"out": None, "plan": plan | estimated}
 
 
