@@ -13,6 +13,7 @@ import pytest
 from axe_playwright_python.base import AXE_FILE_PATH
 from playwright.sync_api import Browser, BrowserContext, Page, Playwright, Response, sync_playwright
 
+from tests.missing import missing
 from tests.stack import Stack
 
 WAIT_MS = 20_000
@@ -24,9 +25,7 @@ def chromium() -> Iterator[Browser]:
     """The browser; its sandbox wants another user than root, in whose name tests run in containers."""
     path = shutil.which("chromium")
     if path is None:
-        if os.environ.get("CI") == "true":
-            pytest.fail("Chromium is missing: .ci/tools installs it")
-        pytest.skip("Chromium is missing: .ci/tools installs it")
+        missing("Chromium is missing: .ci/tools installs it")
     playwright: Playwright
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])

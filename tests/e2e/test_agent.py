@@ -7,10 +7,8 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
-
 from services.common.security.sandbox.commands import available
-from services.common.security.sandbox.shut_in import SandboxUnavailable
+from tests.missing import any_sandbox
 from tests.stack import Stack
 from tests.unit.cli.runner import temper
 
@@ -32,10 +30,8 @@ def test_the_tiny_model_does_a_task_and_its_trace_is_learnt(stack: Stack, tmp_pa
     workspace, outside = (tmp_path / "workspace").resolve(), (tmp_path / "outside").resolve()
     for directory in (workspace, outside):
         directory.mkdir()
-    try:
+    with any_sandbox():
         available(workspace)
-    except SandboxUnavailable as error:
-        pytest.skip(error.message)
     (outside / "server.py").write_text(SERVER)
     calls, trace = outside / "calls", tmp_path / "trace.jsonl"
     common = ("--json", "--system", "", "--temperature", "0", "--max-tokens", "64", "--workspace", str(workspace))

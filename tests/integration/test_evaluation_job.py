@@ -27,7 +27,7 @@ from services.common.jobs.scorers.grants import Grants
 from services.common.jobs.scorers.sample import Sample
 from services.common.queue.job_queue import JobQueue
 from services.common.security.sandbox.sandbox import Sandbox
-from services.common.security.sandbox.shut_in import Isolation, SandboxUnavailable
+from services.common.security.sandbox.shut_in import Isolation
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
 from services.engine.models.lora.trainable import LoraParams
@@ -35,6 +35,7 @@ from services.trainer.jobs import prepare_run
 from services.trainer.runtime.worker import TrainerWorker
 from services.trainer.settings import TrainerSettings
 from tests.integration.test_rollout_job import events, until
+from tests.missing import sandbox_level
 from tests.rollout_support import TINY, Pod, running_pod
 from tests.unit.common.jobs.scorers.test_webhook import serving
 
@@ -268,10 +269,8 @@ async def test_programs_of_answers_run_with_their_tests(
     queue: JobQueue, store: ObjectStore, suites: SuiteStore, start: Start, pod: Pod
 ) -> None:
     sandbox = Sandbox(Isolation.NAMESPACES)
-    try:
+    with sandbox_level():
         sandbox.check()
-    except SandboxUnavailable as error:
-        pytest.skip(error.message)
     lines: list[dict[str, Any]] = [
         {"prompt": f"What is {number} plus 1?", "tests": {"prelude": "x = ", "code": f"assert x == {number + 1}"}}
         for number in range(6)

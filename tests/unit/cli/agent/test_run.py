@@ -19,6 +19,7 @@ from cli.job_files import data
 from cli.local.ports import claim_ports
 from services.common.security.sandbox.commands import available
 from services.common.security.sandbox.shut_in import SandboxUnavailable
+from tests.missing import any_sandbox
 from tests.unit.cli.agent.scripted import calls, model, refuses, says
 from tests.unit.cli.runner import temper
 from tests.unit.cli.server import Reply
@@ -42,10 +43,8 @@ server.run(*sys.argv[1:2], **({"port": int(sys.argv[2])} if len(sys.argv) > 2 el
 @pytest.fixture(scope="module")
 def sandboxed(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Commands can be shut in here."""
-    try:
+    with any_sandbox():
         available(tmp_path_factory.mktemp("tried").resolve())
-    except SandboxUnavailable as error:
-        pytest.skip(error.message)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 
 from services.common.security.sandbox.commands import CommandLimits, CommandSandbox, available
 from services.common.security.sandbox.shut_in import Isolation, SandboxUnavailable
+from tests.missing import any_sandbox
 from tests.stack import ROOT
 from tests.unit.common.security.escapes.attempts import ATTEMPTS
 from tests.unit.common.security.escapes.field import HOGS, KEY
@@ -89,10 +90,8 @@ def test_nothing_goes_on_behind_a_command(report: dict[str, Any]) -> None:
 
 def test_there_are_no_commands_without_a_sandbox(tmp_path: Path) -> None:
     """Within a sandbox there is none: neither namespaces nor a session of its own can be had."""
-    try:
+    with any_sandbox():
         sandbox = available(tmp_path, reads=[str(ROOT)])
-    except SandboxUnavailable as error:
-        pytest.skip(error.message)
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom pathlib import Path\n"
         "from services.common.security.sandbox.commands import available\n"
