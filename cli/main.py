@@ -24,7 +24,7 @@ from cli.commands.operations.pull import pull_model
 from cli.commands.operations.serve import serve
 from cli.commands.tune import tune
 from cli.local.model_directory import model_directory
-from cli.options import Device, Dtype, Json, Model, defaults
+from cli.options import Device, Dtype, Host, InDtype, Json, Model, OnDevice, Port, defaults
 from cli.output import Output, guarded
 from services.common.telemetry.process import installed_version
 
@@ -65,12 +65,10 @@ def up(
         str | None,
         typer.Option(help="What clients put in `model`.", show_default="qwen3.5", envvar="TEMPER_SERVED_MODEL_NAME"),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address the HTTP API listens on.", envvar="TEMPER_HOST")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port of the HTTP API.", min=1, max=65535, envvar="TEMPER_PORT")] = 8420,
-    device: Annotated[Device, typer.Option(help="auto: cuda if there is one.", envvar="TEMPER_DEVICE")] = Device.AUTO,
-    dtype: Annotated[
-        Dtype, typer.Option(help="auto: bfloat16 on cuda, float32 on cpu.", envvar="TEMPER_DTYPE")
-    ] = Dtype.AUTO,
+    host: Host = "127.0.0.1",
+    port: Port = 8420,
+    device: OnDevice = Device.AUTO,
+    dtype: InDtype = Dtype.AUTO,
     data_dir: Annotated[Path, typer.Option(help="Stores, logs and checkpoints live here.")] = Path(".temper"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the ready line as JSON.")] = False,
     no_keys: Annotated[

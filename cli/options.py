@@ -43,6 +43,14 @@ class Dtype(enum.StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+Host = Annotated[str, typer.Option(help="Address the HTTP API listens on.", envvar="TEMPER_HOST")]
+Port = Annotated[int, typer.Option(help="Port of the HTTP API.", min=1, max=65535, envvar="TEMPER_PORT")]
+OnDevice = Annotated[Device, typer.Option(help="auto: cuda if there is one.", envvar="TEMPER_DEVICE")]
+InDtype = Annotated[Dtype, typer.Option(help="auto: bfloat16 on cuda, float32 on cpu.", envvar="TEMPER_DTYPE")]
+Wait = Annotated[bool, typer.Option("--wait", help="Follow the run, and print its result.")]
+Timeout = Annotated[float | None, typer.Option(help="Seconds to wait at most; the run goes on.", min=0)]
+
+
 def defaults(command: Any, url: str | None) -> dict[str, Any]:
     """Defaults of all options below a command: what the file of settings says of those that have a variable, and the
     URL that was given before the command's name.

@@ -14,7 +14,7 @@ from cli.forge_text import forged
 from cli.http.client import Client, path
 from cli.http.job_events import watch
 from cli.job_files import apply_settings, read_lines
-from cli.options import Json, Url, connected
+from cli.options import Json, Timeout, Url, Wait, connected
 from cli.output import CliError, ExitCode, Output
 from services.common.errors import InvalidRequest
 from services.common.jobs import ForgeJob
@@ -38,8 +38,8 @@ def submit(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="One more setting, e.g. prune.mlp_channels=25%."),
     ] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Follow the run, and print its result.")] = False,
-    timeout: Annotated[float | None, typer.Option(help="Seconds to wait at most; the run goes on.", min=0)] = None,
+    wait: Wait = False,
+    timeout: Timeout = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:

@@ -16,7 +16,7 @@ from cli.commands.evaluation.comparison_plot import save_comparison
 from cli.http.client import Client, path
 from cli.http.job_events import watch
 from cli.job_files import apply_settings
-from cli.options import Json, Url, connected
+from cli.options import Json, Timeout, Url, Wait, connected
 from cli.output import CliError, ExitCode, Output
 
 app = typer.Typer(name="eval", help="Evaluate models and adapters.", no_args_is_help=True)
@@ -44,8 +44,8 @@ def run(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="One more setting, e.g. sampling.max_tokens=16."),
     ] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Follow the run, and print its result.")] = False,
-    timeout: Annotated[float | None, typer.Option(help="Seconds to wait at most; the run goes on.", min=0)] = None,
+    wait: Wait = False,
+    timeout: Timeout = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:

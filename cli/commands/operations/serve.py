@@ -13,7 +13,7 @@ import typer
 
 from cli.commands.up import UpOptions, run_up
 from cli.local.model_directory import model_directory
-from cli.options import Device, Dtype, Model
+from cli.options import Device, Dtype, Host, InDtype, Model, OnDevice, Port
 from cli.output import CliError, ExitCode, Output, guarded
 from cli.settings import UpSettings, inherited_environment, read
 
@@ -33,12 +33,10 @@ def serve(
         Part, typer.Argument(help="gateway and engine are one process each, in place of this one, as in the images.")
     ] = Part.BOTH,
     model: Model = None,
-    host: Annotated[str, typer.Option(help="Address the HTTP API listens on.", envvar="TEMPER_HOST")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port of the HTTP API.", min=1, max=65535, envvar="TEMPER_PORT")] = 8420,
-    device: Annotated[Device, typer.Option(help="auto: cuda if there is one.", envvar="TEMPER_DEVICE")] = Device.AUTO,
-    dtype: Annotated[
-        Dtype, typer.Option(help="auto: bfloat16 on cuda, float32 on cpu.", envvar="TEMPER_DTYPE")
-    ] = Dtype.AUTO,
+    host: Host = "127.0.0.1",
+    port: Port = 8420,
+    device: OnDevice = Device.AUTO,
+    dtype: InDtype = Dtype.AUTO,
     data_dir: Annotated[Path, typer.Option(help="Logs and checkpoints of both live here.")] = Path(".temper"),
     no_keys: Annotated[bool, typer.Option("--no-keys", help="As of `temper up`.")] = False,
 ) -> None:
