@@ -14,10 +14,12 @@ from services.common.evaluation.runs.store import EvaluationStore
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.logging import configure_logging
+from services.engine.settings import EngineSettings
+from services.pod.forging.job import PodForge
 from services.trainer.jobs import prepare_run
 from services.trainer.runtime.worker import TrainerWorker
 from services.trainer.settings import TrainerSettings
-from tests.rollout_support import running_pod
+from tests.rollout_support import TINY, running_pod
 
 
 class PodSettings(CommonSettings):
@@ -25,18 +27,25 @@ class PodSettings(CommonSettings):
 
     deaths: Path | None = None
     """Directory with a file for each run of suites whose decision a process died of."""
+    forge_dir: Path | None = None
+    """Directory of forge jobs; None: this process takes none."""
 
 
 def main() -> None:
     """Works until it is killed."""
-    deaths, settings = PodSettings().deaths, TrainerSettings()
+    pod_settings, settings = PodSettings(), TrainerSettings()
+    deaths = pod_settings.deaths
     configure_logging(settings, service="pod")
     if deaths is not None:
         _die_once_of_each_decision(deaths)
     store = ObjectStore(settings)
     registry = AdapterRegistry(store, settings.served_model_name)
     with running_pod(registry=registry) as pod:
-        TrainerWorker(pod.host, settings, store=store, registry=registry, prepare=prepare_run).start()
+        forge = None
+        if pod_settings.forge_dir is not None:
+            served = EngineSettings.model_validate({"model": TINY, "s3_bucket": settings.s3_bucket})
+            forge = PodForge(served, pod.host, store, pod_settings.forge_dir, None)
+        TrainerWorker(pod.host, settings, store=store, registry=registry, prepare=prepare_run, forge=forge).start()
         threading.Event().wait()
 
 

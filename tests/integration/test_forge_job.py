@@ -24,9 +24,13 @@ from services.pod.forging.job import PodForge
 from services.trainer.jobs import prepare_run
 from services.trainer.runtime.worker import TrainerWorker
 from services.trainer.settings import TrainerSettings
+from tests.forked import pod_worker
 from tests.integration.test_evaluation_job import made
 from tests.integration.test_rollout_job import events, until
+from tests.integration.test_worker import RECLAIM, Spawn, spawn, trainer_settings
 from tests.rollout_support import TINY, Pod, running_pod
+
+__all__ = ["spawn", "trainer_settings"]
 
 RECOVER = {"method": "distill", "steps": 2, "batch_tokens": 16, "held_out_share": 0.3}
 KEY = Ed25519PrivateKey.generate()
@@ -51,7 +55,10 @@ def start(
 
     def make() -> TrainerWorker:
         trainer = TrainerSettings(
-            **settings.model_dump(), job_heartbeat_seconds=0.2, checkpoint_dir=tmp_path / "checkpoints"
+            **settings.model_dump(),
+            job_reclaim_seconds=RECLAIM,
+            job_heartbeat_seconds=0.2,
+            checkpoint_dir=tmp_path / "checkpoints",
         )
         forge = PodForge(served, pod.host, store, tmp_path / "forge", KEY)
         workers.append(
@@ -81,18 +88,25 @@ async def ended(queue: JobQueue, spec: ForgeJob) -> Job:
     return await until(queue, (await queue.submit(spec, key_id="ci")).id, lambda job: job.state.terminal)
 
 
-async def test_handed_on_in_the_middle_a_job_goes_on_beside_traffic_and_ends_in_the_store(
+async def test_killed_and_handed_on_a_job_goes_on_beside_traffic_and_ends_in_the_store(
     queue: JobQueue,
     store: ObjectStore,
     suites: SuiteStore,
     start: Callable[[], TrainerWorker],
+    spawn: Spawn,
     pod: Pod,
     tmp_path: Path,
 ) -> None:
+    """Its first process is killed with -9 in the middle of the baseline's answers, or soon after them."""
+    submitted = await queue.submit(job(suites=["sums@1"], name="Small", recover=RECOVER))
+    killed = spawn(pod_worker, TEMPER_FORGE_DIR=str(tmp_path / "forge"))
+    await until(queue, submitted.id, lambda job: job.progress.step >= 1)
+    killed.kill()
+    killed.wait()
+
     user = pod.user()
     asked = user.submit((3, 17, 250), max_tokens=200)
     first = start()
-    submitted = await queue.submit(job(suites=["sums@1"], name="Small", recover=RECOVER))
     await until(queue, submitted.id, lambda job: job.progress.step >= 2)
     assert await asyncio.to_thread(first.drain)
     kept = {path.name for path in (tmp_path / "forge").iterdir()}
