@@ -27,7 +27,7 @@ def planned_run(result: Mapping[str, Any]) -> str:
     lines.append(f"  {'stage':<{width}}  {'seconds':>9}  {'memory':>10}  {'disk':>10}")
     for stage in plan["stages"]:
         disk = _bytes(stage["disk_bytes"]) if stage["disk_bytes"] else ""
-        seconds = f"{stage['seconds']:,.1f}"
+        seconds = _seconds(stage["seconds"])
         lines.append(
             f"  {stage['stage']:<{width}}  {seconds:>9}  {_bytes(stage['memory_bytes']):>10}  {disk:>10}".rstrip()
         )
@@ -95,7 +95,7 @@ def quality(evaluation: Mapping[str, Any]) -> str:
 
 def _estimated(plan: Mapping[str, Any]) -> str:
     rate = f"{plan['measured_flops'] / 1e9:,.0f} GFLOP/s"
-    return f"about {plan['seconds']:,.0f} s (estimated, from {rate} measured here)"
+    return f"about {_seconds(plan['seconds'])} s (estimated, from {rate} measured here)"
 
 
 def _mean(summary: Mapping[str, Any], percent: bool) -> str:
@@ -115,3 +115,7 @@ def _bounds(bounds: Mapping[str, Any] | None, percent: bool) -> str:
 
 def _bytes(count: int) -> str:
     return f"{count / 2**20:,.1f} MiB" if count < 2**30 else f"{count / 2**30:,.1f} GiB"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"

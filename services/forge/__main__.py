@@ -177,7 +177,7 @@ def _recover(given: argparse.Namespace) -> dict[str, Any]:
 def _planned_recovery(given: argparse.Namespace, settings: RecoverySettings) -> dict[str, Any]:
     import torch
 
-    from services.forge.pipeline.needs import Rates, recovery_seconds
+    from services.forge.pipeline.needs import Rates, recovery_seconds, rounded
     from services.forge.recovery.memory import available_bytes
     from services.forge.recovery.plan import RecoveryPlan
 
@@ -200,7 +200,7 @@ def _planned_recovery(given: argparse.Namespace, settings: RecoverySettings) -> 
         teacher = None if given.teacher is None else read_config(given.teacher)
         seconds = recovery_seconds(work.base.config, teacher, settings, rates)
         plan = work.summary(settings, available)
-    estimated = {"seconds": float(f"{seconds:.2g}"), "seconds_are": "estimated", "measured_flops": round(rates.flops)}
+    estimated = {"seconds": rounded(seconds), "seconds_are": "estimated", "measured_flops": round(rates.flops)}
     return {"out": None, "plan": plan | estimated}
 
 

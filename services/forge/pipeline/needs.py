@@ -137,6 +137,11 @@ def recovery_bytes(
     return plan.total, bound
 
 
+def rounded(seconds: float) -> float:
+    """Estimated seconds with the two digits that an estimate has: of a small model not 0."""
+    return float(f"{seconds:.2g}")
+
+
 def recovery_seconds(
     config: ModelConfig, teacher: ModelConfig | None, settings: RecoverySettings, rates: Rates
 ) -> float:

@@ -25,6 +25,7 @@ from services.forge.pipeline.needs import (
     importance_seconds,
     recovery_bytes,
     recovery_seconds,
+    rounded,
 )
 from services.forge.pipeline.run import Pipeline, recovery_settings
 from services.forge.pipeline.schedule import nominal_cut
@@ -54,7 +55,7 @@ class StagePlan:
             "memory_bytes": self.memory_bytes,
             "memory_is": "at most" if self.bound else "planned",
             "disk_bytes": self.disk_bytes,
-            "seconds": round(self.seconds, 1),
+            "seconds": rounded(self.seconds),
         }
 
 
@@ -81,7 +82,7 @@ class RunPlan:
             "memory_bytes": max(stage.memory_bytes for stage in self.stages),
             "memory_there": self.memory_bytes,
             "disk_bytes": sum(stage.disk_bytes for stage in self.stages),
-            "seconds": round(sum(stage.seconds for stage in self.stages), 1),
+            "seconds": rounded(sum(stage.seconds for stage in self.stages)),
             "seconds_are": "estimated",
             "measured_flops": round(self.rate),
         }
