@@ -20,9 +20,13 @@ WAIT_MS = 20_000
 AXE = AXE_FILE_PATH.read_text()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def chromium() -> Iterator[Browser]:
-    """The browser; its sandbox wants another user than root, in whose name tests run in containers."""
+    """The browser; its sandbox wants another user than root, in whose name tests run in containers.
+
+    It ends with this package's tests: until then Playwright's event loop runs in this thread, where asyncio starts no
+    other.
+    """
     path = shutil.which("chromium")
     if path is None:
         missing("Chromium is missing: .ci/tools installs it")
