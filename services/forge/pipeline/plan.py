@@ -46,7 +46,7 @@ class StagePlan:
     disk_bytes: int = 0
     """Of the work directory, for what it makes."""
     bound: bool = False
-    """The memory is an upper bound: what the stage trains depends on which layers go, and it plans for itself then."""
+    """The memory is not known well: it depends on which layers go, and the stage plans for itself then."""
 
     def summary(self) -> dict[str, Any]:
         """Plan as JSON."""
@@ -130,9 +130,10 @@ def plan_run(pipeline: Pipeline) -> RunPlan:
         base = Base(inputs.model, stack)
         made = RunPlan(_sizes(base, schedule.left), 0, memory_bytes=machine.memory_bytes, rate=rates.flops)
         stages = made.stages
-        evaluation = machine.engine_bytes(inputs.model) if inputs.suites.items else 0
-        if inputs.suites.items:
-            stages.append(StagePlan("baseline", evaluation, rates.answers(base.config, items)))
+        if items:
+            stages.append(
+                StagePlan("baseline", machine.evaluation_bytes(inputs.model), rates.answers(base.config, items))
+            )
         config, left = base.config, {kind: count(base.config, kind) for kind in schedule.left}
         nbytes = made.sizes.bytes
         for number, levels in enumerate(schedule.cycles, start=1):
@@ -156,8 +157,10 @@ def plan_run(pipeline: Pipeline) -> RunPlan:
         if settings.quantize is not None:
             nbytes = quantized_bytes(compacted(base, nominal_cut(base.config, schedule.left, mtp=base.mtp)))
             stages.append(StagePlan("quantize", STREAM_BYTES, 3 * rates.copied(nbytes), nbytes))
-        if inputs.suites.items:
-            stages.append(StagePlan("evaluate", evaluation, rates.answers(config, items)))
+        if items:
+            seconds = rates.answers(config, items)
+            # Of layers, which ones go decides how much the caches of what is left take.
+            stages.append(StagePlan("evaluate", machine.engine_bytes(config), seconds, bound="layers" in schedule.left))
         stages.append(StagePlan("save", STREAM_BYTES, 2 * rates.copied(nbytes), nbytes))
         made.bytes_after = nbytes
     return made

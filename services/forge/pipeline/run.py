@@ -124,8 +124,6 @@ class Pipeline:
         schedule = Schedule.of(config, inputs.settings.prune)
         if inputs.settings.reads_data and inputs.data is None:
             raise InvalidRequest("importance by data and recovery need data: name a file of examples", param="data")
-        if inputs.suites.digests:
-            self.machine.engine_bytes(inputs.model)
         return schedule
 
     # Stages.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,14 +125,10 @@ class PodForge:
 
     def _machine(self, link: ForgeLink) -> Machine:
         host, device = self._host, self._host.model.device.type
-        base = self._settings.model.resolve()
-
-        def nbytes(directory: Path) -> int:
-            return 0 if directory.resolve() == base else engine_bytes(directory, device)
 
         @contextmanager
         def open_engine(directory: Path) -> Iterator[PolicyHost]:
-            if directory.resolve() == base:
+            if machine.is_served(directory):
                 yield host  # the engine that serves answers, behind its users' requests
                 return
             guest = Guest(TrainerTurns(host.gate), host.train_memory_bytes)
@@ -139,17 +136,20 @@ class PodForge:
             with opened(settings, self._work / "no-adapters", host.grants, guest) as beside:
                 yield beside
 
-        return Machine(
+        machine = Machine(
             device=device,
             memory_bytes=host.train_memory_bytes,
             open_engine=open_engine,
-            engine_bytes=nbytes,
+            engine_bytes=partial(engine_bytes, device=device),
+            serves=self._settings.model,
             teacher=self._teacher(),
             gate=host.gate,
-            reserve=lambda need: host.memory_budget.reserve_job(MemoryNeed(0, need)),
+            # All of it stays where it is in the pauses, in which sessions compute.
+            reserve=lambda need: host.memory_budget.reserve_job(MemoryNeed(need, 0)),
             interrupt=link.interrupt,
             retry=link.retry,
         )
+        return machine
 
 
 class _Stages:

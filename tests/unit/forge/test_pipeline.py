@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import resource
 import shutil
@@ -19,7 +20,7 @@ from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.weights.shards import Progress, silent
 from services.forge.pipeline.work import Work
 from services.forge.steps import verify_step
-from services.pod.forging.local import evaluate_directory, run
+from services.pod.forging.local import evaluate_directory, machine, run
 from tests.unit.forge.breaking_off import in_child, killed_at
 from tests.unit.forge.models import TINY, reference_logits
 
@@ -187,6 +188,15 @@ def test_memory_and_disk_are_looked_at_first(home: Path) -> None:
     assert recovery["memory_is"] == "planned"
     less = patch("services.pod.forging.local.device_bytes", return_value=recovery["memory_bytes"] - 1)
     with less, pytest.raises(DoesNotFit, match=r"cycle-01-4-recover needs .* MiB of memory, and there are"):
+        forge(file, dry_run=True)
+    file = recipe(home, output="small/model", importance={"method": "weights"}, recover=None)
+    evaluation = next(one for one in forge(file, dry_run=True)["plan"]["stages"] if one["stage"] == "evaluate")
+    host = machine("cpu", home)
+    beside = dataclasses.replace(host, serves=TINY, memory_bytes=evaluation["memory_bytes"] - 1)
+    with (
+        patch("services.pod.forging.local.machine", return_value=beside),
+        pytest.raises(DoesNotFit, match=r"evaluate needs .* MiB of memory"),
+    ):
         forge(file, dry_run=True)
     usage = shutil.disk_usage(home)
     full = patch("shutil.disk_usage", return_value=usage._replace(free=2**20))  # type: ignore[attr-defined]

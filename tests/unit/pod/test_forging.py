@@ -1,18 +1,39 @@
-"""An engine that is another one's guest, on the tiny model: what else the trainer's thread does beside it."""
+"""Forge jobs beside an engine that serves, on the tiny model: their memory, and an engine that is a guest of its
+device."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
+from services.common.errors import DoesNotFit
 from services.common.jobs.scorers.grants import Grants
+from services.common.storage.directory_store import DirectoryStore
+from services.engine.settings import EngineSettings
 from services.pod.engine import Guest
 from services.pod.forging.engines import TrainerTurns, engine_settings, opened
+from services.pod.forging.job import PodForge
 from services.trainer.host.rollouts import RolloutRequest, RolloutSampling
+from services.trainer.memory.budget import MemoryNeed
+from services.trainer.runtime.attempts.forge import ForgeLink
 from tests.rollout_support import TINY, running_pod
 
 ASKED, TOKENS = 6, 24
+
+
+def test_what_a_forge_job_has_loaded_stays_its_own_in_the_pauses(tmp_path: Path) -> None:
+    with running_pod() as pod:
+        served = EngineSettings.model_validate({"model": TINY})
+        forge = PodForge(served, pod.host, DirectoryStore(tmp_path / "store"), tmp_path / "work")
+        link = ForgeLink(lambda *_: None, lambda: None, lambda operation: operation(), lambda: None)
+        half = pod.host.train_memory_bytes // 2
+        forge._machine(link).take("evaluate", half, "free some")
+        budget = pod.host.memory_budget
+        budget.reserve_session("small", MemoryNeed(0, half))
+        with pytest.raises(DoesNotFit, match="the running job holds"):
+            budget.reserve_session("large", MemoryNeed(0, half + 1))
 
 
 def test_the_trainer_computes_for_sessions_while_a_guest_answers(tmp_path: Path) -> None:
