@@ -15,6 +15,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
+from services.adapter_tools.output import MARGIN_BYTES
 from services.common.errors import CheckpointRejected, Conflict, DoesNotFit, InvalidRequest, NotFound
 from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.weights.shards import Progress, silent
@@ -202,6 +203,22 @@ def test_memory_and_disk_are_looked_at_first(home: Path) -> None:
     full = patch("shutil.disk_usage", return_value=usage._replace(free=2**20))  # type: ignore[attr-defined]
     with full, pytest.raises(InvalidRequest, match=r"the disk has 1.0 MiB free"):
         forge(file, dry_run=True)
+
+
+def test_what_is_there_already_needs_no_room_on_the_disk(home: Path, tmp_path: Path) -> None:
+    file = recipe(home, output="tight/model", importance={"method": "weights"}, suites=[])
+    plan = forge(file, dry_run=True)["plan"]
+    recoveries = [stage["disk_bytes"] for stage in plan["stages"] if "recover" in stage["stage"]]
+    others = sum(stage["disk_bytes"] for stage in plan["stages"]) - sum(recoveries)
+    assert others < plan["disk_bytes"] < others + sum(recoveries), "one recovery's states after the other's"
+    usage = shutil.disk_usage(home)
+    tight = usage._replace(free=plan["disk_bytes"] + MARGIN_BYTES - 1)  # type: ignore[attr-defined]
+    with patch("shutil.disk_usage", return_value=tight):
+        with pytest.raises(InvalidRequest, match="the run writes another"):
+            forge(file, dry_run=True, work=tmp_path)
+        (tmp_path / "cycle-01-3-compact").mkdir()
+        (tmp_path / "cycle-01-3-compact" / "model.safetensors").write_bytes(b"1")
+        assert forge(file, dry_run=True, work=tmp_path)["plan"]["disk_bytes"] == plan["disk_bytes"]
 
 
 def test_a_disk_that_is_full_in_the_middle_loses_nothing(home: Path) -> None:
