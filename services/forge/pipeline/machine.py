@@ -61,6 +61,15 @@ class Machine:
         """Bytes that the evaluation of a checkpoint takes."""
         return 0 if self.is_served(directory) else self.engine_bytes(read_config(directory))
 
+    def telling(self, progress: Progress) -> Progress:
+        """Progress where a run may be ended, once it is told."""
+
+        def tell(stage: str, done: int, total: int) -> None:
+            progress(stage, done, total)
+            self.interrupt()
+
+        return tell
+
     def take(self, stage: str, nbytes: int, way_out: str) -> None:
         """Reserves memory before a stage allocates it.
 
@@ -87,7 +96,6 @@ class Turn:
 
     def __init__(self, machine: Machine) -> None:
         self._gate = machine.gate
-        self._interrupt = machine.interrupt
         self._held = ExitStack()
 
     def __enter__(self) -> Self:
@@ -111,18 +119,12 @@ class Turn:
         yield
         self._take()
 
-    def telling(self, progress: Progress, *, interrupt: bool = True) -> Progress:
-        """Progress that is told outside of the turn.
-
-        Args:
-            interrupt: the run may be ended where it is told.
-        """
+    def telling(self, progress: Progress) -> Progress:
+        """Progress that is told outside of the turn."""
 
         def tell(stage: str, done: int, total: int) -> None:
             with self.left():
                 progress(stage, done, total)
-                if interrupt:
-                    self._interrupt()
 
         return tell
 

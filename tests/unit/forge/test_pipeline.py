@@ -22,6 +22,7 @@ from services.engine.models.weights.shards import Progress, silent
 from services.forge.pipeline.work import Work
 from services.forge.steps import verify_step
 from services.pod.forging.local import evaluate_directory, machine, run
+from tests.training_support import CountingGate
 from tests.unit.forge.breaking_off import in_child, killed_at
 from tests.unit.forge.models import TINY, reference_logits
 
@@ -105,6 +106,45 @@ def test_killed_at_any_moment_it_goes_on_and_ends_in_the_same_bytes(
     assert files(home / "broken" / "model") == files(whole[0])
     assert result | {"out": ""} == whole[1] | {"out": ""}
     assert [path.name for path in (home / "broken").iterdir()] == ["model"], "the work directory is gone"
+
+
+def test_in_its_pauses_others_have_the_device(home: Path, whole: tuple[Path, dict[str, Any]]) -> None:
+    gate, pauses = CountingGate(), 0
+
+    def session() -> None:
+        nonlocal pauses
+        with gate.training():  # refuses who comes while a stage has its turn
+            pauses += 1
+
+    beside = dataclasses.replace(machine("cpu", home, 1), gate=gate, interrupt=session)
+    with patch("services.pod.forging.local.machine", return_value=beside):
+        forge(recipe(home, output="beside/model", suites=[]))
+    assert pauses > 20
+    assert checkpoint_digest(home / "beside" / "model") == checkpoint_digest(whole[0])
+
+
+@pytest.mark.parametrize("stage", ["2-prune: digest", "3-compact: writing", "4-recover: recovering", "save: writing"])
+def test_a_run_that_is_stopped_in_a_stage_goes_on(home: Path, whole: tuple[Path, dict[str, Any]], stage: str) -> None:
+    class Stopped(Exception):
+        pass
+
+    seen = ""
+
+    def tell(what: str, done: int, total: int) -> None:
+        nonlocal seen
+        seen = what
+
+    def interrupt() -> None:
+        if stage in seen:
+            raise Stopped
+
+    file = recipe(home, output=f"stopped-{stage[0]}/model", suites=[])
+    stoppable = dataclasses.replace(machine("cpu", home, 1), interrupt=interrupt)
+    with patch("services.pod.forging.local.machine", return_value=stoppable), pytest.raises(Stopped):
+        forge(file, tell)
+    assert not (home / f"stopped-{stage[0]}" / "model").exists()
+    forge(file)
+    assert checkpoint_digest(home / f"stopped-{stage[0]}" / "model") == checkpoint_digest(whole[0])
 
 
 def test_what_is_saved_loads_verifies_and_tells_its_quality(home: Path, whole: tuple[Path, dict[str, Any]]) -> None:
