@@ -144,9 +144,14 @@ class TestLogs:
         with file.open("a") as writer:
             writer.write("f\n")
         assert list(log.new()) == ["half"]
+        with file.open("a") as writer:
+            writer.write("last\n")
         file.rename(home / "engine.1.log")
+        assert list(log.new()) == ["last"]
         file.write_text("next\n")
         assert list(log.new()) == ["next"]
+        file.write_text("cut\n")
+        assert list(log.new()) == ["cut"]
 
 
 def test_ps_shows_processes_with_their_memory_and_the_server(home: Path) -> None:
@@ -226,6 +231,28 @@ class TestLoads:
             result = temper("bench", "--url", url, "-n", "2", "--warm-up", "0")
         assert result.exit_code == 1
         assert "503" in result.stderr
+
+    def test_a_stream_that_ends_with_an_error_has_failed(self) -> None:
+        """Whether or not [DONE] follows, and where the connection stays open."""
+
+        def answer(seen: Seen) -> Reply:
+            if seen.method == "GET":
+                return Reply({"data": [{"id": "m"}]})
+            text = ("", "message", {"choices": [{"text": "a"}]})
+            return sse(text, ("", "message", {"error": {"message": "out of [/memory]"}}), done=True)
+
+        with serving(answer) as (url, _):
+            result = temper("bench", "--url", url, "-n", "2", "--warm-up", "0")
+        assert result.exit_code == 1
+        assert "out of [/memory]" in result.stderr
+
+    def test_a_plot_that_cannot_be_written_is_refused_before_the_load(self, home: Path) -> None:
+        with serving(lambda seen: Reply({"data": [{"id": "m"}]})) as (url, seen):
+            for file in ("load.svg", "nowhere/load.png"):
+                result = temper("bench", "--url", url, "--plot", file)
+                assert result.exit_code == 2
+                assert file in result.stderr
+        assert seen == []
 
     def test_figures_are_those_of_the_answers(self) -> None:
         answers = [Answer(0.0, [0.1, 0.2, 0.4], 3, ""), Answer(1.0, [1.5], 1, ""), Answer(0.5, [], 0, "refused")]
