@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,11 +40,11 @@ def logs(
         width = 0 if process else max(len(log.name) for log in chosen)
         for log in chosen:
             for line in log.last(lines):
-                _write(log.name, line, width)
+                _write(output, log.name, line, width)
         while follow:
             for log in chosen:
                 for line in log.new():
-                    _write(log.name, line, width)
+                    _write(output, log.name, line, width)
             time.sleep(_PAUSE_SECONDS)
 
 
@@ -68,7 +68,8 @@ class Log:
             self._inode, self._offset, self._rest = inode, 0, b""
         if size == self._offset:
             return
-        with self._file.open("rb") as file:
+        data = b""
+        with contextlib.suppress(FileNotFoundError), self._file.open("rb") as file:  # just moved aside
             file.seek(self._offset)
             data = file.read()
         self._offset += len(data)
@@ -86,6 +87,5 @@ def _place(file: Path) -> tuple[int, int]:
     return found.st_ino, found.st_size
 
 
-def _write(name: str, line: str, width: int) -> None:
-    sys.stdout.write(f"{name:{width}} | {line}\n" if width else f"{line}\n")
-    sys.stdout.flush()
+def _write(output: Output, name: str, line: str, width: int) -> None:
+    output.text(f"{name:{width}} | {line}\n" if width else f"{line}\n")
