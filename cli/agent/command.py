@@ -18,7 +18,7 @@ from cli.agent.tools import Runner
 from cli.http.client import Client
 from cli.options import Json, Url
 from cli.output import CliError, ExitCode, Output, guarded
-from cli.settings import CliSettings
+from cli.settings import CliSettings, read
 
 Model = Annotated[str | None, typer.Option(help="Model or adapter name; default: the served model.")]
 Adapter = Annotated[str | None, typer.Option(help='"name", "name@3" or "base".')]
@@ -91,7 +91,7 @@ def agent(
         trace=trace,
         sampling=_sampling(temperature, max_tokens, seed, think),
     )
-    with guarded(output), Client(url, CliSettings()) as client:
+    with guarded(output), Client(url, read(CliSettings)) as client:
         runner = None if no_tools else runner_of(options)
         with agent_of(client, options, runner) as made:
             converse(made, output, None if no_tools else options.workspace_root())
@@ -149,7 +149,7 @@ def run(
         trace=trace,
         sampling=_sampling(temperature, max_tokens, seed, think),
     )
-    with guarded(output), Client(url, CliSettings()) as client:
+    with guarded(output), Client(url, read(CliSettings)) as client:
         task = sys.stdin.read() if prompt == "-" else prompt
         if not task.strip():
             raise CliError("the task is empty", ExitCode.USAGE)
