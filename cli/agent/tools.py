@@ -112,8 +112,9 @@ def built_in(workspace: Workspace, runner: Runner, limits: CommandLimits) -> lis
         return command(["/bin/sh", "-c", _text(arguments, "command")])
 
     def read(arguments: Mapping[str, Any]) -> str:
-        first, most = _number(arguments, "first_line", 1), arguments.get("lines")
-        return workspace.read(_text(arguments, "path"), first - 1, None if most is None else int(most))
+        first = _number(arguments, "first_line", 1)
+        most = None if arguments.get("lines") is None else _number(arguments, "lines", 1)
+        return workspace.read(_text(arguments, "path"), first - 1, most)
 
     def write(arguments: Mapping[str, Any]) -> str:
         content = _text(arguments, "content")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -37,6 +38,18 @@ def add(a: int, b: int) -> str:
 def read(path: str) -> str:
     return "theirs"
 server.run(*sys.argv[1:2], **({"port": int(sys.argv[2])} if len(sys.argv) > 2 else {}))
+"""
+BAD_MCP_SERVER = """
+import os
+from mcp.server import MCPServer
+server = MCPServer("bad")
+@server.tool(name="all/of it")
+def all_of_it() -> str:
+    return "x" * 5_000_000
+@server.tool()
+def die() -> str:
+    os._exit(3)
+server.run("stdio")
 """
 
 
@@ -107,8 +120,14 @@ def test_what_a_call_gets_wrong_is_told_to_the_model(workspace: Path) -> None:
         ("write", {"path": "x", "content": 3}),
         ("list", "[]"),
         ("shell", {"command": f"head -c {MOST_CHARACTERS * 2} /dev/zero | tr '\\0' x"}),
+        ("read", {"path": "x", "lines": "all"}),
+        ("read", "[" * 100_000),
+        ("read", {"path": "\ud800"}),
+        ("write", {"path": "x", "content": "\ud800"}),
+        ("list", {}),
     )
     (workspace.parent / "secret").write_text("sk-secret")
+    os.close(os.open(os.fsencode(workspace) + b"/\xff", os.O_CREAT))
     with model(script, says("Sorry.")) as (url, _):
         results = [call["result"] for call in run(url, workspace)["tool_calls"]]
     assert results[0] == "there is no tool 'fly': there are python, shell, read, write, list"
@@ -119,6 +138,10 @@ def test_what_a_call_gets_wrong_is_told_to_the_model(workspace: Path) -> None:
     assert results[5] == "the arguments are not an object"
     assert f"{MOST_CHARACTERS} characters are left out here" in results[6]
     assert len(results[6]) < MOST_CHARACTERS + 100
+    assert results[7] == "error: lines: must be an integer of at least 1"
+    assert results[8].startswith("the arguments are not JSON")
+    assert [result.split(":")[:2] for result in results[9:11]] == [["error", " UnicodeEncodeError"]] * 2
+    assert results[11] == "?"  # a name that is no text
 
 
 def test_a_mode_decides_what_runs_unasked(workspace: Path) -> None:
@@ -225,6 +248,27 @@ def test_tools_of_mcp_servers_are_offered_and_called(workspace: Path, tmp_path: 
         message = run(url, workspace, "--mcp", "gone=http://127.0.0.1:9/mcp", code=2)["error"]["message"]
         assert message.startswith("MCP server gone (http://127.0.0.1:9/mcp): ")
         assert "NAME=URL" in run(url, workspace, "--mcp", "nothing", code=2)["error"]["message"]
+        for place, reason in (
+            ('quote="', "No closing quotation"),
+            ("none=/nowhere/server", "No such file"),
+            (f"noisy={sys.executable} -c 'import os; os.write(2, bytes([255]))'", "\ufffd"),
+        ):
+            message = run(url, workspace, "--mcp", place, code=2)["error"]["message"]
+            assert message.startswith(f"MCP server {place.partition('=')[0]}")
+            assert reason in message
+
+
+def test_a_server_that_dies_or_says_too_much_ends_a_call_and_nothing_more(workspace: Path, tmp_path: Path) -> None:
+    server = tmp_path / "server.py"
+    server.write_text(BAD_MCP_SERVER)
+    script = calls(("all_of_it", {}), ("die", {}), ("die", {}))
+    with model(script, says("Gone.")) as (url, bodies):
+        report = run(url, workspace, "--mcp", f"bad={sys.executable} {server}", "--approve", "all")
+    assert {tool["function"]["name"] for tool in bodies[0]["tools"]} >= {"all_of_it", "die"}
+    results = [call["result"] for call in report["tool_calls"]]
+    assert len(results[0]) < MOST_CHARACTERS + 100
+    assert [result.startswith("error: ") for result in results] == [False, True, True]
+    assert report["answer"] == "Gone."
 
 
 def test_a_workspace_with_keys_of_a_temper_is_refused(workspace: Path) -> None:
