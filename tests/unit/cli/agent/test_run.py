@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from cli.local.ports import claim_ports
 from services.common.security.sandbox.commands import available
 from services.common.security.sandbox.shut_in import SandboxUnavailable
 from tests.missing import any_sandbox
+from tests.stack import ROOT, clean_environment
 from tests.unit.cli.agent.scripted import calls, model, refuses, says
 from tests.unit.cli.runner import temper
 from tests.unit.cli.server import Reply
@@ -81,6 +83,14 @@ def wait_for_port(port: int) -> None:
             return socket.create_connection(("127.0.0.1", port), 1).close()
         time.sleep(0.1)
     raise AssertionError(f"nothing listens on {port}")
+
+
+def wait_for_file(file: Path) -> None:
+    for _ in range(600):
+        if file.exists():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"there is no {file}")
 
 
 def test_tools_are_called_until_the_model_calls_nothing(workspace: Path) -> None:
@@ -208,6 +218,35 @@ def test_a_trace_is_what_grpo_learns_from(workspace: Path, tmp_path: Path) -> No
     assert (first["adapter"], first["reward"], first["truncated"]) == ("polite@2", 1.0, False)
     assert (second["adapter"], second["reward"], second["truncated"]) == ("base", 0.0, True)
     assert len(first["token_ids"]) == len(first["logprobs"]) > 1
+
+
+def test_a_trace_keeps_the_attempts_that_were_over_when_the_server_went_away(workspace: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    with model(says("A", prompt=[1]), refuses("engine_unavailable", 503)) as (url, _):
+        run(url, workspace, "--no-tools", "--samples", "2", "--trace", str(trace), code=3)
+    assert [len(group["completions"]) for group in data("grpo", trace)["groups"]] == [1]
+
+
+def test_an_interrupted_attempt_is_no_failure_of_the_model(workspace: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    script = (says("A", prompt=[1]), calls(("shell", {"command": "touch begun; sleep 60"}), prompt=[1]))
+    words = ("run", "--prompt", "Do it.", "--workspace", str(workspace), "--check", "! touch checked", "--samples", "3")
+    with model(*script) as (url, _):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "cli", *words, "--json", "--trace", str(trace), "--url", url],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=ROOT,
+            env=clean_environment(),
+        )
+        wait_for_file(workspace / "begun")
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    report = json.loads(said)
+    assert (report["finish"], report["passed"]) == ("interrupted", None)
+    assert not (workspace / "checked").exists()  # it was put back, and nothing was checked again
+    assert [len(group["completions"]) for group in data("grpo", trace)["groups"]] == [1]
 
 
 def test_a_conversation_near_the_context_is_compacted_and_goes_on(workspace: Path) -> None:
