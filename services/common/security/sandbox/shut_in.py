@@ -118,9 +118,7 @@ class Launch:
             verdict, verdict_end = _pipe(stack)
             whole = {**job, "verdict": verdict_end.fileno(), "level": self.isolation.value}
             try:
-                file = stack.enter_context(os.fdopen(os.memfd_create("job"), "w+b"))
-                file.write(json.dumps(whole).encode())
-                file.seek(0)
+                file = stack.enter_context(_in_memory(json.dumps(whole)))
                 ended = run_watched(
                     [self.python, "-I", "-S", "-B", "-X", "utf8", str(_LAUNCHER)],
                     wall_seconds=wall_seconds,
@@ -176,6 +174,17 @@ def run_watched(
         finally:
             _kill(process)
     return Ended(process.returncode, printed.decode(errors="replace"), stopped)
+
+
+def _in_memory(text: str) -> IO[bytes]:
+    """A file with a text. Raises NotStarted: none can be had."""
+    try:
+        file = os.fdopen(os.memfd_create("job"), "w+b")
+    except OSError as error:
+        raise NotStarted(str(error)) from error
+    file.write(text.encode())
+    file.seek(0)
+    return file
 
 
 def _pipe(stack: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
