@@ -76,9 +76,12 @@ class Output:
         self.as_json = as_json
         self.out = CleanConsole(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
         self.err = CleanConsole(stderr=True)
+        self._lines = False
 
     def json(self, value: Any, *, line: bool = False) -> None:
-        text = json.dumps(value, ensure_ascii=False, indent=None if line else 2)
+        """Writes a document; behind a line all others, errors too, are lines."""
+        self._lines |= line
+        text = json.dumps(value, ensure_ascii=False, indent=None if self._lines else 2)
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
 
