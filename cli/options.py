@@ -25,6 +25,10 @@ Model = Annotated[
         envvar="TEMPER_MODEL",
     ),
 ]
+ServedModelName = Annotated[
+    str | None,
+    typer.Option(help="What clients put in `model`.", show_default="qwen3.5", envvar="TEMPER_SERVED_MODEL_NAME"),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 

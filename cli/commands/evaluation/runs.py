@@ -63,11 +63,8 @@ def run(
         if not wait:
             output.result(made, f"{made['id']} queued; look at it with: temper eval show {made['id']}")
             return
-        job = watch(client, output, made["id"], timeout=timeout)
-        if job["state"] != "succeeded":
-            reason = f": {job['reason']}" if job.get("reason") else ""
-            raise CliError(f"evaluation {job['id']} {job['state']}{reason}", error={"message": str(job.get("reason"))})
-        _show(output, client.get(path("v1", "evaluations", made["id"])), line=True)
+        watch(client, output, made["id"], timeout=timeout, called="evaluation")
+        _show(output, client.get(path("v1", "evaluations", made["id"])))
 
     connected(url, as_json, work)
 
@@ -173,9 +170,9 @@ def _target(text: str) -> str | dict[str, str]:
     return {"model": model, "url": url} if at and "://" in url else text
 
 
-def _show(output: Output, one: dict[str, Any], *, line: bool = False) -> None:
+def _show(output: Output, one: dict[str, Any]) -> None:
     if output.as_json:
-        output.json(one, line=line)
+        output.json(one)
         return
     colour = {"succeeded": "green", "failed": "red", "cancelled": "yellow"}.get(one["state"], "cyan")
     reason = f"  {escape(one['reason'])}" if one["reason"] else ""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,11 +40,11 @@ def logs(
         width = 0 if process else max(len(log.name) for log in chosen)
         for log in chosen:
             for line in log.last(lines):
-                _write(log.name, line, width)
+                _write(output, log.name, line, width)
         while follow:
             for log in chosen:
                 for line in log.new():
-                    _write(log.name, line, width)
+                    _write(output, log.name, line, width)
             time.sleep(_PAUSE_SECONDS)
 
 
@@ -66,24 +66,19 @@ class Log:
         """Whole lines that have come since this object was made, of a file that was moved aside to its end, and then of
         the one that took its place."""
         yield from self._read()
-        if self._replaced():
-            self._open.close()
-            self._open, self._rest = self._file.open("rb"), b""
-            yield from self._read()
+        with contextlib.suppress(FileNotFoundError):  # it is just being moved aside
+            found = self._file.stat()
+            if found.st_ino != os.fstat(self._open.fileno()).st_ino or found.st_size < self._open.tell():
+                following = self._file.open("rb")
+                self._open.close()
+                self._open, self._rest = following, b""
+                yield from self._read()
 
     def _read(self) -> Iterator[str]:
         *whole, self._rest = (self._rest + self._open.read()).split(b"\n")
         for line in whole:
             yield line.decode("utf-8", "replace")
 
-    def _replaced(self) -> bool:
-        try:
-            found = self._file.stat()
-        except FileNotFoundError:  # it is just being moved aside
-            return False
-        return found.st_ino != os.fstat(self._open.fileno()).st_ino or found.st_size < self._open.tell()
 
-
-def _write(name: str, line: str, width: int) -> None:
-    sys.stdout.write(f"{name:{width}} | {line}\n" if width else f"{line}\n")
-    sys.stdout.flush()
+def _write(output: Output, name: str, line: str, width: int) -> None:
+    output.text(f"{name:{width}} | {line}\n" if width else f"{line}\n")

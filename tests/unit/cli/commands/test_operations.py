@@ -66,6 +66,14 @@ class TestConfig:
         assert found == {"s3_secret_key": ("…", "file"), "port": ("8600", "variable")}
         assert len(shown("config", "show", "--all")) > 100
 
+    def test_a_saved_context_is_shown_without_its_key(self, home: Path) -> None:
+        (home / "key").write_text("tp-secret")
+        temper("context", "add", "mine", "http://mine:1", "--key-file", "key")
+        for words in (("config", "show"), ("config", "show", "--all")):
+            found = {one["setting"]: (one["value"], one["from"]) for one in shown(*words)}
+            assert (found["url"], found["api_key"]) == (("http://mine:1", "context"), ("…", "context"))
+            assert "tp-secret" not in temper(*words).output
+
     @pytest.mark.parametrize(
         ("text", "words"),
         [
@@ -79,6 +87,17 @@ class TestConfig:
         result = temper("config", "check")
         assert result.exit_code == 2
         assert words in result.stderr
+
+    @pytest.mark.parametrize("words", [("ps",), ("run", "--prompt", "x"), ("agent",), ("bench",)])
+    def test_a_wrong_setting_ends_a_command_with_one_line(
+        self, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+    ) -> None:
+        monkeypatch.setenv("TEMPER_REQUEST_TIMEOUT", "-1")
+        result = temper(*words, *(("--json",) if words[0] in ("ps", "run", "bench") else ()))
+        assert result.exit_code == 2
+        assert "TEMPER_REQUEST_TIMEOUT: Input should be greater than 0" in result.output
+        if words[0] in ("ps", "run", "bench"):
+            assert "TEMPER_REQUEST_TIMEOUT" in json.loads(result.stdout)["error"]["message"]
 
     def test_a_named_file_that_is_missing_is_no_empty_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TEMPER_CONFIG", "nowhere.toml")
@@ -118,6 +137,9 @@ class TestContexts:
         result = temper("adapters", "list")
         assert result.exit_code == 2
         assert "there is no context 'two'" in result.stderr
+        # A URL that is said leaves nothing of a context to look for.
+        monkeypatch.setenv("TEMPER_URL", "http://elsewhere:1")
+        assert CliSettings().key_for("http://third:1") == ""
 
     def test_what_is_no_url_is_not_saved(self) -> None:
         assert temper("context", "add", "one", "localhost:8420").exit_code == 2
