@@ -23,8 +23,8 @@ from cli.commands.operations.ps import ps
 from cli.commands.operations.pull import pull_model
 from cli.commands.operations.serve import serve
 from cli.commands.tune import tune
-from cli.local.model_directory import model_directory
-from cli.options import Device, Dtype, Host, InDtype, Json, Model, OnDevice, Port, defaults
+from cli.local.model_directory import in_own_store, model_directory
+from cli.options import Device, Dtype, Host, InDtype, Json, Model, OnDevice, Port, ServedModelName, defaults
 from cli.output import Output, guarded
 from services.common.telemetry.process import installed_version
 
@@ -61,10 +61,7 @@ def options(
 @app.command()
 def up(
     model: Model = None,
-    served_model_name: Annotated[
-        str | None,
-        typer.Option(help="What clients put in `model`.", show_default="qwen3.5", envvar="TEMPER_SERVED_MODEL_NAME"),
-    ] = None,
+    served_model_name: ServedModelName = None,
     host: Host = "127.0.0.1",
     port: Port = 8420,
     device: OnDevice = Device.AUTO,
@@ -80,8 +77,8 @@ def up(
 
     output = Output(as_json=as_json)
     with guarded(output):
-        # One in a bucket is fetched by the engine's process: the bucket may be that of the store that starts first.
-        directory = model if model and model.startswith("s3://") else model_directory(model, output)
+        # The engine's process fetches it there, once the store runs.
+        directory = model if model and in_own_store(model) else model_directory(model, output)
     options = UpOptions(
         model=directory,
         served_model_name=served_model_name,

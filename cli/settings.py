@@ -129,7 +129,8 @@ class CliSettings(FileSettings):
         key = "" if self.api_key is None else self.api_key.get_secret_value()
         if url is None or not self.context or url.rstrip("/") == self.url.rstrip("/"):
             return key
-        return "" if read_contexts().contexts[self.context].api_key == key else key
+        saved = read_contexts().contexts.get(self.context)
+        return "" if saved is not None and saved.api_key == key else key
 
 
 class UpSettings(FileSettings):
@@ -151,7 +152,9 @@ class UpSettings(FileSettings):
     cache_dir: Path = Path("~/.cache/temper")
     """The engine's; looked at before anything is started."""
     model_digest: str = "unchecked"
-    """Digest that a model of an object store must have (--model s3://…); "unchecked": any."""
+    """Digest that a model of the hub or of an object store must have; "unchecked": any."""
+    model_s3_endpoint: str = ""
+    """host:port of the S3 server that has the model of --model s3://…; empty: s3_endpoint."""
     drain_seconds: float = Field(10.0, ge=0)
     """After a stop signal, how long the engine lets running requests finish."""
     shutdown_grace_seconds: int = Field(10, ge=0)

@@ -20,6 +20,6 @@ def with_checks(page: str) -> str:
     _, end, after = rest.partition(_END)
     if not begin or not end:
         raise ValueError(f"{TARGET} has no {_BEGIN.strip()} and {_END.strip()}")
-    first = {check.name for check in (*quick.PYTHON, *quick.MODEL, *quick.MACHINE)}
+    first = {check.name for check in quick.FIRST}
     rows = [f"| `{check.name}` | {check.says} | {'yes' if check.name in first else ''} |\n" for check in CHECKS]
     return f"{before}{begin}| check | ok means | before `temper up` |\n|---|---|---|\n{''.join(rows)}{end}{after}"

@@ -1,4 +1,5 @@
-"""A whole Temper for tests: a real `temper up` in a directory of its own, on free ports, with the tiny model."""
+"""A whole Temper for tests: a real `temper up` or `temper serve` in a directory of its own, on free ports, with the
+tiny model."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 @dataclass(slots=True)
 class Stack:
-    """One `temper up`. ``start`` returns when it printed its line; ``stop`` when all its processes are gone."""
+    """One `temper up`, or another command with its options. ``start`` returns when it printed its line; ``stop`` when
+    all its processes are gone."""
 
     data_dir: Path
     port: int = 0
@@ -51,6 +53,7 @@ class Stack:
     served_model_name: str = "qwen3.5"
     options: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    command: str = "up"
     process: subprocess.Popen[str] | None = None
     ready_line: str = ""
     seconds_to_ready: float = 0.0
@@ -68,7 +71,7 @@ class Stack:
     @property
     def argv(self) -> list[str]:
         return [
-            *(sys.executable, "-m", "cli", "up", "--port", str(self.port), "--data-dir", str(self.data_dir)),
+            *(sys.executable, "-m", "cli", self.command, "--port", str(self.port), "--data-dir", str(self.data_dir)),
             *("--model", str(self.model), "--served-model-name", self.served_model_name, *self.options),
         ]
 
@@ -128,7 +131,7 @@ class Stack:
         self.seconds_to_ready = time.monotonic() - began
         if not self.ready_line:
             self.stop()
-            raise RuntimeError(f"temper up did not get ready in {timeout} s: {self.describe()}")
+            raise RuntimeError(f"temper {self.command} did not get ready in {timeout} s: {self.describe()}")
         return self
 
     def detach(self) -> None:
@@ -166,7 +169,7 @@ class Stack:
         except subprocess.TimeoutExpired as error:
             self.process.kill()
             self.process.wait()
-            raise RuntimeError(f"temper up did not stop in {timeout} s: {self.describe()}") from error
+            raise RuntimeError(f"temper {self.command} did not stop in {timeout} s: {self.describe()}") from error
         finally:
             if self.process.stdout is not None:
                 self.process.stdout.close()
@@ -175,7 +178,7 @@ class Stack:
             for process in alive:
                 process.kill()
         if alive:
-            raise RuntimeError(f"temper up left processes behind: {alive}")
+            raise RuntimeError(f"temper {self.command} left processes behind: {alive}")
         return status
 
     def __enter__(self) -> Self:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from cli.doctor import quick
 from cli.doctor.check import Check
-from cli.doctor.checks import card, disk, model, packages, ports, redis, s3, security, server, settings, telemetry, text
+from cli.doctor.checks import card, disk, model, packages, ports, redis, s3, security, server, telemetry, text
 
 CHECKS: tuple[Check, ...] = (
     *quick.PYTHON,
     Check("packages.pins", packages.pinned),
-    Check("settings", settings.readable),
-    Check("settings.names", settings.known),
-    Check("settings.private", settings.private),
+    *quick.SETTINGS,
     Check("torch", card.torch),
     Check("card", card.limits),
     Check("card.memory", card.memory),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,13 @@ _MODULE = "services.model_source"
 _SCHEMES = ("hf://", "s3://")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:@[\w./-]+)?", re.ASCII)
 _RECORD = ".source.json"
-_OFFLINE = (
-    "without internet: fetch it on a machine that has it (`temper pull`), copy the directory here and name it with "
-    "--model; or set TEMPER_HF_ENDPOINT to a mirror, or HTTPS_PROXY to a proxy"
-)
+_NAMED_BY_US = {"TEMPER_MODEL_SOURCE": "", "TEMPER_MODEL": "", "TEMPER_MODEL_DIGEST": "the digest "}
+"""Variables that `pull` sets for its process: whoever runs a command has set none of them."""
+_AWAY = {
+    "hf": "without internet: fetch it on a machine that has it (`temper pull`), copy the directory here and name it "
+    "with --model; or set TEMPER_HF_ENDPOINT to a mirror, or HTTPS_PROXY to a proxy",
+    "s3": "start it, or name another with TEMPER_MODEL_S3_ENDPOINT or TEMPER_S3_ENDPOINT",
+}
 
 
 def source_of(text: str) -> str | None:
@@ -34,9 +38,21 @@ def source_of(text: str) -> str | None:
 
 def place_of(source: str) -> Path:
     """Directory in the cache for a source."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "--", source.partition("://")[2])
-    scheme = source.partition("://")[0]
-    return read(UpSettings).cache_dir.expanduser().absolute() / "models" / f"{scheme}--{name}"
+    scheme, _, name = source.partition("://")
+    settings = read(UpSettings)
+    server = "" if scheme == "hf" else settings.model_s3_endpoint or settings.s3_endpoint or ""
+    # Names that differ in what a file's name cannot have, and buckets of two servers, are not the same model.
+    mark = hashlib.sha256(f"{server} {source}".encode()).hexdigest()[:8]
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "--", name)
+    return settings.cache_dir.expanduser().absolute() / "models" / f"{scheme}--{readable}-{mark}"
+
+
+def in_own_store(text: str) -> bool:
+    """Whether --model is in the bucket of the store that `temper up` is about to start."""
+    if not text.startswith("s3://"):
+        return False
+    settings = read(UpSettings)
+    return not (settings.s3_endpoint or settings.model_s3_endpoint)
 
 
 def pull(output: Output, source: str, directory: Path, digest: str = UNCHECKED) -> dict[str, Any]:
@@ -55,14 +71,18 @@ def pull(output: Output, source: str, directory: Path, digest: str = UNCHECKED) 
     try:
         return run_tool(output, ["--events"], module=_MODULE, env=env, amount="bytes")
     except CliError as error:
-        away = source.startswith("hf://") and ("is away" in error.message or "gave up" in error.message)
-        message = f"{error.message}; {_OFFLINE}" if away else error.message
-        raise CliError(message, ExitCode.UNREACHABLE if away else error.code) from error
+        told = error.error or {}
+        named = _NAMED_BY_US.get(told.get("variable", ""))
+        message = error.message if named is None else f"{named}{told['reason']}"
+        if told.get("code") != "model_source_away":
+            raise CliError(message, error.code) from error
+        way_out = f"{_AWAY[source.partition('://')[0]]}; what has come is kept"
+        raise CliError(f"{message}; {way_out}", ExitCode.UNREACHABLE) from error
 
 
 def model_directory(text: str | None, output: Output) -> Path:
-    """Directory of the model that --model names; None: the tiny one. One that was fetched before is used as it is, also
-    without internet.
+    """Directory of the model that --model names; None: the tiny one. One that was fetched before, and has the digest
+    that is asked for, is used as it is, also without internet.
 
     Raises:
         CliError: it cannot be fetched.
@@ -73,9 +93,10 @@ def model_directory(text: str | None, output: Output) -> Path:
     if source is None:
         return Path(text)
     directory = place_of(source)
-    if not (directory / _RECORD).is_file():
+    digest = read(UpSettings).model_digest
+    if digest != UNCHECKED or not (directory / _RECORD).is_file():
         try:
-            pull(output, source, directory)
+            pull(output, source, directory, digest)
         except CliError as error:
             if source == text:
                 raise

@@ -9,7 +9,6 @@ from pydantic import ByteSize, Field, field_validator, model_validator
 
 from services.common.settings import CommonSettings
 from services.common.shutdown import CLOSE_SECONDS
-from services.engine.scheduler.step_plan import MOST_VERIFIED
 
 _GIB = 1024**3
 ADAPTER_SLOTS = 8
@@ -241,6 +240,9 @@ class EngineSettings(CommonSettings):
 
     def for_device(self, device: Literal["cpu", "cuda"]) -> EngineSettings:
         """Settings with every 0 that means "by device" filled in."""
+        # Imported here: who only reads settings waits for no NumPy.
+        from services.engine.scheduler.step_plan import MOST_VERIFIED
+
         cuda = device == "cuda"
         sequences = self.max_num_seqs or (256 if cuda else 64)
         rows = MOST_VERIFIED if self.speculative != "none" else 1

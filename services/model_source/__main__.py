@@ -17,10 +17,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from services.common.errors import TemperError
+from services.common.errors import InvalidRequest, TemperError
 from services.common.telemetry.logging import configure_logging
 from services.engine.models.checkpoint import checkpoint_digest
-from services.model_source.errors import named
+from services.model_source.errors import SourceRejected, named
 from services.model_source.fetch import fetch
 from services.model_source.settings import ModelSourceSettings
 
@@ -40,9 +40,9 @@ def main() -> int:
     given = parser.parse_args()
     directory, events = given.digest, given.events
 
-    def fail(message: str) -> int:
+    def fail(message: str, **more: str) -> int:
         if events:
-            _emit("error", message=message)
+            _emit("error", message=message, **more)
         else:
             sys.stderr.write(f"temper model: {message}\n")
         return 1
@@ -67,9 +67,11 @@ def main() -> int:
             f"{named('TEMPER_' + '_'.join(map(str, e['loc'])).upper())}: {e['msg']}"
             for e in error.errors(include_input=False, include_url=False)
         ]
-        return fail("; ".join(problems))
+        return fail("; ".join(problems), code=InvalidRequest.code)
+    except SourceRejected as error:
+        return fail(error.message, code=error.code, variable=error.variable, reason=error.reason)
     except TemperError as error:
-        return fail(error.message)
+        return fail(error.message, code=error.code)
     return 0
 
 

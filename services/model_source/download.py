@@ -14,7 +14,7 @@ from typing import TypeVar
 import structlog
 import tenacity
 
-from services.model_source.errors import SourceBroken, SourceRejected, one_line
+from services.model_source.errors import SourceAway, SourceBroken, SourceRejected, one_line
 from services.model_source.files import RemoteFile, Source, matches, notes
 
 log = structlog.get_logger(__name__)
@@ -53,7 +53,8 @@ class Downloader:
         """What the source has.
 
         Raises:
-            SourceRejected: it is away, after all attempts, or has none of it.
+            SourceAway: after all attempts.
+            SourceRejected: it has none of it.
         """
         return self._patiently(self._source.files, lambda: 0)
 
@@ -65,7 +66,8 @@ class Downloader:
         """Fetches what is not there yet.
 
         Raises:
-            SourceRejected: the source went away, or gives other bytes than it says.
+            SourceAway: the source went away.
+            SourceRejected: it gives other bytes than it says.
             OSError: they cannot be written.
         """
         missing = [file for file in files if not self._is_there(file)]
@@ -173,7 +175,7 @@ class Downloader:
         try:
             return retrying(call)
         except SourceBroken as error:
-            raise SourceRejected(
+            raise SourceAway(
                 "TEMPER_MODEL_SOURCE", f"gave up after {self._attempts} attempts without a new byte: {error}"
             ) from error
 

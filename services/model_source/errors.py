@@ -23,6 +23,14 @@ class SourceRejected(TemperError):
 
     def __init__(self, variable: str, message: str) -> None:
         super().__init__(f"{named(variable)}: {message}", param=variable.removeprefix("TEMPER_").lower())
+        self.variable = variable
+        self.reason = message
+
+
+class SourceAway(SourceRejected):
+    """The source does not answer, however often it is asked, or has no more to give: later it may."""
+
+    code = "model_source_away"
 
 
 class SourceBroken(Exception):

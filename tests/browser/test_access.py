@@ -97,6 +97,9 @@ def test_a_key_is_asked_for_and_decides_what_is_shown(chromium: Browser, guarded
     page.reload()
     page.get_by_role("link", name="Keys and limits").click()
     expect(page.get_by_label("Keys", exact=True).get_by_role("row")).to_have_count(3)
+    page.get_by_role("link", name="Chat").click()
+    page.get_by_label("Show token probabilities").check()
+    assert page.evaluate("sessionStorage.length") == 2
     page.get_by_role("button", name="Forget the key").click()
     field.wait_for()
     assert page.evaluate("sessionStorage.length") == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
 import socket
@@ -13,6 +14,10 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from minio import Minio
+
+from services.common.settings import CommonSettings
 
 TOKEN = "hf_0123456789"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -177,3 +182,13 @@ def checkpoint_files(directory: Path) -> dict[str, bytes]:
     """The files of the tiny model, and some that are no part of a checkpoint."""
     files = {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.is_file()}
     return files | {"pytorch_model.bin": b"pickle", "training_args.pt": b"pickle", ".gitattributes": b"x"}
+
+
+def stored_checkpoint(settings: CommonSettings, directory: Path, prefix: str) -> Minio:
+    """Puts those files under a prefix of the bucket, and near it objects that are no part of them. Returns a client."""
+    keys = (settings.s3_access_key.get_secret_value(), settings.s3_secret_key.get_secret_value())
+    client = Minio(settings.s3_endpoint, *keys, secure=False, region=settings.s3_region)
+    near = {f"{prefix}/onnx/model.safetensors": b"x", f"{prefix}-2/config.json": b"x"}
+    for name, data in ({f"{prefix}/{name}": data for name, data in checkpoint_files(directory).items()} | near).items():
+        client.put_object(settings.s3_bucket, name, io.BytesIO(data), len(data))
+    return client

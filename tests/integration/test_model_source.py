@@ -25,7 +25,15 @@ from services.model_source.errors import SourceRejected
 from services.model_source.fetch import fetch
 from services.model_source.settings import ModelSourceSettings
 from tests.integration.conftest import ACCESS_KEY, SECRET_KEY
-from tests.integration.model_servers import REPOSITORY, TOKEN, BreakingLine, Hub, checkpoint_files, serving
+from tests.integration.model_servers import (
+    REPOSITORY,
+    TOKEN,
+    BreakingLine,
+    Hub,
+    checkpoint_files,
+    serving,
+    stored_checkpoint,
+)
 from tests.integration.servers import RunningServer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,14 +52,9 @@ Make = Callable[..., ModelSourceSettings]
 
 
 @pytest.fixture
-def bucket(s3: RunningServer, store: ObjectStore, settings: CommonSettings) -> Minio:
+def bucket(store: ObjectStore, settings: CommonSettings) -> Minio:
     """A client; the bucket of the test has the tiny model under models/tiny."""
-    client = Minio(s3.address, ACCESS_KEY, SECRET_KEY, secure=False, region="us-east-1")
-    for name, data in checkpoint_files(TINY).items():
-        client.put_object(settings.s3_bucket, f"models/tiny/{name}", io.BytesIO(data), len(data))
-    client.put_object(settings.s3_bucket, "models/tiny/onnx/model.safetensors", io.BytesIO(b"x"), 1)
-    client.put_object(settings.s3_bucket, "models/tiny-2/config.json", io.BytesIO(b"x"), 1)
-    return client
+    return stored_checkpoint(settings, TINY, "models/tiny")
 
 
 @pytest.fixture

@@ -183,3 +183,14 @@ def test_nothing_loads_torch_behind_our_back(module: str) -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [("cli.main", ("redis", "minio", "grpc", "numpy", "matplotlib")), ("cli.doctor.quick", ("numpy", "torch"))],
+)
+def test_commands_do_not_wait_for_what_others_need(module: str, heavy: tuple[str, ...]) -> None:
+    code = f"import sys, {module}; print([m for m in {heavy} if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[]"

@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 
 import typer
 
-from cli.local.private_tls import write_private
 from cli.options import Json
 from cli.output import CliError, ExitCode, Output, guarded
 from cli.settings import Context, Contexts, contexts_file, read_contexts
@@ -93,6 +92,9 @@ def _check(saved: Contexts, name: str) -> None:
 
 
 def _change(change: Callable[[Contexts], Contexts], text: str, as_json: bool) -> None:
+    # Imported here: no other command waits for grpc.
+    from cli.local.private_tls import write_private
+
     output = Output(as_json=as_json)
     with guarded(output):
         new = change(_read())

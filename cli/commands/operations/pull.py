@@ -23,7 +23,10 @@ def pull_model(
         typer.Option(help="Where it goes.", show_default="models in TEMPER_CACHE_DIR, found by --model SOURCE"),
     ] = None,
     digest: Annotated[
-        str, typer.Option(help="What an earlier pull printed of a good copy; any other is refused.")
+        str,
+        typer.Option(
+            help="What an earlier pull printed of a good copy; any other is refused.", envvar="TEMPER_MODEL_DIGEST"
+        ),
     ] = UNCHECKED,
     as_json: Json = False,
 ) -> None:

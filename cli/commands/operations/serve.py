@@ -11,9 +11,8 @@ from typing import Annotated
 
 import typer
 
-from cli.commands.up import UpOptions, run_up
 from cli.local.model_directory import model_directory
-from cli.options import Device, Dtype, Host, InDtype, Model, OnDevice, Port
+from cli.options import Device, Dtype, Host, InDtype, Model, OnDevice, Port, ServedModelName
 from cli.output import CliError, ExitCode, Output, guarded
 from cli.settings import UpSettings, inherited_environment, read
 
@@ -33,6 +32,7 @@ def serve(
         Part, typer.Argument(help="gateway and engine are one process each, in place of this one, as in the images.")
     ] = Part.BOTH,
     model: Model = None,
+    served_model_name: ServedModelName = None,
     host: Host = "127.0.0.1",
     port: Port = 8420,
     device: OnDevice = Device.AUTO,
@@ -44,6 +44,9 @@ def serve(
 
     A gateway finds its engines in TEMPER_ENGINES, an engine listens on TEMPER_GRPC_HOST and TEMPER_GRPC_PORT.
     """
+    # Imported here: no other command waits for the clients of the stores.
+    from cli.commands.up import UpOptions, run_up
+
     output = Output(as_json=False)
     with guarded(output):
         settings = read(UpSettings)
@@ -56,6 +59,7 @@ def serve(
         if part is Part.BOTH:
             options = UpOptions(
                 model=model_directory(model, output),
+                served_model_name=served_model_name,
                 host=host,
                 port=port,
                 device=device.value,
@@ -64,10 +68,12 @@ def serve(
                 no_keys=no_keys,
             )
             raise typer.Exit(run_up(options))
+        named = {} if served_model_name is None else {"TEMPER_SERVED_MODEL_NAME": served_model_name}
         if part is Part.GATEWAY:
-            _become("services.gateway", {"TEMPER_HOST": host, "TEMPER_PORT": str(port)})
-        chosen = {"TEMPER_MODEL": str(model_directory(model, output).absolute())}
-        _become("services.pod", chosen | {"TEMPER_DEVICE": device.value, "TEMPER_DTYPE": dtype.value})
+            _become("services.gateway", named | {"TEMPER_HOST": host, "TEMPER_PORT": str(port)})
+        directory = str(model_directory(model, output).absolute())
+        chosen = {"TEMPER_MODEL": directory, "TEMPER_DEVICE": device.value, "TEMPER_DTYPE": dtype.value}
+        _become("services.pod", named | chosen)
 
 
 def _become(module: str, variables: Mapping[str, str]) -> None:

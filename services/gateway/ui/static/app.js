@@ -2,7 +2,7 @@
 
 import { html, render, useCallback, useEffect, useState } from "./vendor/htm-preact.js";
 import { get, hasKey, on, setKey } from "./core/api.js";
-import { Session, link, useRoute } from "./core/hooks.js";
+import { Session, clearTabState, link, useRoute } from "./core/hooks.js";
 import { Failure } from "./parts/basics.js";
 import { Dialogs } from "./parts/dialogs.js";
 import { Check, TextField } from "./parts/form.js";
@@ -147,10 +147,11 @@ function App() {
       setAsks(true);
     });
   }, []);
+  // With the key goes all that it has shown: what the tab keeps, and what the modules hold.
   const signOut = () => {
     setKey("");
-    setSession(null);
-    setAsks(true);
+    clearTabState();
+    location.reload();
   };
   if (asks) return html`<${SignIn} error=${error} signedIn=${begin} />`;
   if (session === null) {

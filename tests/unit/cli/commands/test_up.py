@@ -96,6 +96,22 @@ def test_a_variable_that_is_wrong_is_named() -> None:
     assert "float8" in result.output
 
 
+def test_a_setting_that_a_service_refuses_ends_the_start_and_a_mistyped_one_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = UpOptions(TINY, data_dir=tmp_path / "data")
+    monkeypatch.setenv("TEMPER_MAX_NUM_SEQ", "3")
+    monkeypatch.setenv("TEMPER_MAX_NUM_SEQS", "many")
+    assert run_up(options) == 1
+    assert "TEMPER_MAX_NUM_SEQS: " in capsys.readouterr().err
+    assert not options.data_dir.exists()
+    monkeypatch.setenv("TEMPER_MAX_NUM_SEQS", "3")
+    monkeypatch.setattr("cli.commands.up._run", lambda *_: 0)
+    monkeypatch.setattr("cli.commands.up._check_port", lambda _: None)
+    assert run_up(options) == 0
+    assert "TEMPER_MAX_NUM_SEQ (is it TEMPER_MAX_NUM_SEQS?)" in capsys.readouterr().err
+
+
 def test_data_directory_in_use(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()

@@ -77,9 +77,11 @@ export function go(...parts) {
   location.hash = link(...parts);
 }
 
+const TAB_STATE = "temper.tab.";
+
 /** State that lives in sessionStorage under a name, for this tab only. */
 export function useTabState(name, initial) {
-  const stored = `temper.${name}`;
+  const stored = TAB_STATE + name;
   const [value, setValue] = useState(() => {
     try {
       const text = sessionStorage.getItem(stored);
@@ -102,4 +104,10 @@ export function useTabState(name, initial) {
     [stored],
   );
   return [value, change];
+}
+
+/** Forgets the state of all names. */
+export function clearTabState() {
+  const names = Array.from({ length: sessionStorage.length }, (_, index) => sessionStorage.key(index));
+  names.filter((name) => name.startsWith(TAB_STATE)).forEach((name) => sessionStorage.removeItem(name));
 }

@@ -1,6 +1,6 @@
 // Overview: what runs now, how fast, in which memory, and what trains.
 
-import { html, useEffect, useMemo, useRef, useState } from "../vendor/htm-preact.js";
+import { html, useMemo } from "../vendor/htm-preact.js";
 import { get } from "../core/api.js";
 import { ago, bytes, duration, number, percent, plural, shortId } from "../core/format.js";
 import { link, useMay, usePolled } from "../core/hooks.js";
@@ -9,7 +9,8 @@ import { Card, Chip, Empty, Figure, Figures, Loaded, Page, Progress, StackedBar,
 import { Plot } from "../parts/plot.js";
 
 const SECONDS = 1;
-const KEPT = 300;
+const LONGEST_SECONDS = 10; // between two answers that belong to one curve
+const KEPT_SECONDS = 300;
 const MEMORY = ["weights", "kv", "states", "training", "adapters", "workspace", "graphs", "sampler", "teacher", "free"];
 const TIERS = ["device", "host", "disk", "store"];
 
@@ -29,27 +30,24 @@ function pointOf(before, now) {
   };
 }
 
-const AHEAD = [];
+/** What the page has seen: who comes back to it sees the curves go on, with a gap for the time away. */
+const seen = { status: null, points: [] };
 
-function useHistory(status) {
-  const before = useRef(null);
-  const [points, setPoints] = useState(AHEAD);
-  useEffect(() => {
-    if (!status) return;
-    if (before.current) {
-      const point = pointOf(before.current, status);
-      setPoints((known) => [...known.slice(1 - KEPT), point]);
-    }
-    before.current = status;
-  }, [status]);
-  return points;
+function remember(status) {
+  const before = seen.status;
+  if (before === status) return;
+  seen.status = status;
+  if (before === null) return;
+  const away = status.time - before.time > LONGEST_SECONDS;
+  const added = away ? { time: before.time + SECONDS } : pointOf(before, status);
+  seen.points = [...seen.points, added].filter((point) => status.time - point.time < KEPT_SECONDS);
 }
 
 const seconds = (value) => `${Math.round(-value)} s`;
 
 function Rates({ points, now }) {
   const ages = useMemo(() => points.map((point) => point.time - now), [points]);
-  const of = (...names) => useMemo(() => [ages, ...names.map((name) => points.map((point) => point[name]))], [points]);
+  const of = (...names) => useMemo(() => [ages, ...names.map((name) => points.map((point) => point[name] ?? null))], [points]);
   const last = points.at(-1);
   const shared = { xFormat: seconds, height: 150, xStep: 15, xFloor: -60 };
   return html`
@@ -146,7 +144,7 @@ function Training() {
 
 export default function Overview() {
   const status = usePolled(() => get("/v1/status", {}, { quiet: true }), SECONDS);
-  const points = useHistory(status.data);
+  if (status.data) remember(status.data);
   const sees = useMay("train", "admin");
   return html`
     <${Loaded} state=${status}>
@@ -161,7 +159,7 @@ export default function Overview() {
             <${Figure} label="Up" value=${ago(now.gateway.started_at).replace(" ago", "")} hint=${`version ${now.gateway.version}`} />
           <//>
           ${!Object.keys(now.queues).length && html`<p class="failure">Redis does not answer: jobs and batches wait until it does. Completions go on.</p>`}
-          <${Rates} points=${points} now=${now.time} />
+          <${Rates} points=${seen.points} now=${now.time} />
           <${Requests} />
           ${sees && html`<${Training} />`}
           ${now.engines.map((engine) => html`<${Engine} key=${engine.id} engine=${engine} />`)}
