@@ -129,7 +129,8 @@ class CliSettings(FileSettings):
         key = "" if self.api_key is None else self.api_key.get_secret_value()
         if url is None or not self.context or url.rstrip("/") == self.url.rstrip("/"):
             return key
-        return "" if read_contexts().contexts[self.context].api_key == key else key
+        saved = read_contexts().contexts.get(self.context)
+        return "" if saved is not None and saved.api_key == key else key
 
 
 class UpSettings(FileSettings):

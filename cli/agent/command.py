@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,12 +13,12 @@ from cli.agent.approval import Approval
 from cli.agent.loop import MOST_STEPS, Agent, Finish, Turn
 from cli.agent.repl import Screen, converse
 from cli.agent.setting_up import AgentOptions, agent_of, runner_of
-from cli.agent.snapshots import Snapshot
+from cli.agent.snapshots import NOT_COPIED, Snapshot
 from cli.agent.tools import Runner
 from cli.http.client import Client
 from cli.options import Json, Url
 from cli.output import CliError, ExitCode, Output, guarded
-from cli.settings import CliSettings
+from cli.settings import CliSettings, read
 
 Model = Annotated[str | None, typer.Option(help="Model or adapter name; default: the served model.")]
 Adapter = Annotated[str | None, typer.Option(help='"name", "name@3" or "base".')]
@@ -91,7 +91,7 @@ def agent(
         trace=trace,
         sampling=_sampling(temperature, max_tokens, seed, think),
     )
-    with guarded(output), Client(url, CliSettings()) as client:
+    with guarded(output), Client(url, read(CliSettings)) as client:
         runner = None if no_tools else runner_of(options)
         with agent_of(client, options, runner) as made:
             converse(made, output, None if no_tools else options.workspace_root())
@@ -149,7 +149,7 @@ def run(
         trace=trace,
         sampling=_sampling(temperature, max_tokens, seed, think),
     )
-    with guarded(output), Client(url, CliSettings()) as client:
+    with guarded(output), Client(url, read(CliSettings)) as client:
         task = sys.stdin.read() if prompt == "-" else prompt
         if not task.strip():
             raise CliError("the task is empty", ExitCode.USAGE)
@@ -157,7 +157,7 @@ def run(
             raise CliError("--samples is for --trace: each attempt but the last is undone", ExitCode.USAGE)
         runner = None if no_tools and check is None else runner_of(options)
         with agent_of(client, options, runner) as made:
-            code = _attempts(made, output, options, task, samples, lambda: _passes(check, runner, options))
+            code = _attempts(made, output, options, runner, task=task, samples=samples, check=check)
     raise typer.Exit(int(code))
 
 
@@ -171,30 +171,41 @@ def _sampling(
 
 
 def _attempts(
-    agent: Agent, output: Output, options: AgentOptions, task: str, samples: int, passes: Callable[[], bool | None]
+    agent: Agent,
+    output: Output,
+    options: AgentOptions,
+    runner: Runner | None,
+    *,
+    task: str,
+    samples: int,
+    check: str | None,
 ) -> ExitCode:
     """All attempts at a task; the last one's end is the command's."""
     screen = Screen(output)
     if not output.as_json:
         agent.show = screen.show
-    root = options.workspace_root()
-    with Snapshot.taken(root) as snapshot:
-        if snapshot is None and samples > 1:
-            raise CliError(f"{root} is too large to be put back between --samples", ExitCode.USAGE)
+    with contextlib.ExitStack() as stack:
+        if agent.trace is not None:
+            stack.callback(agent.trace.write)  # whatever ends it: attempts that are over stay
+        snapshot = None
+        if samples > 1 and runner is not None:
+            root = options.workspace_root()
+            snapshot = stack.enter_context(Snapshot.taken(root))
+            if snapshot is None:
+                raise CliError(f"--samples cannot put {root} back between attempts: it {NOT_COPIED}", ExitCode.USAGE)
         for number in range(samples):
-            if number and snapshot is not None:
+            if number:
                 agent.conversation.turns.clear()
-                snapshot.restore()
+                if snapshot is not None:
+                    snapshot.restore()
                 if "seed" in agent.conversation.options:
                     agent.conversation.options["seed"] += 1
-            turn = agent.turn(task)
-            passed = passes()
+            turn, passed = agent.turn(task), None
+            if turn.finish == Finish.INTERRUPTED:
+                break  # which says nothing of the model
+            passed = _passes(check, runner, options)
             if agent.trace is not None:
                 agent.trace.end_attempt(0.0 if passed is None else float(passed))
-            if turn.finish == Finish.INTERRUPTED:
-                break
-    if agent.trace is not None:
-        agent.trace.write()
     if output.as_json:
         output.json(_report(agent, turn, passed))
     else:

@@ -10,7 +10,7 @@ from typing import Any
 
 from cli.agent.conversation import Conversation
 from cli.agent.loop import Agent
-from cli.agent.snapshots import Snapshot
+from cli.agent.snapshots import NOT_COPIED, Snapshot
 from cli.agent.tools import Tool
 from cli.agent.trace import Trace
 from cli.output import CliError, ExitCode
@@ -149,7 +149,7 @@ class Commands:
             if not past.changed:
                 return "the last turn is taken back; it called nothing that changes files"
             if past.snapshot is None:
-                return "the last turn is taken back, but not its files: the workspace is too large to be copied"
+                return f"the last turn is taken back, but not its files: the workspace {NOT_COPIED}"
             past.snapshot.restore()
         return "the last turn is taken back, and the files of the workspace"
 

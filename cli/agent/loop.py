@@ -160,7 +160,7 @@ class Agent:
         tool = next((tool for tool in self.tools if tool.name == name), None)
         try:
             arguments = json.loads(text or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             arguments, result = None, f"the arguments are not JSON: {error}"
         if tool is None:
             result = f"there is no tool {name!r}: there are {', '.join(tool.name for tool in self.tools) or 'none'}"
@@ -175,7 +175,9 @@ class Agent:
                 result, failed = tool.call(arguments), False
             except ToolFailed as error:
                 result = f"error: {error}"
-        result = bounded(result)
+            except Exception as error:  # what a model asks for has no end: it is told, and the conversation goes on
+                result = f"error: {type(error).__name__}: {error}"
+        result = bounded(result).encode(errors="replace").decode()  # names of files need not be text
         self.show("result", result)
         return CallMade(name, text, result, failed)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shlex
 import tempfile
 import threading
@@ -25,6 +26,8 @@ CONNECT_SECONDS = 30.0
 CALL_SECONDS = 120.0
 _SAID = 300
 """Characters of what a server writes to its log that are told."""
+_UNFIT, _MOST_NAME = re.compile(r"[^A-Za-z0-9_.-]"), 128
+"""What names of the chat API's functions have not, and their length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,47 +64,52 @@ def tools_of(servers: Sequence[McpServer], taken: Collection[str]) -> Iterator[l
         yield []
         return
     with _Loop() as loop:
-        clients = AsyncExitStack()
-        # A connection is closed by the task that made it.
-        wanted: asyncio.Queue[None] = asyncio.Queue()
         ready: Future[list[Tool]] = Future()
+        gone = threading.Event()
 
         async def live() -> None:
-            async with clients:
-                try:
+            """Until it is cancelled: a connection is closed by the task that made it."""
+            try:
+                async with AsyncExitStack() as clients:
                     tools = [(server, tool) for server in servers for tool in await _connected(server, clients, loop)]
-                except CliError as error:
+                    ready.set_result(_named(tools, taken))
+                    await asyncio.Event().wait()
+            except BaseException as error:  # the caller waits for one or the other; of an end nobody wants to know
+                if not ready.done():
                     ready.set_exception(error)
-                    return
-                ready.set_result(_named(tools, taken))
-                await wanted.get()
+            finally:
+                gone.set()
 
         living = loop.start(live())
         try:
             yield ready.result()
         finally:
-            loop.soon(lambda: wanted.put_nowait(None))
-            living.result(CONNECT_SECONDS)
+            living.cancel()
+            gone.wait(CONNECT_SECONDS)
 
 
 def _named(tools: Sequence[tuple[McpServer, Tool]], taken: Collection[str]) -> list[Tool]:
-    names = Counter([*taken, *(tool.name for _, tool in tools)])
+    """Tools with names that the chat API takes, each another one."""
+    known = [(server, replace(tool, name=_UNFIT.sub("_", tool.name)[:_MOST_NAME])) for server, tool in tools]
+    names = Counter([*taken, *(tool.name for _, tool in known)])
     return [
-        tool if names[tool.name] == 1 else replace(tool, name=f"{server.name}_{tool.name}") for server, tool in tools
+        tool if names[tool.name] == 1 else replace(tool, name=f"{server.name}_{tool.name}"[:_MOST_NAME])
+        for server, tool in known
     ]
 
 
 async def _connected(server: McpServer, clients: AsyncExitStack, loop: _Loop) -> list[Tool]:
-    from mcp import Client, StdioServerParameters, stdio_client
-
-    log = clients.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115 — closed with the clients
-    place: Any = server.place
-    if not server.is_url:
-        command, *arguments = shlex.split(server.place)
-        # The SDK gives it PATH, HOME and the like, and no other variable of this process.
-        place = stdio_client(StdioServerParameters(command=command, args=arguments), errlog=log)
-    client = Client(place, read_timeout_seconds=CALL_SECONDS)
+    log = clients.enter_context(tempfile.TemporaryFile("w+", errors="replace"))  # noqa: SIM115 — closed with the clients
     try:
+        # Imported here: agents without servers need none of it.
+        from mcp import Client, StdioServerParameters, stdio_client
+
+        place: Any = server.place
+        if not server.is_url:
+            command, *arguments = shlex.split(server.place)
+            # The SDK gives it PATH, HOME and the like, and no other variable of this process.
+            place = stdio_client(StdioServerParameters(command=command, args=arguments), errlog=log)
+        client = Client(place, read_timeout_seconds=CALL_SECONDS)
         async with asyncio.timeout(CONNECT_SECONDS):
             await clients.enter_async_context(client)
             found, cursor = [], None
@@ -170,10 +178,6 @@ class _Loop:
         self._thread = threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True)
         self._thread.start()
         return self
-
-    def soon(self, work: Callable[[], object]) -> None:
-        """Calls a function in the loop's thread."""
-        self._loop.call_soon_threadsafe(work)
 
     def start(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -28,8 +28,7 @@ class Screen:
     def show(self, kind: str, piece: str) -> None:
         """See Agent.show."""
         if kind in ("text", "reasoning"):
-            style = "dim" if kind == "reasoning" else None
-            self._output.out.print(piece, end="", style=style, markup=False, soft_wrap=True)
+            self._output.text(piece, style="dim" if kind == "reasoning" else "")
             self._begun = True
             return
         self.end_line()

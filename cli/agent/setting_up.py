@@ -11,7 +11,7 @@ from typing import Any
 
 from cli.agent.approval import Approval, Approver
 from cli.agent.conversation import SYSTEM, Conversation
-from cli.agent.loop import Agent
+from cli.agent.loop import MOST_STEPS, Agent
 from cli.agent.mcp_servers import McpServer, tools_of
 from cli.agent.tools import Runner, Tool, Unconfined, built_in
 from cli.agent.trace import Trace
@@ -42,7 +42,7 @@ class AgentOptions:
     readable: tuple[Path, ...] = ()
     mcp: tuple[str, ...] = ()
     tool_seconds: float = 60.0
-    most_steps: int = 50
+    most_steps: int = MOST_STEPS
     first_choice: str | None = None
     trace: Path | None = None
     sampling: tuple[tuple[str, Any], ...] = ()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,6 +12,7 @@ from typing import Any, Protocol
 from cli.agent.approval import Effect
 from cli.agent.workspace import OutsideWorkspace, Workspace
 from services.common.security.sandbox.commands import CommandLimits, CommandOutcome, CommandSandbox
+from services.common.security.sandbox.shut_in import NotStarted, run_watched
 
 MOST_CHARACTERS = 16_000
 """Of a result that the model sees."""
@@ -64,30 +62,18 @@ class Unconfined:
     def run(self, arguments: Sequence[str], limits: CommandLimits) -> CommandOutcome:
         """See Runner."""
         environment = {"PATH": os.defpath, "HOME": str(self.workspace.root), "LANG": "C.UTF-8"}
-        with tempfile.TemporaryFile() as output:
-            process = subprocess.Popen(
-                list(arguments),
+        try:
+            ended = run_watched(
+                arguments,
+                wall_seconds=limits.wall_seconds,
+                output_bytes=limits.output_bytes,
                 cwd=self.workspace.root,
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
             )
-            stopped = ""
-            try:
-                process.wait(limits.wall_seconds)
-            except subprocess.TimeoutExpired:
-                stopped = f"it ran for more than {limits.wall_seconds:g} s"
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            output.seek(0)
-            text = output.read(limits.output_bytes).decode(errors="replace")
-        return CommandOutcome(
-            process.returncode if process.returncode >= 0 else 128 - process.returncode, text, stopped
-        )
+        except NotStarted as error:
+            raise ToolFailed(str(error)) from error
+        return CommandOutcome(ended.status if ended.status >= 0 else 128 - ended.status, ended.printed, ended.stopped)
 
 
 def bounded(text: str, most: int = MOST_CHARACTERS) -> str:
@@ -112,8 +98,9 @@ def built_in(workspace: Workspace, runner: Runner, limits: CommandLimits) -> lis
         return command(["/bin/sh", "-c", _text(arguments, "command")])
 
     def read(arguments: Mapping[str, Any]) -> str:
-        first, most = _number(arguments, "first_line", 1), arguments.get("lines")
-        return workspace.read(_text(arguments, "path"), first - 1, None if most is None else int(most))
+        first = _number(arguments, "first_line", 1)
+        most = None if arguments.get("lines") is None else _number(arguments, "lines", 1)
+        return workspace.read(_text(arguments, "path"), first - 1, most)
 
     def write(arguments: Mapping[str, Any]) -> str:
         content = _text(arguments, "content")

@@ -49,8 +49,14 @@ class Trace:
         self._attempt.clear()
 
     def write(self) -> None:
-        """Appends what was collected to the file."""
-        with self.file.open("a") as file:
-            for prompt, completions in self._groups.items():
-                file.write(json.dumps({"prompt_token_ids": list(prompt), "completions": completions}) + "\n")
+        """Appends what was collected to the file. Raises CliError: it cannot be written."""
+        lines = [
+            json.dumps({"prompt_token_ids": list(prompt), "completions": completions}) + "\n"
+            for prompt, completions in self._groups.items()
+        ]
         self._groups.clear()
+        try:
+            with self.file.open("a") as file:
+                file.writelines(lines)
+        except OSError as error:
+            raise CliError(f"--trace {self.file}: {error.strerror}") from error

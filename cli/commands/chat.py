@@ -68,9 +68,7 @@ def _one(client: Client, output: Output, options: dict[str, Any], messages: list
     answer = Answer()
     for kind, piece in stream_answer(client, options, messages, answer):
         if not output.as_json:
-            output.out.print(
-                f"[dim]{escape(piece)}[/]" if kind == "reasoning" else escape(piece), end="", soft_wrap=True
-            )
+            output.text(piece, style="dim" if kind == "reasoning" else "")
     if output.as_json:
         output.json(
             {

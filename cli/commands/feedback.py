@@ -58,9 +58,7 @@ class Kind(enum.StrEnum):
 
 @app.command()
 def give(
-    completion: Annotated[
-        str, typer.Argument(help="Id of a kept answer, as `temper chat --store` tells it.")
-    ],
+    completion: Annotated[str, typer.Argument(help="Id of a kept answer, as `temper chat --store` tells it.")],
     up: Annotated[bool, typer.Option("--up", help="It is good.")] = False,
     down: Annotated[bool, typer.Option("--down", help="It is bad.")] = False,
     correct: Annotated[str | None, typer.Option(metavar="TEXT", help="What it should have been.")] = None,

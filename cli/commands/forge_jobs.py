@@ -50,10 +50,7 @@ def submit(
         if not wait:
             output.result(made, f"{made['id']} queued; look at it with: temper forge show {made['id']}")
             return
-        job = watch(client, output, made["id"], timeout=timeout)
-        if job["state"] != "succeeded":
-            reason = f": {job['reason']}" if job.get("reason") else ""
-            raise CliError(f"forge run {job['id']} {job['state']}{reason}", error={"message": str(job.get("reason"))})
+        watch(client, output, made["id"], timeout=timeout, called="forge run")
         _show(output, client.get(path("v1", "forge", made["id"])))
 
     connected(url, as_json, work)

@@ -27,6 +27,7 @@ from cli.local.private_tls import PrivateTls
 from cli.local.process import DirectoryLock, private_files, rotate_log
 from cli.local.store_settings import Ports, Secrets, redis_url, seaweed, valkey
 from cli.local.supervisor import Event, Phase, RestartPolicy, Service, ServiceFailed, Supervisor
+from cli.output import CleanConsole
 from cli.settings import UpSettings, inherited_environment, read
 from services.common.errors import Conflict, InvalidRequest, TemperError
 
@@ -75,7 +76,7 @@ class UpOptions:
 
 def run_up(options: UpOptions) -> int:
     """Runs until a stop signal (returns 0) or until a part turns out not to start (returns 1)."""
-    console = Terminal(stderr=True, highlight=False)
+    console = Terminal(stderr=True)
     try:
         _check_model(options.model)
         _examine(options, console)
@@ -117,7 +118,7 @@ def _run(options: UpOptions, settings: UpSettings, data_dir: Path, console: Cons
     return 0
 
 
-class Terminal(Console):
+class Terminal(CleanConsole):
     """A terminal without which work goes on: rich would end the process when nobody reads any more."""
 
     def on_broken_pipe(self) -> None:

@@ -11,8 +11,7 @@ import openai
 from openai.types.chat import ChatCompletion
 
 from cli.http.client import Client
-from cli.http.job_events import follow
-from cli.output import CliError, ExitCode
+from cli.http.job_events import follow, succeeded
 from models.tiny.recipe.item import Item
 from models.tiny.recipe.skills import dates
 
@@ -135,10 +134,7 @@ class Temper:
         for event in follow(self.http, job_id, timeout=_JOB_SECONDS):
             if event.kind == "progress":
                 progress(int(event.data.get("step", 0)), int(event.data.get("total_steps", 0)), event.data)
-        ended = self.http.get(f"/v1/train/jobs/{job_id}")
-        if ended["state"] != "succeeded":
-            raise CliError(f"job {job_id} {ended['state']}: {ended.get('reason')}", ExitCode.FAILED)
-        return str(ended["result_adapter"])
+        return str(succeeded(self.http, job_id)["result_adapter"])
 
 
 def _version(answer: ChatCompletion) -> str | None:

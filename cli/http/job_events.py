@@ -92,8 +92,13 @@ def _check_time(deadline: float | None, job_id: str) -> None:
         raise CliError(f"{job_id} has not ended in time; it goes on without us", ExitCode.TIMED_OUT)
 
 
-def watch(client: Client, output: Output, job_id: str, *, timeout: float | None = None) -> dict[str, Any]:
+def watch(
+    client: Client, output: Output, job_id: str, *, timeout: float | None = None, called: str = "job"
+) -> dict[str, Any]:
     """Shows a job until it has ended, and returns it.
+
+    Args:
+        called: the word for it in an error.
 
     Raises:
         CliError: it failed or was cancelled (exit code 1), or it could not be followed.
@@ -105,21 +110,27 @@ def watch(client: Client, output: Output, job_id: str, *, timeout: float | None 
         with _Display(output, job_id) as display:
             for event in follow(client, job_id, timeout=timeout):
                 display.show(event)
-    job: dict[str, Any] = client.get(path("v1", "train", "jobs", job_id))
-    return job
+    return succeeded(client, job_id, called=called)
 
 
-def conclude(output: Output, job: dict[str, Any]) -> None:
-    """Says how a job ended.
+def succeeded(client: Client, job_id: str, *, called: str = "job") -> dict[str, Any]:
+    """A job that has ended.
 
     Raises:
         CliError: not well.
     """
+    job: dict[str, Any] = client.get(path("v1", "train", "jobs", job_id))
     if job["state"] != "succeeded":
         reason = f": {job['reason']}" if job.get("reason") else ""
-        raise CliError(f"job {job['id']} {job['state']}{reason}", error={"message": str(job.get("reason")), "job": job})
+        message = f"{called} {job['id']} {job['state']}{reason}"
+        raise CliError(message, error={"message": str(job.get("reason") or message), "job": job})
+    return job
+
+
+def conclude(output: Output, job: dict[str, Any]) -> None:
+    """Tells the result of a job that succeeded."""
     if output.as_json:
-        output.json(job, line=True)
+        output.json(job)
     else:
         result = f"[green]{escape(job['id'])} succeeded[/]: {escape(str(job.get('result_adapter')))}"
         output.out.print(result + _learnt(job.get("metrics") or {}), soft_wrap=True)

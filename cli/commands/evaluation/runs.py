@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlencode
 
@@ -16,7 +15,7 @@ from cli.commands.evaluation.comparison_plot import save_comparison
 from cli.http.client import Client, path
 from cli.http.job_events import watch
 from cli.job_files import apply_settings
-from cli.options import Json, Timeout, Url, Wait, connected
+from cli.options import Json, Plot, Timeout, Url, Wait, connected
 from cli.output import CliError, ExitCode, Output
 
 app = typer.Typer(name="eval", help="Evaluate models and adapters.", no_args_is_help=True)
@@ -64,11 +63,8 @@ def run(
         if not wait:
             output.result(made, f"{made['id']} queued; look at it with: temper eval show {made['id']}")
             return
-        job = watch(client, output, made["id"], timeout=timeout)
-        if job["state"] != "succeeded":
-            reason = f": {job['reason']}" if job.get("reason") else ""
-            raise CliError(f"evaluation {job['id']} {job['state']}{reason}", error={"message": str(job.get("reason"))})
-        _show(output, client.get(path("v1", "evaluations", made["id"])), line=True)
+        watch(client, output, made["id"], timeout=timeout, called="evaluation")
+        _show(output, client.get(path("v1", "evaluations", made["id"])))
 
     connected(url, as_json, work)
 
@@ -125,7 +121,7 @@ def compare(
         list[str], typer.Argument(metavar="EVALUATION|NAME@VERSION...", help="All targets of a run, or a version.")
     ],
     target: Annotated[list[str] | None, typer.Option(help="Only targets of this name; repeatable.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the scores, too.")] = None,
+    plot: Plot = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
@@ -174,9 +170,9 @@ def _target(text: str) -> str | dict[str, str]:
     return {"model": model, "url": url} if at and "://" in url else text
 
 
-def _show(output: Output, one: dict[str, Any], *, line: bool = False) -> None:
+def _show(output: Output, one: dict[str, Any]) -> None:
     if output.as_json:
-        output.json(one, line=line)
+        output.json(one)
         return
     colour = {"succeeded": "green", "failed": "red", "cancelled": "yellow"}.get(one["state"], "cyan")
     reason = f"  {escape(one['reason'])}" if one["reason"] else ""

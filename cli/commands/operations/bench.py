@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cli.http.client import Client
@@ -15,7 +16,7 @@ from cli.http.load.figures import SHARES, figures
 from cli.http.load.run import Target, send
 from cli.http.load.shape import Range, Shape
 from cli.http.load.streams import Answer
-from cli.options import Json, Url
+from cli.options import Json, Plot, Url
 from cli.output import CliError, ExitCode, Output, guarded
 from cli.settings import CliSettings, read
 
@@ -40,7 +41,7 @@ def bench(
     model: Annotated[str | None, typer.Option(help="Default: the server's first.")] = None,
     seed: Annotated[int, typer.Option(help="Of prompts and beginnings.", min=0)] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds that a request may take.", min=1)] = 600.0,
-    plot: Annotated[Path | None, typer.Option(help="Draw the distributions into this PNG.")] = None,
+    plot: Plot = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
@@ -114,12 +115,13 @@ def _tell(output: Output, found: dict[str, Any]) -> None:
         output.json(found)
         return
     for reason, count in found["failures"].items():
-        output.err.print(f"[red]failed[/] {count}: {reason}", soft_wrap=True)
+        output.err.print(f"[red]failed[/] {count}: {escape(reason)}", soft_wrap=True)
     if "seconds" not in found:
         return
     loop = f"{found['concurrency']} at a time" if found["rate"] is None else f"{found['rate']:g} a second"
     output.out.print(
-        f"{found['model']} at {found['url']}: {found['requests']} requests, {loop}, {found['failed']} failed\n"
+        f"{escape(found['model'])} at {escape(found['url'])}: {found['requests']} requests, {loop}, "
+        f"{found['failed']} failed\n"
         f"{found['requests_per_second']:,.2f} requests/s, {found['output_tokens_per_second']:,.1f} tokens/s "
         f"({found['output_tokens']:,} tokens in {found['seconds']:,.2f} s)"
     )

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import SecretStr
-from pydantic_core import PydanticUndefined
 
 from cli.options import Json
 from cli.output import CliError, ExitCode, Output, guarded
@@ -32,14 +31,14 @@ def show(
         found: dict[str, dict[str, Any]] = {}
         for settings in SETTINGS:
             values = read(settings)
-            for (name, field), key in zip(settings.model_fields.items(), keys_of(settings), strict=True):
-                variable = keys_of(settings)[key]
-                where = "variable" if variable in variables else "file" if key in lines else "default"
+            for name, (key, variable) in zip(settings.model_fields, keys_of(settings).items(), strict=True):
                 value = getattr(values, name)
+                where = "variable" if variable in variables else "file" if key in lines else "default"
+                if where == "default" and name in values.model_fields_set:
+                    where = "context"
                 secret = isinstance(value, SecretStr)
                 shown = "…" if secret and value.get_secret_value() and where != "default" else _text(value)
-                default = field.default is PydanticUndefined or where == "default"
-                if every or not default:
+                if every or where != "default":
                     found.setdefault(key, {"setting": key, "variable": variable, "value": shown, "from": where})
         rows = [[one["setting"], one["value"], one["from"]] for one in found.values()]
         file = config_file()

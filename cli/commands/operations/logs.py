@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,11 +45,11 @@ def logs(
         width = 0 if process else max(len(log.name) for log in chosen)
         for log in chosen:
             for line in log.last(lines):
-                _write(log.name, line, width)
+                _write(output, log.name, line, width)
         while follow:
             for log in chosen:
                 for line in log.new():
-                    _write(log.name, line, width)
+                    _write(output, log.name, line, width)
             time.sleep(_PAUSE_SECONDS)
 
 
@@ -59,38 +59,31 @@ class Log:
     def __init__(self, file: Path) -> None:
         self.name = file.stem
         self._file = file
-        self._inode, self._offset = _place(file)
+        self._open = file.open("rb")
+        self._open.seek(0, os.SEEK_END)
         self._rest = b""
 
     def last(self, count: int) -> list[str]:
-        """The last lines that were there when this object was made."""
+        """The last lines of the file."""
         return tail(self._file, lines=count) if count else []
 
     def new(self) -> Iterator[str]:
-        """Whole lines that have come since, also into a file that took this one's place."""
-        inode, size = _place(self._file)
-        if inode != self._inode or size < self._offset:
-            self._inode, self._offset, self._rest = inode, 0, b""
-        if size == self._offset:
-            return
-        with self._file.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
-        self._offset += len(data)
-        *whole, self._rest = (self._rest + data).split(b"\n")
+        """Whole lines that have come since this object was made, of a file that was moved aside to its end, and then of
+        the one that took its place."""
+        yield from self._read()
+        with contextlib.suppress(FileNotFoundError):  # it is just being moved aside
+            found = self._file.stat()
+            if found.st_ino != os.fstat(self._open.fileno()).st_ino or found.st_size < self._open.tell():
+                following = self._file.open("rb")
+                self._open.close()
+                self._open, self._rest = following, b""
+                yield from self._read()
+
+    def _read(self) -> Iterator[str]:
+        *whole, self._rest = (self._rest + self._open.read()).split(b"\n")
         for line in whole:
             yield line.decode("utf-8", "replace")
 
 
-def _place(file: Path) -> tuple[int, int]:
-    """Inode and size; zeros: it is not there, for it is just being moved aside."""
-    try:
-        found = os.stat(file)
-    except FileNotFoundError:
-        return 0, 0
-    return found.st_ino, found.st_size
-
-
-def _write(name: str, line: str, width: int) -> None:
-    sys.stdout.write(f"{name:{width}} | {line}\n" if width else f"{line}\n")
-    sys.stdout.flush()
+def _write(output: Output, name: str, line: str, width: int) -> None:
+    output.text(f"{name:{width}} | {line}\n" if width else f"{line}\n")

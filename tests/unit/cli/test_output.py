@@ -1,11 +1,18 @@
-"""How commands end, in processes of their own: Ctrl-C goes to a process."""
+"""What commands print, and how they end: in processes of their own, for Ctrl-C goes to a process."""
 
 from __future__ import annotations
 
+import io
+import json
 import subprocess
 import sys
 
 import pytest
+import typer
+from rich.markup import escape
+
+from cli.output import CleanConsole, Output, guarded
+from services.common.errors import InvalidRequest, TemperError, Unavailable
 
 _COMMAND = """
 import os, signal, time, typer
@@ -78,3 +85,35 @@ def test_what_a_command_does_at_its_end_is_not_told_again() -> None:
     again = "import threading; threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()"
     ended = run(f"{again}\ntry: {_INTERRUPTED.partition(';')[0]}\nfinally: time.sleep(2.5); print('in order')")
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")  # the user's own second one
+
+
+HOSTILE = "a\tb :x: \x1b]52;c;aGk=\x07 \x9b2J \u202egnp.exe [red]é"
+
+
+def test_text_from_elsewhere_does_not_command_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", shown)
+    output = Output(as_json=False)
+    output.out = CleanConsole(file=shown, force_terminal=True, width=200)
+    output.text(HOSTILE, style="red")
+    output.out.print(escape(HOSTILE))
+    output.table(None, ["NAME"], [[HOSTILE]], empty="")
+    assert ":x:" in shown.getvalue()
+    assert "[red]é" in shown.getvalue()
+    assert "\x1b[31m" in shown.getvalue()  # a style of ours
+    assert not [text for text in ("\x1b]", "\x9b", "\u202e") if text in shown.getvalue()]
+
+
+def test_where_nobody_looks_text_is_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    Output(as_json=False).text(HOSTILE)
+    assert capsys.readouterr().out == HOSTILE
+
+
+@pytest.mark.parametrize(("error", "code"), [(InvalidRequest("wrong"), 2), (Unavailable("away"), 1)])
+def test_an_error_of_tempers_is_one_line(capsys: pytest.CaptureFixture[str], error: TemperError, code: int) -> None:
+    with pytest.raises(typer.Exit) as exit_, guarded(Output(as_json=True)):
+        raise error
+    assert exit_.value.exit_code == code
+    said = capsys.readouterr()
+    assert json.loads(said.out) == {"error": {"message": error.message}}
+    assert said.err == f"error: {error.message}\n"

@@ -15,6 +15,10 @@ _HEAD_BYTES = 16384
 _BLOCK = 65536
 _SECONDS = 30.0
 _USUAL_PORTS = (80, 443)
+MOST_CONNECTIONS = 64
+"""At a time: each is a thread of this process, whose limits are not those of the command."""
+_CARRY_IPV4 = tuple(map(ipaddress.IPv6Network, ("64:ff9b::/96", "2002::/16")))
+"""Networks of IPv6 behind which any address of IPv4 may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,7 @@ class AllowedHosts:
                 name, port = parts.hostname, parts.port
             except ValueError as error:
                 raise ValueError(f"{text!r} is not a host or host:port: {error}") from error
-            if not name or parts.path or parts.username is not None or "*" in name:
+            if not name or parts.path or parts.username is not None or "*" in name or not _can_be_looked_up(name):
                 raise ValueError(f"{text!r} is not a host or host:port")
             found |= {(name, one) for one in (_USUAL_PORTS if port is None else (port,))}
         return cls(frozenset(found))
@@ -52,8 +56,8 @@ class AllowedHosts:
             raise PermissionError(f"{name}:{port} is not allowed")
         for _, _, _, _, address in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM):
             found = ipaddress.ip_address(str(address[0]).partition("%")[0])
-            if found.is_global or name == "localhost" or name == str(found):
-                with contextlib.suppress(ConnectionError, TimeoutError):
+            if _is_public(found) or name == "localhost" or name == str(found):
+                with contextlib.suppress(OSError):  # the next address may be in a network that can be reached
                     return socket.create_connection((str(address[0]), port), timeout=_SECONDS)
         raise PermissionError(f"{name}:{port} is not there, or in a private network")
 
@@ -61,18 +65,23 @@ class AllowedHosts:
     def served_on(self, listener: socket.socket) -> Iterator[None]:
         """An HTTP proxy on a listening socket, which is closed in the end."""
         open_now: set[socket.socket] = set()
+        free = threading.Semaphore(MOST_CONNECTIONS)
 
         def accept() -> None:
             with contextlib.suppress(OSError):
                 while True:
+                    free.acquire()
                     client, _ = listener.accept()
                     open_now.add(client)
                     threading.Thread(target=serve, args=(client,), daemon=True).start()
 
         def serve(client: socket.socket) -> None:
-            with client, contextlib.suppress(OSError):
-                self._serve(client)
-            open_now.discard(client)
+            try:
+                with client, contextlib.suppress(OSError):
+                    self._serve(client)
+            finally:
+                open_now.discard(client)
+                free.release()
 
         threading.Thread(target=accept, daemon=True).start()
         try:
@@ -115,6 +124,18 @@ class AllowedHosts:
                 path = parts._replace(scheme="", netloc="").geturl() or "/"
                 server.sendall(f"{method} {path} {version}\r\n".encode() + rest)
             _join(client, server)
+
+
+def _can_be_looked_up(name: str) -> bool:
+    """Whether DNS has such names at all."""
+    try:
+        return bool(name.encode("idna"))
+    except UnicodeError:
+        return False
+
+
+def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    return address.is_global and not any(address in network for network in _CARRY_IPV4)
 
 
 def _join(one: socket.socket, other: socket.socket) -> None:

@@ -267,9 +267,9 @@ class _Usage:
         self._workspace = workspace
         self._limits = limits
         self._free = self._space()
+        self._shared = self._shared_anywhere()
         self._began = time.time() - 1  # file systems' clocks are coarse
         self._next_look = self._next_count = 0.0
-        self._page = os.sysconf("SC_PAGE_SIZE")
 
     def over(self, session: int) -> str:
         """The limit that is passed; empty: none, or it is not yet time to look again."""
@@ -284,6 +284,8 @@ class _Usage:
             return f"it had more than {self._limits.processes} processes"
         if memory > self._limits.memory_bytes:
             return f"it took more than {self._limits.memory_bytes} bytes of memory"
+        if self._shared_anywhere() - self._shared > _ANYBODYS * self._limits.memory_bytes:
+            return f"this machine's shared memory grew by more than {_ANYBODYS} times {self._limits.memory_bytes} bytes"
         return ""
 
     def _over_disk(self) -> str:
@@ -323,16 +325,35 @@ class _Usage:
 
     def _taken(self, session: int) -> tuple[int, int]:
         """Threads of a session, which its processes cannot leave, and bytes of their memory that no file has."""
-        threads = memory = 0
+        threads = own = 0
+        shared: dict[str, int] = {}
         for name in os.listdir("/proc"):
             if name.isdecimal():
                 with contextlib.suppress(OSError, ValueError, IndexError):
                     fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
                     if int(fields[3]) == session:
                         threads += int(fields[17])
-                        resident, shared = Path(f"/proc/{name}/statm").read_text().split()[1:3]
-                        memory += (int(resident) - int(shared)) * self._page
-        return threads, memory
+                        sizes = _sizes(f"/proc/{name}/status")
+                        own += sizes.get("RssAnon", 0)
+                        shared[name] = sizes.get("RssShmem", 0)
+        if any(shared.values()) and own + sum(shared.values()) > self._limits.memory_bytes:
+            # What several of them share counts once; finding out takes longer.
+            for name in shared:
+                with contextlib.suppress(OSError):
+                    shared[name] = _sizes(f"/proc/{name}/smaps_rollup").get("Pss_Shmem", shared[name])
+        return threads, own + sum(shared.values())
+
+    def _shared_anywhere(self) -> int:
+        """Bytes of shared memory of this machine: some of it may be in no process any more. 0: it is not told."""
+        with contextlib.suppress(OSError):
+            return _sizes("/proc/meminfo").get("Shmem", 0)
+        return 0
+
+
+def _sizes(file: str) -> dict[str, int]:
+    """Bytes of each entry that /proc has in kB."""
+    entries = (line.split() for line in Path(file).read_text().splitlines() if line.endswith(" kB"))
+    return {name.rstrip(":"): 1024 * int(size) for name, size, _ in entries}
 
 
 def _landlock_version() -> int:

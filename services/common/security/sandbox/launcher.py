@@ -49,6 +49,7 @@ def main() -> None:
     """Never returns."""
     job = json.load(sys.stdin)
     verdict, limits, command = job["verdict"], job["limits"], job.get("command")
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody would watch its limits any more
     os.nice(19)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     null = os.open("/dev/null", os.O_RDONLY)
@@ -62,6 +63,7 @@ def main() -> None:
     os.closerange(3, verdict)
     os.closerange(verdict + 1, 4096)
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # of this process, which need not be the first one, with its user now
     if job["level"] == "landlock":
         os.chdir("/")
         _landlock(job["reads"], [] if command is None else [command["workspace"]])
@@ -84,6 +86,7 @@ def _start(arguments: list[str], environment: dict[str, str]) -> NoReturn:
     _prctl(_PR_SET_DUMPABLE, 0)
     child = os.fork()
     if not child:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         try:
             os.execvpe(arguments[0], arguments, environment)
         except OSError as error:
@@ -144,7 +147,6 @@ def _enter_namespaces(reads: list[str], in_memory: int, command: dict[str, Any] 
     if child:
         _, status = os.waitpid(child, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     devices = _DEVICES if command is None else (*_DEVICES, *_MORE_DEVICES)
     places = [(path, os.open(path, os.O_PATH)) for path in (*reads, *devices) if not os.path.islink(path)]

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import IO, Any
@@ -44,16 +44,20 @@ class Isolation(StrEnum):
     other files there are."""
 
 
+class NotStarted(Exception):
+    """A process could not be started; the text says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A process that was shut in, and is over."""
+    """A process that is over."""
 
     status: int
     """As subprocess has it."""
     printed: str
     stopped: str
     """The limit that it was ended at; empty: it ended by itself."""
-    token: bytes
+    token: bytes = b""
     """What it wrote to the descriptor of its verdict behind "ready"."""
 
 
@@ -112,38 +116,75 @@ class Launch:
         """
         with contextlib.ExitStack() as stack:
             verdict, verdict_end = _pipe(stack)
-            output, output_end = _pipe(stack)
             whole = {**job, "verdict": verdict_end.fileno(), "level": self.isolation.value}
             try:
-                file = stack.enter_context(os.fdopen(os.memfd_create("job"), "w+b"))
-                file.write(json.dumps(whole).encode())
-                file.seek(0)
-                process = subprocess.Popen(
+                file = stack.enter_context(_in_memory(json.dumps(whole)))
+                ended = run_watched(
                     [self.python, "-I", "-S", "-B", "-X", "utf8", str(_LAUNCHER)],
+                    wall_seconds=wall_seconds,
+                    output_bytes=output_bytes,
+                    interrupt=interrupt,
+                    watch=watch,
                     stdin=file,
-                    stdout=output_end,
-                    stderr=output_end,
                     pass_fds=(verdict_end.fileno(), *(() if channel is None else (channel.fileno(),))),
                     env={},
                     cwd="/",
-                    start_new_session=True,
                 )
-            except OSError as error:  # as inside of a sandbox, where sessions cannot be left
+            except NotStarted as error:  # as inside of a sandbox, where sessions cannot be left
                 raise self.unavailable(f"its process cannot be started: {error}") from error
-            try:
-                verdict_end.close()
-                output_end.close()
-                printed, stopped = _watched(
-                    process, output.fileno(), wall_seconds, output_bytes, interrupt, lambda: watch(process.pid)
-                )
-            finally:
-                _kill(process)
+            verdict_end.close()
             said = verdict.read()
-        text = printed.decode(errors="replace")
         if not said.startswith(_READY):
-            last = last_line(text) or f"its process ended with status {process.returncode}"
+            last = last_line(ended.printed) or f"its process ended with status {ended.status}"
             raise self.unavailable(f"a program cannot be shut in here: {last}")
-        return Ended(process.returncode, text, stopped, said.removeprefix(_READY))
+        return replace(ended, token=said.removeprefix(_READY))
+
+
+def run_watched(
+    arguments: Sequence[str],
+    *,
+    wall_seconds: float,
+    output_bytes: int,
+    interrupt: Callable[[], None] = lambda: None,
+    watch: Callable[[int], str] = lambda _: "",
+    **options: Any,
+) -> Ended:
+    """Runs a process in a session of its own to its end or to a limit, and ends what it leaves behind in its group. See
+    Launch.run.
+
+    Args:
+        options: of subprocess.Popen.
+
+    Raises:
+        NotStarted: there is no such program, or no process can be had.
+    """
+    with contextlib.ExitStack() as stack:
+        output, output_end = _pipe(stack)
+        try:
+            process = subprocess.Popen(
+                arguments, stdout=output_end, stderr=output_end, start_new_session=True, **options
+            )
+        except OSError as error:
+            raise NotStarted(str(error)) from error
+        try:
+            output_end.close()
+            printed, stopped = _watched(
+                process, output.fileno(), wall_seconds, output_bytes, interrupt, lambda: watch(process.pid)
+            )
+        finally:
+            _kill(process)
+    return Ended(process.returncode, printed.decode(errors="replace"), stopped)
+
+
+def _in_memory(text: str) -> IO[bytes]:
+    """A file with a text. Raises NotStarted: none can be had."""
+    try:
+        file = os.fdopen(os.memfd_create("job"), "w+b")
+    except OSError as error:
+        raise NotStarted(str(error)) from error
+    file.write(text.encode())
+    file.seek(0)
+    return file
 
 
 def _pipe(stack: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from cli.local.ports import claim_ports
 from services.common.security.sandbox.commands import available
 from services.common.security.sandbox.shut_in import SandboxUnavailable
 from tests.missing import any_sandbox
+from tests.stack import ROOT, clean_environment
 from tests.unit.cli.agent.scripted import calls, model, refuses, says
 from tests.unit.cli.runner import temper
 from tests.unit.cli.server import Reply
@@ -37,6 +40,18 @@ def add(a: int, b: int) -> str:
 def read(path: str) -> str:
     return "theirs"
 server.run(*sys.argv[1:2], **({"port": int(sys.argv[2])} if len(sys.argv) > 2 else {}))
+"""
+BAD_MCP_SERVER = """
+import os
+from mcp.server import MCPServer
+server = MCPServer("bad")
+@server.tool(name="all/of it")
+def all_of_it() -> str:
+    return "x" * 5_000_000
+@server.tool()
+def die() -> str:
+    os._exit(3)
+server.run("stdio")
 """
 
 
@@ -68,6 +83,14 @@ def wait_for_port(port: int) -> None:
             return socket.create_connection(("127.0.0.1", port), 1).close()
         time.sleep(0.1)
     raise AssertionError(f"nothing listens on {port}")
+
+
+def wait_for_file(file: Path) -> None:
+    for _ in range(600):
+        if file.exists():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"there is no {file}")
 
 
 def test_tools_are_called_until_the_model_calls_nothing(workspace: Path) -> None:
@@ -107,8 +130,14 @@ def test_what_a_call_gets_wrong_is_told_to_the_model(workspace: Path) -> None:
         ("write", {"path": "x", "content": 3}),
         ("list", "[]"),
         ("shell", {"command": f"head -c {MOST_CHARACTERS * 2} /dev/zero | tr '\\0' x"}),
+        ("read", {"path": "x", "lines": "all"}),
+        ("read", "[" * 100_000),
+        ("read", {"path": "\ud800"}),
+        ("write", {"path": "x", "content": "\ud800"}),
+        ("list", {}),
     )
     (workspace.parent / "secret").write_text("sk-secret")
+    os.close(os.open(os.fsencode(workspace) + b"/\xff", os.O_CREAT))
     with model(script, says("Sorry.")) as (url, _):
         results = [call["result"] for call in run(url, workspace)["tool_calls"]]
     assert results[0] == "there is no tool 'fly': there are python, shell, read, write, list"
@@ -119,6 +148,10 @@ def test_what_a_call_gets_wrong_is_told_to_the_model(workspace: Path) -> None:
     assert results[5] == "the arguments are not an object"
     assert f"{MOST_CHARACTERS} characters are left out here" in results[6]
     assert len(results[6]) < MOST_CHARACTERS + 100
+    assert results[7] == "error: lines: must be an integer of at least 1"
+    assert results[8].startswith("the arguments are not JSON")
+    assert [result.split(":")[:2] for result in results[9:11]] == [["error", " UnicodeEncodeError"]] * 2
+    assert results[11] == "?"  # a name that is no text
 
 
 def test_a_mode_decides_what_runs_unasked(workspace: Path) -> None:
@@ -187,6 +220,35 @@ def test_a_trace_is_what_grpo_learns_from(workspace: Path, tmp_path: Path) -> No
     assert len(first["token_ids"]) == len(first["logprobs"]) > 1
 
 
+def test_a_trace_keeps_the_attempts_that_were_over_when_the_server_went_away(workspace: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    with model(says("A", prompt=[1]), refuses("engine_unavailable", 503)) as (url, _):
+        run(url, workspace, "--no-tools", "--samples", "2", "--trace", str(trace), code=3)
+    assert [len(group["completions"]) for group in data("grpo", trace)["groups"]] == [1]
+
+
+def test_an_interrupted_attempt_is_no_failure_of_the_model(workspace: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    script = (says("A", prompt=[1]), calls(("shell", {"command": "touch begun; sleep 60"}), prompt=[1]))
+    words = ("run", "--prompt", "Do it.", "--workspace", str(workspace), "--check", "! touch checked", "--samples", "3")
+    with model(*script) as (url, _):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "cli", *words, "--json", "--trace", str(trace), "--url", url],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=ROOT,
+            env=clean_environment(),
+        )
+        wait_for_file(workspace / "begun")
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    report = json.loads(said)
+    assert (report["finish"], report["passed"]) == ("interrupted", None)
+    assert not (workspace / "checked").exists()  # it was put back, and nothing was checked again
+    assert [len(group["completions"]) for group in data("grpo", trace)["groups"]] == [1]
+
+
 def test_a_conversation_near_the_context_is_compacted_and_goes_on(workspace: Path) -> None:
     long = calls(("shell", {"command": "head -c 3000 /dev/zero | tr '\\0' x"}))
     last = calls(("list", {}), tokens=3500)
@@ -225,6 +287,27 @@ def test_tools_of_mcp_servers_are_offered_and_called(workspace: Path, tmp_path: 
         message = run(url, workspace, "--mcp", "gone=http://127.0.0.1:9/mcp", code=2)["error"]["message"]
         assert message.startswith("MCP server gone (http://127.0.0.1:9/mcp): ")
         assert "NAME=URL" in run(url, workspace, "--mcp", "nothing", code=2)["error"]["message"]
+        for place, reason in (
+            ('quote="', "No closing quotation"),
+            ("none=/nowhere/server", "No such file"),
+            (f"noisy={sys.executable} -c 'import os; os.write(2, bytes([255]))'", "\ufffd"),
+        ):
+            message = run(url, workspace, "--mcp", place, code=2)["error"]["message"]
+            assert message.startswith(f"MCP server {place.partition('=')[0]}")
+            assert reason in message
+
+
+def test_a_server_that_dies_or_says_too_much_ends_a_call_and_nothing_more(workspace: Path, tmp_path: Path) -> None:
+    server = tmp_path / "server.py"
+    server.write_text(BAD_MCP_SERVER)
+    script = calls(("all_of_it", {}), ("die", {}), ("die", {}))
+    with model(script, says("Gone.")) as (url, bodies):
+        report = run(url, workspace, "--mcp", f"bad={sys.executable} {server}", "--approve", "all")
+    assert {tool["function"]["name"] for tool in bodies[0]["tools"]} >= {"all_of_it", "die"}
+    results = [call["result"] for call in report["tool_calls"]]
+    assert len(results[0]) < MOST_CHARACTERS + 100
+    assert [result.startswith("error: ") for result in results] == [False, True, True]
+    assert report["answer"] == "Gone."
 
 
 def test_a_workspace_with_keys_of_a_temper_is_refused(workspace: Path) -> None:

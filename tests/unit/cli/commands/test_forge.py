@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from cli.commands.up import DEFAULT_MODEL
 from cli.main import app
+from tests.unit.cli.runner import JOB, routes, state, temper
+from tests.unit.cli.server import Reply, serving, sse
 
 PLAN = {
     "parameters": 6_584_624,
@@ -115,3 +117,26 @@ def test_the_process_itself_refuses_an_impossible_level(tmp_path: Path) -> None:
     assert done.exit_code == 2
     message = json.loads(done.stdout)["error"]["message"]
     assert message == "kv_groups: 25% of 2 cannot go; possible are 1 (0.5 of them)"
+
+
+def test_a_run_that_is_waited_for_is_told_in_lines(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("importance:\n  method: weights\nprune:\n  layers: 1\n")
+    run = {
+        "id": "job-1",
+        "state": "succeeded",
+        "reason": None,
+        "model": None,
+        "progress": {"step": 2, "total_steps": 2},
+    }
+    events = sse(("1-0", "state", state("succeeded")))
+    answers = {"POST_v1_forge": Reply(run), "GET_v1_forge_job1": Reply(run)}
+    job = {"GET_v1_train_jobs_job1_events": events, "GET_v1_train_jobs_job1": Reply(JOB)}
+    with serving(routes(**answers, **job)) as (url, _):
+        result = temper("forge", "submit", str(recipe), "--wait", "--json", url=url)
+    assert result.exit_code == 0, result.stderr
+    assert [json.loads(line)["id"] for line in result.stdout.splitlines()] == ["1-0", "job-1"]
+    job["GET_v1_train_jobs_job1"] = Reply({**JOB, "state": "failed", "reason": "no data"})
+    with serving(routes(**answers, **job)) as (url, _):
+        result = temper("forge", "submit", str(recipe), "--wait", url=url)
+    assert (result.exit_code, "forge run job-1 failed: no data" in result.stderr) == (1, True)

@@ -66,6 +66,14 @@ class TestConfig:
         assert found == {"s3_secret_key": ("…", "file"), "port": ("8600", "variable")}
         assert len(shown("config", "show", "--all")) > 100
 
+    def test_a_saved_context_is_shown_without_its_key(self, home: Path) -> None:
+        (home / "key").write_text("tp-secret")
+        temper("context", "add", "mine", "http://mine:1", "--key-file", "key")
+        for words in (("config", "show"), ("config", "show", "--all")):
+            found = {one["setting"]: (one["value"], one["from"]) for one in shown(*words)}
+            assert (found["url"], found["api_key"]) == (("http://mine:1", "context"), ("…", "context"))
+            assert "tp-secret" not in temper(*words).output
+
     @pytest.mark.parametrize(
         ("text", "words"),
         [
@@ -79,6 +87,17 @@ class TestConfig:
         result = temper("config", "check")
         assert result.exit_code == 2
         assert words in result.stderr
+
+    @pytest.mark.parametrize("words", [("ps",), ("run", "--prompt", "x"), ("agent",), ("bench",)])
+    def test_a_wrong_setting_ends_a_command_with_one_line(
+        self, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+    ) -> None:
+        monkeypatch.setenv("TEMPER_REQUEST_TIMEOUT", "-1")
+        result = temper(*words, *(("--json",) if words[0] in ("ps", "run", "bench") else ()))
+        assert result.exit_code == 2
+        assert "TEMPER_REQUEST_TIMEOUT: Input should be greater than 0" in result.output
+        if words[0] in ("ps", "run", "bench"):
+            assert "TEMPER_REQUEST_TIMEOUT" in json.loads(result.stdout)["error"]["message"]
 
     def test_a_named_file_that_is_missing_is_no_empty_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TEMPER_CONFIG", "nowhere.toml")
@@ -118,6 +137,9 @@ class TestContexts:
         result = temper("adapters", "list")
         assert result.exit_code == 2
         assert "there is no context 'two'" in result.stderr
+        # A URL that is said leaves nothing of a context to look for.
+        monkeypatch.setenv("TEMPER_URL", "http://elsewhere:1")
+        assert CliSettings().key_for("http://third:1") == ""
 
     def test_what_is_no_url_is_not_saved(self) -> None:
         assert temper("context", "add", "one", "localhost:8420").exit_code == 2
@@ -144,9 +166,14 @@ class TestLogs:
         with file.open("a") as writer:
             writer.write("f\n")
         assert list(log.new()) == ["half"]
+        with file.open("a") as writer:
+            writer.write("last\n")
         file.rename(home / "engine.1.log")
+        assert list(log.new()) == ["last"]
         file.write_text("next\n")
         assert list(log.new()) == ["next"]
+        file.write_text("cut\n")
+        assert list(log.new()) == ["cut"]
 
 
 def test_ps_shows_processes_with_their_memory_and_the_server(home: Path) -> None:
@@ -264,6 +291,28 @@ class TestLoads:
             result = temper("bench", "--url", url, "-n", "2", "--warm-up", "0")
         assert result.exit_code == 1
         assert "503" in result.stderr
+
+    def test_a_stream_that_ends_with_an_error_has_failed(self) -> None:
+        """Whether or not [DONE] follows, and where the connection stays open."""
+
+        def answer(seen: Seen) -> Reply:
+            if seen.method == "GET":
+                return Reply({"data": [{"id": "m"}]})
+            text = ("", "message", {"choices": [{"text": "a"}]})
+            return sse(text, ("", "message", {"error": {"message": "out of [/memory]"}}), done=True)
+
+        with serving(answer) as (url, _):
+            result = temper("bench", "--url", url, "-n", "2", "--warm-up", "0")
+        assert result.exit_code == 1
+        assert "out of [/memory]" in result.stderr
+
+    def test_a_plot_that_cannot_be_written_is_refused_before_the_load(self, home: Path) -> None:
+        with serving(lambda seen: Reply({"data": [{"id": "m"}]})) as (url, seen):
+            for file in ("load.svg", "nowhere/load.png"):
+                result = temper("bench", "--url", url, "--plot", file)
+                assert result.exit_code == 2
+                assert file in result.stderr
+        assert seen == []
 
     def test_figures_are_those_of_the_answers(self) -> None:
         answers = [Answer(0.0, [0.1, 0.2, 0.4], 3, ""), Answer(1.0, [1.5], 1, ""), Answer(0.5, [], 0, "refused")]

@@ -43,6 +43,10 @@ def test_watch_shows_steps_and_exits_1_when_the_job_fails() -> None:
     assert "step 1/2" in result.stderr
     assert "loss 0.9" in result.stderr
     assert "failed: the loss is not finite" in result.stderr
+    with serving(answer) as (url, _):
+        result = temper("train", "watch", "job-1", "--json", url=url)
+    *_, last = [json.loads(line) for line in result.stdout.splitlines()]
+    assert (last["error"]["message"], last["error"]["job"]["state"]) == ("the loss is not finite", "failed")
 
 
 def test_what_a_job_has_learnt_is_said_at_its_end() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.security.sandbox.allowed_hosts import AllowedHosts
+from services.common.security.sandbox.allowed_hosts import MOST_CONNECTIONS, AllowedHosts
 from services.common.security.sandbox.commands import CommandLimits, CommandSandbox
 from services.common.security.sandbox.shut_in import Isolation, SandboxUnavailable
 from tests.missing import sandbox_level
@@ -100,7 +103,16 @@ def test_hosts_are_names_and_ports() -> None:
     assert AllowedHosts.parse(["Example.org", "10.0.0.1:8000"]).names == {
         ("example.org", 80), ("example.org", 443), ("10.0.0.1", 8000)
     }  # fmt: skip
-    for text in ("", "*.example.org", "https://example.org", "example.org:x", "user@example.org", "example.org/a"):
+    for text in (
+        "",
+        "a..b",
+        f"{'a' * 64}.org",
+        "*.example.org",
+        "https://example.org",
+        "example.org:x",
+        "user@example.org",
+        "example.org/a",
+    ):
         with pytest.raises(ValueError, match="is not a host"):
             AllowedHosts.parse([text])
     assert not AllowedHosts()
@@ -113,6 +125,63 @@ def test_a_name_that_leads_into_a_private_network_is_refused(monkeypatch: pytest
     with pytest.raises(PermissionError, match="private network"):
         hosts.dial("evil.example", server)
     hosts.dial("127.0.0.1", server).close()
+    for address in ("::ffff:127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "fe80::1%lo", "169.254.169.254", "0.0.0.0"):
+        found[:] = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", (address, server))]
+        with pytest.raises(PermissionError, match="private network"):
+            hosts.dial("evil.example", server)
+
+
+def test_the_next_address_is_tried_where_one_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, server: int) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, server)) for address in ("127.0.0.2", "127.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    connect = socket.create_connection
+
+    def unreachable(address: tuple[str, int], **options: float) -> socket.socket:
+        if address[0] == "127.0.0.2":
+            raise OSError(errno.ENETUNREACH, "Network is unreachable")
+        return connect(address, **options)
+
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    AllowedHosts.parse([f"localhost:{server}"]).dial("localhost", server).close()
+
+
+def test_a_command_has_no_more_connections_than_it_may(server: int) -> None:
+    """Those that it holds are threads of this process."""
+    hosts, before = AllowedHosts.parse([f"localhost:{server}"]), threading.active_count()
+    listener = socket.create_server(("127.0.0.1", 0), backlog=200)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(hosts.served_on(listener))
+        clients = [stack.enter_context(socket.create_connection(listener.getsockname())) for _ in range(100)]
+        time.sleep(0.5)
+        assert threading.active_count() - before <= 1 + MOST_CONNECTIONS
+        for client in clients[:-1]:
+            client.close()
+        clients[-1].settimeout(20)
+        clients[-1].sendall(f"GET http://localhost:{server}/last HTTP/1.0\r\n\r\n".encode())
+        assert clients[-1].makefile("rb").read().endswith(b"you asked for /last")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "CONNECT localhost:{other} HTTP/1.1",
+        "CONNECT 127.0.0.1:{port} HTTP/1.1",
+        "CONNECT localhost@127.0.0.1:{port} HTTP/1.1",
+        "CONNECT [::1]:{port} HTTP/1.1",
+        "GET http://localhost:{other}/ HTTP/1.1",
+        "GET http://localhost.:{port}/ HTTP/1.1",
+        "GET http://127.1:{port}/ HTTP/1.1",
+        "GET //localhost HTTP/1.1",
+        "GET / HTTP/1.1",
+    ],
+)
+def test_what_is_not_allowed_to_the_letter_is_refused(server: int, line: str) -> None:
+    hosts = AllowedHosts.parse([f"localhost:{server}"])
+    listener = socket.create_server(("127.0.0.1", 0))
+    with hosts.served_on(listener), socket.create_connection(listener.getsockname(), 20) as client:
+        text = line.format(port=server, other=listener.getsockname()[1])
+        client.sendall(f"{text}\r\nhost: localhost:{server}\r\n\r\n".encode())
+        assert client.recv(100).startswith(b"HTTP/1.1 403 Forbidden")
 
 
 def test_landlock_allows_no_hosts(tmp_path: Path) -> None:

@@ -3,11 +3,14 @@ sandbox they do."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import pytest
 
 from services.common.security.sandbox.commands import CommandLimits, CommandSandbox, available
 from services.common.security.sandbox.shut_in import Isolation, SandboxUnavailable
-from tests.missing import any_sandbox
+from tests.missing import any_sandbox, sandbox_level
 from tests.stack import ROOT
 from tests.unit.common.security.escapes.attempts import ATTEMPTS
 from tests.unit.common.security.escapes.field import HOGS, KEY
@@ -86,6 +89,54 @@ def test_no_command_takes_more_than_its_limits(report: dict[str, Any], hog: str)
 
 def test_nothing_goes_on_behind_a_command(report: dict[str, Any]) -> None:
     assert report["left"] == [0, []]
+
+
+def test_memory_that_processes_share_counts_once(tmp_path: Path) -> None:
+    with any_sandbox():
+        sandbox = available(tmp_path)
+    program = (
+        "import mmap, os, time\nshared = mmap.mmap(-1, 96 * 2**20)\nfor _ in range(6):\n    if not os.fork():\n"
+        "        shared[:] = bytes(96 * 2**20)\n        time.sleep(1)\n        os._exit(0)\n"
+        "for _ in range(6): os.wait()"
+    )
+    outcome = sandbox.run([sandbox.python, "-I", "-S", "-c", program], CommandLimits(memory_bytes=2**29))
+    assert (outcome.status, outcome.stopped) == (0, "")
+
+
+_KILLED = """
+import sys
+from pathlib import Path
+from services.common.security.sandbox.commands import CommandLimits, CommandSandbox
+from services.common.security.sandbox.shut_in import Isolation
+command = "sleep 96 & sleep 95 & touch begun; wait"
+CommandSandbox(Isolation.NAMESPACES, Path(sys.argv[1])).run(["/bin/sh", "-c", command], CommandLimits())
+"""
+
+
+def test_no_command_outlives_the_program_that_watches_it(tmp_path: Path) -> None:
+    with sandbox_level():
+        CommandSandbox(Isolation.NAMESPACES, tmp_path).check()
+    with subprocess.Popen([sys.executable, "-c", _KILLED, str(tmp_path)], cwd=ROOT) as watcher:
+        eventually(lambda: (tmp_path / "begun").exists())
+        assert sleeping() == {b"sleep\x0096\x00", b"sleep\x0095\x00"}
+        watcher.kill()
+    eventually(lambda: not sleeping())
+
+
+def sleeping() -> set[bytes]:
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            found.add((process / "cmdline").read_bytes())
+    return found & {b"sleep\x0096\x00", b"sleep\x0095\x00"}
+
+
+def eventually(so: Callable[[], bool]) -> None:
+    for _ in range(300):
+        if so():
+            return
+        time.sleep(0.1)
+    raise AssertionError
 
 
 def test_there_are_no_commands_without_a_sandbox(tmp_path: Path) -> None:

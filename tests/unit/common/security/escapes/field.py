@@ -41,6 +41,13 @@ HOGS: dict[str, tuple[str, CommandLimits, str]] = {
         LIMITS,
         "bytes of memory",
     ),
+    "takes memory that no process has of its own": (
+        "import mmap, os, time\nfor _ in range(9):\n    if not os.fork():\n"
+        "        mmap.mmap(-1, 96 * 2**20).write(bytes(96 * 2**20))\n        time.sleep(9)\n"
+        "        os._exit(0)\ntime.sleep(9)",
+        LIMITS,
+        "bytes of memory",
+    ),
     "fills the disk with one file": (
         "f = open('f', 'wb')\nwhile True: f.write(bytes(2**20)); f.flush()",
         LIMITS,
