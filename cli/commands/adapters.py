@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ import typer
 from cli.http.client import Client, path
 from cli.options import Json, Url, connected
 from cli.output import CliError, ExitCode, Output
+from cli.transfers import moving
 from services.common.adapters.manifest import instead_of
 from services.common.adapters.names import parse_adapter_ref
 from services.common.errors import InvalidRequest
@@ -152,7 +154,8 @@ def upload(
         for file in files.values():
             if not file.is_file():
                 raise CliError(instead_of(file) or f"{file} does not exist", ExitCode.USAGE)
-        answer = client.upload("/v1/adapters", {"name": name}, files)
+        with moving(output, f"publishing {name}", sum(file.stat().st_size for file in files.values())) as moved:
+            answer = client.upload("/v1/adapters", {"name": name}, files, on_block=moved)
         if attach_it:
             attach_version(client, output, name, int(answer["version"]))
         else:
@@ -178,20 +181,29 @@ def download(
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CliError(f"cannot write to {directory}: {error}", ExitCode.USAGE) from error
-        save(client, name, version, directory)
+        with moving(output, f"fetching {name}@{version}", None) as moved:
+            save(client, name, version, directory, on_block=moved)
         answer = {"adapter": f"{name}@{version}", "directory": str(directory), "files": [WEIGHTS, CONFIG, MANIFEST]}
         output.result(answer, f"saved [green]{name}@{version}[/] in {directory}")
 
     connected(url, as_json, work)
 
 
-def save(client: Client, name: str, version: int | None, directory: Path) -> str:
+def save(
+    client: Client,
+    name: str,
+    version: int | None,
+    directory: Path,
+    *,
+    on_block: Callable[[int], None] = lambda _: None,
+) -> str:
     """PEFT's files and the manifest of a version (default: the current one) into a directory that exists; returns
     "name@n". The manifest says which base model they belong to and what their digests are."""
     if version is None:
         version = int(client.get(path("v1", "adapters", name))["current"])
     for part in (WEIGHTS, CONFIG):
-        client.download(path("v1", "adapters", name, "download"), directory / part, version=version, file=part)
+        place = directory / part
+        client.download(path("v1", "adapters", name, "download"), place, on_block=on_block, version=version, file=part)
     listed = client.get(path("v1", "adapters", name, "versions"))["data"]
     manifest = next((one for one in listed if one["version"] == version), None)
     if manifest is None:

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cli.http.client import Client, path
 from cli.options import Json, Url, connected
 from cli.output import CliError, ExitCode, Output
+from cli.transfers import moving, size_of
 
 app = typer.Typer(name="batch", help="Submit, look at and cancel batches of requests.", no_args_is_help=True)
 
@@ -50,7 +51,8 @@ def submit(
         if output is not None and not wait:
             raise CliError("--output needs --wait: there are no results before the end", ExitCode.USAGE)
         target = endpoint or _first_url(file)
-        uploaded = client.upload("/v1/files", {"purpose": "batch"}, {"file": file})
+        with moving(out, "sending", size_of(file)) as moved:
+            uploaded = client.upload("/v1/files", {"purpose": "batch"}, {"file": file}, on_block=moved)
         batch = client.post(
             "/v1/batches", {"input_file_id": uploaded["id"], "endpoint": target, "completion_window": "24h"}
         )
@@ -162,7 +164,8 @@ def _conclude(client: Client, out: Output, batch: dict[str, Any], target: Path |
             (batch["error_file_id"], target.with_name(f"{target.stem}.errors{target.suffix}")),
         ):
             if file_id is not None:
-                client.download(path("v1", "files", file_id, "content"), place)
+                with moving(out, f"fetching {place.name}", None) as moved:
+                    client.download(path("v1", "files", file_id, "content"), place, on_block=moved)
                 written.append(str(place))
     if batch["status"] != "completed":
         errors = (batch.get("errors") or {}).get("data") or []

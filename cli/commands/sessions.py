@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.filesize import decimal
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from cli.http.client import Client, path
 from cli.options import Json, Url, connected
-from cli.output import CliError, ExitCode, Output
+from cli.output import Output
+from cli.transfers import moving, size_of
 
 app = typer.Typer(name="sessions", help="List, save, move and delete sessions.", no_args_is_help=True)
 
@@ -81,7 +79,7 @@ def export(
     """Write a session to one file, for another Temper of the same model."""
 
     def work(client: Client, output: Output) -> None:
-        with _progress(output, "exporting", None) as moved:
+        with moving(output, "exporting", None) as moved:
             client.download(path("v1", "sessions", session, "export"), file, on_block=moved)
         size = file.stat().st_size
         text = f"{escape(session)} → {escape(str(file))}, {decimal(size)}"
@@ -103,14 +101,9 @@ def import_(
     """Read such a file. With API keys it takes one with the scope admin: what is in it is believed."""
 
     def work(client: Client, output: Output) -> None:
-        try:
-            size = file.stat().st_size
-            if not file.is_file():
-                raise CliError(f"{file} is not a file", ExitCode.USAGE)
-        except OSError as error:
-            raise CliError(f"cannot read {file}: {error.strerror or error}", ExitCode.USAGE) from error
+        size = size_of(file)
         params = {} if key_id is None else {"key_id": key_id}
-        with _progress(output, "importing", size) as moved:
+        with moving(output, "importing", size) as moved:
             one = client.send_file("PUT", path("v1", "sessions", session, "import"), file, on_block=moved, **params)
         output.result(one, f"[green]imported[/] {escape(one['id'])}: {one['tokens']} tokens, {escape(_sizes(one))}")
 
@@ -126,24 +119,6 @@ def delete(session: SessionId, url: Url = None, as_json: Json = False) -> None:
         output.result(gone, f"{escape(gone['id'])} deleted")
 
     connected(url, as_json, work)
-
-
-@contextmanager
-def _progress(output: Output, what: str, size: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar of bytes, for people. Yields what is to be called with those that have moved."""
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=output.err,
-        transient=True,
-        disable=output.as_json or not output.err.is_terminal,
-    )
-    with progress:
-        task = progress.add_task(what, total=size)
-        yield lambda moved: progress.advance(task, moved)
 
 
 def _sizes(session: dict[str, Any]) -> str:

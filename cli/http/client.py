@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 from urllib.parse import quote
 
 import httpx
@@ -66,10 +66,23 @@ class Client:
     def delete(self, path: str) -> Any:
         return self._json("DELETE", path)
 
-    def upload(self, path: str, fields: Mapping[str, str], files: Mapping[str, Path]) -> Any:
-        """Multipart form of text fields and files, streamed from disk."""
+    def upload(
+        self,
+        path: str,
+        fields: Mapping[str, str],
+        files: Mapping[str, Path],
+        *,
+        on_block: Callable[[int], None] = lambda _: None,
+    ) -> Any:
+        """Multipart form of text fields and files, streamed from disk.
+
+        Args:
+            on_block: called with the number of bytes of each piece of a file.
+        """
         with contextlib.ExitStack() as stack:
-            parts = {name: (file.name, stack.enter_context(file.open("rb"))) for name, file in files.items()}
+            parts: dict[str, Any] = {
+                name: (file.name, _Told(stack.enter_context(file.open("rb")), on_block)) for name, file in files.items()
+            }
             return self._json("POST", path, data=dict(fields), files=parts, timeout=None)
 
     def send_file(
@@ -179,6 +192,21 @@ class Client:
             raise CliError(f"{self.url} did not answer in time", ExitCode.UNREACHABLE) from error
         except httpx.TransportError as error:
             raise CliError(f"the connection to {self.url} broke: {error}", ExitCode.UNREACHABLE) from error
+
+
+class _Told:
+    """File that tells what is read of it; otherwise as it is."""
+
+    def __init__(self, file: BinaryIO, on_block: Callable[[int], None]) -> None:
+        self._file, self._on_block = file, on_block
+
+    def read(self, size: int = -1) -> bytes:
+        block = self._file.read(size)
+        self._on_block(len(block))
+        return block
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def path(*segments: str) -> str:

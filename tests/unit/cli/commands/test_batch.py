@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from cli.http.client import Client
+from cli.settings import CliSettings
 from tests.unit.cli.runner import routes, temper
 from tests.unit.cli.server import Reply, Seen, serving
 
@@ -56,6 +58,23 @@ def test_submit(requests_file: str) -> None:
     assert b'filename="requests.jsonl"' in upload.body
     assert json.dumps(LINE).encode() in upload.body
     assert create.json == {"input_file_id": "file-i", "endpoint": "/v1/completions", "completion_window": "24h"}
+
+
+@pytest.mark.parametrize(("file", "words"), [("none.jsonl", "No such file"), (".", "is not a file")])
+def test_what_cannot_be_read_is_not_sent(file: str, words: str, tmp_path: Path) -> None:
+    with serving(answers({})) as (url, requests):
+        result = temper("batch", "submit", str(tmp_path / file), "--endpoint", "/v1/completions", url=url)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not requests
+
+
+def test_an_upload_tells_its_bytes(requests_file: str) -> None:
+    told: list[int] = []
+    with serving(answers({})) as (url, _), Client(url, CliSettings()) as client:
+        client.upload("/v1/files", {"purpose": "batch"}, {"file": Path(requests_file)}, on_block=told.append)
+    assert sum(told) == Path(requests_file).stat().st_size
 
 
 def test_wait_writes_the_results(requests_file: str, tmp_path: Path) -> None:
