@@ -57,13 +57,14 @@ def measure(stack: Stack, case: Case, clients: int) -> dict[str, Any]:
     load = Load(stack.host, stack.port, stack.model, case.prompt_tokens, case.new_tokens, stack.vocab_size)
     run_load(replace(load, new_tokens=min(8, case.new_tokens)), case.requests, processes=clients)
     one = min(
-        _seconds(run_load(replace(load, new_tokens=1), case.requests, processes=clients, seed=seed)) for seed in (1, 2)
+        seconds_of(run_load(replace(load, new_tokens=1), case.requests, processes=clients, seed=seed))
+        for seed in (1, 2)
     )
     runs: list[tuple[float, list[Answer], dict[str, float]]] = []
     for seed in (3, 4):
         before = {name: sum(process.cpu_times()[:2]) for name, process in stack.processes.items()}
         answers = run_load(load, case.requests, processes=clients, seed=seed)
-        seconds = _seconds(answers)
+        seconds = seconds_of(answers)
         used = {name: sum(p.cpu_times()[:2]) - before[name] for name, p in stack.processes.items()}
         runs.append((seconds, answers, {name: round(cpu / seconds, 2) for name, cpu in used.items()}))
     seconds, answers, cores = min(runs, key=lambda run: run[0])
@@ -88,7 +89,8 @@ def measure(stack: Stack, case: Case, clients: int) -> dict[str, Any]:
     return report
 
 
-def _seconds(answers: list[Answer]) -> float:
+def seconds_of(answers: list[Answer]) -> float:
+    """From the first request to the last token."""
     return max(answer.last for answer in answers) - min(answer.sent for answer in answers)
 
 
@@ -165,6 +167,11 @@ def await_ready(url: str) -> None:
             time.sleep(0.05)
 
 
+def stack_of(options: argparse.Namespace, scope: ExitStack) -> Stack:
+    """The stack of --url, else one that is ended with the scope."""
+    return _running_stack(options.url) if options.url else _own_stack(options, scope)
+
+
 def _running_stack(url: str) -> Stack:
     parts = urllib.parse.urlsplit(url)
     with _DIRECT.open(f"{url}/v1/models", timeout=10) as answer:
@@ -189,7 +196,7 @@ def main() -> None:
     cases = [Case.parse(part) for part in options.cases.split(",")]
     began = time.monotonic()
     with ExitStack() as scope:
-        stack = _running_stack(options.url) if options.url else _own_stack(options, scope)
+        stack = stack_of(options, scope)
         common = {"model": options.model, "quant": options.quant, "kv": options.kv, "steady_ms": options.steady_ms}
         common |= environment()
         for case in cases:

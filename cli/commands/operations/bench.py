@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -96,6 +95,9 @@ def _first_model(client: Client) -> str:
 
 
 def _send(output: Output, target: Target, shape: Shape, timeout: float, what: str) -> list[Answer]:
+    # Imported here: no other command needs it. What the client takes of the machine, the server may miss.
+    import uvloop
+
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -107,7 +109,7 @@ def _send(output: Output, target: Target, shape: Shape, timeout: float, what: st
         refresh_per_second=2,
     ) as progress:
         task = progress.add_task(what, total=shape.requests)
-        return asyncio.run(send(target, shape, timeout=timeout, ended=lambda _: progress.advance(task)))
+        return uvloop.run(send(target, shape, timeout=timeout, ended=lambda _: progress.advance(task)))
 
 
 def _tell(output: Output, found: dict[str, Any]) -> None:

@@ -64,8 +64,10 @@ async def send(
     sender = _Sender(target, timeout, ended)
     if shape.concurrency is not None:
         queue = iter(requests)
-        workers = [sender.one_after_the_other(queue) for _ in range(min(shape.concurrency, shape.requests))]
-        return sorted([answer for part in await asyncio.gather(*workers) for answer in part], key=lambda one: one.sent)
+        # All that begin together are on open connections: else the server has the first before the last is there.
+        opened = await asyncio.gather(*(sender.opened() for _ in range(min(shape.concurrency, shape.requests))))
+        parts = await asyncio.gather(*(sender.one_after_the_other(queue, line) for line in opened))
+        return sorted([answer for part in parts for answer in part], key=lambda one: one.sent)
     began = asyncio.get_running_loop().time()
     return list(
         await asyncio.gather(
@@ -74,32 +76,58 @@ async def send(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Line:
+    connection: Connection
+    done: asyncio.Future[None]
+
+
 class _Sender:
     def __init__(self, target: Target, timeout: float, ended: Callable[[Answer], None]) -> None:
         self._target, self._timeout, self._ended = target, timeout, ended
         self._tls = target.tls
 
-    async def one_after_the_other(self, requests: Iterator[bytes]) -> list[Answer]:
-        return [await self._one(request) for request in requests]
+    async def opened(self) -> _Line | None:
+        """A connection; None: it cannot be had, which the request that it is for tells."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await self._open()
+        except (TimeoutError, OSError):
+            return None
+
+    async def one_after_the_other(self, requests: Iterator[bytes], line: _Line | None) -> list[Answer]:
+        """Answers to what is left of the requests; the first goes over the connection that is open."""
+        answers = []
+        for request in requests:
+            answers.append(await self._one(request, line))
+            line = None
+        if line is not None:
+            line.connection.close()
+        return answers
 
     async def at(self, moment: float, request: bytes) -> Answer:
         await asyncio.sleep(max(0.0, moment - asyncio.get_running_loop().time()))
         return await self._one(request)
 
-    async def _one(self, request: bytes) -> Answer:
-        """One request on a connection of its own, whose opening is not counted."""
+    async def _open(self) -> _Line:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         host, port = self._target.address
+        _, connection = await loop.create_connection(partial(Connection, done), host, port, ssl=self._tls)
+        return _Line(connection, done)
+
+    async def _one(self, request: bytes, line: _Line | None = None) -> Answer:
+        """One request on a connection of its own, whose opening is not counted."""
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._timeout):
-                _, connection = await loop.create_connection(partial(Connection, done), host, port, ssl=self._tls)
+                line = line or await self._open()
                 try:
-                    connection.send(request)
-                    await done
+                    line.connection.send(request)
+                    await line.done
                 finally:
-                    connection.close()
-                answer = connection.answer
+                    line.connection.close()
+                answer = line.connection.answer
         except TimeoutError:
             answer = Answer(loop.time(), [], 0, f"no end within {self._timeout:g} s")
         except OSError as error:
