@@ -130,6 +130,8 @@ def test_a_conversation_with_all_commands(tmp_path: Path) -> None:
         terminal.wait_for("Still here.")
         terminal.say(f"/load {saved}")
         terminal.wait_for("messages; session agent-")
+        terminal.say("/undo")
+        terminal.wait_for("there is no turn to undo")
         terminal.say("/exit")
         assert terminal.process.wait(30) == 0
     assert [len(body["tools"]) for body in bodies] == [5, 5, 4, 4, 4, 4, 4]
@@ -154,7 +156,10 @@ def test_a_conversation_with_all_commands(tmp_path: Path) -> None:
     assert not (workspace / "refused").exists()
 
 
-@pytest.mark.parametrize("text", ["{", '{"format": 2}', '{"format": 1, "nonsense": 3}'])
+@pytest.mark.parametrize(
+    "text",
+    ["{", '{"format": 2}', '{"format": 1, "turns": 5}', '{"format": 1, "model": "m", "turns": [], "nonsense": 3}'],
+)
 def test_only_what_was_saved_is_loaded(tmp_path: Path, text: str) -> None:
     from cli.agent.conversation import Conversation
     from cli.output import CliError
