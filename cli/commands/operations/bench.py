@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from cli.http.chat_stream import served_model
 from cli.http.client import Client
 from cli.http.load.figures import SHARES, figures
 from cli.http.load.run import Target, send
@@ -48,9 +50,11 @@ def bench(
     between tokens."""
     output = Output(as_json=as_json)
     with guarded(output):
+        if plot is not None and plot.suffix.lower() != ".png":
+            raise CliError(f"--plot {plot}: the plot is a PNG, give a name that ends in .png", ExitCode.USAGE)
         settings = read(CliSettings)
         with Client(url, settings) as client:
-            named = model or _first_model(client)
+            named = model or served_model(client)
             address = client.url
         if rate is None and concurrency is None:
             concurrency = 8
@@ -85,13 +89,6 @@ def bench(
             raise typer.Exit(int(ExitCode.FAILED))
 
 
-def _first_model(client: Client) -> str:
-    models = client.get("/v1/models").get("data") or []
-    if not models:
-        raise CliError(f"{client.url} serves no model: name one with --model")
-    return str(models[0]["id"])
-
-
 def _send(output: Output, target: Target, shape: Shape, timeout: float, what: str) -> list[Answer]:
     with Progress(
         TextColumn("{task.description}"),
@@ -112,12 +109,13 @@ def _tell(output: Output, found: dict[str, Any]) -> None:
         output.json(found)
         return
     for reason, count in found["failures"].items():
-        output.err.print(f"[red]failed[/] {count}: {reason}", soft_wrap=True)
+        output.err.print(f"[red]failed[/] {count}: {escape(reason)}", soft_wrap=True)
     if "seconds" not in found:
         return
     loop = f"{found['concurrency']} at a time" if found["rate"] is None else f"{found['rate']:g} a second"
     output.out.print(
-        f"{found['model']} at {found['url']}: {found['requests']} requests, {loop}, {found['failed']} failed\n"
+        f"{escape(found['model'])} at {escape(found['url'])}: {found['requests']} requests, {loop}, "
+        f"{found['failed']} failed\n"
         f"{found['requests_per_second']:,.2f} requests/s, {found['output_tokens_per_second']:,.1f} tokens/s "
         f"({found['output_tokens']:,} tokens in {found['seconds']:,.2f} s)"
     )
@@ -137,8 +135,6 @@ def _draw(answers: Sequence[Answer], file: Path) -> None:
     from matplotlib.figure import Figure
 
     good = [answer for answer in answers if not answer.status]
-    if file.suffix.lower() != ".png":
-        raise CliError(f"--plot {file}: the plot is a PNG, give a name that ends in .png", ExitCode.USAGE)
     figure = Figure(figsize=(10, 4), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     series = {
