@@ -57,7 +57,7 @@ def context_tokens(client: Client) -> int | None:
 
 def _models(client: Client) -> list[dict[str, Any]]:
     answer = client.get("/v1/models")
-    models: list[dict[str, Any]] = answer.get("data") if isinstance(answer, dict) else None
+    models: list[dict[str, Any]] | None = answer.get("data") if isinstance(answer, dict) else None
     if models is None:
         raise CliError(f"{client.url} has not OpenAI's API: /v1/models has no list of them", ExitCode.UNREACHABLE)
     if not models:
