@@ -84,7 +84,8 @@ def importance_bytes(config: ModelConfig, settings: ForgeImportance, device: str
     work = Workload(
         adapter_numbers=1,
         rank=1,
-        tokens=settings.tokens_per_forward,
+        # A whole sample is one forward, however long.
+        tokens=max(settings.tokens_per_forward, settings.sample_tokens if settings.method == "leave_one_out" else 0),
         itemsize=resolve_dtype("auto", device).itemsize,
         recompute="none" if gradients else "full",
         fused=False,  # it is the forward of plain torch on every device
