@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import resource
 import shutil
 import signal
@@ -19,6 +20,7 @@ from services.adapter_tools.output import MARGIN_BYTES
 from services.common.errors import CheckpointRejected, Conflict, DoesNotFit, InvalidRequest, NotFound
 from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.weights.shards import Progress, silent
+from services.forge.pipeline.model_card import model_card
 from services.forge.pipeline.work import Work
 from services.forge.steps import verify_step
 from services.pod.forging.local import evaluate_directory, machine, run
@@ -281,6 +283,37 @@ def test_an_output_that_is_there_and_a_work_directory_in_use_are_refused(
         forge(recipe(home, output="whole/model"))
     with Work(tmp_path).locked(), pytest.raises(Conflict, match="another run works in"):
         forge(recipe(home, output="used/model"), work=tmp_path)
+
+
+def test_what_others_keep_in_the_work_directory_stays(home: Path) -> None:
+    notes = home / "shared" / "model.work" / "notes.txt"
+    notes.parent.mkdir(parents=True)
+    notes.write_text("mine")
+    (notes.parent / ".cycle-01-3-compact-0123456789abcdef.1a2b.partial").mkdir()
+    forge(recipe(home, output="shared/model", importance={"method": "weights"}, suites=[], recover=None))
+    assert [path.name for path in notes.parent.iterdir()] == ["notes.txt"]
+    file = home / "a-file"
+    file.write_text("mine")
+    with pytest.raises(InvalidRequest, match="is there already"):
+        forge(recipe(home, output="a-file"))
+
+
+def test_results_grow_old_unless_they_are_asked_for(tmp_path: Path) -> None:
+    work = Work(tmp_path)
+    asked, old = work.place("asked", {}), work.place("old", {})
+    for path in (asked.state, old.state, old.path, tmp_path / "of-others"):
+        path.mkdir()
+        os.utime(path, (0, 0))
+    assert Work(tmp_path).place("asked", {}) == asked
+    work.forget_old(60)
+    assert {path.name for path in tmp_path.iterdir()} == {asked.state.name, "of-others"}
+
+
+def test_the_card_tells_shares_in_percent_and_other_scores_as_they_are(whole: tuple[Path, dict[str, Any]]) -> None:
+    record = json.loads((whole[0] / "forge.json").read_text())
+    for when in ("before", "after"):
+        record["evaluation"][when]["sums@1"] |= {"mean": 3.25, "interval": {"low": 3.0, "high": 3.5}}
+    assert "3.2500 [3.0000, 3.5000] | 3.2500 [3.0000, 3.5000]" in model_card("m", record)
 
 
 def test_a_suite_that_vanishes_is_named_and_answers_stay(home: Path, tmp_path: Path) -> None:
