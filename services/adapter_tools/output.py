@@ -16,6 +16,11 @@ MARGIN_BYTES = 64 * 2**20
 """Left free on a disk that is written to."""
 
 
+def bytes_below(directory: Path) -> int:
+    """Bytes of the files below a directory, which need not be there."""
+    return sum(path.lstat().st_size for path in directory.rglob("*") if path.is_file())
+
+
 @contextlib.contextmanager
 def whole_directory(target: Path, need: int) -> Iterator[Path]:
     """A scratch directory beside ``target`` that becomes it when the block ends well, and vanishes otherwise.

@@ -84,11 +84,12 @@ def run(
         results.clean()
         inputs = _inputs(recipe, results)
         progress = _numbered(inputs.stages, progress)
-        pipeline = Pipeline(inputs, results, machine(device, directory, threads), progress)
+        found = machine(device, directory, threads)
+        pipeline = Pipeline(inputs, results, found, progress)
         plan_run(pipeline).check(directory)
         forged = pipeline.run()
         if place is None:
-            save(forged, out, key, progress)
+            save(forged, out, key, found.telling(progress))
             record = read_record(out)
         else:
             saved = results.place(
@@ -97,7 +98,7 @@ def run(
             if not saved.path.exists():
                 save(forged, saved.path, key, progress, name=place[1].rpartition("/")[2])
             store = ObjectStore(CommonSettings().model_copy(update={"s3_bucket": place[0]}))
-            upload(saved.path, store, place[1], progress, lambda operation: operation())
+            upload(saved.path, store, place[1], found.telling(progress), found.retry)
             record = read_record(saved.path)
     if work is None:
         shutil.rmtree(directory, ignore_errors=True)
