@@ -19,7 +19,12 @@ _PAUSE_SECONDS = 0.2
 
 def logs(
     process: Annotated[
-        str | None, typer.Argument(help="gateway, engine, valkey or s3.", show_default="all of them")
+        str | None,
+        typer.Argument(
+            help="gateway, engine, valkey or s3.",
+            show_default="all of them",
+            autocompletion=lambda: ["gateway", "engine", "valkey", "s3"],
+        ),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written, until Ctrl-C.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", help="Lines from the end of each.", min=0)] = 20,

@@ -192,6 +192,36 @@ def test_ps_shows_processes_with_their_memory_and_the_server(home: Path) -> None
     assert found["server"]["version"] == "0.1.0"
 
 
+def test_ps_does_not_advise_to_start_what_runs(home: Path) -> None:
+    (home / ".temper").mkdir()
+    state = {"url": "http://127.0.0.1:1", "pid": os.getpid(), "ports": {}, "pids": {"gateway": os.getpid()}}
+    (home / ".temper" / "state.json").write_text(json.dumps(state))
+    told = temper("ps")
+    assert told.exit_code == 0
+    assert "gateway" in told.stdout
+    assert "`temper logs gateway`" in told.stderr
+    assert "temper up" not in told.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("temper adap", ["adapters"]),
+        ("temper up --dev", ["--device"]),
+        ("temper up --device ", ["auto", "cpu", "cuda"]),
+        ("temper logs eng", ["engine"]),
+        ("temper context use ", ["one", "two"]),
+    ],
+)
+def test_the_shell_completes_commands_options_and_names(home: Path, line: str, found: list[str]) -> None:
+    temper("context", "add", "one", "http://one:1")
+    temper("context", "add", "two", "http://two:1")
+    words = str(len(line.split()) - (not line.endswith(" ")))
+    variables = {"_TEMPER_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": words}
+    result = CliRunner().invoke(app, [], prog_name="temper", env=variables)
+    assert result.stdout.split() == found
+
+
 def test_serve_needs_stores(home: Path) -> None:
     result = temper("serve")
     assert result.exit_code == 2
@@ -244,6 +274,14 @@ class TestLoads:
             )
             assert "tokens/s" in temper("bench", *words).stdout
         assert (home / "load.png").read_bytes().startswith(b"\x89PNG")
+
+    @pytest.mark.parametrize(("plot", "words"), [("load.jpg", "ends in .png"), ("none/load.png", "no directory none")])
+    def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_sent(self, plot: str, words: str) -> None:
+        with serving(lambda _: Reply({"data": [{"id": "m"}]})) as (url, seen):
+            result = temper("bench", "--url", url, "--plot", plot)
+        assert result.exit_code == 2
+        assert words in result.stderr
+        assert not seen
 
     def test_failures_are_counted_and_told(self) -> None:
         def answer(seen: Seen) -> Reply:
