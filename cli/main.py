@@ -10,7 +10,7 @@ import typer
 from cli.agent.command import agent
 from cli.agent.command import run as run_agent
 from cli.commands import adapter_versions as adapter_tools
-from cli.commands import adapters, batch, forge, keys, sessions, train
+from cli.commands import adapters, batch, feedback, forge, keys, sessions, train
 from cli.commands.chat import chat
 from cli.commands.evaluation import runs as evaluation
 from cli.commands.operations import config
@@ -116,6 +116,7 @@ def demo(
 
 
 app.add_typer(train.app)
+app.add_typer(feedback.app)
 app.add_typer(evaluation.app)
 app.add_typer(forge.app)
 app.add_typer(batch.app)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -53,6 +54,18 @@ OnDevice = Annotated[Device, typer.Option(help="auto: cuda if there is one.", en
 InDtype = Annotated[Dtype, typer.Option(help="auto: bfloat16 on cuda, float32 on cpu.", envvar="TEMPER_DTYPE")]
 Wait = Annotated[bool, typer.Option("--wait", help="Follow the run, and print its result.")]
 Timeout = Annotated[float | None, typer.Option(help="Seconds to wait at most; the run goes on.", min=0)]
+
+
+def _png(file: Path | None) -> Path | None:
+    """Refuses a plot that could not be written, before anything is measured for it."""
+    if file is not None and file.suffix.lower() != ".png":
+        raise typer.BadParameter(f"{file}: the plot is a PNG, give a name that ends in .png")
+    if file is not None and not file.absolute().parent.is_dir():
+        raise typer.BadParameter(f"{file}: there is no directory {file.absolute().parent}")
+    return file
+
+
+Plot = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw what is told, too.", callback=_png)]
 
 
 def defaults(command: Any, url: str | None) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from typing import Any
 import httpx
 from playwright.sync_api import Page, sync_playwright
 
+from cli.http.load.figures import percentile
+
 _INTERACTIONS = 60
 _POINTS = 10_000
 _CURVES = 4
@@ -56,11 +58,6 @@ _FRAMES = """async ({ points, curves }) => {
     place.remove();
     return { first, pointed, redrawn };
 }"""
-
-
-def percentile(values: list[float], share: float) -> float:
-    """Value below which this share of the values is."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 class Streams:

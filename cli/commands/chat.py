@@ -30,6 +30,9 @@ def chat(
         str | None, typer.Option(help="Session that it belongs to; a conversation has one of its own.")
     ] = None,
     think: Annotated[bool | None, typer.Option("--think/--no-think", help="Let the model reason first.")] = None,
+    store: Annotated[
+        bool, typer.Option("--store", help="Let the server keep the answers for `temper feedback`, and tell their ids.")
+    ] = False,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
@@ -47,6 +50,8 @@ def chat(
             }.items()
             if value is not None
         }
+        if store:
+            options["store"] = True
         if think is not None:
             options["chat_template_kwargs"] = {"enable_thinking": think}
         messages = [{"role": "system", "content": system}] if system else []
@@ -80,7 +85,8 @@ def _one(client: Client, output: Output, options: dict[str, Any], messages: list
     output.out.print()
     for call in answer.tool_calls:
         output.out.print(f"[cyan]{escape(call['name'])}({escape(call['arguments'])})[/]")
-    output.err.print(f"[dim]{escape(answer.adapter or 'base model')} · {answer.finish_reason}[/]")
+    kept = f" · {answer.completion_id}" if options.get("store") else ""
+    output.err.print(f"[dim]{escape(answer.adapter or 'base model')} · {answer.finish_reason}{kept}[/]")
     return answer
 
 

@@ -53,14 +53,14 @@ def run_demo(*, rounds: int, seed: int, output: Path, as_json: bool = False) -> 
     out = Output(as_json=as_json)
     with guarded(out):
         files = report_path(output, "json"), report_path(output, "png")
-        show = _Show(out.err if as_json else out.out)
+        show = Show(out.err if as_json else out.out)
         try:
             with contextlib.ExitStack() as stack:
                 with show.task("starting Valkey, S3, engine and gateway") as bar:
                     url = stack.enter_context(running_stack(bar.say))
                     bar.end(f"ready on {url}")
                 temper = stack.enter_context(Temper.connect(stack.enter_context(Client(url, read(CliSettings)))))
-                findings = _session(temper, show, rounds=rounds, seed=seed)
+                findings = session(temper, show, rounds=rounds, seed=seed)
                 with show.task("stopping") as bar:
                     stack.close()
                     bar.end("stopped")
@@ -76,7 +76,7 @@ def run_demo(*, rounds: int, seed: int, output: Path, as_json: bool = False) -> 
             raise CliError(f"the reward rose by {report.gain:.2f}, less than the {GOAL} this demo stands for")
 
 
-def _session(temper: Temper, show: _Show, *, rounds: int, seed: int) -> dict[str, Any]:
+def session(temper: Temper, show: Show, *, rounds: int, seed: int) -> dict[str, Any]:
     """Everything between start and stop; the report's fields."""
     show.heading(f"1. Chat with {temper.model}, streamed through the openai client")
     for question in _QUESTIONS:
@@ -110,7 +110,7 @@ def _session(temper: Temper, show: _Show, *, rounds: int, seed: int) -> dict[str
 
 def _round(
     temper: Temper,
-    show: _Show,
+    show: Show,
     number: int,
     chosen: Sequence[Item],
     held_out: Sequence[Item],
@@ -145,7 +145,7 @@ def _round(
     )
 
 
-def _sft(temper: Temper, show: _Show, seed: int) -> str:
+def _sft(temper: Temper, show: Show, seed: int) -> str:
     """Teaches the motto without touching what plain requests get (attach: false)."""
     examples = [{"prompt": prompt, "completion": _MOTTO} for prompt in _MOTTO_PROMPTS]
     examples += [{"prompt": prompt, "completion": answer} for prompt, answer in _KEPT]
@@ -165,7 +165,7 @@ def _sft(temper: Temper, show: _Show, seed: int) -> str:
 
 
 @dataclass(slots=True)
-class _Bar:
+class Bar:
     """One line of progress."""
 
     progress: Progress
@@ -197,7 +197,7 @@ class _Bar:
 
 
 @dataclass(frozen=True, slots=True)
-class _Show:
+class Show:
     """Everything the demo prints. On a pipe a bar becomes one line when it is done."""
 
     console: Console
@@ -219,7 +219,7 @@ class _Show:
         return answer
 
     @contextlib.contextmanager
-    def task(self, text: str, total: int | None = None) -> Iterator[_Bar]:
+    def task(self, text: str, total: int | None = None) -> Iterator[Bar]:
         """A bar while the block runs, until its `end`."""
         live = self.console.is_terminal
         progress = Progress(
@@ -234,7 +234,7 @@ class _Show:
         )
         start = time.monotonic()
         with progress:
-            bar = _Bar(progress, progress.add_task(f"{text:44}", total=total, note="", count=""))
+            bar = Bar(progress, progress.add_task(f"{text:44}", total=total, note="", count=""))
             yield bar
         if not live:
             self.console.print(

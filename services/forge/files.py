@@ -44,7 +44,12 @@ def file_digest(path: Path) -> str:
 
 
 def write_object(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes a JSON object into a new file, whole or not at all.
+    """Writes a JSON object into a new file, whole or not at all. Raises as of write_text."""
+    write_text(path, json.dumps(content, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a new file, whole or not at all.
 
     Raises:
         InvalidRequest: the file is there already, or the disk is full or not writable.
@@ -54,7 +59,7 @@ def write_object(path: Path, content: Mapping[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with scratch.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(content, allow_nan=False) + "\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         scratch.rename(path)

@@ -198,19 +198,21 @@ def test_a_suite_its_run_and_its_items(reader: Reader, stack: Stack) -> None:
 def test_a_batch_and_its_results(reader: Reader, tmp_path: Path) -> None:
     body = {"model": "qwen3.5", "messages": [PROMPT], "max_tokens": 4}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
-    file = tmp_path / "questions.jsonl"
+    file = tmp_path / f"questions-{uuid.uuid4().hex[:6]}.jsonl"
     file.write_text(json.dumps(line))
     page = reader.open("batches", "Batches and files")
     page.get_by_label("File of requests").set_input_files(file)
     page.get_by_role("button", name="Send and queue").click()
-    results = page.get_by_role("button", name="Results").first
+    results = (
+        page.get_by_label("Batches", exact=True)
+        .get_by_role("row", name=file.name)
+        .get_by_role("button", name="Results")
+    )
     results.wait_for(timeout=60_000)
     with page.expect_download() as kept:
         results.click()
     assert json.loads(kept.value.path().read_text())["custom_id"] == "a"
-    page.get_by_label("Files").get_by_role("row", name="questions.jsonl").get_by_role(
-        "button", name="Delete"
-    ).first.click()
+    page.get_by_label("Files").get_by_role("row", name=file.name).get_by_role("button", name="Delete").click()
     reader.agree("Delete the file")
     expect(page.get_by_text("The file is deleted.")).to_be_visible()
 

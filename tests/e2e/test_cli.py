@@ -150,6 +150,18 @@ def test_a_suite_is_run_and_its_targets_are_compared(stack: Stack, examples: str
     assert "nobody@1" in refused.stderr
 
 
+def test_feedback_on_kept_answers_is_trained_on(stack: Stack, tmp_path: Path) -> None:
+    good, bad = (ok(stack, "chat", text, "--store", "--max-tokens", "4")["completion_id"] for text in ("hello", "hi"))
+    notes, data, adapter = str(tmp_path / "notes.jsonl"), str(tmp_path / "data.jsonl"), name()
+    ok(stack, "feedback", "give", good, "--up", "--file", notes)
+    ok(stack, "feedback", "give", bad, "--correct", "Good day!", "--file", notes)
+    assert ok(stack, "feedback", "export", "kto", data, "--file", notes)["examples"] == 3
+    submit = ("train", "submit", "kto", "--data", data, "--adapter", adapter, "--epochs", "1", "--no-attach", "--wait")
+    result = temper(stack, *submit)
+    assert result.returncode == 0, result.stderr
+    assert f"{adapter}@1" in result.stdout
+
+
 def test_the_doctor_finds_a_running_temper_well(stack: Stack) -> None:
     report = ok(stack, "doctor", "--url", stack.url, "--data-dir", str(stack.data_dir), "--port", str(stack.port))
     found = {check["check"]: (check["status"], check["message"]) for check in report["checks"]}

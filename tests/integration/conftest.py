@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 import redis
@@ -72,6 +73,17 @@ def store(s3: RunningServer, settings: CommonSettings) -> ObjectStore:
 @pytest.fixture
 def registry(store: ObjectStore, settings: CommonSettings) -> AdapterRegistry:
     return AdapterRegistry(store, settings.served_model_name)
+
+
+@pytest.fixture
+def trainer_fields() -> dict[str, Any]:
+    """Settings of a module's trainers (tests.integration.beside_engine)."""
+    return {}
+
+
+@pytest.fixture
+def forge() -> None:
+    """The forge of a module's trainers."""
 
 
 @pytest.fixture

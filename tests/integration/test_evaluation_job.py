@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -28,47 +26,16 @@ from services.common.jobs.scorers.sample import Sample
 from services.common.queue.job_queue import JobQueue
 from services.common.security.sandbox.sandbox import Sandbox
 from services.common.security.sandbox.shut_in import Isolation
-from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
 from services.engine.models.lora.trainable import LoraParams
-from services.trainer.jobs import prepare_run
-from services.trainer.runtime.worker import TrainerWorker
-from services.trainer.settings import TrainerSettings
-from tests.integration.test_rollout_job import events, until
+from tests.integration.beside_engine import Start, events, pod, start, until
 from tests.missing import sandbox_level
-from tests.rollout_support import TINY, Pod, running_pod
+from tests.rollout_support import TINY, Pod
 from tests.unit.common.jobs.scorers.test_webhook import serving
 
+__all__ = ["pod", "start"]
 SUMS = 70
 """Items of the suite: more than a shard has."""
-Start = Callable[..., TrainerWorker]
-
-
-@pytest.fixture
-def pod(registry: AdapterRegistry) -> Iterator[Pod]:
-    with running_pod(registry=registry) as pod:
-        yield pod
-        pod.settle()
-
-
-@pytest.fixture
-def start(
-    settings: CommonSettings, store: ObjectStore, registry: AdapterRegistry, pod: Pod, tmp_path: Path
-) -> Iterator[Start]:
-    workers: list[TrainerWorker] = []
-
-    def make(**host: Any) -> TrainerWorker:
-        trainer = TrainerSettings(
-            **settings.model_dump(), job_heartbeat_seconds=0.2, checkpoint_dir=tmp_path / "checkpoints"
-        )
-        beside = dataclasses.replace(pod.host, **host)
-        workers.append(TrainerWorker(beside, trainer, store=store, registry=registry, prepare=prepare_run))
-        workers[-1].start()
-        return workers[-1]
-
-    yield make
-    for worker in workers:
-        worker.drain()
 
 
 @pytest.fixture

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from services.common.adapters.registry import AdapterRegistry
 from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs import ForgeJob, Job, JobState
 from services.common.queue.job_queue import JobQueue
@@ -21,16 +19,13 @@ from services.common.storage.object_store import ObjectStore
 from services.engine.settings import EngineSettings
 from services.forge.signature import check_signature
 from services.pod.forging.job import PodForge
-from services.trainer.jobs import prepare_run
-from services.trainer.runtime.worker import TrainerWorker
-from services.trainer.settings import TrainerSettings
 from tests.forked import pod_worker
+from tests.integration.beside_engine import Start, events, pod, start, until
 from tests.integration.test_evaluation_job import made
-from tests.integration.test_rollout_job import events, until
 from tests.integration.test_worker import RECLAIM, Spawn, spawn, trainer_settings
-from tests.rollout_support import TINY, Pod, running_pod
+from tests.rollout_support import TINY, Pod
 
-__all__ = ["spawn", "trainer_settings"]
+__all__ = ["pod", "spawn", "start", "trainer_settings"]
 
 RECOVER = {"method": "distill", "steps": 2, "batch_tokens": 16, "held_out_share": 0.3}
 KEY = Ed25519PrivateKey.generate()
@@ -40,36 +35,14 @@ EXAMPLES = [{"prompt": f"What is {n} plus 4?", "completion": str(n + 4)} for n i
 
 
 @pytest.fixture
-def pod(registry: AdapterRegistry) -> Iterator[Pod]:
-    with running_pod(registry=registry) as pod:
-        yield pod
-        pod.settle()
+def trainer_fields() -> dict[str, Any]:
+    return {"job_reclaim_seconds": RECLAIM}
 
 
 @pytest.fixture
-def start(
-    settings: CommonSettings, store: ObjectStore, registry: AdapterRegistry, pod: Pod, tmp_path: Path
-) -> Iterator[Callable[[], TrainerWorker]]:
-    workers: list[TrainerWorker] = []
+def forge(settings: CommonSettings, store: ObjectStore, pod: Pod, tmp_path: Path) -> PodForge:
     served = EngineSettings.model_validate({"model": TINY, "s3_bucket": settings.s3_bucket})
-
-    def make() -> TrainerWorker:
-        trainer = TrainerSettings(
-            **settings.model_dump(),
-            job_reclaim_seconds=RECLAIM,
-            job_heartbeat_seconds=0.2,
-            checkpoint_dir=tmp_path / "checkpoints",
-        )
-        forge = PodForge(served, pod.host, store, tmp_path / "forge", KEY)
-        workers.append(
-            TrainerWorker(pod.host, trainer, store=store, registry=registry, prepare=prepare_run, forge=forge)
-        )
-        workers[-1].start()
-        return workers[-1]
-
-    yield make
-    for worker in workers:
-        worker.drain()
+    return PodForge(served, pod.host, store, tmp_path / "forge", KEY)
 
 
 @pytest.fixture
@@ -92,7 +65,7 @@ async def test_killed_and_handed_on_a_job_goes_on_beside_traffic_and_ends_in_the
     queue: JobQueue,
     store: ObjectStore,
     suites: SuiteStore,
-    start: Callable[[], TrainerWorker],
+    start: Start,
     spawn: Spawn,
     pod: Pod,
     tmp_path: Path,
@@ -138,7 +111,7 @@ async def test_killed_and_handed_on_a_job_goes_on_beside_traffic_and_ends_in_the
 
 
 async def test_what_cannot_be_forged_is_told_and_the_next_job_runs(
-    queue: JobQueue, suites: SuiteStore, start: Callable[[], TrainerWorker], pod: Pod
+    queue: JobQueue, suites: SuiteStore, start: Start, pod: Pod
 ) -> None:
     worker = start()
     impossible = await ended(queue, job(prune={"kv_groups": "25%"}))
@@ -155,9 +128,7 @@ async def test_what_cannot_be_forged_is_told_and_the_next_job_runs(
     assert worker.alive
 
 
-async def test_a_job_is_cancelled_in_the_middle(
-    queue: JobQueue, suites: SuiteStore, start: Callable[[], TrainerWorker], pod: Pod
-) -> None:
+async def test_a_job_is_cancelled_in_the_middle(queue: JobQueue, suites: SuiteStore, start: Start, pod: Pod) -> None:
     start()
     submitted = await queue.submit(job(importance={"method": "leave_one_out", "sample_tokens": 64}))
     await until(queue, submitted.id, lambda job: job.progress.total_steps > 0)

@@ -13,13 +13,16 @@ from services.common.adapters.registry import WEIGHTS, AdapterRegistry
 from services.common.jobs import JobState, OpdJob
 from services.common.queue.job_queue import JobQueue
 from services.trainer.jobs import prepare_run
-from tests.integration.test_rollout_job import Start, events, pod, sampling, start, until  # noqa: F401
+from tests.integration.beside_engine import Start, events, pod, start, until
+from tests.integration.test_rollout_job import sampling, trainer_fields
 from tests.rollout_support import TINY, Pod
 from tests.training_support import TrainingHost, random_adapter
 
+__all__ = ["pod", "start", "trainer_fields"]
+
 
 @pytest.fixture
-def tutor(pod: Pod, registry: AdapterRegistry) -> str:  # noqa: F811
+def tutor(pod: Pod, registry: AdapterRegistry) -> str:
     files = random_adapter(TrainingHost(TINY), scale=0.3)
     return str(registry.publish("tutor", files, base_digest=pod.engine.base_digest).ref)
 
@@ -43,7 +46,7 @@ def job(teacher: str, **fields: Any) -> OpdJob:
     )
 
 
-def undisturbed(pod: Pod, spec: OpdJob) -> bytes:  # noqa: F811
+def undisturbed(pod: Pod, spec: OpdJob) -> bytes:
     run = prepare_run(spec, pod.host, None)
     for index in range(run.total_steps):
         run.step(index)
@@ -53,8 +56,8 @@ def undisturbed(pod: Pod, spec: OpdJob) -> bytes:  # noqa: F811
 async def test_from_submit_to_a_version(
     queue: JobQueue,
     registry: AdapterRegistry,
-    start: Start,  # noqa: F811
-    pod: Pod,  # noqa: F811
+    start: Start,
+    pod: Pod,
     tutor: str,
 ) -> None:
     start()
@@ -73,7 +76,7 @@ async def test_from_submit_to_a_version(
 async def test_what_did_not_come_nearer_is_not_published(
     queue: JobQueue,
     registry: AdapterRegistry,
-    start: Start,  # noqa: F811
+    start: Start,
     tutor: str,
 ) -> None:
     start()
@@ -87,8 +90,8 @@ async def test_what_did_not_come_nearer_is_not_published(
 async def test_drained_in_the_middle_it_ends_as_if_it_had_not_been(
     queue: JobQueue,
     registry: AdapterRegistry,
-    start: Start,  # noqa: F811
-    pod: Pod,  # noqa: F811
+    start: Start,
+    pod: Pod,
     tutor: str,
 ) -> None:
     spec = job(tutor, rounds=3, max_tokens=40, sampling_temperature=30)
@@ -110,7 +113,7 @@ async def test_drained_in_the_middle_it_ends_as_if_it_had_not_been(
 async def test_a_teacher_that_is_gone_or_foreign_fails_the_job_at_once(
     queue: JobQueue,
     registry: AdapterRegistry,
-    start: Start,  # noqa: F811
+    start: Start,
     tutor: str,
 ) -> None:
     foreign = registry.publish("foreign", random_adapter(TrainingHost(TINY)), base_digest="another")

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import WEIGHTS, AdapterRegistry
-from services.common.jobs import GrpoJob, Job, JobEvent, JobState
+from services.common.jobs import GrpoJob, JobEvent, JobState
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.jobs.scorers.grants import Grants
 from services.common.queue.job_queue import JobQueue
-from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
 from services.engine.requests.adapter import AdapterChoice
 from services.trainer.jobs import prepare_run
-from services.trainer.runtime.worker import TrainerWorker
-from services.trainer.settings import TrainerSettings
-from tests.rollout_support import Pod, running_pod, wait_for
+from tests.integration.beside_engine import Start, events, pod, start, until
+from tests.rollout_support import Pod, wait_for
 from tests.unit.common.jobs.scorers.test_webhook import SECRET, ok, serving
+
+__all__ = ["pod", "start"]
 
 QUICK = {
     "prompts": [f"Say {n}" for n in range(4)],
@@ -47,50 +44,8 @@ def job(adapter: str = "toy", **generate: Any) -> GrpoJob:
 
 
 @pytest.fixture
-def pod(registry: AdapterRegistry) -> Iterator[Pod]:
-    with running_pod(registry=registry) as pod:
-        yield pod
-        pod.settle()
-
-
-Start = Callable[..., TrainerWorker]
-
-
-@pytest.fixture
-def start(
-    settings: CommonSettings, store: ObjectStore, registry: AdapterRegistry, pod: Pod, tmp_path: Path
-) -> Iterator[Start]:
-    workers: list[TrainerWorker] = []
-
-    def make(**host: Any) -> TrainerWorker:
-        trainer = TrainerSettings(
-            **settings.model_dump(),
-            job_heartbeat_seconds=0.2,
-            checkpoint_dir=tmp_path / "checkpoints",
-            trainer_drain_seconds=10,
-            adapter_sync_seconds=5,
-            job_max_attempts=2,
-        )
-        beside = dataclasses.replace(pod.host, **host)
-        workers.append(TrainerWorker(beside, trainer, store=store, registry=registry, prepare=prepare_run))
-        workers[-1].start()
-        return workers[-1]
-
-    yield make
-    for worker in workers:
-        worker.drain()
-
-
-async def until(queue: JobQueue, job_id: str, condition: Callable[[Job], bool], timeout: float = 180) -> Job:
-    deadline = time.monotonic() + timeout
-    while not condition(job := await queue.get(job_id)):
-        assert time.monotonic() < deadline, job
-        await asyncio.sleep(0.02)
-    return job
-
-
-async def events(queue: JobQueue, job_id: str) -> list[JobEvent]:
-    return [event async for event in queue.events(job_id)]
+def trainer_fields() -> dict[str, Any]:
+    return {"trainer_drain_seconds": 10, "adapter_sync_seconds": 5, "job_max_attempts": 2}
 
 
 async def everything_said(queue: JobQueue, job_id: str) -> list[JobEvent]:

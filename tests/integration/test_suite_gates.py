@@ -16,8 +16,8 @@ from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs import Job, JobState, SftJob
 from services.common.queue.job_queue import JobQueue
 from services.common.storage.object_store import ObjectStore
-from tests.integration.test_evaluation_job import Start, made, pod, start
-from tests.integration.test_rollout_job import events, until
+from tests.integration.beside_engine import Start, events, pod, start, until
+from tests.integration.test_evaluation_job import made
 
 __all__ = ["pod", "start"]
 SUMS, MANY = 20, SHARD_ITEMS + 6

@@ -23,7 +23,7 @@ from rich.console import Console
 from benchmarks.lib.environment import environment
 from benchmarks.lib.recorder import put_line
 from cli.demo.api import Temper
-from cli.demo.command import _session, _Show
+from cli.demo.command import Show, session
 from cli.http.client import Client
 from cli.settings import CliSettings
 from kernels.gpu.launch.device import architectures
@@ -43,7 +43,7 @@ def run(limits: str, directory: Path, *, share: float, rounds: int, blocking: bo
     try:
         stack.start(_READY_SECONDS)
         with Client(stack.url, CliSettings()) as client, Temper.connect(client) as temper:
-            _session(temper, _Show(Console(file=StringIO())), rounds=rounds, seed=1)
+            session(temper, Show(Console(file=StringIO())), rounds=rounds, seed=1)
     except Exception as problem:  # whatever ends the demo is the result
         error = f"{type(problem).__name__}: {problem}"[:500]
         log = stack.log("engine")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cli.output import CliError, ExitCode
+from cli.output import CliError
 
 _WIDTH = 0.8
 """Part of a suite's place that its targets share."""
@@ -15,14 +15,12 @@ def save_comparison(found: dict[str, Any], file: Path) -> None:
     """Draws the answer of /v1/evaluations/compare: the scores of each suite beside each other, with their intervals.
 
     Raises:
-        CliError: the file cannot be written, or is no PNG by its name.
+        CliError: the file cannot be written.
     """
     # matplotlib takes a second to import, which no other command should wait for.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    if file.suffix.lower() != ".png":
-        raise CliError(f"--plot {file}: the plot is a PNG, give a name that ends in .png", ExitCode.USAGE)
     suites = list(dict.fromkeys(one["suite"] for one in found["data"]))
     entries = found["entries"]
     figure = Figure(figsize=(max(6.0, 1.5 + 1.6 * len(suites)), 4.5), dpi=120, layout="constrained")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlencode
 
@@ -16,7 +15,7 @@ from cli.commands.evaluation.comparison_plot import save_comparison
 from cli.http.client import Client, path
 from cli.http.job_events import watch
 from cli.job_files import apply_settings
-from cli.options import Json, Timeout, Url, Wait, connected
+from cli.options import Json, Plot, Timeout, Url, Wait, connected
 from cli.output import CliError, ExitCode, Output
 
 app = typer.Typer(name="eval", help="Evaluate models and adapters.", no_args_is_help=True)
@@ -122,7 +121,7 @@ def compare(
         list[str], typer.Argument(metavar="EVALUATION|NAME@VERSION...", help="All targets of a run, or a version.")
     ],
     target: Annotated[list[str] | None, typer.Option(help="Only targets of this name; repeatable.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the scores, too.")] = None,
+    plot: Plot = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:

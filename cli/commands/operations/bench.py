@@ -17,7 +17,7 @@ from cli.http.load.figures import SHARES, figures
 from cli.http.load.run import Target, send
 from cli.http.load.shape import Range, Shape
 from cli.http.load.streams import Answer
-from cli.options import Json, Url
+from cli.options import Json, Plot, Url
 from cli.output import CliError, ExitCode, Output, guarded
 from cli.settings import CliSettings, read
 
@@ -42,7 +42,7 @@ def bench(
     model: Annotated[str | None, typer.Option(help="Default: the server's first.")] = None,
     seed: Annotated[int, typer.Option(help="Of prompts and beginnings.", min=0)] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds that a request may take.", min=1)] = 600.0,
-    plot: Annotated[Path | None, typer.Option(help="Draw the distributions into this PNG.")] = None,
+    plot: Plot = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
@@ -50,8 +50,8 @@ def bench(
     between tokens."""
     output = Output(as_json=as_json)
     with guarded(output):
-        if plot is not None and plot.suffix.lower() != ".png":
-            raise CliError(f"--plot {plot}: the plot is a PNG, give a name that ends in .png", ExitCode.USAGE)
+        if plot is not None:
+            _check_plot(plot)
         settings = read(CliSettings)
         with Client(url, settings) as client:
             named = model or served_model(client)
@@ -82,9 +82,9 @@ def bench(
             _send(output, target, shape(warm_up, seed + 1), timeout, "warming up")
         answers = _send(output, target, load, timeout, "measuring")
         found = {"url": address, "model": named, "concurrency": concurrency, "rate": rate, **figures(answers)}
-        if plot is not None:
-            _draw(answers, plot)
         _tell(output, found)
+        if plot is not None and "seconds" in found:
+            _draw(answers, plot)
         if found["failed"]:
             raise typer.Exit(int(ExitCode.FAILED))
 
@@ -124,6 +124,14 @@ def _tell(output: Output, found: dict[str, Any]) -> None:
         [text, *(f"{found[name][column]:,.1f}" for column in columns)] for name, text in _ROWS.items() if found[name]
     ]
     output.table(found, ["ms", *columns], rows, empty="")
+
+
+def _check_plot(file: Path) -> None:
+    """Refuses before the load what would lose it."""
+    if file.suffix.lower() != ".png":
+        raise CliError(f"--plot {file}: the plot is a PNG, give a name that ends in .png", ExitCode.USAGE)
+    if not file.absolute().parent.is_dir():
+        raise CliError(f"--plot {file}: there is no directory {file.parent}", ExitCode.USAGE)
 
 
 def _draw(answers: Sequence[Answer], file: Path) -> None:

@@ -19,6 +19,17 @@ app = typer.Typer(name="context", help="Save servers under names, and choose one
 Name = Annotated[str, typer.Argument(help="Name of the context.")]
 
 
+def _saved() -> list[str]:
+    """Names, for the shell."""
+    try:
+        return list(read_contexts().contexts)
+    except ValueError:
+        return []
+
+
+SavedName = Annotated[str, typer.Argument(help="Name of the context.", autocompletion=_saved)]
+
+
 @app.command()
 def add(
     name: Name,
@@ -40,7 +51,7 @@ def add(
 
 
 @app.command()
-def use(name: Name, as_json: Json = False) -> None:
+def use(name: SavedName, as_json: Json = False) -> None:
     """Use a saved server in every command that says no other."""
 
     def change(saved: Contexts) -> Contexts:
@@ -51,7 +62,7 @@ def use(name: Name, as_json: Json = False) -> None:
 
 
 @app.command()
-def remove(name: Name, as_json: Json = False) -> None:
+def remove(name: SavedName, as_json: Json = False) -> None:
     """Forget a saved server and its key."""
 
     def change(saved: Contexts) -> Contexts:

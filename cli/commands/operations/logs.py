@@ -19,7 +19,12 @@ _PAUSE_SECONDS = 0.2
 
 def logs(
     process: Annotated[
-        str | None, typer.Argument(help="gateway, engine, valkey or s3.", show_default="all of them")
+        str | None,
+        typer.Argument(
+            help="gateway, engine, valkey or s3.",
+            show_default="all of them",
+            autocompletion=lambda: ["gateway", "engine", "valkey", "s3"],
+        ),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written, until Ctrl-C.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", help="Lines from the end of each.", min=0)] = 20,
@@ -54,37 +59,30 @@ class Log:
     def __init__(self, file: Path) -> None:
         self.name = file.stem
         self._file = file
-        self._inode, self._offset = _place(file)
+        self._open = file.open("rb")
+        self._open.seek(0, os.SEEK_END)
         self._rest = b""
 
     def last(self, count: int) -> list[str]:
-        """The last lines that were there when this object was made."""
+        """The last lines of the file."""
         return tail(self._file, lines=count) if count else []
 
     def new(self) -> Iterator[str]:
-        """Whole lines that have come since, also into a file that took this one's place."""
-        inode, size = _place(self._file)
-        if inode != self._inode or size < self._offset:
-            self._inode, self._offset, self._rest = inode, 0, b""
-        if size == self._offset:
-            return
-        data = b""
-        with contextlib.suppress(FileNotFoundError), self._file.open("rb") as file:  # just moved aside
-            file.seek(self._offset)
-            data = file.read()
-        self._offset += len(data)
-        *whole, self._rest = (self._rest + data).split(b"\n")
+        """Whole lines that have come since this object was made, of a file that was moved aside to its end, and then of
+        the one that took its place."""
+        yield from self._read()
+        with contextlib.suppress(FileNotFoundError):  # it is just being moved aside
+            found = self._file.stat()
+            if found.st_ino != os.fstat(self._open.fileno()).st_ino or found.st_size < self._open.tell():
+                following = self._file.open("rb")
+                self._open.close()
+                self._open, self._rest = following, b""
+                yield from self._read()
+
+    def _read(self) -> Iterator[str]:
+        *whole, self._rest = (self._rest + self._open.read()).split(b"\n")
         for line in whole:
             yield line.decode("utf-8", "replace")
-
-
-def _place(file: Path) -> tuple[int, int]:
-    """Inode and size; zeros: it is not there, for it is just being moved aside."""
-    try:
-        found = os.stat(file)
-    except FileNotFoundError:
-        return 0, 0
-    return found.st_ino, found.st_size
 
 
 def _write(output: Output, name: str, line: str, width: int) -> None:

@@ -32,7 +32,12 @@ def ps(data_dir: DataDir = Path(".temper"), url: Url = None, as_json: Json = Fal
             except CliError as error:
                 if state is None:
                     raise
-                server = {"url": client.url, "error": error.message}
+                # It runs, so that the advice to start one would lead astray.
+                away = f"the gateway at {client.url} does not answer yet, or not any more: `temper logs gateway`"
+                server = {
+                    "url": client.url,
+                    "error": away if error.code is ExitCode.UNREACHABLE and error.error is None else error.message,
+                }
         _tell(output, processes, server)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 _EVENT, _DONE = b"data: {", b"data: [DONE]"
+_ERROR = re.compile(rb'data: (\{\s*"(?:error"|object":\s*"error").*)', re.DOTALL)
 _COUNT = re.compile(rb'"completion_tokens":\s*(\d+)')
 _END_BYTES = 600
 """Bytes that are kept of an answer's end: the last event has the counts of tokens."""
@@ -78,6 +79,11 @@ class Connection(asyncio.Protocol):
                 self._finish()
                 return
         answer.end = (answer.end + data)[-_END_BYTES:]
+        # The end of a stream that failed; the connection may stay open, and some servers send [DONE] behind it.
+        if b'"error"' in data and (failure := _ERROR.search(answer.end)):
+            answer.status = failure[1][:400].decode("utf-8", "replace")
+            self._finish()
+            return
         text = self._tail + data
         events = text.count(_EVENT)
         if events:

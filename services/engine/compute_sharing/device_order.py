@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.engine.compute_sharing.entrance import Entrance
+
 _AHEAD = 2
 """Most pieces queued while the engine is idle: the running one, and the one that follows without a gap."""
 _ENQUEUE_SECONDS = 0.0005
@@ -73,7 +75,7 @@ class _Work:
 
 
 class StreamGate:
-    """Compute gate of a GPU: ComputeGate for the one trainer thread and EngineGate for the one loop thread.
+    """Compute gate of a GPU: ComputeGate for the trainer's thread and its guests, EngineGate for the one loop thread.
 
     Args:
         tpot_goal_seconds: goal for the time of a step and the training before it together.
@@ -98,6 +100,7 @@ class StreamGate:
         """Goal for the time of a step and the training before it together."""
         self._share = minimal_share
         self._engine, self._trainer = engine, trainer
+        self._entrance = Entrance()
         self._changed = threading.Condition()
         self._engine_idle = True
         self._training = False
@@ -168,23 +171,23 @@ class StreamGate:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Context manager around the trainer's work; give_way() divides it into pieces.
+        """Context manager around a thread's training; give_way() divides it into pieces. Entering waits for another
+        thread that trains.
 
         Raises:
-            RuntimeError: it is entered twice.
+            RuntimeError: a thread enters it twice.
         """
-        with self._changed:
-            if self._training:
-                raise RuntimeError("training() is entered twice")
-            self._training = True
-            self._number = 0
-        try:
-            self.give_way()
-            yield
-        finally:
+        with self._entrance.passed():
             with self._changed:
-                self._end_piece()
-                self._training = False
+                self._training = True
+                self._number = 0
+            try:
+                self.give_way()
+                yield
+            finally:
+                with self._changed:
+                    self._end_piece()
+                    self._training = False
 
     def give_way(self) -> None:
         """Waits until the next piece may be queued. Called inside training(), before each piece.

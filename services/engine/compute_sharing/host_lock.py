@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+from services.engine.compute_sharing.entrance import Entrance
+
 
 class _Turn(enum.Enum):
     NOBODY = enum.auto()
@@ -25,7 +27,7 @@ class _Turn(enum.Enum):
 
 
 class SliceGate:
-    """Compute gate of a CPU: ComputeGate for the one trainer thread and EngineGate for the one loop thread.
+    """Compute gate of a CPU: ComputeGate for the trainer's thread and its guests, EngineGate for the one loop thread.
 
     Args:
         tpot_goal_seconds: goal for the time of a step and the training slice before it together.
@@ -52,6 +54,7 @@ class SliceGate:
         self._share = minimal_share
         self._synchronize = synchronize
         self._clock = clock
+        self._entrance = Entrance()
         self._changed = threading.Condition()
         self._turn = _Turn.NOBODY
         self._engine_idle = True
@@ -112,22 +115,25 @@ class SliceGate:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Context manager that the trainer thread holds while it computes; entering waits for the engine's turn to
-        end."""
-        with self._changed:
-            if self._training:
-                raise RuntimeError("training() is entered twice")
-            self._training = True
-            self._await_turn()
-        try:
-            yield
-        finally:
+        """Context manager that a thread holds while it trains; entering waits for another thread that does, and for the
+        engine's turn to end.
+
+        Raises:
+            RuntimeError: a thread enters it twice.
+        """
+        with self._entrance.passed():
+            with self._changed:
+                self._training = True
+                self._await_turn()
             try:
-                self._finish_work()
+                yield
             finally:
-                with self._changed:
-                    self._training = False
-                    self._end_slice()
+                try:
+                    self._finish_work()
+                finally:
+                    with self._changed:
+                        self._training = False
+                        self._end_slice()
 
     def give_way(self) -> None:
         """Called inside training() between layers: lets a waiting engine step run when the slice is used up.

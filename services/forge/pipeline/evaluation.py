@@ -116,7 +116,7 @@ def evaluated(
     """
     place = work.place(name, {"model": digest, "suites": suites.digests, "seed": seed, "device": machine.device})
     if not place.done:
-        machine.take(name, machine.engine_bytes(model), "free some, or leave suites out")
+        machine.take(name, machine.evaluation_bytes(model), "free some, or leave suites out")
         progress(f"{name}: starting an engine", 0, 0)
         store = DirectoryStore(place.state)
         with machine.open_engine(model) as host:

@@ -11,6 +11,8 @@ from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 from services.common.errors import DoesNotFit
+from services.engine.models.config import ModelConfig
+from services.engine.models.registry import read_config
 from services.engine.models.weights.shards import Progress
 from services.forge.recovery.plan import LoadedTeacher
 from services.trainer.evaluation.run import Retry
@@ -35,18 +37,38 @@ class Machine:
     memory_bytes: int
     """Bytes of the device that stages may use."""
     open_engine: OpenEngine
-    engine_bytes: Callable[[Path], int]
-    """Bytes that an engine of a checkpoint directory takes of the device; raises DoesNotFit."""
+    engine_bytes: Callable[[ModelConfig], int]
+    """Bytes that an engine of a model takes of the device."""
+    serves: Path | None = None
+    """Checkpoint of an engine beside it, which evaluates that itself; None: there is none."""
     teacher: LoadedTeacher | None = None
     """The model that a run begins with, if an engine beside it has it loaded; None: distillation loads it."""
     gate: ComputeGate | None = None
     """Gate of an engine that serves from the device; None: nobody does."""
     reserve: Callable[[int], object] = int
-    """Takes so many bytes of the device for the next stage, of others that share it; raises what makes it wait."""
+    """Takes so many bytes of the device for the next stage, of others that share it; raises what makes it wait. They
+    are the stage's until it ends, also while others have their turns."""
     interrupt: Callable[[], None] = lambda: None
     """Called several times a second; may raise to end the run, which goes on later."""
     retry: Retry = lambda operation: operation()
     """Repeats what needs a store that may be away."""
+
+    def is_served(self, directory: Path) -> bool:
+        """Whether an engine beside it has this checkpoint."""
+        return self.serves is not None and directory.resolve() == self.serves.resolve()
+
+    def evaluation_bytes(self, directory: Path) -> int:
+        """Bytes that the evaluation of a checkpoint takes."""
+        return 0 if self.is_served(directory) else self.engine_bytes(read_config(directory))
+
+    def telling(self, progress: Progress) -> Progress:
+        """Progress where a run may be ended, once it is told."""
+
+        def tell(stage: str, done: int, total: int) -> None:
+            progress(stage, done, total)
+            self.interrupt()
+
+        return tell
 
     def take(self, stage: str, nbytes: int, way_out: str) -> None:
         """Reserves memory before a stage allocates it.
@@ -74,7 +96,6 @@ class Turn:
 
     def __init__(self, machine: Machine) -> None:
         self._gate = machine.gate
-        self._interrupt = machine.interrupt
         self._held = ExitStack()
 
     def __enter__(self) -> Self:
@@ -98,18 +119,12 @@ class Turn:
         yield
         self._take()
 
-    def telling(self, progress: Progress, *, interrupt: bool = True) -> Progress:
-        """Progress that is told outside of the turn.
-
-        Args:
-            interrupt: the run may be ended where it is told.
-        """
+    def telling(self, progress: Progress) -> Progress:
+        """Progress that is told outside of the turn."""
 
         def tell(stage: str, done: int, total: int) -> None:
             with self.left():
                 progress(stage, done, total)
-                if interrupt:
-                    self._interrupt()
 
         return tell
 

@@ -15,7 +15,7 @@ from services.engine.models.footprint import Formats, copies_head, weight_bytes
 from services.engine.models.interface import resolve_dtype
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.weights.shards import Progress, silent
-from services.forge.recovery.memory import plan_memory, trained_numbers
+from services.forge.recovery.memory import plan_memory, state_bytes, trained_numbers
 from services.forge.recovery.neighbours import LastCut
 from services.forge.recovery.settings import RecoverySettings
 from services.forge.units import WIDTHS, Kind, Width
@@ -84,7 +84,8 @@ def importance_bytes(config: ModelConfig, settings: ForgeImportance, device: str
     work = Workload(
         adapter_numbers=1,
         rank=1,
-        tokens=settings.tokens_per_forward,
+        # A whole sample is one forward, however long.
+        tokens=max(settings.tokens_per_forward, settings.sample_tokens if settings.method == "leave_one_out" else 0),
         itemsize=resolve_dtype("auto", device).itemsize,
         recompute="none" if gradients else "full",
         fused=False,  # it is the forward of plain torch on every device
@@ -102,7 +103,19 @@ def importance_seconds(config: ModelConfig, settings: ForgeImportance, tokens: i
     return rates.forward(config, tokens * (3 if settings.method == "gradients" else 1))
 
 
-def recovery_bytes(
+@dataclass(frozen=True, slots=True)
+class RecoveryNeed:
+    """What a recovery takes."""
+
+    memory_bytes: int
+    """Of the device, by its own plan."""
+    state_bytes: int
+    """Of the disk, beside the checkpoint that it makes."""
+    bound: bool
+    """Both are upper bounds: layers have gone, and which ones decides what is trained."""
+
+
+def recovery_need(
     config: Qwen3_5Config,
     teacher: ModelConfig,
     settings: RecoverySettings,
@@ -110,9 +123,8 @@ def recovery_bytes(
     gone: Collection[Kind],
     *,
     teacher_is_loaded: bool,
-) -> tuple[int, bool]:
-    """Bytes of a recovery, by its own plan; and whether they are an upper bound, because layers have gone: which ones
-    decides what is trained, and is not known yet.
+) -> RecoveryNeed:
+    """What a recovery takes, before the cut is chosen.
 
     Args:
         config: of the model after the cut.
@@ -124,17 +136,18 @@ def recovery_bytes(
     widths: tuple[Width, ...] = tuple(width for width in WIDTHS if width in gone)
     names = LastCut(widths, tuple(range(config.num_layers)) if bound else ()).tensors(config)
     device = torch.device(settings.device)
+    numbers = trained_numbers(config, settings, names)
     plan = plan_memory(
         config,
         teacher if settings.method == "distill" else None,
         settings,
         documents,
-        numbers=trained_numbers(config, settings, names),
+        numbers=numbers,
         dtype=resolve_dtype(settings.dtype, device),
         device=device,
         teacher_is_loaded=teacher_is_loaded,
     )
-    return plan.total, bound
+    return RecoveryNeed(plan.total, state_bytes(numbers, settings), bound)
 
 
 def rounded(seconds: float) -> float:

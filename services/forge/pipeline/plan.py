@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.adapter_tools.output import MARGIN_BYTES
+from services.adapter_tools.output import MARGIN_BYTES, bytes_below
 from services.common.errors import DoesNotFit, InvalidRequest
 from services.common.jobs.documents import Document
 from services.common.text.tokenizer import TextCodec
@@ -23,7 +23,7 @@ from services.forge.pipeline.needs import (
     Rates,
     importance_bytes,
     importance_seconds,
-    recovery_bytes,
+    recovery_need,
     recovery_seconds,
     rounded,
 )
@@ -45,8 +45,10 @@ class StagePlan:
     seconds: float
     disk_bytes: int = 0
     """Of the work directory, for what it makes."""
+    state_bytes: int = 0
+    """Of the work directory as well, until it is done."""
     bound: bool = False
-    """The memory is an upper bound: what the stage trains depends on which layers go, and it plans for itself then."""
+    """The memory is not known well: it depends on which layers go, and the stage plans for itself then."""
 
     def summary(self) -> dict[str, Any]:
         """Plan as JSON."""
@@ -54,7 +56,7 @@ class StagePlan:
             "stage": self.name,
             "memory_bytes": self.memory_bytes,
             "memory_is": "at most" if self.bound else "planned",
-            "disk_bytes": self.disk_bytes,
+            "disk_bytes": self.disk_bytes + self.state_bytes,
             "seconds": rounded(self.seconds),
         }
 
@@ -73,6 +75,11 @@ class RunPlan:
     rate: float = 0.0
     """Floating-point operations a second that were measured."""
 
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the work directory at its largest."""
+        return sum(stage.disk_bytes for stage in self.stages) + max(stage.state_bytes for stage in self.stages)
+
     def summary(self) -> dict[str, Any]:
         """Plan as JSON. Seconds are estimates."""
         return {
@@ -81,7 +88,7 @@ class RunPlan:
             "stages": [stage.summary() for stage in self.stages],
             "memory_bytes": max(stage.memory_bytes for stage in self.stages),
             "memory_there": self.memory_bytes,
-            "disk_bytes": sum(stage.disk_bytes for stage in self.stages),
+            "disk_bytes": self.disk_bytes,
             "seconds": rounded(sum(stage.seconds for stage in self.stages)),
             "seconds_are": "estimated",
             "measured_flops": round(self.rate),
@@ -91,7 +98,7 @@ class RunPlan:
         """Refuses what cannot fit, before anything is computed.
 
         Args:
-            directory: of the work.
+            directory: of the work; what a run that was broken off has left there is not written again.
 
         Raises:
             DoesNotFit: a stage needs more memory than there is.
@@ -104,13 +111,13 @@ class RunPlan:
                     "lower tokens_per_forward, or free some",
                     param=stage.name,
                 )
-        need = sum(stage.disk_bytes for stage in self.stages) + MARGIN_BYTES
+        need = max(0, self.disk_bytes - bytes_below(directory)) + MARGIN_BYTES
         there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
         free = shutil.disk_usage(there).free
         if need > free:
             raise InvalidRequest(
-                f"the run writes {mib(need)} below {directory}, and the disk has {mib(free)} free: make room, or name "
-                "another directory with --work",
+                f"the run writes another {mib(need)} below {directory}, and the disk has {mib(free)} free: make room, "
+                "or name another directory with --work",
                 param="work",
             )
 
@@ -130,9 +137,10 @@ def plan_run(pipeline: Pipeline) -> RunPlan:
         base = Base(inputs.model, stack)
         made = RunPlan(_sizes(base, schedule.left), 0, memory_bytes=machine.memory_bytes, rate=rates.flops)
         stages = made.stages
-        evaluation = machine.engine_bytes(inputs.model) if inputs.suites.items else 0
-        if inputs.suites.items:
-            stages.append(StagePlan("baseline", evaluation, rates.answers(base.config, items)))
+        if items:
+            stages.append(
+                StagePlan("baseline", machine.evaluation_bytes(inputs.model), rates.answers(base.config, items))
+            )
         config, left = base.config, {kind: count(base.config, kind) for kind in schedule.left}
         nbytes = made.sizes.bytes
         for number, levels in enumerate(schedule.cycles, start=1):
@@ -149,15 +157,19 @@ def plan_run(pipeline: Pipeline) -> RunPlan:
             if settings.recover is not None:
                 how = recovery_settings(settings, machine.device)
                 seconds = recovery_seconds(config, base.config, how, rates) + rates.copied(nbytes)
-                memory, bound = recovery_bytes(
+                need = recovery_need(
                     config, base.config, how, documents, levels, teacher_is_loaded=machine.teacher is not None
                 )
-                stages.append(StagePlan(f"{name}-4-recover", memory, seconds, 2 * nbytes, bound=bound))
+                stages.append(
+                    StagePlan(f"{name}-4-recover", need.memory_bytes, seconds, nbytes, need.state_bytes, need.bound)
+                )
         if settings.quantize is not None:
             nbytes = quantized_bytes(compacted(base, nominal_cut(base.config, schedule.left, mtp=base.mtp)))
             stages.append(StagePlan("quantize", STREAM_BYTES, 3 * rates.copied(nbytes), nbytes))
-        if inputs.suites.items:
-            stages.append(StagePlan("evaluate", evaluation, rates.answers(config, items)))
+        if items:
+            seconds = rates.answers(config, items)
+            # Of layers, which ones go decides how much the caches of what is left take.
+            stages.append(StagePlan("evaluate", machine.engine_bytes(config), seconds, bound="layers" in schedule.left))
         stages.append(StagePlan("save", STREAM_BYTES, 2 * rates.copied(nbytes), nbytes))
         made.bytes_after = nbytes
     return made

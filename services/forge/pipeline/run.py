@@ -42,6 +42,8 @@ class Inputs:
     data: Path | None = None
     data_name: str | None = None
     held_out: Path | None = None
+    digest: str | None = None
+    """Digest that the model must have; None: whichever it has."""
 
     @property
     def kinds(self) -> list[Kind]:
@@ -61,6 +63,12 @@ class Inputs:
             *(["evaluate"] if evaluated else []),
             "save",
         )
+
+    def needed_data(self) -> Path:
+        """The data, which importance by data and recovery do not go without. Raises InvalidRequest: there is none."""
+        if self.data is None:
+            raise InvalidRequest("importance by data and recovery need data: name a file of examples", param="data")
+        return self.data
 
     @property
     def shard_bytes(self) -> int:
@@ -104,6 +112,10 @@ class Pipeline:
         schedule = self.check()
         self.progress("digest of the model", 0, 0)
         base_digest = checkpoint_digest(inputs.model)
+        if inputs.digest not in (None, base_digest):
+            raise CheckpointRejected(
+                f"{inputs.model} is not the checkpoint any more that the engine serves: restart the engine"
+            )
         data = {
             name: None if file is None else file_digest(file)
             for name, file in (("data", inputs.data), ("held_out", inputs.held_out))
@@ -122,10 +134,8 @@ class Pipeline:
         inputs = self.inputs
         config = cuttable(read_config(inputs.model))
         schedule = Schedule.of(config, inputs.settings.prune)
-        if inputs.settings.reads_data and inputs.data is None:
-            raise InvalidRequest("importance by data and recovery need data: name a file of examples", param="data")
-        if inputs.suites.digests:
-            self.machine.engine_bytes(inputs.model)
+        if inputs.settings.reads_data:
+            inputs.needed_data()
         return schedule
 
     # Stages.
@@ -220,10 +230,14 @@ class Pipeline:
                 "shards": inputs.shard_bytes,
             },
         )
-        if place.done or inputs.data is None:
+        if place.done:
             return place
         stop = _Stop(machine.interrupt)
         with Turn(machine) as turn:
+
+            def stopped() -> bool:
+                with turn.left():  # others compute in a pause
+                    return stop()
 
             def reserve(nbytes: int) -> None:
                 with turn.left():
@@ -233,7 +247,7 @@ class Pipeline:
                 smaller.path,
                 place.path,
                 settings,
-                data=inputs.data,
+                data=inputs.needed_data(),
                 data_name=inputs.data_name,
                 held_out=inputs.held_out,
                 teacher=(machine.teacher or inputs.model) if distils else None,
@@ -242,11 +256,11 @@ class Pipeline:
                 max_shard_bytes=inputs.shard_bytes,
                 reserve=reserve,
                 give_way=turn.give_way,
-                progress=turn.telling(self._telling(name), interrupt=False),
-                should_stop=stop,
+                progress=turn.telling(self._named(name)),  # it is ended between steps, with its state kept
+                should_stop=stopped,
             )
         if report is None:
-            stop.end()
+            raise stop.error
         return place
 
     def _quantized(self, model: Path, digest: str) -> tuple[Path, str]:
@@ -270,6 +284,9 @@ class Pipeline:
     # Parts.
 
     def _telling(self, name: str) -> Progress:
+        return self.machine.telling(self._named(name))
+
+    def _named(self, name: str) -> Progress:
         def tell(what: str, done: int, total: int) -> None:
             self.progress(f"{name}: {what}", done, total)
 
@@ -308,19 +325,19 @@ class _Stop:
 
     def __init__(self, interrupt: Callable[[], None]) -> None:
         self._interrupt = interrupt
-        self._error: BaseException | None = None
+        self._errors: list[Exception] = []
 
     def __call__(self) -> bool:
         try:
             self._interrupt()
         except Exception as error:
-            self._error = error
-        return self._error is not None
+            self._errors.append(error)
+        return bool(self._errors)
 
-    def end(self) -> None:
-        """Raises what ended the run."""
-        if self._error is not None:
-            raise self._error
+    @property
+    def error(self) -> Exception:
+        """What ended the run; there is one once it was told to stop."""
+        return self._errors[0]
 
 
 def _cycle_name(number: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import shutil
 from pathlib import Path
@@ -51,8 +52,8 @@ def save(forged: Forged, out: Path, key: Ed25519PrivateKey | None, progress: Pro
 
 
 def upload(directory: Path, store: ObjectStore, prefix: str, progress: Progress, retry: Retry) -> None:
-    """Copies a saved checkpoint into an object store, file by file; the record comes last. What an earlier attempt has
-    uploaded is not uploaded again.
+    """Copies a saved checkpoint into an object store, file by file; the record comes last. Weights that an earlier
+    attempt has uploaded are not uploaded again.
 
     Args:
         prefix: without a slash at its end.
@@ -66,6 +67,7 @@ def upload(directory: Path, store: ObjectStore, prefix: str, progress: Progress,
     if (there := retry(lambda: _get(store, f"{prefix}/{RECORD}"))) is not None:
         if there != record:
             raise Conflict(f"{prefix} has another forged checkpoint already: name another output, or remove it first")
+        retry(lambda: store.delete(f"{prefix}/{_MARK}"))
         return
     mark = f"{digest}\n".encode()
     try:
@@ -85,11 +87,25 @@ def upload(directory: Path, store: ObjectStore, prefix: str, progress: Progress,
     for name in ordered:
         progress("save: uploading", done, total)
         path = directory / name
-        if there_now.get(f"{prefix}/{name}") != path.stat().st_size or name in _LAST:
+        # Weights of one digest and size are the same; other files may be others of the same size.
+        if path.suffix != ".safetensors" or there_now.get(f"{prefix}/{name}") != path.stat().st_size:
             retry(lambda path=path: _put(store, f"{prefix}/{path.name}", path))  # type: ignore[misc]
         done += path.stat().st_size
     retry(lambda: store.delete(f"{prefix}/{_MARK}"))
     progress("save: uploading", total, total)
+
+
+def uploaded(store: ObjectStore, prefix: str, retry: Retry) -> str | None:
+    """Digest of the checkpoint that an upload has left there whole; None: there is none.
+
+    Raises:
+        Unavailable: the store is away, beyond what ``retry`` waits for.
+    """
+    record = retry(lambda: _get(store, f"{prefix}/{RECORD}"))
+    if record is None:
+        return None
+    retry(lambda: store.delete(f"{prefix}/{_MARK}"))
+    return str(json.loads(record)["outputs"]["digest"])
 
 
 def _put(store: ObjectStore, key: str, path: Path) -> None:

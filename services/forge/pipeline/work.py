@@ -10,10 +10,11 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,10 @@ from services.forge.record import sources_digest
 
 _LOCK = ".lock"
 _KEY_DIGITS = 16
+_PARTIAL = ".partial"
+_NAME = rf".+-[0-9a-f]{{{_KEY_DIGITS}}}"
+_MADE = re.compile(rf"{_NAME}(\.state)?|\.{_NAME}\..+\{_PARTIAL}")
+"""Names of results and states, and of writes that were broken off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +105,9 @@ class Work:
         path = self.directory / f"{name}-{key}"
         place = Place(name, key, path, path.with_name(f"{path.name}.state"))
         self._used.append(place)
-        if path.exists():
-            os.utime(path)  # it is not old
+        for there in (place.path, place.state):
+            if there.exists():
+                os.utime(there)  # it is not old
         return place
 
     def forget(self) -> None:
@@ -112,14 +118,27 @@ class Work:
 
     def forget_old(self, seconds: float) -> None:
         """Removes results that nobody has asked for in so many seconds. Call it with the lock held."""
-        for path in self.directory.iterdir():
-            if path.name != _LOCK and time.time() - path.stat().st_mtime > seconds:
+        for path in self._made():
+            if time.time() - path.stat().st_mtime > seconds:
                 _remove(path)
+
+    def remove(self) -> None:
+        """Removes all results, and the directory unless something else is in it. Call it with the lock held."""
+        for path in self._made():
+            _remove(path)
+        (self.directory / _LOCK).unlink(missing_ok=True)
+        with suppress(OSError):
+            self.directory.rmdir()
 
     def clean(self) -> None:
         """Removes what broken-off writes of earlier processes left. Call it with the lock held."""
-        for path in self.directory.glob(".*.partial"):
-            _remove(path)
+        for path in self._made():
+            if path.name.endswith(_PARTIAL):
+                _remove(path)
+
+    def _made(self) -> list[Path]:
+        """What stages have made here, and nothing of somebody else."""
+        return [path for path in self.directory.iterdir() if _MADE.fullmatch(path.name)]
 
 
 def _remove(path: Path) -> None:

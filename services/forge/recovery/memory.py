@@ -22,6 +22,8 @@ from services.trainer.optimizer.adamw_8bit import STATE_BYTES
 from services.trainer.packing import largest_microbatch
 
 _MEMORY = Path("/proc/meminfo")
+_MASTERS = 2 * 4
+"""Bytes of a trained number in a state, beside its moments: as it is, and as it was at the lowest held-out loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,15 @@ class MemoryPlan:
 def moment_bytes(settings: RecoverySettings) -> int:
     """Bytes of AdamW's moments of one trained number."""
     return 8 if settings.optimizer_states == "float32" else int(STATE_BYTES) + 1
+
+
+def state_bytes(numbers: int, settings: RecoverySettings) -> int:
+    """Bytes on disk of states to resume from, at most: the last one stays until the next one is whole.
+
+    Args:
+        numbers: that are trained.
+    """
+    return 2 * numbers * (_MASTERS + moment_bytes(settings))
 
 
 def trained_numbers(config: ModelConfig, settings: RecoverySettings, names: Sequence[str]) -> int:

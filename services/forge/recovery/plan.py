@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from services.adapter_tools.output import MARGIN_BYTES
+from services.adapter_tools.output import MARGIN_BYTES, bytes_below
 from services.common.errors import InvalidRequest
 from services.common.text.tokenizer import TextCodec
 from services.engine.models.checkpoint import checkpoint_digest
@@ -25,14 +25,11 @@ from services.engine.models.weights.shards import Progress, silent
 from services.forge.compaction import Base
 from services.forge.record import history
 from services.forge.recovery.examples import Examples
-from services.forge.recovery.memory import MemoryPlan, moment_bytes, plan_memory, trained_numbers
+from services.forge.recovery.memory import MemoryPlan, plan_memory, state_bytes, trained_numbers
 from services.forge.recovery.neighbours import LastCut
 from services.forge.recovery.settings import RecoverySettings
 from services.forge.recovery.student import LoraStudent, NeighbourStudent, Student
 from services.trainer.memory.estimate import mib
-
-_MASTERS = 2 * 4
-"""Bytes of a trained number in a state, beside its moments: as it is, and as it was at the lowest held-out loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +118,6 @@ class RecoveryPlan:
         """Bytes of the checkpoint that comes out."""
         return sum(len(data) for _, data in self.base.tensors.values())
 
-    def state_bytes(self, settings: RecoverySettings) -> int:
-        """Bytes on disk of states to resume from, at most: the last one stays until the next one is whole."""
-        return 2 * self.trained * (_MASTERS + moment_bytes(settings))
-
     def check(self, settings: RecoverySettings, out: Path, state: Path, available: int) -> None:
         """Refuses what does not fit, before anything is loaded.
 
@@ -135,7 +128,9 @@ class RecoveryPlan:
             DoesNotFit: the memory; InvalidRequest: the disk. Both have the numbers.
         """
         self.memory.check(available, torch.device(settings.device))
-        needs = ((out.parent, self.output_bytes, "out"), (state, self.state_bytes(settings), "state"))
+        states = state_bytes(self.trained, settings)
+        left = max(0, states - bytes_below(state))  # of a run that was broken off
+        needs = ((out.parent, self.output_bytes, "out"), (state, left, "state"))
         disks: dict[int, int] = {}
         for place, nbytes, field in needs:
             there = next(path for path in (place, *place.absolute().parents) if path.exists())
@@ -145,7 +140,7 @@ class RecoveryPlan:
             if disks[disk] > free:
                 raise InvalidRequest(
                     f"the recovery writes {mib(self.output_bytes)} to {out} and states of up to "
-                    f"{mib(self.state_bytes(settings))} below {state}, and the disk of {there} has {mib(free)} free: "
+                    f"{mib(states)} below {state}, and the disk of {there} has {mib(free)} free: "
                     "make room, or name another directory",
                     param=field,
                 )
@@ -168,7 +163,7 @@ class RecoveryPlan:
             "memory": self.memory.summary(),
             "memory_bytes": self.memory.total,
             "memory_there": available,
-            "disk_bytes": self.output_bytes + self.state_bytes(settings),
+            "disk_bytes": self.output_bytes + state_bytes(self.trained, settings),
         }
 
     def recipe(self, settings: RecoverySettings) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from services.adapter_tools.output import refuse_filled
 from services.common.errors import DoesNotFit, InvalidRequest
 from services.engine.models.checkpoint import canonical_name
 from services.engine.models.registry import load_model
@@ -78,8 +79,7 @@ def recover(
         DoesNotFit: it needs more memory; the message has the numbers, and nothing was allocated.
         InvalidRequest, CheckpointRejected: what is wrong with which file or setting.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InvalidRequest(f"{out} is there already: name another directory, or remove it first", param="out")
+    refuse_filled(out)
     key = None if sign is None else read_private_key(sign)
     with ExitStack() as stack:
         work = RecoveryPlan.of(

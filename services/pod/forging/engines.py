@@ -3,6 +3,7 @@ turns of a trainer."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -10,12 +11,14 @@ from pathlib import Path
 from services.common.adapters.registry import AdapterRegistry
 from services.common.jobs.scorers.grants import Grants
 from services.common.storage.directory_store import DirectoryStore
+from services.engine.models.config import ModelConfig
+from services.engine.models.interface import resolve_dtype
 from services.engine.models.registry import read_config
 from services.engine.settings import EngineSettings
 from services.pod.device import Device
 from services.pod.engine import Engine, Guest, build_engine, use_threads
 from services.pod.host import PodHost
-from services.pod.memory import device_bytes, plan
+from services.pod.memory import plan
 from services.pod.rollouts import EngineRollouts
 from services.trainer.host.policy_host import ComputeGate
 
@@ -26,6 +29,8 @@ _TOKENS = 512
 _CONTEXT = 8192
 """Longest item with its answer, if the checkpoint's context is longer."""
 _KV_BYTES = 2**28
+_ALL = 2**60
+"""Bytes of a device that everything fits."""
 _ANSWER_SECONDS = 24 * 3600.0
 """Longest time for a shard of items. Nobody waits for it but this run, which can be stopped."""
 
@@ -71,15 +76,17 @@ def engine_settings(directory: Path, device: str, *, threads: int = 0) -> Engine
     Args:
         threads: CPU threads of one operator; 0: all cores.
     """
-    context = min(_CONTEXT, read_config(directory).max_position_embeddings)
+    return _settings(read_config(directory), device, threads).model_copy(update={"model": directory})
+
+
+def _settings(config: ModelConfig, device: str, threads: int = 0) -> EngineSettings:
     return EngineSettings.model_validate(
         {
-            "model": directory,
             "device": device,
             "trainer": False,
             "max_num_seqs": _SEQUENCES,
             "token_budget": _TOKENS,
-            "max_model_len": context,
+            "max_model_len": min(_CONTEXT, config.max_position_embeddings),
             "kv_cache_bytes": _KV_BYTES,
             "state_snapshots": 16,
             "adapter_slots": 2,
@@ -94,14 +101,13 @@ def engine_settings(directory: Path, device: str, *, threads: int = 0) -> Engine
     )
 
 
-def engine_bytes(directory: Path, device: str) -> int:
-    """Bytes that such an engine needs: the sum of its memory plan. Raises DoesNotFit, with the numbers."""
-    settings, config = engine_settings(directory, device), read_config(directory)
+def engine_bytes(config: ModelConfig, device: str) -> int:
+    """Bytes that such an engine of a model needs, whatever there is: the sum of its memory plan, and the share that an
+    engine leaves free."""
+    settings = _settings(config, device)
     hardware = Device.of(settings)
-    from services.engine.models.interface import resolve_dtype
-
-    dtype = resolve_dtype(settings.dtype, hardware.torch)
-    return plan(config, settings, dtype, hardware, device_bytes(hardware))[1].total
+    planned = plan(config, settings, resolve_dtype(settings.dtype, hardware.torch), hardware, _ALL)[1]
+    return math.ceil(planned.total / settings.memory_fraction)
 
 
 @contextmanager

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from services.common.errors import CheckpointRejected, InvalidRequest, NotFound
+from services.common.errors import Conflict, NotFound, Unavailable
 from services.common.evaluation.suites.names import parse_suite_ref
 from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs import ForgeJob, SftExample
 from services.common.jobs.kinds.forge import STORED, ForgeSettings
 from services.common.storage.object_store import ObjectStore
-from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.interface import resolve_dtype
 from services.engine.settings import EngineSettings
+from services.forge.files import write_text
 from services.forge.pipeline.evaluation import Suites
 from services.forge.pipeline.machine import Machine
 from services.forge.pipeline.plan import plan_run
 from services.forge.pipeline.run import Inputs, Pipeline
-from services.forge.pipeline.save import save, upload
+from services.forge.pipeline.save import save, upload, uploaded
 from services.forge.pipeline.work import Work
-from services.forge.record import read_record
+from services.forge.record import described_digest
 from services.forge.recovery.plan import LoadedTeacher
 from services.forge.signature import signer
 from services.pod.engine import Guest
@@ -72,29 +72,33 @@ class PodForge:
             NotFound: a suite does not exist, or does not any more.
             CheckpointRejected: the checkpoint's files are not those that the engine serves.
         """
-        uri = f"s3://{self._settings.s3_bucket}/{STORED}{job_id}"
+        prefix = f"{STORED}{job_id}"
+        digest = uploaded(self._store, prefix, link.retry)
+        if digest is None:  # else an earlier attempt ended before it said so
+            digest = self._forged(prefix, job, link)
+        return {"model": f"s3://{self._settings.s3_bucket}/{prefix}", "digest": digest}
+
+    def _forged(self, prefix: str, job: ForgeJob, link: ForgeLink) -> str:
+        """Makes the checkpoint and returns its digest."""
         work = Work(self._work)
-        with work.locked():
+        with ExitStack() as stack:
+            link.retry(lambda: _enter(work, stack))
             work.clean()
             work.forget_old(_KEPT_SECONDS)
-            if checkpoint_digest(self._settings.model) != self._host.base_digest:
-                raise CheckpointRejected(
-                    f"{self._settings.model} has changed since the engine loaded it: restart the engine"
-                )
             inputs = self._inputs(job, work, link.retry)
-            stages = _Stages(inputs.stages, link)
-            pipeline = Pipeline(inputs, work, self._machine(link), stages)
+            stages, machine = _Stages(inputs.stages, link), self._machine(link)
+            pipeline = Pipeline(inputs, work, machine, stages)
             plan_run(pipeline).check(self._work)
             forged = pipeline.run()
             saved = work.place("saved", {"name": job.name, "record": forged.made.content(), "key": signer(self._key)})
             if not saved.done:
-                save(forged, saved.path, self._key, stages, name=job.name)
+                save(forged, saved.path, self._key, machine.telling(stages), name=job.name)
             link.fence()
-            upload(saved.path, self._store, f"{STORED}{job_id}", stages, link.retry)
-            digest = read_record(saved.path)["outputs"]["digest"]
+            upload(saved.path, self._store, prefix, machine.telling(stages), link.retry)
+            digest = described_digest(saved.path)
             stages.end()
             work.forget()
-        return {"model": uri, "digest": digest}
+        return digest
 
     def _inputs(self, job: ForgeJob, work: Work, retry: Retry) -> Inputs:
         store, manifests = SuiteStore(self._store), []
@@ -112,6 +116,7 @@ class PodForge:
             data=_file_of(job.examples, "data", work),
             data_name="examples of the job" if job.examples else None,
             held_out=_file_of(job.eval_examples, "held-out", work),
+            digest=self._host.base_digest,
         )
 
     def _teacher(self) -> LoadedTeacher | None:
@@ -124,14 +129,10 @@ class PodForge:
 
     def _machine(self, link: ForgeLink) -> Machine:
         host, device = self._host, self._host.model.device.type
-        base = self._settings.model.resolve()
-
-        def nbytes(directory: Path) -> int:
-            return 0 if directory.resolve() == base else engine_bytes(directory, device)
 
         @contextmanager
         def open_engine(directory: Path) -> Iterator[PolicyHost]:
-            if directory.resolve() == base:
+            if machine.is_served(directory):
                 yield host  # the engine that serves answers, behind its users' requests
                 return
             guest = Guest(TrainerTurns(host.gate), host.train_memory_bytes)
@@ -139,17 +140,28 @@ class PodForge:
             with opened(settings, self._work / "no-adapters", host.grants, guest) as beside:
                 yield beside
 
-        return Machine(
+        machine = Machine(
             device=device,
             memory_bytes=host.train_memory_bytes,
             open_engine=open_engine,
-            engine_bytes=nbytes,
+            engine_bytes=partial(engine_bytes, device=device),
+            serves=self._settings.model,
             teacher=self._teacher(),
             gate=host.gate,
-            reserve=lambda need: host.memory_budget.reserve_job(MemoryNeed(0, need)),
+            # All of it stays where it is in the pauses, in which sessions compute.
+            reserve=lambda need: host.memory_budget.reserve_job(MemoryNeed(need, 0)),
             interrupt=link.interrupt,
             retry=link.retry,
         )
+        return machine
+
+
+def _enter(work: Work, stack: ExitStack) -> None:
+    """Takes the work directory until the stack is closed. Raises Unavailable: another engine has it now."""
+    try:
+        stack.enter_context(work.locked())
+    except Conflict as error:
+        raise Unavailable(f"another engine forges in {work.directory}, which is waited for") from error
 
 
 class _Stages:
@@ -178,10 +190,5 @@ def _file_of(examples: Sequence[SftExample], name: str, work: Work) -> Path | No
     lines = [example.model_dump_json(exclude_none=True) + "\n" for example in examples]
     place = work.place(name, {"lines": lines})
     if not place.done:
-        try:
-            scratch = place.path.with_name(f".{place.path.name}.{os.getpid()}.partial")
-            scratch.write_text("".join(lines), encoding="utf-8")
-            scratch.rename(place.path)
-        except OSError as error:
-            raise InvalidRequest(f"cannot write {place.path}: {error.strerror}", param="examples") from error
+        write_text(place.path, "".join(lines))
     return place.path

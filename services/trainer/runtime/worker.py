@@ -29,6 +29,7 @@ from services.trainer.jobs.base import Prepare
 from services.trainer.memory.kernel_limits import refusal_of
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.parent_versions import ParentVersions
+from services.trainer.runtime.attempts.claim import Claim
 from services.trainer.runtime.attempts.evaluation import EvaluationAttempt
 from services.trainer.runtime.attempts.forge import Forge, ForgeAttempt
 from services.trainer.runtime.attempts.training import JobAttempt, Parts
@@ -105,10 +106,6 @@ class TrainerWorker:
             retention=VersionRetention(settings, registry, self._consumer),
             training_hashes=TrainingHashes(registry),
             evaluations=self._evaluations,
-            metrics=self._metrics,
-            side=self._side,
-            draining=self._draining,
-            awake=self._awake,
             deadline=lambda: self._deadline,
         )
         session = partial(
@@ -203,18 +200,16 @@ class TrainerWorker:
     def _result(self, claimed: ClaimedJob, session: JobSession, trace: JobTrace) -> str:
         """Runs the job; returns "name@n" if it published a version, else "". Raises what ends it otherwise."""
         until_back = UntilBack(session, self._side, self._draining, self._awake, self._log)
+        claim = Claim(claimed, session, trace, until_back, self._side, self._metrics)
         if isinstance(claimed.spec, EvalJob):
-            EvaluationAttempt(self._evaluations, self._metrics, self._side, claimed, session, trace, until_back).run(
-                claimed.spec
-            )
+            EvaluationAttempt(self._evaluations, claim).run(claimed.spec)
             return ""
         if isinstance(claimed.spec, ForgeJob):
             if self._forge is None:
                 raise InvalidRequest("this engine forges no models", param="kind")
-            ForgeAttempt(self._forge, self._metrics, self._side, claimed, session, trace, until_back).run(claimed.spec)
+            ForgeAttempt(self._forge, claim).run(claimed.spec)
             return ""
-        attempt = JobAttempt(self._parts, claimed, claimed.spec, session, trace, self._log, until_back)
-        return str(attempt.run())
+        return str(JobAttempt(self._parts, claim, claimed.spec, self._log).run())
 
     def _outcome(
         self, attempt: Callable[[], str], claimed: ClaimedJob, session: JobSession, log: structlog.stdlib.BoundLogger

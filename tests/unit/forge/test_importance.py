@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 from models.tiny.recipe.item import draw
 from models.tiny.recipe.skills import arithmetic, strings
 from services.common.errors import InvalidRequest
-from services.common.jobs.kinds.forge import IMPORTANCE_METHODS, ImportanceMethod
+from services.common.jobs.kinds.forge import IMPORTANCE_METHODS, ForgeImportance, ImportanceMethod
 from services.common.text.tokenizer import TextCodec
 from services.engine.models.interface import CausalLM, Probe
-from services.engine.models.registry import load_model
+from services.engine.models.registry import load_model, read_config
 from services.forge.compaction import Base, compact
 from services.forge.cut import Cut
 from services.forge.importance.calibration import Calibration
@@ -32,6 +32,7 @@ from services.forge.importance.measure import measure
 from services.forge.importance.scores import Scores
 from services.forge.importance.settings import Settings
 from services.forge.levels import Level, choose
+from services.forge.pipeline.needs import importance_bytes
 from services.forge.units import Kind
 from tests.unit.forge.models import TINY, masked, our_logits
 
@@ -263,3 +264,13 @@ def test_data_is_limited_by_tokens_and_long_documents_are_cut_off(tmp_path: Path
 def test_a_method_that_needs_data_says_so(base: Base) -> None:
     with pytest.raises(InvalidRequest, match="importance by gradients is measured on data"):
         scores(base, None, "gradients")
+
+
+def test_memory_of_leaving_units_out_counts_a_sample_that_is_longer_than_a_forward() -> None:
+    config = read_config(TINY)
+
+    def planned(sample: int) -> int:
+        settings = ForgeImportance(method="leave_one_out", tokens_per_forward=64, sample_tokens=sample)
+        return importance_bytes(config, settings, "cpu")
+
+    assert planned(16) == planned(64) < planned(1024)

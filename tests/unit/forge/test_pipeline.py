@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import resource
 import shutil
 import signal
@@ -14,12 +16,15 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
+from services.adapter_tools.output import MARGIN_BYTES
 from services.common.errors import CheckpointRejected, Conflict, DoesNotFit, InvalidRequest, NotFound
 from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.weights.shards import Progress, silent
+from services.forge.pipeline.model_card import model_card
 from services.forge.pipeline.work import Work
 from services.forge.steps import verify_step
-from services.pod.forging.local import evaluate_directory, run
+from services.pod.forging.local import evaluate_directory, machine, run
+from tests.training_support import CountingGate
 from tests.unit.forge.breaking_off import in_child, killed_at
 from tests.unit.forge.models import TINY, reference_logits
 
@@ -105,6 +110,45 @@ def test_killed_at_any_moment_it_goes_on_and_ends_in_the_same_bytes(
     assert [path.name for path in (home / "broken").iterdir()] == ["model"], "the work directory is gone"
 
 
+def test_in_its_pauses_others_have_the_device(home: Path, whole: tuple[Path, dict[str, Any]]) -> None:
+    gate, pauses = CountingGate(), 0
+
+    def session() -> None:
+        nonlocal pauses
+        with gate.training():  # refuses who comes while a stage has its turn
+            pauses += 1
+
+    beside = dataclasses.replace(machine("cpu", home, 1), gate=gate, interrupt=session)
+    with patch("services.pod.forging.local.machine", return_value=beside):
+        forge(recipe(home, output="beside/model", suites=[]))
+    assert pauses > 20
+    assert checkpoint_digest(home / "beside" / "model") == checkpoint_digest(whole[0])
+
+
+@pytest.mark.parametrize("stage", ["2-prune: digest", "3-compact: writing", "4-recover: recovering", "save: writing"])
+def test_a_run_that_is_stopped_in_a_stage_goes_on(home: Path, whole: tuple[Path, dict[str, Any]], stage: str) -> None:
+    class Stopped(Exception):
+        pass
+
+    seen = ""
+
+    def tell(what: str, done: int, total: int) -> None:
+        nonlocal seen
+        seen = what
+
+    def interrupt() -> None:
+        if stage in seen:
+            raise Stopped
+
+    file = recipe(home, output=f"stopped-{stage[0]}/model", suites=[])
+    stoppable = dataclasses.replace(machine("cpu", home, 1), interrupt=interrupt)
+    with patch("services.pod.forging.local.machine", return_value=stoppable), pytest.raises(Stopped):
+        forge(file, tell)
+    assert not (home / f"stopped-{stage[0]}" / "model").exists()
+    forge(file)
+    assert checkpoint_digest(home / f"stopped-{stage[0]}" / "model") == checkpoint_digest(whole[0])
+
+
 def test_what_is_saved_loads_verifies_and_tells_its_quality(home: Path, whole: tuple[Path, dict[str, Any]]) -> None:
     out, result = whole
     assert reference_logits(out).isfinite().all()
@@ -188,10 +232,35 @@ def test_memory_and_disk_are_looked_at_first(home: Path) -> None:
     less = patch("services.pod.forging.local.device_bytes", return_value=recovery["memory_bytes"] - 1)
     with less, pytest.raises(DoesNotFit, match=r"cycle-01-4-recover needs .* MiB of memory, and there are"):
         forge(file, dry_run=True)
+    file = recipe(home, output="small/model", importance={"method": "weights"}, recover=None)
+    evaluation = next(one for one in forge(file, dry_run=True)["plan"]["stages"] if one["stage"] == "evaluate")
+    host = machine("cpu", home)
+    beside = dataclasses.replace(host, serves=TINY, memory_bytes=evaluation["memory_bytes"] - 1)
+    with (
+        patch("services.pod.forging.local.machine", return_value=beside),
+        pytest.raises(DoesNotFit, match=r"evaluate needs .* MiB of memory"),
+    ):
+        forge(file, dry_run=True)
     usage = shutil.disk_usage(home)
     full = patch("shutil.disk_usage", return_value=usage._replace(free=2**20))  # type: ignore[attr-defined]
     with full, pytest.raises(InvalidRequest, match=r"the disk has 1.0 MiB free"):
         forge(file, dry_run=True)
+
+
+def test_what_is_there_already_needs_no_room_on_the_disk(home: Path, tmp_path: Path) -> None:
+    file = recipe(home, output="tight/model", importance={"method": "weights"}, suites=[])
+    plan = forge(file, dry_run=True)["plan"]
+    recoveries = [stage["disk_bytes"] for stage in plan["stages"] if "recover" in stage["stage"]]
+    others = sum(stage["disk_bytes"] for stage in plan["stages"]) - sum(recoveries)
+    assert others < plan["disk_bytes"] < others + sum(recoveries), "one recovery's states after the other's"
+    usage = shutil.disk_usage(home)
+    tight = usage._replace(free=plan["disk_bytes"] + MARGIN_BYTES - 1)  # type: ignore[attr-defined]
+    with patch("shutil.disk_usage", return_value=tight):
+        with pytest.raises(InvalidRequest, match="the run writes another"):
+            forge(file, dry_run=True, work=tmp_path)
+        (tmp_path / "cycle-01-3-compact").mkdir()
+        (tmp_path / "cycle-01-3-compact" / "model.safetensors").write_bytes(b"1")
+        assert forge(file, dry_run=True, work=tmp_path)["plan"]["disk_bytes"] == plan["disk_bytes"]
 
 
 def test_a_disk_that_is_full_in_the_middle_loses_nothing(home: Path) -> None:
@@ -214,6 +283,37 @@ def test_an_output_that_is_there_and_a_work_directory_in_use_are_refused(
         forge(recipe(home, output="whole/model"))
     with Work(tmp_path).locked(), pytest.raises(Conflict, match="another run works in"):
         forge(recipe(home, output="used/model"), work=tmp_path)
+
+
+def test_what_others_keep_in_the_work_directory_stays(home: Path) -> None:
+    notes = home / "shared" / "model.work" / "notes.txt"
+    notes.parent.mkdir(parents=True)
+    notes.write_text("mine")
+    (notes.parent / ".cycle-01-3-compact-0123456789abcdef.1a2b.partial").mkdir()
+    forge(recipe(home, output="shared/model", importance={"method": "weights"}, suites=[], recover=None))
+    assert [path.name for path in notes.parent.iterdir()] == ["notes.txt"]
+    file = home / "a-file"
+    file.write_text("mine")
+    with pytest.raises(InvalidRequest, match="is there already"):
+        forge(recipe(home, output="a-file"))
+
+
+def test_results_grow_old_unless_they_are_asked_for(tmp_path: Path) -> None:
+    work = Work(tmp_path)
+    asked, old = work.place("asked", {}), work.place("old", {})
+    for path in (asked.state, old.state, old.path, tmp_path / "of-others"):
+        path.mkdir()
+        os.utime(path, (0, 0))
+    assert Work(tmp_path).place("asked", {}) == asked
+    work.forget_old(60)
+    assert {path.name for path in tmp_path.iterdir()} == {asked.state.name, "of-others"}
+
+
+def test_the_card_tells_shares_in_percent_and_other_scores_as_they_are(whole: tuple[Path, dict[str, Any]]) -> None:
+    record = json.loads((whole[0] / "forge.json").read_text())
+    for when in ("before", "after"):
+        record["evaluation"][when]["sums@1"] |= {"mean": 3.25, "interval": {"low": 3.0, "high": 3.5}}
+    assert "3.2500 [3.0000, 3.5000] | 3.2500 [3.0000, 3.5000]" in model_card("m", record)
 
 
 def test_a_suite_that_vanishes_is_named_and_answers_stay(home: Path, tmp_path: Path) -> None:

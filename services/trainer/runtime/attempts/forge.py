@@ -8,13 +8,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from services.common.jobs import ForgeJob, JobProgress
-from services.common.queue.consumer import ClaimedJob
 from services.trainer.evaluation.run import Retry
-from services.trainer.metrics import TrainerMetrics
-from services.trainer.runtime.interleaving import Pauses, SideWork
-from services.trainer.runtime.job_link import JobSession
-from services.trainer.runtime.job_trace import JobTrace
-from services.trainer.runtime.until_back import UntilBack
+from services.trainer.runtime.attempts.claim import Claim
 
 _EVERY_SECONDS = 0.5
 
@@ -39,30 +34,11 @@ Forge: TypeAlias = Callable[[str, ForgeJob, ForgeLink], Mapping[str, Any]]
 
 
 class ForgeAttempt:
-    """Runs one claimed forge job, on the trainer's thread.
+    """Runs one claimed forge job, on the trainer's thread."""
 
-    Args:
-        session: the job's line to Redis.
-        side: what the thread does beside it.
-    """
-
-    def __init__(
-        self,
-        forge: Forge,
-        metrics: TrainerMetrics,
-        side: SideWork,
-        claimed: ClaimedJob,
-        session: JobSession,
-        trace: JobTrace,
-        until_back: UntilBack,
-    ) -> None:
+    def __init__(self, forge: Forge, claim: Claim) -> None:
         self._forge = forge
-        self._metrics = metrics
-        self._claimed = claimed
-        self._session = session
-        self._trace = trace
-        self._until_back = until_back
-        self._pauses = Pauses(session.check, side)
+        self._claim = claim
         self._stage = ""
         self._told = 0.0
 
@@ -73,18 +49,18 @@ class ForgeAttempt:
             JobLost, JobCancelled, Draining: it does not go on here.
             Exception: it failed.
         """
-        link = ForgeLink(self._progress, self._pauses, self._until_back, self._session.fence)
-        with self._trace.part("forge"):
-            done = self._forge(self._claimed.id, spec, link)
-        self._session.event("published", done)
+        claim = self._claim
+        link = ForgeLink(self._progress, claim.pauses(), claim.until_back, claim.session.fence)
+        with claim.trace.part("forge"):
+            done = self._forge(claim.job.id, spec, link)
+        claim.session.event("published", done)
 
     def _progress(self, finished: int, stages: int, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
         if stage == self._stage and done < total and now - self._told < _EVERY_SECONDS:
             return
         if stage != self._stage:
-            self._session.event("log", {"message": stage})
+            self._claim.session.event("log", {"message": stage})
         self._stage, self._told = stage, now
         progress = JobProgress(step=finished, total_steps=stages)
-        self._session.report(progress, {"stage_done": float(done), "stage_total": float(total)})
-        self._metrics.progress(self._claimed.spec.kind, progress, {})
+        self._claim.report(progress, {}, stage_done=float(done), stage_total=float(total))

@@ -23,12 +23,10 @@ from services.common.evaluation.gates.plan import GatePlan, PlannedGate, plan_ga
 from services.common.evaluation.runs.records import GateRecord, ItemResult, RunRecord
 from services.common.evaluation.runs.results import scores_of
 from services.common.jobs import JobBase, JobProgress, PublishingSpec
-from services.common.queue.consumer import ClaimedJob
 from services.engine.models.lora.trainable import LoraParams
 from services.trainer.evaluation.run import Candidate, EvaluationRun, Evaluations
-from services.trainer.runtime.interleaving import Pauses, SideWork
+from services.trainer.runtime.attempts.claim import Claim
 from services.trainer.runtime.job_link import JobSession
-from services.trainer.runtime.until_back import UntilBack
 
 PUBLISH, ATTACH = "publish_if", "attach_if"
 _NAMED = 10
@@ -42,30 +40,13 @@ class Contaminated(TemperError):
 
 
 class Gates:
-    """Gates of one attempt at a job; of a job without any, every method does nothing.
+    """Gates of one attempt at a job; of a job without any, every method does nothing."""
 
-    Args:
-        session: the job's line to Redis.
-        side: what the trainer's thread does beside it.
-    """
-
-    def __init__(
-        self,
-        evaluations: Evaluations,
-        hashes: TrainingHashes,
-        claimed: ClaimedJob,
-        spec: PublishingSpec,
-        session: JobSession,
-        side: SideWork,
-        until_back: UntilBack,
-    ) -> None:
+    def __init__(self, evaluations: Evaluations, hashes: TrainingHashes, claim: Claim, spec: PublishingSpec) -> None:
         self._evaluations = evaluations
         self._hashes = hashes
-        self._claimed = claimed
+        self._claim = claim
         self._spec = spec
-        self._session = session
-        self._side = side
-        self._until_back = until_back
         self._plan: GatePlan | None = None
         self._contamination: dict[int, ContaminationEvidence] = {}
         """Of the run's suites, by their place, what a gate lets pass."""
@@ -77,7 +58,7 @@ class Gates:
 
     @property
     def _source(self) -> DataSource:
-        return DataSource(adapter=self._spec.adapter, job_id=self._claimed.id)
+        return DataSource(adapter=self._spec.adapter, job_id=self._claim.job.id)
 
     def begin(self, parents: Sequence[AdapterVersion]) -> list[str]:
         """Looks up what the gates name and compares their suites with all training data that are known by now; returns
@@ -91,12 +72,12 @@ class Gates:
             return []
         spec, parts, host = self._spec, self._evaluations, self._evaluations.host
         parent = parents[0] if parents else None
-        plan = self._until_back(lambda: plan_gates(spec, parts.suites, parts.registry, host.base_digest, parent))
+        plan = self._claim.until_back(lambda: plan_gates(spec, parts.suites, parts.registry, host.base_digest, parent))
         if plan is None:
             return []
         plan.run.check_allowed(host.grants.granted)
         self._plan = plan
-        self._until_back(lambda: self.keep_hashes(parents))
+        self._claim.until_back(lambda: self.keep_hashes(parents))
         notes = plan.warnings()
         for place in range(len(plan.run.suites)):
             notes += self._compare(plan, place)
@@ -108,7 +89,7 @@ class Gates:
             return
 
         def between() -> None:
-            self._session.check(cancellable=False)
+            self._claim.session.check(cancellable=False)
             time.sleep(0)  # Python's work on each text holds the lock that the engine's thread waits for
 
         texts = training_texts(self._spec, self._evaluations.host.codec)
@@ -130,20 +111,20 @@ class Gates:
         if plan is None:
             return ()
         run = self.evaluation(digest)
-        interrupt = Pauses(self._session.check, self._side)
+        interrupt = self._claim.pauses()
         with self._evaluations.host.rollouts.policy(lora, interrupt) as policy:
             EvaluationRun(
                 self._evaluations,
                 run,
                 plan.run.job,
-                key_id=self._claimed.job.key_id or "",
-                retry=self._until_back,
+                key_id=self._claim.job.job.key_id or "",
+                retry=self._claim.until_back,
                 interrupt=interrupt,
-                watcher=_Reports(self._session, steps),
-                candidate=Candidate(self._claimed.id, digest, policy),
+                watcher=_Reports(self._claim.session, steps),
+                candidate=Candidate(self._claim.job.id, digest, policy),
             ).run()
         evidence = tuple(self._decided(planned, run, digest) for planned in plan.gates)
-        self._until_back(lambda: self._evaluations.store.decide(run, GateRecord(gates=evidence)))
+        self._claim.until_back(lambda: self._evaluations.store.decide(run, GateRecord(gates=evidence)))
         return evidence
 
     def evaluation(self, digest: str) -> str:
@@ -151,22 +132,22 @@ class Gates:
         if self._plan is None:
             return ""
         asked = [digest, *map(str, self._plan.run.job.targets), *(suite.digest for suite in self._plan.run.suites)]
-        return f"{self._claimed.id}-{hashlib.sha256(' '.join(asked).encode()).hexdigest()[:8]}"
+        return f"{self._claim.job.id}-{hashlib.sha256(' '.join(asked).encode()).hexdigest()[:8]}"
 
     def published(self, manifest: Manifest) -> None:
         """Has the run found among those of the version that came of it."""
         for run in {gate.evaluation for gate in manifest.gates}:
-            self._evaluations.store.of_version(manifest.ref).add(run, self._claimed.job.key_id or "")
+            self._evaluations.store.of_version(manifest.ref).add(run, self._claim.job.job.key_id or "")
 
     def _compare(self, plan: GatePlan, place: int) -> list[str]:
         """Compares one suite with the training data; returns notes. Raises Contaminated."""
-        suite, interrupt = plan.run.suites[place], Pauses(self._session.check, self._side)
+        suite, interrupt = plan.run.suites[place], self._claim.pauses()
 
         def compare() -> Contamination:
-            lineage = self._hashes.begun(self._source) or TrainingLineage((), (f"job {self._claimed.id}",))
+            lineage = self._hashes.begun(self._source) or TrainingLineage((), (f"job {self._claim.job.id}",))
             return contamination_by(self._evaluations.suites, self._hashes, suite, lineage, interrupt)
 
-        found = self._until_back(compare)
+        found = self._claim.until_back(compare)
         if found.clean:
             return []
         said = _said(str(suite.ref), found)
@@ -187,7 +168,7 @@ class Gates:
         return [f"decided all the same, as allow_contaminated asks: {said}"]
 
     def _decided(self, planned: PlannedGate, run: str, digest: str) -> GateEvidence:
-        store, retry = self._evaluations.store, self._until_back
+        store, retry = self._evaluations.store, self._claim.until_back
         record = retry(lambda: store.record(run))
         if record is None:
             raise NotFound(f"evaluation {run} was deleted meanwhile", param=planned.field)
@@ -224,7 +205,7 @@ class Gates:
     def _items(self, record: RunRecord, suite: int, target: int) -> list[ItemResult]:
         """All items of a suite with a target's answers: the full denominator."""
         count = record.suites[suite].items
-        found = self._until_back(lambda: self._evaluations.store.items(record.id, suite, target, 0, count))
+        found = self._claim.until_back(lambda: self._evaluations.store.items(record.id, suite, target, 0, count))
         if len(found) != count:
             raise NotFound(f"answers of evaluation {record.id} were deleted meanwhile")
         return found

@@ -6,7 +6,6 @@ twice (a process can die anywhere) and has the effect of happening once.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,21 +18,18 @@ from services.common.adapters.registry import AdapterRegistry, Manifest
 from services.common.errors import InvalidRequest, NewerSchema
 from services.common.evaluation.contamination.store import TrainingHashes
 from services.common.jobs import JobProgress, MergeJob, PublishingSpec
-from services.common.queue.consumer import ClaimedJob, JobConsumer
+from services.common.queue.consumer import JobConsumer
 from services.trainer.evaluation.run import Evaluations
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import JobRun, Prepare
-from services.trainer.metrics import TrainerMetrics
 from services.trainer.parent_versions import ParentVersion, ParentVersions, continued, sampled_elsewhere
 from services.trainer.runtime.attempts.acceptance import NotPublished
+from services.trainer.runtime.attempts.claim import Claim
 from services.trainer.runtime.attempts.gates import PUBLISH, Gates, attaches, digest_of
 from services.trainer.runtime.attempts.learning_check import LearningCheck
 from services.trainer.runtime.checkpoint import Checkpoint, CheckpointStore, CheckpointWriter
-from services.trainer.runtime.interleaving import Pauses, SideWork
 from services.trainer.runtime.job_link import Draining, JobCancelled, JobSession
-from services.trainer.runtime.job_trace import JobTrace
 from services.trainer.runtime.publish import Publisher, VersionRetention
-from services.trainer.runtime.until_back import UntilBack
 from services.trainer.settings import TrainerSettings
 
 _ETA_WEIGHT = 0.2
@@ -77,40 +73,18 @@ class Parts:
     retention: VersionRetention
     training_hashes: TrainingHashes
     evaluations: Evaluations
-    metrics: TrainerMetrics
-    side: SideWork
-    """Work that the trainer's thread does in the pauses of a job."""
-    draining: threading.Event
-    awake: threading.Event
-    """Set when the thread has something to do in a pause."""
     deadline: Callable[[], float]
     """Time at which a draining process has to end, of time.monotonic()."""
 
 
 class JobAttempt:
-    """Runs one claimed job, on the trainer's thread.
+    """Runs one claimed job, on the trainer's thread."""
 
-    Args:
-        session: the job's line to Redis.
-    """
-
-    def __init__(
-        self,
-        parts: Parts,
-        claimed: ClaimedJob,
-        spec: PublishingSpec,
-        session: JobSession,
-        trace: JobTrace,
-        log: structlog.stdlib.BoundLogger,
-        until_back: UntilBack,
-    ) -> None:
+    def __init__(self, parts: Parts, claim: Claim, spec: PublishingSpec, log: structlog.stdlib.BoundLogger) -> None:
         self._parts = parts
-        self._claimed = claimed
+        self._claim = claim
         self._spec = spec
-        self._session = session
-        self._trace = trace
         self._log = log
-        self._until_back = until_back
 
     def run(self) -> AdapterVersion:
         """The version that came of the job.
@@ -119,20 +93,20 @@ class JobAttempt:
             JobLost, JobCancelled, Draining: it does not go on here.
             Exception: it failed.
         """
-        claimed, session, spec = self._claimed, self._session, self._spec
+        claimed, session, spec = self._claim.job, self._claim.session, self._spec
         parts = self._parts
-        gates = Gates(parts.evaluations, parts.training_hashes, claimed, spec, session, parts.side, self._until_back)
-        manifest = self._until_back(lambda: self._parts.registry.published(spec.adapter, claimed.id))
+        gates = Gates(parts.evaluations, parts.training_hashes, self._claim, spec)
+        manifest = self._claim.until_back(lambda: self._parts.registry.published(spec.adapter, claimed.id))
         if manifest is None:
             done = self._train(gates)
         else:
             done = manifest
-            self._until_back(lambda: self._parts.publisher.complete(done, session.fence), cancellable=False)
+            self._claim.until_back(lambda: self._parts.publisher.complete(done, session.fence), cancellable=False)
             session.event("log", {"message": f"an earlier attempt published {done.ref}"})
-        self._until_back(lambda: gates.published(done), cancellable=False)
+        self._claim.until_back(lambda: gates.published(done), cancellable=False)
         attach = attaches(spec, done.gates)
-        with self._trace.part("serve", {"temper.adapter.version": str(done.ref)}):
-            attached = self._until_back(
+        with self._claim.trace.part("serve", {"temper.adapter.version": str(done.ref)}):
+            attached = self._claim.until_back(
                 lambda: self._parts.publisher.serve(done, attach=attach, fence=session.fence),
                 cancellable=False,
             )
@@ -142,12 +116,12 @@ class JobAttempt:
         return done.ref
 
     def _train(self, gates: Gates) -> Manifest:
-        claimed, session = self._claimed, self._session
+        claimed, session = self._claim.job, self._claim.session
         self._parts.registry.check_new_name(self._spec.adapter)
-        with self._trace.part("prepare"):
-            parents = self._parts.parents.read(claimed, self._spec, self._until_back)
+        with self._claim.trace.part("prepare"):
+            parents = self._parts.parents.read(claimed, self._spec, self._claim.until_back)
             warnings = gates.begin([one.version for one in parents])
-            run = self._until_back(lambda: self._prepared(self._spec, parents))
+            run = self._claim.until_back(lambda: self._prepared(self._spec, parents))
         learning = LearningCheck(self._spec)
         notes = Notes(session, run)
         notes.tell(*run.notes, *warnings, continued(self._spec, parents), sampled_elsewhere(self._spec, parents))
@@ -155,7 +129,7 @@ class JobAttempt:
         start = 0
         checkpoint = None
         try:
-            checkpoint = self._until_back(lambda: self._parts.checkpoints.newest(claimed.id, claimed.spec_sha))
+            checkpoint = self._claim.until_back(lambda: self._parts.checkpoints.newest(claimed.id, claimed.spec_sha))
         except NewerSchema as error:
             session.event("log", {"message": f"checkpoint refused, starting over: {error.message}"})
         if checkpoint is not None:
@@ -166,14 +140,14 @@ class JobAttempt:
             except InvalidRequest as error:
                 self._log.warning("checkpoint.refused", job=claimed.id, error=error.message)
                 session.event("log", {"message": f"checkpoint refused, starting over: {error.message}"})
-                run = self._until_back(lambda: self._prepared(self._spec, parents))
+                run = self._claim.until_back(lambda: self._prepared(self._spec, parents))
                 learning = LearningCheck(self._spec)
         if before := learning.acceptance.begin(run, session.check):
             session.event("eval", {"step": 0, **before})
 
         def saved(step: int, where: str) -> None:
             session.event("checkpoint", {"step": step, "where": where})
-            self._trace.span.event("checkpoint", {"temper.job.step": step, "where": where})
+            self._claim.trace.span.event("checkpoint", {"temper.job.step": step, "where": where})
 
         writer = CheckpointWriter(
             self._parts.checkpoints,
@@ -191,7 +165,7 @@ class JobAttempt:
             metrics |= learning.acceptance.check(run, metrics if start < run.total_steps else None, session.check)
             files = run.lora.to_files(self._parts.settings.served_model_name)
             evidence = self._decided(gates, run, files, writer, notes, metrics) if gates.asked else ()
-            with self._trace.part("publish"):
+            with self._claim.trace.part("publish"):
                 return self._publish(run, files, writer, gates, parents, metrics, evidence)
         finally:
             writer.close()
@@ -203,32 +177,30 @@ class JobAttempt:
 
     def _steps(self, run: JobRun, writer: CheckpointWriter, start: int, learning: LearningCheck) -> dict[str, float]:
         """Runs the remaining steps; returns the newest metrics. Raises JobLost, JobCancelled, Draining."""
-        claimed, session = self._claimed, self._session
+        claimed, session = self._claim.job, self._claim.session
         total = run.total_steps
         metrics = dict(claimed.job.metrics) if start > 0 else {}
         seconds: float | None = None
         saved = start
         done = start
         beginning = JobProgress(step=start, total_steps=total)
-        session.report(beginning, {})
-        self._parts.metrics.progress(self._spec.kind, beginning, {})
-        pauses = Pauses(session.check, self._parts.side)
+        self._claim.report(beginning, {})
+        pauses = self._claim.pauses()
         try:
             learning.begin(run, pauses)
             for index in range(start, total):
                 session.check()
                 began = time.monotonic()
-                with self._trace.step(index, total):
+                with self._claim.trace.step(index, total):
                     newest = run.step(index, pauses)
                 took = time.monotonic() - began
                 done = index + 1
                 seconds = took if seconds is None else (1 - _ETA_WEIGHT) * seconds + _ETA_WEIGHT * took
-                self._parts.metrics.step_seconds.observe(took)
+                self._claim.metrics.step_seconds.observe(took)
                 metrics |= newest
                 learning.saw(newest)
                 progress = JobProgress(step=done, total_steps=total, eta_seconds=round(seconds * (total - done), 3))
-                session.report(progress, {**newest, "step_seconds": round(took, 6)})
-                self._parts.metrics.progress(self._spec.kind, progress, newest)
+                self._claim.report(progress, newest, step_seconds=round(took, 6))
                 evaluation = {name: value for name, value in newest.items() if name.startswith("eval_")}
                 if evaluation:
                     session.event("eval", {"step": done, **evaluation})
@@ -259,7 +231,7 @@ class JobAttempt:
         notes.evaluation = gates.evaluation(digest)
         notes.record(metrics)
         try:
-            with self._trace.part("evaluate"):
+            with self._claim.trace.part("evaluate"):
                 evidence = gates.decide(run.lora, digest, total)
         except Draining:
             writer.flush(self._remaining())
@@ -285,7 +257,7 @@ class JobAttempt:
         metrics: Mapping[str, float],
         evidence: Sequence[GateEvidence],
     ) -> Manifest:
-        claimed, session = self._claimed, self._session
+        claimed, session = self._claim.job, self._claim.session
         lineage = run.lineage
         parent = parents[0].version if parents and lineage is None else None
         total = run.total_steps
@@ -304,9 +276,9 @@ class JobAttempt:
             )
 
         try:
-            if not self._until_back(lambda: self._parts.consumer.publishing(claimed)):
+            if not self._claim.until_back(lambda: self._parts.consumer.publishing(claimed)):
                 raise JobCancelled
-            return self._until_back(
+            return self._claim.until_back(
                 publish,
                 # The work is done: keep it on disk, should this process end before the stores are back.
                 away=lambda: writer.submit(Checkpoint(total, run.state())),

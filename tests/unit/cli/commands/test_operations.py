@@ -166,9 +166,14 @@ class TestLogs:
         with file.open("a") as writer:
             writer.write("f\n")
         assert list(log.new()) == ["half"]
+        with file.open("a") as writer:
+            writer.write("last\n")
         file.rename(home / "engine.1.log")
+        assert list(log.new()) == ["last"]
         file.write_text("next\n")
         assert list(log.new()) == ["next"]
+        file.write_text("cut\n")
+        assert list(log.new()) == ["cut"]
 
 
 def test_ps_shows_processes_with_their_memory_and_the_server(home: Path) -> None:
@@ -199,6 +204,36 @@ def test_ps_names_what_is_no_temper(home: Path) -> None:
         (home / ".temper" / "state.json").write_text(text)
         result = temper("ps")
         assert (result.exit_code, "is not what `temper up` writes" in result.stderr) == (2, True)
+
+
+def test_ps_does_not_advise_to_start_what_runs(home: Path) -> None:
+    (home / ".temper").mkdir()
+    state = {"url": "http://127.0.0.1:1", "pid": os.getpid(), "ports": {}, "pids": {"gateway": os.getpid()}}
+    (home / ".temper" / "state.json").write_text(json.dumps(state))
+    told = temper("ps")
+    assert told.exit_code == 0
+    assert "gateway" in told.stdout
+    assert "`temper logs gateway`" in told.stderr
+    assert "temper up" not in told.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("temper adap", ["adapters"]),
+        ("temper up --dev", ["--device"]),
+        ("temper up --device ", ["auto", "cpu", "cuda"]),
+        ("temper logs eng", ["engine"]),
+        ("temper context use ", ["one", "two"]),
+    ],
+)
+def test_the_shell_completes_commands_options_and_names(home: Path, line: str, found: list[str]) -> None:
+    temper("context", "add", "one", "http://one:1")
+    temper("context", "add", "two", "http://two:1")
+    words = str(len(line.split()) - (not line.endswith(" ")))
+    variables = {"_TEMPER_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": words}
+    result = CliRunner().invoke(app, [], prog_name="temper", env=variables)
+    assert result.stdout.split() == found
 
 
 def test_serve_needs_stores(home: Path) -> None:
@@ -254,18 +289,37 @@ class TestLoads:
             assert "tokens/s" in temper("bench", *words).stdout
         assert (home / "load.png").read_bytes().startswith(b"\x89PNG")
 
+    @pytest.mark.parametrize(("plot", "words"), [("load.jpg", "ends in .png"), ("none/load.png", "no directory none")])
+    def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_sent(self, plot: str, words: str) -> None:
+        with serving(lambda _: Reply({"data": [{"id": "m"}]})) as (url, seen):
+            result = temper("bench", "--url", url, "--plot", plot)
+        assert result.exit_code == 2
+        assert words in result.stderr
+        assert not seen
+
     def test_failures_are_counted_and_told(self) -> None:
         def answer(seen: Seen) -> Reply:
             return Reply({"data": [{"id": "m"}]}) if seen.method == "GET" else Reply({"error": "[/full]"}, 503)
 
-        with serving(answer) as (url, seen):
+        with serving(answer) as (url, _):
             result = temper("bench", "--url", url, "-n", "2", "--warm-up", "0")
-            assert result.exit_code == 1
-            assert "503" in result.stderr
-            assert "[/full]" in result.stderr
-            before = len(seen)
-            assert "ends in .png" in temper("bench", "--url", url, "--plot", "load.svg").stderr
-            assert len(seen) == before  # said before anything is sent
+        assert result.exit_code == 1
+        assert "503" in result.stderr
+        assert "[/full]" in result.stderr
+
+    def test_a_stream_that_ends_with_an_error_has_failed(self) -> None:
+        """Whether or not [DONE] follows, and where the connection stays open."""
+
+        def answer(seen: Seen) -> Reply:
+            if seen.method == "GET":
+                return Reply({"data": [{"id": "m"}]})
+            text = ("", "message", {"choices": [{"text": "a"}]})
+            return sse(text, ("", "message", {"error": {"message": "out of [/memory]"}}), done=True)
+
+        with serving(answer) as (url, _):
+            result = temper("bench", "--url", url, "-n", "2", "--warm-up", "0")
+        assert result.exit_code == 1
+        assert "out of [/memory]" in result.stderr
 
     def test_figures_are_those_of_the_answers(self) -> None:
         answers = [Answer(0.0, [0.1, 0.2, 0.4], 3, ""), Answer(1.0, [1.5], 1, ""), Answer(0.5, [], 0, "refused")]

@@ -64,9 +64,10 @@ export default function Batches() {
     await attempt(() => remove(`/v1/files/${file.id}`), "The file is deleted.");
     reload();
   };
+  const nameOf = (batch) => files.data?.data.find((file) => file.id === batch.input_file_id)?.filename;
   const keep = (id, name) => attempt(() => save(`/v1/files/${id}/content`, name));
   const batchColumns = [
-    { name: "Batch", value: (batch) => html`<code>${batch.id}</code>` },
+    { name: "Batch", wide: true, value: (batch) => html`${nameOf(batch)} <code>${batch.id}</code>` },
     { name: "State", value: (batch) => html`<${Chip}>${batch.status}<//>` },
     { name: "Endpoint", value: (batch) => batch.endpoint },
     { name: "Requests", wide: true, value: (batch) => html`<${Counts} batch=${batch} />` },

@@ -1,0 +1,42 @@
+"""A claimed job as its attempt has it, whatever kind it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from services.common.jobs import JobProgress
+from services.common.queue.consumer import ClaimedJob
+from services.trainer.metrics import TrainerMetrics
+from services.trainer.runtime.interleaving import Pauses, SideWork
+from services.trainer.runtime.job_link import JobSession
+from services.trainer.runtime.job_trace import JobTrace
+from services.trainer.runtime.until_back import UntilBack
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One claimed job, and what its attempt needs of the trainer's thread."""
+
+    job: ClaimedJob
+    session: JobSession
+    """The job's line to Redis."""
+    trace: JobTrace
+    until_back: UntilBack
+    side: SideWork
+    """What the thread does beside it."""
+    metrics: TrainerMetrics
+
+    def pauses(self) -> Pauses:
+        """Interrupt of the job's work from now on."""
+        return Pauses(self.session.check, self.side)
+
+    def report(self, progress: JobProgress, newest: Mapping[str, float], **more: float) -> None:
+        """Tells the progress in the job's record and in the trainer's metrics.
+
+        Args:
+            newest: what the work has measured, for both.
+            more: for the record only.
+        """
+        self.session.report(progress, {**newest, **more})
+        self.metrics.progress(self.job.spec.kind, progress, newest)

@@ -1,0 +1,102 @@
+"""Forge jobs beside an engine that serves, on the tiny model: their memory, and an engine that is a guest of its
+device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+
+from services.common.errors import DoesNotFit, Unavailable
+from services.common.jobs import ForgeJob
+from services.common.jobs.scorers.grants import Grants
+from services.common.storage.directory_store import DirectoryStore
+from services.engine.settings import EngineSettings
+from services.forge.pipeline.work import Work
+from services.pod.engine import Guest
+from services.pod.forging.engines import TrainerTurns, engine_settings, opened
+from services.pod.forging.job import PodForge
+from services.trainer.host.rollouts import RolloutRequest, RolloutSampling
+from services.trainer.memory.budget import MemoryNeed
+from services.trainer.runtime.attempts.forge import ForgeLink
+from tests.rollout_support import TINY, running_pod
+
+T = TypeVar("T")
+ASKED, TOKENS = 6, 24
+JOB = ForgeJob.model_validate({"prune": {"mlp_channels": "25%"}, "importance": {"method": "weights"}})
+
+
+def test_what_a_forge_job_has_loaded_stays_its_own_in_the_pauses(tmp_path: Path) -> None:
+    with running_pod() as pod:
+        served = EngineSettings.model_validate({"model": TINY})
+        forge = PodForge(served, pod.host, DirectoryStore(tmp_path / "store"), tmp_path / "work")
+        link = ForgeLink(lambda *_: None, lambda: None, lambda operation: operation(), lambda: None)
+        half = pod.host.train_memory_bytes // 2
+        forge._machine(link).take("evaluate", half, "free some")
+        budget = pod.host.memory_budget
+        budget.reserve_session("small", MemoryNeed(0, half))
+        with pytest.raises(DoesNotFit, match="the running job holds"):
+            budget.reserve_session("large", MemoryNeed(0, half + 1))
+
+
+def test_a_job_that_died_after_its_upload_is_not_done_again(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "store")
+    store.put("forged/job-1/forge.json", b'{"outputs": {"digest": "ab"}}')
+    link = ForgeLink(lambda *_: None, lambda: None, lambda operation: operation(), lambda: None)
+    with running_pod() as pod:
+        served = EngineSettings.model_validate({"model": TINY, "s3_bucket": "temper"})
+        done = PodForge(served, pod.host, store, tmp_path / "work")("job-1", JOB, link)
+    assert done == {"model": "s3://temper/forged/job-1", "digest": "ab"}
+    assert not (tmp_path / "work").exists()
+
+
+def test_a_directory_that_another_engine_forges_in_is_waited_for(tmp_path: Path) -> None:
+    waited: list[str] = []
+    other = ExitStack()
+
+    def retry(operation: Callable[[], T]) -> T:
+        try:
+            return operation()
+        except Unavailable as error:
+            waited.append(error.message)
+            other.close()
+            return operation()
+
+    link = ForgeLink(lambda *_: None, lambda: None, retry, lambda: None)
+    other.enter_context(Work(tmp_path / "work").locked())
+    with running_pod() as pod:
+        served = EngineSettings.model_validate({"model": TINY, "s3_bucket": "temper"})
+        PodForge(served, pod.host, DirectoryStore(tmp_path / "store"), tmp_path / "work")("job-1", JOB, link)
+    assert len(waited) == 1
+    assert "another engine forges in" in waited[0]
+
+
+def test_the_trainer_computes_for_sessions_while_a_guest_answers(tmp_path: Path) -> None:
+    """Training sessions compute in the pauses of a job, and a guest's steps are no pauses of the thread that waits for
+    them: both come to the same gate."""
+    computed = 0
+    with running_pod() as pod:
+        gate = pod.host.gate
+
+        def session() -> None:
+            nonlocal computed
+            with gate.training():
+                torch.zeros(64, 64) @ torch.zeros(64, 64)
+                gate.give_way()
+            computed += 1
+
+        guest = Guest(TrainerTurns(gate), pod.host.train_memory_bytes)
+        with opened(engine_settings(TINY, "cpu"), tmp_path, Grants(), guest) as host:
+            requests = [RolloutRequest((3, 17, 250 + number), number) for number in range(ASKED)]
+            sampling = RolloutSampling(temperature=1.0, max_tokens=TOKENS)
+            done = []
+            while computed < 3 and len(done) < 20 * ASKED:
+                done += host.rollouts.generate(requests, sampling, None, interrupt=session)
+        assert computed >= 3
+        assert all(completion.token_ids for completion in done)
+        user = pod.user()
+        assert len(user.answer(user.submit((3, 17, 250), max_tokens=8))) == 8
