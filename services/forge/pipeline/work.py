@@ -77,7 +77,7 @@ class Work:
             InvalidRequest: it cannot be written.
         """
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir(0o700, parents=True, exist_ok=True)  # users' examples are in it
             lock = (self.directory / _LOCK).open("a")
         except OSError as error:
             raise InvalidRequest(

@@ -281,6 +281,8 @@ def test_an_output_that_is_there_and_a_work_directory_in_use_are_refused(
 ) -> None:
     with pytest.raises(InvalidRequest, match="is there already"):
         forge(recipe(home, output="whole/model"))
+    with Work(tmp_path / "made").locked():
+        assert (tmp_path / "made").stat().st_mode & 0o77 == 0, "nobody else reads examples"
     with Work(tmp_path).locked(), pytest.raises(Conflict, match="another run works in"):
         forge(recipe(home, output="used/model"), work=tmp_path)
 
