@@ -3,6 +3,7 @@ the comparison with the model before the cut, item by item."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,19 +62,23 @@ class Suites:
             InvalidRequest: a file cannot be read or is malformed; file, line and field are named.
         """
         content = [[file.name, file_digest(file), file_digest(file.with_suffix(".json"))] for file in files]
-        store = SuiteStore(DirectoryStore(work.place("suites", {"files": content}).path))
-        made: list[SuiteManifest] = []
-        for file in files:
-            manifest = _created(store, file)
-            if any(one.name == manifest.name for one in made):
-                raise InvalidRequest(
-                    f"{file}: another suite is called {manifest.name} as well: rename the file", param="suites"
-                )
-            made.append(manifest)
-        return cls.of(store, made)
+        names = [file.stem for file in files]
+        for file, name in zip(files, names, strict=True):
+            if names.count(name) > 1:
+                raise InvalidRequest(f"{file}: another suite is called {name} as well: rename the file", param="suites")
+        place = work.place("suites", {"files": content})
+        if files and not place.done:
+            # Of a process that was killed: a number that a version was to get is never given again.
+            shutil.rmtree(place.state, ignore_errors=True)
+            being_made = SuiteStore(DirectoryStore(place.state))
+            for file in files:
+                _create(being_made, file)
+            place.finish()
+        store = SuiteStore(DirectoryStore(place.path))
+        return cls.of(store, [store.get(name) for name in names])
 
 
-def _created(store: SuiteStore, file: Path) -> SuiteManifest:
+def _create(store: SuiteStore, file: Path) -> None:
     settings_file = file.with_suffix(".json")
     raw = _read(settings_file, f"the settings of suite {file.name}")
     try:
@@ -85,7 +90,7 @@ def _created(store: SuiteStore, file: Path) -> SuiteManifest:
     except ValidationError as error:
         raise InvalidRequest(f"{settings_file}: {problem(error, SuiteSettings, given)}", param="suites") from error
     try:
-        return store.create(file.stem, settings, read_suite(_read(file, "a suite"), settings))
+        store.create(file.stem, settings, read_suite(_read(file, "a suite"), settings))
     except InvalidRequest as error:
         raise InvalidRequest(f"{file}: {error.message}", param="suites") from error
 

@@ -18,8 +18,10 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from services.adapter_tools.output import MARGIN_BYTES
 from services.common.errors import CheckpointRejected, Conflict, DoesNotFit, InvalidRequest, NotFound
+from services.common.storage.directory_store import DirectoryStore
 from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.weights.shards import Progress, silent
+from services.forge.pipeline.evaluation import Suites
 from services.forge.pipeline.model_card import model_card
 from services.forge.pipeline.work import Work
 from services.forge.steps import verify_step
@@ -147,6 +149,23 @@ def test_a_run_that_is_stopped_in_a_stage_goes_on(home: Path, whole: tuple[Path,
     assert not (home / f"stopped-{stage[0]}" / "model").exists()
     forge(file)
     assert checkpoint_digest(home / f"stopped-{stage[0]}" / "model") == checkpoint_digest(whole[0])
+
+
+def test_killed_while_it_reads_suites_it_gives_their_versions_the_same_numbers(home: Path, tmp_path: Path) -> None:
+    put = DirectoryStore.put
+
+    def killed(self: DirectoryStore, key: str, *rest: Any, **more: Any) -> str:
+        if key.endswith("suite.json"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return put(self, key, *rest, **more)
+
+    def suites() -> Suites:
+        return Suites.of_files([home / "sums.jsonl"], Work(tmp_path))
+
+    with patch.object(DirectoryStore, "put", killed):
+        assert in_child(suites) == -signal.SIGKILL
+    assert list(suites().digests) == ["sums@1"]
+    assert list(suites().digests) == ["sums@1"]
 
 
 def test_what_is_saved_loads_verifies_and_tells_its_quality(home: Path, whole: tuple[Path, dict[str, Any]]) -> None:
