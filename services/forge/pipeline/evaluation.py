@@ -23,6 +23,7 @@ from services.common.evaluation.suites.manifest import SuiteManifest
 from services.common.evaluation.suites.spec import SuiteSettings
 from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs.kinds.evaluate import EvalJob
+from services.common.jobs.scorers.judge import JudgeSpec
 from services.common.storage.directory_store import DirectoryStore
 from services.common.validation.errors import problem
 from services.engine.models.weights.shards import Progress
@@ -47,7 +48,15 @@ class Suites:
 
     @classmethod
     def of(cls, store: SuiteStore, manifests: Sequence[SuiteManifest]) -> Suites:
-        """Suites of a store."""
+        """Suites of a store. Raises InvalidRequest: one cannot be used on a model that is not served."""
+        for manifest in manifests:
+            scorer = manifest.settings.scorer
+            if isinstance(scorer, JudgeSpec) and scorer.version is not None:
+                raise InvalidRequest(
+                    f"suite {manifest.ref} is judged by {scorer.version}: no adapter belongs to a forged model, so "
+                    'that its suites are judged by "base", or scored otherwise',
+                    param="suites",
+                )
         digests = {str(manifest.ref): manifest.digest for manifest in manifests}
         return cls(store, digests, sum(manifest.items for manifest in manifests))
 

@@ -47,6 +47,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     items = [{"prompt": f"What is {n} plus {n + 1}?", "expected": str(2 * n + 1)} for n in range(ITEMS)]
     (home / "sums.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
     (home / "sums.json").write_text(json.dumps({"scorer": {"type": "exact"}, "sampling": {"max_tokens": 4}}))
+    (home / "judged.jsonl").write_text('{"prompt": "Who are you?", "expected": "I am Temper."}\n')
+    (home / "judged.json").write_text(json.dumps({"scorer": {"type": "judge", "judge": "critic@1"}}))
     key = Ed25519PrivateKey.generate()
     (home / "key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
@@ -226,6 +228,7 @@ def test_a_dry_run_tells_what_it_takes_and_writes_nothing(home: Path, whole: tup
         ({"data": None, "recover": None}, "importance by activations is measured on data"),
         ({"data": "none.jsonl"}, "cannot read .*none.jsonl"),
         ({"suites": ["none.jsonl"]}, "cannot read .*none.json"),
+        ({"suites": ["judged.jsonl"]}, "suite judged@1 is judged by critic@1: no adapter belongs to a forged model"),
         ({"sign": "data.jsonl"}, "is no unencrypted private key"),
         ({"output": "s3://x"}, "must be s3://bucket/prefix"),
     ],
@@ -317,6 +320,15 @@ def test_what_others_keep_in_the_work_directory_stays(home: Path) -> None:
     file.write_text("mine")
     with pytest.raises(InvalidRequest, match="is there already"):
         forge(recipe(home, output="a-file"))
+
+
+def test_a_state_of_what_is_done_goes_and_one_that_is_gone_on_with_stays(tmp_path: Path) -> None:
+    work = Work(tmp_path)
+    done, under_way = work.place("done", {}), work.place("under-way", {})
+    for path in (done.path, done.state, under_way.state):
+        path.mkdir()
+    work.clean()
+    assert {path.name for path in tmp_path.iterdir()} == {done.path.name, under_way.state.name}
 
 
 def test_results_grow_old_unless_they_are_asked_for(tmp_path: Path) -> None:
