@@ -11,6 +11,7 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from cli.http.chat_stream import served_model
 from cli.http.client import Client
 from cli.http.load.figures import SHARES, figures
 from cli.http.load.run import Target, send
@@ -53,7 +54,7 @@ def bench(
             _check_plot(plot)
         settings = read(CliSettings)
         with Client(url, settings) as client:
-            named = model or _first_model(client)
+            named = model or served_model(client)
             address = client.url
         if rate is None and concurrency is None:
             concurrency = 8
@@ -86,13 +87,6 @@ def bench(
             _draw(answers, plot)
         if found["failed"]:
             raise typer.Exit(int(ExitCode.FAILED))
-
-
-def _first_model(client: Client) -> str:
-    models = client.get("/v1/models").get("data") or []
-    if not models:
-        raise CliError(f"{client.url} serves no model: name one with --model")
-    return str(models[0]["id"])
 
 
 def _send(output: Output, target: Target, shape: Shape, timeout: float, what: str) -> list[Answer]:

@@ -192,6 +192,20 @@ def test_ps_shows_processes_with_their_memory_and_the_server(home: Path) -> None
     assert found["server"]["version"] == "0.1.0"
 
 
+def test_ps_names_what_is_no_temper(home: Path) -> None:
+    with serving(lambda _: Reply({"hello": "world"})) as (url, _):
+        result = temper("ps", "--url", url)
+        assert (result.exit_code, f"what answers at {url} is no Temper" in result.stderr) == (3, True)
+        for words in (("chat", "hello"), ("run", "--prompt", "hello", "--no-tools"), ("bench",)):
+            result = temper(*words, "--url", url)
+            assert (result.exit_code, "has not OpenAI's API" in result.stderr) == (3, True)
+    (home / ".temper").mkdir()
+    for text in ("[]", "{}", '{"pid": "x"}', "{"):
+        (home / ".temper" / "state.json").write_text(text)
+        result = temper("ps")
+        assert (result.exit_code, "is not what `temper up` writes" in result.stderr) == (2, True)
+
+
 def test_ps_does_not_advise_to_start_what_runs(home: Path) -> None:
     (home / ".temper").mkdir()
     state = {"url": "http://127.0.0.1:1", "pid": os.getpid(), "ports": {}, "pids": {"gateway": os.getpid()}}
@@ -285,12 +299,13 @@ class TestLoads:
 
     def test_failures_are_counted_and_told(self) -> None:
         def answer(seen: Seen) -> Reply:
-            return Reply({"data": [{"id": "m"}]}) if seen.method == "GET" else Reply({"error": "full"}, 503)
+            return Reply({"data": [{"id": "m"}]}) if seen.method == "GET" else Reply({"error": "[/full]"}, 503)
 
         with serving(answer) as (url, _):
             result = temper("bench", "--url", url, "-n", "2", "--warm-up", "0")
         assert result.exit_code == 1
         assert "503" in result.stderr
+        assert "[/full]" in result.stderr
 
     def test_a_stream_that_ends_with_an_error_has_failed(self) -> None:
         """Whether or not [DONE] follows, and where the connection stays open."""
@@ -305,14 +320,6 @@ class TestLoads:
             result = temper("bench", "--url", url, "-n", "2", "--warm-up", "0")
         assert result.exit_code == 1
         assert "out of [/memory]" in result.stderr
-
-    def test_a_plot_that_cannot_be_written_is_refused_before_the_load(self, home: Path) -> None:
-        with serving(lambda seen: Reply({"data": [{"id": "m"}]})) as (url, seen):
-            for file in ("load.svg", "nowhere/load.png"):
-                result = temper("bench", "--url", url, "--plot", file)
-                assert result.exit_code == 2
-                assert file in result.stderr
-        assert seen == []
 
     def test_figures_are_those_of_the_answers(self) -> None:
         answers = [Answer(0.0, [0.1, 0.2, 0.4], 3, ""), Answer(1.0, [1.5], 1, ""), Answer(0.5, [], 0, "refused")]
