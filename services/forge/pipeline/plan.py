@@ -146,7 +146,7 @@ def plan_run(pipeline: Pipeline) -> RunPlan:
         for number, levels in enumerate(schedule.cycles, start=1):
             name = f"cycle-{number:02d}"
             read = rates.copied(nbytes)
-            seconds = read + importance_seconds(config, settings.importance, tokens, rates)
+            seconds = read + importance_seconds(config, settings.importance, inputs.kinds, tokens, rates)
             memory = importance_bytes(config, settings.importance, machine.device)
             stages.append(StagePlan(f"{name}-1-importance", memory, seconds))
             stages.append(StagePlan(f"{name}-2-prune", STREAM_BYTES, read))

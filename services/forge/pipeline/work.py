@@ -25,9 +25,9 @@ from services.forge.record import sources_digest
 
 _LOCK = ".lock"
 _KEY_DIGITS = 16
-_PARTIAL = ".partial"
+_STATE, _PARTIAL = ".state", ".partial"
 _NAME = rf".+-[0-9a-f]{{{_KEY_DIGITS}}}"
-_MADE = re.compile(rf"{_NAME}(\.state)?|\.{_NAME}\..+\{_PARTIAL}")
+_MADE = re.compile(rf"{_NAME}(\{_STATE})?|\.{_NAME}\..+\{_PARTIAL}")
 """Names of results and states, and of writes that were broken off."""
 
 
@@ -77,7 +77,7 @@ class Work:
             InvalidRequest: it cannot be written.
         """
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir(0o700, parents=True, exist_ok=True)  # users' examples are in it
             lock = (self.directory / _LOCK).open("a")
         except OSError as error:
             raise InvalidRequest(
@@ -103,7 +103,7 @@ class Work:
         text = json.dumps({"stage": name, "code": self._code, "inputs": inputs}, sort_keys=True, allow_nan=False)
         key = hashlib.sha256(text.encode()).hexdigest()[:_KEY_DIGITS]
         path = self.directory / f"{name}-{key}"
-        place = Place(name, key, path, path.with_name(f"{path.name}.state"))
+        place = Place(name, key, path, path.with_name(f"{path.name}{_STATE}"))
         self._used.append(place)
         for there in (place.path, place.state):
             if there.exists():
@@ -131,9 +131,11 @@ class Work:
             self.directory.rmdir()
 
     def clean(self) -> None:
-        """Removes what broken-off writes of earlier processes left. Call it with the lock held."""
+        """Removes what earlier processes left that were killed: broken-off writes, and states of what is done. Call it
+        with the lock held."""
         for path in self._made():
-            if path.name.endswith(_PARTIAL):
+            whole = path.with_name(path.name.removesuffix(_STATE))
+            if path.name.endswith(_PARTIAL) or (whole != path and whole.exists()):
                 _remove(path)
 
     def _made(self) -> list[Path]:

@@ -131,6 +131,7 @@ def evaluate_directory(
         directory = work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         place = Work(directory)
         stack.enter_context(place.locked())
+        place.clean()
         found = machine(device, directory, threads)
         chosen = Suites.of_files(files, place)
 
