@@ -50,8 +50,6 @@ def bench(
     between tokens."""
     output = Output(as_json=as_json)
     with guarded(output):
-        if plot is not None:
-            _check_plot(plot)
         settings = read(CliSettings)
         with Client(url, settings) as client:
             named = model or served_model(client)
@@ -124,14 +122,6 @@ def _tell(output: Output, found: dict[str, Any]) -> None:
         [text, *(f"{found[name][column]:,.1f}" for column in columns)] for name, text in _ROWS.items() if found[name]
     ]
     output.table(found, ["ms", *columns], rows, empty="")
-
-
-def _check_plot(file: Path) -> None:
-    """Refuses before the load what would lose it."""
-    if file.suffix.lower() != ".png":
-        raise CliError(f"--plot {file}: the plot is a PNG, give a name that ends in .png", ExitCode.USAGE)
-    if not file.absolute().parent.is_dir():
-        raise CliError(f"--plot {file}: there is no directory {file.parent}", ExitCode.USAGE)
 
 
 def _draw(answers: Sequence[Answer], file: Path) -> None:

@@ -289,7 +289,9 @@ class TestLoads:
             assert "tokens/s" in temper("bench", *words).stdout
         assert (home / "load.png").read_bytes().startswith(b"\x89PNG")
 
-    @pytest.mark.parametrize(("plot", "words"), [("load.jpg", "ends in .png"), ("none/load.png", "no directory none")])
+    @pytest.mark.parametrize(
+        ("plot", "words"), [("load.jpg", "ends in .png"), ("none/load.png", "there is no directory")]
+    )
     def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_sent(self, plot: str, words: str) -> None:
         with serving(lambda _: Reply({"data": [{"id": "m"}]})) as (url, seen):
             result = temper("bench", "--url", url, "--plot", plot)
