@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import psutil
 import typer
 
-from cli.http.client import Client
+from cli.http.client import Client, is_local
 from cli.options import Json, Url
 from cli.output import CliError, ExitCode, Output, guarded
 from cli.settings import CliSettings, read
@@ -26,7 +26,11 @@ def ps(data_dir: DataDir = Path(".temper"), url: Url = None, as_json: Json = Fal
     with guarded(output):
         state = read_state(data_dir) if url is None else None
         processes = [] if state is None else _processes(state)
-        with Client(url or (state or {}).get("url"), read(CliSettings)) as client:
+        settings, written = read(CliSettings), (state or {}).get("url")
+        if written is not None and not is_local(written):
+            # Whoever can write in the directory could be sent it.
+            settings = settings.model_copy(update={"api_key": None})
+        with Client(url or written, settings) as client:
             try:
                 server = _server(client)
             except CliError as error:

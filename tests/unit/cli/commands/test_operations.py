@@ -125,6 +125,40 @@ class TestContexts:
         monkeypatch.setenv("TEMPER_URL", "http://elsewhere:1")
         assert (CliSettings().url, CliSettings().api_key) == ("http://elsewhere:1", None)
 
+    def test_a_key_does_not_go_where_a_file_that_nobody_named_says(
+        self, home: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An agent may write in the directory that it works in, and so may whoever wrote what was cloned."""
+        monkeypatch.setenv("TEMPER_API_KEY", "tp-secret")
+        with serving(lambda _: Reply({"data": []})) as (url, seen):
+            (home / "temper.toml").write_text(f'url = "{url}"\n')
+            result = temper("adapters", "list")
+            assert result.exit_code == 2
+            assert "TEMPER_CONFIG" in result.stderr
+            assert "tp-secret" not in result.stderr
+            assert seen == []
+            assert temper("adapters", "list", "--url", url).exit_code == 0
+            monkeypatch.setenv("TEMPER_CONFIG", "temper.toml")
+            assert temper("adapters", "list").exit_code == 0
+            monkeypatch.delenv("TEMPER_CONFIG")
+            (home / "temper.toml").write_text(f'url = "{url}"\napi_key = "tp-of-the-file"\n')
+            monkeypatch.delenv("TEMPER_API_KEY")
+            assert temper("adapters", "list").exit_code == 0
+        keys = [request.headers.get("authorization") for request in seen]
+        assert keys == ["Bearer tp-secret", "Bearer tp-secret", "Bearer tp-of-the-file"]
+
+    @pytest.mark.parametrize(("host", "sent"), [("127.0.0.1", "Bearer tp-secret"), ("0.0.0.0", None)])
+    def test_a_key_does_not_go_where_a_data_directory_says(
+        self, home: Path, monkeypatch: pytest.MonkeyPatch, host: str, sent: str | None
+    ) -> None:
+        monkeypatch.setenv("TEMPER_API_KEY", "tp-secret")
+        with serving(lambda _: Reply({"status": "ok", "engines": []})) as (url, seen):
+            (home / ".temper").mkdir()
+            state = {"url": url.replace("127.0.0.1", host), "pid": os.getpid(), "ports": {}, "pids": {}}
+            (home / ".temper" / "state.json").write_text(json.dumps(state))
+            temper("ps")
+        assert {request.headers.get("authorization") for request in seen} == {sent}
+
     def test_one_is_chosen_and_forgotten(self, monkeypatch: pytest.MonkeyPatch) -> None:
         temper("context", "add", "one", "http://one:1")
         temper("context", "add", "two", "http://two:1/")
