@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from services.common.errors import InvalidRequest
-from services.common.settings import CONFIG_VARIABLE, FileSettings, config_file, refused
+from services.common.settings import CONFIG_VARIABLE, FileSettings, config_file, found_file, read_config_file, refused
 from services.common.validation.settings import wrong_settings
 
 S = TypeVar("S", bound=BaseSettings)
@@ -125,12 +125,28 @@ class CliSettings(FileSettings):
 
         Args:
             url: named on the command line; None: that of the settings.
+
+        Raises:
+            BadSettings: the working directory has a file that names the server, and the key is from elsewhere: whoever
+                can write there, an agent at work, would be sent it.
         """
         key = "" if self.api_key is None else self.api_key.get_secret_value()
+        if url is None and key and (file := found_file()) is not None and _decides_url(file, key):
+            raise BadSettings(
+                f"the API key is not sent to the url of {file}, which nobody named: name the server by --url or "
+                "TEMPER_URL, or the file by TEMPER_CONFIG"
+            )
         if url is None or not self.context or url.rstrip("/") == self.url.rstrip("/"):
             return key
         saved = read_contexts().contexts.get(self.context)
         return "" if saved is not None and saved.api_key == key else key
+
+
+def _decides_url(file: Path, key: str) -> bool:
+    """Whether a file of settings names the server, but not the key for it."""
+    lines = read_config_file(file)
+    named = any(name.upper() == "TEMPER_URL" for name in os.environ)
+    return "url" in lines and not named and lines.get("api_key") != key
 
 
 class UpSettings(FileSettings):

@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 # them meanwhile, nor after pytest_collection_finish.
 gc.disable()
 
-# A busy machine must not fail a property: hypothesis would hold every example to 200 ms. Each run draws other examples,
-# so half of hypothesis' hundred are soon as many.
-settings.register_profile("temper", deadline=None, max_examples=50)
+# A busy machine must not fail a property: hypothesis would hold every example to 200 ms.
+settings.register_profile("temper", deadline=None)
 settings.load_profile("temper")
 
 

@@ -84,8 +84,12 @@ class Commands:
     def close(self) -> None:
         """Writes what is left to the trace, and removes copies of the workspace."""
         self.end_attempt()
+        self._forget()
+
+    def _forget(self) -> None:
         for past in self._past:
             past.files.close()
+        self._past.clear()
 
     def _keep_files(self) -> None:
         if self._workspace is None or not self._past or self._past[-1].changed:
@@ -126,6 +130,8 @@ class Commands:
 
     def _load(self, file: str) -> str:
         self._agent.conversation = Conversation.load(Path(_needed(file, "/load FILE")))
+        self._agent.tokens = 0
+        self._forget()  # /undo goes back in one conversation
         return f"{len(self._agent.conversation.turns)} messages; session {self._agent.conversation.session}"
 
     def _trace(self, argument: str) -> str:
@@ -145,6 +151,7 @@ class Commands:
             raise CliError("there is no turn to undo", ExitCode.USAGE)
         past = self._past.pop()
         self._agent.conversation.turns[:] = past.turns
+        self._agent.tokens = 0
         with past.files:
             if not past.changed:
                 return "the last turn is taken back; it called nothing that changes files"

@@ -25,7 +25,7 @@ class Compaction:
 
     Args:
         context: tokens that the model takes.
-        summarise: answers a prompt of at most a number of tokens with a text.
+        summarise: answers a prompt with a text of at most a number of tokens; empty: it cannot.
     """
 
     context: int
@@ -39,7 +39,7 @@ class Compaction:
         """A shorter conversation, whose last question and its latest results are as they were.
 
         First old results of tools lose their middle. If that is not half of what there was, what is before the last
-        question becomes a summary.
+        question becomes a summary; where nothing is, what was done for it before its latest results.
 
         Args:
             tokens: of all of them, for the worth of a character.
@@ -50,16 +50,31 @@ class Compaction:
         if _characters(shorter) <= size / 2:
             return shorter
         last = max((place for place, turn in enumerate(turns) if turn["role"] == "user"), default=0)
-        before, after = turns[:last], shorter[last:]
+        kept = last + 1 if last else _latest(turns)
+        before = turns[:last] or turns[1:kept]
         if not before:
             return shorter
         most = int(self.context / 2 / max(worth, 1e-6))
         text = "\n\n".join(_transcript(turn) for turn in before)
-        if len(text) > most:
-            text = f"{text[: most // 4]}\n[…]\n{text[-(most - most // 4) :]}"
-        summary = self.summarise(f"{text}\n\n{_ASK}", self.context // 8)
-        question = f"Summary of our work so far:\n{summary}\n\n{after[0]['content']}"
-        return [{"role": "user", "content": question}, *after[1:]]
+        summary = self.summarise(f"{_cut(text, most)}\n\n{_ASK}", self.context // 8) or _cut(text, most // 4)
+        question = f"Summary of our work so far:\n{summary}\n\n{turns[last]['content']}"
+        return [{"role": "user", "content": question}, *shorter[kept:]]
+
+
+def _cut(text: str, most: int) -> str:
+    """A text of at most so many characters: its beginning, and more of its end."""
+    return text if len(text) <= most else f"{text[: most // 4]}\n[…]\n{text[-(most - most // 4) :]}"
+
+
+def _latest(turns: Sequence[dict[str, Any]]) -> int:
+    """Place of the answer whose calls, with those behind it, have the results that are kept: no call is parted from its
+    result."""
+    results = 0
+    for place in range(len(turns) - 1, 0, -1):
+        results += turns[place]["role"] == "tool"
+        if results >= _KEPT_RESULTS and turns[place]["role"] == "assistant":
+            return place
+    return 1
 
 
 def _short_results(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

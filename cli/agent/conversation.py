@@ -72,6 +72,9 @@ class Conversation:
             raise CliError(f"{file} is not JSON: {error}", ExitCode.USAGE) from error
         if not isinstance(data, dict) or data.pop("format", None) != _FORMAT:
             raise CliError(f"{file} is not what /save writes", ExitCode.USAGE)
+        turns = data.get("turns")
+        if not isinstance(turns, list) or not all(isinstance(turn, dict) and "role" in turn for turn in turns):
+            raise CliError(f"{file} is not what /save writes: it has no turns", ExitCode.USAGE)
         try:
             return cls(**data)
         except TypeError as error:

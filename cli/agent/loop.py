@@ -90,8 +90,8 @@ class Agent:
     trace: Trace | None = None
     before_change: Callable[[], None] = lambda: None
     """Called before each call of a tool that changes something."""
-    _tokens: int = 0
-    """Of the last request and its answer."""
+    tokens: int = 0
+    """Of the last request and its answer; 0: not known."""
 
     def turn(self, question: str) -> Turn:
         """Answers a question. Ctrl-C ends the turn; the conversation can be continued.
@@ -99,7 +99,7 @@ class Agent:
         Raises:
             CliError: the server refused, or is not there; the conversation is as it was before.
         """
-        before = list(self.conversation.turns)
+        before, tokens = list(self.conversation.turns), self.tokens
         self.conversation.turns.append({"role": "user", "content": question})
         turn = Turn()
         try:
@@ -107,17 +107,17 @@ class Agent:
         except KeyboardInterrupt:
             self._close()
         except CliError:
-            self.conversation.turns[:] = before
+            self.conversation.turns[:], self.tokens = before, tokens
             raise
         return turn
 
     def _run(self, turn: Turn) -> None:
         while turn.steps < self.most_steps:
-            if self.context is not None and self._compaction.needed(self._tokens):
+            if self.context is not None and self._compaction.needed(self.tokens):
                 self._compact()
             answer = self._answer(first=turn.steps == 0)
             turn.count(answer)
-            self._tokens = int((answer.usage or {}).get("total_tokens") or 0)
+            self.tokens = int((answer.usage or {}).get("total_tokens") or 0)
             if self.trace is not None:
                 self.trace.add(answer, float(self.conversation.options.get("temperature", 1.0)))
             self.conversation.turns.append(answer.message)
@@ -136,8 +136,9 @@ class Agent:
         try:
             return self._asked(first=first)
         except CliError as error:
-            if (error.error or {}).get("code") != _TOO_LONG:
+            if not _is_too_long(error):
                 raise
+            self.tokens = max(self.tokens, self.context or 0)
             self._compact()
             return self._asked(first=first)
 
@@ -194,19 +195,30 @@ class Agent:
 
     @property
     def _compaction(self) -> Compaction:
-        return Compaction(self.context or 4 * max(1, self._tokens), self._summary)
+        return Compaction(self.context or max(1, self.tokens), self._summary)
 
     def _compact(self) -> None:
         before = len(json.dumps(self.conversation.turns))
-        tokens = self._tokens or before // 3
-        self.conversation.turns[:] = self._compaction.compacted(self.conversation.turns, tokens)
+        self.tokens = self.tokens or before // 3
+        self.conversation.turns[:] = self._compaction.compacted(self.conversation.turns, self.tokens)
         after = len(json.dumps(self.conversation.turns))
-        self._tokens = int(tokens * after / max(1, before))
+        self.tokens = int(self.tokens * after / max(1, before))
+        if after == before:
+            return
         self.show("note", f"compacted near the context's limit: {before} characters became {after}")
 
     def _summary(self, prompt: str, most: int) -> str:
+        """Summary by the model; empty: it wrote none, or the prompt was too long after all."""
         body = {**self.conversation.request(()), "max_tokens": most}
         answer = Answer()
-        for _ in stream_answer(self.client, body, [{"role": "user", "content": prompt}], answer):
-            pass
+        try:
+            for _ in stream_answer(self.client, body, [{"role": "user", "content": prompt}], answer):
+                pass
+        except CliError as error:
+            if not _is_too_long(error):
+                raise
         return answer.text.strip()
+
+
+def _is_too_long(error: CliError) -> bool:
+    return (error.error or {}).get("code") == _TOO_LONG

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +48,8 @@ class Screen:
     def ask(self, tool: str, arguments: str) -> Decision:
         """Asks on the terminal, where the call stands; anything but yes or always is no."""
         del arguments
+        if sys.stdin.isatty():
+            termios.tcflush(sys.stdin, termios.TCIFLUSH)  # what was typed before is no answer to this
         self._output.err.print(f"[yellow]{escape(tool)} wants to run. y: once, a: always this tool, else: no[/]")
         try:
             answer = self._output.err.input("[yellow]allow? [/]").strip().lower()

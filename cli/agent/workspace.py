@@ -10,6 +10,8 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from cli.settings import contexts_file
+
 _OPENAT2 = 437
 """The same number on all architectures."""
 _NO_MAGIC_LINKS, _BENEATH = 0x02, 0x08
@@ -38,8 +40,10 @@ class Workspace:
     def __post_init__(self) -> None:
         if str(self.root) != os.path.realpath(self.root) or not self.root.is_dir():
             raise ValueError(f"{self.root} is not a directory")
-        if self.root == Path.home().resolve():
-            raise ValueError(f"{self.root} is your home with all that is in it: choose a project's directory")
+        if Path.home().resolve().is_relative_to(self.root):
+            raise ValueError(f"{self.root} has your home with all that is in it: choose a project's directory")
+        if contexts_file().is_file() and contexts_file().resolve().is_relative_to(self.root):
+            raise ValueError(f"{self.root} has the keys of `temper context`: choose a project's directory")
         for name in _DATA_DIRECTORIES:
             if (self.root / name / "secrets.json").exists():
                 raise ValueError(

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from cli.doctor.findings import Checked, Finding, NotHere, failure, skipped
+from cli.doctor.findings import Checked, Finding, NotHere, Status, failure, skipped
 from cli.doctor.place import Place
 from cli.output import CliError
 
@@ -18,6 +18,8 @@ class Check:
 
     name: str
     look: Callable[[Place], Finding]
+    needs: str = ""
+    """Check that comes before; where that one fails or is skipped, there is nothing to look at."""
 
     @property
     def says(self) -> str:
@@ -31,9 +33,14 @@ def examine(place: Place, checks: Sequence[Check], *, fix: bool = False) -> Iter
     Args:
         fix: mend what can be mended safely, and look again.
     """
+    done: dict[str, Finding] = {}
     for check in checks:
         began = time.perf_counter()
-        finding, mended = _look(check, place), ""
+        needed = done.get(check.needs)
+        if needed is not None and needed.status in (Status.FAILURE, Status.SKIPPED):
+            finding, mended = skipped(needed.message), ""
+        else:
+            finding, mended = _look(check, place), ""
         if fix and finding.mend is not None:
             try:
                 mended = finding.mend()
@@ -41,6 +48,7 @@ def examine(place: Place, checks: Sequence[Check], *, fix: bool = False) -> Iter
                 finding = failure(f"{finding.message}; mending it failed: {error}", finding.way_out)
             else:
                 finding = _look(check, place)
+        done[check.name] = finding
         yield Checked(check.name, finding, time.perf_counter() - began, mended)
 
 

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 CARD_MODULE = "services.card_check"
 
 
+class CardBroken(NotHere):
+    """The process that has torch did not say why it ended."""
+
+
 @dataclass
 class Place:
     """What is examined. What cannot be had is NotHere, with the reason."""
@@ -100,14 +104,25 @@ class Place:
             raise NotHere("Redis does not answer") from error
         return dict(info)
 
-    @cached_property
+    @property
     def card(self) -> dict[str, dict[str, Any]]:
-        """Findings of the process that has torch, by check."""
+        """Findings of the process that has torch, by check.
+
+        Raises:
+            CardBroken: it ended without a word.
+        """
+        if isinstance(self._card, NotHere):
+            raise self._card
+        return self._card
+
+    @cached_property
+    def _card(self) -> dict[str, dict[str, Any]] | NotHere:
         env = {"TEMPER_LOG_LEVEL": "warning"} | inherited_environment() | {"TEMPER_MODEL": str(self.model.absolute())}
         try:
             found: dict[str, dict[str, Any]] = run_tool(self.output, [], module=CARD_MODULE, env=env)["findings"]
         except CliError as error:
-            raise NotHere(f"torch and card cannot be looked at: {error.message}") from error
+            kind = NotHere if error.error else CardBroken
+            return kind(f"torch and card cannot be looked at: {error.message}")
         return found
 
     def _local(self, part: str, name: str) -> tuple[dict[str, Any], dict[str, Any]]:

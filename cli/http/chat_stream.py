@@ -56,9 +56,12 @@ def context_tokens(client: Client) -> int | None:
 
 
 def _models(client: Client) -> list[dict[str, Any]]:
-    models: list[dict[str, Any]] = client.get("/v1/models")["data"]
+    answer = client.get("/v1/models")
+    models: list[dict[str, Any]] | None = answer.get("data") if isinstance(answer, dict) else None
+    if models is None:
+        raise CliError(f"{client.url} has not OpenAI's API: /v1/models has no list of them", ExitCode.UNREACHABLE)
     if not models:
-        raise CliError("the server serves no model", ExitCode.UNREACHABLE)
+        raise CliError(f"{client.url} serves no model: name one with --model", ExitCode.UNREACHABLE)
     return models
 
 

@@ -42,7 +42,7 @@ class Client:
                 headers=headers,
                 timeout=httpx.Timeout(settings.request_timeout, connect=5.0),
                 # A gateway on this machine is not behind the proxy of the environment.
-                trust_env=not _is_local(self.url),
+                trust_env=not is_local(self.url),
             )
         except (httpx.InvalidURL, ValueError) as error:
             raise CliError(f"{self.url!r} is not a URL: {error}", ExitCode.USAGE) from error
@@ -214,7 +214,8 @@ def path(*segments: str) -> str:
     return "/" + "/".join(quote(segment, safe="@") for segment in segments)
 
 
-def _is_local(url: str) -> bool:
+def is_local(url: str) -> bool:
+    """Whether a URL is of this machine, by its name."""
     return httpx.URL(url).host in ("localhost", "127.0.0.1", "::1")
 
 

@@ -80,9 +80,12 @@ def pull(output: Output, source: str, directory: Path, digest: str = UNCHECKED) 
         raise CliError(f"{message}; {way_out}", ExitCode.UNREACHABLE) from error
 
 
-def model_directory(text: str | None, output: Output) -> Path:
+def model_directory(text: str | None, output: Output, *, fetch: bool = True) -> Path:
     """Directory of the model that --model names; None: the tiny one. One that was fetched before, and has the digest
     that is asked for, is used as it is, also without internet.
+
+    Args:
+        fetch: False: where it is or would be.
 
     Raises:
         CliError: it cannot be fetched.
@@ -94,7 +97,7 @@ def model_directory(text: str | None, output: Output) -> Path:
         return Path(text)
     directory = place_of(source)
     digest = read(UpSettings).model_digest
-    if digest != UNCHECKED or not (directory / _RECORD).is_file():
+    if fetch and (digest != UNCHECKED or not (directory / _RECORD).is_file()):
         try:
             pull(output, source, directory, digest)
         except CliError as error:

@@ -21,6 +21,12 @@ def bytes_below(directory: Path) -> int:
     return sum(path.lstat().st_size for path in directory.rglob("*") if path.is_file())
 
 
+def refuse_filled(target: Path) -> None:
+    """Raises InvalidRequest if something else than an empty directory is there."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise InvalidRequest(f"{target} is there already: name another directory, or remove it first", param="out")
+
+
 @contextlib.contextmanager
 def whole_directory(target: Path, need: int) -> Iterator[Path]:
     """A scratch directory beside ``target`` that becomes it when the block ends well, and vanishes otherwise.
@@ -32,8 +38,7 @@ def whole_directory(target: Path, need: int) -> Iterator[Path]:
         InvalidRequest: the target is there already, or the disk cannot hold it, or is not writable.
     """
     target = target.absolute()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise InvalidRequest(f"{target} is there already: name another directory, or remove it first", param="out")
+    refuse_filled(target)
     scratch = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

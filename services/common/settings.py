@@ -24,10 +24,13 @@ CONFIG_NAME = "temper.toml"
 def config_file() -> Path | None:
     """File of settings: the one that TEMPER_CONFIG names, else temper.toml in the working directory; None: neither."""
     named = os.environ.get(CONFIG_VARIABLE)
-    if named:
-        return Path(named).expanduser().absolute()
+    return Path(named).expanduser().absolute() if named else found_file()
+
+
+def found_file() -> Path | None:
+    """File of settings that is used because it lies in the working directory; None: there is none, or one is named."""
     found = Path(CONFIG_NAME).absolute()
-    return found if found.is_file() else None
+    return found if not os.environ.get(CONFIG_VARIABLE) and found.is_file() else None
 
 
 def read_config_file(file: Path) -> dict[str, Any]:

@@ -242,9 +242,9 @@ class Fused:
 
 
 @pytest.mark.parametrize(
-    ("start", "ends", "end", "waiting_writes"),
-    [(0, (9, 10, 11), 12, 3), (16, (31, 64), 90, 0), (3, (36, 37), 60, 3), (0, (8,), 72, 0)],
+    ("start", "ends", "end"), [(0, (9, 10, 11), 12), (16, (31, 64), 90), (3, (36, 37), 60), (0, (8,), 72)]
 )
+@pytest.mark.parametrize("waiting_writes", [0, 3])
 def test_chains_on_the_device(start: int, ends: tuple[int, ...], end: int, waiting_writes: int) -> None:
     request = prompt("a", end)
     snapshots = [(position, 10 + place) for place, position in enumerate(ends)]

@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from cli.http.chat_stream import served_model
 from cli.http.client import Client
 from cli.http.load.figures import SHARES, figures
 from cli.http.load.run import Target, send
@@ -48,11 +49,9 @@ def bench(
     between tokens."""
     output = Output(as_json=as_json)
     with guarded(output):
-        if plot is not None:
-            _check_plot(plot)
         settings = read(CliSettings)
         with Client(url, settings) as client:
-            named = model or _first_model(client)
+            named = model or served_model(client)
             address = client.url
         if rate is None and concurrency is None:
             concurrency = 8
@@ -85,13 +84,6 @@ def bench(
             _draw(answers, plot)
         if found["failed"]:
             raise typer.Exit(int(ExitCode.FAILED))
-
-
-def _first_model(client: Client) -> str:
-    models = client.get("/v1/models").get("data") or []
-    if not models:
-        raise CliError(f"{client.url} serves no model: name one with --model")
-    return str(models[0]["id"])
 
 
 def _send(output: Output, target: Target, shape: Shape, timeout: float, what: str) -> list[Answer]:
@@ -132,14 +124,6 @@ def _tell(output: Output, found: dict[str, Any]) -> None:
         [text, *(f"{found[name][column]:,.1f}" for column in columns)] for name, text in _ROWS.items() if found[name]
     ]
     output.table(found, ["ms", *columns], rows, empty="")
-
-
-def _check_plot(file: Path) -> None:
-    """Refuses before the load what would lose it."""
-    if file.suffix.lower() != ".png":
-        raise CliError(f"--plot {file}: the plot is a PNG, give a name that ends in .png", ExitCode.USAGE)
-    if not file.absolute().parent.is_dir():
-        raise CliError(f"--plot {file}: there is no directory {file.parent}", ExitCode.USAGE)
 
 
 def _draw(answers: Sequence[Answer], file: Path) -> None:

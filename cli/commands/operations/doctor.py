@@ -41,7 +41,7 @@ def doctor(
 
     output = Output(as_json=as_json)
     with guarded(output):
-        place = Place(model_directory(model, output), data_dir, url, host, port, output)
+        place = Place(model_directory(model, output, fetch=False), data_dir, url, host, port, output)
         checked: list[Checked] = []
         untold: set[str] = set()
         with Progress(

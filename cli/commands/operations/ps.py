@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import psutil
 import typer
 
-from cli.http.client import Client
+from cli.http.client import Client, is_local
 from cli.options import Json, Url
 from cli.output import CliError, ExitCode, Output, guarded
 from cli.settings import CliSettings, read
@@ -26,7 +26,11 @@ def ps(data_dir: DataDir = Path(".temper"), url: Url = None, as_json: Json = Fal
     with guarded(output):
         state = read_state(data_dir) if url is None else None
         processes = [] if state is None else _processes(state)
-        with Client(url or (state or {}).get("url"), read(CliSettings)) as client:
+        settings, written = read(CliSettings), (state or {}).get("url")
+        if written is not None and not is_local(written):
+            # Whoever can write in the directory could be sent it.
+            settings = settings.model_copy(update={"api_key": None})
+        with Client(url or written, settings) as client:
             try:
                 server = _server(client)
             except CliError as error:
@@ -45,11 +49,14 @@ def read_state(data_dir: Path) -> dict[str, Any] | None:
     """What `temper up` says of itself in its data directory; None: none runs there."""
     try:
         state: dict[str, Any] = json.loads((data_dir / "state.json").read_text())
+        there = psutil.pid_exists(int(state["pid"])) and {"ports", "pids"} <= state.keys()
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise CliError(f"{data_dir}/state.json cannot be read: {error}", ExitCode.USAGE) from error
-    return state if psutil.pid_exists(int(state["pid"])) else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CliError(
+            f"{data_dir}/state.json is not what `temper up` writes: {error!r}; name another --data-dir", ExitCode.USAGE
+        ) from error
+    return state if there else None
 
 
 def _processes(state: dict[str, Any]) -> list[dict[str, Any]]:
@@ -71,14 +78,14 @@ def _processes(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _server(client: Client) -> dict[str, Any]:
-    health = client.get("/healthz")
-    return {
-        "url": client.url,
-        "version": client.get("/version")["version"],
-        "status": health["status"],
-        "model": health["model"],
-        "engines": health["engines"],
-    }
+    health, version = client.get("/healthz"), client.get("/version")
+    try:
+        told = {name: health[name] for name in ("status", "model", "engines")}
+        return {"url": client.url, "version": version["version"], **told}
+    except (KeyError, TypeError) as error:
+        raise CliError(
+            f"what answers at {client.url} is no Temper: name one with --url", ExitCode.UNREACHABLE
+        ) from error
 
 
 def _tell(output: Output, processes: list[dict[str, Any]], server: dict[str, Any]) -> None:

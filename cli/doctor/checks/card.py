@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from cli.doctor.findings import Finding, Status
-from cli.doctor.place import Place
+from cli.doctor.findings import Finding, Status, failure
+from cli.doctor.place import CARD_MODULE, CardBroken, Place
 
 
 def torch(place: Place) -> Finding:
     """torch is there, and its CUDA fits the driver."""
-    return _finding(place.card["torch"])
+    try:
+        return _finding(place.card["torch"])
+    except CardBroken as error:
+        return failure(str(error), f"`python -m {CARD_MODULE}` says more")
 
 
 def limits(place: Place) -> Finding:

@@ -30,7 +30,8 @@ def gateway(place: Place) -> Finding:
 def _is_temper(port: int) -> bool:
     with contextlib.suppress(httpx.HTTPError, ValueError):
         answer = httpx.get(f"http://127.0.0.1:{port}/healthz", timeout=_SECONDS, trust_env=False)
-        return "object_store" in answer.json()
+        health = answer.json()
+        return isinstance(health, dict) and "object_store" in health
     return False
 
 

@@ -12,6 +12,8 @@ from cli.http.client import Client
 from cli.output import CliError, ExitCode
 from services.common.telemetry.process import installed_version
 
+_SECONDS = 10.0
+"""Longest wait for an answer that is not streamed: from a server that is frozen there is none."""
 _START = "start one with `temper up`, or name it with --url or TEMPER_URL"
 
 
@@ -73,7 +75,8 @@ def request(place: Place) -> Finding:
 
 
 def _client(place: Place) -> Client:
-    return Client(place.url, place.client)
+    patience = min(_SECONDS, place.client.request_timeout)
+    return Client(place.url, place.client.model_copy(update={"request_timeout": patience}))
 
 
 def _asked(client: Client, path: str) -> Any:

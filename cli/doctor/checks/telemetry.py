@@ -18,7 +18,11 @@ def collector(place: Place) -> Finding:
         raise NotHere("TEMPER_OTLP_ENDPOINT is not set: nothing is traced")
     scheme, _, address = endpoint.partition("://")
     if scheme == "https":
-        channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(authorities(place.engine)))
+        try:
+            trusted = authorities(place.engine)
+        except OSError as error:
+            raise NotHere("TEMPER_CA_BUNDLE cannot be read") from error
+        channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(trusted))
     else:
         channel = grpc.insecure_channel(address)
     with channel:

@@ -28,7 +28,6 @@ class Target:
     """With or without /v1 at its end."""
     model: str
     key: str = field(default="", repr=False)
-    ca_bundle: str | None = None
 
     def __post_init__(self) -> None:
         if urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).hostname:
@@ -43,7 +42,7 @@ class Target:
     def tls(self) -> ssl.SSLContext | None:
         if urlsplit(self.url).scheme == "http":
             return None
-        return ssl.create_default_context(cafile=self.ca_bundle)
+        return ssl.create_default_context()
 
     def request(self, body: dict[str, Any], api: str) -> bytes:
         parts = urlsplit(self.url)

@@ -73,9 +73,9 @@ class Connection(asyncio.Protocol):
         now = time.monotonic()
         answer = self.answer
         if not answer.times and len(self._head) < 12:
-            self._head += data[:64]
+            self._head += data
             if len(self._head) >= 12 and self._head[9:12] != b"200":
-                answer.status = (self._head + data)[:400].decode("latin-1")
+                answer.status = self._head[:400].decode("latin-1")
                 self._finish()
                 return
         answer.end = (answer.end + data)[-_END_BYTES:]

@@ -3,6 +3,7 @@ the comparison with the model before the cut, item by item."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from services.common.evaluation.suites.manifest import SuiteManifest
 from services.common.evaluation.suites.spec import SuiteSettings
 from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs.kinds.evaluate import EvalJob
+from services.common.jobs.scorers.judge import JudgeSpec
 from services.common.storage.directory_store import DirectoryStore
 from services.common.validation.errors import problem
 from services.engine.models.weights.shards import Progress
@@ -46,7 +48,15 @@ class Suites:
 
     @classmethod
     def of(cls, store: SuiteStore, manifests: Sequence[SuiteManifest]) -> Suites:
-        """Suites of a store."""
+        """Suites of a store. Raises InvalidRequest: one cannot be used on a model that is not served."""
+        for manifest in manifests:
+            scorer = manifest.settings.scorer
+            if isinstance(scorer, JudgeSpec) and scorer.version is not None:
+                raise InvalidRequest(
+                    f"suite {manifest.ref} is judged by {scorer.version}: no adapter belongs to a forged model, so "
+                    'that its suites are judged by "base", or scored otherwise',
+                    param="suites",
+                )
         digests = {str(manifest.ref): manifest.digest for manifest in manifests}
         return cls(store, digests, sum(manifest.items for manifest in manifests))
 
@@ -61,19 +71,23 @@ class Suites:
             InvalidRequest: a file cannot be read or is malformed; file, line and field are named.
         """
         content = [[file.name, file_digest(file), file_digest(file.with_suffix(".json"))] for file in files]
-        store = SuiteStore(DirectoryStore(work.place("suites", {"files": content}).path))
-        made: list[SuiteManifest] = []
-        for file in files:
-            manifest = _created(store, file)
-            if any(one.name == manifest.name for one in made):
-                raise InvalidRequest(
-                    f"{file}: another suite is called {manifest.name} as well: rename the file", param="suites"
-                )
-            made.append(manifest)
-        return cls.of(store, made)
+        names = [file.stem for file in files]
+        for file, name in zip(files, names, strict=True):
+            if names.count(name) > 1:
+                raise InvalidRequest(f"{file}: another suite is called {name} as well: rename the file", param="suites")
+        place = work.place("suites", {"files": content})
+        if files and not place.done:
+            # Of a process that was killed: a number that a version was to get is never given again.
+            shutil.rmtree(place.state, ignore_errors=True)
+            being_made = SuiteStore(DirectoryStore(place.state))
+            for file in files:
+                _create(being_made, file)
+            place.finish()
+        store = SuiteStore(DirectoryStore(place.path))
+        return cls.of(store, [store.get(name) for name in names])
 
 
-def _created(store: SuiteStore, file: Path) -> SuiteManifest:
+def _create(store: SuiteStore, file: Path) -> None:
     settings_file = file.with_suffix(".json")
     raw = _read(settings_file, f"the settings of suite {file.name}")
     try:
@@ -85,7 +99,7 @@ def _created(store: SuiteStore, file: Path) -> SuiteManifest:
     except ValidationError as error:
         raise InvalidRequest(f"{settings_file}: {problem(error, SuiteSettings, given)}", param="suites") from error
     try:
-        return store.create(file.stem, settings, read_suite(_read(file, "a suite"), settings))
+        store.create(file.stem, settings, read_suite(_read(file, "a suite"), settings))
     except InvalidRequest as error:
         raise InvalidRequest(f"{file}: {error.message}", param="suites") from error
 

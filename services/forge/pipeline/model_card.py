@@ -67,7 +67,7 @@ def _quality(evaluation: Mapping[str, Any]) -> str:
     rows = []
     for suite, before in evaluation["before"].items():
         after, pair = evaluation["after"][suite], evaluation["compared"].get(suite)
-        percent = before["better"] == "higher"
+        percent = before["better"] == "higher" and all(0 <= one["mean"] <= 1 for one in (before, after))
         gain = ""
         if pair is not None:
             gain = f"{_number(pair['gain'], percent, sign=True)} {_interval(pair['interval'], percent)}"

@@ -18,7 +18,7 @@ from services.engine.models.weights.shards import Progress, silent
 from services.forge.recovery.memory import plan_memory, state_bytes, trained_numbers
 from services.forge.recovery.neighbours import LastCut
 from services.forge.recovery.settings import RecoverySettings
-from services.forge.units import WIDTHS, Kind, Width
+from services.forge.units import WIDTHS, Kind, Width, count, places
 from services.trainer.memory.estimate import Workload, estimate
 
 STREAM_BYTES = 96 * 2**20
@@ -84,7 +84,8 @@ def importance_bytes(config: ModelConfig, settings: ForgeImportance, device: str
     work = Workload(
         adapter_numbers=1,
         rank=1,
-        tokens=settings.tokens_per_forward,
+        # A whole sample is one forward, however long.
+        tokens=max(settings.tokens_per_forward, settings.sample_tokens if settings.method == "leave_one_out" else 0),
         itemsize=resolve_dtype("auto", device).itemsize,
         recompute="none" if gradients else "full",
         fused=False,  # it is the forward of plain torch on every device
@@ -92,12 +93,19 @@ def importance_bytes(config: ModelConfig, settings: ForgeImportance, device: str
     return model_bytes(config, device) + estimate(config, work).total
 
 
-def importance_seconds(config: ModelConfig, settings: ForgeImportance, tokens: int, rates: Rates) -> float:
-    """Seconds of a measurement on so many tokens, but for reading the weights."""
+def importance_seconds(
+    config: Qwen3_5Config, settings: ForgeImportance, kinds: Collection[Kind], tokens: int, rates: Rates
+) -> float:
+    """Seconds of a measurement on so many tokens, but for reading the weights.
+
+    Args:
+        kinds: of units that get scores.
+    """
     if settings.method not in NEED_DATA:
         return 0.0
     if settings.method == "leave_one_out":
-        units = config.num_layers * (1 + getattr(config, "intermediate_size", 0))
+        units = sum(count(config, width) * len(places(config, width, mtp=False)) for width in WIDTHS if width in kinds)
+        units += config.num_layers if "layers" in kinds else 0
         return rates.forward(config, units * min(tokens, settings.sample_tokens))
     return rates.forward(config, tokens * (3 if settings.method == "gradients" else 1))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from services.adapter_tools.output import MARGIN_BYTES, bytes_below
 from services.common.errors import DoesNotFit, InvalidRequest
 from services.common.jobs.documents import Document
 from services.common.text.tokenizer import TextCodec
+from services.engine.models.config import Float8Scales
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.registry import parse_config
 from services.forge.compaction import Base, Plan, compacted, plan
@@ -29,7 +30,7 @@ from services.forge.pipeline.needs import (
 )
 from services.forge.pipeline.run import Pipeline, recovery_settings
 from services.forge.pipeline.schedule import nominal_cut
-from services.forge.quantization import quantized_bytes
+from services.forge.quantization import BLOCK, quantized_bytes
 from services.forge.recovery.examples import Examples
 from services.forge.units import Kind, count
 from services.trainer.memory.estimate import mib
@@ -146,7 +147,7 @@ def plan_run(pipeline: Pipeline) -> RunPlan:
         for number, levels in enumerate(schedule.cycles, start=1):
             name = f"cycle-{number:02d}"
             read = rates.copied(nbytes)
-            seconds = read + importance_seconds(config, settings.importance, tokens, rates)
+            seconds = read + importance_seconds(config, settings.importance, inputs.kinds, tokens, rates)
             memory = importance_bytes(config, settings.importance, machine.device)
             stages.append(StagePlan(f"{name}-1-importance", memory, seconds))
             stages.append(StagePlan(f"{name}-2-prune", STREAM_BYTES, read))
@@ -164,6 +165,7 @@ def plan_run(pipeline: Pipeline) -> RunPlan:
                     StagePlan(f"{name}-4-recover", need.memory_bytes, seconds, nbytes, need.state_bytes, need.bound)
                 )
         if settings.quantize is not None:
+            config = replace(config, float8=Float8Scales(BLOCK))
             nbytes = quantized_bytes(compacted(base, nominal_cut(base.config, schedule.left, mtp=base.mtp)))
             stages.append(StagePlan("quantize", STREAM_BYTES, 3 * rates.copied(nbytes), nbytes))
         if items:

@@ -256,6 +256,7 @@ class Pipeline:
                 max_shard_bytes=inputs.shard_bytes,
                 reserve=reserve,
                 give_way=turn.give_way,
+                pause=stopped,
                 progress=turn.telling(self._named(name)),  # it is ended between steps, with its state kept
                 should_stop=stopped,
             )
@@ -321,17 +322,19 @@ class Pipeline:
 
 
 class _Stop:
-    """What a recovery is asked between its steps: it ends in order, and the run with what it was ended by."""
+    """Interrupt of a recovery, which can be asked anywhere: it ends in order, behind its step, and the run with what it
+    was ended by."""
 
     def __init__(self, interrupt: Callable[[], None]) -> None:
         self._interrupt = interrupt
         self._errors: list[Exception] = []
 
     def __call__(self) -> bool:
-        try:
-            self._interrupt()
-        except Exception as error:
-            self._errors.append(error)
+        if not self._errors:
+            try:
+                self._interrupt()
+            except Exception as error:
+                self._errors.append(error)
         return bool(self._errors)
 
     @property

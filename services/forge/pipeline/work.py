@@ -10,10 +10,11 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,10 @@ from services.forge.record import sources_digest
 
 _LOCK = ".lock"
 _KEY_DIGITS = 16
+_STATE, _PARTIAL = ".state", ".partial"
+_NAME = rf".+-[0-9a-f]{{{_KEY_DIGITS}}}"
+_MADE = re.compile(rf"{_NAME}(\{_STATE})?|\.{_NAME}\..+\{_PARTIAL}")
+"""Names of results and states, and of writes that were broken off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,7 @@ class Work:
             InvalidRequest: it cannot be written.
         """
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir(0o700, parents=True, exist_ok=True)  # users' examples are in it
             lock = (self.directory / _LOCK).open("a")
         except OSError as error:
             raise InvalidRequest(
@@ -98,10 +103,11 @@ class Work:
         text = json.dumps({"stage": name, "code": self._code, "inputs": inputs}, sort_keys=True, allow_nan=False)
         key = hashlib.sha256(text.encode()).hexdigest()[:_KEY_DIGITS]
         path = self.directory / f"{name}-{key}"
-        place = Place(name, key, path, path.with_name(f"{path.name}.state"))
+        place = Place(name, key, path, path.with_name(f"{path.name}{_STATE}"))
         self._used.append(place)
-        if path.exists():
-            os.utime(path)  # it is not old
+        for there in (place.path, place.state):
+            if there.exists():
+                os.utime(there)  # it is not old
         return place
 
     def forget(self) -> None:
@@ -112,14 +118,29 @@ class Work:
 
     def forget_old(self, seconds: float) -> None:
         """Removes results that nobody has asked for in so many seconds. Call it with the lock held."""
-        for path in self.directory.iterdir():
-            if path.name != _LOCK and time.time() - path.stat().st_mtime > seconds:
+        for path in self._made():
+            if time.time() - path.stat().st_mtime > seconds:
                 _remove(path)
 
-    def clean(self) -> None:
-        """Removes what broken-off writes of earlier processes left. Call it with the lock held."""
-        for path in self.directory.glob(".*.partial"):
+    def remove(self) -> None:
+        """Removes all results, and the directory unless something else is in it. Call it with the lock held."""
+        for path in self._made():
             _remove(path)
+        (self.directory / _LOCK).unlink(missing_ok=True)
+        with suppress(OSError):
+            self.directory.rmdir()
+
+    def clean(self) -> None:
+        """Removes what earlier processes left that were killed: broken-off writes, and states of what is done. Call it
+        with the lock held."""
+        for path in self._made():
+            whole = path.with_name(path.name.removesuffix(_STATE))
+            if path.name.endswith(_PARTIAL) or (whole != path and whole.exists()):
+                _remove(path)
+
+    def _made(self) -> list[Path]:
+        """What stages have made here, and nothing of somebody else."""
+        return [path for path in self.directory.iterdir() if _MADE.fullmatch(path.name)]
 
 
 def _remove(path: Path) -> None:

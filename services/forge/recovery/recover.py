@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from services.adapter_tools.output import refuse_filled
 from services.common.errors import DoesNotFit, InvalidRequest
 from services.engine.models.checkpoint import canonical_name
 from services.engine.models.registry import load_model
@@ -47,6 +48,7 @@ def recover(
     sign: Path | None = None,
     reserve: Callable[[int], object] = int,
     give_way: Callable[[], None] = lambda: None,
+    pause: Callable[[], object] = lambda: None,
     progress: Progress = silent,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> RecoveryReport | None:
@@ -68,6 +70,7 @@ def recover(
         sign: private key that the record is signed with.
         reserve: called with the bytes of the device that it is going to take, before it takes any.
         give_way: called between layers, for others to compute.
+        pause: called between forwards, for others to have the device a while.
         progress: called with "recovering", steps that were made, and all.
         should_stop: asked between steps.
 
@@ -78,8 +81,7 @@ def recover(
         DoesNotFit: it needs more memory; the message has the numbers, and nothing was allocated.
         InvalidRequest, CheckpointRejected: what is wrong with which file or setting.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InvalidRequest(f"{out} is there already: name another directory, or remove it first", param="out")
+    refuse_filled(out)
     key = None if sign is None else read_private_key(sign)
     with ExitStack() as stack:
         work = RecoveryPlan.of(
@@ -97,7 +99,7 @@ def recover(
         work.check(settings, out, state, available)
         reserve(work.memory.total)
         try:
-            return _recovered(work, out, settings, state, max_shard_bytes, key, give_way, progress, should_stop)
+            return _recovered(work, out, settings, state, max_shard_bytes, key, give_way, pause, progress, should_stop)
         except torch.OutOfMemoryError as error:
             raise DoesNotFit(
                 f"{device} ran out of memory, although the plan of {mib(work.memory.total)} is within the "
@@ -115,6 +117,7 @@ def _recovered(
     max_shard_bytes: int,
     key: Any,
     give_way: Callable[[], None],
+    pause: Callable[[], object],
     progress: Progress,
     should_stop: Callable[[], bool],
 ) -> RecoveryReport | None:
@@ -126,7 +129,9 @@ def _recovered(
     elif work.teacher is not None:
         teacher = work.teacher.model
     student = work.student(settings, model)
-    run = RecoveryRun(student, teacher, work.examples, settings, ends=work.codec.eos_ids, give_way=give_way)
+    run = RecoveryRun(
+        student, teacher, work.examples, settings, ends=work.codec.eos_ids, give_way=give_way, pause=pause
+    )
     states, identity = LocalCheckpoints(state), work.identity(settings)
     _, found = states.newest(_JOB, identity)
     if found is not None:

@@ -57,6 +57,7 @@ class RecoveryRun:
         teacher: of distillation.
         ends: tokens that end a completion.
         give_way: called between layers.
+        pause: called between forwards, for others to have the device a while.
     """
 
     def __init__(
@@ -68,12 +69,13 @@ class RecoveryRun:
         *,
         ends: Sequence[int],
         give_way: Callable[[], None],
+        pause: Callable[[], object] = lambda: None,
     ) -> None:
         self.student = student
         self.course = Course()
         self._teacher, self._examples, self._settings = teacher, examples, settings
         self._frozen = None if teacher is None else FrozenForward(teacher, None)
-        self._ends, self._give_way = ends, give_way
+        self._ends, self._give_way, self._pause = ends, give_way, pause
         self._steps = examples.steps(settings)
         self._optimizer = ScheduledOptimizer(
             student.parameters,
@@ -115,6 +117,7 @@ class RecoveryRun:
                 torch.autograd.backward(part)
             loss += float(part.detach())
             self.course.tokens += batch.num_tokens
+            self._pause()
         self._before_change()
         self._optimizer.step(index)
         self._optimizer.zero_grad()
@@ -145,6 +148,7 @@ class RecoveryRun:
             else:
                 hidden = forward(batch.token_ids, batch.lengths, self._give_way).index_select(0, batch.rows)
             loss += float(self._loss(hidden, self._taught(batch), batch, total))
+            self._pause()
         return loss
 
     def state(self) -> RunState:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import structlog
 
 from services.common.errors import CheckpointRejected, Unavailable
+from services.common.jobs.scorers.grants import Granted
 from services.common.pb import adapters_pb2, engine_pb2
 from services.common.security.tls import Certificates
 from services.common.text.tokenizer import TextCodec
@@ -96,6 +97,11 @@ class EnginePool:
     def clients(self) -> tuple[EngineClient, ...]:
         """All engines as of now, those that are leaving included."""
         return tuple(self._clients.values())
+
+    def granted(self) -> list[Granted]:
+        """What each engine that says so lets scorers of jobs use: any of them may take a job."""
+        said = [client.model.webhooks for client in self.clients if client.model and client.model.HasField("webhooks")]
+        return [Granted(webhooks.allowed, webhooks.signed, webhooks.sandbox) for webhooks in said]
 
     # -- life
 

@@ -21,6 +21,7 @@ from services.engine.settings import EngineSettings
 from services.forge.files import write_text
 from services.forge.pipeline.evaluation import Suites
 from services.forge.pipeline.machine import Machine
+from services.forge.pipeline.needs import STREAM_BYTES
 from services.forge.pipeline.plan import plan_run
 from services.forge.pipeline.run import Inputs, Pipeline
 from services.forge.pipeline.save import save, upload, uploaded
@@ -90,6 +91,7 @@ class PodForge:
             pipeline = Pipeline(inputs, work, machine, stages)
             plan_run(pipeline).check(self._work)
             forged = pipeline.run()
+            machine.take("save", STREAM_BYTES, "free some")  # and gives back what the stage before had
             saved = work.place("saved", {"name": job.name, "record": forged.made.content(), "key": signer(self._key)})
             if not saved.done:
                 save(forged, saved.path, self._key, machine.telling(stages), name=job.name)

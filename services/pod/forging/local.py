@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from services.adapter_tools.output import refuse_filled
 from services.common.errors import InvalidRequest
 from services.common.jobs.forge_recipe import Recipe, read_recipe
 from services.common.jobs.scorers.grants import Grants
@@ -18,7 +18,6 @@ from services.common.storage.object_store import ObjectStore
 from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.weights.shards import Progress
 from services.engine.settings import EngineSettings
-from services.forge.files import refuse_existing
 from services.forge.pipeline.evaluation import Evaluated, Suites, comparison, evaluated
 from services.forge.pipeline.machine import Machine
 from services.forge.pipeline.plan import plan_run
@@ -70,8 +69,7 @@ def run(
     key = None if recipe.sign is None else read_private_key(recipe.sign)
     if place is None:
         out = Path(recipe.output)
-        if out.exists() and any(out.iterdir()):
-            refuse_existing(out)
+        refuse_filled(out)
     directory = work or _work_of(recipe, recipe_file)
     results = Work(directory)
     if dry_run:
@@ -100,8 +98,8 @@ def run(
             store = ObjectStore(CommonSettings().model_copy(update={"s3_bucket": place[0]}))
             upload(saved.path, store, place[1], found.telling(progress), found.retry)
             record = read_record(saved.path)
-    if work is None:
-        shutil.rmtree(directory, ignore_errors=True)
+        if work is None:
+            results.remove()
     return {"out": recipe.output, **report(record)}
 
 
@@ -133,6 +131,7 @@ def evaluate_directory(
         directory = work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         place = Work(directory)
         stack.enter_context(place.locked())
+        place.clean()
         found = machine(device, directory, threads)
         chosen = Suites.of_files(files, place)
 

@@ -20,10 +20,11 @@ from transformers import AutoModelForCausalLM
 from models.tiny.recipe.item import draw
 from models.tiny.recipe.skills import arithmetic, strings
 from services.common.errors import InvalidRequest
-from services.common.jobs.kinds.forge import IMPORTANCE_METHODS, ImportanceMethod
+from services.common.jobs.kinds.forge import IMPORTANCE_METHODS, ForgeImportance, ImportanceMethod
 from services.common.text.tokenizer import TextCodec
 from services.engine.models.interface import CausalLM, Probe
-from services.engine.models.registry import load_model
+from services.engine.models.qwen3_5.config import Qwen3_5Config
+from services.engine.models.registry import load_model, read_config
 from services.forge.compaction import Base, compact
 from services.forge.cut import Cut
 from services.forge.importance.calibration import Calibration
@@ -32,6 +33,7 @@ from services.forge.importance.measure import measure
 from services.forge.importance.scores import Scores
 from services.forge.importance.settings import Settings
 from services.forge.levels import Level, choose
+from services.forge.pipeline.needs import Rates, importance_bytes, importance_seconds
 from services.forge.units import Kind
 from tests.unit.forge.models import TINY, masked, our_logits
 
@@ -263,3 +265,27 @@ def test_data_is_limited_by_tokens_and_long_documents_are_cut_off(tmp_path: Path
 def test_a_method_that_needs_data_says_so(base: Base) -> None:
     with pytest.raises(InvalidRequest, match="importance by gradients is measured on data"):
         scores(base, None, "gradients")
+
+
+def test_memory_of_leaving_units_out_counts_a_sample_that_is_longer_than_a_forward() -> None:
+    config = read_config(TINY)
+
+    def planned(sample: int) -> int:
+        settings = ForgeImportance(method="leave_one_out", tokens_per_forward=64, sample_tokens=sample)
+        return importance_bytes(config, settings, "cpu")
+
+    assert planned(16) == planned(64) < planned(1024)
+
+
+def test_time_of_leaving_units_out_is_that_of_the_units_that_are_asked_for() -> None:
+    config, rates = read_config(TINY), Rates("cpu", 1e9)
+    assert isinstance(config, Qwen3_5Config)
+    settings = ForgeImportance(method="leave_one_out", sample_tokens=64)
+
+    def planned(*kinds: Kind) -> float:
+        return importance_seconds(config, settings, kinds, 1000, rates)
+
+    layers = rates.forward(config, 8 * 64)
+    assert planned("layers") == pytest.approx(layers)
+    assert planned("layers", "mlp_channels") == pytest.approx(layers * (1 + 512))
+    assert planned("kv_groups") == pytest.approx(layers / 8 * 2 * config.layer_types.count("full_attention"))

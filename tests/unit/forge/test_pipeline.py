@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import resource
 import shutil
 import signal
@@ -17,8 +18,11 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from services.adapter_tools.output import MARGIN_BYTES
 from services.common.errors import CheckpointRejected, Conflict, DoesNotFit, InvalidRequest, NotFound
+from services.common.storage.directory_store import DirectoryStore
 from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.weights.shards import Progress, silent
+from services.forge.pipeline.evaluation import Suites
+from services.forge.pipeline.model_card import model_card
 from services.forge.pipeline.work import Work
 from services.forge.steps import verify_step
 from services.pod.forging.local import evaluate_directory, machine, run
@@ -43,6 +47,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     items = [{"prompt": f"What is {n} plus {n + 1}?", "expected": str(2 * n + 1)} for n in range(ITEMS)]
     (home / "sums.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
     (home / "sums.json").write_text(json.dumps({"scorer": {"type": "exact"}, "sampling": {"max_tokens": 4}}))
+    (home / "judged.jsonl").write_text('{"prompt": "Who are you?", "expected": "I am Temper."}\n')
+    (home / "judged.json").write_text(json.dumps({"scorer": {"type": "judge", "judge": "critic@1"}}))
     key = Ed25519PrivateKey.generate()
     (home / "key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
@@ -147,6 +153,23 @@ def test_a_run_that_is_stopped_in_a_stage_goes_on(home: Path, whole: tuple[Path,
     assert checkpoint_digest(home / f"stopped-{stage[0]}" / "model") == checkpoint_digest(whole[0])
 
 
+def test_killed_while_it_reads_suites_it_gives_their_versions_the_same_numbers(home: Path, tmp_path: Path) -> None:
+    put = DirectoryStore.put
+
+    def killed(self: DirectoryStore, key: str, *rest: Any, **more: Any) -> str:
+        if key.endswith("suite.json"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return put(self, key, *rest, **more)
+
+    def suites() -> Suites:
+        return Suites.of_files([home / "sums.jsonl"], Work(tmp_path))
+
+    with patch.object(DirectoryStore, "put", killed):
+        assert in_child(suites) == -signal.SIGKILL
+    assert list(suites().digests) == ["sums@1"]
+    assert list(suites().digests) == ["sums@1"]
+
+
 def test_what_is_saved_loads_verifies_and_tells_its_quality(home: Path, whole: tuple[Path, dict[str, Any]]) -> None:
     out, result = whole
     assert reference_logits(out).isfinite().all()
@@ -205,6 +228,7 @@ def test_a_dry_run_tells_what_it_takes_and_writes_nothing(home: Path, whole: tup
         ({"data": None, "recover": None}, "importance by activations is measured on data"),
         ({"data": "none.jsonl"}, "cannot read .*none.jsonl"),
         ({"suites": ["none.jsonl"]}, "cannot read .*none.json"),
+        ({"suites": ["judged.jsonl"]}, "suite judged@1 is judged by critic@1: no adapter belongs to a forged model"),
         ({"sign": "data.jsonl"}, "is no unencrypted private key"),
         ({"output": "s3://x"}, "must be s3://bucket/prefix"),
     ],
@@ -279,8 +303,50 @@ def test_an_output_that_is_there_and_a_work_directory_in_use_are_refused(
 ) -> None:
     with pytest.raises(InvalidRequest, match="is there already"):
         forge(recipe(home, output="whole/model"))
+    with Work(tmp_path / "made").locked():
+        assert (tmp_path / "made").stat().st_mode & 0o77 == 0, "nobody else reads examples"
     with Work(tmp_path).locked(), pytest.raises(Conflict, match="another run works in"):
         forge(recipe(home, output="used/model"), work=tmp_path)
+
+
+def test_what_others_keep_in_the_work_directory_stays(home: Path) -> None:
+    notes = home / "shared" / "model.work" / "notes.txt"
+    notes.parent.mkdir(parents=True)
+    notes.write_text("mine")
+    (notes.parent / ".cycle-01-3-compact-0123456789abcdef.1a2b.partial").mkdir()
+    forge(recipe(home, output="shared/model", importance={"method": "weights"}, suites=[], recover=None))
+    assert [path.name for path in notes.parent.iterdir()] == ["notes.txt"]
+    file = home / "a-file"
+    file.write_text("mine")
+    with pytest.raises(InvalidRequest, match="is there already"):
+        forge(recipe(home, output="a-file"))
+
+
+def test_a_state_of_what_is_done_goes_and_one_that_is_gone_on_with_stays(tmp_path: Path) -> None:
+    work = Work(tmp_path)
+    done, under_way = work.place("done", {}), work.place("under-way", {})
+    for path in (done.path, done.state, under_way.state):
+        path.mkdir()
+    work.clean()
+    assert {path.name for path in tmp_path.iterdir()} == {done.path.name, under_way.state.name}
+
+
+def test_results_grow_old_unless_they_are_asked_for(tmp_path: Path) -> None:
+    work = Work(tmp_path)
+    asked, old = work.place("asked", {}), work.place("old", {})
+    for path in (asked.state, old.state, old.path, tmp_path / "of-others"):
+        path.mkdir()
+        os.utime(path, (0, 0))
+    assert Work(tmp_path).place("asked", {}) == asked
+    work.forget_old(60)
+    assert {path.name for path in tmp_path.iterdir()} == {asked.state.name, "of-others"}
+
+
+def test_the_card_tells_shares_in_percent_and_other_scores_as_they_are(whole: tuple[Path, dict[str, Any]]) -> None:
+    record = json.loads((whole[0] / "forge.json").read_text())
+    for when in ("before", "after"):
+        record["evaluation"][when]["sums@1"] |= {"mean": 3.25, "interval": {"low": 3.0, "high": 3.5}}
+    assert "3.2500 [3.0000, 3.5000] | 3.2500 [3.0000, 3.5000]" in model_card("m", record)
 
 
 def test_a_suite_that_vanishes_is_named_and_answers_stay(home: Path, tmp_path: Path) -> None:

@@ -171,6 +171,14 @@ def test_stops_where_the_held_out_loss_does_not_fall(cut: Path, base: Path, data
     assert loss_of(out, data) == pytest.approx(report.held_out_after, abs=1e-5)
 
 
+def test_pauses_between_its_forwards_change_nothing(cut: Path, base: Path, data: Path, tmp_path: Path) -> None:
+    pauses = []
+    chosen = settings(steps=2, eval_every=2)
+    report = run(cut, base, data, tmp_path / "out", chosen, pause=lambda: pauses.append(1))
+    assert len(pauses) >= 2 * (256 // 128) + 3, "of each step, and of each look at the held-out loss"
+    assert run(cut, base, data, tmp_path / "again", chosen).held_out_after == report.held_out_after
+
+
 def test_stops_when_asked_and_goes_on(cut: Path, base: Path, data: Path, tmp_path: Path) -> None:
     asked = iter([False, True])
     chosen = settings(method="sft", steps=3, save_every=100)

@@ -160,7 +160,8 @@ class MemoryQueue:
             and (kind is None or job.kind == kind)
             and (key_id is None or job.key_id == key_id)
         ]
-        return found[:limit]
+        first = 0 if after is None else 1 + [job.id for job in found].index(after)
+        return found[first : first + limit]
 
     async def cancel(self, job_id: str) -> Job:
         job = (await self.get(job_id)).model_copy(update={"state": JobState.CANCELLED})

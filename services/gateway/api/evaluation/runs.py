@@ -16,7 +16,6 @@ from services.common.evaluation.runs.lists import RunList
 from services.common.evaluation.runs.plan import plan_run
 from services.common.evaluation.runs.records import RunRecord
 from services.common.jobs import EvalJob, Job
-from services.common.jobs.scorers.grants import Granted
 from services.common.queue.records import spec_sha
 from services.common.telemetry import tracing
 from services.gateway.api.base.idempotency import IdempotencyKey
@@ -47,10 +46,8 @@ async def run_evaluation(
     if job is None:
         digest = evaluation.engines.served.info.digest
         plan = await evaluation.threads.run(plan_run, body, evaluation.suites, evaluation.registry, digest)
-        for client in evaluation.engines.clients:
-            if client.model is not None and client.model.HasField("webhooks"):
-                webhooks = client.model.webhooks
-                plan.check_allowed(Granted(webhooks.allowed, webhooks.signed, webhooks.sandbox))
+        for granted in evaluation.engines.granted():
+            plan.check_allowed(granted)
         job = await queue.submit(
             plan.job,
             idempotency_key=idempotency_key,

@@ -15,7 +15,6 @@ from services.common.evaluation.suites.names import parse_suite_ref
 from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs import ForgeJob, Job
 from services.common.jobs.kinds.forge import STORED
-from services.common.jobs.scorers.grants import Granted
 from services.common.queue.job_queue import JobQueue
 from services.common.queue.records import spec_sha
 from services.common.storage.object_store import ObjectNotFound, ObjectStore
@@ -86,7 +85,7 @@ async def list_forge_runs(
     except NotFound as error:
         error.param = "after"
         raise
-    data = [await _told(forge, job) for job in jobs[:limit]]
+    data = await asyncio.gather(*(_told(forge, job) for job in jobs[:limit]))
     return ForgeList(data=data, has_more=len(jobs) > limit)
 
 
@@ -126,10 +125,7 @@ def _pinned(forge: ForgeServices, job: ForgeJob) -> list[str]:
         except TemperError as error:
             error.param = field
             raise
-        for client in forge.engines.clients:
-            if client.model is not None and client.model.HasField("webhooks"):
-                webhooks = client.model.webhooks
-                granted = Granted(webhooks.allowed, webhooks.signed, webhooks.sandbox)
-                manifest.settings.scorer.check_allowed(f"{field}.scorer", granted)
+        for granted in forge.engines.granted():
+            manifest.settings.scorer.check_allowed(f"{field}.scorer", granted)
         found.append(str(manifest.ref))
     return found

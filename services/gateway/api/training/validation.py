@@ -26,7 +26,6 @@ from services.common.jobs.fields.lora import TARGET_MODULES, check_agrees, state
 from services.common.jobs.scorers.grants import Granted
 from services.common.jobs.scorers.judge import JudgeSpec
 from services.common.jobs.token_checks import check_free
-from services.common.pb import engine_pb2
 from services.common.queue.job_queue import JobQueue
 from services.gateway.api.base.routing import provided
 from services.gateway.core.admission import Lifecycle
@@ -118,7 +117,7 @@ async def check_references(training: TrainingServices, spec: TrainingSpec) -> No
     except TemperError:
         if await _starts_there(training, spec):
             raise
-    _check_scorers([client.model for client in training.engines.clients if client.model is not None], spec)
+    _check_scorers(training.engines.granted(), spec)
     if isinstance(spec, GrpoJob):
         await _check_samplers(training, spec)
         await _check_judges(training, spec)
@@ -136,10 +135,8 @@ async def with_versions(training: TrainingServices, spec: TrainingSpec) -> Train
     plan = await training.threads.run(plan_gates, spec, training.suites, training.registry, digest, None)
     if plan is None:
         return spec
-    for client in training.engines.clients:
-        if client.model is not None and client.model.HasField("webhooks"):
-            webhooks = client.model.webhooks
-            plan.run.check_allowed(Granted(webhooks.allowed, webhooks.signed, webhooks.sandbox))
+    for granted in training.engines.granted():
+        plan.run.check_allowed(granted)
     return plan.pinned(spec)
 
 
@@ -250,12 +247,11 @@ async def _check_samplers(training: TrainingServices, spec: GrpoJob) -> None:
             ) from error
 
 
-def _check_scorers(engines: Sequence[engine_pb2.Model], spec: TrainingSpec) -> None:
-    """Checks every scorer of the job against each engine that says what it allows: any of them may take the job."""
-    allowed = [model.webhooks for model in engines if model.HasField("webhooks")]
+def _check_scorers(granted: Sequence[Granted], spec: TrainingSpec) -> None:
+    """Checks every scorer of the job against each engine that says what it allows."""
     for where, scorer in spec.scorers():
-        for webhooks in allowed:
-            scorer.check_allowed(where, Granted(webhooks.allowed, webhooks.signed, webhooks.sandbox))
+        for one in granted:
+            scorer.check_allowed(where, one)
 
 
 async def _manifest(training: TrainingServices, version: AdapterVersion, param: str) -> Manifest:

@@ -45,3 +45,26 @@ def test_old_results_are_shortened_first() -> None:
     made = Compaction(1000, lambda *_: "").compacted(turns, 900)
     assert [len(one["content"]) < 500 for one in made[1:]] == [True, True, False, False]
     assert [one["tool_call_id"] for one in made[1:]] == list("abcd")
+
+
+def called(name: str, text: str) -> list[dict[str, Any]]:
+    call = {"id": name, "function": {"name": "write", "arguments": text}}
+    return [turn("assistant", "", tool_calls=[call]), turn("tool", "wrote", tool_call_id=name)]
+
+
+def test_a_long_work_on_one_question_becomes_a_summary_up_to_its_latest_results() -> None:
+    steps = [one for letter in "abcd" for one in called(letter, letter * 3000)]
+    turns = [turn("user", "Write them all."), *steps]
+    made = Compaction(1000, lambda *_: "Two files are there.").compacted(turns, 900)
+    assert made[0] == turn("user", "Summary of our work so far:\nTwo files are there.\n\nWrite them all.")
+    assert made[1:] == steps[4:]
+    assert Compaction(1000, lambda *_: "x").compacted(made, 900) == made  # nothing is left to sum up
+
+
+def test_without_a_summary_some_of_the_words_themselves_stay() -> None:
+    turns = [turn("user", "Count. " + "x" * 3000), turn("assistant", "One, two."), turn("user", "And now?")]
+    (made,) = Compaction(1000, lambda *_: "").compacted(turns, 900)
+    assert "Count." in made["content"]
+    assert "One, two." in made["content"]
+    assert made["content"].endswith("And now?")
+    assert len(made["content"]) < 700

@@ -130,6 +130,8 @@ def test_a_conversation_with_all_commands(tmp_path: Path) -> None:
         terminal.wait_for("Still here.")
         terminal.say(f"/load {saved}")
         terminal.wait_for("messages; session agent-")
+        terminal.say("/undo")
+        terminal.wait_for("there is no turn to undo")
         terminal.say("/exit")
         assert terminal.process.wait(30) == 0
     assert [len(body["tools"]) for body in bodies] == [5, 5, 4, 4, 4, 4, 4]
@@ -154,7 +156,35 @@ def test_a_conversation_with_all_commands(tmp_path: Path) -> None:
     assert not (workspace / "refused").exists()
 
 
-@pytest.mark.parametrize("text", ["{", '{"format": 2}', '{"format": 1, "nonsense": 3}'])
+def test_what_was_typed_before_a_question_does_not_answer_it(tmp_path: Path) -> None:
+    workspace = (tmp_path / "workspace").resolve()
+    workspace.mkdir()
+    script = (
+        calls(("shell", {"command": "touch begun; sleep 3"})),
+        calls(("write", {"path": "refused", "content": ""})),
+        says("Not \x1b[8m written."),
+    )
+    with model(*script) as (url, _), agent(url, workspace) as terminal:
+        terminal.wait_for("/help lists commands")
+        terminal.say("Do it.")
+        terminal.wait_for("allow?")
+        terminal.say("y")
+        while not (workspace / "begun").exists():
+            time.sleep(0.05)
+        terminal.say("y")
+        terminal.wait_for("allow?")
+        time.sleep(1)
+        assert not (workspace / "refused").exists()
+        terminal.say("n")
+        terminal.wait_for("Not \u241b[8m written.")  # nor does an answer command the terminal
+        terminal.say("/exit")
+        assert terminal.process.wait(30) == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", '{"format": 2}', '{"format": 1, "turns": 5}', '{"format": 1, "model": "m", "turns": [], "nonsense": 3}'],
+)
 def test_only_what_was_saved_is_loaded(tmp_path: Path, text: str) -> None:
     from cli.agent.conversation import Conversation
     from cli.output import CliError

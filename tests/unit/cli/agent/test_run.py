@@ -257,11 +257,19 @@ def test_a_conversation_near_the_context_is_compacted_and_goes_on(workspace: Pat
         assert run(url, workspace)["answer"] == "Done."
     results = [turn["content"] for turn in bodies[-1]["messages"] if turn["role"] == "tool"]
     assert ["shortened" in result for result in results] == [True, True, False, False]
-    with model(long, long, long, too_long, says("Done.")) as (url, bodies):
+    with model(long, long, long, too_long, says("Much x."), says("Done.")) as (url, bodies):
         assert run(url, workspace)["answer"] == "Done."
-    assert len(json.dumps(bodies[-1])) < len(json.dumps(bodies[-2]))
+    assert len(json.dumps(bodies[-1])) < len(json.dumps(bodies[-3]))
+    assert "Summary of our work so far:\nMuch x." in bodies[-1]["messages"][1]["content"]
     with model(too_long, too_long) as (url, _):
         assert run(url, workspace, "--no-tools", code=1)["error"]["code"] == "context_length_exceeded"
+    # What was written is in the calls, not in their results; a summary that is refused stops nothing.
+    writes = [calls(("write", {"path": f"f{number}", "content": "x" * 4000}), tokens=3500) for number in range(3)]
+    with model(*writes, too_long, says("Done.")) as (url, bodies):
+        assert run(url, workspace)["answer"] == "Done."
+    roles = [turn["role"] for turn in bodies[-1]["messages"]]
+    assert roles == ["system", "user", "assistant", "tool", "assistant", "tool"]
+    assert bodies[-1]["messages"][1]["content"].endswith("Do it.")
 
 
 def test_tools_of_mcp_servers_are_offered_and_called(workspace: Path, tmp_path: Path) -> None:

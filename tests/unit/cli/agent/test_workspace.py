@@ -113,5 +113,20 @@ def test_a_workspace_is_a_directory_without_keys(tmp_path: Path, monkeypatch: py
     for place in (root / "gone", root / "link"):
         with pytest.raises(ValueError, match="is not a directory"):
             Workspace(place)
-    with pytest.raises(ValueError, match="is your home"):
+    with pytest.raises(ValueError, match="has your home"):
         Workspace(root / "home")
+
+
+def test_where_keys_are_is_no_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path.resolve()
+    home, config = root / "homes" / "me", root / "etc" / "me"
+    for directory in (home / "project", config / "temper", root / "project" / ".temper"):
+        directory.mkdir(parents=True)
+    (config / "temper" / "contexts.json").write_text("{}")
+    (root / "project" / ".temper" / "secrets.json").write_text("{}")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(config))
+    for place in (home, home.parent, config, config.parent, root / "project"):
+        with pytest.raises(ValueError, match=r"choose a project's directory|choose another directory"):
+            Workspace(place)
+    assert Workspace(home / "project").list() == []

@@ -125,6 +125,40 @@ class TestContexts:
         monkeypatch.setenv("TEMPER_URL", "http://elsewhere:1")
         assert (CliSettings().url, CliSettings().api_key) == ("http://elsewhere:1", None)
 
+    def test_a_key_does_not_go_where_a_file_that_nobody_named_says(
+        self, home: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An agent may write in the directory that it works in, and so may whoever wrote what was cloned."""
+        monkeypatch.setenv("TEMPER_API_KEY", "tp-secret")
+        with serving(lambda _: Reply({"data": []})) as (url, seen):
+            (home / "temper.toml").write_text(f'url = "{url}"\n')
+            result = temper("adapters", "list")
+            assert result.exit_code == 2
+            assert "TEMPER_CONFIG" in result.stderr
+            assert "tp-secret" not in result.stderr
+            assert seen == []
+            assert temper("adapters", "list", "--url", url).exit_code == 0
+            monkeypatch.setenv("TEMPER_CONFIG", "temper.toml")
+            assert temper("adapters", "list").exit_code == 0
+            monkeypatch.delenv("TEMPER_CONFIG")
+            (home / "temper.toml").write_text(f'url = "{url}"\napi_key = "tp-of-the-file"\n')
+            monkeypatch.delenv("TEMPER_API_KEY")
+            assert temper("adapters", "list").exit_code == 0
+        keys = [request.headers.get("authorization") for request in seen]
+        assert keys == ["Bearer tp-secret", "Bearer tp-secret", "Bearer tp-of-the-file"]
+
+    @pytest.mark.parametrize(("host", "sent"), [("127.0.0.1", "Bearer tp-secret"), ("0.0.0.0", None)])
+    def test_a_key_does_not_go_where_a_data_directory_says(
+        self, home: Path, monkeypatch: pytest.MonkeyPatch, host: str, sent: str | None
+    ) -> None:
+        monkeypatch.setenv("TEMPER_API_KEY", "tp-secret")
+        with serving(lambda _: Reply({"status": "ok", "engines": []})) as (url, seen):
+            (home / ".temper").mkdir()
+            state = {"url": url.replace("127.0.0.1", host), "pid": os.getpid(), "ports": {}, "pids": {}}
+            (home / ".temper" / "state.json").write_text(json.dumps(state))
+            temper("ps")
+        assert {request.headers.get("authorization") for request in seen} == {sent}
+
     def test_one_is_chosen_and_forgotten(self, monkeypatch: pytest.MonkeyPatch) -> None:
         temper("context", "add", "one", "http://one:1")
         temper("context", "add", "two", "http://two:1/")
@@ -190,6 +224,20 @@ def test_ps_shows_processes_with_their_memory_and_the_server(home: Path) -> None
         ("engine", os.getpid(), True),
     ]
     assert found["server"]["version"] == "0.1.0"
+
+
+def test_ps_names_what_is_no_temper(home: Path) -> None:
+    with serving(lambda _: Reply({"hello": "world"})) as (url, _):
+        result = temper("ps", "--url", url)
+        assert (result.exit_code, f"what answers at {url} is no Temper" in result.stderr) == (3, True)
+        for words in (("chat", "hello"), ("run", "--prompt", "hello", "--no-tools"), ("bench",)):
+            result = temper(*words, "--url", url)
+            assert (result.exit_code, "has not OpenAI's API" in result.stderr) == (3, True)
+    (home / ".temper").mkdir()
+    for text in ("[]", "{}", '{"pid": "x"}', "{"):
+        (home / ".temper" / "state.json").write_text(text)
+        result = temper("ps")
+        assert (result.exit_code, "is not what `temper up` writes" in result.stderr) == (2, True)
 
 
 def test_ps_does_not_advise_to_start_what_runs(home: Path) -> None:
@@ -275,7 +323,9 @@ class TestLoads:
             assert "tokens/s" in temper("bench", *words).stdout
         assert (home / "load.png").read_bytes().startswith(b"\x89PNG")
 
-    @pytest.mark.parametrize(("plot", "words"), [("load.jpg", "ends in .png"), ("none/load.png", "no directory none")])
+    @pytest.mark.parametrize(
+        ("plot", "words"), [("load.jpg", "ends in .png"), ("none/load.png", "there is no directory")]
+    )
     def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_sent(self, plot: str, words: str) -> None:
         with serving(lambda _: Reply({"data": [{"id": "m"}]})) as (url, seen):
             result = temper("bench", "--url", url, "--plot", plot)
@@ -290,7 +340,7 @@ class TestLoads:
         with serving(answer) as (url, _):
             result = temper("bench", "--url", url, "-n", "2", "--warm-up", "0")
         assert result.exit_code == 1
-        assert "503" in result.stderr
+        assert result.stderr.count("HTTP/1.0 503") == result.stderr.count("failed ") > 0  # the beginning is told once
 
     def test_a_stream_that_ends_with_an_error_has_failed(self) -> None:
         """Whether or not [DONE] follows, and where the connection stays open."""
@@ -305,14 +355,6 @@ class TestLoads:
             result = temper("bench", "--url", url, "-n", "2", "--warm-up", "0")
         assert result.exit_code == 1
         assert "out of [/memory]" in result.stderr
-
-    def test_a_plot_that_cannot_be_written_is_refused_before_the_load(self, home: Path) -> None:
-        with serving(lambda seen: Reply({"data": [{"id": "m"}]})) as (url, seen):
-            for file in ("load.svg", "nowhere/load.png"):
-                result = temper("bench", "--url", url, "--plot", file)
-                assert result.exit_code == 2
-                assert file in result.stderr
-        assert seen == []
 
     def test_figures_are_those_of_the_answers(self) -> None:
         answers = [Answer(0.0, [0.1, 0.2, 0.4], 3, ""), Answer(1.0, [1.5], 1, ""), Answer(0.5, [], 0, "refused")]

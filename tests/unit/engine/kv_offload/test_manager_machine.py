@@ -291,4 +291,4 @@ class TierMachine(RuleBasedStateMachine):
 
 
 TestTierMachine = TierMachine.TestCase
-TestTierMachine.settings = settings(max_examples=50, stateful_step_count=25)
+TestTierMachine.settings = settings(max_examples=100, stateful_step_count=25)

@@ -304,7 +304,7 @@ class SchedulerMachine(RequestRules):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
 
