@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from cli.http.client import Client, path
+from cli.http.transfers import moving
 from cli.options import Json, Url, connected
 from cli.output import CliError, ExitCode, Output
-from cli.transfers import moving
 from services.common.adapters.manifest import instead_of
 from services.common.adapters.names import parse_adapter_ref
 from services.common.errors import InvalidRequest

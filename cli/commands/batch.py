@@ -13,9 +13,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from cli.http.client import Client, path
+from cli.http.transfers import moving, size_of
 from cli.options import Json, Url, connected
 from cli.output import CliError, ExitCode, Output
-from cli.transfers import moving, size_of
 
 app = typer.Typer(name="batch", help="Submit, look at and cancel batches of requests.", no_args_is_help=True)
 

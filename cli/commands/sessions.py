@@ -12,9 +12,9 @@ from rich.filesize import decimal
 from rich.markup import escape
 
 from cli.http.client import Client, path
+from cli.http.transfers import moving, size_of
 from cli.options import Json, Url, connected
 from cli.output import Output
-from cli.transfers import moving, size_of
 
 app = typer.Typer(name="sessions", help="List, save, move and delete sessions.", no_args_is_help=True)
 
