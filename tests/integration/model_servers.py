@@ -7,6 +7,7 @@ import io
 import json
 import re
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -158,10 +159,17 @@ def _handler(hub: Hub, server: str) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has had enough hangs up."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 @contextmanager
 def serving(hub: Hub) -> Iterator[Hub]:
     """Both servers of a hub, on loopback."""
-    servers = [ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub, name)) for name in ("hub", "storage")]
+    servers = [_Server(("127.0.0.1", 0), _handler(hub, name)) for name in ("hub", "storage")]
     # Two hosts: another name for the storage, as in the world.
     hub.endpoint, hub.storage = (
         f"http://{host}:{server.server_port}" for host, server in zip(("127.0.0.1", "localhost"), servers, strict=True)

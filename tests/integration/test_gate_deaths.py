@@ -37,14 +37,16 @@ async def test_kill_nine_while_a_gate_is_decided(
     assert kept is not None
     assert (runs.result(run), registry.names()) == (None, [])
 
-    # Parrots: they have forgotten their sums.
-    bad = await queue.submit(job(adapter="parrot", publish_if={"no_loss": [{"suite": "sums", "max_loss": 0.05}]}))
     spawn(pod_worker, TEMPER_DEATHS=str(deaths)).wait()
     assert [one.name for one in deaths.iterdir()] == [run], "the same run, gone on with"
     (decided,) = runs.gates(run)
     assert (decided.passed, registry.names()) == (True, [])
 
+    # Parrots: they have forgotten their sums.
+    bad = await queue.submit(job(adapter="parrot", publish_if={"no_loss": [{"suite": "sums", "max_loss": 0.05}]}))
+    # It dies of the other job's decision, which comes first where that job is free before this one's claim has run out.
     spawn(pod_worker, TEMPER_DEATHS=str(deaths)).wait()
+    spawn(pod_worker, TEMPER_DEATHS=str(deaths))
     done = await finished(queue, good.id)
     assert (done.state, done.attempts, done.result_adapter) == (JobState.SUCCEEDED, 3, "fruit@1"), done.reason
     assert [one.version for one in registry.versions("fruit")] == [1]
@@ -54,7 +56,6 @@ async def test_kill_nine_while_a_gate_is_decided(
     assert runs.shard(run, 0, 1, 0) == kept, "nothing was asked again"
     assert runs.of_version(manifest.ref).newest() == [run]
 
-    spawn(pod_worker, TEMPER_DEATHS=str(deaths))
     refused = await finished(queue, bad.id)
     assert (refused.state, refused.attempts, refused.result_adapter) == (JobState.FAILED, 2, None), refused.reason
     assert "publish_if is not met against base: sums@1" in (refused.reason or "")

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,7 @@ def test_an_interrupted_attempt_is_no_failure_of_the_model(workspace: Path, tmp_
             stderr=subprocess.DEVNULL,
             cwd=ROOT,
             env=clean_environment(),
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # also where tests run in the background
         )
         wait_for_file(workspace / "begun")
         process.send_signal(signal.SIGINT)
