@@ -1,11 +1,12 @@
 """Quality of forged models against their size: `python -m benchmarks.quality.forge --out forge.json`.
 
 The tiny model loses MLP channels, half of its heads (it has two KV groups and two DeltaNet key heads, so a quarter
-cannot go), both, or a layer: chosen by importance, or drawn as a control. What is left is distilled from the whole
-model on problems of its recipe. All six shipped suites are answered before and after. Seeds draw the calibration data,
+cannot go), both, or a layer: chosen by importance, or drawn as a control. Importance of layers is what leaving each out
+costs, of other units what their activations are. What is left is distilled from the whole model on problems of its
+recipe. All six shipped suites are answered before and after. Seeds draw the calibration data,
 the control's units, and the order of the data.
 
-Runs stay in --work and are not done again. One run is some minutes on a CPU core and seconds on a GPU.
+Runs stay in --work and are not done again; one that was broken off goes on. `--no-new` sums up those that are there.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 
 from benchmarks.lib.environment import environment
 from benchmarks.lib.random_checkpoint import TINY
+from benchmarks.lib.recorder import describe
 from benchmarks.quality.suites import Suite, scores
 from models.tiny.recipe.data import training_items
 from services.common.evaluation.statistics.comparison import compare
@@ -45,7 +47,9 @@ CUTS: dict[str, dict[Kind, str]] = {
     "mlp-25-heads-50": {"mlp_channels": "25%", "kv_groups": "50%", "key_heads": "50%"},
     "layer": {"layers": "1"},
 }
-METHODS = ("activations", "random")
+METHODS = ("importance", "random")
+_SAMPLE_TOKENS = 8192
+"""On which leaving layers out is measured."""
 CALIBRATION, HELD_OUT = 512, 64
 """Examples."""
 
@@ -61,6 +65,15 @@ class Run:
     @property
     def name(self) -> str:
         return f"{self.cut}-{self.method}-{self.seed}"
+
+    @property
+    def importance(self) -> Settings:
+        """How the units that go are found."""
+        if self.method == "random":
+            return Settings(method="random", seed=self.seed)
+        if "layers" in CUTS[self.cut]:
+            return Settings(method="leave_one_out", kinds=["layers"], sample_tokens=_SAMPLE_TOKENS)
+        return Settings(method="activations")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +102,7 @@ class Plan:
         directory.mkdir(parents=True, exist_ok=True)
         files = {name: directory / name for name in ("scores.json", "cut.json", "cut", "recovered", "state")}
         if not files["scores.json"].exists():
-            settings = Settings(method=run.method, seed=run.seed)  # type: ignore[arg-type]
-            importance_step(TINY, files["scores.json"], settings, data=calibration, device=self.device)
+            importance_step(TINY, files["scores.json"], run.importance, data=calibration, device=self.device)
         if not files["cut.json"].exists():
             prune_step(TINY, files["scores.json"], files["cut.json"], CUTS[run.cut])
         if not files["cut"].exists():
@@ -106,7 +118,7 @@ class Plan:
                 trains="neighbours",
                 steps=self.steps,
                 batch_tokens=self.batch_tokens,
-                tokens_per_forward=1024 if self.device == "cpu" else self.batch_tokens,
+                tokens_per_forward=min(self.batch_tokens, 1024 if self.device == "cpu" else 8192),
                 optimizer=OptimizerSettings(
                     learning_rate=self.learning_rate, schedule="cosine", warmup_steps=min(10, self.steps // 4)
                 ),
@@ -133,6 +145,13 @@ class Plan:
         }
         (self.work / f"{run.name}.json").write_text(json.dumps(result))
         return result
+
+    def tried(self, run: Run) -> tuple[Run, dict[str, Any] | str]:
+        """The run with its result, or with what failed: the others are still wanted."""
+        try:
+            return run, self.execute(run)
+        except Exception as error:
+            return run, describe(error)
 
     def data(self, seed: int) -> tuple[Path, Path, Path]:
         """Files of a seed: calibration, what is learnt, what is held out."""
@@ -180,10 +199,10 @@ def summary(runs: list[dict[str, Any]], base: Mapping[str, list[float]]) -> dict
                 cuts[cut][method] = {stage: _stage(several, stage, whole) for stage in ("before", "after")} | {
                     "suites": {name: fmean(fmean(run["after"][name]) for run in several) for name in sorted(base)}
                 }
-        seeds = sorted({run["seed"] for run in of["activations"]} & {run["seed"] for run in of["random"]})
+        seeds = sorted({run["seed"] for run in of["importance"]} & {run["seed"] for run in of["random"]})
         for stage in ("before", "after") if seeds else ():
             common = {method: [run for run in several if run["seed"] in seeds] for method, several in of.items()}
-            result = compare(_by_item(common["random"], stage), _by_item(common["activations"], stage))
+            result = compare(_by_item(common["random"], stage), _by_item(common["importance"], stage))
             cuts[cut][f"importance_against_random_{stage}"] = {
                 "effect": result.effect,
                 "interval": [result.interval.low, result.interval.high],
@@ -218,7 +237,7 @@ def main() -> None:
     parser.add_argument("--cuts", nargs="+", choices=CUTS, default=list(CUTS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-tokens", type=int, default=8192)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--items", type=int, default=200, help="of each suite")
@@ -236,9 +255,13 @@ def main() -> None:
             plan.prepare(seed)
         with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
             found = []
-            for result in pool.imap_unordered(plan.execute, runs):
+            for run, result in pool.imap_unordered(plan.tried, runs):
+                if isinstance(result, str):
+                    print(f"{run.name} failed: {result}", flush=True)
+                    continue
                 before, after = (fmean(flat(result[stage])) for stage in ("before", "after"))
-                print(f"{result['cut']} {result['method']} {result['seed']}: {before:.3f} → {after:.3f}", flush=True)
+                seconds = round(result["recovery"]["seconds"])
+                print(f"{run.name}: {before:.3f} → {after:.3f}, recovered in {seconds} s", flush=True)
                 found.append(result)
     base = scores(TINY, Suite.shipped(args.items), device=args.device)
     settings = {key: value for key, value in vars(args).items() if key not in ("out", "work", "no_new")}

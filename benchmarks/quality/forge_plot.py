@@ -9,8 +9,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-_COLORS = {"activations": "#1f6feb", "random": "#d29922"}
-_NAMES = {"activations": "by importance", "random": "drawn"}
+_COLORS = {"importance": "#1f6feb", "random": "#d29922"}
+_NAMES = {"importance": "by importance", "random": "drawn"}
 _LINES = {"before": "--", "after": "-"}
 
 

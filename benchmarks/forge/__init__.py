@@ -1,0 +1,1 @@
+"""Benchmarks of the forge's speed, and of what it makes."""
