@@ -1,1 +1,1 @@
-"""Quality benchmarks: what quantization costs, and how far sampler and trainer are apart."""
+"""Quality benchmarks: what quantization and the forge cost, and how far sampler and trainer are apart."""

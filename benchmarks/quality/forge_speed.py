@@ -1,4 +1,4 @@
-"""Speed of the forge, and of the models that it makes: `python -m benchmarks.forge.speed --shape qwen3.5-4b`.
+"""Speed of the forge, and of the models that it makes: `python -m benchmarks.quality.forge_speed --shape qwen3.5-4b`.
 
 Importance by activations, prune and compact of a checkpoint of the shape with random weights: seconds by step, and the
 memory that importance took beside its plan. Two checkpoints come of it, one without a quarter of the layers and one

@@ -1,1 +1,0 @@
-"""Benchmarks of the forge's speed, and of what it makes."""
