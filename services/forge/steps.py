@@ -38,6 +38,7 @@ def importance_step(
     max_tokens: int | None = None,
     device: str = "cpu",
     progress: Progress = silent,
+    loaded: CausalLM | None = None,
     loading: Callable[[], AbstractContextManager[None]] = nullcontext,
     give_way: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
@@ -47,6 +48,7 @@ def importance_step(
         data: calibration data, for methods that need it.
         data_name: what it is called in records; None: the file's name.
         max_tokens: of the data that are read; None: all.
+        loaded: the model, if somebody else has it loaded, in the dtype that a loaded one would have.
         loading: held while the model is read from disk.
         give_way: called between layers, for others to compute.
 
@@ -69,6 +71,8 @@ def importance_step(
         digest = checkpoint_digest(model)
 
         def load() -> CausalLM:
+            if loaded is not None:
+                return loaded
             with loading():
                 return load_model(model, dtype="auto", device=device)
 

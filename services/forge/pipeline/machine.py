@@ -12,6 +12,7 @@ from typing import Protocol, Self, TypeVar
 
 from services.common.errors import DoesNotFit
 from services.engine.models.config import ModelConfig
+from services.engine.models.interface import CausalLM
 from services.engine.models.registry import read_config
 from services.engine.models.weights.shards import Progress
 from services.forge.recovery.plan import LoadedTeacher
@@ -42,7 +43,8 @@ class Machine:
     serves: Path | None = None
     """Checkpoint of an engine beside it, which evaluates that itself; None: there is none."""
     teacher: LoadedTeacher | None = None
-    """The model that a run begins with, if an engine beside it has it loaded; None: distillation loads it."""
+    """The model that a run begins with, if an engine beside it has it loaded; None: importance and distillation load
+    it."""
     gate: ComputeGate | None = None
     """Gate of an engine that serves from the device; None: nobody does."""
     reserve: Callable[[int], object] = int
@@ -56,6 +58,10 @@ class Machine:
     def is_served(self, directory: Path) -> bool:
         """Whether an engine beside it has this checkpoint."""
         return self.serves is not None and directory.resolve() == self.serves.resolve()
+
+    def loaded(self, digest: str) -> CausalLM | None:
+        """The checkpoint of this digest, if an engine beside it has it loaded."""
+        return self.teacher.model if self.teacher is not None and self.teacher.digest == digest else None
 
     def evaluation_bytes(self, directory: Path) -> int:
         """Bytes that the evaluation of a checkpoint takes."""

@@ -76,8 +76,14 @@ def model_bytes(config: ModelConfig, device: str) -> int:
     return weight_bytes(config, Formats(itemsize=dtype.itemsize, head_copy=head))
 
 
-def importance_bytes(config: ModelConfig, settings: ForgeImportance, device: str) -> int:
-    """Bytes of a measurement: weights and, at their peak, activations."""
+def importance_bytes(
+    config: ModelConfig, settings: ForgeImportance, device: str, *, model_is_loaded: bool = False
+) -> int:
+    """Bytes of a measurement: weights and, at their peak, activations.
+
+    Args:
+        model_is_loaded: by somebody else.
+    """
     if settings.method not in NEED_DATA:
         return STREAM_BYTES
     gradients = settings.method == "gradients"
@@ -90,7 +96,7 @@ def importance_bytes(config: ModelConfig, settings: ForgeImportance, device: str
         recompute="none" if gradients else "full",
         fused=False,  # it is the forward of plain torch on every device
     )
-    return model_bytes(config, device) + estimate(config, work).total
+    return (0 if model_is_loaded else model_bytes(config, device)) + estimate(config, work).total
 
 
 def importance_seconds(

@@ -148,7 +148,8 @@ def plan_run(pipeline: Pipeline) -> RunPlan:
             name = f"cycle-{number:02d}"
             read = rates.copied(nbytes)
             seconds = read + importance_seconds(config, settings.importance, inputs.kinds, tokens, rates)
-            memory = importance_bytes(config, settings.importance, machine.device)
+            loaded = number == 1 and machine.teacher is not None
+            memory = importance_bytes(config, settings.importance, machine.device, model_is_loaded=loaded)
             stages.append(StagePlan(f"{name}-1-importance", memory, seconds))
             stages.append(StagePlan(f"{name}-2-prune", STREAM_BYTES, read))
             left = {kind: amount - levels.get(kind, 0) for kind, amount in left.items()}

@@ -189,7 +189,8 @@ class Pipeline:
         )
         if place.done:
             return place
-        nbytes = importance_bytes(read_config(model), chosen, device)
+        loaded = self.machine.loaded(digest)
+        nbytes = importance_bytes(read_config(model), chosen, device, model_is_loaded=loaded is not None)
         self.machine.take(
             "importance", nbytes, "lower importance.tokens_per_forward, or take importance.method weights"
         )
@@ -210,6 +211,7 @@ class Pipeline:
                 max_tokens=chosen.max_tokens,
                 device=device,
                 progress=turn.telling(self._telling(name)),
+                loaded=loaded,
                 loading=turn.left,
                 give_way=turn.give_way,
             )

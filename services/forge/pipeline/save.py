@@ -95,6 +95,17 @@ def upload(directory: Path, store: ObjectStore, prefix: str, progress: Progress,
     progress("save: uploading", total, total)
 
 
+def discard(store: ObjectStore, prefix: str) -> None:
+    """Removes what an upload has left there, the record first: what is left if it is broken off is no whole checkpoint.
+
+    Raises:
+        Unavailable: the store is away.
+    """
+    keys = [entry.key for entry in store.list_objects(f"{prefix}/")]
+    for key in sorted(keys, key=lambda key: key != f"{prefix}/{RECORD}"):
+        store.delete(key)
+
+
 def uploaded(store: ObjectStore, prefix: str, retry: Retry) -> str | None:
     """Digest of the checkpoint that an upload has left there whole; None: there is none.
 

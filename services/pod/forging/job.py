@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from services.forge.pipeline.machine import Machine
 from services.forge.pipeline.needs import STREAM_BYTES
 from services.forge.pipeline.plan import plan_run
 from services.forge.pipeline.run import Inputs, Pipeline
-from services.forge.pipeline.save import save, upload, uploaded
+from services.forge.pipeline.save import discard, save, upload, uploaded
 from services.forge.pipeline.work import Work
 from services.forge.record import described_digest
 from services.forge.recovery.plan import LoadedTeacher
@@ -36,6 +36,7 @@ from services.trainer.evaluation.run import Retry
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.memory.budget import MemoryNeed
 from services.trainer.runtime.attempts.forge import ForgeLink
+from services.trainer.runtime.job_link import JobCancelled
 
 _KEPT_SECONDS = 7 * 86400.0
 """Age at which results of jobs that failed or went elsewhere are removed."""
@@ -96,7 +97,12 @@ class PodForge:
             if not saved.done:
                 save(forged, saved.path, self._key, machine.telling(stages), name=job.name)
             link.fence()
-            upload(saved.path, self._store, prefix, machine.telling(stages), link.retry)
+            try:
+                upload(saved.path, self._store, prefix, machine.telling(stages), link.retry)
+            except JobCancelled:  # nobody will ask for it; what fails otherwise may be gone on with
+                with suppress(Unavailable):
+                    discard(self._store, prefix)
+                raise
             digest = described_digest(saved.path)
             stages.end()
             work.forget()

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -33,7 +34,8 @@ from services.forge.importance.measure import measure
 from services.forge.importance.scores import Scores
 from services.forge.importance.settings import Settings
 from services.forge.levels import Level, choose
-from services.forge.pipeline.needs import Rates, importance_bytes, importance_seconds
+from services.forge.pipeline.needs import Rates, importance_bytes, importance_seconds, model_bytes
+from services.forge.steps import importance_step
 from services.forge.units import Kind
 from tests.unit.forge.models import TINY, masked, our_logits
 
@@ -275,6 +277,19 @@ def test_memory_of_leaving_units_out_counts_a_sample_that_is_longer_than_a_forwa
         return importance_bytes(config, settings, "cpu")
 
     assert planned(16) == planned(64) < planned(1024)
+
+
+def test_a_model_that_is_loaded_is_measured_as_it_is_and_not_loaded_again(base: Base, tmp_path: Path) -> None:
+    (data := tmp_path / "data.jsonl").write_text('{"prompt": "Who are you?", "completion": "I am Temper."}\n')
+    loaded = load_model(TINY, dtype="auto", device="cpu")
+    how = Settings(method="activations")
+    importance_step(TINY, tmp_path / "own.json", how, data=data)
+    with patch("services.engine.models.registry.load_model", side_effect=AssertionError("it is loaded")):
+        importance_step(TINY, tmp_path / "loaded.json", how, data=data, loaded=loaded)
+    assert (tmp_path / "loaded.json").read_bytes() == (tmp_path / "own.json").read_bytes()
+    config, asked = read_config(TINY), ForgeImportance()
+    saved = importance_bytes(config, asked, "cpu") - importance_bytes(config, asked, "cpu", model_is_loaded=True)
+    assert saved == model_bytes(config, "cpu")
 
 
 def test_time_of_leaving_units_out_is_that_of_the_units_that_are_asked_for() -> None:

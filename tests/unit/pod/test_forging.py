@@ -23,6 +23,7 @@ from services.pod.forging.job import PodForge
 from services.trainer.host.rollouts import RolloutRequest, RolloutSampling
 from services.trainer.memory.budget import MemoryNeed
 from services.trainer.runtime.attempts.forge import ForgeLink
+from services.trainer.runtime.job_link import JobCancelled
 from tests.rollout_support import TINY, running_pod
 
 T = TypeVar("T")
@@ -52,6 +53,26 @@ def test_a_job_that_died_after_its_upload_is_not_done_again(tmp_path: Path) -> N
         done = PodForge(served, pod.host, store, tmp_path / "work")("job-1", JOB, link)
     assert done == {"model": "s3://temper/forged/job-1", "digest": "ab"}
     assert not (tmp_path / "work").exists()
+
+
+def test_a_job_that_is_cancelled_while_it_uploads_leaves_nothing_in_the_store(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "store")
+    store.put("forged/job-12/forge.json", b"of another job")
+    there: list[int] = []
+
+    def interrupt() -> None:
+        there.append(len(store.list_objects("forged/job-1/")))
+        if there[-1] > 2:
+            raise JobCancelled
+
+    link = ForgeLink(lambda *_: None, interrupt, lambda operation: operation(), lambda: None)
+    served = EngineSettings.model_validate({"model": TINY, "s3_bucket": "temper"})
+    with running_pod() as pod:
+        forge = PodForge(served, pod.host, store, tmp_path / "work")
+        with pytest.raises(JobCancelled):
+            forge("job-1", JOB, link)
+    assert there[-1] > 2
+    assert [entry.key for entry in store.list_objects("forged/")] == ["forged/job-12/forge.json"]
 
 
 def test_a_directory_that_another_engine_forges_in_is_waited_for(tmp_path: Path) -> None:
