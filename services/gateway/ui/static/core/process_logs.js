@@ -33,9 +33,9 @@ async function follow(query, lines, signal, take) {
   }
 }
 
-/** Lines that a query finds, {lines, error, loading}; new ones as long as they are followed. */
+/** Lines that a query finds, and whose there are: {lines, processes, unreachable, error, loading}; new lines as long as they are followed. */
 export function useProcessLogs(query, followed) {
-  const [state, setState] = useState({ lines: [], error: null, loading: true });
+  const [state, setState] = useState({ lines: [], processes: [], unreachable: [], error: null, loading: true });
   const frame = useRef(0);
   useEffect(() => {
     const controller = new AbortController();
@@ -43,17 +43,18 @@ export function useProcessLogs(query, followed) {
     let lines = [];
     const show = () => {
       frame.current = 0;
-      if (!signal.aborted) setState({ lines, error: null, loading: false });
+      if (!signal.aborted) setState((known) => ({ ...known, lines, error: null, loading: false }));
     };
     const take = (line) => {
       lines = [...lines.slice(-MOST + 1), line];
       frame.current ||= requestAnimationFrame(show);
     };
-    const failed = (error) => signal.aborted || setState({ lines, error, loading: false });
+    const failed = (error) => signal.aborted || setState((known) => ({ ...known, lines, error, loading: false }));
     const begin = async () => {
       // What is there is told at once, so that an empty log is known to be one.
       const found = await get(PATH, { ...query, limit: FIRST }, { signal, quiet: true });
       lines = found.data;
+      if (!signal.aborted) setState((known) => ({ ...known, processes: found.processes, unreachable: found.unreachable }));
       show();
       if (followed) await follow(query, lines, signal, take);
     };

@@ -1,8 +1,6 @@
 // The logs of gateway and engines, filtered by them and followed.
 
 import { html, useState } from "../vendor/htm-preact.js";
-import { get } from "../core/api.js";
-import { usePolled } from "../core/hooks.js";
 import { useProcessLogs } from "../core/process_logs.js";
 import { Card, Empty, Failure } from "./basics.js";
 import { EventLog } from "./event_log.js";
@@ -20,21 +18,20 @@ function shown(line) {
 export function ProcessLogs() {
   const [query, setQuery] = useState({ process: "", level: "info", text: "", request_id: "" });
   const [follow, setFollow] = useState(true);
-  const known = usePolled(() => get("/v1/logs", { limit: 1 }, { quiet: true }), 10);
-  const { lines, error, loading } = useProcessLogs(query, follow);
+  const { lines, processes, unreachable, error, loading } = useProcessLogs(query, follow);
   const set = (name) => (value) => setQuery({ ...query, [name]: value });
   const filtered = query.process || query.text || query.request_id;
   const nothing = html`<${Empty} title=${filtered ? "No line is like this" : "Nothing is kept"}>${filtered ? "Change the filter." : "TEMPER_LOG_LINES says how many lines a process keeps."}<//>`;
   return html`
     <${Card} wide title="Logs of the gateway that answers and of all engines">
-      <div class="fields filter">
-        <${Select} label="Process" value=${query.process} change=${set("process")} options=${[["", "all"], ...(known.data?.processes ?? [])]} />
+      <div class="fields">
+        <${Select} label="Process" value=${query.process} change=${set("process")} options=${[["", "all"], ...processes]} />
         <${Select} label="Level" value=${query.level} change=${set("level")} options=${LEVELS} />
         <${TextField} label="Has" value=${query.text} change=${set("text")} placeholder="words of a line" />
         <${TextField} label="Request" value=${query.request_id} change=${set("request_id")} placeholder="x-request-id, chatcmpl-…" />
         <${Check} label="Follow" checked=${follow} change=${setFollow} />
       </div>
-      ${known.data?.unreachable.map((engine) => html`<p class="failure" role="alert" key=${engine}>${engine} does not answer: its lines are missing.</p>`)}
+      ${unreachable.map((engine) => html`<p class="failure" role="alert" key=${engine}>${engine} does not answer: its lines are missing.</p>`)}
       ${error && html`<${Failure} error=${error} />`}
       ${loading ? html`<p class="muted loading" role="status">Loading …</p>` : lines.length ? html`<${EventLog} label="Logs" events=${lines.map(shown)} follow=${follow} />` : !error && nothing}
     <//>
