@@ -119,6 +119,8 @@ class CommonSettings(FileSettings):
     """Name that clients put in `model` for the base model."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"
+    log_lines: int = Field(2000, ge=0, le=100_000)
+    """Last lines of its log that a process keeps in memory, for `GET /v1/logs`; 0: none."""
     metrics_port: int = Field(0, ge=0, le=65535)
     """Prometheus port of a process that has no HTTP of its own; 0: off."""
     metrics_host: str = "127.0.0.1"

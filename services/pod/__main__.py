@@ -40,8 +40,8 @@ def tune() -> int:
         sys.stdout.flush()
 
     try:
-        settings, _ = read_settings()
-        configure_logging(settings, service="tune")
+        settings, trainer = read_settings()
+        configure_logging(settings, trainer, service="tune")
         end_on_signals()
         use_kernel_cache(settings)
         check_model_directory(settings)
@@ -72,7 +72,7 @@ def main() -> int:
     probes: HealthServer | None = None
     try:
         settings, trainer = read_settings()
-        configure_logging(settings, service="engine")
+        configure_logging(settings, trainer, service="engine")
         end_on_signals()
         health = ProcessHealth(settings.watchdog_seconds)
         if settings.health_port:

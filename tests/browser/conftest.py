@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from axe_playwright_python.base import AXE_FILE_PATH
@@ -74,6 +74,11 @@ class Reader:
         if heading is not None:
             self.page.get_by_role("heading", level=1, name=heading, exact=True).wait_for()
         return self.page
+
+    def look(self, scheme: Literal["light", "dark"], width: int) -> None:
+        """Changes colours and width of the window under the page."""
+        self.page.set_viewport_size({"width": width, "height": 800})
+        self.page.emulate_media(color_scheme=scheme)
 
     def violations(self) -> list[str]:
         """What axe finds on the page as it is."""

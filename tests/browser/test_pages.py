@@ -44,9 +44,10 @@ def adapter(stack: Stack) -> Iterator[str]:
     httpx.delete(f"{stack.url}/v1/adapters/{name}", timeout=PATIENCE).raise_for_status()
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 360)])
-def test_axe_finds_nothing(chromium: Browser, stack: Stack, adapter: str, scheme: str, width: int) -> None:
-    reader = Reader.of(chromium, stack.url, viewport={"width": width, "height": 800}, color_scheme=scheme)
+def test_axe_finds_nothing(chromium: Browser, stack: Stack, adapter: str) -> None:
+    """In light and dark, on a wide screen and a narrow one: a page is loaded once, and changed under its reader."""
+    reader = Reader.of(chromium, stack.url)
+    looks = [(scheme, width) for scheme in ("light", "dark") for width in (1280, 360)]
     found = {}
     for path, heading in PAGES.items():
         page = reader.open(path, heading)
@@ -55,10 +56,16 @@ def test_axe_finds_nothing(chromium: Browser, stack: Stack, adapter: str, scheme
             page.get_by_label("Message").fill("Hi")
             page.keyboard.press("Enter")
             page.get_by_role("button", name="Ask again").wait_for()
-        found[path] = (reader.violations(), reader.overflow())
+        if path == "events":
+            page.get_by_role("tab", name="Gateway and engines").click()
+            page.get_by_label("Logs").wait_for()
+        for scheme, width in looks:
+            reader.look(scheme, width)
+            reader.picture(f"all/{path.replace('/', '-')}-{scheme}-{width}")
+            found[path, scheme, width] = (reader.violations(), reader.overflow())
     reader.context.close()
     assert reader.complaints == []
-    assert found == dict.fromkeys(PAGES, ([], 0))
+    assert found == dict.fromkeys([(path, *look) for path in PAGES for look in looks], ([], 0))
 
 
 def test_overview_shows_what_runs(reader: Reader, stack: Stack) -> None:
@@ -237,6 +244,27 @@ def test_events_are_filtered(reader: Reader, adapter: str) -> None:
     expect(lines).to_have_count(1)
     page.get_by_role("tab", name="Requests of this page").click()
     expect(page.get_by_label("Requests of this page").get_by_text("/v1/keys")).to_have_count(1)
+
+
+def test_processes_are_followed(reader: Reader, stack: Stack) -> None:
+    page = reader.open("events", "Events and logs")
+    page.get_by_role("tab", name="Gateway and engines").click()
+    lines = page.get_by_label("Logs").get_by_role("listitem")
+    lines.first.wait_for()
+    name = f"look-{uuid.uuid4().hex}"
+    page.get_by_label("Request").fill(name)
+    expect(page.get_by_text("No line is like this")).to_be_visible()
+    httpx.get(f"{stack.url}/v1/models", headers={"x-request-id": name}, timeout=PATIENCE).raise_for_status()
+    expect(lines).to_have_count(1)
+    expect(lines).to_contain_text("gateway: request")
+    page.get_by_label("Level").select_option("warning")
+    expect(page.get_by_text("No line is like this")).to_be_visible()
+    page.get_by_label("Request").fill("")
+    page.get_by_label("Level").select_option("info")
+    page.get_by_label("Has").fill("memory plan")
+    process = page.get_by_label("Process")
+    process.select_option(process.locator("option").last.inner_text())
+    expect(lines).to_have_count(1)
 
 
 def test_a_page_that_cannot_be_reached_says_so(reader: Reader) -> None:

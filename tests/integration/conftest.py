@@ -97,8 +97,8 @@ async def queue(valkey: RunningServer, settings: CommonSettings) -> AsyncIterato
 def consumers(valkey: RunningServer, settings: CommonSettings) -> Iterator[Consumers]:
     made: list[JobConsumer] = []
 
-    def make(owner: str, *, reclaim: float = RECLAIM) -> JobConsumer:
-        made.append(JobConsumer(settings, owner=owner, reclaim_seconds=reclaim))
+    def make(owner: str) -> JobConsumer:
+        made.append(JobConsumer(settings, owner=owner, reclaim_seconds=RECLAIM))
         return made[-1]
 
     yield make

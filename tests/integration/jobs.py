@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import redis
+
 from services.common.jobs import JobEvent, SftExample, SftJob
 from services.common.queue.job_queue import ClaimedJob, JobConsumer, JobQueue
+from services.common.queue.lua import TRAINING, Space
 
-RECLAIM = 0.3
+RECLAIM = 60.0
 """Seconds after which the consumers of tests take over the job of an owner that is silent."""
-Consumers = Callable[..., JobConsumer]
-"""Makes the consumer of an owner, which takes over after RECLAIM or `reclaim` seconds."""
+Consumers = Callable[[str], JobConsumer]
+"""Makes the consumer of an owner."""
 
 
 def sft(adapter: str = "math", **kw: object) -> SftJob:
@@ -21,6 +24,14 @@ def sft(adapter: str = "math", **kw: object) -> SftJob:
 
 async def read_events(queue: JobQueue, job_id: str, after: str | None = None) -> list[JobEvent]:
     return [event async for event in queue.events(job_id, after)]
+
+
+def silence(raw: redis.Redis, seconds: float = RECLAIM, space: Space = TRAINING) -> None:
+    """Makes the owners of what was claimed silent for so much longer; nobody waits for it."""
+    for entry in raw.xpending_range(space.stream, space.group, "-", "+", 100):
+        idle = entry["time_since_delivered"] + int(seconds * 1000)
+        # Delivered to whoever has it, and not once more.
+        raw.xclaim(space.stream, space.group, entry["consumer"], 0, [entry["message_id"]], idle=idle, justid=True)
 
 
 def must_claim(consumer: JobConsumer) -> ClaimedJob:

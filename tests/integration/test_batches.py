@@ -26,13 +26,13 @@ from services.common.storage.object_store import ObjectStore
 from services.gateway.api.batches.stores import BatchStores
 from services.gateway.core.batch_queue import BATCHES, NOW, BatchConsumer, BatchQueue, BatchSpec, ClaimedBatch
 from services.gateway.core.file_store import FileStore
+from tests.integration.jobs import RECLAIM, silence
 from tests.integration.servers import RunningServer
 from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import Running
 from tests.unit.gateway.fake_engine import FakeEngine, says
 
 CHAT = "/v1/chat/completions"
-RECLAIM = 0.3
 
 
 def spec(owner: str = "me", **more: object) -> BatchSpec:
@@ -205,11 +205,13 @@ async def test_cancelling(queue: BatchQueue, consumers: Consumers) -> None:
     assert (await queue.owned("me", begun.id)).status == "cancelled"
 
 
-async def test_an_owner_that_was_thought_dead_changes_nothing(queue: BatchQueue, consumers: Consumers) -> None:
+async def test_an_owner_that_was_thought_dead_changes_nothing(
+    queue: BatchQueue, consumers: Consumers, raw: redis.Redis
+) -> None:
     batch = await queue.submit(spec())
     old, new = consumers("old"), consumers("new")
     stale = must_claim(old)
-    await asyncio.sleep(RECLAIM)
+    silence(raw, space=BATCHES)
     fresh = must_claim(new)
     assert (fresh.id, fresh.attempt) == (batch.id, 2)
     for write in (
@@ -233,14 +235,14 @@ async def test_given_up_after_three_deaths_without_progress(
     consumer = consumers("a")
     for attempt in (1, 2):
         assert must_claim(consumer).attempt == attempt
-        await asyncio.sleep(RECLAIM)
+        silence(raw, space=BATCHES)
     claimed = must_claim(consumer)
     assert claimed.attempt == 3
     consumer.stage(claimed, "in_progress", {}, progressed=True)
     for attempt in (2, 3):
-        await asyncio.sleep(RECLAIM)
+        silence(raw, space=BATCHES)
         assert must_claim(consumer).attempt == attempt
-    await asyncio.sleep(RECLAIM)
+    silence(raw, space=BATCHES)
     assert consumer.claim(0) is None
     failed = await queue.owned("me", batch.id)
     assert failed.status == "failed"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -184,11 +183,10 @@ async def test_a_run_is_cancelled_in_the_middle_of_its_answers(
     worker = start()
     submitted = await queue.submit(job(sampling={"samples": 64, "temperature": 1.0}))
     await until(queue, submitted.id, lambda job: job.progress.total_steps > 0)
-    began = time.monotonic()
     await queue.cancel(submitted.id)
     done = await until(queue, submitted.id, lambda job: job.state.terminal)
     assert done.state is JobState.CANCELLED
-    assert time.monotonic() - began < 5
+    assert done.progress.step < done.progress.total_steps
     assert worker.alive
 
 

@@ -28,8 +28,8 @@ def test_a_nudge_wakes_a_waiter(events: AdapterEvents) -> None:
     timer = threading.Timer(0.2, lambda: events.publish("attached", AdapterVersion("m", 1)))
     timer.start()
     began = time.monotonic()
-    assert events.wait(5) is True
-    assert 0.1 < time.monotonic() - began < 2
+    assert events.wait(60) is True
+    assert 0.1 < time.monotonic() - began < 30
     assert events.wait(0.05) is False
     timer.join()
 
@@ -39,7 +39,7 @@ async def test_publishing_from_asyncio(valkey: RunningServer, settings: CommonSe
     assert events.wait(0.01) is False
     await events.publish_async("detached")
     await events.publish_async("current", "m")
-    assert events.wait(1) is True
+    assert events.wait(30) is True
     assert events.wait(0.01) is False, "several events are one nudge"
     await events.aclose()
 
@@ -49,11 +49,11 @@ def test_an_absent_redis_does_not_raise_or_spin(events: AdapterEvents, valkey: R
     with valkey.down():
         began = time.monotonic()
         assert events.wait(0.5) is False
-        assert 0.4 < time.monotonic() - began < 3
+        assert 0.4 < time.monotonic() - began < 30
         with pytest.raises(Unavailable):
             events.publish("published", AdapterVersion("m", 1))
     events.publish("published", AdapterVersion("m", 2))
-    assert events.wait(1) is True
+    assert events.wait(30) is True
 
 
 def test_closing_ends_a_wait_without_an_error(valkey: RunningServer, settings: CommonSettings) -> None:
@@ -63,7 +63,7 @@ def test_closing_ends_a_wait_without_an_error(valkey: RunningServer, settings: C
 
         def wait(events: AdapterEvents = events, results: list[object] = results) -> None:
             try:
-                results.append(events.wait(30))
+                results.append(events.wait(120))
             except Exception as error:
                 results.append(error)
 
@@ -71,5 +71,5 @@ def test_closing_ends_a_wait_without_an_error(valkey: RunningServer, settings: C
         thread.start()
         time.sleep(0.1)
         events.close()
-        thread.join(5)
+        thread.join(30)
         assert results == [False]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +131,7 @@ async def test_a_job_is_cancelled_in_the_middle(queue: JobQueue, suites: SuiteSt
     start()
     submitted = await queue.submit(job(importance={"method": "leave_one_out", "sample_tokens": 64}))
     await until(queue, submitted.id, lambda job: job.progress.total_steps > 0)
-    began = time.monotonic()
     await queue.cancel(submitted.id)
     done = await until(queue, submitted.id, lambda job: job.state.terminal)
     assert done.state is JobState.CANCELLED
-    assert time.monotonic() - began < 10
+    assert done.progress.step < done.progress.total_steps

@@ -15,7 +15,7 @@ from services.common.queue import lua as scripts
 from services.common.queue.depth import QueueDepth
 from services.common.queue.job_queue import JobConsumer, JobLost, JobQueue
 from services.common.queue.records import job_id_of_entry, new_job_id
-from tests.integration.jobs import RECLAIM, Consumers, must_claim, read_events, sft
+from tests.integration.jobs import RECLAIM, Consumers, must_claim, read_events, sft, silence
 
 
 async def test_life_of_a_job(queue: JobQueue, consumers: Consumers, raw: redis.Redis) -> None:
@@ -54,7 +54,9 @@ async def test_life_of_a_job(queue: JobQueue, consumers: Consumers, raw: redis.R
     assert raw.hget(scripts.job_key(job.id), "spec") is None
 
 
-async def test_what_an_owner_reports_again_changes_nothing(queue: JobQueue, consumers: Consumers) -> None:
+async def test_what_an_owner_reports_again_changes_nothing(
+    queue: JobQueue, consumers: Consumers, raw: redis.Redis
+) -> None:
     """Its answer got lost, or a server that was frozen carries out what has been sent again since."""
     job = await queue.submit(sft())
     before, after = consumers("a"), consumers("b")
@@ -65,7 +67,7 @@ async def test_what_an_owner_reports_again_changes_nothing(queue: JobQueue, cons
         before.event(claimed, "log", {"number": number}, number)
     before.describe(claimed, {"epochs": 2}, ["new"], {}, 6)
     before.describe(claimed, {"epochs": 1}, ["old"], {}, 5)
-    await asyncio.sleep(RECLAIM + 0.05)
+    silence(raw)
     again = must_claim(after)
     after.event(again, "log", {"number": 1}, 1)  # another owner counts anew
     now = await queue.get(job.id)
@@ -123,12 +125,12 @@ async def test_list_newest_first_with_paging(queue: JobQueue, raw: redis.Redis) 
     assert raw.zcard(scripts.INDEX) == 6
 
 
-async def test_dead_owner_is_replaced_and_fenced_out(queue: JobQueue, consumers: Consumers) -> None:
+async def test_dead_owner_is_replaced_and_fenced_out(queue: JobQueue, consumers: Consumers, raw: redis.Redis) -> None:
     job = await queue.submit(sft())
     old, new = consumers("old"), consumers("new")
     before = must_claim(old)
     assert new.claim(0) is None
-    await asyncio.sleep(RECLAIM + 0.1)
+    silence(raw)
     after = must_claim(new)
     assert (after.id, after.attempt) == (job.id, 2)
     for write in (
@@ -148,12 +150,12 @@ async def test_dead_owner_is_replaced_and_fenced_out(queue: JobQueue, consumers:
     assert (await queue.get(job.id)).state is JobState.SUCCEEDED
 
 
-async def test_heartbeats_keep_a_job(queue: JobQueue, consumers: Consumers) -> None:
+async def test_heartbeats_keep_a_job(queue: JobQueue, consumers: Consumers, raw: redis.Redis) -> None:
     await queue.submit(sft())
     owner, other = consumers("owner"), consumers("other")
     claimed = must_claim(owner)
     for _ in range(5):
-        await asyncio.sleep(RECLAIM / 2)
+        silence(raw, 0.6 * RECLAIM)
         assert owner.heartbeat(claimed) is False
         assert other.claim(0) is None
     owner.succeed(claimed, "math@1")
@@ -163,7 +165,7 @@ async def test_dead_letter_after_three_deliveries(queue: JobQueue, consumers: Co
     job = await queue.submit(sft())
     for attempt in (1, 2, 3):
         assert must_claim(consumers(f"c{attempt}")).attempt == attempt
-        await asyncio.sleep(RECLAIM + 0.05)
+        silence(raw)
     assert consumers("c4").claim(0) is None
     done = await queue.get(job.id)
     assert done.state is JobState.FAILED
@@ -232,11 +234,13 @@ async def test_cancel_while_running(queue: JobQueue, consumers: Consumers) -> No
     assert (await queue.get(job.id)).state is JobState.CANCELLED
 
 
-async def test_cancelled_job_of_a_dead_owner_ends_at_reclaim(queue: JobQueue, consumers: Consumers) -> None:
+async def test_cancelled_job_of_a_dead_owner_ends_at_reclaim(
+    queue: JobQueue, consumers: Consumers, raw: redis.Redis
+) -> None:
     job = await queue.submit(sft())
     must_claim(consumers("dies"))
     await queue.cancel(job.id)
-    await asyncio.sleep(RECLAIM + 0.05)
+    silence(raw)
     assert consumers("b").claim(0) is None
     assert (await queue.get(job.id)).state is JobState.CANCELLED
 
@@ -306,7 +310,7 @@ async def test_a_line_goes_on_behind_a_dead_owner_and_a_lost_job(
     consumer = consumers("b")
     assert consumer.claim(0) is None
     raw.delete(scripts.job_key(lost.id))
-    await asyncio.sleep(RECLAIM + 0.05)
+    silence(raw)
     again = must_claim(consumer)
     assert (again.id, again.attempt) == (first.id, 2)
     consumer.succeed(again, "math@1")

@@ -221,7 +221,7 @@ async def test_a_frozen_valkey_costs_little(
     monkeypatch.setattr(shared, "CALL_SECONDS", CALL_SECONDS)
     with valkey.frozen():
         first = await asyncio.gather(*(timed() for _ in range(200)))
-        assert CALL_SECONDS < max(first) < 1.0, "everybody waits once, at the same time"
+        assert CALL_SECONDS < max(first) < 100 * CALL_SECONDS, "everybody waits once, at the same time"
         until = time.monotonic() + 1.5 * PROBE_SECONDS  # one probe falls into this time
         while time.monotonic() < until:
             with pytest.raises(StopIteration):

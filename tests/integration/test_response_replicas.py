@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import redis
 
 from cli.local.ports import claim_ports
 from services.common.pb import engine_pb2
@@ -24,7 +25,7 @@ from tests.unit.gateway.fake_engine import FakeEngine, says
 
 ROUTE = "/v1/responses"
 ASK: dict[str, Any] = {"model": MODEL, "input": "hi"}
-LEASE = 1.0
+LEASE = 60.0
 
 
 async def stops_half_way(engine: FakeEngine, request: engine_pb2.GenerateRequest, send: Any) -> None:
@@ -81,7 +82,7 @@ def _await(condition: Any, seconds: float = 30.0) -> None:
         time.sleep(0.02)
 
 
-def test_two_gateways(here: Running, there: tuple[subprocess.Popen[bytes], str]) -> None:
+def test_two_gateways(here: Running, there: tuple[subprocess.Popen[bytes], str], raw: redis.Redis) -> None:
     process, url = there
     with httpx.Client(base_url=here.url, timeout=10) as ours, httpx.Client(base_url=url, timeout=10) as theirs:
         first = ours.post(ROUTE, json=ASK).json()
@@ -102,10 +103,13 @@ def test_two_gateways(here: Running, there: tuple[subprocess.Popen[bytes], str])
         assert theirs.get(f"{ROUTE}/{cancelled}").json()["status"] == "cancelled"
 
         lost = begin()
-        time.sleep(LEASE * 1.5)
+        (key,) = raw.keys(f"*{lost}*")
+        aged = raw.hincrbyfloat(key, "beat", -0.9 * LEASE)
+        _await(lambda: float(raw.hget(key, "beat")) > aged + 0.8 * LEASE)
         assert ours.get(f"{ROUTE}/{lost}").json()["status"] == "in_progress", "it beats"
         process.kill()
         process.wait()
+        raw.hincrbyfloat(key, "beat", -1.1 * LEASE)
         _await(lambda: ours.get(f"{ROUTE}/{lost}").json()["status"] == "failed")
         assert ours.get(f"{ROUTE}/{lost}").json()["error"] == {"code": "server_error", "message": LOST}
         here.engine.behaviour = says("still here")

@@ -95,13 +95,14 @@ async def test_from_submit_to_the_next_request(
 
 async def test_cancelling_in_the_middle_of_a_rollout(queue: JobQueue, start: Start, pod: Pod) -> None:
     start()
-    submitted = await queue.submit(job(**LONG))
+    # A round of minutes, where CI computes.
+    submitted = await queue.submit(job(**LONG | {"prompts_per_round": 4, "completions": 64}))
     await sampling(pod)
     began = time.monotonic()
     await queue.cancel(submitted.id)
     done = await until(queue, submitted.id, lambda job: job.state.terminal)
     assert done.state is JobState.CANCELLED
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     await asyncio.to_thread(pod.settle)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import subprocess
@@ -31,6 +30,7 @@ from services.gateway.core.file_store import FileStore
 from services.trainer.runtime.checkpoint import CheckpointStore
 from tests.e2e.jobs import losses, wait_for_end
 from tests.fixtures.upgrade import RELEASES, facts, load
+from tests.integration.jobs import RECLAIM, silence
 from tests.integration.servers import RunningServer
 from tests.stack import ROOT, TINY, clean_environment
 
@@ -187,13 +187,13 @@ async def test_a_job_of_a_later_release_is_left_to_it(release: str, settings: Co
     with pytest.raises(NewerSchema, match=f"job {queued} has schema 2 of jobs, and this release knows up to 1"):
         await queue.get(queued)
     await queue.aclose()
-    consumer = JobConsumer(settings, owner="old", reclaim_seconds=1)
+    consumer = JobConsumer(settings, owner="old", reclaim_seconds=RECLAIM)
     claimed = [found.id for _ in range(3) if (found := consumer.claim(0.05)) is not None]
     assert claimed == [running, job_id_of_entry(known["pipeline_entry"])]
     assert raw.hget(f"temper:job:{queued}", "state") == "queued"
     raw.hset(f"temper:job:{queued}", "schema", "1")
-    await asyncio.sleep(1.1)
-    newer = JobConsumer(settings, owner="new", reclaim_seconds=1)
+    silence(raw)
+    newer = JobConsumer(settings, owner="new", reclaim_seconds=RECLAIM)
     found = newer.claim(0.05)
     taken = set()
     while found is not None:

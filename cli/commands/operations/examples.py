@@ -9,7 +9,12 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "up": ("up", "up --model Qwen/Qwen3.5-4B --device cuda", "up --host 0.0.0.0 --port 8000"),
     "serve": ("serve", "serve gateway --host 0.0.0.0", "serve engine --model /models/qwen3.5-4b"),
     "ps": ("ps", "ps --url https://temper.example.com"),
-    "logs": ("logs", "logs engine --follow", "logs gateway --lines 200"),
+    "logs": (
+        "logs",
+        "logs engine --follow",
+        "logs gateway --lines 200",
+        "logs --url https://temper.example.com --level warning --follow",
+    ),
     "doctor": ("doctor", "doctor --fix", "doctor --model /models/qwen3.5-4b --url https://temper.example.com --json"),
     "bench": (
         "bench --concurrency 16 --prompt-tokens 512 --max-tokens 128",

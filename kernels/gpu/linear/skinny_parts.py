@@ -81,11 +81,12 @@ def tile_columns(tile, N, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr):
 
 @triton.jit
 def prefetch_rows(weight, row, start, BYTES_A_ROW: tl.constexpr, ROW_BYTES: tl.constexpr):
-    """Asks L2 for BYTES_A_ROW of each row from byte ``start`` of it (weights: nothing of the kernel before)."""
+    """Asks L2 for BYTES_A_ROW of each row from byte ``start`` of it, no further than the row goes: behind the last one
+    there may be no memory (weights: nothing of the kernel before)."""
     lines: tl.constexpr = (BYTES_A_ROW + _LINE - 1) // _LINE
-    line = tl.arange(0, lines) * _LINE
+    line = tl.minimum(start + tl.arange(0, lines) * _LINE, ROW_BYTES - 1)
     base = weight.to(tl.pointer_type(tl.int8)) + row.to(tl.int64)[:, None] * ROW_BYTES
-    prefetch_l2(base + start + line[None, :])
+    prefetch_l2(base + line[None, :])
 
 
 @triton.jit

@@ -1169,6 +1169,122 @@ class GetRequestsResponse(_message.Message):
 Global___GetRequestsResponse: _TypeAlias = GetRequestsResponse  # noqa: Y015
 
 @_typing.final
+class GetLogsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
+    level: _builtins.str
+    """"debug", "info", "warning" or "error": the least severe level; empty: all."""
+    text: _builtins.str
+    """Text that a line has somewhere, in capitals or not."""
+    since: _builtins.float
+    """Seconds since 1970."""
+    limit: _builtins.int
+    """Most lines, 1 to 1000; the newest are taken."""
+    after: _builtins.int
+    """Lines with higher numbers, if `process` is still the same: `last` of the answer before."""
+    process: _builtins.str
+    @_builtins.property
+    def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Requests of which a line has to be about one; none: all lines."""
+
+    def __init__(
+        self,
+        *,
+        level: _builtins.str = ...,
+        text: _builtins.str = ...,
+        request_ids: _abc.Iterable[_builtins.str] | None = ...,
+        since: _builtins.float = ...,
+        limit: _builtins.int = ...,
+        after: _builtins.int = ...,
+        process: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "level", b"level", "limit", b"limit", "process", b"process", "request_ids", b"request_ids", "since", b"since", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetLogsRequest: _TypeAlias = GetLogsRequest  # noqa: Y015
+
+@_typing.final
+class LogLine(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    LOGGER_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    FIELDS_FIELD_NUMBER: _builtins.int
+    EXCEPTION_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Of its process, from 1."""
+    time: _builtins.float
+    """Seconds since 1970."""
+    level: _builtins.str
+    logger: _builtins.str
+    message: _builtins.str
+    fields: _builtins.str
+    """Other fields, as a JSON object of texts, numbers, booleans and null."""
+    exception: _builtins.str
+    """Traceback; empty: there is none."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        time: _builtins.float = ...,
+        level: _builtins.str = ...,
+        logger: _builtins.str = ...,
+        message: _builtins.str = ...,
+        fields: _builtins.str = ...,
+        exception: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exception", b"exception", "fields", b"fields", "level", b"level", "logger", b"logger", "message", b"message", "number", b"number", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogLine: _TypeAlias = LogLine  # noqa: Y015
+
+@_typing.final
+class GetLogsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROCESS_FIELD_NUMBER: _builtins.int
+    LINES_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    process: _builtins.str
+    """New for each process of the engine."""
+    last: _builtins.int
+    """Number of the last line there is, asked for or not."""
+    @_builtins.property
+    def lines(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogLine]:
+        """Oldest first."""
+
+    def __init__(
+        self,
+        *,
+        process: _builtins.str = ...,
+        lines: _abc.Iterable[Global___LogLine] | None = ...,
+        last: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "lines", b"lines", "process", b"process"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetLogsResponse: _TypeAlias = GetLogsResponse  # noqa: Y015
+
+@_typing.final
 class GetRolloutsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -70,6 +70,11 @@ class EngineStub:
                 request_serializer=temper_dot_v1_dot_engine__pb2.GetRequestsRequest.SerializeToString,
                 response_deserializer=temper_dot_v1_dot_engine__pb2.GetRequestsResponse.FromString,
                 _registered_method=True)
+        self.GetLogs = channel.unary_unary(
+                '/temper.v1.Engine/GetLogs',
+                request_serializer=temper_dot_v1_dot_engine__pb2.GetLogsRequest.SerializeToString,
+                response_deserializer=temper_dot_v1_dot_engine__pb2.GetLogsResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServicer:
@@ -124,6 +129,13 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetLogs(self, request, context):
+        """Last lines of the log of this process, which trains, too. Nothing in them is a secret.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -161,6 +173,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.GetRequests,
                     request_deserializer=temper_dot_v1_dot_engine__pb2.GetRequestsRequest.FromString,
                     response_serializer=temper_dot_v1_dot_engine__pb2.GetRequestsResponse.SerializeToString,
+            ),
+            'GetLogs': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLogs,
+                    request_deserializer=temper_dot_v1_dot_engine__pb2.GetLogsRequest.FromString,
+                    response_serializer=temper_dot_v1_dot_engine__pb2.GetLogsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -353,6 +370,33 @@ class Engine:
             '/temper.v1.Engine/GetRequests',
             temper_dot_v1_dot_engine__pb2.GetRequestsRequest.SerializeToString,
             temper_dot_v1_dot_engine__pb2.GetRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLogs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/temper.v1.Engine/GetLogs',
+            temper_dot_v1_dot_engine__pb2.GetLogsRequest.SerializeToString,
+            temper_dot_v1_dot_engine__pb2.GetLogsResponse.FromString,
             options,
             channel_credentials,
             insecure,

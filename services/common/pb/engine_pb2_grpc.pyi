@@ -47,6 +47,8 @@ class EngineStub:
     """Finished completions that the engine still keeps, so that a client may send just {completion_id, reward}."""
     GetRequests: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetRequestsRequest, _engine_pb2.GetRequestsResponse]
     """Requests of all gateways, and rollouts of jobs, that have not ended."""
+    GetLogs: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetLogsRequest, _engine_pb2.GetLogsResponse]
+    """Last lines of the log of this process, which trains, too. Nothing in them is a secret."""
 
 @_typing.type_check_only
 class EngineAsyncStub(EngineStub):
@@ -67,6 +69,8 @@ class EngineAsyncStub(EngineStub):
     """Finished completions that the engine still keeps, so that a client may send just {completion_id, reward}."""
     GetRequests: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetRequestsRequest, _engine_pb2.GetRequestsResponse]  # type: ignore[assignment]
     """Requests of all gateways, and rollouts of jobs, that have not ended."""
+    GetLogs: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetLogsRequest, _engine_pb2.GetLogsResponse]  # type: ignore[assignment]
+    """Last lines of the log of this process, which trains, too. Nothing in them is a secret."""
 
 class EngineServicer(metaclass=_abc_1.ABCMeta):
     """Engine: one device, tokens in, tokens out. The gateway handles text."""
@@ -126,5 +130,13 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.GetRequestsResponse, _abc.Awaitable[_engine_pb2.GetRequestsResponse]]:
         """Requests of all gateways, and rollouts of jobs, that have not ended."""
+
+    @_abc_1.abstractmethod
+    def GetLogs(
+        self,
+        request: _engine_pb2.GetLogsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.GetLogsResponse, _abc.Awaitable[_engine_pb2.GetLogsResponse]]:
+        """Last lines of the log of this process, which trains, too. Nothing in them is a secret."""
 
 def add_EngineServicer_to_server(servicer: EngineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

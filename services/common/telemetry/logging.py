@@ -1,31 +1,34 @@
 """Logs and metrics, set up the same way in every service.
 
 Logs are structlog events with a service name and an ISO time: JSON for machines, coloured text for a terminal. Nothing
-secret is logged: settings hold secrets as SecretStr, and keys that look like credentials are masked here as well.
+secret is logged: settings hold secrets as SecretStr, and what looks like a credential, or is the value of one, is
+masked in all that is written, tracebacks included. The last lines stay in memory, for `GET /v1/logs`.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from collections.abc import MutableMapping
 from typing import Any
 
 import structlog
+from pydantic_settings import BaseSettings
 
-from services.common.security import api_keys
 from services.common.settings import CommonSettings
+from services.common.telemetry.masking import MaskValues, mask_secrets
+from services.common.telemetry.recent_logs import RECENT
 
-_SECRET = re.compile(r"secret|password|passwd|authorization|api_?key|access_key|token$|redis_url", re.IGNORECASE)
-_API_KEY = re.compile(api_keys.PATTERN)
-_URL_PASSWORD = re.compile(r"(\w+://[^/\s:@]*):[^/\s@]+@")
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Seconds, for histograms of requests and steps."""
 
 
-def configure_logging(settings: CommonSettings, *, service: str) -> None:
-    """Sends structlog and the standard library's loggers to stderr in one format. Call once, in main."""
+def configure_logging(settings: CommonSettings, *others: BaseSettings, service: str) -> None:
+    """Sends structlog and the standard library's loggers to stderr in one format. Call once, in main.
+
+    Args:
+        others: settings of the process that hold secrets, too.
+    """
     level = getattr(logging, settings.log_level.upper())
     shared: list[structlog.types.Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -33,17 +36,20 @@ def configure_logging(settings: CommonSettings, *, service: str) -> None:
         structlog.stdlib.add_logger_name,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         _ServiceName(service),
+        structlog.processors.format_exc_info,
         mask_secrets,
+        MaskValues(settings, *others),
+        RECENT,
     ]
     renderer: structlog.types.Processor = (
         structlog.processors.JSONRenderer()
         if settings.log_format == "json"
-        # Plain: the traceback of rich shows local variables, and one of them is a key.
+        # Plain, as the exceptions are above; rich's shows local variables, and one of them is a key.
         else structlog.dev.ConsoleRenderer(
             colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
         )
     )
-    exceptions = [structlog.processors.format_exc_info] if settings.log_format == "json" else []
+    RECENT.resize(settings.log_lines)
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,
@@ -60,7 +66,7 @@ def configure_logging(settings: CommonSettings, *, service: str) -> None:
         structlog.stdlib.ProcessorFormatter(
             # Of foreign records only: structlog's own carry their logger object as an extra.
             foreign_pre_chain=[structlog.stdlib.ExtraAdder(), _drop_colours],
-            processors=[*shared, structlog.stdlib.ProcessorFormatter.remove_processors_meta, *exceptions, renderer],
+            processors=[*shared, structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
         )
     )
     root = logging.getLogger()
@@ -68,19 +74,6 @@ def configure_logging(settings: CommonSettings, *, service: str) -> None:
     root.setLevel(level)
     for noisy in ("urllib3", "asyncio", "httpx", "httpcore"):
         logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
-
-
-def mask_secrets(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Masks values whose key looks like a credential, API keys inside texts, and passwords inside URLs."""
-    for key, value in event.items():
-        if _SECRET.search(key):
-            event[key] = "***"
-        elif isinstance(value, str):
-            if api_keys.PREFIX in value:
-                value = event[key] = _API_KEY.sub(f"{api_keys.PREFIX}***", value)
-            if "://" in value:
-                event[key] = _URL_PASSWORD.sub(r"\1:***@", value)
-    return event
 
 
 def _drop_colours(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

@@ -22,6 +22,7 @@ from services.common.errors import InvalidRequest, TemperError, Unavailable
 from services.common.pb import adapters_pb2, adapters_pb2_grpc, engine_pb2_grpc
 from services.common.pb import engine_pb2 as pb
 from services.common.security.tls import Certificates
+from services.common.telemetry.recent_logs import RECENT
 from services.common.telemetry.tracing import NO_TRACER, Tracer
 from services.common.text.tokenizer import TextCodec
 from services.engine.adapters.manager import AdapterManager
@@ -34,7 +35,14 @@ from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import FinishReason
 from services.engine.requests.submission import Submission
 from services.engine.server.errors import INTERNAL_MESSAGE, status_code, to_message
-from services.engine.server.protobuf import live_request_message, rollout_message, submission, update_message
+from services.engine.server.protobuf import (
+    live_request_message,
+    log_line_message,
+    log_query,
+    rollout_message,
+    submission,
+    update_message,
+)
 
 _CHUNK_BYTES = 1024 * 1024
 _MAX_ADAPTER_BYTES = 4 * 1024**3
@@ -280,6 +288,17 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         except TemperError as error:
             await context.abort(status_code(error), error.message)
         return pb.GetRequestsResponse(requests=map(live_request_message, live))
+
+    async def GetLogs(  # noqa: N802
+        self, request: pb.GetLogsRequest, context: _Context
+    ) -> pb.GetLogsResponse:
+        try:
+            query = log_query(request)
+        except TemperError as error:
+            await context.abort(status_code(error), error.message)
+        after = request.after if request.process == RECENT.process else 0
+        lines, last = RECENT.find(query, after)
+        return pb.GetLogsResponse(process=RECENT.process, lines=map(log_line_message, lines), last=last)
 
     async def GetRollouts(  # noqa: N802
         self,

@@ -13,7 +13,7 @@ from services.gateway.api.completions import chat_completions, stored_chats, tex
 from services.gateway.api.evaluation import contamination, harness, runs, side_by_side, suites
 from services.gateway.api.messages import batches as message_batches
 from services.gateway.api.messages import routes as messages
-from services.gateway.api.operations import health, keys, status
+from services.gateway.api.operations import health, keys, logs, status
 from services.gateway.api.responses import conversations
 from services.gateway.api.responses import routes as responses
 from services.gateway.api.training import forge
@@ -49,4 +49,5 @@ API: tuple[Routes, ...] = (
     health.routes,
     status.routes,
     keys.routes,
+    logs.routes,
 )

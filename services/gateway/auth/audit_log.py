@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 
 from services.common.errors import InvalidRequest
-from services.common.telemetry.logging import mask_secrets
+from services.common.telemetry.masking import mask_secrets
 from services.gateway.core.metrics import GatewayMetrics
 
 _LIMIT = 200

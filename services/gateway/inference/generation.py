@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
+import structlog
 from starlette.requests import Request
 
 from services.common.errors import InvalidRequest, ModelNotFound, TemperError
@@ -89,6 +90,7 @@ class Generation:
         traceparent: str = "",
     ) -> None:
         self.id = f"{prefix}-{uuid.uuid4().hex}"
+        structlog.contextvars.bind_contextvars(completion_id=self.id)  # engines know the request by it
         self.created = int(time.time())
         self.model = body.model
         self.served = served

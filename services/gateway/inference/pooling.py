@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import structlog
+
 from services.common.errors import InvalidRequest, ModelNotFound, Unavailable
 from services.common.pb import engine_pb2
 from services.gateway.auth.caller import seconds_left
@@ -69,6 +71,7 @@ class Pooling:
 
     def __init__(self, context: InferenceContext, body: ReadingFields, *, prefix: str, traceparent: str = "") -> None:
         self.id = f"{prefix}-{uuid.uuid4().hex}"
+        structlog.contextvars.bind_contextvars(completion_id=self.id)  # engines know the request by it
         self.created = int(time.time())
         self.prompt_tokens = 0
         self.cached_tokens = 0

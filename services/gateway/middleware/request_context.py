@@ -69,6 +69,7 @@ class RequestContext:
                     await _send_internal_error(send_with_id, scope["path"])
             finally:
                 self._account(scope, status, time.monotonic() - started, span)
+                structlog.contextvars.unbind_contextvars("completion_id")  # of generations of this request
 
     def _span(self, scope: Scope) -> Span:
         """https://opentelemetry.io/docs/specs/semconv/http/http-spans/#http-server-span"""

@@ -32,6 +32,7 @@ from services.gateway.api.batches.worker import BatchWorker
 from services.gateway.api.evaluation.services import EvaluationServices
 from services.gateway.api.operations.health import HealthServices, QueueWatch
 from services.gateway.api.operations.keys import KeyServices
+from services.gateway.api.operations.logs import LogServices
 from services.gateway.api.responses.documents import DocumentStore
 from services.gateway.api.responses.serving import BackgroundResponses, ResponseServices
 from services.gateway.api.responses.store import BestEffortStore, ResponseStore
@@ -164,6 +165,7 @@ def create_app(
             ForgeServices(queue, engines, batch_stores.files.objects, settings.s3_bucket, threads),
             HealthServices(inference, lifecycle, queue, queues, registry, threads, background),
             KeyServices(keys),
+            LogServices(engines, lifecycle, settings.keep_alive_seconds),
         )
         engines.start()
         background.start()

@@ -14,6 +14,7 @@ import pytest
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
 from services.engine.kv_cache.keys import Tier
+from services.engine.kv_offload import object_store
 from services.engine.kv_offload.entry_format import entry_bytes
 from services.engine.kv_offload.messages import (
     Entry,
@@ -44,6 +45,8 @@ class Line:
         self.most_bytes = 0
         """Most bytes to the client for each connection, which then ends; 0: any number."""
         self.refuses = False
+        self.asked = 0
+        """Connections that were begun, and pieces that came through those that were taken."""
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -60,6 +63,7 @@ class Line:
                 client, _ = self._listener.accept()
             except OSError:
                 return
+            self.asked += 1
             if self.refuses:
                 client.close()
                 continue
@@ -71,6 +75,7 @@ class Line:
         passed = 0
         with suppress(OSError):
             while data := source.recv(65536):
+                self.asked += not back
                 self.flows.wait()
                 if self.refuses:
                     break
@@ -308,14 +313,12 @@ def test_a_store_that_hangs_costs_one_deadline_and_is_then_left_alone(
         wait_until(bench, in_store(bench, *entries))
         line.flows.clear()
         began = time.monotonic()
-        assert bench.load(*entries) == Loaded(1, keys(entries))
-        assert 0.4 < time.monotonic() - began < 2.0
+        assert bench.load(*entries) == Loaded(1, keys(entries))  # while it still hangs
+        assert time.monotonic() - began > 0.4
         assert bench.counts.troubles[Tier.STORE, "slow"] >= 1
         other = chain(4, seed=5)
-        began = time.monotonic()
         bench.submit(*(bench.put(entry) for entry in other))  # what needs no store goes on
         wait_until(bench, lambda: Released(other[0].key) in bench.events)
-        assert time.monotonic() - began < 1.0
         line.flows.set()
         assert bench.manager.wait_idle(30)
         until = time.monotonic() + 20
@@ -327,8 +330,9 @@ def test_a_store_that_hangs_costs_one_deadline_and_is_then_left_alone(
 
 @pytest.mark.parametrize("how", ["refuses", "truncates"])
 def test_a_store_that_fails_is_a_miss_and_left_alone(
-    how: str, store: ObjectStore, behind_line: ObjectStore, line: Line
+    how: str, store: ObjectStore, behind_line: ObjectStore, line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(object_store, "_FIRST_PAUSE", 600.0)
     entries = chain(8, 6)
     with engine(store) as bench:
         bench.save(*entries)
@@ -338,17 +342,16 @@ def test_a_store_that_fails_is_a_miss_and_left_alone(
         line.most_bytes = 900
         assert bench.load(*entries) == Loaded(1, keys(entries))
         assert bench.counts.troubles[Tier.STORE, "away"] >= 1
-        began = time.monotonic()
+        asked = line.asked
         assert bench.load(*entries) == Loaded(2, keys(entries))
         bench.submit(Persist(1, [entries[0].key]), bench.put(chain(4, seed=5)[0]))
         bench.settle()
-        assert time.monotonic() - began < 0.9  # nobody was asked
+        assert line.asked == asked
         assert Persisted(1) in bench.events  # there it is
         line.refuses, line.most_bytes = False, 0
-        until = time.monotonic() + 20
-        while bench.load(*entries).failed:
-            assert time.monotonic() < until
-            time.sleep(0.2)
+        assert bench.load(*entries).failed, "the pause is not over"
+        bench.manager._objects._backoff_until = 0.0
+        assert not bench.load(*entries).failed
 
 
 def test_a_persist_while_the_store_is_away_says_so(store: ObjectStore, behind_line: ObjectStore, line: Line) -> None:
@@ -386,7 +389,10 @@ def test_what_is_forgotten_while_the_store_is_away_is_removed_later(
         ]
 
 
-def test_closing_does_not_wait_for_a_store_that_hangs(behind_line: ObjectStore, line: Line) -> None:
+def test_closing_does_not_wait_for_a_store_that_hangs(
+    behind_line: ObjectStore, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.common.storage.object_store.READ_SECONDS", 120.0)
     entries = chain(4, 4)
     bench = engine(behind_line, store_after_uses=1, store_poll_seconds=60.0)
     bench.save(*entries)
@@ -395,5 +401,5 @@ def test_closing_does_not_wait_for_a_store_that_hangs(behind_line: ObjectStore, 
     line.flows.clear()
     began = time.monotonic()
     bench.close(0.5)
-    assert time.monotonic() - began < 4.0
+    assert time.monotonic() - began < 60
     line.flows.set()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, TypeVar
 
 import anthropic
@@ -27,6 +28,7 @@ from services.gateway.inference.context import InferenceContext
 from services.gateway.server.app import create_app
 from services.gateway.server.http_protocol import HttpProtocol
 from services.gateway.settings import GatewaySettings
+from tests.stack import PATIENCE
 from tests.unit.gateway.fake_batches import MemoryBatches
 from tests.unit.gateway.fake_engine import FakeEngine
 from tests.unit.gateway.fake_responses import MemoryDocuments, MemoryResponses
@@ -82,7 +84,30 @@ class Running:
         """Runs a coroutine on the gateway's loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    def send(
+        self, route: str, body: dict[str, Any], *, headers: Mapping[str, str] = {}, receive_buffer: int = 0
+    ) -> socket.socket:
+        """A connection on which a request was sent and nothing was read."""
+        host, _, port = self.url.removeprefix("http://").rpartition(":")
+        connection = socket.socket()
+        connection.settimeout(PATIENCE)
+        if receive_buffer:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.connect((host, int(port)))
+        data = json.dumps(body).encode()
+        more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        head = f"POST {route} HTTP/1.1\r\nHost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n"
+        connection.sendall(f"{head}{more}\r\n".encode() + data)
+        return connection
+
+    def leave(
+        self, route: str, body: dict[str, Any], once: Callable[[], bool], headers: Mapping[str, str] = {}
+    ) -> None:
+        """A client that goes away once something is so, however long its request takes to get there."""
+        with self.send(route, body, headers=headers):
+            self.wait_for(once)
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:

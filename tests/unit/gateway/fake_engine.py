@@ -114,12 +114,18 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
     memory_plan: Mapping[str, int] = field(default_factory=dict)
     lists_requests: bool = True
     """False: like an engine of an earlier release, it has no such call."""
+    keeps_logs: bool = True
+    """The same."""
+    break_logs: bool = False
+    """True: it fails where it is asked for its log."""
     webhooks: engine_pb2.RewardWebhooks | None = None
     """What jobs may have scored where; None: it does not say."""
 
     def __post_init__(self) -> None:
         self.codec = codec()
         self.requests: list[engine_pb2.GenerateRequest] = []
+        self.log: list[engine_pb2.LogLine] = []
+        self.asked_logs: list[engine_pb2.GetLogsRequest] = []
         self.aborts: list[tuple[str, int]] = []
         self.kept: list[str] = []
         self.rollouts: dict[str, engine_pb2.Rollout] = {}
@@ -265,6 +271,16 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
             if one.request_id in self.running
         ]
         return engine_pb2.GetRequestsResponse(requests=live)
+
+    async def GetLogs(self, request, context) -> engine_pb2.GetLogsResponse:  # noqa: N802
+        self.asked_logs.append(request)
+        if not self.keeps_logs:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        if self.break_logs:
+            await context.abort(grpc.StatusCode.INTERNAL, "a fault")
+        process, last = self.sessions.instance, max((line.number for line in self.log), default=0)
+        new = [line for line in self.log if request.process != process or line.number > request.after]
+        return engine_pb2.GetLogsResponse(process=process, lines=new, last=last)
 
     async def GetRollouts(self, request, context) -> engine_pb2.GetRolloutsResponse:  # noqa: N802
         known = [self.rollouts[i] for i in request.completion_ids if i in self.rollouts]

@@ -190,6 +190,34 @@ class TestLogs:
         assert temper("logs", "engine").stdout == "one\ntwo\n"
         assert "there are engine, gateway" in temper("logs", "other").stderr
 
+    def test_of_a_server(self) -> None:
+        line = {"time": 1e9, "level": "error", "process": "card-0", "message": "hot", "request_id": None}
+        lines = [{**line, "id": f"a-{n}", "fields": {"celsius": 90}, "exception": "Traceback"} for n in range(2)]
+        streams = iter([lines[:1], lines])
+
+        def answer(request: Seen) -> Reply:
+            if "process=card-9" in request.path:
+                return Reply({"error": {"message": "there is no process 'card-9'"}}, 400)
+            if "follow=true" not in request.path:
+                return Reply({"data": lines, "processes": ["gateway"], "unreachable": ["card-1"]})
+            found = next(streams, None)
+            if found is None:
+                return Reply({"error": {"message": "the scope admin is needed"}}, 403)
+            return sse(*((str(one["id"]), "log", one) for one in found))
+
+        with serving(answer) as (url, seen):
+            told = temper("logs", "--url", url, "--level", "error", "-n", "5", "--text", "hot")
+            assert told.stdout.count("error   hot celsius=90\nTraceback\n") == 2
+            assert "card-1 does not answer" in told.stderr
+            assert seen[0].path == "/v1/logs?limit=5&level=error&text=hot"
+            assert temper("logs", "card-9", "--url", url).exit_code == 1
+            # The connection is lost, and the server tells the first line again.
+            followed = temper("logs", "--url", url, "--follow", "--json")
+            assert [json.loads(line).get("id") for line in followed.stdout.splitlines()][:2] == ["a-0", "a-1"]
+            assert followed.exit_code == 1
+            assert seen[-1].path == "/v1/logs?limit=1000&since=999999997.0&follow=true"
+        assert "these logs are files" in temper("logs", "--level", "error").stderr
+
     def test_follows_whole_lines_into_a_file_that_took_the_place(self, home: Path) -> None:
         file = home / "engine.log"
         file.write_text("old\n")

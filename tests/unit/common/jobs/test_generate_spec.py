@@ -147,7 +147,7 @@ def test_no_pattern_takes_forever(pattern: str) -> None:
     match = matcher(RegexReward(pattern=pattern), None, "r")
     started = time.monotonic()
     match("a" * 100_000 + "!")
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 60  # not the age of the universe
 
 
 def nested(depth: int) -> dict[str, Any]:

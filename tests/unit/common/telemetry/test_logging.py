@@ -10,7 +10,16 @@ SCRIPT = """
 import logging, structlog
 from services.common.settings import CommonSettings
 from services.common.telemetry.logging import configure_logging
-configure_logging(CommonSettings(log_level="info", log_format="{fmt}"), service="engine")
+configure_logging(
+    CommonSettings(
+        log_level="info",
+        log_format="{fmt}",
+        redis_url="redis://:hunter2-of-redis@host:1/0",
+        s3_secret_key="hunter2-of-s3",
+        otlp_headers="authorization=hunter2-of-otlp",
+    ),
+    service="engine",
+)
 log = structlog.get_logger("x")
 log.debug("hidden")
 log.info("store.ready", url="redis://user:hunter2@host:1/0", s3_secret_key="hunter2", size=3)
@@ -18,9 +27,13 @@ log.info("request", path="/v1/x/tp-" + "hunter2" * 6 + "a/y")
 logging.getLogger("lib").warning("plain %s", "text", extra={{"color_message": "coloured"}})
 password = "hunter2"
 try:
-    raise ValueError("boom")
+    raise ValueError("boom: hunter2-of-redis, hunter2-of-s3, hunter2-of-otlp, tp-" + "hunter2" * 6 + "a")
 except ValueError:
-    log.exception("step.failed")
+    log.exception("step.failed", tried=["hunter2-of-s3"])
+from services.common.telemetry.recent_logs import RECENT, LogQuery
+kept, _ = RECENT.find(LogQuery())
+assert [line.message for line in kept] == ["store.ready", "request", "plain text", "step.failed"], kept
+assert "hunter2-of" not in repr(kept) and "ValueError: boom: ***, ***, ***" in kept[-1].exception, kept
 """
 
 

@@ -42,6 +42,9 @@ class FakeManifest:
     base_digest: str = "base"
 
 
+TIMEOUT = 30.0
+
+
 @dataclass
 class FakeRegistry:
     """Names to version counts; versions listed in ``corrupt`` do not bind."""
@@ -163,7 +166,7 @@ class World:
             pin = self.manager.pin(choice)
             if pin is not None:
                 return pin
-            assert self.loop.retries.acquire(timeout=5.0), "never told to try again"
+            assert self.loop.retries.acquire(timeout=TIMEOUT), "never told to try again"
         raise AssertionError("still loading after 20 tries")
 
     def publish(self, name: str, *, attach: bool = True) -> AdapterVersion:
@@ -173,7 +176,7 @@ class World:
             self.registry.attachment = version
         return version
 
-    def sync(self, version: AdapterVersion | None = None, timeout: float = 5.0) -> None:
+    def sync(self, version: AdapterVersion | None = None, timeout: float = TIMEOUT) -> None:
         self.manager.sync(version, timeout)
 
 
@@ -208,7 +211,7 @@ def in_use(slots: int, **limits: float) -> Iterator[tuple[World, list[AdapterPin
 
 
 def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + TIMEOUT
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)

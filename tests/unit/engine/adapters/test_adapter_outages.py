@@ -144,6 +144,6 @@ def test_a_bug_in_loading_for_a_sync_does_not_end_the_thread(world: World, monke
     with monkeypatch.context() as patch:
         patch.setattr(world.lora, "load", broken)
         with pytest.raises(TemperError, match="RuntimeError"):
-            world.manager.sync(AdapterVersion("a", 1), timeout=5)
-    world.manager.sync(AdapterVersion("a", 1), timeout=5)
+            world.manager.sync(AdapterVersion("a", 1), timeout=30)
+    world.manager.sync(AdapterVersion("a", 1), timeout=30)
     assert world.pin(AdapterChoice(name="a")).version == "a@1"

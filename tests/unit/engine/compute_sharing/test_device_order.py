@@ -72,6 +72,7 @@ class Stage:
         self.engine, self.trainer = FakeLane(self.device), FakeLane(self.device)
         self.gate = StreamGate(GOAL, self.engine, self.trainer, **options)
         self.queued = 0
+        self._trainer: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def step(self, seconds: float) -> None:
@@ -95,6 +96,7 @@ class Stage:
                 self._error = error
 
         thread = threading.Thread(target=run, daemon=True)
+        self._trainer = thread
         thread.start()
         return thread
 
@@ -121,11 +123,11 @@ class Stage:
 
     def settled(self) -> int:
         """Number of queued pieces once the trainer waits."""
-        before = -1
-        while before != self.queued:
-            before = self.queued
-            threading.Event().wait(0.03)
-        return before
+        changed = (self.gate._changed, self.device.changed)
+        thread = self._trainer
+        # Who is told of a change is among the waiting no more until it has looked and waits again.
+        self.until(lambda: any(one._waiters for one in changed) or thread is None or not thread.is_alive())  # type: ignore[attr-defined]
+        return self.queued
 
 
 def test_an_idle_device_has_the_trainer_two_pieces_ahead() -> None:

@@ -10,7 +10,7 @@ import pytest
 import structlog
 
 from services.common.security.api_keys import Scope
-from services.common.telemetry.logging import mask_secrets
+from services.common.telemetry.masking import mask_secrets
 from tests.unit.gateway.conftest import Running
 from tests.unit.gateway.fake_engine import FakeEngine
 from tests.unit.gateway.key_file import NO_REDIS, Keys

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -30,10 +29,9 @@ def test_streaming_client_leaves(running: Running, http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_waiting_client_leaves(running: Running, http: httpx.Client, stream: bool) -> None:
+def test_waiting_client_leaves(running: Running, stream: bool) -> None:
     running.engine.behaviour = hangs
-    with pytest.raises(httpx.ReadTimeout):
-        http.post(ROUTE, json=CHAT | {"stream": stream, "n": 3}, timeout=0.3)
+    running.leave(ROUTE, CHAT | {"stream": stream, "n": 3}, lambda: len(running.engine.running) == 3)
     running.wait_for(lambda: len(running.engine.aborts) == 3)
 
 
@@ -58,20 +56,13 @@ def test_many_clients_leave(running: Running) -> None:
 def test_admission_is_bounded(start: Starter) -> None:
     running = start(FakeEngine(behaviour=hangs), max_in_flight=4)
     with httpx.Client(base_url=running.url, timeout=10) as http:
-        waiting = threading.Thread(target=lambda: _quietly(running, {"n": 3}))
-        waiting.start()
-        running.wait_for(lambda: running.inference.admission.in_flight == 3)
-        answer = http.post(ROUTE, json=CHAT | {"n": 2})
-        assert answer.status_code == 503
-        assert answer.json()["error"]["code"] == "overloaded"
-        assert int(answer.headers["retry-after"]) >= 1
-        waiting.join()
+        with running.send(ROUTE, CHAT | {"n": 3}):
+            running.wait_for(lambda: running.inference.admission.in_flight == 3)
+            answer = http.post(ROUTE, json=CHAT | {"n": 2})
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "overloaded"
+            assert int(answer.headers["retry-after"]) >= 1
         running.wait_for(lambda: running.inference.admission.in_flight == 0)
-
-
-def _quietly(running: Running, change: dict[str, object]) -> None:
-    with contextlib.suppress(httpx.TimeoutException):
-        httpx.post(running.url + ROUTE, json=CHAT | change, timeout=1)
 
 
 def test_engine_full(running: Running, http: httpx.Client) -> None:
@@ -171,7 +162,7 @@ def test_no_engine(start: Starter) -> None:
         answer = http.post(ROUTE, json=CHAT)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
         assert "retry-after" in answer.headers
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 60
         assert http.get("/readyz").status_code == 503
         assert http.get("/livez").status_code == 200
         assert http.get("/healthz").json()["status"] == "degraded"

@@ -36,7 +36,7 @@ async def _gone(reference: weakref.ref[_Node]) -> bool:
 async def test_cycles_go_when_nobody_is_served_and_when_that_is_overdue() -> None:
     busy = True
     before = gc.get_threshold()
-    collector = QuietCollector(lambda: busy, pause_seconds=0.02, overdue_seconds=0.5, look_seconds=0.01)
+    collector = QuietCollector(lambda: busy, pause_seconds=0.02, overdue_seconds=600, look_seconds=0.01)
     task = asyncio.create_task(collector.run())
     await asyncio.sleep(0.05)
     assert gc.get_threshold()[1:] == (10**9, 10**9), "no collection of old objects by itself"
@@ -47,6 +47,7 @@ async def test_cycles_go_when_nobody_is_served_and_when_that_is_overdue() -> Non
     busy = False
     assert await _gone(old)
     busy = True
+    collector._overdue = 0.1
     assert await _gone(_old_cycle()), "overdue"
     task.cancel()
     with suppress(asyncio.CancelledError):

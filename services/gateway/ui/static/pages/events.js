@@ -1,4 +1,4 @@
-// Events and logs: what jobs say, all of them together, and the requests of this page.
+// Events and logs: what jobs say, all of them together, the logs of gateway and engines, and the requests of this page.
 
 import { html, useEffect, useMemo, useState } from "../vendor/htm-preact.js";
 import { calls, get, on } from "../core/api.js";
@@ -7,6 +7,7 @@ import { useMay, usePolled } from "../core/hooks.js";
 import { useJobEvents } from "../core/job_events.js";
 import { Card, Empty, Loaded, Page, Tabs } from "../parts/basics.js";
 import { EventLog, line } from "../parts/event_log.js";
+import { ProcessLogs } from "../parts/process_logs.js";
 import { Check, Select, TextField } from "../parts/form.js";
 
 const JOBS = 20;
@@ -68,13 +69,19 @@ function Calls() {
 }
 
 export default function Events() {
-  const sees = useMay("train", "admin");
-  const tabs = [...(sees ? [{ id: "jobs", name: "Jobs" }] : []), { id: "calls", name: "Requests of this page" }];
-  const [tab, setTab] = useState(tabs[0].id);
+  const seesJobs = useMay("train", "admin");
+  const seesLogs = useMay("admin");
+  const tabs = [
+    ...(seesJobs ? [{ id: "jobs", name: "Jobs", content: JobEvents }] : []),
+    ...(seesLogs ? [{ id: "processes", name: "Gateway and engines", content: ProcessLogs }] : []),
+    { id: "calls", name: "Requests of this page", content: Calls },
+  ];
+  const [chosen, choose] = useState(tabs[0].id);
+  const tab = tabs.find((one) => one.id === chosen);
   return html`
-    <${Page} title="Events and logs" note="Logs of processes are where they run: temper up's data directory, kubectl logs, or your collector.">
-      <${Tabs} label="Events" tabs=${tabs} chosen=${tab} choose=${setTab} />
-      ${tab === "jobs" ? html`<${JobEvents} />` : html`<${Calls} />`}
+    <${Page} title="Events and logs">
+      <${Tabs} label="Events" tabs=${tabs} chosen=${chosen} choose=${choose} />
+      <${tab.content} />
     <//>
   `;
 }

@@ -16,17 +16,17 @@ export function line(event) {
     .join(" · ");
 }
 
-const isBad = (event) => event.data?.state === "failed" || event.status === 0 || event.status >= 400;
+const isBad = (event) => event.bad || event.data?.state === "failed" || event.status === 0 || event.status >= 400;
 
-/** Events: [{id, time, kind, text?, data}]. */
+/** Events: [{id, time, kind, tone?, bad?, text?, detail?, data}]. */
 export function EventLog({ events, label, follow = true }) {
   const list = useRef(null);
   useEffect(() => {
     if (follow && list.current) list.current.scrollTop = list.current.scrollHeight;
-  }, [events.length, follow]);
+  }, [events.length, events.at(-1)?.id, follow]);
   return html`
     <ul class="log" tabindex="0" aria-label=${label} ref=${list}>
-      ${events.map((event) => html`<li key=${event.id} class=${isBad(event) ? "bad" : ""}><time class="muted">${moment(event.time)}</time><span><${Chip}>${event.kind}<//></span><span>${event.text ?? line(event)}</span></li>`)}
+      ${events.map((event) => html`<li key=${event.id} class=${isBad(event) ? "bad" : ""}><time class="muted">${moment(event.time)}</time><span><${Chip} tone=${event.tone}>${event.kind}<//></span><div>${event.text ?? line(event)}${event.detail && html`<details><summary>Traceback</summary><pre>${event.detail}</pre></details>`}</div></li>`)}
     </ul>
   `;
 }

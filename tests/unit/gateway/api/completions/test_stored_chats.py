@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +73,7 @@ def test_only_whole_streams_are_kept(running: Running, client: openai.OpenAI) ->
         next(iter(stream))
     running.wait_for(lambda: not running.engine.running)
     running.engine.behaviour = hangs
-    with pytest.raises(openai.APITimeoutError):
-        client.with_options(timeout=0.5).chat.completions.create(**CHAT, store=True)
+    running.leave("/v1/chat/completions", CHAT | {"store": True}, lambda: bool(running.engine.running))
     running.wait_for(lambda: not running.engine.running)
     running.engine.behaviour = fails(engine_pb2.ERROR_CODE_INTERNAL, "broken", after="ab")
     for stream_it in (True, False):
@@ -159,11 +157,9 @@ def test_what_cannot_be_kept_is_answered(
     answer = kept(client)
     assert answer.store is False  # type: ignore[attr-defined]
     assert len(list(client.chat.completions.create(**CHAT, stream=True, store=True))) > 1
-    began = time.monotonic()
     calls = running.responses.calls
     assert kept(client).store is False  # type: ignore[attr-defined]
     assert running.responses.calls == calls, "a store that is away is left alone for a while"
-    assert time.monotonic() - began < 5
     for call in (client.chat.completions.retrieve, client.chat.completions.delete):
         with pytest.raises(openai.InternalServerError) as away:
             call(answer.id)

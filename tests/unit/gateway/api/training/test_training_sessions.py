@@ -86,12 +86,12 @@ def test_a_pending_future_is_waited_for(running: Running, http: httpx.Client) ->
     url = f"/v1/train/futures/{sent['id']}"
     began = time.monotonic()
     assert http.get(url, params={"wait": 0.5}).json()["state"] == "pending"
-    assert 0.4 < time.monotonic() - began < 5
+    assert 0.4 < time.monotonic() - began < 30
     ending = threading.Timer(0.3, lambda: running.run(_finished(running.engine.sessions)))
     ending.start()
     began = time.monotonic()
-    assert http.get(url, params={"wait": 30}).json()["result"] == {"echo": "forward"}
-    assert time.monotonic() - began < 10
+    assert http.get(url, params={"wait": 60}).json()["result"] == {"echo": "forward"}
+    assert time.monotonic() - began < 30
     assert error_of(http.get(url, params={"wait": 61}), 400)["param"] == "wait"
 
 
