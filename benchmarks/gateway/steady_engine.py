@@ -109,6 +109,9 @@ class SteadyEngine(engine_pb2_grpc.EngineServicer):
     async def GetStatus(self, request: Any, context: Any) -> pb.EngineStatus:  # noqa: N802
         return pb.EngineStatus()
 
+    async def GetLogs(self, request: Any, context: Any) -> pb.GetLogsResponse:  # noqa: N802
+        return pb.GetLogsResponse()
+
     async def GetRequests(self, request: Any, context: Any) -> pb.GetRequestsResponse:  # noqa: N802
         return pb.GetRequestsResponse()
 

@@ -249,7 +249,7 @@ def main() -> None:
     plan = Plan(args.work, args.steps, args.batch_tokens, args.learning_rate, args.items, args.device)
     runs = [Run(cut, method, seed) for seed in args.seeds for cut in args.cuts for method in args.methods]
     if args.no_new:
-        found = [result for run in runs if (result := plan.done(run)) is not None]
+        found = [done for run in runs if (done := plan.done(run)) is not None]
     else:
         for seed in args.seeds:
             plan.prepare(seed)

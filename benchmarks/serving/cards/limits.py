@@ -3,8 +3,10 @@
 
 A line for each says how it ended; behind it, of one that did not get through, the error as its engine logged it.
 ``--blocking``: the host waits for each launch, and no serving step is captured (CUDA_LAUNCH_BLOCKING,
-TEMPER_CUDA_GRAPHS=0), so that a kernel that leaves its tensors is the one in the traceback. Exit status 1 if one of
-them failed. (`TEMPER_DEVICE_LIMITS=sm80 temper demo` runs with the GPU's own limits: the demo takes no settings.)
+TEMPER_CUDA_GRAPHS=0), so that a kernel that leaves its tensors is the one in the traceback. ``--dumps DIRECTORY``: the
+driver writes which kernel it was as well where steps are captured and overlap; `cuda-gdb -batch -ex "target cudacore
+FILE" -ex "info cuda kernels" -ex bt` reads it. Exit status 1 if one of them failed. (`TEMPER_DEVICE_LIMITS=sm80 temper
+demo` runs with the GPU's own limits: the demo takes no settings.)
 """
 
 from __future__ import annotations
@@ -35,9 +37,15 @@ _TRACEBACK = 6000
 _BLOCKING = {"CUDA_LAUNCH_BLOCKING": "1", "TEMPER_CUDA_GRAPHS": "0"}
 
 
-def run(limits: str, directory: Path, *, share: float, rounds: int, blocking: bool) -> dict[str, object]:
+def run(
+    limits: str, directory: Path, *, share: float, rounds: int, blocking: bool, dumps: Path | None
+) -> dict[str, object]:
     """How one Temper held to an architecture's limits gets through the demo."""
     env = {"TEMPER_DEVICE_LIMITS": limits, "TEMPER_MEMORY_FRACTION": f"{share:.3f}", **(_BLOCKING if blocking else {})}
+    if dumps is not None:
+        # Without the memory of the device, which is most of a dump and takes minutes.
+        env |= {"CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1", "CUDA_ENABLE_LIGHTWEIGHT_COREDUMP": "1"}
+        env["CUDA_COREDUMP_FILE"] = str(dumps.resolve() / f"{limits}.%p")
     began, error, text = time.monotonic(), "", ""
     stack = Stack(directory, env=env)
     try:
@@ -59,12 +67,15 @@ def main() -> int:
     parser.add_argument("limits", nargs="+", choices=architectures())
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--blocking", action="store_true")
+    parser.add_argument("--dumps", type=Path, metavar="DIRECTORY", help="of a dump for each process that fails")
     parser.add_argument("--out", type=Path, help="append each line to this file")
     options = parser.parse_args()
+    if options.dumps is not None:
+        options.dumps.mkdir(parents=True, exist_ok=True)
     # Each plans with what is free when it starts, beside those that have taken theirs or will.
     share = 0.9 / len(options.limits)
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(len(options.limits)) as pool:
-        one = partial(run, share=share, rounds=options.rounds, blocking=options.blocking)
+        one = partial(run, share=share, rounds=options.rounds, blocking=options.blocking, dumps=options.dumps)
         places = [Path(scratch, f"{number}-{name}") for number, name in enumerate(options.limits)]
         failed = False
         for line in pool.map(one, options.limits, places):
