@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.train.head import token_scores
-from services.engine.models.interface import Recompute
+from services.engine.models.interface import Probe, Recompute
 from services.engine.models.lora.binding import bind_adapter
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.model import Qwen3_5
@@ -117,6 +117,49 @@ def test_recomputation_changes_no_bit(pairs: dict[str, Pair], name: str, tmp_pat
         for name, value in found[0].items():
             assert value.any()
             assert torch.equal(value, other[name]), name
+
+
+class Seen(Probe):
+    """What a forward shows; without column 1 of what goes into the second layer's projections."""
+
+    def __init__(self) -> None:
+        self.inputs: dict[str, Tensor] = {}
+        self.streams: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def output(self, path: str, inputs: Tensor) -> Tensor:
+        """See Probe."""
+        self.inputs[path] = inputs.cpu().clone()
+        if path.startswith("layers.1."):
+            inputs = inputs.clone()
+            inputs[:, 1] = 0
+        return inputs
+
+    def layer(self, index: int, before: Tensor, after: Tensor) -> None:
+        """See Probe."""
+        self.streams[index] = before.cpu().clone(), after.cpu().clone()
+
+
+@pytest.mark.parametrize("name", ["grouped", "experts"])
+def test_a_probe_sees_and_changes_what_it_does_in_plain_torch(pairs: dict[str, Pair], name: str) -> None:
+    tokens, lengths, _ = packed(FEW)
+    device, model = device_and_model(pairs[name])
+    plain_probe, probe = Seen(), Seen()
+    ways: list[str] = []
+    with torch.no_grad():
+        expected = pairs[name].model.forward_probed(tokens, lengths, plain_probe)
+    hidden = trunk.forward_probed(
+        tokens.to(device), lengths, model.config, model.weights, model.rotation, probe, lambda: ways.append("")
+    )
+    assert not hidden.requires_grad
+    assert float((hidden.cpu() - expected).abs().max()) <= 2e-4
+    assert probe.inputs.keys() == plain_probe.inputs.keys()
+    assert len(probe.inputs) == 2 * model.config.num_layers
+    for path, inputs in plain_probe.inputs.items():
+        assert float((probe.inputs[path] - inputs).abs().max()) <= 2e-4, path
+    for index, streams in plain_probe.streams.items():
+        for ours, theirs in zip(probe.streams[index], streams, strict=True):
+            assert float((ours - theirs).abs().max()) <= 2e-4, index
+    assert len(ways) == 2 * model.config.num_layers + 1, "others may compute between the halves of layers"
 
 
 def test_without_gradients_nothing_is_kept(pairs: dict[str, Pair], tmp_path: Path) -> None:

@@ -304,8 +304,8 @@ class CausalLM(ABC):
         recompute: Recompute = "none",
         give_way: Callable[[], None] = lambda: None,
     ) -> Tensor:
-        """The forward of forward_train() without an adapter, in plain torch on every device, with a probe; gradients
-        reach what the probe puts in the place of inputs, and weights that require them.
+        """The forward of forward_train() without an adapter, with a probe. Where gradients are enabled it is in plain
+        torch on every device, and they reach what the probe puts in the place of inputs, and weights that require them.
 
         Raises:
             InvalidRequest: the architecture has none.

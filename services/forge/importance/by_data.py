@@ -39,7 +39,7 @@ def activations(
     for width, layer, path in settings.outputs(base.config):
         squares = probe.squares[path].cpu() / calibration.tokens * columns[path].square()
         widths[width][layer] = squares.view(count(base.config, width), -1).sum(1).sqrt()
-    turns = torch.tensor([probe.turns[index] for index in range(base.config.num_layers)], dtype=torch.float64)
+    turns = torch.stack([probe.turns[index] for index in range(base.config.num_layers)]).cpu()
     return Found(widths, turns / calibration.tokens)
 
 

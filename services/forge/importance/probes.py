@@ -25,19 +25,19 @@ class ActivationProbe(Probe):
         self._give_way = give_way
         self.squares: dict[str, Tensor] = {}
         """Path of an output projection → [in] float64."""
-        self.turns: dict[int, float] = {}
-        """Layer → sum of 1 − cos(before, after), the "block influence" of ShortGPT (arXiv 2403.03853)."""
+        self.turns: dict[int, Tensor] = {}
+        """Layer → sum of 1 − cos(before, after), the "block influence" of ShortGPT (arXiv 2403.03853), float64."""
 
     def output(self, path: str, inputs: Tensor) -> Tensor:
         """See Probe."""
-        squares = inputs.double().square().sum(0)
+        squares = torch.linalg.vector_norm(inputs, dim=0, dtype=torch.float64).square()  # no copy in float64
         self.squares[path] = self.squares[path] + squares if path in self.squares else squares
         return inputs
 
     def layer(self, index: int, before: Tensor, after: Tensor) -> None:
         """See Probe."""
         turned = (1 - F.cosine_similarity(before.double(), after.double(), dim=-1)).sum()
-        self.turns[index] = self.turns.get(index, 0.0) + float(turned)
+        self.turns[index] = self.turns[index] + turned if index in self.turns else turned
         self._give_way()
 
 

@@ -94,7 +94,7 @@ def importance_bytes(
         tokens=max(settings.tokens_per_forward, settings.sample_tokens if settings.method == "leave_one_out" else 0),
         itemsize=resolve_dtype("auto", device).itemsize,
         recompute="none" if gradients else "full",
-        fused=False,  # it is the forward of plain torch on every device
+        fused=device == "cuda" and not gradients,
     )
     return (0 if model_is_loaded else model_bytes(config, device)) + estimate(config, work).total
 

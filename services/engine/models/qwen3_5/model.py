@@ -240,6 +240,11 @@ class Qwen3_5(CausalLM):  # noqa: N801
         give_way: Callable[[], None] = lambda: None,
     ) -> Tensor:
         """See CausalLM."""
+        if self.device.type == "cuda" and not torch.is_grad_enabled():
+            # Imported here: only engines on a GPU have Triton.
+            from services.engine.models.qwen3_5.training import trunk
+
+            return trunk.forward_probed(token_ids, lengths, self.config, self.weights, self.rotation, probe, give_way)
         return plain.forward_packed(
             token_ids,
             lengths,

@@ -7,7 +7,7 @@ results in passing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -110,10 +110,19 @@ class Layer:
 
     Args:
         adapter: the layer's groups that have an adapter.
+        observe: given an output projection's group ("out", "down") and its inputs [T, in], returns what goes in in
+            their place; for forwards without a backward.
     """
 
-    def __init__(self, weights: LayerWeights, shared: Shared, adapter: Mapping[str, GroupAdapter]) -> None:
+    def __init__(
+        self,
+        weights: LayerWeights,
+        shared: Shared,
+        adapter: Mapping[str, GroupAdapter],
+        observe: Callable[[str, Tensor], Tensor] | None = None,
+    ) -> None:
         self._weights, self._shared, self._adapter = weights, shared, adapter
+        self._observe = observe
         self._eps = shared.config.rms_norm_eps
         self._experts = None if weights.experts is None else TrainedThrough(weights.experts, shared.device)
 
@@ -128,7 +137,7 @@ class Layer:
         kept = Kept(x)
         projected = self._project(x)
         mixed, inside = self._mix(projected)
-        middle = self._add(x, mixed, self._weights.mixer.out_proj, "out")
+        middle = self._add(x, self._observed("out", mixed), self._weights.mixer.out_proj, "out")
         if recompute in ("none", "selective"):
             kept.projected, kept.middle = projected, middle
             # Attention costs most to compute again and keeps least.
@@ -144,9 +153,9 @@ class Layer:
             kept.gate_up = gate_up
         active = swiglu(gate_up)
         if self._experts is None:
-            return self._add(middle, active, self._weights.down, "down")
+            return self._add(middle, self._observed("down", active), self._weights.down, "down")
         inside = self._experts.inside(normed)
-        out = self._add(middle, active.mul_(gate(inside)), self._weights.down, "down")
+        out = self._add(middle, self._observed("down", active.mul_(gate(inside))), self._weights.down, "down")
         self._experts.add_to(out, normed, inside)
         if recompute == "none":
             kept.experts = inside
@@ -215,6 +224,9 @@ class Layer:
         return result
 
     # Forward.
+
+    def _observed(self, group: str, x: Tensor) -> Tensor:
+        return x if self._observe is None else self._observe(group, x)
 
     def _project(self, x: Tensor) -> Tensor:
         normed = rms_norm(x, self._weights.input_norm, self._eps)

@@ -19,7 +19,7 @@ from kernels.gpu.rms_norm import rms_norm
 from kernels.gpu.train.documents import Documents
 from kernels.gpu.train.rms_norm import rms_norm_backward
 from kernels.rope import Rotation
-from services.engine.models.interface import Recompute
+from services.engine.models.interface import Probe, Recompute
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.training.adapters import WorkingAdapter
@@ -33,6 +33,7 @@ class Trunk:
     Args:
         rotation: of queries and keys.
         adapter: None: the base model.
+        probe: sees, and may change, what goes into the output projections; for forwards without a backward.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Trunk:
         rotation: Rotation,
         documents: Documents,
         adapter: WorkingAdapter | None,
+        probe: Probe | None = None,
     ) -> None:
         device, dtype = weights.embedding.device, weights.embedding.dtype
         past = torch.empty(documents.count, config.conv_kernel - 1, config.conv_dim, dtype=dtype, device=device)
@@ -49,7 +51,12 @@ class Trunk:
         shared = Shared(config, documents, rotation, kernels.device, past)
         self._weights, self._eps = weights, config.rms_norm_eps
         self.layers = [
-            Layer(layer, shared, {} if adapter is None else adapter.layer(index))
+            Layer(
+                layer,
+                shared,
+                {} if adapter is None else adapter.layer(index),
+                None if probe is None else _outputs(probe, index, config),
+            )
             for index, layer in enumerate(weights.layers)
         ]
 
@@ -64,6 +71,11 @@ class Trunk:
     def finish_backward(self, x: Tensor, grad: Tensor) -> Tensor:
         """Gradient in the last layer's output ``x``."""
         return rms_norm_backward(x, self._weights.final_norm, self._eps, grad, None)[0]
+
+
+def _outputs(probe: Probe, index: int, config: Qwen3_5Config) -> Callable[[str, Tensor], Tensor]:
+    groups = config.linear_groups(index)
+    return lambda group, inputs: probe.output(f"layers.{index}.{groups[group][0]}", inputs)
 
 
 class Step(Protocol):
@@ -165,12 +177,41 @@ def forward_packed(
     give_way: Callable[[], None],
 ) -> Tensor:
     """See Qwen3_5.forward_train."""
-    if sum(lengths) != token_ids.shape[0] or min(lengths, default=0) < 1:
-        raise ValueError(f"lengths {list(lengths)[:8]} do not cut {token_ids.shape[0]} tokens into documents")
-    documents = Documents.build(lengths, token_ids.device)
+    documents = _documents(token_ids, lengths)
     adapter = None if lora is None else WorkingAdapter(lora, config, weights.embedding.dtype)
     trunk = Trunk(config, weights, rotation, documents, adapter)
     if lora is None or not torch.is_grad_enabled():
         with torch.no_grad():
             return EagerStep(trunk, token_ids, None, give_way).forward()
     return differentiable(EagerStep(trunk, token_ids, recompute, give_way), lora)
+
+
+def forward_probed(
+    token_ids: Tensor,
+    lengths: Sequence[int],
+    config: Qwen3_5Config,
+    weights: ModelWeights,
+    rotation: Rotation,
+    probe: Probe,
+    give_way: Callable[[], None],
+) -> Tensor:
+    """See Qwen3_5.forward_probed; without gradients."""
+    with torch.no_grad():
+        trunk = Trunk(config, weights, rotation, _documents(token_ids, lengths), None, probe)
+        x = trunk.embed(token_ids)
+        for index, layer in enumerate(trunk.layers):
+            give_way()
+            middle, kept = layer.mixer(x, None)
+            give_way()
+            after = layer.mlp(middle, kept, None)
+            probe.layer(index, x, after)
+            x = after
+        give_way()
+        return trunk.finish(x)
+
+
+def _documents(token_ids: Tensor, lengths: Sequence[int]) -> Documents:
+    """Raises ValueError if the lengths do not add up to T."""
+    if sum(lengths) != token_ids.shape[0] or min(lengths, default=0) < 1:
+        raise ValueError(f"lengths {list(lengths)[:8]} do not cut {token_ids.shape[0]} tokens into documents")
+    return Documents.build(lengths, token_ids.device)
