@@ -48,7 +48,7 @@ from services.engine.server.conversation_session_manager import ConversationSess
 from services.engine.settings import EngineSettings
 from services.pod.device import Device, check_device, kernels_fit, with_quantization
 from services.pod.memory import device_bytes, limit_allocations, plan, state_slots, storage, teacher_storage
-from services.pod.runner import Gate, build_gate, build_runner, gpu_tuning, prefill_alignment
+from services.pod.runner import Gate, Queue, build_gate, build_runner, gpu_tuning, prefill_alignment, step_queue
 from services.pod.teacher import load_teacher, second_config
 from services.pod.tiers import build_tiers
 
@@ -68,8 +68,8 @@ log = structlog.get_logger(__name__)
 class Guest:
     """Place of an engine on a device that another one serves from."""
 
-    gate: EngineGate
-    """Gate by which its steps take turns with that one's."""
+    turns: Callable[[Queue], EngineGate]
+    """Given the queue that its steps go to, returns the gate by which they take turns with that one's."""
     nbytes: int
     """Bytes that it may use."""
 
@@ -206,7 +206,7 @@ def build_engine(
         limits,
         executor.runner,
         adapters,
-        gate if guest is None else guest.gate,
+        gate if guest is None else guest.turns(step_queue(executor.runner, device)),
         RolloutBuffer(settings.rollouts_max, settings.rollouts_ttl_seconds),
         max_waiting=settings.max_waiting,
         adapter_wait_seconds=settings.adapter_wait_seconds,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, TypeAlias
@@ -23,6 +24,7 @@ from services.pod.device import kernels_fit
 from services.pod.memory import state_slots, waiting_writes
 
 if TYPE_CHECKING:
+    from services.engine.executors.cuda.stream import EngineStream
     from services.engine.executors.tuning.start import Tuning
 
 log = structlog.get_logger(__name__)
@@ -152,6 +154,8 @@ def prefill_alignment(settings: EngineSettings) -> int:
 
 
 Gate: TypeAlias = SliceGate | StreamGate
+Queue: TypeAlias = Callable[[], AbstractContextManager[object]]
+"""Context manager inside which a thread's work goes to a queue of the device."""
 
 
 def build_gate(runner: Runner, device: torch.device, tpot_goal_seconds: float) -> Gate:
@@ -160,8 +164,20 @@ def build_gate(runner: Runner, device: torch.device, tpot_goal_seconds: float) -
         return SliceGate(tpot_goal_seconds)
     # Imported here: a pod without a GPU needs no Triton.
     from services.engine.compute_sharing.device_queue import CudaDeviceQueue
-    from services.engine.executors.cuda.runner import CudaRunner
 
-    if not isinstance(runner, CudaRunner) or (stream := runner.stream.stream) is None:
+    if (stream := _stream(runner, device).stream) is None:
         raise TypeError(f"steps of a {type(runner).__name__} are not queued on a stream of {device}")
     return StreamGate(tpot_goal_seconds, CudaDeviceQueue(lambda: stream), CudaDeviceQueue(torch.cuda.current_stream))
+
+
+def step_queue(runner: Runner, device: torch.device) -> Queue:
+    """Where a runner's steps are queued: on its stream for CUDA; on the CPU they compute at once."""
+    return nullcontext if device.type != "cuda" else _stream(runner, device).active
+
+
+def _stream(runner: Runner, device: torch.device) -> EngineStream:
+    from services.engine.executors.cuda.runner import CudaRunner
+
+    if not isinstance(runner, CudaRunner):
+        raise TypeError(f"steps of a {type(runner).__name__} are not queued on a stream of {device}")
+    return runner.stream

@@ -20,6 +20,7 @@ from services.pod.engine import Engine, Guest, build_engine, use_threads
 from services.pod.host import PodHost
 from services.pod.memory import plan
 from services.pod.rollouts import EngineRollouts
+from services.pod.runner import Queue
 from services.trainer.host.policy_host import ComputeGate
 
 _SEQUENCES = 64
@@ -40,18 +41,21 @@ class TrainerTurns:
 
     Args:
         gate: of the engine that serves from the device.
+        queue: that the guest's steps go to. The gate orders what its thread queues there and what the other engine
+            queues, one behind the other.
     """
 
     contended = True
     """One step at a time, so that the host's come between."""
 
-    def __init__(self, gate: ComputeGate) -> None:
-        self._gate = gate
+    def __init__(self, gate: ComputeGate, queue: Queue) -> None:
+        self._gate, self._queue = gate, queue
         self._turn: ExitStack | None = None
 
     def acquire(self) -> None:
         """See EngineGate."""
         turn = ExitStack()
+        turn.enter_context(self._queue())
         turn.enter_context(self._gate.training())
         self._turn = turn
 

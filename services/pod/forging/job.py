@@ -143,7 +143,7 @@ class PodForge:
             if machine.is_served(directory):
                 yield host  # the engine that serves answers, behind its users' requests
                 return
-            guest = Guest(TrainerTurns(host.gate), host.train_memory_bytes)
+            guest = Guest(partial(TrainerTurns, host.gate), host.train_memory_bytes)
             settings = engine_settings(directory, device)
             with opened(settings, self._work / "no-adapters", host.grants, guest) as beside:
                 yield beside

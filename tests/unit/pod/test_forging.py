@@ -3,8 +3,9 @@ device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -110,7 +111,7 @@ def test_the_trainer_computes_for_sessions_while_a_guest_answers(tmp_path: Path)
                 gate.give_way()
             computed += 1
 
-        guest = Guest(TrainerTurns(gate), pod.host.train_memory_bytes)
+        guest = Guest(partial(TrainerTurns, gate), pod.host.train_memory_bytes)
         with opened(engine_settings(TINY, "cpu"), tmp_path, Grants(), guest) as host:
             requests = [RolloutRequest((3, 17, 250 + number), number) for number in range(ASKED)]
             sampling = RolloutSampling(temperature=1.0, max_tokens=TOKENS)
@@ -121,3 +122,34 @@ def test_the_trainer_computes_for_sessions_while_a_guest_answers(tmp_path: Path)
         assert all(completion.token_ids for completion in done)
         user = pod.user()
         assert len(user.answer(user.submit((3, 17, 250), max_tokens=8))) == 8
+
+
+def test_a_guests_steps_are_ordered_where_they_are_queued() -> None:
+    """A gate of a GPU marks the queue that is the thread's when a turn begins and ends."""
+    told: list[str] = []
+
+    class Gate:
+        tpot_goal_seconds, training_waited = 0.01, 0.0
+
+        @contextmanager
+        def training(self) -> Iterator[None]:
+            told.append("turn")
+            yield
+            told.append("end of turn")
+
+        def give_way(self) -> None:
+            told.append("way")
+
+    @contextmanager
+    def queue() -> Iterator[None]:
+        told.append("queue")
+        yield
+        told.append("end of queue")
+
+    turns = TrainerTurns(Gate(), queue)
+    turns.acquire()
+    with turns.launching():
+        told.append("step")
+    turns.release(0.1)
+    turns.engine_idle()
+    assert told == ["queue", "turn", "step", "end of turn", "end of queue"]
