@@ -146,6 +146,7 @@ def evaluate(
 app.command("submit")(forge_jobs.submit)
 app.command("show")(forge_jobs.show)
 app.command("list")(forge_jobs.list_runs)
+app.command("delete")(forge_jobs.delete)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""`temper forge submit|show|list`: forge runs of a server's model, as jobs in its queue."""
+"""`temper forge submit|show|list|delete`: forge runs of a server's model, as jobs in its queue."""
 
 from __future__ import annotations
 
@@ -82,6 +82,15 @@ def list_runs(
         ]
         columns = ["run", "state", "stages", "model", "created"]
         output.table(answer, columns, rows, empty="No forge runs yet: submit one with `temper forge submit`.")
+
+    connected(url, as_json, work)
+
+
+def delete(run: RunId, url: Url = None, as_json: Json = False) -> None:
+    """Remove the checkpoint of a forge run on a server from its object store; the run stays in the list."""
+
+    def work(client: Client, output: Output) -> None:
+        output.result(client.delete(path("v1", "forge", run)), f"{escape(run)}: its checkpoint is gone")
 
     connected(url, as_json, work)
 

@@ -101,9 +101,8 @@ def discard(store: ObjectStore, prefix: str) -> None:
     Raises:
         Unavailable: the store is away.
     """
-    keys = [entry.key for entry in store.list_objects(f"{prefix}/")]
-    for key in sorted(keys, key=lambda key: key != f"{prefix}/{RECORD}"):
-        store.delete(key)
+    store.delete(f"{prefix}/{RECORD}")
+    store.delete_prefix(f"{prefix}/")
 
 
 def uploaded(store: ObjectStore, prefix: str, retry: Retry) -> str | None:

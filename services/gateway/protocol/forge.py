@@ -64,3 +64,14 @@ class ForgeList(BaseModel):
     object: Literal["list"] = "list"
     data: list[ForgeObject]
     has_more: bool
+
+
+class DeletedForge(BaseModel):
+    """Checkpoint that was removed."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    id: str
+    """Of its run."""
+    object: Literal["forge.run"] = "forge.run"
+    deleted: Literal[True] = True

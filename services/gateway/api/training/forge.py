@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from fastapi import Query, Response
 
-from services.common.errors import NotFound, TemperError
+from services.common.errors import Conflict, NotFound, TemperError
 from services.common.evaluation.suites.names import parse_suite_ref
 from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs import ForgeJob, Job
@@ -25,7 +25,7 @@ from services.gateway.auth.caller import owner, sees
 from services.gateway.auth.route_permissions import TRAIN, TRAIN_OR_ADMIN, Permission
 from services.gateway.core.file_store import StoreThreads
 from services.gateway.engines.pool import EnginePool
-from services.gateway.protocol.forge import ForgeList, ForgeObject
+from services.gateway.protocol.forge import DeletedForge, ForgeList, ForgeObject
 
 _KIND: str = ForgeJob.model_fields["kind"].default
 
@@ -95,6 +95,24 @@ async def get_forge_run(run: str, forge: Forge) -> ForgeObject:
     return await _told(forge, await _found(forge, run))
 
 
+@routes.delete("/v1/forge/{run}", Permission(TRAIN_OR_ADMIN, audited=True))
+async def delete_forge_checkpoint(run: str, forge: Forge) -> DeletedForge:
+    """Removes a run's checkpoint, or what a run that failed has left of one. The run stays in the list.
+
+    An administrator may remove that of a run which is not listed any more.
+    """
+    try:
+        job = await _found(forge, run)
+    except NotFound:
+        if not (sees(None) and await forge.threads.run(_has_files, forge, run)):
+            raise
+    else:
+        if not job.state.terminal:
+            raise Conflict(f"run {run} is {job.state}: cancel it first, as the job that it is", param="run")
+    await forge.threads.run(_remove, forge, run)
+    return DeletedForge(id=run)
+
+
 async def _found(forge: ForgeServices, run: str) -> Job:
     """A run that the caller may see. Raises NotFound, also if it is another key's."""
     job = await forge.queue.get(run)
@@ -113,6 +131,16 @@ def _record(forge: ForgeServices, run: str) -> dict[str, Any] | None:
         return dict(json.loads(forge.objects.get(f"{STORED}{run}/forge.json").data))
     except ObjectNotFound:
         return None
+
+
+def _has_files(forge: ForgeServices, run: str) -> bool:
+    return bool(forge.objects.list_page(f"{STORED}{run}/", "", 1))
+
+
+def _remove(forge: ForgeServices, run: str) -> None:
+    """The record goes first: what is left if this is broken off is no whole checkpoint."""
+    forge.objects.delete(f"{STORED}{run}/forge.json")
+    forge.objects.delete_prefix(f"{STORED}{run}/")
 
 
 def _pinned(forge: ForgeServices, job: ForgeJob) -> list[str]:

@@ -122,3 +122,40 @@ def test_runs_belong_to_their_key(start: Starter, tmp_path: Path) -> None:
             status = caller.get(f"/v1/forge/{run}").status_code
             seen[name] = (status, len(caller.get("/v1/forge").json()["data"]))
     assert seen == {"alice": (200, 1), "bob": (404, 0), "operator": (200, 1)}
+
+
+def test_a_checkpoint_is_removed_behind_its_run(running: Running, http: httpx.Client) -> None:
+    run = http.post("/v1/forge", json=BODY).json()["id"]
+    running.store.put(f"forged/{run}/model.safetensors", b"weights")
+    running.store.put(f"forged/{run}0/forge.json", b"{}")
+    error = error_of(http.delete(f"/v1/forge/{run}"), 409)
+    assert error["param"] == "run"
+    assert "cancel it first" in error["message"]
+    ended(running, run, RECORD)
+    answer = http.delete(f"/v1/forge/{run}")
+    assert (answer.status_code, answer.json()) == (200, {"id": run, "object": "forge.run", "deleted": True})
+    assert [key for key in running.store.objects if key.startswith("forged/")] == [f"forged/{run}0/forge.json"]
+    assert http.get(f"/v1/forge/{run}").json()["model"] is None
+    assert http.delete(f"/v1/forge/{run}").status_code == 200, "there is nothing more to remove"
+
+
+def test_only_its_key_and_administrators_remove_a_checkpoint(start: Starter, tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys.json")
+    for name, scope in {"alice": Scope.TRAIN, "bob": Scope.TRAIN, "operator": Scope.ADMIN}.items():
+        keys.add(name, scope)
+    running = start(api_keys_file=str(keys.path), redis_url=NO_REDIS)
+
+    def caller(name: str) -> httpx.Client:
+        return httpx.Client(base_url=running.url, headers=keys.bearer(name), timeout=20, trust_env=False)
+
+    with caller("alice") as alice, caller("bob") as bob, caller("operator") as operator:
+        run = alice.post("/v1/forge", json=BODY).json()["id"]
+        ended(running, run, RECORD)
+        running.store.put("forged/job-forgotten/model.safetensors", b"of a run that is not listed any more")
+        assert error_of(bob.delete(f"/v1/forge/{run}"), 404)["param"] == "run"
+        error_of(alice.delete("/v1/forge/job-forgotten"), 404)
+        error_of(operator.delete("/v1/forge/job-never-was"), 404)
+        assert len([key for key in running.store.objects if key.startswith("forged/")]) == 2
+        assert operator.delete("/v1/forge/job-forgotten").json()["deleted"]
+        assert alice.delete(f"/v1/forge/{run}").json()["deleted"]
+    assert not [key for key in running.store.objects if key.startswith("forged/")]
