@@ -18,7 +18,7 @@ from fastapi.responses import Response
 from grpc import aio
 from pydantic import BaseModel, ConfigDict
 
-from services.common.errors import InvalidRequest
+from services.common.errors import NotFound
 from services.common.pb import engine_pb2
 from services.common.telemetry.recent_logs import RECENT, Level, LogLine, LogQuery, Plain
 from services.gateway.api.base.routing import Routes, provided
@@ -161,7 +161,7 @@ async def read_logs(
     connection goes on with `since`, and knows the lines that it has by their ids."""
     names = list(logs.names())
     if process is not None and process not in names:
-        raise InvalidRequest(f"there is no process {process!r}: there are {', '.join(names)}", param="process")
+        raise NotFound(f"there is no process {process!r}: there are {', '.join(names)}", param="process")
     requests = frozenset([request_id] if request_id else ())
     reader = _Reader(logs, process, LogQuery(level, text, requests, since, limit))
     if follow:

@@ -197,7 +197,7 @@ class TestLogs:
 
         def answer(request: Seen) -> Reply:
             if "process=card-9" in request.path:
-                return Reply({"error": {"message": "there is no process 'card-9'"}}, 400)
+                return Reply({"error": {"message": "there is no process 'card-9'"}}, 404)
             if "follow=true" not in request.path:
                 return Reply({"data": lines, "processes": ["gateway"], "unreachable": ["card-1"]})
             found = next(streams, None)

@@ -196,9 +196,10 @@ def test_a_client_that_reads_nothing_is_cut_off(start: Starter) -> None:
 
 
 def test_a_client_that_reads_slowly_is_not_cut_off(start: Starter) -> None:
-    engine = FakeEngine(behaviour=says([120] * 50_000, per_update=500, pause=0.01), max_model_len=10**6)
+    # Many times what can be read until then: a stream that has ended would look like one that was cut off.
+    engine = FakeEngine(behaviour=says([120] * 800_000, per_update=500, pause=0.01), max_model_len=10**6)
     running = start(engine, write_timeout_seconds=2.0, send_buffer=16384)
-    with send(running, LONG, receive_buffer=4096) as connection:
+    with send(running, LONG | {"max_tokens": 900_000}, receive_buffer=4096) as connection:
         until = time.monotonic() + 3.0
         while time.monotonic() < until:
             assert connection.recv(4096)

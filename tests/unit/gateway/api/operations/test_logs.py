@@ -61,7 +61,7 @@ def test_lines_of_all_processes_by_time(running: Running, http: httpx.Client) ->
     assert read(http, limit=1) == ["card-1 hot"]
     assert read(http, process="gateway", level="warning") == []
     assert running.engines[0].asked_logs[-1].limit == 1, "each engine filters by itself"
-    message = error_of(http.get(LOGS, params={"process": "card-9"}), 400)["message"]
+    message = error_of(http.get(LOGS, params={"process": "card-9"}), 404)["message"]
     assert message == "there is no process 'card-9': there are gateway, card-0, card-1"
 
 
