@@ -59,6 +59,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "eval suites delete": ("eval suites delete sums@1",),
     "forge run": ("forge run recipe.yaml --dry-run",),
     "forge submit": ("forge submit recipe.yaml --wait",),
+    "forge delete": ("forge delete RUN",),
     "forge list": ("forge list",),
     "forge show": ("forge show RUN",),
     "forge evaluate": ("forge evaluate SMALLER --suite suites --baseline MODEL",),
