@@ -65,4 +65,6 @@ def test_a_machine_without_a_gpu_says_so_in_one_line(capfd: pytest.CaptureFixtur
     done = CliRunner().invoke(app, ["tune", "--json"], env={"TEMPER_DEVICE": "cpu"})
     assert done.exit_code == 2
     assert json.loads(done.stdout)["error"]["message"].endswith("this engine runs on the CPU")
-    assert capfd.readouterr().err == ""
+    told = capfd.readouterr().err.splitlines()
+    # gRPC's own notice of a fork, in a process in which other tests have used it.
+    assert [line for line in told if "fork_posix.cc" not in line] == []
