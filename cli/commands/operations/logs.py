@@ -20,13 +20,13 @@ from cli.local.process import tail
 from cli.options import Json, Url
 from cli.output import CliError, ExitCode, Output, guarded
 from cli.settings import CliSettings, read
+from services.common.telemetry.recent_logs import MOST_LINES
 
 _PAUSE_SECONDS = 0.2
 _PATIENCE_SECONDS = 60.0
 """Longest time that a followed server may be away."""
 _OVERLAP_SECONDS = 3.0
 """Processes are asked one after the other: a line may come behind one that was written a little later."""
-_MOST_LINES = 1000
 _NAME_WIDTH = 8
 
 
@@ -115,8 +115,8 @@ def _of_server(client: Client, output: Output, asked: dict[str, str], lines: int
 
 
 def _last(client: Client, output: Output, asked: dict[str, str], lines: int) -> list[dict[str, Any]]:
-    if not 1 <= lines <= _MOST_LINES:
-        raise CliError(f"--lines of a server is 1 to {_MOST_LINES}", ExitCode.USAGE)
+    if not 1 <= lines <= MOST_LINES:
+        raise CliError(f"--lines of a server is 1 to {MOST_LINES}", ExitCode.USAGE)
     answer = client.get("/v1/logs", limit=lines, **asked)
     for engine in answer["unreachable"]:
         output.err.print(f"{engine} does not answer: its lines are missing", markup=False, soft_wrap=True)
@@ -126,14 +126,14 @@ def _last(client: Client, output: Output, asked: dict[str, str], lines: int) -> 
 
 def _followed(client: Client, asked: dict[str, str], lines: int) -> Iterator[dict[str, Any]]:
     """Lines until Ctrl-C; a server that restarts is waited for."""
-    since, known = (0.0 if lines else time.time()), deque[str](maxlen=5 * _MOST_LINES)
-    lines, heard = max(1, min(lines, _MOST_LINES)), float("-inf")
+    since, known = (0.0 if lines else time.time()), deque[str](maxlen=5 * MOST_LINES)
+    lines, heard = max(1, min(lines, MOST_LINES)), float("-inf")
     while True:
         query = urlencode({**asked, "limit": lines, "since": since, "follow": "true"})
         try:
             for event in client.events("GET", f"/v1/logs?{query}"):
                 line = parse_json(event.data)
-                heard, lines = time.monotonic(), _MOST_LINES  # behind a lost connection all that has come since
+                heard, lines = time.monotonic(), MOST_LINES  # behind a lost connection all that has come since
                 if line["id"] not in known:
                     known.append(line["id"])
                     since = max(since, line["time"] - _OVERLAP_SECONDS)

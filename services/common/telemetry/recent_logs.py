@@ -16,6 +16,8 @@ from typing import Any, Literal, TypeAlias, get_args
 
 Level: TypeAlias = Literal["debug", "info", "warning", "error"]
 LEVELS: tuple[Level, ...] = get_args(Level)
+MOST_LINES = 1000
+"""Most lines of one answer."""
 Plain: TypeAlias = str | int | float | bool | None
 REQUEST_FIELDS = ("request_id", "completion_id", "request")
 """Fields that name the request that a line is about."""

@@ -9,7 +9,7 @@ from services.common.adapters.names import check_adapter_name
 from services.common.errors import InvalidRequest
 from services.common.pb import engine_pb2 as pb
 from services.common.telemetry import tracing
-from services.common.telemetry.recent_logs import LEVELS, LogLine, LogQuery
+from services.common.telemetry.recent_logs import LEVELS, MOST_LINES, LogLine, LogQuery
 from services.engine.loop.rollout_buffer import Rollout
 from services.engine.observability.status import LiveRequest, Phase
 from services.engine.requests.adapter import AdapterChoice
@@ -28,7 +28,6 @@ FINISH_REASONS = {
     FinishReason.ERROR: pb.FINISH_REASON_ERROR,
 }
 
-_MAX_LOG_LINES = 1000
 _PHASES = {
     Phase.LOADING: pb.REQUEST_PHASE_LOADING,
     Phase.WAITING: pb.REQUEST_PHASE_WAITING,
@@ -256,8 +255,8 @@ def log_query(message: pb.GetLogsRequest) -> LogQuery:
         InvalidRequest: no such level, or a limit out of its range.
     """
     level = next((level for level in LEVELS if level == (message.level or LEVELS[0])), None)
-    if level is None or not 1 <= message.limit <= _MAX_LOG_LINES:
-        raise InvalidRequest(f"a level is one of {', '.join(LEVELS)}, and a limit is of 1 to {_MAX_LOG_LINES} lines")
+    if level is None or not 1 <= message.limit <= MOST_LINES:
+        raise InvalidRequest(f"a level is one of {', '.join(LEVELS)}, and a limit is of 1 to {MOST_LINES} lines")
     return LogQuery(level, message.text, frozenset(message.request_ids), message.since, message.limit)
 
 

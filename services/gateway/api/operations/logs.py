@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 from services.common.errors import NotFound
 from services.common.pb import engine_pb2
-from services.common.telemetry.recent_logs import RECENT, Level, LogLine, LogQuery, Plain
+from services.common.telemetry.recent_logs import MOST_LINES, RECENT, Level, LogLine, LogQuery, Plain
 from services.gateway.api.base.routing import Routes, provided
 from services.gateway.auth.route_permissions import ADMIN, Permission
 from services.gateway.core.admission import Lifecycle
@@ -123,7 +123,7 @@ class _Reader:
         """Names under which engines have the requests that are asked for."""
         if not self._query.requests:
             return frozenset()
-        about, _ = RECENT.find(LogQuery(requests=self._query.requests, limit=1000))
+        about, _ = RECENT.find(LogQuery(requests=self._query.requests, limit=MOST_LINES))
         return frozenset(str(line.fields["completion_id"]) for line in about if line.fields.get("completion_id"))
 
     async def _read(self, name: str, client: EngineClient | None, query: LogQuery) -> list[LogLineObject] | None:
@@ -151,7 +151,7 @@ async def read_logs(
         str | None, Query(max_length=128, description="Lines about this request: `x-request-id`, or a completion's id.")
     ] = None,
     since: Annotated[float, Query(ge=0, le=1e11, description="Seconds since 1970.")] = 0.0,
-    limit: Annotated[int, Query(ge=1, le=1000, description="Most lines; the newest are taken.")] = 200,
+    limit: Annotated[int, Query(ge=1, le=MOST_LINES, description="Most lines; the newest are taken.")] = 200,
     follow: Annotated[
         bool, Query(description="Go on with new lines, as server-sent events of the type `log`.")
     ] = False,
