@@ -47,11 +47,11 @@ def main() -> None:
         # Without a location it is about several, which the message names.
         variable = f"TEMPER_{'_'.join(map(str, first['loc'])).upper()}: " if first["loc"] else ""
         raise SystemExit(f"temper gateway: {variable}{first['msg']}") from error
-    configure_logging(settings, service="gateway")
+    recent = configure_logging(settings, service="gateway")
     end_on_signals()
     listener = bind(settings.host, settings.port)
     try:
-        app = create_app(settings)
+        app = create_app(settings, recent=recent)
     except BadSetting as error:
         listener.close()
         raise SystemExit(f"temper gateway: TEMPER_{str(error.param).upper()}: {error.message}") from error

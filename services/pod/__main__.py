@@ -15,6 +15,7 @@ from services.common.errors import TemperError
 from services.common.security.tls import Certificates
 from services.common.shutdown import end_on_signals
 from services.common.telemetry.logging import configure_logging
+from services.common.telemetry.recent_logs import RecentLogs
 from services.engine.server.health import HealthServer, ProcessHealth
 from services.engine.settings import EngineSettings
 from services.pod.preflight import check_all, check_model_directory, check_tls, read_settings, use_kernel_cache
@@ -22,14 +23,18 @@ from services.trainer.settings import TrainerSettings
 
 
 async def _run(
-    settings: EngineSettings, trainer: TrainerSettings, health: ProcessHealth, certificates: Certificates | None
+    settings: EngineSettings,
+    trainer: TrainerSettings,
+    health: ProcessHealth,
+    certificates: Certificates | None,
+    recent: RecentLogs,
 ) -> None:
     # Imported after the checks: torch takes seconds.
     from services.pod.serve import serve, stop_on_signals
 
     stop = asyncio.Event()
     stop_on_signals(stop, health)
-    await serve(settings, trainer, stop, health, certificates)
+    await serve(settings, trainer, stop, health, certificates, recent)
 
 
 def tune() -> int:
@@ -72,7 +77,7 @@ def main() -> int:
     probes: HealthServer | None = None
     try:
         settings, trainer = read_settings()
-        configure_logging(settings, trainer, service="engine")
+        recent = configure_logging(settings, trainer, service="engine")
         end_on_signals()
         health = ProcessHealth(settings.watchdog_seconds)
         if settings.health_port:
@@ -81,7 +86,7 @@ def main() -> int:
         use_kernel_cache(settings)
         certificates = check_tls(settings)
         check_all(settings)
-        asyncio.run(_run(settings, trainer, health, certificates))
+        asyncio.run(_run(settings, trainer, health, certificates, recent))
     except TemperError as error:
         sys.stderr.write(f"temper engine: {error.message}\n")
         return 1

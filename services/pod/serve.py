@@ -22,6 +22,7 @@ from services.common.security.tls import FOLLOW_SECONDS, Certificates
 from services.common.shutdown import StopSignals, end_now
 from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.prometheus import serve as serve_metrics
+from services.common.telemetry.recent_logs import RecentLogs
 from services.common.telemetry.tracing import Tracer, open_tracer
 from services.engine.kv_cache.keys import Tier
 from services.engine.observability.events import EventStream
@@ -52,12 +53,14 @@ async def serve(
     stop: asyncio.Event,
     health: ProcessHealth,
     certificates: Certificates | None,
+    recent: RecentLogs,
 ) -> None:
     """Runs a pod until ``stop`` is set, then drains it.
 
     Args:
         health: health of the process, kept current.
         certificates: for TLS; None: plaintext.
+        recent: last lines of the process's log.
 
     Raises:
         TemperError: it cannot start, or a thread that it needs has died; the message is one line.
@@ -84,7 +87,9 @@ async def serve(
     tune_interpreter()
     try:
         await asyncio.to_thread(engine.start)
-        await _serve(settings, engine, training, metrics, usage, stop, parent, started, health, certificates, tracer)
+        await _serve(
+            settings, engine, training, metrics, usage, stop, parent, started, health, certificates, tracer, recent
+        )
     finally:
         await asyncio.to_thread(training.drain)
         # Otherwise the adapters' event thread would wait until its next poll ends.
@@ -107,6 +112,7 @@ async def _serve(
     health: ProcessHealth,
     certificates: Certificates | None,
     tracer: Tracer,
+    recent: RecentLogs,
 ) -> None:
     loop = engine.loop
     reporter = HealthReporter(health)
@@ -122,6 +128,7 @@ async def _serve(
         training.session_counts,
         engine.memory.shares(),
         usage,
+        recent,
     )
     server = make_server(serving, reporter.servicer, settings.max_message_bytes, tracer)
     if training.sessions is not None:

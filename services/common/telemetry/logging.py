@@ -17,18 +17,22 @@ from pydantic_settings import BaseSettings
 
 from services.common.settings import CommonSettings
 from services.common.telemetry.masking import MaskValues, mask_secrets
-from services.common.telemetry.recent_logs import RECENT
+from services.common.telemetry.recent_logs import RecentLogs
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Seconds, for histograms of requests and steps."""
 
 
-def configure_logging(settings: CommonSettings, *others: BaseSettings, service: str) -> None:
+def configure_logging(settings: CommonSettings, *others: BaseSettings, service: str) -> RecentLogs:
     """Sends structlog and the standard library's loggers to stderr in one format. Call once, in main.
 
     Args:
         others: settings of the process that hold secrets, too.
+
+    Returns:
+        Where the last lines are kept from now on.
     """
+    recent = RecentLogs(settings.log_lines)
     level = getattr(logging, settings.log_level.upper())
     shared: list[structlog.types.Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -39,7 +43,7 @@ def configure_logging(settings: CommonSettings, *others: BaseSettings, service: 
         structlog.processors.format_exc_info,
         mask_secrets,
         MaskValues(settings, *others),
-        RECENT,
+        recent,
     ]
     renderer: structlog.types.Processor = (
         structlog.processors.JSONRenderer()
@@ -49,7 +53,6 @@ def configure_logging(settings: CommonSettings, *others: BaseSettings, service: 
             colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
         )
     )
-    RECENT.resize(settings.log_lines)
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,
@@ -74,6 +77,7 @@ def configure_logging(settings: CommonSettings, *others: BaseSettings, service: 
     root.setLevel(level)
     for noisy in ("urllib3", "asyncio", "httpx", "httpcore"):
         logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
+    return recent
 
 
 def _drop_colours(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

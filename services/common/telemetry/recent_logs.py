@@ -84,7 +84,7 @@ class RecentLogs:
     """Ring of the last lines, filled on any thread. It is a processor of structlog, the last one before the renderer.
 
     Args:
-        size: most lines.
+        size: most lines; 0: none are kept.
     """
 
     def __init__(self, size: int = 0) -> None:
@@ -93,11 +93,6 @@ class RecentLogs:
         self._lines: deque[LogLine] = deque(maxlen=size)
         self._number = 0
         self._lock = threading.Lock()
-
-    def resize(self, size: int) -> None:
-        """Keeps so many lines from now on."""
-        with self._lock:
-            self._lines = deque(self._lines, maxlen=size)
 
     def __call__(self, _: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         if self._lines.maxlen:
@@ -141,7 +136,3 @@ def _text(value: Any) -> str:
 def _level(name: Any) -> Level:
     """The level, where loggers have more than these."""
     return next((level for level in LEVELS if level == name), "error" if name == "critical" else "info")
-
-
-RECENT = RecentLogs()
-"""This process's, as its log is one, too; it keeps nothing before `configure_logging` says how much."""

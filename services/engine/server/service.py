@@ -22,7 +22,7 @@ from services.common.errors import InvalidRequest, TemperError, Unavailable
 from services.common.pb import adapters_pb2, adapters_pb2_grpc, engine_pb2_grpc
 from services.common.pb import engine_pb2 as pb
 from services.common.security.tls import Certificates
-from services.common.telemetry.recent_logs import RECENT
+from services.common.telemetry.recent_logs import RecentLogs
 from services.common.telemetry.tracing import NO_TRACER, Tracer
 from services.common.text.tokenizer import TextCodec
 from services.engine.adapters.manager import AdapterManager
@@ -73,6 +73,8 @@ class Serving:
     memory: Mapping[str, int] = field(default_factory=dict)
     """Bytes of the memory plan by purpose."""
     usage: UsageTotals = field(default_factory=UsageTotals)
+    recent: RecentLogs = field(default_factory=RecentLogs)
+    """Last lines of this process's log."""
 
 
 class _Stream:
@@ -296,9 +298,10 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             query = log_query(request)
         except TemperError as error:
             await context.abort(status_code(error), error.message)
-        after = request.after if request.process == RECENT.process else 0
-        lines, last = RECENT.find(query, after)
-        return pb.GetLogsResponse(process=RECENT.process, lines=map(log_line_message, lines), last=last)
+        recent = self._serving.recent
+        after = request.after if request.process == recent.process else 0
+        lines, last = recent.find(query, after)
+        return pb.GetLogsResponse(process=recent.process, lines=map(log_line_message, lines), last=last)
 
     async def GetRollouts(  # noqa: N802
         self,

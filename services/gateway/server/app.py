@@ -22,6 +22,7 @@ from services.common.evaluation.suites.store import SuiteStore
 from services.common.queue.job_queue import JobQueue
 from services.common.security.tls import Certificates, TlsFiles
 from services.common.storage.object_store import ObjectStore
+from services.common.telemetry.recent_logs import RecentLogs
 from services.common.telemetry.tracing import open_tracer
 from services.gateway.api.adapters.routes import AdapterServices
 from services.gateway.api.base.idempotency import Idempotency, RedisRecords
@@ -105,6 +106,7 @@ def open_stores(settings: GatewaySettings) -> tuple[AdapterRegistry, JobQueue]:
 def create_app(
     settings: GatewaySettings,
     *,
+    recent: RecentLogs | None = None,
     stores: Stores = open_stores,
     keep_responses: Callable[[GatewaySettings], ResponseStore] = ResponseStore,
     keep_documents: Callable[[ResponseStore], DocumentStore] = DocumentStore,
@@ -114,6 +116,7 @@ def create_app(
 
     Args:
         settings: everything that can be set.
+        recent: last lines of this process's log; None: none are kept.
         stores: makes the adapter registry and the job queue.
         keep_responses: makes the store of responses.
         keep_documents: makes the one of stored chats and conversations.
@@ -165,7 +168,7 @@ def create_app(
             ForgeServices(queue, engines, batch_stores.files.objects, settings.s3_bucket, threads),
             HealthServices(inference, lifecycle, queue, queues, registry, threads, background),
             KeyServices(keys),
-            LogServices(engines, lifecycle, settings.keep_alive_seconds),
+            LogServices(recent or RecentLogs(), engines, lifecycle, settings.keep_alive_seconds),
         )
         engines.start()
         background.start()

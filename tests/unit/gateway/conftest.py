@@ -17,6 +17,7 @@ import pytest
 import uvicorn
 
 from services.common.adapters.registry import AdapterRegistry
+from services.common.telemetry.recent_logs import RecentLogs
 from services.gateway.api.base.idempotency import Idempotency
 from services.gateway.api.base.routing import resource
 from services.gateway.api.batches.stores import BatchStores
@@ -60,6 +61,7 @@ class Running:
         self.documents = MemoryDocuments(self.responses)
         self.records = MemoryRecords()
         self.batches = MemoryBatches()
+        self.recent = RecentLogs(100)
         self._batching = batching
         self._settings = settings
         self._ready = threading.Event()
@@ -149,6 +151,7 @@ class Running:
         batching = self._batching or (lambda _: BatchStores(FileStore(self.store), self.batches, self.batches))  # type: ignore[arg-type]
         self.app = create_app(
             settings,
+            recent=self.recent,
             stores=lambda _: (self.registry, self.queue),  # type: ignore[arg-type, return-value]
             keep_responses=lambda _: self.responses,  # type: ignore[arg-type, return-value]
             keep_documents=lambda _: self.documents,  # type: ignore[arg-type, return-value]

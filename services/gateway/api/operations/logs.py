@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 from services.common.errors import NotFound
 from services.common.pb import engine_pb2
-from services.common.telemetry.recent_logs import MOST_LINES, RECENT, Level, LogLine, LogQuery, Plain
+from services.common.telemetry.recent_logs import MOST_LINES, Level, LogLine, LogQuery, Plain, RecentLogs
 from services.gateway.api.base.routing import Routes, provided
 from services.gateway.auth.route_permissions import ADMIN, Permission
 from services.gateway.core.admission import Lifecycle
@@ -77,6 +77,8 @@ class LogList(BaseModel):
 class LogServices:
     """Processes whose logs may be read."""
 
+    recent: RecentLogs
+    """Lines of this process."""
     engines: EnginePool
     lifecycle: Lifecycle
     keep_alive_seconds: float
@@ -123,15 +125,16 @@ class _Reader:
         """Names under which engines have the requests that are asked for."""
         if not self._query.requests:
             return frozenset()
-        about, _ = RECENT.find(LogQuery(requests=self._query.requests, limit=MOST_LINES))
+        about, _ = self._logs.recent.find(LogQuery(requests=self._query.requests, limit=MOST_LINES))
         return frozenset(str(line.fields["completion_id"]) for line in about if line.fields.get("completion_id"))
 
     async def _read(self, name: str, client: EngineClient | None, query: LogQuery) -> list[LogLineObject] | None:
         place = self._places.get(name, _Place())
         if client is None:
-            lines, last = RECENT.find(query, place.last)
-            self._places[name] = _Place(RECENT.process, last)
-            return [_own_line(line) for line in lines]
+            recent = self._logs.recent
+            lines, last = recent.find(query, place.last)
+            self._places[name] = _Place(recent.process, last)
+            return [_object(name, recent.process, line, line.fields) for line in lines]
         try:
             answer = await client.engine().GetLogs(_request(query, place), timeout=_PATIENCE_SECONDS)
         except aio.AioRpcError as error:
@@ -189,10 +192,6 @@ def _request(query: LogQuery, place: _Place) -> engine_pb2.GetLogsRequest:
         after=place.last,
         process=place.process,
     )
-
-
-def _own_line(line: LogLine) -> LogLineObject:
-    return _object(_GATEWAY, RECENT.process, line, line.fields)
 
 
 def _line_of(name: str, process: str, line: engine_pb2.LogLine) -> LogLineObject:

@@ -10,7 +10,7 @@ SCRIPT = """
 import logging, structlog
 from services.common.settings import CommonSettings
 from services.common.telemetry.logging import configure_logging
-configure_logging(
+recent = configure_logging(
     CommonSettings(
         log_level="info",
         log_format="{fmt}",
@@ -30,8 +30,8 @@ try:
     raise ValueError("boom: hunter2-of-redis, hunter2-of-s3, hunter2-of-otlp, tp-" + "hunter2" * 6 + "a")
 except ValueError:
     log.exception("step.failed", tried=["hunter2-of-s3"])
-from services.common.telemetry.recent_logs import RECENT, LogQuery
-kept, _ = RECENT.find(LogQuery())
+from services.common.telemetry.recent_logs import LogQuery
+kept, _ = recent.find(LogQuery())
 assert [line.message for line in kept] == ["store.ready", "request", "plain text", "step.failed"], kept
 assert "hunter2-of" not in repr(kept) and "ValueError: boom: ***, ***, ***" in kept[-1].exception, kept
 """

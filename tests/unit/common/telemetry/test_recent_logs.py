@@ -29,11 +29,12 @@ def test_the_oldest_lines_go() -> None:
     assert [line.number for line in found] == [3, 4, 5]
     assert last == 5
     assert logs.find(LogQuery(), after=4)[0][0].message == "4"
-    logs.resize(1)
-    assert messages(logs) == ["4"]
-    logs.resize(0)
-    said(logs, "5")
-    assert messages(logs) == []
+
+
+def test_a_ring_of_nothing_keeps_nothing() -> None:
+    logs = ring(0)
+    said(logs, "1")
+    assert logs.find(LogQuery()) == ([], 0)
 
 
 def test_lines_are_filtered() -> None:

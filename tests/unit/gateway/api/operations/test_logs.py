@@ -10,20 +10,11 @@ import pytest
 
 from services.common.pb import engine_pb2
 from services.common.security.api_keys import Scope
-from services.common.telemetry.recent_logs import RECENT
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine
 from tests.unit.gateway.key_file import NO_REDIS, Keys, error_of
 
 LOGS = "/v1/logs"
-
-
-@pytest.fixture(autouse=True)
-def kept() -> Iterator[None]:
-    """The gateway of a test is this process."""
-    RECENT.resize(100)
-    yield
-    RECENT.resize(0)
 
 
 @pytest.fixture
@@ -38,8 +29,8 @@ def http(running: Running) -> Iterator[httpx.Client]:
         yield client
 
 
-def own(message: str, level: str = "info", **fields: object) -> None:
-    RECENT(None, level, {"event": message, "level": level, "logger": "gateway", **fields})
+def own(running: Running, message: str, level: str = "info", **fields: object) -> None:
+    running.recent(None, level, {"event": message, "level": level, "logger": "gateway", **fields})
 
 
 def read(http: httpx.Client, **query: str | int | float) -> list[str]:
@@ -49,7 +40,7 @@ def read(http: httpx.Client, **query: str | int | float) -> list[str]:
 
 
 def test_lines_of_all_processes_by_time(running: Running, http: httpx.Client) -> None:
-    own("begin")
+    own(running, "begin")
     for engine, at in zip(running.engines, (5e9, 6e9), strict=True):
         engine.log = [engine_pb2.LogLine(number=1, time=at, level="warning", message="hot", fields='{"celsius": 90}')]
     found = http.get(LOGS).json()
@@ -66,14 +57,14 @@ def test_lines_of_all_processes_by_time(running: Running, http: httpx.Client) ->
 
 
 def test_engines_are_asked_for_a_request_by_its_completions(running: Running, http: httpx.Client) -> None:
-    own("request", request_id="mine", completion_id="chatcmpl-1")
-    own("request", request_id="other", completion_id="chatcmpl-2")
+    own(running, "request", request_id="mine", completion_id="chatcmpl-1")
+    own(running, "request", request_id="other", completion_id="chatcmpl-2")
     assert read(http, request_id="mine") == ["gateway request"]
     assert list(running.engine.asked_logs[-1].request_ids) == ["chatcmpl-1", "mine"]
 
 
 def test_new_lines_are_followed_once(running: Running, http: httpx.Client) -> None:
-    own("before")
+    own(running, "before")
     engine = running.engine
     seen = []
     with http.stream("GET", LOGS, params={"follow": True}) as answer:
@@ -85,7 +76,7 @@ def test_new_lines_are_followed_once(running: Running, http: httpx.Client) -> No
             if seen == ["before"]:
                 engine.log = [engine_pb2.LogLine(number=1, time=1.0, level="info", message="first")]
             elif seen == ["before", "first"]:
-                own("second")
+                own(running, "second")
             else:
                 break
     assert seen == ["before", "first", "second"]
@@ -97,7 +88,7 @@ def test_new_lines_are_followed_once(running: Running, http: httpx.Client) -> No
 def test_an_engine_of_an_earlier_release_has_none(running: Running, http: httpx.Client) -> None:
     for engine in running.engines:
         engine.keeps_logs = False
-    own("alone")
+    own(running, "alone")
     assert read(http) == ["gateway alone"]
 
 
