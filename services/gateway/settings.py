@@ -178,6 +178,10 @@ class GatewaySettings(ListenSettings, CommonSettings):
     the jobs, too. 0: none is kept."""
     responses_key_max_bytes: int = Field(64 * 2**20, ge=0)
     """Bytes of what one API key keeps of them; its own oldest make room. Without keys, of all together."""
+    feedback_ttl_seconds: int = Field(180 * 86400, ge=1)
+    """Age at which feedback is forgotten; data sets that have used it keep what they have."""
+    feedback_max_bytes: int = Field(256 * 2**20, ge=0)
+    """Bytes of all feedback together, which Redis holds; more is refused with 503. 0: none is kept."""
     max_background_responses: int = Field(64, ge=0)
     """Background responses that one gateway runs at a time; more are answered with 503. 0: none."""
     response_beat_seconds: float = Field(1.0, gt=0)

@@ -75,6 +75,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "jobs",
         "evaluation",
         "queue",
+        "learning",
     ),
     "cli": (
         "settings",

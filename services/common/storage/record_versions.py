@@ -67,3 +67,4 @@ SUITE: Final = Schema("evaluation suites", 1)
 EVALUATION: Final = Schema("evaluations", 1)
 """What a run of suites asks, and its result."""
 TRAINING_HASHES: Final = Schema("training hashes", 1)
+FEEDBACK: Final = Schema("feedback", 1)

@@ -253,6 +253,9 @@ class GatewayMetrics:
         self.finished = Counter(
             "temper_gateway_completions", "Completions by finish reason.", ("reason",), registry=self.registry
         )
+        self.feedback = Counter(
+            "temper_gateway_feedback", "Opinions of answers, by source.", ("source",), registry=self.registry
+        )
         self.batches = Counter(
             "temper_gateway_batches", "Batches that this gateway ran, by outcome.", ("outcome",), registry=self.registry
         )

@@ -19,6 +19,7 @@ from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import InvalidRequest
 from services.common.evaluation.runs.store import EvaluationStore
 from services.common.evaluation.suites.store import SuiteStore
+from services.common.learning.feedback.store import FeedbackStore
 from services.common.queue.job_queue import JobQueue
 from services.common.security.tls import Certificates, TlsFiles
 from services.common.storage.object_store import ObjectStore
@@ -31,6 +32,7 @@ from services.gateway.api.base.routing import provide
 from services.gateway.api.batches.stores import BatchServices, BatchStores, open_batching
 from services.gateway.api.batches.worker import BatchWorker
 from services.gateway.api.evaluation.services import EvaluationServices
+from services.gateway.api.learning.feedback import FeedbackServices
 from services.gateway.api.operations.health import HealthServices, QueueWatch
 from services.gateway.api.operations.keys import KeyServices
 from services.gateway.api.operations.logs import LogServices
@@ -143,6 +145,9 @@ def create_app(
         suites = SuiteStore(batch_stores.files.objects)
         kept = keep_responses(settings)
         background = BackgroundResponses(kept, settings, lifecycle.closing)
+        feedback = FeedbackStore(
+            settings, max_bytes=settings.feedback_max_bytes, keep_seconds=settings.feedback_ttl_seconds
+        )
         idempotency = Idempotency(RedisRecords(settings))
         sessions = TrainingSessionRouter(lambda: engines.clients, settings.engine_retry_seconds)
         queues = QueueWatch({"training": queue, "batches": batch_stores.queue}, metrics)
@@ -166,6 +171,7 @@ def create_app(
                 threads,
             ),
             ForgeServices(queue, engines, batch_stores.files.objects, settings.s3_bucket, threads),
+            FeedbackServices(feedback, metrics),
             HealthServices(inference, lifecycle, queue, queues, registry, threads, background),
             KeyServices(keys),
             LogServices(recent or RecentLogs(), engines, lifecycle, settings.keep_alive_seconds),
@@ -190,6 +196,7 @@ def create_app(
             await background.stop()
             await engines.stop()
             await kept.aclose()
+            await feedback.aclose()
             await quotas.stop()
             await idempotency.records.aclose()
             await queue.aclose()
