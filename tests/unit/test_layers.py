@@ -39,6 +39,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "protocol",
         "auth",
         "engines",
+        "request_log",
         "inference",
         "api",
         "ui",

@@ -11,7 +11,7 @@ from services.gateway.api.batches import files
 from services.gateway.api.batches import routes as batches
 from services.gateway.api.completions import chat_completions, stored_chats, text_completions
 from services.gateway.api.evaluation import contamination, harness, runs, side_by_side, suites
-from services.gateway.api.learning import feedback
+from services.gateway.api.learning import feedback, request_log
 from services.gateway.api.messages import batches as message_batches
 from services.gateway.api.messages import routes as messages
 from services.gateway.api.operations import health, keys, logs, status
@@ -44,6 +44,7 @@ API: tuple[Routes, ...] = (
     forge.routes,
     harness.routes,
     feedback.routes,
+    request_log.routes,
     sessions.routes,
     files.routes,
     batches.routes,

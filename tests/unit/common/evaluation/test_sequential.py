@@ -83,5 +83,5 @@ def test_promises_hold_in_simulation() -> None:
     [{"gain": 0.0}, {"gain": 2.0}, {"gain": 0.1, "alpha": 0.6}, {"gain": 0.1, "power": 0.4}, {"gain": math.nan}],
 )
 def test_a_test_that_decides_nothing_is_refused(settings: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="gain|alpha"):
+    with pytest.raises(ValueError, match=r"gain|alpha"):
         SequentialTest(**settings)
