@@ -11,12 +11,12 @@ import pytest
 import redis
 
 from services.common.errors import Conflict, NewerSchema, NotFound, Unavailable
-from services.common.learning.feedback.record import Feedback
-from services.common.learning.feedback.store import ROOT, FeedbackFilter, FeedbackStore
 from services.common.security.api_keys import Scope
 from services.common.settings import CommonSettings
 from services.gateway.server.app import create_app
 from services.gateway.settings import GatewaySettings
+from services.learning.feedback.record import Feedback
+from services.learning.feedback.store import ROOT, FeedbackFilter, FeedbackStore
 from tests.integration.servers import RunningServer
 from tests.unit.gateway.key_file import Keys
 

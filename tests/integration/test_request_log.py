@@ -16,14 +16,14 @@ import httpx
 import pytest
 import redis
 
-from services.common.learning.request_log.index import RequestIndex
-from services.common.learning.request_log.log import RequestFilter, RequestLog
-from services.common.learning.request_log.parts import Parts, lines_of, part_name
-from services.common.learning.request_log.record import LoggedRequest
 from services.common.security.api_keys import Scope
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
 from services.gateway.api.batches.stores import open_batching
+from services.learning.request_log.index import RequestIndex
+from services.learning.request_log.log import RequestFilter, RequestLog
+from services.learning.request_log.parts import Parts, lines_of, part_name
+from services.learning.request_log.record import LoggedRequest
 from tests.integration.servers import RunningServer
 from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import MODEL, Running
@@ -232,15 +232,15 @@ def test_no_store_and_no_room_are_nobodys_trouble(
 
 def dropped(running: Running, reason: str) -> float:
     line = f'temper_gateway_dropped_log_requests_total{{reason="{reason}"}} '
-    text = httpx.get(running.url + "/metrics").text
+    text = httpx.get(running.url + "/metrics", timeout=PATIENCE).text
     return sum(float(found.removeprefix(line)) for found in text.splitlines() if found.startswith(line))
 
 
 DIES = """
 import json, os, signal, sys, time
 from pathlib import Path
-from services.common.learning.request_log.index import Entry
-from services.gateway.request_log.spool import Spool
+from services.learning.request_log.index import Entry
+from services.learning.request_log.spool import Spool
 
 directory = Path(sys.argv[1])
 spool = Spool(directory, 2**20)

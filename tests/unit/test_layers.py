@@ -39,7 +39,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "protocol",
         "auth",
         "engines",
-        "request_log",
         "inference",
         "api",
         "ui",
@@ -76,8 +75,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "jobs",
         "evaluation",
         "queue",
-        "learning",
     ),
+    "services.learning": ("feedback", "request_log"),
     "cli": (
         "settings",
         "interrupts",

@@ -10,7 +10,7 @@ from services.gateway.auth.caller import owner
 from services.gateway.core.admission import Admission
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.engines.pool import EnginePool
-from services.gateway.request_log.recorder import RequestRecorder
+from services.gateway.inference.recorder import RequestRecorder
 from services.gateway.settings import GatewaySettings
 
 

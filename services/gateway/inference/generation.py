@@ -27,8 +27,8 @@ from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.engine_request import adapter_ref, cache_salt, check_messages, check_prompts, session_of
 from services.gateway.inference.logprobs import PromptLogprobs, check_complete
 from services.gateway.protocol.fields.sampling import SamplingFields
-from services.gateway.request_log.recording import RecordedChoice, Recording
 from services.gateway.text.detokenizer import TextAssembler
+from services.learning.request_log.recording import RecordedChoice, Recording
 
 _SMALLEST_TOP_P = 1e-6  # less may become 0 in the protocol's 32 bits
 

@@ -20,11 +20,6 @@ from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import InvalidRequest
 from services.common.evaluation.runs.store import EvaluationStore
 from services.common.evaluation.suites.store import SuiteStore
-from services.common.learning.feedback.store import FeedbackStore
-from services.common.learning.request_log.index import RequestIndex
-from services.common.learning.request_log.log import RequestLog
-from services.common.learning.request_log.parts import Parts
-from services.common.learning.request_log.redaction import Redaction
 from services.common.queue.job_queue import JobQueue
 from services.common.security.tls import Certificates, TlsFiles
 from services.common.storage.object_store import ObjectStore
@@ -62,15 +57,20 @@ from services.gateway.engines.conversation_sessions import ConversationSessionRo
 from services.gateway.engines.pool import EnginePool
 from services.gateway.engines.training_sessions import TrainingSessionRouter
 from services.gateway.inference.context import InferenceContext
+from services.gateway.inference.recorder import RequestRecorder
 from services.gateway.middleware.authentication import TIMEOUT_HEADER, Authentication
 from services.gateway.middleware.request_body import BodyDecoding, BodyLimit, BodyMemory
 from services.gateway.middleware.request_context import HeadRequests, RequestContext
 from services.gateway.rate_limits.limiter import RateLimiter
-from services.gateway.request_log.recorder import RequestRecorder
-from services.gateway.request_log.spool import Spool
-from services.gateway.request_log.writer import RequestLogWriter
 from services.gateway.settings import GatewaySettings
 from services.gateway.ui.routes import dashboard_routes
+from services.learning.feedback.store import FeedbackStore
+from services.learning.request_log.index import RequestIndex
+from services.learning.request_log.log import RequestLog
+from services.learning.request_log.parts import Parts
+from services.learning.request_log.redaction import Redaction
+from services.learning.request_log.spool import Spool
+from services.learning.request_log.writer import RequestLogWriter
 
 log = structlog.get_logger(__name__)
 _CORS_HEADERS = (
@@ -377,7 +377,8 @@ class _RequestLogging:
             self.redaction,
             part_seconds=self.settings.request_log_part_seconds,
             keep_seconds=self.settings.request_log_ttl_seconds,
-            metrics=self.metrics,
+            written=self.metrics.logged_requests.inc,
+            dropped=lambda reason, count: self.metrics.dropped_log_requests.labels(reason).inc(count),
         )
         return RequestRecorder(self.settings.request_log_share, writer)
 

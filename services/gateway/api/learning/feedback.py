@@ -14,8 +14,6 @@ from fastapi import Depends, Query, Response
 from fastapi.responses import StreamingResponse
 
 from services.common.errors import InvalidRequest
-from services.common.learning.feedback.record import ID_PATTERN, Feedback, FeedbackRecord, Source
-from services.common.learning.feedback.store import FeedbackFilter, FeedbackStore, missing
 from services.gateway.api.base.idempotency import Once, json_answer
 from services.gateway.api.base.routing import Routes, provided
 from services.gateway.auth.caller import owner, sees
@@ -28,6 +26,8 @@ from services.gateway.protocol.learning.feedback import (
     FeedbackObject,
     FeedbackPath,
 )
+from services.learning.feedback.record import ID_PATTERN, Feedback, FeedbackRecord, Source
+from services.learning.feedback.store import FeedbackFilter, FeedbackStore, missing
 
 routes = Routes("feedback")
 _SCOPES = INFERENCE | TRAIN | ADMIN

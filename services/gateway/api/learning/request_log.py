@@ -12,7 +12,6 @@ from typing import Annotated
 from fastapi import Path, Query
 
 from services.common.errors import NotFound
-from services.common.learning.request_log.log import RequestFilter, RequestLog
 from services.gateway.api.base.routing import Routes, provided
 from services.gateway.auth.caller import owner, sees
 from services.gateway.auth.route_permissions import ADMIN, INFERENCE, TRAIN, Permission
@@ -23,6 +22,7 @@ from services.gateway.protocol.learning.request_log import (
     LoggedRequestList,
     LoggedRequestObject,
 )
+from services.learning.request_log.log import RequestFilter, RequestLog
 
 routes = Routes("request log")
 _SCOPES = INFERENCE | TRAIN | ADMIN

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from fastapi import Path
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.common.learning.feedback.record import ID_PATTERN, FeedbackRecord, Source
+from services.learning.feedback.record import ID_PATTERN, FeedbackRecord, Source
 
 FeedbackPath = Annotated[str, Path(pattern=ID_PATTERN)]
 

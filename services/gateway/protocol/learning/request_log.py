@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from services.common.learning.request_log.record import LoggedRequest
+from services.learning.request_log.record import LoggedRequest
 
 
 class LoggedRequestObject(LoggedRequest):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import InvalidRequest
-from services.common.learning.request_log.redaction import PARTS, Redaction
+from services.learning.request_log.redaction import PARTS, Redaction
 
 
 def record() -> dict[str, Any]:

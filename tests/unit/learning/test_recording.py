@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
-from services.common.learning.request_log.index import Entry
 from services.common.text.output_parser import ChatParser
-from services.gateway.request_log.recording import RecordedChoice, chosen
-from services.gateway.request_log.spool import PART_BYTES, Spool
+from services.learning.request_log.index import Entry
+from services.learning.request_log.recording import RecordedChoice, chosen
+from services.learning.request_log.spool import PART_BYTES, Spool
 
 CALL = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
 

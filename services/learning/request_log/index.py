@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from services.common.learning.request_log.parts import Line
 from services.common.settings import CommonSettings
 from services.common.storage.ids import key_of
 from services.common.storage.redis import call, connect
+from services.learning.request_log.parts import Line
 
 _ONE: Final = "temper:request:"
 _LISTS: Final = "temper:requests:"

@@ -19,8 +19,8 @@ from typing import IO, Final
 from pydantic_core import from_json, to_json
 
 from services.common.errors import InvalidRequest
-from services.common.learning.request_log.index import Entry
-from services.common.learning.request_log.parts import part_name
+from services.learning.request_log.index import Entry
+from services.learning.request_log.parts import part_name
 
 PART_BYTES: Final = 4 * 2**20
 """Size at which a part is complete."""

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from services.common.errors import NotFound
-from services.common.learning.request_log.index import Entry, RequestIndex, user_mark
-from services.common.learning.request_log.parts import Line, Parts, lines_of
-from services.common.learning.request_log.record import LoggedRequest
 from services.common.storage.ids import key_of
+from services.learning.request_log.index import Entry, RequestIndex, user_mark
+from services.learning.request_log.parts import Line, Parts, lines_of
+from services.learning.request_log.record import LoggedRequest
 
 _PAGE = 200
 

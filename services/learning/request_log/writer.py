@@ -9,20 +9,19 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import structlog
 from pydantic_core import to_json
 
 from services.common.errors import Unavailable
-from services.common.learning.request_log.index import Entry, RequestIndex
-from services.common.learning.request_log.parts import Line, Parts
-from services.common.learning.request_log.redaction import Redaction
 from services.common.storage.record_versions import LOGGED_REQUEST
-from services.gateway.core.metrics import GatewayMetrics
-from services.gateway.request_log.recording import Recording
-from services.gateway.request_log.spool import Spool, SpooledPart
+from services.learning.request_log.index import Entry, RequestIndex
+from services.learning.request_log.parts import Line, Parts
+from services.learning.request_log.recording import Recording
+from services.learning.request_log.redaction import Redaction
+from services.learning.request_log.spool import Spool, SpooledPart
 
 _WAITING = 10_000
 """Most recordings that wait for the first thread."""
@@ -42,7 +41,8 @@ class RequestLogWriter:
         redaction: what is left out.
         part_seconds: time for which a part gathers requests.
         keep_seconds: age at which parts go, by whole days.
-        metrics: counts what is written and dropped.
+        written: counts what the spool has taken.
+        dropped: counts what was left out, by reason: "queue", "spool", "disk" or "error".
     """
 
     def __init__(
@@ -54,7 +54,8 @@ class RequestLogWriter:
         *,
         part_seconds: float,
         keep_seconds: float,
-        metrics: GatewayMetrics,
+        written: Callable[[int], None],
+        dropped: Callable[[str, int], None],
     ) -> None:
         self._parts = parts
         self._index = index
@@ -62,7 +63,8 @@ class RequestLogWriter:
         self._redaction = redaction
         self._part_seconds = part_seconds
         self._keep_seconds = keep_seconds
-        self._metrics = metrics
+        self._written = written
+        self._dropped = dropped
         self._queue: queue.Queue[Recording] = queue.Queue(_WAITING)
         self._closing = threading.Event()
         self._handing = threading.Event()
@@ -90,7 +92,7 @@ class RequestLogWriter:
         try:
             self._queue.put_nowait(recording)
         except queue.Full:
-            self._drop("queue", 1)
+            self._dropped("queue", 1)
 
     # The first thread.
 
@@ -115,7 +117,7 @@ class RequestLogWriter:
 
     def _append(self, recordings: Sequence[Recording]) -> None:
         if not self._spool.has_room():
-            self._drop("spool", len(recordings))
+            self._dropped("spool", len(recordings))
             return
         entries = []
         for recording in recordings:
@@ -123,15 +125,15 @@ class RequestLogWriter:
                 entries.append(self._line(recording))
             except Exception:  # one request that cannot be told must not end the log
                 log.exception("a request could not be logged", completion_id=recording.id)
-                self._drop("error", 1)
+                self._dropped("error", 1)
         try:
             if entries:
                 self._spool.append(entries)
         except OSError as error:
             log.warning("the spool of the request log cannot be written", reason=str(error))
-            self._drop("disk", len(entries))
+            self._dropped("disk", len(entries))
             return
-        self._metrics.logged_requests.inc(len(entries))
+        self._written(len(entries))
 
     def _line(self, recording: Recording) -> tuple[Entry, bytes]:
         record = recording.record()
@@ -139,9 +141,6 @@ class RequestLogWriter:
         line = to_json(LOGGED_REQUEST.stamped(record))
         entry = Entry(record["id"], record["at"], record["owner"], record["user"], record["session"], record["also"])
         return entry, line
-
-    def _drop(self, reason: str, count: int) -> None:
-        self._metrics.dropped_log_requests.labels(reason).inc(count)
 
     # The second thread.
 

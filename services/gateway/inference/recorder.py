@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from services.gateway.auth.caller import current_caller, owner
-from services.gateway.request_log.recording import RecordedChoice, Recording, chosen
-from services.gateway.request_log.writer import RequestLogWriter
+from services.learning.request_log.recording import RecordedChoice, Recording, chosen
+from services.learning.request_log.writer import RequestLogWriter
 
 
 class RequestRecorder:

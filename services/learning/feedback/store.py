@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, cast
 
 from services.common.errors import Conflict, NotFound, Unavailable
-from services.common.learning.feedback.record import Feedback, FeedbackRecord
 from services.common.settings import CommonSettings
 from services.common.storage.ids import key_of, ulid
 from services.common.storage.record_versions import FEEDBACK
 from services.common.storage.redis import call_async, connect_async
+from services.learning.feedback.record import Feedback, FeedbackRecord
 
 ROOT: Final = "temper:feedback:"
 _ALL: Final = f"{ROOT}all"
