@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from services.gateway.api.responses.serving import BackgroundResponses, Response
 from services.gateway.api.responses.store import BestEffortStore, ResponseStore
 from services.gateway.api.surfaces import API
 from services.gateway.api.training.forge import ForgeServices
+from services.gateway.api.training.forge import tidy as tidy_forge
 from services.gateway.api.training.sessions import TrainingSessionServices
 from services.gateway.api.training.validation import TrainingServices
 from services.gateway.auth.api_keys import KeyRing
@@ -53,6 +55,7 @@ from services.gateway.core.client_disconnect import cancel_and_wait
 from services.gateway.core.errors import install_error_handlers
 from services.gateway.core.file_store import StoreThreads
 from services.gateway.core.metrics import GatewayMetrics
+from services.gateway.core.tidying import Chore, Tidying
 from services.gateway.engines.conversation_sessions import ConversationSessionRouter
 from services.gateway.engines.pool import EnginePool
 from services.gateway.engines.training_sessions import TrainingSessionRouter
@@ -165,6 +168,7 @@ def create_app(
         )
         idempotency = Idempotency(RedisRecords(settings))
         sessions = TrainingSessionRouter(lambda: engines.clients, settings.engine_retry_seconds)
+        forge = ForgeServices(queue, engines, batch_stores.files.objects, settings.s3_bucket, threads)
         queues = QueueWatch({"training": queue, "batches": batch_stores.queue}, metrics)
         provide(
             app,
@@ -185,7 +189,7 @@ def create_app(
                 queue,
                 threads,
             ),
-            ForgeServices(queue, engines, batch_stores.files.objects, settings.s3_bucket, threads),
+            forge,
             FeedbackServices(feedback, metrics),
             RequestLogServices(RequestLog(parts, index), threads),
             HealthServices(inference, lifecycle, queue, queues, registry, threads, background),
@@ -202,12 +206,16 @@ def create_app(
             app, inference, batch_stores, threads, lifecycle, endpoints=batch_models
         )
         worker.start()
+        chores: dict[str, Chore] = {"forge": partial(tidy_forge, forge)}
+        tidying = app.state.tidying = Tidying(chores | ({"batches": worker.tidy} if settings.batch_workers > 0 else {}))
+        tidying.start()
         log.info("gateway started", engines=settings.engines, model=settings.served_model_name)
         try:
             yield
         finally:
             lifecycle.stopping.set()
             lifecycle.closing.set()
+            await tidying.stop()
             await worker.stop()
             if following is not None:
                 await cancel_and_wait(following)

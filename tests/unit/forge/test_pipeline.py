@@ -231,6 +231,8 @@ def test_a_dry_run_tells_what_it_takes_and_writes_nothing(home: Path, whole: tup
         ({"suites": ["judged.jsonl"]}, "suite judged@1 is judged by critic@1: no adapter belongs to a forged model"),
         ({"sign": "data.jsonl"}, "is no unencrypted private key"),
         ({"output": "s3://x"}, "must be s3://bucket/prefix"),
+        ({"output": "s3://bucket/../x"}, "must be s3://bucket/prefix"),
+        ({"output": "wrong/.."}, "is there already"),
     ],
 )
 def test_what_is_wrong_is_refused_before_anything_is_computed(

@@ -46,7 +46,7 @@ def test_items_have_their_lines_as_ids_and_answers_as_text() -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("{", "line 2: is not JSON"),
+        ("{", "line 2: is not JSON: EOF while parsing an object at column 1"),
         ("[1]", "line 2: must be a JSON object"),
         ({"prompt": "?", "expected": "1", "wieght": 2}, "line 2: unknown field 'wieght': did you mean 'weight'?"),
         ({"prompt": "?", "expected": "1", "weight": 0}, "line 2: weight: Input should be greater than 0"),
