@@ -97,6 +97,7 @@ def measure(runs: Runs, kills: int, seed: int) -> dict[str, Any]:
         after = chance.uniform(0, seconds) if killed.total() < kills else None
         if (stage := runs.start(after)) is not None:
             killed[stage] += 1
+            print(f"killed {killed.total()} of {kills} in {stage}", file=sys.stderr, flush=True)
         else:
             ended += 1
             same += runs.taken() == whole
