@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -111,6 +111,18 @@ class VersionedObjects:
         record = json.dumps(self.schema.stamped(manifest)).encode()
         self.store.put(self._manifest_key(name, number), record, if_absent=True)
 
+    def republish(self, name: str, number: int, manifest: Mapping[str, Any], *, before: Mapping[str, Any]) -> bool:
+        """Writes another manifest in the place of ``before``; False: that is not what is there any more."""
+        key = self._manifest_key(name, number)
+        try:
+            stored = self.store.get(key)
+            if json.loads(stored.data) != self.schema.stamped(before):
+                return False
+            self.store.put(key, json.dumps(self.schema.stamped(manifest)).encode(), if_match=stored.etag)
+        except (ObjectNotFound, PreconditionFailed):
+            return False
+        return True
+
     def unpublish(self, name: str, number: int) -> None:
         """Removes the manifest: the version does not exist any more, and its lines can go."""
         self.store.delete(self._manifest_key(name, number))
@@ -122,6 +134,14 @@ class VersionedObjects:
     def delete_piece(self, name: str, number: int, lines: str, index: int) -> None:
         """Removes a piece."""
         self.store.delete(self._piece_key(name, number, lines, index))
+
+    def keep_pieces(self, name: str, number: int, lines: Collection[str]) -> None:
+        """Removes all pieces of a version but those of what is called one of ``lines``."""
+        prefix = self.prefix(name, number)
+        for key in self.store.list(prefix):
+            called, dash, index = key.removeprefix(prefix).rpartition("-")
+            if dash and index.isdigit() and called not in lines:
+                self.store.delete(key)
 
     def lines(
         self, name: str, number: int, lines: str, pieces: Sequence[Piece], start: int = 0, limit: int | None = None
