@@ -13,6 +13,7 @@ import pytest
 import redis
 
 from services.common.errors import NotFound, Unavailable
+from services.common.jobs.kinds.kto import KtoJob
 from services.common.security.api_keys import Scope
 from services.common.storage.ids import key_of
 from services.common.storage.object_store import ObjectStore
@@ -24,6 +25,7 @@ from services.learning.datasets.store import DatasetStore, NewDataset
 from services.learning.request_log.log import RequestLog
 from tests.integration.logging_gateway import Gateway, ask, everywhere, gateway, log, logged
 from tests.stack import PATIENCE
+from tests.unit.cli.runner import temper as run_temper
 
 __all__ = ["gateway", "log"]
 Call = Callable[..., httpx.Response]
@@ -107,6 +109,33 @@ def built(*users: str) -> Built:
 
 
 SPEC = DatasetSpec(logged=True)
+
+
+def test_from_the_command_line(
+    gateway: Gateway, log: RequestLog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    running, keys = gateway()
+    monkeypatch.setenv("TEMPER_API_KEY", keys.secrets["admin"])
+    answers = [ask(running, keys, messages=[{"role": "user", "content": f"{number}?"}]) for number in range(3)]
+    logged(log, 3)
+
+    def temper(*words: str) -> str:
+        result = run_temper(*words, url=running.url)
+        assert result.exit_code == 0, result.stderr
+        return result.stdout
+
+    assert "thumb down" in temper("feedback", "give", answers[0]["id"], "--down", "--user", "ann")
+    temper("feedback", "give", answers[1]["id"], "--correct", "right")
+    split = ("--set", "split.validation=0", "--set", "split.held_out=0")
+    assert "rated would have  2 train" in temper("dataset", "create", "rated", "--dry-run", *split)
+    assert "rated@" not in temper("dataset", "list")
+    assert "rated@1  2 train" in temper("dataset", "create", "rated", *split)
+    assert "rated@1" in temper("dataset", "list")
+    assert "-1.00" in temper("dataset", "show", "rated")
+    file = tmp_path / "train.jsonl"
+    assert "3 examples: temper train submit kto" in temper("dataset", "examples", "rated@1", "kto", str(file))
+    KtoJob.model_validate({"adapter": "a", "examples": [json.loads(line) for line in file.read_text().splitlines()]})
+    assert "is removed: 1" in temper("dataset", "delete", "rated")
 
 
 def test_numbers_are_never_used_again(store: ObjectStore) -> None:
