@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -54,7 +54,8 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self._http.close()
 
-    def get(self, path: str, **params: str | int) -> Any:
+    def get(self, path: str, **params: str | int | Sequence[str]) -> Any:
+        """``params``: of the query, which ``path`` has none of; a sequence is a parameter for each of its texts."""
         return self._json("GET", path, params=params)
 
     def find(self, path: str, **params: str | int) -> Any | None:
