@@ -33,6 +33,7 @@ from services.gateway.api.base.routing import provide
 from services.gateway.api.batches.stores import BatchServices, BatchStores, open_batching
 from services.gateway.api.batches.worker import BatchWorker
 from services.gateway.api.evaluation.services import EvaluationServices
+from services.gateway.api.learning.datasets import DatasetServices
 from services.gateway.api.learning.feedback import FeedbackServices
 from services.gateway.api.learning.request_log import RequestLogServices
 from services.gateway.api.operations.health import HealthServices, QueueWatch
@@ -67,6 +68,8 @@ from services.gateway.middleware.request_context import HeadRequests, RequestCon
 from services.gateway.rate_limits.limiter import RateLimiter
 from services.gateway.settings import GatewaySettings
 from services.gateway.ui.routes import dashboard_routes
+from services.learning.datasets.maker import DatasetMaker
+from services.learning.datasets.store import DatasetStore
 from services.learning.feedback.store import FeedbackStore
 from services.learning.request_log.index import RequestIndex
 from services.learning.request_log.log import RequestLog
@@ -158,6 +161,7 @@ def create_app(
         batch_stores = batching(settings)
         parts = Parts(batch_stores.files.objects)
         index = RequestIndex(settings, keep_seconds=settings.request_log_ttl_seconds)
+        log_reader = RequestLog(parts, index)
         recorder = None if logging is None else logging.recorder(parts, index)
         inference = InferenceContext(settings, engines, metrics, admission, tracer, recorder)
         suites = SuiteStore(batch_stores.files.objects)
@@ -191,7 +195,8 @@ def create_app(
             ),
             forge,
             FeedbackServices(feedback, metrics),
-            RequestLogServices(RequestLog(parts, index), threads),
+            RequestLogServices(log_reader, threads),
+            DatasetServices(DatasetMaker(DatasetStore(parts.store), log_reader), feedback, batch_stores.files, threads),
             HealthServices(inference, lifecycle, queue, queues, registry, threads, background),
             KeyServices(keys),
             LogServices(recent or RecentLogs(), engines, lifecycle, settings.keep_alive_seconds),

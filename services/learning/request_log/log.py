@@ -114,6 +114,16 @@ class RequestLog:
             gone += len(found)
         return gone
 
+    def erased_since(self, moment: float) -> list[tuple[str, str | None]]:
+        """Users that were erased since a moment (unix seconds): digests of the user and of the API key whose requests
+        it is about, None for all."""
+        found = []
+        for mark, at in self._index.erased().items():
+            kind, *names = mark.split(":")
+            if kind == "user" and at >= moment:
+                found.append((names[1], None if names[0] == "*" else names[0]))
+        return found
+
     def reindex(self, now: float) -> int:
         """Makes the index again from the parts, where Redis has lost it; returns how many requests there are."""
         count, part, entries = 0, "", list[tuple[Entry, Line]]()

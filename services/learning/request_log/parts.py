@@ -62,18 +62,18 @@ class Parts:
     """Reads and writes parts. Thread-safe and blocking; Unavailable when the object store is away."""
 
     def __init__(self, store: ObjectStore) -> None:
-        self._store = store
+        self.store = store
 
     def write(self, part: str, data: bytes) -> None:
         """Writes a part, unless it is there."""
         with contextlib.suppress(PreconditionFailed):
-            self._store.put(_key(part), data, if_absent=True)
+            self.store.put(_key(part), data, if_absent=True)
 
     def read(self, line: Line) -> bytes | None:
         """Bytes of a line; None: it was taken out, or the part is gone."""
         buffer = bytearray(line.length)
         try:
-            count = self._store.read_into(_key(line.part), line.offset, memoryview(buffer))
+            count = self.store.read_into(_key(line.part), line.offset, memoryview(buffer))
         except ObjectNotFound:
             return None
         return bytes(buffer) if count == line.length and buffer.strip() else None
@@ -81,7 +81,7 @@ class Parts:
     def whole(self, part: str) -> bytes | None:
         """All of a part; None: it is gone."""
         try:
-            return self._store.get(_key(part)).data
+            return self.store.get(_key(part)).data
         except ObjectNotFound:
             return None
 
@@ -89,9 +89,9 @@ class Parts:
         """Names of the parts that may have requests that ended in this time (unix seconds), in the order of time."""
         first = ulid(int(max(since - _SLACK_SECONDS, 0) * 1000), 0)
         last = ulid(int((until + _SLACK_SECONDS) * 1000), 0)
-        for day in self._store.list_dirs(ROOT):
+        for day in self.store.list_dirs(ROOT):
             if _day(max(since - _SLACK_SECONDS, 0)) <= day <= _day(until + _SLACK_SECONDS):
-                for key in self._store.list(f"{ROOT}{day}/"):
+                for key in self.store.list(f"{ROOT}{day}/"):
                     part = key.removeprefix(ROOT).removesuffix(".jsonl")
                     if first <= part.partition("/")[2] <= last:
                         yield part
@@ -106,15 +106,15 @@ class Parts:
 
     def sweep(self, before: float) -> int:
         """Removes parts of days that ended before a moment (unix seconds); returns how many days."""
-        days = [day for day in self._store.list_dirs(ROOT) if day < _day(before)]
+        days = [day for day in self.store.list_dirs(ROOT) if day < _day(before)]
         for day in days:
-            self._store.delete_prefix(f"{ROOT}{day}/")
+            self.store.delete_prefix(f"{ROOT}{day}/")
         return len(days)
 
     def _blank(self, part: str, lines: Sequence[Line]) -> None:
         for _ in range(_RACES):
             try:
-                stored = self._store.get(_key(part))
+                stored = self.store.get(_key(part))
             except ObjectNotFound:
                 return
             data = bytearray(stored.data)
@@ -122,7 +122,7 @@ class Parts:
                 data[line.offset : line.offset + line.length] = b" " * line.length
             try:
                 if data != stored.data:
-                    self._store.put(_key(part), bytes(data), if_match=stored.etag)
+                    self.store.put(_key(part), bytes(data), if_match=stored.etag)
             except PreconditionFailed:
                 continue
             return
