@@ -57,7 +57,8 @@ def gateway(valkey: RunningServer, settings: CommonSettings, store: ObjectStore,
             "request_log_spool": tmp_path / "spool",
             "api_keys_file": str(keys.path),
         }
-        running = Running([engine or FakeEngine()], batching=open_batching, **{**stores, **options, **more})
+        given = {**stores, **options, **more}
+        running = Running([engine or FakeEngine()], batching=open_batching, learns=True, **given)
         started.append(running)
         running.start()
         return running, keys

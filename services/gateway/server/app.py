@@ -34,8 +34,8 @@ from services.gateway.api.batches.stores import BatchServices, BatchStores, open
 from services.gateway.api.batches.worker import BatchWorker
 from services.gateway.api.evaluation.services import EvaluationServices
 from services.gateway.api.learning.datasets import DatasetServices
-from services.gateway.api.learning.feedback import FeedbackServices
-from services.gateway.api.learning.request_log import RequestLogServices
+from services.gateway.api.learning.feedback import FeedbackServices, open_feedback
+from services.gateway.api.learning.request_log import RequestLogServices, open_index
 from services.gateway.api.operations.health import HealthServices, QueueWatch
 from services.gateway.api.operations.keys import KeyServices
 from services.gateway.api.operations.logs import LogServices
@@ -129,6 +129,8 @@ def create_app(
     stores: Stores = open_stores,
     keep_responses: Callable[[GatewaySettings], ResponseStore] = ResponseStore,
     keep_documents: Callable[[ResponseStore], DocumentStore] = DocumentStore,
+    keep_feedback: Callable[[GatewaySettings], FeedbackStore] = open_feedback,
+    index_requests: Callable[[GatewaySettings], RequestIndex] = open_index,
     batching: Callable[[GatewaySettings], BatchStores] = open_batching,
 ) -> FastAPI:
     """Builds the application; its lifespan connects to the engines.
@@ -139,6 +141,8 @@ def create_app(
         stores: makes the adapter registry and the job queue.
         keep_responses: makes the store of responses.
         keep_documents: makes the one of stored chats and conversations.
+        keep_feedback: makes the one of feedback.
+        index_requests: makes the index of logged requests.
         batching: makes where files and batches are.
 
     Raises:
@@ -160,16 +164,14 @@ def create_app(
         registry, queue = stores(settings)
         batch_stores = batching(settings)
         parts = Parts(batch_stores.files.objects)
-        index = RequestIndex(settings, keep_seconds=settings.request_log_ttl_seconds)
+        index = index_requests(settings)
         log_reader = RequestLog(parts, index)
         recorder = None if logging is None else logging.recorder(parts, index)
         inference = InferenceContext(settings, engines, metrics, admission, tracer, recorder)
         suites = SuiteStore(batch_stores.files.objects)
         kept = keep_responses(settings)
         background = BackgroundResponses(kept, settings, lifecycle.closing)
-        feedback = FeedbackStore(
-            settings, max_bytes=settings.feedback_max_bytes, keep_seconds=settings.feedback_ttl_seconds
-        )
+        feedback = keep_feedback(settings)
         idempotency = Idempotency(RedisRecords(settings))
         sessions = TrainingSessionRouter(lambda: engines.clients, settings.engine_retry_seconds)
         forge = ForgeServices(queue, engines, batch_stores.files.objects, settings.s3_bucket, threads)

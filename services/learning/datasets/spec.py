@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from services.common.storage.names import check_name, field_check
-from services.common.validation.json_rules import Rules, at_least_one
+from services.common.storage.names import NAME_SCHEMA, check_name, field_check
+from services.common.validation.json_rules import Rules, either, given, has, if_any
 from services.common.validation.strict_models import SentModel
 from services.learning.feedback.record import Source
 
@@ -22,7 +22,7 @@ def check_dataset_name(name: str) -> str:
     return check_name(name, "dataset")
 
 
-DatasetName = Annotated[str, field_check(check_dataset_name), Field(min_length=1, max_length=64)]
+DatasetName = Annotated[str, field_check(check_dataset_name), WithJsonSchema({"type": "string", **NAME_SCHEMA})]
 
 
 class DatasetFilter(SentModel):
@@ -75,7 +75,7 @@ class DatasetSpec(SentModel):
     """Declaration of a data set."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
-    json_rules: ClassVar[Rules] = (at_least_one("feedback", "logged", "files"),)
+    json_rules: ClassVar[Rules] = (either(if_any(feedback=True), has(logged=True), given("files")),)
 
     feedback: bool = True
     """Answers that somebody said something of, with what was said. Their requests come from the request log."""

@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.common.storage.ids import PATTERN
-from services.common.validation.json_rules import Rules, at_least_one, exactly_one
+from services.common.validation.json_rules import Rules, at_least_one, exactly_one, left_out, only_with
 from services.common.validation.strict_models import SentModel, StrictModel
 
 ID_PATTERN: Final = f"^fb_{PATTERN}$"
@@ -26,7 +26,11 @@ class Feedback(SentModel):
     """What somebody says of an answer, as it is sent."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
-    json_rules: ClassVar[Rules] = (exactly_one(*TARGETS), at_least_one(*SAYINGS))
+    json_rules: ClassVar[Rules] = (
+        exactly_one(*TARGETS),
+        at_least_one(*SAYINGS),
+        only_with("preferred_over", left_out("session_id")),
+    )
 
     completion_id: _Name | None = None
     """Id of a completion or of one of its choices ("chatcmpl-…:1")."""

@@ -16,6 +16,7 @@ from fastapi.responses import StreamingResponse
 from pydantic_core import from_json, to_json
 
 from services.common.errors import Forbidden, NotFound
+from services.common.storage.names import REF_SCHEMA
 from services.gateway.api.base.idempotency import Once
 from services.gateway.api.base.routing import Routes, provided
 from services.gateway.auth.caller import owner, sees
@@ -32,7 +33,7 @@ from services.gateway.protocol.learning.datasets import (
 )
 from services.learning.datasets.convert import ExampleKind, examples_of
 from services.learning.datasets.maker import DatasetMaker
-from services.learning.datasets.spec import Split
+from services.learning.datasets.spec import DatasetName, Split
 from services.learning.datasets.store import DatasetManifest, DatasetStore, NewDataset, parse_dataset_ref
 from services.learning.feedback.store import FeedbackFilter, FeedbackStore
 from services.learning.request_log.log import RequestLog
@@ -141,9 +142,9 @@ async def _name_owner(services: DatasetServices, name: str) -> str:
 @routes.get("/v1/datasets", Permission(TRAIN_OR_ADMIN))
 async def list_datasets(
     services: Services,
-    name: str | None = None,
+    name: DatasetName | None = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    after: str | None = None,
+    after: Annotated[str | None, Query(json_schema_extra=dict(REF_SCHEMA))] = None,
 ) -> DatasetList:
     """The newest version of each data set by name, or every version of the data set `name`. `after` is the last id of
     the page before."""

@@ -26,6 +26,7 @@ from services.gateway.protocol.learning.feedback import (
     FeedbackObject,
     FeedbackPath,
 )
+from services.gateway.settings import GatewaySettings
 from services.learning.feedback.record import ID_PATTERN, Feedback, FeedbackRecord, Source
 from services.learning.feedback.store import FeedbackFilter, FeedbackStore, missing
 
@@ -39,6 +40,11 @@ class FeedbackServices:
 
     store: FeedbackStore
     metrics: GatewayMetrics
+
+
+def open_feedback(settings: GatewaySettings) -> FeedbackStore:
+    """The store that the settings name."""
+    return FeedbackStore(settings, max_bytes=settings.feedback_max_bytes, keep_seconds=settings.feedback_ttl_seconds)
 
 
 Services = Annotated[FeedbackServices, provided(FeedbackServices)]

@@ -22,6 +22,8 @@ from services.gateway.protocol.learning.request_log import (
     LoggedRequestList,
     LoggedRequestObject,
 )
+from services.gateway.settings import GatewaySettings
+from services.learning.request_log.index import RequestIndex
 from services.learning.request_log.log import RequestFilter, RequestLog
 
 routes = Routes("request log")
@@ -38,6 +40,11 @@ class RequestLogServices:
 
     log: RequestLog
     threads: StoreThreads
+
+
+def open_index(settings: GatewaySettings) -> RequestIndex:
+    """The index that the settings name."""
+    return RequestIndex(settings, keep_seconds=settings.request_log_ttl_seconds)
 
 
 Services = Annotated[RequestLogServices, provided(RequestLogServices)]

@@ -7,18 +7,13 @@ from typing import Annotated, Literal
 from fastapi import Path
 from pydantic import BaseModel, ConfigDict
 
+from services.common.storage.names import REF_SCHEMA
 from services.learning.datasets.build import DatasetReport
 from services.learning.datasets.rows import Row
 from services.learning.datasets.spec import DatasetName, DatasetSpec, Split
 from services.learning.datasets.store import DatasetManifest, Recut
 
-DatasetPath = Annotated[
-    str,
-    Path(
-        min_length=1,
-        json_schema_extra={"pattern": r"^(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,63}(@0*[1-9][0-9]{0,14})?$"},
-    ),
-]
+DatasetPath = Annotated[str, Path(json_schema_extra=dict(REF_SCHEMA))]
 """"name" or "name@n" in a path."""
 
 
