@@ -32,6 +32,6 @@ def keys_of(settings: type[BaseSettings]) -> dict[str, str]:
 def wrong_settings(error: ValidationError) -> list[str]:
     """A text a wrong setting, with the name of its variable and never its value."""
     return [
-        f"{variable_named('_'.join(map(str, e['loc']))) if e['loc'] else 'settings'}: {e['msg']}"
+        f"{variable_named('_'.join(map(str, e['loc']))) if e['loc'] else 'settings'}: {e['msg'].removeprefix('Value error, ')}"
         for e in error.errors(include_input=False, include_url=False)
     ]

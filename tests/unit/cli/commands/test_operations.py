@@ -99,6 +99,12 @@ class TestConfig:
         if words[0] in ("ps", "run", "bench"):
             assert "TEMPER_REQUEST_TIMEOUT" in json.loads(result.stdout)["error"]["message"]
 
+    def test_a_file_that_cannot_be_read_is_no_missing_one(self, home: Path) -> None:
+        (home / "temper.toml").symlink_to("nowhere")
+        result = temper("config", "check")
+        assert result.exit_code == 2
+        assert "temper.toml cannot be read: No such file" in result.stderr
+
     def test_a_named_file_that_is_missing_is_no_empty_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TEMPER_CONFIG", "nowhere.toml")
         result = temper("context", "list")
