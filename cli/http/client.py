@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 from urllib.parse import quote
@@ -53,8 +54,15 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self._http.close()
 
-    def get(self, path: str, **params: str | int) -> Any:
+    def get(self, path: str, **params: str | int | Sequence[str]) -> Any:
+        """``params``: of the query, which ``path`` has none of; a sequence is a parameter for each of its texts."""
         return self._json("GET", path, params=params)
+
+    def find(self, path: str, **params: str | int) -> Any | None:
+        """As ``get``; None: there is no such thing."""
+        with self._failures():
+            response = self._http.request("GET", path, params=params)
+        return None if response.status_code == HTTPStatus.NOT_FOUND else self._read(response)
 
     def post(
         self, path: str, body: Any = None, *, headers: Mapping[str, str] | None = None, patient: bool = False
@@ -156,6 +164,9 @@ class Client:
     def _json(self, method: str, path: str, **options: Any) -> Any:
         with self._failures():
             response = self._http.request(method, path, **options)
+        return self._read(response)
+
+    def _read(self, response: httpx.Response) -> Any:
         if response.status_code >= 400:
             raise _refusal(response)
         try:

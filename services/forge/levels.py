@@ -48,7 +48,7 @@ class Level:
         wanted = self.amount * total if self.share else self.amount
         if multiple > 1 and self.share:
             left = max(multiple, round((total - wanted) / multiple + _CLOSE) * multiple)
-            number = total - left
+            number = total - left if wanted < total else total
         else:
             number = round(wanted)
         most = total - len(set(config.layer_types)) if kind == "layers" else total - 1

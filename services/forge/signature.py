@@ -79,7 +79,7 @@ def check_signature(message: bytes, beside: bytes, key: Ed25519PublicKey) -> Non
         content = json.loads(beside)
         algorithm, named = content["algorithm"], content["public_key"]
         signature = base64.b64decode(content["signature"], validate=True)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointRejected(f"the signature's file is malformed: {error!r}") from error
     if algorithm != _ALGORITHM:
         raise CheckpointRejected(f"the signature's algorithm is {algorithm!r}, not {_ALGORITHM}")

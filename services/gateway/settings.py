@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -178,6 +179,25 @@ class GatewaySettings(ListenSettings, CommonSettings):
     the jobs, too. 0: none is kept."""
     responses_key_max_bytes: int = Field(64 * 2**20, ge=0)
     """Bytes of what one API key keeps of them; its own oldest make room. Without keys, of all together."""
+    request_log: bool = False
+    """Requests are logged, with what they were answered: of each API key a share, its own or `request_log_share`."""
+    request_log_share: float = Field(1.0, ge=0, le=1)
+    """Share of the requests that are logged, whole sessions at a time, of API keys that have no `log_share`."""
+    request_log_rules: Path | None = None
+    """TOML file of what is left out (`leave_out`) and replaced (`patterns`) before anything is written."""
+    request_log_ttl_seconds: int = Field(30 * 86400, ge=3600)
+    """Age at which logged requests are removed, by whole days (UTC)."""
+    request_log_part_seconds: float = Field(5.0, gt=0, le=60)
+    """Time for which a gateway gathers requests before it writes them; they are found shortly after."""
+    request_log_spool: Path = Path("/tmp/temper-request-log")
+    """Directory of logged requests that the object store does not have yet. What a killed gateway leaves in it, the
+    next one hands on."""
+    request_log_spool_bytes: int = Field(256 * 2**20, ge=2**20)
+    """Bytes in the spool at which requests are left out of the log, and counted."""
+    feedback_ttl_seconds: int = Field(180 * 86400, ge=1)
+    """Age at which feedback is forgotten; data sets that have used it keep what they have."""
+    feedback_max_bytes: int = Field(256 * 2**20, ge=0)
+    """Bytes of all feedback together, which Redis holds; more is refused with 503. 0: none is kept."""
     max_background_responses: int = Field(64, ge=0)
     """Background responses that one gateway runs at a time; more are answered with 503. 0: none."""
     response_beat_seconds: float = Field(1.0, gt=0)

@@ -10,10 +10,10 @@ import pytest
 
 from services.common.errors import NotFound
 from services.common.evaluation.suites.lines import read_suite
-from services.common.evaluation.suites.manifest import PIECE_ITEMS
 from services.common.evaluation.suites.spec import SuiteItem, SuiteSettings
 from services.common.evaluation.suites.store import SuiteStore
 from services.common.storage.object_store import ObjectStore
+from services.common.storage.versioned_objects import PIECE_LINES
 
 EXACT = SuiteSettings.model_validate({"scorer": {"type": "exact"}})
 
@@ -25,10 +25,10 @@ def sums(count: int) -> list[SuiteItem]:
 
 def test_versions_are_written_read_and_removed(store: ObjectStore) -> None:
     suites = SuiteStore(store)
-    made = suites.create("sums", EXACT, sums(PIECE_ITEMS + 1), key_id="ci")
-    assert suites.create("sums", EXACT, sums(PIECE_ITEMS + 1)) == suites.get("sums") == made
-    assert suites.items(made) == sums(PIECE_ITEMS + 1)
-    assert suites.items(made, PIECE_ITEMS, 10) == sums(PIECE_ITEMS + 1)[PIECE_ITEMS:]
+    made = suites.create("sums", EXACT, sums(PIECE_LINES + 1), key_id="ci")
+    assert suites.create("sums", EXACT, sums(PIECE_LINES + 1)) == suites.get("sums") == made
+    assert suites.items(made) == sums(PIECE_LINES + 1)
+    assert suites.items(made, PIECE_LINES, 10) == sums(PIECE_LINES + 1)[PIECE_LINES:]
     suites.delete(made.ref)
     with pytest.raises(NotFound):
         suites.items(made)

@@ -18,7 +18,8 @@ OURS = ("services", "kernels", "cli", "models", "benchmarks", "tests", "proto", 
 ALLOWED: dict[str, tuple[str, ...]] = {
     "kernels": (),
     "services.common": (),
-    "services.gateway": ("services.common",),
+    "services.learning": ("services.common",),
+    "services.gateway": ("services.learning", "services.common"),
     "services.engine": ("kernels", "services.common"),
     "services.adapter_tools": ("services.engine.models", "services.common"),
     "services.trainer": ("services.adapter_tools", "services.engine.models", "kernels", "services.common"),
@@ -65,6 +66,7 @@ TORCH = ("torch", "triton", "transformers", "peft", "safetensors.torch")
 NO_TORCH = (
     "services.common",
     "services.gateway",
+    "services.learning",
     "cli",
     "services.engine.requests",
     "services.engine.scheduler",

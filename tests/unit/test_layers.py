@@ -76,6 +76,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "evaluation",
         "queue",
     ),
+    "services.learning": ("feedback", "request_log", "datasets"),
     "cli": (
         "settings",
         "interrupts",

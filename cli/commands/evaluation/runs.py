@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 from typing import Annotated, Any
-from urllib.parse import urlencode
 
 import typer
 from rich.markup import escape
@@ -128,8 +127,7 @@ def compare(
     """Up to eight targets in one table, each compared with the first one."""
 
     def work(client: Client, output: Output) -> None:
-        query = urlencode([*(("of", one) for one in of), *(("target", one) for one in target or ())])
-        found = client.get(f"/v1/evaluations/compare?{query}")
+        found = client.get("/v1/evaluations/compare", of=of, target=target or ())
         labels = [entry["label"] for entry in found["entries"]]
         rows = [_side(one, labels[one["entry"]]) for one in found["data"]]
         if plot is not None:

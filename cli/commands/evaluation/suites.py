@@ -209,9 +209,7 @@ def _published(form: str, text: str, file: Path) -> tuple[dict[str, Any], str]:
         found = reader(text)
     except InvalidRequest as error:
         raise CliError(f"{file}: {error.message.removeprefix('jsonl: ')}", ExitCode.USAGE) from error
-    return copy.deepcopy(dict(found.settings)), "".join(
-        json.dumps(item, ensure_ascii=False) + "\n" for item in found.items
-    )
+    return copy.deepcopy(dict(found.settings)), found.jsonl
 
 
 def _same_type(given: Any, scorer: str) -> dict[str, Any]:

@@ -37,9 +37,21 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "train cancel": ("train cancel JOB",),
     "feedback give": (
         "feedback give chatcmpl-5f2d3babebe94537a14147bcd83c3b15 --down",
-        "feedback give chatcmpl-5f2d3babebe94537a14147bcd83c3b15 --correct 'Good day!'",
+        "feedback give chatcmpl-5f2d3babebe94537a14147bcd83c3b15 --correct 'Good day!' --user u-17",
     ),
     "feedback list": ("feedback list",),
+    "feedback delete": ("feedback delete fb_01jd3vkk2zq8x6m4n7c5r9t1wp",),
+    "dataset create": (
+        "dataset create thumbs",
+        "dataset create support --dry-run --set filter.min_rating=0.5 --set split.by=session",
+    ),
+    "dataset list": ("dataset list", "dataset list thumbs"),
+    "dataset show": ("dataset show thumbs", "dataset show thumbs@2 --split held_out"),
+    "dataset examples": (
+        "dataset examples thumbs sft train.jsonl",
+        "dataset examples thumbs@1 kto held.jsonl --split held_out",
+    ),
+    "dataset delete": ("dataset delete thumbs@1",),
     "feedback export": ("feedback export kto rated.jsonl",),
     "eval run": ("eval run sums dates@2 --target base --target polite@3 --wait",),
     "eval show": ("eval show EVALUATION",),

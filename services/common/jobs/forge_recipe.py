@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -58,7 +59,7 @@ class Recipe(ForgeSettings):
             if (path := getattr(self, name)) is not None:
                 changes[name] = directory / path
         if self.bucket_and_prefix is None:
-            changes["output"] = str(directory / self.output)
+            changes["output"] = os.path.normpath(directory / self.output)
         return self.model_copy(update=changes)
 
 
@@ -95,7 +96,9 @@ def read_recipe(file: Path) -> Recipe:
         recipe = Recipe.model_validate(content)
     except ValidationError as error:
         raise InvalidRequest(f"{file}: {problem(error, Recipe, content)}") from error
-    if recipe.output.startswith("s3:") and recipe.bucket_and_prefix is None:
+    place = recipe.bucket_and_prefix
+    unclear = place is not None and not {"", ".", ".."}.isdisjoint(place[1].split("/"))
+    if recipe.output.startswith("s3:") and (place is None or unclear):
         raise InvalidRequest(f"{file}: output {recipe.output!r} must be s3://bucket/prefix, or a directory")
     if recipe.reads_data and recipe.data is None:
         what = (

@@ -83,6 +83,8 @@ class ApiKey(_Strict):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     scopes: tuple[Scope, ...]
     limits: KeyLimits = KeyLimits()
+    log_share: float | None = Field(None, ge=0, le=1)
+    """Share of the key's requests that the request log has, where that is on; None: the gateway's default."""
     created_at: Moment | None = None
     expires_at: Moment | None = None
     revoked_at: Moment | None = None

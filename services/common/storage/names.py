@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from pydantic import AfterValidator
 
 from services.common.errors import InvalidRequest
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_FREE = rf"(?!.*\.\.){_NAME.pattern}"
+NAME_SCHEMA: Mapping[str, Any] = {"minLength": 1, "maxLength": 64, "pattern": f"^{_FREE}$"}
+REF_SCHEMA: Mapping[str, Any] = {"minLength": 1, "pattern": f"^{_FREE}(@0*[1-9][0-9]{{0,14}})?$"}
+"""The same of "name" or "name@n"."""
 
 
 def check_name(name: str, kind: str) -> str:

@@ -67,3 +67,6 @@ SUITE: Final = Schema("evaluation suites", 1)
 EVALUATION: Final = Schema("evaluations", 1)
 """What a run of suites asks, and its result."""
 TRAINING_HASHES: Final = Schema("training hashes", 1)
+FEEDBACK: Final = Schema("feedback", 1)
+LOGGED_REQUEST: Final = Schema("logged requests", 1)
+DATASET: Final = Schema("data sets", 1)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import mmap
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from services.adapter_tools.output import whole_directory
-from services.common.errors import Conflict
+from services.common.errors import Conflict, InvalidRequest
 from services.common.storage.object_store import ObjectNotFound, ObjectStore, PreconditionFailed
+from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.weights.shards import RECORDS, Progress
+from services.forge.files import file_digest
 from services.forge.pipeline.model_card import model_card
-from services.forge.pipeline.run import Forged
+from services.forge.pipeline.run import Forged, Inputs
 from services.forge.record import RECORD, SIGNATURE, read_record
+from services.forge.signature import signed
 from services.trainer.evaluation.run import Retry
 
 CARD = "README.md"
@@ -49,6 +54,37 @@ def save(forged: Forged, out: Path, key: Ed25519PrivateKey | None, progress: Pro
         (scratch / CARD).write_text(model_card(name or out.name, forged.made.content()), encoding="utf-8")
         forged.made.write(scratch, key)
         progress("save: writing", total, total)
+
+
+def saved_record(inputs: Inputs, directory: Path, key: Ed25519PrivateKey | None) -> dict[str, Any] | None:
+    """Record of a checkpoint that a run with these inputs and this key has saved; None: the directory is something
+    else.
+
+    Raises:
+        InvalidRequest, CheckpointRejected: an input cannot be read.
+    """
+    if not (directory / RECORD).is_file():
+        return None
+    given = {file_digest(file) for file in (inputs.data, inputs.held_out) if file is not None}
+    base, recipe = checkpoint_digest(inputs.model), inputs.settings.model_dump(mode="json")
+    try:
+        record = read_record(directory)
+        is_of_inputs = (
+            (record["step"], record["recipe"], record["base"]["digest"]) == ("forge", recipe, base)
+            and {one["sha256"] for one in record["data"]} <= given
+            and _suites(record) == inputs.suites.digests
+        )
+    except (InvalidRequest, KeyError, TypeError):
+        return None
+    beside, text = directory / SIGNATURE, (directory / RECORD).read_bytes()
+    signature = beside.read_bytes() if beside.is_file() else None
+    return record if is_of_inputs and signature == (None if key is None else signed(text, key)) else None
+
+
+def _suites(record: Mapping[str, Any]) -> dict[str, str]:
+    """The digests of a record's suites, by their names."""
+    evaluation = record.get("evaluation")
+    return {} if evaluation is None else {suite: one["digest"] for suite, one in evaluation["before"].items()}
 
 
 def upload(directory: Path, store: ObjectStore, prefix: str, progress: Progress, retry: Retry) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from services.gateway.api import models, pooling, sessions, tokenize
+from services.gateway.api import models, pooling, sessions
 from services.gateway.api.adapters import routes as adapters
 from services.gateway.api.adapters import version_routes as adapter_versions
 from services.gateway.api.base import openapi
 from services.gateway.api.base.routing import Routes
 from services.gateway.api.batches import files
 from services.gateway.api.batches import routes as batches
-from services.gateway.api.completions import chat_completions, stored_chats, text_completions
+from services.gateway.api.completions import chat_completions, stored_chats, text_completions, tokenize
 from services.gateway.api.evaluation import contamination, harness, runs, side_by_side, suites
+from services.gateway.api.learning import datasets, feedback, request_log
 from services.gateway.api.messages import batches as message_batches
 from services.gateway.api.messages import routes as messages
 from services.gateway.api.operations import health, keys, logs, status
@@ -42,6 +43,9 @@ API: tuple[Routes, ...] = (
     contamination.routes,
     forge.routes,
     harness.routes,
+    feedback.routes,
+    request_log.routes,
+    datasets.routes,
     sessions.routes,
     files.routes,
     batches.routes,

@@ -124,7 +124,7 @@ class KeyRing:
     def _principal(self, key: ApiKey) -> Principal:
         own = {name: value for name, value in key.limits.model_dump().items() if value is not None}
         defaults = {name: getattr(self._defaults, name) for name in Limits.__slots__}
-        return Principal(key.id, frozenset(key.scopes), Limits(**{**defaults, **own}))
+        return Principal(key.id, frozenset(key.scopes), Limits(**{**defaults, **own}), key.log_share)
 
 
 def _read(path: Path) -> bytes:

@@ -28,6 +28,8 @@ class Principal:
     id: str
     scopes: frozenset[Scope]
     limits: Limits = _NONE
+    log_share: float | None = None
+    """Share of its requests that the request log has; None: the gateway's default."""
 
     def __post_init__(self) -> None:
         if not self.id:

@@ -253,6 +253,18 @@ class GatewayMetrics:
         self.finished = Counter(
             "temper_gateway_completions", "Completions by finish reason.", ("reason",), registry=self.registry
         )
+        self.logged_requests = Counter(
+            "temper_gateway_logged_requests", "Requests written to the request log's spool.", registry=self.registry
+        )
+        self.dropped_log_requests = Counter(
+            "temper_gateway_dropped_log_requests",
+            "Requests that the request log left out, by reason: queue, spool, disk or error.",
+            ("reason",),
+            registry=self.registry,
+        )
+        self.feedback = Counter(
+            "temper_gateway_feedback", "Opinions of answers, by source.", ("source",), registry=self.registry
+        )
         self.batches = Counter(
             "temper_gateway_batches", "Batches that this gateway ran, by outcome.", ("outcome",), registry=self.registry
         )

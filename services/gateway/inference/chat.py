@@ -24,6 +24,7 @@ async def chat_generation(
     clip: bool = False,
     session: str | None = None,
     traceparent: str = "",
+    known_as: str | None = None,
 ) -> Generation:
     """Renders and tokenizes a conversation; nothing is sent yet.
 
@@ -34,6 +35,7 @@ async def chat_generation(
         clip: a token limit that is over what the context leaves is lowered to it, not refused.
         session: the client's session that body or header name.
         traceparent: W3C trace context of the HTTP request.
+        known_as: the id that clients know the answer by, where it is another than the generation's.
 
     Raises:
         InvalidRequest: the request cannot be served as it is.
@@ -87,6 +89,7 @@ async def chat_generation(
         prompt_logprobs=body.prompt_logprobs,
         session=session,
         traceparent=traceparent,
+        known_as=known_as,
     )
 
 

@@ -10,6 +10,7 @@ from services.gateway.auth.caller import owner
 from services.gateway.core.admission import Admission
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.engines.pool import EnginePool
+from services.gateway.inference.recorder import RequestRecorder
 from services.gateway.settings import GatewaySettings
 
 
@@ -23,6 +24,7 @@ class InferenceContext:
         metrics: all series.
         admission: places for choices in flight.
         tracer: gets spans of completions.
+        recorder: logs requests; None: the request log is off.
     """
 
     settings: GatewaySettings
@@ -30,6 +32,7 @@ class InferenceContext:
     metrics: GatewayMetrics
     admission: Admission
     tracer: Tracer = NO_TRACER
+    recorder: RequestRecorder | None = None
 
     def count_tokens(self, kind: str, tokens: int) -> None:
         """Counts tokens of the caller that this task works for.

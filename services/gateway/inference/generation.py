@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import structlog
 from starlette.requests import Request
@@ -27,6 +28,7 @@ from services.gateway.inference.engine_request import adapter_ref, cache_salt, c
 from services.gateway.inference.logprobs import PromptLogprobs, check_complete
 from services.gateway.protocol.fields.sampling import SamplingFields
 from services.gateway.text.detokenizer import TextAssembler
+from services.learning.request_log.recording import RecordedChoice, Recording
 
 _SMALLEST_TOP_P = 1e-6  # less may become 0 in the protocol's 32 bits
 
@@ -67,6 +69,7 @@ class Generation:
         shows_end: the token that ended a completion has log-probabilities like the others.
         session: the client's session that body or header name.
         traceparent: W3C trace context, checked.
+        known_as: the id that clients know the answer by, where it is another.
 
     Raises:
         InvalidRequest: a sampling field does not fit the model.
@@ -88,6 +91,7 @@ class Generation:
         shows_end: bool = False,
         session: str | None = None,
         traceparent: str = "",
+        known_as: str | None = None,
     ) -> None:
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         structlog.contextvars.bind_contextvars(completion_id=self.id)  # engines know the request by it
@@ -177,6 +181,7 @@ class Generation:
                     session=kept_as,
                 )
             )
+        self._recording = self._record(body, session, known_as)
 
     @property
     def choices_per_prompt(self) -> int:
@@ -207,6 +212,11 @@ class Generation:
                     if choice.reads(update):
                         continue
                     step = choice.take(update, self._latencies)
+                    if self._recording is not None:
+                        kept = self._recording.add(
+                            index, step.deltas, step.piece.text, step.token_ids, step.sampling_logprobs
+                        )
+                        kept.version, kept.finish_reason = choice.adapter, step.finish_reason
                     if step.first:
                         self._genai.begun(index)
                         choice.session = group.session(index)
@@ -228,6 +238,19 @@ class Generation:
             raise
         finally:
             self._span.end()
+            if self._recording is not None:
+                self._recording.end()
+
+    def _record(self, body: SamplingFields, session: str | None, known_as: str | None) -> Recording | None:
+        if self._context.recorder is None:
+            return None
+        choices = [RecordedChoice(choice.completion_id) for choice in self.choices]
+        kind: Literal["chat", "text"] = "text" if self.choices[0].parser is None else "chat"
+        prompts = [spec.prompt for spec in self.specs]
+        recording = self._context.recorder.begin(self.id, kind, body, session, prompts, choices)
+        if recording is not None and known_as is not None:
+            recording.also.append(known_as)
+        return recording
 
     def _failed(self, code: str, message: str = "") -> None:
         self._genai.failed(code)

@@ -6,6 +6,8 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,9 @@ from services.gateway.api.base.routing import provide
 from services.gateway.api.batches.stores import BatchServices, BatchStores, open_batching
 from services.gateway.api.batches.worker import BatchWorker
 from services.gateway.api.evaluation.services import EvaluationServices
+from services.gateway.api.learning.datasets import DatasetServices
+from services.gateway.api.learning.feedback import FeedbackServices, open_feedback
+from services.gateway.api.learning.request_log import RequestLogServices, open_index
 from services.gateway.api.operations.health import HealthServices, QueueWatch
 from services.gateway.api.operations.keys import KeyServices
 from services.gateway.api.operations.logs import LogServices
@@ -39,6 +44,7 @@ from services.gateway.api.responses.serving import BackgroundResponses, Response
 from services.gateway.api.responses.store import BestEffortStore, ResponseStore
 from services.gateway.api.surfaces import API
 from services.gateway.api.training.forge import ForgeServices
+from services.gateway.api.training.forge import tidy as tidy_forge
 from services.gateway.api.training.sessions import TrainingSessionServices
 from services.gateway.api.training.validation import TrainingServices
 from services.gateway.auth.api_keys import KeyRing
@@ -50,16 +56,27 @@ from services.gateway.core.client_disconnect import cancel_and_wait
 from services.gateway.core.errors import install_error_handlers
 from services.gateway.core.file_store import StoreThreads
 from services.gateway.core.metrics import GatewayMetrics
+from services.gateway.core.tidying import Chore, Tidying
 from services.gateway.engines.conversation_sessions import ConversationSessionRouter
 from services.gateway.engines.pool import EnginePool
 from services.gateway.engines.training_sessions import TrainingSessionRouter
 from services.gateway.inference.context import InferenceContext
+from services.gateway.inference.recorder import RequestRecorder
 from services.gateway.middleware.authentication import TIMEOUT_HEADER, Authentication
 from services.gateway.middleware.request_body import BodyDecoding, BodyLimit, BodyMemory
 from services.gateway.middleware.request_context import HeadRequests, RequestContext
 from services.gateway.rate_limits.limiter import RateLimiter
 from services.gateway.settings import GatewaySettings
 from services.gateway.ui.routes import dashboard_routes
+from services.learning.datasets.maker import DatasetMaker
+from services.learning.datasets.store import DatasetStore
+from services.learning.feedback.store import FeedbackStore
+from services.learning.request_log.index import RequestIndex
+from services.learning.request_log.log import RequestLog
+from services.learning.request_log.parts import Parts
+from services.learning.request_log.redaction import Redaction
+from services.learning.request_log.spool import Spool
+from services.learning.request_log.writer import RequestLogWriter
 
 log = structlog.get_logger(__name__)
 _CORS_HEADERS = (
@@ -92,6 +109,8 @@ _EXPOSED_HEADERS = (
 )
 Stores = Callable[[GatewaySettings], tuple[AdapterRegistry, JobQueue]]
 
+_LOG_SECONDS = 3.0
+"""Time in which a gateway that stops hands its part of the request log on; the next one does what is left."""
 _DESCRIPTION = """OpenAI's completions over adapters that are trained while they serve.
 
 Every error has the body `{"error": {"message", "type", "param", "code"}}`, under `/v1/messages` the one of Anthropic's
@@ -110,6 +129,8 @@ def create_app(
     stores: Stores = open_stores,
     keep_responses: Callable[[GatewaySettings], ResponseStore] = ResponseStore,
     keep_documents: Callable[[ResponseStore], DocumentStore] = DocumentStore,
+    keep_feedback: Callable[[GatewaySettings], FeedbackStore] = open_feedback,
+    index_requests: Callable[[GatewaySettings], RequestIndex] = open_index,
     batching: Callable[[GatewaySettings], BatchStores] = open_batching,
 ) -> FastAPI:
     """Builds the application; its lifespan connects to the engines.
@@ -120,6 +141,8 @@ def create_app(
         stores: makes the adapter registry and the job queue.
         keep_responses: makes the store of responses.
         keep_documents: makes the one of stored chats and conversations.
+        keep_feedback: makes the one of feedback.
+        index_requests: makes the index of logged requests.
         batching: makes where files and batches are.
 
     Raises:
@@ -132,19 +155,26 @@ def create_app(
     tracer = open_tracer(settings, "gateway")
     admission = Admission(settings.max_in_flight)
     certificates = _certificates(settings, metrics)
+    logging = _RequestLogging.of(settings, metrics)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         engines = EnginePool(settings, metrics, certificates=certificates)
-        inference = InferenceContext(settings, engines, metrics, admission, tracer)
         lifecycle, threads = Lifecycle(), StoreThreads()
         registry, queue = stores(settings)
         batch_stores = batching(settings)
+        parts = Parts(batch_stores.files.objects)
+        index = index_requests(settings)
+        log_reader = RequestLog(parts, index)
+        recorder = None if logging is None else logging.recorder(parts, index)
+        inference = InferenceContext(settings, engines, metrics, admission, tracer, recorder)
         suites = SuiteStore(batch_stores.files.objects)
         kept = keep_responses(settings)
         background = BackgroundResponses(kept, settings, lifecycle.closing)
+        feedback = keep_feedback(settings)
         idempotency = Idempotency(RedisRecords(settings))
         sessions = TrainingSessionRouter(lambda: engines.clients, settings.engine_retry_seconds)
+        forge = ForgeServices(queue, engines, batch_stores.files.objects, settings.s3_bucket, threads)
         queues = QueueWatch({"training": queue, "batches": batch_stores.queue}, metrics)
         provide(
             app,
@@ -165,31 +195,44 @@ def create_app(
                 queue,
                 threads,
             ),
-            ForgeServices(queue, engines, batch_stores.files.objects, settings.s3_bucket, threads),
+            forge,
+            FeedbackServices(feedback, metrics),
+            RequestLogServices(log_reader, threads),
+            DatasetServices(DatasetMaker(DatasetStore(parts.store), log_reader), feedback, batch_stores.files, threads),
             HealthServices(inference, lifecycle, queue, queues, registry, threads, background),
             KeyServices(keys),
             LogServices(recent or RecentLogs(), engines, lifecycle, settings.keep_alive_seconds),
         )
         engines.start()
         background.start()
+        if recorder is not None:
+            recorder.writer.start()
         await quotas.start()
         following = None if keys is None else asyncio.create_task(keys.follow(settings.api_keys_poll_seconds))
         worker = app.state.batch_worker = BatchWorker(
             app, inference, batch_stores, threads, lifecycle, endpoints=batch_models
         )
         worker.start()
+        chores: dict[str, Chore] = {"forge": partial(tidy_forge, forge)}
+        tidying = app.state.tidying = Tidying(chores | ({"batches": worker.tidy} if settings.batch_workers > 0 else {}))
+        tidying.start()
         log.info("gateway started", engines=settings.engines, model=settings.served_model_name)
         try:
             yield
         finally:
             lifecycle.stopping.set()
             lifecycle.closing.set()
+            await tidying.stop()
             await worker.stop()
             if following is not None:
                 await cancel_and_wait(following)
             await background.stop()
             await engines.stop()
+            if recorder is not None:
+                await asyncio.to_thread(recorder.writer.close, _LOG_SECONDS)
             await kept.aclose()
+            await feedback.aclose()
+            index.close()
             await quotas.stop()
             await idempotency.records.aclose()
             await queue.aclose()
@@ -317,6 +360,42 @@ def _certificates(settings: GatewaySettings, metrics: GatewayMetrics) -> Certifi
         raise BadSetting(error.message, param=error.param) from None
     certificates.export(metrics.registry)
     return certificates
+
+
+@dataclass(frozen=True, slots=True)
+class _RequestLogging:
+    """Settings of the request log, with the spool and the rules that they name."""
+
+    settings: GatewaySettings
+    spool: Spool
+    redaction: Redaction
+    metrics: GatewayMetrics
+
+    @classmethod
+    def of(cls, settings: GatewaySettings, metrics: GatewayMetrics) -> _RequestLogging | None:
+        """None: requests are not logged. Raises BadSetting."""
+        if not settings.request_log:
+            return None
+        rules = settings.request_log_rules
+        try:
+            spool = Spool(settings.request_log_spool, settings.request_log_spool_bytes)
+            return cls(settings, spool, Redaction() if rules is None else Redaction.read(rules), metrics)
+        except InvalidRequest as error:
+            raise BadSetting(error.message, param=error.param or "request_log_rules") from None
+
+    def recorder(self, parts: Parts, index: RequestIndex) -> RequestRecorder:
+        """The recorder of a gateway that begins."""
+        writer = RequestLogWriter(
+            parts,
+            index,
+            self.spool,
+            self.redaction,
+            part_seconds=self.settings.request_log_part_seconds,
+            keep_seconds=self.settings.request_log_ttl_seconds,
+            written=self.metrics.logged_requests.inc,
+            dropped=lambda reason, count: self.metrics.dropped_log_requests.labels(reason).inc(count),
+        )
+        return RequestRecorder(self.settings.request_log_share, writer)
 
 
 def _audit_log(settings: GatewaySettings, metrics: GatewayMetrics) -> AuditLog:

@@ -10,7 +10,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from services.common.errors import Conflict, NotFound, Unavailable
+from services.common.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from services.common.evaluation.suites.names import parse_suite_ref
 from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs import ForgeJob, SftExample
@@ -79,6 +79,15 @@ class PodForge:
         if digest is None:  # else an earlier attempt ended before it said so
             digest = self._forged(prefix, job, link)
         return {"model": f"s3://{self._settings.s3_bucket}/{prefix}", "digest": digest}
+
+    def tidy(self) -> None:
+        """Removes what no job has asked for in a week, users' examples among it: without another job nothing would.
+        Nothing is done where another engine forges, or the directory cannot be written, which the next job tells."""
+        if self._work.is_dir():
+            work = Work(self._work)
+            with suppress(Conflict, InvalidRequest), work.locked():
+                work.clean()
+                work.forget_old(_KEPT_SECONDS)
 
     def _forged(self, prefix: str, job: ForgeJob, link: ForgeLink) -> str:
         """Makes the checkpoint and returns its digest."""

@@ -22,7 +22,7 @@ from services.forge.pipeline.evaluation import Evaluated, Suites, comparison, ev
 from services.forge.pipeline.machine import Machine
 from services.forge.pipeline.plan import plan_run
 from services.forge.pipeline.run import Inputs, Pipeline
-from services.forge.pipeline.save import save, upload
+from services.forge.pipeline.save import save, saved_record, upload
 from services.forge.pipeline.work import Work
 from services.forge.record import read_record
 from services.forge.signature import read_private_key, signer
@@ -69,9 +69,12 @@ def run(
     key = None if recipe.sign is None else read_private_key(recipe.sign)
     if place is None:
         out = Path(recipe.output)
-        refuse_filled(out)
     directory = work or _work_of(recipe, recipe_file)
     results = Work(directory)
+    # One that was killed behind its last step has left its output, and a part of its work.
+    ended = not dry_run and place is None and work is None and directory.is_dir()
+    if place is None and not ended:
+        refuse_filled(out)
     if dry_run:
         with tempfile.TemporaryDirectory() as scratch:
             inputs = _inputs(recipe, Work(Path(scratch)))
@@ -81,6 +84,11 @@ def run(
     with results.locked():
         results.clean()
         inputs = _inputs(recipe, results)
+        if ended:
+            if (record := saved_record(inputs, out, key)) is not None:
+                results.remove()
+                return {"out": recipe.output, **report(record)}
+            refuse_filled(out)
         progress = _numbered(inputs.stages, progress)
         found = machine(device, directory, threads)
         pipeline = Pipeline(inputs, results, found, progress)

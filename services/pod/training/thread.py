@@ -61,13 +61,15 @@ class Training:
                 host, trainer, storage, instance=secrets.token_hex(6), metrics=counters
             )
             key = None if trainer.forge_key_file is None else read_private_key(trainer.forge_key_file)
+            forge = PodForge(settings, host, store, trainer.forge_dir, key)
+            forge.tidy()
             self._worker = TrainerWorker(
                 host,
                 trainer,
                 store=store,
                 registry=registry,
                 prepare=prepare_run,
-                forge=PodForge(settings, host, store, trainer.forge_dir, key),
+                forge=forge,
                 metrics=counters,
                 side=self.sessions,
                 tracer=tracer,

@@ -47,6 +47,8 @@ def test_levels_are_numbers_of_units(kind: Kind, text: str, removed: int) -> Non
         ("mlp_channels", "1%", r"possible are 16 \(0\.03125 of them\), .* 496 .*in steps of 16"),
         ("mlp_channels", "100", "in steps of 16"),
         ("mlp_channels", "512", "cannot go"),
+        ("mlp_channels", "100%", "100% of 512 cannot go"),
+        ("mlp_channels", "150%", r"150% of 512 cannot go; possible are 16"),
         ("key_heads", "half", "write a share like 25%"),
         ("key_heads", "1.5", "write a share like 25%"),
     ],

@@ -114,6 +114,28 @@ def test_killed_at_any_moment_it_goes_on_and_ends_in_the_same_bytes(
     assert [path.name for path in (home / "broken").iterdir()] == ["model"], "the work directory is gone"
 
 
+def test_killed_behind_its_last_step_it_has_ended(home: Path) -> None:
+    changes: dict[str, Any] = {"importance": {"method": "weights"}, "suites": ["one.jsonl"], "recover": None}
+    (home / "one.jsonl").write_text('{"prompt": "What is 1 plus 1?", "expected": "2"}\n')
+    (home / "one.json").write_text('{"scorer": {"type": "exact"}, "sampling": {"max_tokens": 2}}')
+    file = recipe(home, output="tidied/model", **changes)
+
+    def killed_while_it_tidies() -> None:
+        with patch("services.forge.pipeline.work._remove", lambda path: os.kill(os.getpid(), signal.SIGKILL)):
+            forge(file)
+
+    assert in_child(killed_while_it_tidies) == -signal.SIGKILL
+    there, work = files(home / "tidied" / "model"), home / "tidied" / "model.work"
+    shutil.rmtree(next(work.glob("cycle-*-3-compact-*")))
+    for other in ({"quantize": "float8"}, {"suites": []}, {"sign": None}, {"seed": 1}):
+        with pytest.raises(InvalidRequest, match="is there already"):
+            forge(recipe(home, **{"output": "tidied/model", **changes, "importance": {"method": "weights"}, **other}))
+    result = forge(recipe(home, output="tidied/model", **changes), pytest.fail)
+    assert result["digest"] == checkpoint_digest(home / "tidied" / "model")
+    assert files(home / "tidied" / "model") == there
+    assert not work.exists()
+
+
 def test_in_its_pauses_others_have_the_device(home: Path, whole: tuple[Path, dict[str, Any]]) -> None:
     gate, pauses = CountingGate(), 0
 
@@ -231,6 +253,8 @@ def test_a_dry_run_tells_what_it_takes_and_writes_nothing(home: Path, whole: tup
         ({"suites": ["judged.jsonl"]}, "suite judged@1 is judged by critic@1: no adapter belongs to a forged model"),
         ({"sign": "data.jsonl"}, "is no unencrypted private key"),
         ({"output": "s3://x"}, "must be s3://bucket/prefix"),
+        ({"output": "s3://bucket/../x"}, "must be s3://bucket/prefix"),
+        ({"output": "wrong/.."}, "is there already"),
     ],
 )
 def test_what_is_wrong_is_refused_before_anything_is_computed(

@@ -126,6 +126,7 @@ def _link(model: Path) -> None:
         (lambda model: (model / "code").mkdir(), "not in the record: code"),
         (_link, "is not a plain file"),
         (lambda model: (model / SIGNATURE).write_text("{}"), "file is malformed"),
+        (lambda model: (model / SIGNATURE).write_text("[" * 10**6), "file is malformed"),
         (lambda model: (model / SIGNATURE).unlink(), "nothing is verified"),
         (lambda model: (model / RECORD).unlink(), "nothing is verified"),
     ],

@@ -21,6 +21,8 @@ from services.common.telemetry.recent_logs import RecentLogs
 from services.gateway.api.base.idempotency import Idempotency
 from services.gateway.api.base.routing import resource
 from services.gateway.api.batches.stores import BatchStores
+from services.gateway.api.learning.feedback import open_feedback
+from services.gateway.api.learning.request_log import open_index
 from services.gateway.api.operations.health import HealthServices
 from services.gateway.api.responses.serving import ResponseServices
 from services.gateway.core.admission import Lifecycle
@@ -32,6 +34,7 @@ from services.gateway.settings import GatewaySettings
 from tests.stack import PATIENCE
 from tests.unit.gateway.fake_batches import MemoryBatches
 from tests.unit.gateway.fake_engine import FakeEngine
+from tests.unit.gateway.fake_learning import MemoryFeedback, MemoryIndex
 from tests.unit.gateway.fake_responses import MemoryDocuments, MemoryResponses
 from tests.unit.gateway.fake_stores import MemoryQueue, MemoryRecords, MemoryStore
 
@@ -49,8 +52,10 @@ class Running:
         all_ready: bool = True,
         send_buffer: int = 0,
         batching: Callable[[GatewaySettings], BatchStores] | None = None,
+        learns: bool = False,
         **settings: Any,
     ) -> None:
+        """``learns``: feedback and logged requests are in Redis, too."""
         self._send_buffer = send_buffer
         self._enough: Callable[[Iterator[bool]], bool] = all if all_ready else any
         self.engines = engines
@@ -63,6 +68,8 @@ class Running:
         self.batches = MemoryBatches()
         self.recent = RecentLogs(100)
         self._batching = batching
+        self._feedback = None if learns else MemoryFeedback()
+        self._index = None if learns else MemoryIndex()
         self._settings = settings
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
@@ -155,6 +162,8 @@ class Running:
             stores=lambda _: (self.registry, self.queue),  # type: ignore[arg-type, return-value]
             keep_responses=lambda _: self.responses,  # type: ignore[arg-type, return-value]
             keep_documents=lambda _: self.documents,  # type: ignore[arg-type, return-value]
+            keep_feedback=lambda made: self._feedback or open_feedback(made),  # type: ignore[arg-type, return-value]
+            index_requests=lambda made: self._index or open_index(made),  # type: ignore[arg-type, return-value]
             batching=batching,
         )
         listener = socket.socket()

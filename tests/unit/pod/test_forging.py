@@ -3,6 +3,7 @@ device."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -95,6 +96,26 @@ def test_a_directory_that_another_engine_forges_in_is_waited_for(tmp_path: Path)
         PodForge(served, pod.host, DirectoryStore(tmp_path / "store"), tmp_path / "work")("job-1", JOB, link)
     assert len(waited) == 1
     assert "another engine forges in" in waited[0]
+
+
+def test_what_nobody_asks_for_any_more_goes_when_an_engine_starts(tmp_path: Path) -> None:
+    work = Work(tmp_path / "work")
+    old, young = (work.place("data", {"sha256": name}).path for name in ("old", "young"))
+    with running_pod() as pod:
+        forge = PodForge(
+            EngineSettings.model_validate({"model": TINY}), pod.host, DirectoryStore(tmp_path), work.directory
+        )
+        forge.tidy()
+        assert not work.directory.exists()
+        with work.locked():
+            for path in (old, young, work.directory / "notes.txt"):
+                path.write_text("{}")
+            for path in (old, work.directory / "notes.txt"):
+                os.utime(path, (0, 0))
+            forge.tidy()  # somebody works there
+            assert old.exists()
+        forge.tidy()
+    assert {path.name for path in work.directory.iterdir()} == {".lock", "notes.txt", young.name}
 
 
 def test_the_trainer_computes_for_sessions_while_a_guest_answers(tmp_path: Path) -> None:

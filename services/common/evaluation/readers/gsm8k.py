@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.common.evaluation.readers.published import PublishedSuite, text_of
-from services.common.evaluation.suites.lines import BadLine, Row, each_line
+from services.common.evaluation.readers.published import PublishedSuite, items_of, text_of
+from services.common.evaluation.suites.lines import BadLine, Row
 
 _MARK = "####"
 _SETTINGS = {"description": "GSM8K", "scorer": {"type": "numeric"}, "sampling": {"max_tokens": 512}}
@@ -14,7 +14,7 @@ _SETTINGS = {"description": "GSM8K", "scorer": {"type": "numeric"}, "sampling": 
 
 def read_gsm8k(text: str) -> PublishedSuite:
     """Raises InvalidRequest: a line is not of this form; it is named."""
-    return PublishedSuite(_SETTINGS, each_line(text, _item))
+    return PublishedSuite(_SETTINGS, items_of(text, _item))
 
 
 def _item(row: Row) -> dict[str, Any]:

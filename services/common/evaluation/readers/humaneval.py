@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.common.evaluation.readers.published import PublishedSuite, text_of
-from services.common.evaluation.suites.lines import BadLine, Row, each_line
+from services.common.evaluation.readers.published import PublishedSuite, items_of, text_of
+from services.common.evaluation.suites.lines import BadLine, Row
 
 _ASKED = "Complete this function. Answer with the whole function in one block of code.\n\n```python\n{prompt}\n```"
 _SETTINGS = {"description": "HumanEval", "scorer": {"type": "python_tests"}, "sampling": {"max_tokens": 768}}
@@ -18,7 +18,7 @@ _SETTINGS = {"description": "HumanEval", "scorer": {"type": "python_tests"}, "sa
 
 def read_humaneval(text: str) -> PublishedSuite:
     """Raises InvalidRequest: a line is not of this form; it is named."""
-    return PublishedSuite(_SETTINGS, each_line(text, _item))
+    return PublishedSuite(_SETTINGS, items_of(text, _item))
 
 
 def _item(row: Row) -> dict[str, Any]:

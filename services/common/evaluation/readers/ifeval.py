@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from services.common.errors import InvalidRequest
-from services.common.evaluation.readers.published import PublishedSuite, list_of, text_of
-from services.common.evaluation.suites.lines import BadLine, Row, each_line
+from services.common.evaluation.readers.published import PublishedSuite, items_of, list_of, text_of
+from services.common.evaluation.suites.lines import BadLine, Row
 
 _DETECTED = "language:response_language"
 _SETTINGS = {
@@ -22,8 +22,8 @@ _SETTINGS = {
 
 def read_ifeval(text: str) -> PublishedSuite:
     """Raises InvalidRequest: a line is not of this form; it is named."""
-    items = each_line(text, _item)
-    kept = [item for item in items if _DETECTED not in (one["id"] for one in item["instructions"])]
+    items = items_of(text, _item)
+    kept = [(line, item) for line, item in items if _DETECTED not in (one["id"] for one in item["instructions"])]
     if not kept:
         raise InvalidRequest(f"all prompts ask for {_DETECTED}, which cannot be verified here", param="jsonl")
     left_out = len(items) - len(kept)

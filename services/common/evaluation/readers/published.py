@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-from services.common.evaluation.suites.lines import BadLine, Row
+from services.common.evaluation.suites.lines import BadLine, Row, each_line
+
+Item: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +17,22 @@ class PublishedSuite:
     """What `POST /v1/eval/suites` takes, besides the name."""
 
     settings: Mapping[str, Any]
-    items: Sequence[Mapping[str, Any]]
+    items: Sequence[tuple[int, Item]]
+    """Items with their lines in the file, of which no two are the same."""
+
+    @property
+    def jsonl(self) -> str:
+        """The items, each on the line that it has in the file: what is wrong with one is named by that."""
+        lines: list[str] = []
+        for line, item in self.items:
+            lines += [""] * (line - 1 - len(lines))
+            lines.append(json.dumps(item, ensure_ascii=False))
+        return "".join(f"{line}\n" for line in lines)
+
+
+def items_of(text: str, item: Callable[[Row], Item]) -> list[tuple[int, Item]]:
+    """Items of a JSONL file, with their lines. Raises InvalidRequest: a line is malformed; it is named."""
+    return each_line(text, lambda row: (row.line, item(row)))
 
 
 def text_of(row: Row, name: str) -> str:

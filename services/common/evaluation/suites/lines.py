@@ -95,6 +95,7 @@ def _rows(jsonl: str) -> Iterator[tuple[int, Row | BadLine]]:
         try:
             value: Any = from_json(text, allow_inf_nan=False)
         except ValueError as error:
-            yield line, BadLine(f"is not JSON: {str(error)[:200]}")
+            reason = str(error).replace(" at line 1 column ", " at column ")
+            yield line, BadLine(f"is not JSON: {reason[:200]}")
             continue
         yield line, Row(line, value) if isinstance(value, dict) else BadLine("must be a JSON object, an item a line")

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
-
-from pydantic import Field
 
 from services.common.evaluation.statistics.scores import Scores
 from services.common.evaluation.suites.names import SuiteVersion
 from services.common.evaluation.suites.spec import SuiteItem, SuiteSettings
 from services.common.evaluation.suites.split import TrainingSplit
+from services.common.storage.versioned_objects import Piece
 from services.common.validation.strict_models import StrictModel
-
-PIECE_ITEMS = 512
-PIECE_BYTES = 4 * 2**20
 
 
 class SuiteOrigin(StrictModel):
@@ -25,13 +20,6 @@ class SuiteOrigin(StrictModel):
     """Of the file's text."""
     rows: int
     split: TrainingSplit
-
-
-class SuitePiece(StrictModel):
-    """Object with consecutive items: JSONL."""
-
-    items: int = Field(ge=1)
-    sha256: str
 
 
 class SuiteManifest(StrictModel):
@@ -49,7 +37,7 @@ class SuiteManifest(StrictModel):
     """Independent items of equal weight that the suite is worth at least: what is not known before a run is how alike
     the items of a group are answered, and here they count as one."""
     origin: SuiteOrigin | None = None
-    pieces: tuple[SuitePiece, ...]
+    pieces: tuple[Piece, ...]
     key_id: str = ""
     """Id of the API key that the suite's name belongs to; empty: there were no keys."""
     created_at: float
@@ -66,26 +54,7 @@ def item_lines(items: Iterable[SuiteItem]) -> Iterator[bytes]:
         yield item.model_dump_json(exclude_defaults=True).encode() + b"\n"
 
 
-def pieces_of(lines: Iterable[bytes]) -> list[tuple[SuitePiece, bytes]]:
-    """Lines in pieces of bounded size, each with its entry of the manifest."""
-    place = [0, 0, 0]  # piece, items in it, bytes in it
-
-    def piece(line: bytes) -> int:
-        number, items, size = place
-        if items and (items == PIECE_ITEMS or size + len(line) > PIECE_BYTES):
-            number, items, size = number + 1, 0, 0
-        place[:] = number, items + 1, size + len(line)
-        return number
-
-    found = []
-    for _, group in groupby(lines, key=piece):
-        several = list(group)
-        data = b"".join(several)
-        found.append((SuitePiece(items=len(several), sha256=hashlib.sha256(data).hexdigest()), data))
-    return found
-
-
-def content_digest(settings: SuiteSettings, pieces: Sequence[SuitePiece]) -> str:
+def content_digest(settings: SuiteSettings, pieces: Sequence[Piece]) -> str:
     """SHA-256 over settings and items."""
     text = "\n".join([settings.model_dump_json(), *(piece.sha256 for piece in pieces)])
     return hashlib.sha256(text.encode()).hexdigest()

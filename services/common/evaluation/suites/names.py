@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import WithJsonSchema
 
-from services.common.storage.names import check_name, field_check, version_number
-
-_FREE = r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
-NAME_SCHEMA: Mapping[str, Any] = {"minLength": 1, "maxLength": 64, "pattern": f"^{_FREE}$"}
-REF_SCHEMA: Mapping[str, Any] = {"minLength": 1, "pattern": f"^{_FREE}(@0*[1-9][0-9]{{0,14}})?$"}
-"""The same of "name" or "name@n"."""
+from services.common.storage.names import NAME_SCHEMA, check_name, field_check, version_number
 
 
 def check_suite_name(name: str) -> str:

@@ -1,59 +1,44 @@
-"""Suites in the object store: immutable versions, numbered by conditional writes.
-
-Layout, under one bucket:
-    suites/{name}/{n:08d}/claim           who took this number (If-None-Match); stays when the version is deleted:
-                                          a number never means something else
-    suites/{name}/{n:08d}/items-{000000}  the items in pieces, JSONL
-    suites/{name}/{n:08d}/suite.json      the manifest, written last (If-None-Match) and removed first: the version
-                                          exists while this does
-"""
+"""Suites in the object store: immutable versions, numbered by conditional writes, below `suites/`
+(services/common/storage/versioned_objects.py has the layout)."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
-import uuid
 from collections.abc import Sequence
 
-from services.common.errors import NotFound, Unavailable
+from services.common.errors import NotFound
 from services.common.evaluation.suites.manifest import (
     SuiteManifest,
     SuiteOrigin,
     content_digest,
     item_lines,
-    pieces_of,
     weights_and_groups,
 )
 from services.common.evaluation.suites.names import SuiteVersion, check_suite_name
 from services.common.evaluation.suites.spec import SuiteItem, SuiteSettings
-from services.common.storage.object_store import ObjectNotFound, ObjectStore, PreconditionFailed
+from services.common.storage.object_store import ObjectStore
 from services.common.storage.record_versions import SUITE
+from services.common.storage.versioned_objects import VersionedObjects, pieces_of
 
-_ROOT = "suites/"
-_MANIFEST = "suite.json"
-_RACES = 64
-"""Numbers that others may take while one is looked for."""
+_ITEMS = "items"
 
 
 class SuiteStore:
     """Versions of suites. Thread-safe and blocking; Unavailable when the object store is away."""
 
     def __init__(self, store: ObjectStore) -> None:
-        self._store = store
+        self._versions = VersionedObjects(store, "suite", "suites/", "suite.json", SUITE)
 
     # Reading.
 
     def newest(self) -> list[SuiteVersion]:
         """The newest version of each suite, by name."""
-        numbers: dict[str, int] = {}
-        for version in self._existing(_ROOT):
-            numbers[version.name] = max(version.version, numbers.get(version.name, 0))
-        return [SuiteVersion(name, number) for name, number in sorted(numbers.items())]
+        return [SuiteVersion(name, number) for name, number in self._versions.newest()]
 
     def versions(self, name: str) -> list[int]:
         """Numbers of a suite's versions in ascending order; empty if there is no such suite."""
-        return sorted(version.version for version in self._existing(_suite_prefix(check_suite_name(name))))
+        return self._versions.numbers(check_suite_name(name))
 
     def get(self, name: str, number: int | None = None) -> SuiteManifest:
         """Manifest of a version.
@@ -72,7 +57,7 @@ class SuiteStore:
         version = SuiteVersion(name, number)
         manifest = self._read(version)
         if manifest is None:
-            raise _missing(version)
+            raise self._versions.missing(name, number)
         return manifest
 
     def items(self, manifest: SuiteManifest, start: int = 0, limit: int | None = None) -> list[SuiteItem]:
@@ -86,15 +71,8 @@ class SuiteStore:
             NotFound: the version was deleted meanwhile.
             Unavailable: what is stored is not what was written.
         """
-        end = manifest.items if limit is None else min(manifest.items, start + limit)
-        found: list[SuiteItem] = []
-        first = 0
-        for number, piece in enumerate(manifest.pieces):
-            if first < end and first + piece.items > start:
-                lines = self._piece(manifest, number).splitlines()
-                found += map(SuiteItem.model_validate_json, lines[max(0, start - first) : end - first])
-            first += piece.items
-        return found
+        lines = self._versions.lines(manifest.name, manifest.version, _ITEMS, manifest.pieces, start, limit)
+        return [SuiteItem.model_validate_json(line) for line in lines]
 
     # Writing.
 
@@ -122,13 +100,13 @@ class SuiteStore:
         newest = self._read(SuiteVersion(name, numbers[-1])) if numbers else None
         if newest is not None and newest.digest == digest:
             return newest
-        version = self._claim(name)
-        for number, (_, data) in enumerate(pieces):
-            self._store.put(_piece_key(version, number), data)
+        number = self._versions.claim(name)
+        for index, (_, data) in enumerate(pieces):
+            self._versions.write_piece(name, number, _ITEMS, index, data)
         worth = weights_and_groups(items)
         manifest = SuiteManifest(
             name=name,
-            version=version.version,
+            version=number,
             digest=digest,
             settings=settings,
             items=len(items),
@@ -139,70 +117,16 @@ class SuiteStore:
             key_id=key_id,
             created_at=time.time(),
         )
-        record = json.dumps(SUITE.stamped(manifest.model_dump(mode="json"))).encode()
-        self._store.put(f"{_prefix(version)}{_MANIFEST}", record, if_absent=True)
+        self._versions.publish(name, number, manifest.model_dump(mode="json"))
         return manifest
 
     def delete(self, version: SuiteVersion) -> None:
         """Removes a version. Raises NotFound: there is none."""
         manifest = self.get(version.name, version.version)
-        self._store.delete(f"{_prefix(version)}{_MANIFEST}")
-        for number in range(len(manifest.pieces)):
-            self._store.delete(_piece_key(version, number))
-
-    # Parts.
-
-    def _claim(self, name: str) -> SuiteVersion:
-        """The next free number, which is this writer's from here on."""
-        taken = [int(part) for part in self._store.list_dirs(_suite_prefix(name)) if part.isdigit()]
-        claim = uuid.uuid4().hex.encode()
-        first = max(taken, default=0) + 1
-        for number in range(first, first + _RACES):
-            version = SuiteVersion(name, number)
-            try:
-                self._store.put(f"{_prefix(version)}claim", claim, if_absent=True)
-            except PreconditionFailed:
-                continue
-            return version
-        raise Unavailable(f"too many others make versions of suite {name!r} at once; retry")
-
-    def _existing(self, prefix: str) -> list[SuiteVersion]:
-        """Versions whose manifests lie below a prefix."""
-        found = []
-        for key in self._store.list(prefix):
-            _, name, number, *rest = key.split("/")
-            if rest == [_MANIFEST]:
-                found.append(SuiteVersion(name, int(number)))
-        return found
+        self._versions.unpublish(version.name, version.version)
+        for index in range(len(manifest.pieces)):
+            self._versions.delete_piece(version.name, version.version, _ITEMS, index)
 
     def _read(self, version: SuiteVersion) -> SuiteManifest | None:
-        try:
-            record = json.loads(self._store.get(f"{_prefix(version)}{_MANIFEST}").data)
-        except ObjectNotFound:
-            return None
-        return SuiteManifest.model_validate_json(json.dumps(SUITE.unstamped(record, f"suite {version}")))
-
-    def _piece(self, manifest: SuiteManifest, number: int) -> bytes:
-        try:
-            data = self._store.get(_piece_key(manifest.ref, number)).data
-        except ObjectNotFound as error:
-            raise _missing(manifest.ref) from error
-        if hashlib.sha256(data).hexdigest() != manifest.pieces[number].sha256:
-            raise Unavailable(f"suite {manifest.ref}: its items in the object store are not those that were written")
-        return data
-
-
-def _suite_prefix(name: str) -> str:
-    return f"{_ROOT}{name}/"
-
-
-def _prefix(version: SuiteVersion) -> str:
-    return f"{_suite_prefix(version.name)}{version.version:08d}/"
-
-
-def _piece_key(version: SuiteVersion, number: int) -> str:
-    return f"{_prefix(version)}items-{number:06d}"
-
-
-def _missing(version: SuiteVersion) -> NotFound:
-    return NotFound(f"suite version {version} does not exist, or does not any more", param="suite")
+        record = self._versions.read(version.name, version.version)
+        return None if record is None else SuiteManifest.model_validate_json(json.dumps(record))

@@ -13,7 +13,7 @@ from starlette.formparsers import MultiPartException
 
 from services.common.adapters.names import NAME_SCHEMA, AdapterVersion, check_adapter_name
 from services.common.adapters.registry import CONFIG, WEIGHTS, AdapterRegistry, Manifest, Pointers
-from services.common.errors import Conflict, InvalidRequest, NotFound
+from services.common.errors import AdapterRejected, Conflict, InvalidRequest, NotFound
 from services.common.queue.job_queue import JobQueue
 from services.gateway.api.adapters.files import check_files, read_form, tar_gz
 from services.gateway.api.base.idempotency import Once
@@ -205,10 +205,17 @@ async def download_adapter(
     "/v1/adapters/{name}/attach", Permission(ATTACH, audited=True, idempotent=True), response_model=dict[str, Any]
 )
 async def attach_adapter(name: AdapterPath, adapters: Adapters, once: Once, body: VersionRequest | None = None) -> Any:
-    """Answers requests for the base model's name with this version from now on."""
+    """Answers requests for the base model's name with this version from now on. Refused if it belongs to another base
+    model: the engines would go on with what was attached before."""
 
     async def attach() -> dict[str, Any]:
         picked = await _pick(adapters, name, body.version if body is not None else None)
+        manifest, info = await adapters.threads.run(adapters.registry.manifest, picked), adapters.engines.info
+        if info is not None and manifest.base_digest and manifest.base_digest != info.digest:
+            raise AdapterRejected(
+                f"{picked} belongs to base model {manifest.base_digest[:12]}, the engines serve {info.digest[:12]}",
+                param="adapter",
+            )
         await adapters.threads.run(adapters.registry.attach, picked)
         return await _synced(adapters, str(picked))
 

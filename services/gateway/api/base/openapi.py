@@ -195,6 +195,16 @@ EXAMPLES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             },
         }
     },
+    "/v1/feedback": {
+        "thumb": {"completion_id": "chatcmpl-0123456789abcdef", "thumb": "down", "user": "u-17"},
+        "correction": {"completion_id": "chatcmpl-0123456789abcdef", "correction": "It is 19.", "label": "sums"},
+        "preference": {"completion_id": "chatcmpl-0123456789abcdef:0", "preferred_over": "chatcmpl-0123456789abcdef:1"},
+        "judge": {"session_id": "support-4711", "score": -0.5, "comment": "No answer.", "source": "judge"},
+    },
+    "/v1/datasets": {
+        "feedback": {"name": "support", "filter": {"min_rating": -1, "sources": ["user"]}, "max_user_share": 0.1},
+        "dry run": {"name": "support", "dry_run": True, "split": {"by": "session", "held_out": 0.2}},
+    },
     "/v1/forge": ForgeJob.request_examples,
     "/v1/train/sessions": {"adapter": {"lora": {"rank": 8}, "ttl_seconds": 60}},
 }

@@ -29,7 +29,6 @@ _CLAIM_SECONDS = 0.5
 _AWAY_SECONDS = 2.0
 _SETTLE_SECONDS = 5.0
 """Longest time that a stopping gateway tries to hand a batch back; after that the batch is reclaimed."""
-_TIDY_SECONDS = 600.0
 
 log = structlog.get_logger("batches")
 
@@ -71,19 +70,17 @@ class BatchWorker:
         self._consumer = stores.consumer
         self._running: set[asyncio.Task[None]] = set()
         self._away = False
-        self._tasks: list[asyncio.Task[None]] = []
+        self._claiming: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begins to look for batches, unless the settings say that others do."""
         if self._settings.batch_workers > 0:
-            self._tasks = [asyncio.create_task(self._claim_all()), asyncio.create_task(self._tidy())]
+            self._claiming = asyncio.create_task(self._claim_all())
 
     async def stop(self) -> None:
         """Waits until all batches are handed back. They begin to be when the gateway's `stopping` is set."""
-        if self._tasks:
-            claiming, tidying = self._tasks
-            await cancel_and_wait(tidying)
-            await claiming
+        if self._claiming is not None:
+            await self._claiming
         await asyncio.get_running_loop().run_in_executor(self._threads, self._consumer.close)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -217,22 +214,8 @@ class BatchWorker:
                 log.exception("heartbeat.failed", batch=claimed.id)
             await asyncio.sleep(self._settings.batch_heartbeat_seconds)
 
-    # Tidying.
-
-    async def _tidy(self) -> None:
-        """Tidies at intervals, as long as the gateway runs."""
-        while True:
-            await asyncio.sleep(_TIDY_SECONDS)
-            try:
-                if removed := await self.tidy():
-                    log.info("batches.tidied", removed=removed)
-            except TemperError as error:
-                log.warning("batches.untidy", error=error.message)
-            except Exception:  # a bug in tidying must not end it for good
-                log.exception("tidying.failed")
-
     async def tidy(self) -> int:
-        """Removes expired files, and parts of batches that have ended; returns how many. May raise Unavailable."""
+        """Removes expired files, and parts of batches that have ended; returns how many. See Chore."""
         removed = await self._host.store(self._host.files.sweep)
         objects = self._host.files.objects
         for batch_id in await self._host.store(objects.list_dirs, ROOT):

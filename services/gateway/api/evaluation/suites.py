@@ -15,9 +15,10 @@ from fastapi import Query
 from services.common.errors import Forbidden, NotFound
 from services.common.evaluation.suites.lines import read_suite
 from services.common.evaluation.suites.manifest import SuiteManifest, SuiteOrigin
-from services.common.evaluation.suites.names import REF_SCHEMA, SuiteName, SuiteVersion, parse_suite_ref
+from services.common.evaluation.suites.names import SuiteName, SuiteVersion, parse_suite_ref
 from services.common.evaluation.suites.spec import SuiteItem, SuiteSettings
 from services.common.evaluation.suites.split import held_out_items
+from services.common.storage.names import REF_SCHEMA
 from services.gateway.api.base.idempotency import Once
 from services.gateway.api.base.routing import Routes
 from services.gateway.api.evaluation.services import Evaluation, EvaluationServices

@@ -76,7 +76,7 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
             chat,
             context,
             reservation,
-            prepare=partial(_prepare, body=body),
+            prepare=partial(_prepare, body=body, response_id=record.id),
             chunks=answering.chunks,
             complete=answering.complete,
             failed=answering.failed,
@@ -87,10 +87,17 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
 
 
 async def _prepare(
-    request: Request, chat: ChatRequest, context: InferenceContext, session: str | None, *, body: ResponseRequest
+    request: Request,
+    chat: ChatRequest,
+    context: InferenceContext,
+    session: str | None,
+    *,
+    body: ResponseRequest,
+    response_id: str,
 ) -> Generation:
     fitting = await _fitting(context, chat, body)
-    return await chat_generation(context, fitting, session=session, traceparent=traceparent_of(request))
+    traceparent = traceparent_of(request)
+    return await chat_generation(context, fitting, session=session, traceparent=traceparent, known_as=response_id)
 
 
 async def _fitting(context: InferenceContext, chat: ChatRequest, body: ResponseRequest) -> ChatRequest:
@@ -128,7 +135,9 @@ async def _begin(
     try:
         held.append(stores.background.reserve())
         session = session_named(request, chat)
-        generation = await while_connected(request, _prepare(request, chat, context, session, body=body))
+        generation = await while_connected(
+            request, _prepare(request, chat, context, session, body=body, response_id=record.id)
+        )
         await stores.responses.save(Place(owner, record.id), record)
         told = json_response(record.response, None)  # encoded before the model changes it
         stores.background.begin(answering.work(generation, tuple(held)))

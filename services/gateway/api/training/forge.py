@@ -113,6 +113,28 @@ async def delete_forge_checkpoint(run: str, forge: Forge) -> DeletedForge:
     return DeletedForge(id=run)
 
 
+async def tidy(forge: ForgeServices) -> int:
+    """Removes what runs that are over have left unfinished: one that was killed while it uploaded and is cancelled
+    then, or tried too often, is nobody's any more. Returns how many. See Chore.
+
+    Checkpoints that are whole stay, and so does what is of no run: recipes may be told to write below the same prefix.
+    """
+    removed = 0
+    for run in await forge.threads.run(forge.objects.list_dirs, STORED):
+        if await _over(forge, run) and not await forge.threads.run(_is_whole, forge, run):
+            await forge.threads.run(_remove, forge, run)
+            removed += 1
+    return removed
+
+
+async def _over(forge: ForgeServices, run: str) -> bool:
+    try:
+        job = await forge.queue.get(run)
+    except NotFound:
+        return False
+    return job.kind == _KIND and job.state.terminal
+
+
 async def _found(forge: ForgeServices, run: str) -> Job:
     """A run that the caller may see. Raises NotFound, also if it is another key's."""
     job = await forge.queue.get(run)
@@ -131,6 +153,11 @@ def _record(forge: ForgeServices, run: str) -> dict[str, Any] | None:
         return dict(json.loads(forge.objects.get(f"{STORED}{run}/forge.json").data))
     except ObjectNotFound:
         return None
+
+
+def _is_whole(forge: ForgeServices, run: str) -> bool:
+    """The record is written last."""
+    return forge.objects.head(f"{STORED}{run}/forge.json") is not None
 
 
 def _has_files(forge: ForgeServices, run: str) -> bool:

@@ -10,9 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from services.common.evaluation.gates.plan import DISCORDANT
 from services.common.evaluation.statistics.power import smallest_gain
 from services.common.evaluation.suites.manifest import SuiteManifest, SuiteOrigin
-from services.common.evaluation.suites.names import REF_SCHEMA, SuiteName
+from services.common.evaluation.suites.names import SuiteName
 from services.common.evaluation.suites.spec import SuiteItem, SuiteSettings
 from services.common.evaluation.suites.split import TrainingSplit
+from services.common.storage.names import REF_SCHEMA
 
 SuitePath = Annotated[str, Path(json_schema_extra=dict(REF_SCHEMA))]
 """"name" or "name@n" in a path; what is wrong with it is said by parse_suite_ref."""

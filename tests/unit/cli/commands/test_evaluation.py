@@ -103,7 +103,8 @@ def test_targets_side_by_side_are_a_table_and_a_plot(tmp_path: Path) -> None:
         result = temper("eval", "compare", "job-1", "polite@1", "--target", "base", "--plot", str(file), url=url)
         assert temper("eval", "compare", "job-1", "--plot", str(tmp_path / "x.pdf"), url=url).exit_code == 2
     assert result.exit_code == 0, result.stderr
-    assert len(requests) == 1  # a plot that cannot be is refused before anything is asked
+    (asked,) = requests  # a plot that cannot be is refused before anything is asked
+    assert asked.path == "/v1/evaluations/compare?of=job-1&of=polite%401&target=base"
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert "sums@1 polite@1 50.0 % 25.0 to 75.0 % 0 +0.2500 +0.2500 to +0.7500 0.12" in lines
     assert file.read_bytes().startswith(b"\x89PNG")

@@ -11,13 +11,14 @@ from services.common.errors import InvalidRequest
 from services.common.evaluation.readers.formats import FORMATS
 from services.common.evaluation.suites.lines import read_suite
 from services.common.evaluation.suites.spec import SuiteItem, SuiteSettings
+from services.common.jobs.scorers.of_suites.likelihood import ChoiceSpec, Likelihood
 from services.common.jobs.scorers.python_tests import program_of
 
 
 def read(form: str, text: str) -> tuple[SuiteSettings, list[SuiteItem]]:
     found = FORMATS[form](text)
     settings = SuiteSettings.model_validate(found.settings)
-    return settings, read_suite("\n".join(map(json.dumps, found.items)), settings)
+    return settings, read_suite(found.jsonl, settings)
 
 
 def lines(*rows: Any) -> str:
@@ -29,15 +30,25 @@ def test_mmlu_as_csv() -> None:
     settings, items = read("mmlu", text)
     assert settings.scorer.name == "choice"
     assert [(item.prompt, item.choices, item.expected) for item in items] == [
-        ("Which one, of these?", ["4", "3", "2, or so", "1"], ["B"]),
-        ("Two\nlines?", ["a", "b", "c", "d"], ["D"]),
+        ("Which one, of these?", ["4", "3", "2, or so", "1"], ["3"]),
+        ("Two\nlines?", ["a", "b", "c", "d"], ["d"]),
     ]
 
 
 def test_mmlu_as_lines() -> None:
     row = {"question": "Which?", "choices": ["x", "y", "z", "w"], "answer": 2, "subject": "law"}
     _, items = read("mmlu", lines(row, {**row, "answer": "A", "subject": ""}))
-    assert [(item.expected, item.metadata) for item in items] == [(["z"], {"subject": "law"}), (["A"], {})]
+    assert [(item.expected, item.metadata) for item in items] == [(["z"], {"subject": "law"}), (["x"], {})]
+
+
+@pytest.mark.parametrize(
+    "text", ["Which?,B,A,A,B", lines({"question": "Which?", "choices": ["B", "A", "A"], "answer": "B"})]
+)
+def test_a_choice_is_named_by_its_place_though_it_is_a_letter_or_there_twice(text: str) -> None:
+    settings, (item,) = read("mmlu", text)
+    assert isinstance(settings.scorer, ChoiceSpec)
+    likeliest = [[Likelihood(0.0 if place == best else -1.0, 1, 1) for place in range(3)] for best in range(3)]
+    assert [settings.scorer.verdict(item.reference, found).score for found in likeliest] == [0.0, 1.0, 1.0]
 
 
 def test_gsm8k() -> None:
@@ -112,3 +123,26 @@ def test_what_is_not_of_the_form_is_named(form: str, text: str, reason: str) -> 
     with pytest.raises(InvalidRequest) as refused:
         FORMATS[form](text)
     assert reason in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "line"),
+    [
+        ("mmlu", 'Which?,a,b,A\n\n"Which\none?",a,a,B\n', 4),
+        ("mmlu", "\n" + lines({"question": "Which?", "choices": ["a", 2], "answer": 0}), 2),
+        ("gsm8k", "\n" + lines({"question": "?", "answer": "#### $12"}), 2),
+        (
+            "ifeval",
+            lines(
+                *(
+                    {"prompt": "x", "instruction_id_list": [name], "kwargs": [{}]}
+                    for name in ("language:response_language", "nothing:known")
+                )
+            ),
+            2,
+        ),
+    ],
+)
+def test_what_a_scorer_cannot_use_is_named_by_its_line_in_the_file(form: str, text: str, line: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"^jsonl: line {line}: "):
+        read(form, text)

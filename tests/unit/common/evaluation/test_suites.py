@@ -12,12 +12,12 @@ from pydantic import ValidationError
 
 from services.common.errors import InvalidRequest, NotFound, Unavailable
 from services.common.evaluation.suites.lines import read_suite
-from services.common.evaluation.suites.manifest import PIECE_ITEMS
 from services.common.evaluation.suites.names import SuiteVersion, parse_suite_ref
 from services.common.evaluation.suites.spec import SuiteItem, SuiteSampling, SuiteSettings
 from services.common.evaluation.suites.split import TrainingSplit, held_out_items
 from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs.scorers.registry import SCORERS, SuiteScorer
+from services.common.storage.versioned_objects import PIECE_LINES
 from tests.unit.gateway.fake_stores import MemoryStore
 
 EXACT = SuiteSettings.model_validate({"scorer": {"type": "exact"}})
@@ -46,7 +46,7 @@ def test_items_have_their_lines_as_ids_and_answers_as_text() -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("{", "line 2: is not JSON"),
+        ("{", "line 2: is not JSON: EOF while parsing an object at column 1"),
         ("[1]", "line 2: must be a JSON object"),
         ({"prompt": "?", "expected": "1", "wieght": 2}, "line 2: unknown field 'wieght': did you mean 'weight'?"),
         ({"prompt": "?", "expected": "1", "weight": 0}, "line 2: weight: Input should be greater than 0"),
@@ -161,12 +161,12 @@ def suites(memory: MemoryStore) -> SuiteStore:
 
 
 def test_a_version_is_what_was_written_and_pages_cross_pieces(suites: SuiteStore) -> None:
-    items = sums(PIECE_ITEMS + 10)
+    items = sums(PIECE_LINES + 10)
     made = suites.create("sums", EXACT, items, key_id="ci")
     assert (str(made.ref), made.items, made.clusters, len(made.pieces)) == ("sums@1", len(items), len(items), 2)
     assert suites.get("sums") == suites.get("sums", 1) == made
     assert suites.items(made) == items
-    assert suites.items(made, PIECE_ITEMS - 3, 6) == items[PIECE_ITEMS - 3 : PIECE_ITEMS + 3]
+    assert suites.items(made, PIECE_LINES - 3, 6) == items[PIECE_LINES - 3 : PIECE_LINES + 3]
     assert suites.items(made, len(items), 5) == []
     assert suites.newest() == [made.ref]
 

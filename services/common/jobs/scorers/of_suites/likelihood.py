@@ -91,12 +91,12 @@ class ChoiceSpec(ScorerSettings):
             return "choices: the choice scorer needs two or more"
         if self.by == "letter" and len(reference.choices) > len(LETTERS):
             return f"choices: there are {len(reference.choices)}, and {len(LETTERS)} letters"
-        if len(set(reference.choices)) < len(reference.choices):
-            return "choices: two of them are the same"
+        if len(set(reference.choices)) < 2:
+            return "choices: all of them are the same"
         if not reference.expected:
             return "expected: is missing, and the choice scorer compares with it"
         for answer in reference.expected:
-            if _place(answer, reference.choices) is None:
+            if not _places(answer, reference.choices):
                 return f"expected: is {answer[:80]!r}, which is none of the choices and no letter of one"
         return None
 
@@ -118,7 +118,7 @@ class ChoiceSpec(ScorerSettings):
             raise ValueError(f"{len(found)} log-likelihoods of {len(reference.choices)} choices")
         rates = [self._rate(likelihood) for likelihood in found]
         best = {place for place, rate in enumerate(rates) if rate == max(rates)}
-        right = {_place(answer, reference.choices) for answer in reference.expected}
+        right = {place for answer in reference.expected for place in _places(answer, reference.choices)}
         return Verdict(len(best & right) / len(best))
 
     def _rate(self, likelihood: Likelihood) -> float:
@@ -176,9 +176,10 @@ def bits(mean: float) -> float:
     return mean / math.log(2)
 
 
-def _place(answer: str, choices: Sequence[str]) -> int | None:
-    """Place of the choice that an answer names by its text or by its letter."""
-    if answer in choices:
-        return choices.index(answer)
+def _places(answer: str, choices: Sequence[str]) -> list[int]:
+    """Places of the choices that an answer names by their text, or else by a letter. Published sets have choices that
+    are the same: each is as right."""
     letter = LETTERS.find(answer) if len(answer) == 1 else -1
-    return letter if 0 <= letter < len(choices) else None
+    if answer not in choices and 0 <= letter < len(choices):
+        answer = choices[letter]
+    return [place for place, choice in enumerate(choices) if choice == answer]

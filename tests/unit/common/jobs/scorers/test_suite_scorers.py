@@ -140,7 +140,7 @@ def test_answers_are_validated_against_their_items_schema() -> None:
         ({"type": "choice"}, {"expected": "a"}, "choices: the choice scorer needs two or more"),
         ({"type": "choice"}, {"choices": ["a", "b"]}, "expected: is missing"),
         ({"type": "choice"}, {"choices": ["a", "b"], "expected": "C"}, "expected: is 'C', which is none"),
-        ({"type": "choice"}, {"choices": ["a", "a"], "expected": "a"}, "choices: two of them are the same"),
+        ({"type": "choice"}, {"choices": ["a", "a"], "expected": "a"}, "choices: all of them are the same"),
         ({"type": "choice"}, {"choices": [str(n) for n in range(27)], "expected": "1"}, "choices: there are 27"),
         ({"type": "perplexity"}, {"expected": ["a", "b"]}, "expected: has several answers"),
         ({"type": "perplexity"}, {"expected": ""}, "expected: is empty"),

@@ -185,6 +185,17 @@ def test_missing(http: httpx.Client) -> None:
     assert http.post("/v1/adapters/bot/attach", json={"versoin": 1}).json()["error"]["param"] == "versoin"
 
 
+def test_a_version_of_another_base_model_is_not_attached(running: Running, http: httpx.Client) -> None:
+    files = {WEIGHTS: weights(), CONFIG: config()}
+    for digest in ("e" * 64, "d" * 64):
+        running.registry.publish("bot", files, base_digest=digest)
+    answer = http.post("/v1/adapters/bot/attach", json={"version": 1})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "adapter_rejected")
+    assert "bot@1 belongs to base model eeeeeeeeeeee, the engines serve dddddddddddd" in answer.text
+    assert http.get("/v1/adapters/bot").json()["attached"] is None
+    assert http.post("/v1/adapters/bot/attach", json={"version": 2}).json()["attached"] == "bot@2"
+
+
 def test_store_away(running: Running, http: httpx.Client) -> None:
     upload(http)
     running.engine.attached = "bot@1"

@@ -139,6 +139,23 @@ def test_a_checkpoint_is_removed_behind_its_run(running: Running, http: httpx.Cl
     assert http.delete(f"/v1/forge/{run}").status_code == 200, "there is nothing more to remove"
 
 
+def test_what_a_run_that_is_over_has_left_unfinished_goes(running: Running, http: httpx.Client) -> None:
+    cancelled, goes_on, whole = (http.post("/v1/forge", json=BODY | {"name": f"m{n}"}).json()["id"] for n in range(3))
+    for run in (cancelled, goes_on, whole, "by-hand"):
+        running.store.put(f"forged/{run}/.forging", b"ab")
+        running.store.put(f"forged/{run}/model.safetensors", b"weights")
+    assert running.run(running.app.state.tidying.once()) == {"forge": 0}
+    assert http.post(f"/v1/train/jobs/{cancelled}/cancel").json()["state"] == "cancelled"
+    ended(running, whole, RECORD)
+    assert running.run(running.app.state.tidying.once()) == {"forge": 1}
+    left = {key.split("/")[1] for key in running.store.objects if key.startswith("forged/")}
+    assert left == {goes_on, whole, "by-hand"}
+    running.store.down = True
+    assert running.run(running.app.state.tidying.once()) == {}
+    running.store.down = False
+    assert running.run(running.app.state.tidying.once()) == {"forge": 0}
+
+
 def test_only_its_key_and_administrators_remove_a_checkpoint(start: Starter, tmp_path: Path) -> None:
     keys = Keys(tmp_path / "keys.json")
     for name, scope in {"alice": Scope.TRAIN, "bob": Scope.TRAIN, "operator": Scope.ADMIN}.items():

@@ -1,0 +1,1 @@
+"""Commands of feedback, and of what is learnt from it."""

@@ -1,0 +1,1 @@
+"""Routes of feedback, and of what is learnt from it."""

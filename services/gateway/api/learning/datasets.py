@@ -1,0 +1,248 @@
+"""/v1/datasets: versions of data sets, made of feedback, the request log and files; and the erasure of a user.
+
+A data set is made of what its caller may see. A name belongs to the API key that first used it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from fastapi import Path, Query, Response
+from fastapi.responses import StreamingResponse
+from pydantic_core import from_json, to_json
+
+from services.common.errors import Forbidden, NotFound
+from services.common.storage.names import REF_SCHEMA
+from services.gateway.api.base.idempotency import Once
+from services.gateway.api.base.routing import Routes, provided
+from services.gateway.auth.caller import owner, sees
+from services.gateway.auth.route_permissions import ADMIN, INFERENCE, TRAIN, TRAIN_OR_ADMIN, Permission
+from services.gateway.core.file_store import FileStore, StoreThreads
+from services.gateway.protocol.learning.datasets import (
+    DatasetList,
+    DatasetObject,
+    DatasetPath,
+    DatasetRequest,
+    DatasetRows,
+    DeletedDataset,
+    ErasedUser,
+)
+from services.learning.datasets.convert import ExampleKind, examples_of
+from services.learning.datasets.maker import DatasetMaker
+from services.learning.datasets.spec import DatasetName, Split
+from services.learning.datasets.store import DatasetManifest, DatasetStore, NewDataset, parse_dataset_ref
+from services.learning.feedback.store import FeedbackFilter, FeedbackStore
+from services.learning.request_log.log import RequestLog
+
+routes = Routes("data sets")
+_BUILDS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetServices:
+    """What data sets are made of and kept in. All but the feedback blocks, and so is called in ``threads``."""
+
+    maker: DatasetMaker
+    feedback: FeedbackStore
+    files: FileStore
+    threads: StoreThreads
+    builds: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_BUILDS))
+    """Semaphore held while rows are joined, which takes long and much memory."""
+
+    @property
+    def store(self) -> DatasetStore:
+        return self.maker.store
+
+    @property
+    def log(self) -> RequestLog:
+        return self.maker.log
+
+
+Services = Annotated[DatasetServices, provided(DatasetServices)]
+
+
+@routes.post(
+    "/v1/datasets",
+    Permission(TRAIN_OR_ADMIN, audited=True, idempotent=True),
+    status_code=201,
+    response_model=DatasetObject,
+)
+async def create_dataset(body: DatasetRequest, services: Services, once: Once) -> Any:
+    """Makes a version of a data set, or returns the newest one if it has the same rows."""
+
+    async def create() -> DatasetObject:
+        mine = None if sees(None) else owner()
+        key_id = await _name_owner(services, body.name)
+        async with services.builds:
+            opinions = []
+            if body.feedback:
+                opinions = [one async for one in services.feedback.each(FeedbackFilter(mine))]
+            digests, files = await services.threads.run(_read_files, services.files, body.files or ())
+            if body.dry_run:
+                built = await asyncio.to_thread(services.maker.build, body.spec, opinions, files, mine)
+                rows = {split: len(found) for split, found in built.rows.items()}
+                nothing: dict[str, Any] = dict.fromkeys(("id", "version", "digest", "created_at"))
+                return DatasetObject(
+                    **nothing,
+                    name=body.name,
+                    spec=body.spec,
+                    report=built.report,
+                    rows=rows,
+                    files=digests,
+                    recuts=[],
+                )
+            new = NewDataset(body.name, body.spec, key_id, digests)
+            manifest, used = await asyncio.to_thread(services.maker.make, new, opinions, files, mine)
+        await services.feedback.mark_used(used, manifest.ref)
+        return DatasetObject.of(manifest)
+
+    return await once(create, body=body)
+
+
+def _read_files(files: FileStore, ids: Any) -> tuple[dict[str, str], Mapping[str, list[Any]]]:
+    """Digests and lines of the caller's files. Blocking. A line that is no object is told as a faulty one."""
+    digests, found = {}, {}
+    for file_id in ids:
+        info = files.get(owner(), file_id)
+        content = b"".join(files.piece(owner(), info, number) for number in range(info.pieces))
+        digests[file_id] = hashlib.sha256(content).hexdigest()
+        found[file_id] = list(_lines(content))
+    return digests, found
+
+
+def _lines(content: bytes) -> Iterator[Any]:
+    for line in content.split(b"\n"):
+        if line.strip():
+            try:
+                value = from_json(line)
+            except ValueError:
+                value = None
+            yield value if isinstance(value, dict) else {}
+
+
+async def _name_owner(services: DatasetServices, name: str) -> str:
+    """Id of the API key that the name belongs to: the caller's if nobody has used it. Raises Forbidden."""
+    try:
+        newest = await services.threads.run(services.store.get, name)
+    except NotFound:
+        return owner()
+    if not sees(newest.key_id):
+        raise Forbidden(
+            f"dataset {name} belongs to another API key, which alone (and a key of the scope admin) makes and removes "
+            "versions of it: choose another name",
+            param="name",
+        )
+    return newest.key_id
+
+
+@routes.get("/v1/datasets", Permission(TRAIN_OR_ADMIN))
+async def list_datasets(
+    services: Services,
+    name: DatasetName | None = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    after: Annotated[str | None, Query(json_schema_extra=dict(REF_SCHEMA))] = None,
+) -> DatasetList:
+    """The newest version of each data set by name, or every version of the data set `name`. `after` is the last id of
+    the page before."""
+    if name is None:
+        found = await services.threads.run(services.store.newest)
+    else:
+        found = [(name, number) for number in await services.threads.run(services.store.versions, name)]
+    if after is not None:
+        last, number = parse_dataset_ref(after)
+        found = [one for one in found if one[0] > last or (name is not None and one[1] > (number or 0))]
+    read = [await _found(services, *one) for one in found]
+    shown = [one for one in read if one is not None and sees(one.key_id)]
+    return DatasetList(data=[DatasetObject.of(one) for one in shown[:limit]], has_more=len(shown) > limit)
+
+
+async def _found(services: DatasetServices, name: str, number: int) -> DatasetManifest | None:
+    try:
+        return await services.threads.run(services.store.get, name, number)
+    except NotFound:  # deleted since
+        return None
+
+
+async def _own(services: DatasetServices, dataset: str) -> DatasetManifest:
+    """Raises NotFound: there is none, or it is another API key's."""
+    manifest = await services.threads.run(services.store.get, *parse_dataset_ref(dataset))
+    if not sees(manifest.key_id):
+        raise NotFound(f"dataset {dataset!r} does not exist", param="dataset")
+    return manifest
+
+
+@routes.get("/v1/datasets/{dataset}", Permission(TRAIN_OR_ADMIN))
+async def get_dataset(dataset: DatasetPath, services: Services) -> DatasetObject:
+    """A version: `name@n`, or the newest one of `name`."""
+    return DatasetObject.of(await _own(services, dataset))
+
+
+@routes.get("/v1/datasets/{dataset}/rows", Permission(TRAIN_OR_ADMIN))
+async def list_rows(
+    dataset: DatasetPath,
+    services: Services,
+    split: Split = "train",
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    after: Annotated[int, Query(ge=-1, lt=2**53)] = -1,
+) -> DatasetRows:
+    """Rows of a split in their order. `after` is the last index of the page before."""
+    manifest = await _own(services, dataset)
+    rows = await services.threads.run(lambda: list(services.store.rows(manifest, split, after + 1, limit)))
+    total = manifest.rows[split]
+    more = after + 1 + len(rows) < total
+    return DatasetRows(dataset=manifest.ref, split=split, data=rows, total=total, has_more=more)
+
+
+@routes.get(
+    "/v1/datasets/{dataset}/examples",
+    Permission(TRAIN_OR_ADMIN),
+    response_class=Response,
+    responses={200: {"content": {"application/x-jsonl": {"schema": {"type": "string"}}}}},
+)
+async def export_examples(
+    dataset: DatasetPath, services: Services, kind: ExampleKind, split: Split = "train"
+) -> Response:
+    """Examples of a job's kind as JSONL, made of the rows of a split: `temper train submit KIND --data` takes them."""
+    manifest = await _own(services, dataset)
+
+    def convert() -> list[bytes]:
+        return [to_json(one) + b"\n" for one in examples_of(kind, services.store.rows(manifest, split))]
+
+    return StreamingResponse(iter(await services.threads.run(convert)), media_type="application/x-jsonl")
+
+
+@routes.delete(
+    "/v1/datasets/{dataset}",
+    Permission(TRAIN_OR_ADMIN, audited=True, idempotent=True),
+    response_model=DeletedDataset,
+)
+async def delete_dataset(dataset: DatasetPath, services: Services, once: Once) -> Any:
+    """Removes a version, `name@n`, or all versions of `name`. Their numbers are not used again."""
+
+    async def delete() -> DeletedDataset:
+        manifest = await _own(services, dataset)
+        _, number = parse_dataset_ref(dataset)
+        numbers = [number]
+        if number is None:
+            numbers = list(await services.threads.run(services.store.versions, manifest.name))
+        for one in numbers:
+            found = await services.threads.run(services.store.get, manifest.name, one)
+            await services.threads.run(services.store.delete, found)
+        return DeletedDataset(id=dataset, versions=[one for one in numbers if one is not None])
+
+    return await once(delete)
+
+
+@routes.delete("/v1/users/{user}", Permission(INFERENCE | TRAIN | ADMIN, audited=True))
+async def erase_user(user: Annotated[str, Path(min_length=1, max_length=256)], services: Services) -> ErasedUser:
+    """Erases a user: what it said, its logged requests, and the rows of data sets that come from either. Of the
+    caller's API key; an administrator erases it from everybody's."""
+    mine = None if sees(None) else owner()
+    requests = await services.threads.run(services.log.erase_user, user, mine)
+    feedback = await services.feedback.delete_all(FeedbackFilter(mine, user=user))
+    datasets = await services.threads.run(services.store.erase_user, user, mine)
+    return ErasedUser(feedback=feedback, requests=requests, datasets=datasets)

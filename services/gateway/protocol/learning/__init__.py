@@ -1,0 +1,1 @@
+"""Bodies of feedback, and of what is learnt from it."""

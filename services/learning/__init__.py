@@ -1,0 +1,1 @@
+"""Learning from traffic: what people say of answers, and what is made of it. No torch."""

@@ -1,0 +1,105 @@
+"""One row of a data set: what was asked and answered, and how good that is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import ConfigDict
+
+from services.common.storage.ids import key_of
+from services.common.validation.strict_models import StrictModel
+
+Json = dict[str, Any]
+
+
+class Row(StrictModel):
+    """A row. Messages are those of the chat API."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    source: Literal["feedback", "logged", "file"]
+    answer_id: str | None = None
+    """Id of the choice."""
+    at: float = 0.0
+    """Unix seconds at which the request ended."""
+    key_id: str = ""
+    user: str | None = None
+    """Who asked."""
+    session: str | None = None
+    said_by: tuple[str, ...] = ()
+    """Users who said something of it."""
+    version: str | None = None
+    messages: list[Json]
+    tools: list[Json] | None = None
+    answer: Json | None = None
+    """The assistant's message that was given."""
+    better: str | None = None
+    """Text that is better than `worse`: a correction, or the answer that was preferred."""
+    worse: str | None = None
+    rating: float | None = None
+    """Mean of what was said, -1 to 1."""
+    opinions: int = 0
+    labels: tuple[str, ...] = ()
+    temperature: float = 1.0
+    """At which the answer was sampled."""
+    truncated: bool = False
+    """The answer ended at its token limit."""
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+    logprobs: list[float] | None = None
+
+    @property
+    def content(self) -> str:
+        """Digest of what a model would learn from it."""
+        return digest([self.messages, self.tools, self.answer, self.better, self.worse])
+
+    @property
+    def prompt(self) -> str:
+        """Digest of what was asked."""
+        return digest([self.messages, self.tools])
+
+    @property
+    def users(self) -> frozenset[str]:
+        """Digests of everybody that it comes from."""
+        return frozenset(key_of(one) for one in (self.user, *self.said_by) if one is not None)
+
+    @property
+    def text(self) -> str | None:
+        """The answer as plain text; None: it has calls, or no text."""
+        if self.answer is None or self.answer.get("tool_calls"):
+            return None
+        content = self.answer.get("content")
+        return content if isinstance(content, str) and content else None
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
+def row_of_file(example: Mapping[str, Any], file: str) -> Row:
+    """Row of an example of a job's file.
+
+    Raises:
+        ValueError: it is none of kind sft, dpo or kto.
+    """
+    asked = example.get("prompt", example.get("messages"))
+    if isinstance(asked, str):
+        asked = [{"role": "user", "content": asked}]
+    if not isinstance(asked, list) or not all(isinstance(turn, Mapping) for turn in asked) or not asked:
+        raise ValueError("has neither prompt nor messages")
+    turns, tools = [dict(turn) for turn in asked], example.get("tools")
+    given = {name: example[name] for name in ("completion", "chosen", "rejected", "label") if name in example}
+    shared: Json = {"source": "file", "session": f"file:{file}:{digest(turns)[:16]}", "tools": tools}
+    if {"chosen", "rejected"} == given.keys():
+        return Row(messages=turns, better=str(given["chosen"]), worse=str(given["rejected"]), rating=1.0, **shared)
+    if "completion" in given and given.keys() <= {"completion", "label"}:
+        answer = {"role": "assistant", "content": str(given["completion"])}
+        rating = 1.0 if given.get("label", True) else -1.0
+        return Row(messages=turns, answer=answer, rating=rating, **shared)
+    if not given and turns[-1].get("role") == "assistant" and len(turns) > 1:
+        return Row(messages=turns[:-1], answer=turns[-1], rating=1.0, **shared)
+    raise ValueError("has no completion, no chosen and rejected, and no answer of the assistant at its end")

@@ -1,0 +1,100 @@
+"""What a data set is made of: where its rows come from, which of them it takes, and how they are split."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+from services.common.storage.names import NAME_SCHEMA, check_name, field_check
+from services.common.validation.json_rules import Rules, either, given, has, if_any
+from services.common.validation.strict_models import SentModel
+from services.learning.feedback.record import Source
+
+Split = Literal["train", "validation", "held_out"]
+SPLITS: tuple[Split, ...] = ("train", "validation", "held_out")
+_Text = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def check_dataset_name(name: str) -> str:
+    """Returns the name if a data set may have it. Raises InvalidRequest."""
+    return check_name(name, "dataset")
+
+
+DatasetName = Annotated[str, field_check(check_dataset_name), WithJsonSchema({"type": "string", **NAME_SCHEMA})]
+
+
+class DatasetFilter(SentModel):
+    """Conditions that every row fulfils; a condition that is not given holds for all."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    since: float | None = Field(None, ge=0)
+    """Unix seconds at which the request ended, at the earliest."""
+    until: float | None = Field(None, ge=0)
+    """Unix seconds before which it ended."""
+    keys: list[_Text] | None = Field(None, min_length=1, max_length=1000)
+    """Ids of the API keys that sent it."""
+    versions: list[_Text] | None = Field(None, min_length=1, max_length=1000)
+    """Versions that answered: "name@n", "name" for all of an adapter, "base" for the model without adapter."""
+    labels: list[_Text] | None = Field(None, min_length=1, max_length=1000)
+    """Labels of which the feedback has one."""
+    sources: list[Source] | None = Field(None, min_length=1)
+    """Sources of the feedback that counts."""
+    metadata: dict[str, str] | None = Field(None, min_length=1, max_length=16)
+    """Metadata that the request has, among others."""
+    min_rating: float | None = Field(None, ge=-1, le=1)
+    """Rating, at least. A row without feedback has none, and fulfils neither bound."""
+    max_rating: float | None = Field(None, ge=-1, le=1)
+
+
+class DatasetSplit(SentModel):
+    """How rows are split. Rows of one user or session stay together, and in later versions they stay where they are."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    by: Literal["user", "session", "request"] = "user"
+    """A row without user goes by its session, one without that by its request."""
+    validation: float = Field(0.1, ge=0, lt=1)
+    held_out: float = Field(0.1, ge=0, lt=1)
+    seed: int = Field(0, ge=0, lt=2**32)
+
+    @model_validator(mode="after")
+    def _leaves_something(self) -> DatasetSplit:
+        if self.validation + self.held_out >= 1:
+            raise PydanticCustomError(
+                "contradiction",
+                "validation and held_out together leave nothing to train on: less than 1",
+                {"param": "held_out"},
+            )
+        return self
+
+
+class DatasetSpec(SentModel):
+    """Declaration of a data set."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+    json_rules: ClassVar[Rules] = (either(if_any(feedback=True), has(logged=True), given("files")),)
+
+    feedback: bool = True
+    """Answers that somebody said something of, with what was said. Their requests come from the request log."""
+    logged: bool = False
+    """Logged answers of which nobody said anything."""
+    files: list[_Text] | None = Field(None, min_length=1, max_length=100)
+    """Ids of files (/v1/files) with examples, as jobs of kind sft, dpo or kto take them."""
+    filter: DatasetFilter = DatasetFilter()
+    """Applies to feedback and logged requests; rows of files are all taken."""
+    split: DatasetSplit = DatasetSplit()
+    max_user_share: float = Field(1.0, gt=0, le=1)
+    """Share of the rows that what one user said may be: against one who says too much. The newest are kept."""
+    max_rows: int = Field(100_000, ge=1, le=1_000_000)
+    """Most rows, of which the newest are kept."""
+
+    @model_validator(mode="after")
+    def _of_something(self) -> DatasetSpec:
+        if not self.feedback and not self.logged and self.files is None:
+            raise PydanticCustomError(
+                "contradiction", "rows come from feedback, logged or files: give one", {"param": "feedback"}
+            )
+        return self

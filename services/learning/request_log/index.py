@@ -1,0 +1,159 @@
+"""Index of the request log in Redis: in which line of which part a request is, and who sent it.
+
+Keys:
+    temper:request:{id}               "part offset length" of a request, by each id of its answer; expires
+    temper:requests:{list}            sorted set of ids by the time at which they ended: "all", "owner:…", "user:…" and
+                                      "session:…" with digests of the names
+    temper:requests:erased            hash: who or what was erased, and when, for what is written later: a gateway may
+                                      still hold requests in its spool
+
+Everything here can be made again from the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from services.common.settings import CommonSettings
+from services.common.storage.ids import key_of
+from services.common.storage.redis import call, connect
+from services.learning.request_log.parts import Line
+
+_ONE: Final = "temper:request:"
+_LISTS: Final = "temper:requests:"
+_ERASED: Final = "temper:requests:erased"
+_ERASED_SECONDS = 30 * 86400
+"""Time for which a spool may lie around before it is written."""
+_FIELDS = 6
+_CHUNK = 500
+
+_ADD = f"""
+-- ARGV keep now part, then of each request: id offset length at lists also
+local keep, oldest = ARGV[1], tonumber(ARGV[2]) - tonumber(ARGV[1])
+local touched = {{}}
+for i = 4, #ARGV, {_FIELDS} do
+  local place = ARGV[3] .. ' ' .. ARGV[i + 1] .. ' ' .. ARGV[i + 2]
+  redis.call('SET', '{_ONE}' .. ARGV[i], place, 'EX', keep)
+  for id in string.gmatch(ARGV[i + 5], '%S+') do redis.call('SET', '{_ONE}' .. id, place, 'EX', keep) end
+  for list in string.gmatch(ARGV[i + 4], '%S+') do
+    redis.call('ZADD', '{_LISTS}' .. list, ARGV[i + 3], ARGV[i])
+    touched[list] = true
+  end
+end
+for list, _ in pairs(touched) do
+  redis.call('ZREMRANGEBYSCORE', '{_LISTS}' .. list, '-inf', oldest)
+  redis.call('EXPIRE', '{_LISTS}' .. list, keep)
+end
+return 1
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the index says of one request."""
+
+    id: str
+    at: float
+    """Unix seconds at which it ended."""
+    owner: str
+    user: str | None = None
+    session: str | None = None
+    also: Sequence[str] = ()
+
+    @property
+    def lists(self) -> Sequence[str]:
+        """Lists that it stands in."""
+        named = [("owner", self.owner), ("user", self.user), ("session", self.session)]
+        return ["all", *(f"{kind}:{key_of(name)}" for kind, name in named if name is not None)]
+
+    def erased_by(self, marks: Mapping[str, float]) -> bool:
+        """True if one of the marks means it."""
+        mine = [f"id:{key_of(one)}" for one in (self.id, *self.also)]
+        if self.user is not None:
+            mine += [user_mark(self.user, None), user_mark(self.user, self.owner)]
+        return any(self.at <= marks.get(mark, 0.0) for mark in mine)
+
+
+def user_mark(user: str, owner: str | None) -> str:
+    """Mark of a user whose requests are erased: those that an API key sent, or all (None)."""
+    return f"user:{'*' if owner is None else key_of(owner)}:{key_of(user)}"
+
+
+class RequestIndex:
+    """The index. Thread-safe and blocking; every method may raise Unavailable.
+
+    Args:
+        settings: where Redis is.
+        keep_seconds: age at which parts go, by whole days; an entry expires a little later.
+    """
+
+    def __init__(self, settings: CommonSettings, *, keep_seconds: int) -> None:
+        self._redis = connect(settings)
+        self._keep = keep_seconds + 2 * 86400
+        self._add = self._redis.register_script(_ADD)
+
+    def close(self) -> None:
+        self._redis.close()
+
+    def add(self, part: str, entries: Sequence[tuple[Entry, Line]], now: float) -> None:
+        """Says where the requests of a part are."""
+        for start in range(0, len(entries), _CHUNK):
+            args: list[str | int | float] = [self._keep, now, part]
+            for entry, line in entries[start : start + _CHUNK]:
+                args += [entry.id, line.offset, line.length, entry.at, " ".join(entry.lists), " ".join(entry.also)]
+            call(lambda: self._add(keys=[], args=args))  # noqa: B023  (called at once)
+
+    def find(self, ids: Sequence[str]) -> Mapping[str, Line]:
+        """Places of the requests that these ids are of; unknown ones are left out. A choice's id ("…:1") is found."""
+        if not ids:
+            return {}
+        keys = [_ONE + one.partition(":")[0] for one in ids]
+        values = call(lambda: cast(list[str | None], self._redis.mget(keys)))
+        return {one: Line.parse(place) for one, place in zip(ids, values, strict=True) if place is not None}
+
+    def newest(self, name: str, *, limit: int, after: str | None = None) -> Sequence[str]:
+        """Ids of a list, newest first, from behind ``after`` on; none, if that is not in it."""
+
+        def read() -> Any:
+            start = 0
+            if after is not None:
+                rank = cast(int | None, self._redis.zrevrank(_LISTS + name, after))
+                if rank is None:
+                    return []
+                start = rank + 1
+            return self._redis.zrange(_LISTS + name, start, start + limit - 1, desc=True)
+
+        return [str(one) for one in call(read)]
+
+    def remove(self, entries: Sequence[Entry]) -> None:
+        """Forgets requests."""
+
+        def remove() -> None:
+            with self._redis.pipeline(transaction=False) as pipe:
+                for entry in entries:
+                    pipe.delete(*(_ONE + one for one in (entry.id, *entry.also)))
+                    for name in entry.lists:
+                        pipe.zrem(_LISTS + name, entry.id)
+                pipe.execute()
+
+        if entries:
+            call(remove)
+
+    def mark_erased(self, marks: Sequence[str], now: float) -> None:
+        """Says that what is written later and bears one of the marks has to go."""
+        if marks:
+
+            def mark() -> None:
+                with self._redis.pipeline(transaction=True) as pipe:
+                    pipe.hset(_ERASED, mapping=dict.fromkeys(marks, f"{now:.3f}"))
+                    pipe.expire(_ERASED, _ERASED_SECONDS)
+                    pipe.execute()
+
+            call(mark)
+
+    def erased(self) -> Mapping[str, float]:
+        """Marks, with the times (unix seconds) up to which they count."""
+        found = call(lambda: cast(dict[str, str], self._redis.hgetall(_ERASED)))
+        return {mark: float(at) for mark, at in found.items()}

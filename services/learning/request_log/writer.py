@@ -1,0 +1,193 @@
+"""Writer of the request log: takes recordings from the event loop, and never holds it up.
+
+One thread makes lines of them and appends those to the spool; another hands complete parts on to the object store and
+to the index. What finds no room is dropped and counted: a log entry is worth less than a request.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import structlog
+from pydantic_core import to_json
+
+from services.common.errors import Unavailable
+from services.common.storage.record_versions import LOGGED_REQUEST
+from services.learning.request_log.index import Entry, RequestIndex
+from services.learning.request_log.parts import Line, Parts
+from services.learning.request_log.recording import Recording
+from services.learning.request_log.redaction import Redaction
+from services.learning.request_log.spool import Spool, SpooledPart
+
+_WAITING = 10_000
+"""Most recordings that wait for the first thread."""
+_AT_ONCE = 256
+_LONGEST_WAIT = 30.0
+_SWEEP_SECONDS = 3600.0
+log = structlog.get_logger(__name__)
+
+
+class RequestLogWriter:
+    """Writes recordings. ``take`` is for the event loop; it returns at once.
+
+    Args:
+        parts: parts in the object store.
+        index: where requests are found.
+        spool: parts on the disk.
+        redaction: what is left out.
+        part_seconds: time for which a part gathers requests.
+        keep_seconds: age at which parts go, by whole days.
+        written: counts what the spool has taken.
+        dropped: counts what was left out, by reason: "queue", "spool", "disk" or "error".
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        index: RequestIndex,
+        spool: Spool,
+        redaction: Redaction,
+        *,
+        part_seconds: float,
+        keep_seconds: float,
+        written: Callable[[int], None],
+        dropped: Callable[[str, int], None],
+    ) -> None:
+        self._parts = parts
+        self._index = index
+        self._spool = spool
+        self._redaction = redaction
+        self._part_seconds = part_seconds
+        self._keep_seconds = keep_seconds
+        self._written = written
+        self._dropped = dropped
+        self._queue: queue.Queue[Recording] = queue.Queue(_WAITING)
+        self._closing = threading.Event()
+        self._handing = threading.Event()
+        """Set when a part may be complete, or at the end."""
+        self._threads = [
+            threading.Thread(target=self._spool_all, name="request-log", daemon=True),
+            threading.Thread(target=self._hand_on_all, name="request-log-store", daemon=True),
+        ]
+
+    def start(self) -> None:
+        """Starts the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def close(self, seconds: float) -> None:
+        """Writes what waits, for so long; the rest stays in the spool, for the next process. Blocking."""
+        ends = time.monotonic() + seconds
+        self._closing.set()
+        self._handing.set()
+        for thread in self._threads:
+            thread.join(max(ends - time.monotonic(), 0.0))
+
+    def take(self, recording: Recording) -> None:
+        """Takes a request that has ended."""
+        try:
+            self._queue.put_nowait(recording)
+        except queue.Full:
+            self._dropped("queue", 1)
+
+    # The first thread.
+
+    def _spool_all(self) -> None:
+        while not (self._closing.is_set() and self._queue.empty()):
+            taken = self._taken()
+            if taken:
+                self._append(taken)
+            self._spool.complete(older_than=self._part_seconds)
+            self._handing.set()
+        self._spool.complete()
+        self._handing.set()
+
+    def _taken(self) -> Sequence[Recording]:
+        """Recordings that wait, the first of which may take a moment."""
+        found: list[Recording] = []
+        with suppress(queue.Empty):
+            found.append(self._queue.get(timeout=min(0.25, self._part_seconds)))
+            while len(found) < _AT_ONCE:
+                found.append(self._queue.get_nowait())
+        return found
+
+    def _append(self, recordings: Sequence[Recording]) -> None:
+        if not self._spool.has_room():
+            self._dropped("spool", len(recordings))
+            return
+        entries = []
+        for recording in recordings:
+            try:
+                entries.append(self._line(recording))
+            except Exception:  # one request that cannot be told must not end the log
+                log.exception("a request could not be logged", completion_id=recording.id)
+                self._dropped("error", 1)
+        try:
+            if entries:
+                self._spool.append(entries)
+        except OSError as error:
+            log.warning("the spool of the request log cannot be written", reason=str(error))
+            self._dropped("disk", len(entries))
+            return
+        self._written(len(entries))
+
+    def _line(self, recording: Recording) -> tuple[Entry, bytes]:
+        record = recording.record()
+        self._redaction.apply(record)
+        line = to_json(LOGGED_REQUEST.stamped(record))
+        entry = Entry(record["id"], record["at"], record["owner"], record["user"], record["session"], record["also"])
+        return entry, line
+
+    # The second thread.
+
+    def _hand_on_all(self) -> None:
+        wait, swept = 0.0, 0.0
+        while True:
+            last = self._closing.is_set() and not self._threads[0].is_alive()
+            try:
+                if time.monotonic() - swept > _SWEEP_SECONDS or not swept:
+                    self._parts.sweep(time.time() - self._keep_seconds)
+                    swept = time.monotonic()
+                while self._hand_on():
+                    pass
+                wait = 0.0
+            except Unavailable as error:
+                log.warning("the request log waits in its spool", reason=error.message)
+                if self._closing.is_set():
+                    return
+                wait = min(max(2 * wait, 1.0), _LONGEST_WAIT)
+            if last:
+                return
+            self._handing.wait(timeout=1.0)
+            self._handing.clear()
+            if wait:
+                self._closing.wait(wait)
+
+    def _hand_on(self) -> bool:
+        """Writes one part; False: there is none. Raises Unavailable; then it stays in the spool."""
+        with self._spool.next() as found:
+            if found is None:
+                return False
+            if found.requests:
+                self._write(found)
+        return True
+
+    def _write(self, found: SpooledPart) -> None:
+        lines: list[tuple[Entry, Line]] = []
+        offset = 0
+        for entry, line in found.requests:
+            lines.append((entry, Line(found.part, offset, len(line))))
+            offset += len(line) + 1
+        self._parts.write(found.part, b"".join(line + b"\n" for _, line in found.requests))
+        now = time.time()
+        self._index.add(found.part, lines, now)
+        # Who erases leaves a mark and looks into the index then; here it is the other way round.
+        marks = self._index.erased()
+        gone = [(entry, line) for entry, line in lines if entry.erased_by(marks)] if marks else []
+        if gone:
+            self._parts.take_out([line for _, line in gone])
+            self._index.remove([entry for entry, _ in gone])

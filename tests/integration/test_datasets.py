@@ -1,0 +1,211 @@
+"""Data sets on a real Valkey and S3 server, made over HTTP of what a gateway has logged."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis
+
+from services.common.errors import NotFound, Unavailable
+from services.common.jobs.kinds.kto import KtoJob
+from services.common.security.api_keys import Scope
+from services.common.storage.ids import key_of
+from services.common.storage.object_store import ObjectStore
+from services.learning.datasets.build import Built, DatasetReport
+from services.learning.datasets.maker import DatasetMaker
+from services.learning.datasets.rows import Row
+from services.learning.datasets.spec import DatasetSpec
+from services.learning.datasets.store import DatasetStore, NewDataset
+from services.learning.request_log.log import RequestLog
+from tests.integration.logging_gateway import Gateway, ask, everywhere, gateway, log, logged
+from tests.stack import PATIENCE
+from tests.unit.cli.runner import temper as run_temper
+
+__all__ = ["gateway", "log"]
+Call = Callable[..., httpx.Response]
+
+
+def calls(gateway: Gateway, **settings: Any) -> tuple[Any, Any, Call]:
+    running, keys = gateway(**settings)
+    keys.add("trainer", Scope.TRAIN, Scope.INFERENCE)
+
+    def call(method: str, path: str, *, key: str = "trainer", **options: Any) -> httpx.Response:
+        return httpx.request(method, running.url + path, headers=keys.bearer(key), timeout=PATIENCE, **options)
+
+    running.wait_for(lambda: call("GET", "/v1/datasets").status_code == 200)
+    return running, keys, call
+
+
+def test_from_traffic_to_examples(
+    gateway: Gateway, log: RequestLog, raw: redis.Redis, store: ObjectStore, tmp_path: Path
+) -> None:
+    running, keys, call = calls(gateway, api_keys_poll_seconds=0.05)
+    answers = [
+        ask(running, keys, key="trainer", user=user, messages=[{"role": "user", "content": f"zebra of {user}"}])
+        for user in ("ann", "bob", "eve")
+    ]
+    ask(running, keys, key="app", user="ann", messages=[{"role": "user", "content": "of another key"}])
+    logged(log, 4)
+    for answer, fields in zip(answers, [{"thumb": "up"}, {"correction": "right"}, {"thumb": "down"}], strict=True):
+        said = call("POST", "/v1/feedback", json={"completion_id": answer["id"], "user": "judge", **fields})
+        assert said.status_code == 201, said.text
+    spec = {"name": "thumbs", "logged": True, "split": {"validation": 0.0, "held_out": 0.0}}
+    dry = call("POST", "/v1/datasets", json={**spec, "dry_run": True}).json()
+    assert (dry["id"], dry["rows"], call("GET", "/v1/datasets").json()["data"]) == (
+        None,
+        {"train": 3, "validation": 0, "held_out": 0},
+        [],
+    )
+    made = call("POST", "/v1/datasets", json=spec)
+    assert made.status_code == 201, made.text
+    assert (made.json()["id"], made.json()["rows"]["train"]) == ("thumbs@1", 3)
+    assert call("POST", "/v1/datasets", json=spec).json()["id"] == "thumbs@1", "the same rows are the same version"
+    used = call("GET", "/v1/feedback").json()["data"]
+    assert [one["used_by"] for one in used] == [["thumbs@1"]] * 3
+
+    rows = call("GET", "/v1/datasets/thumbs/rows?limit=2").json()
+    assert (rows["total"], rows["has_more"], len(rows["data"])) == (3, True, 2)
+    lines = call("GET", "/v1/datasets/thumbs@1/examples?kind=kto").text.splitlines()
+    labels = {json.loads(line)["completion"]: json.loads(line)["label"] for line in lines}
+    assert labels["right"] is True
+    sft = [json.loads(line) for line in call("GET", "/v1/datasets/thumbs@1/examples?kind=sft").text.splitlines()]
+    assert sorted(one["messages"][-1]["content"] for one in sft) == ["Hello, world", "right"]
+    assert call("GET", "/v1/datasets/thumbs/rows?split=held_out").json()["data"] == []
+
+    assert call("GET", "/v1/datasets/thumbs", key="app").status_code == 403
+    keys.add("rival", Scope.TRAIN)
+    running.wait_for(lambda: call("GET", "/v1/datasets", key="rival").status_code == 200)
+    assert call("GET", "/v1/datasets/thumbs", key="rival").status_code == 404
+    assert call("POST", "/v1/datasets", json=spec, key="rival").status_code == 403
+    assert call("POST", "/v1/datasets", json={**spec, "name": "mine"}, key="rival").status_code == 400, "it has nothing"
+    everybodys = call("POST", "/v1/datasets", json={**spec, "name": "all"}, key="admin").json()
+    assert everybodys["rows"]["train"] == 4
+
+    erased = call("DELETE", "/v1/users/bob").json()
+    assert erased["requests"] == 1
+    assert erased["datasets"] == {"all@1": 1, "thumbs@1": 1}
+    after = call("GET", "/v1/datasets/thumbs@1").json()
+    assert (after["rows"]["train"], after["recuts"][0]["rows"]) == (2, 1)
+    assert after["digest"] != made.json()["digest"]
+    erased = call("DELETE", "/v1/users/judge", key="admin").json()
+    assert erased["feedback"] == 3
+    assert call("GET", "/v1/datasets/all").json() is not None
+    for one in ("bob", "judge"):
+        assert f"zebra of {one}".encode() not in everywhere(raw, store, tmp_path / "spool")
+        assert f'"{one}"'.encode() not in everywhere(raw, store, tmp_path / "spool")
+    assert call("DELETE", "/v1/datasets/thumbs").json()["versions"] == [1]
+    assert call("GET", "/v1/datasets/thumbs").status_code == 404
+
+
+def built(*users: str) -> Built:
+    rows = [Row(source="logged", user=user, messages=[{"role": "user", "content": user}]) for user in users]
+    return Built({"train": rows, "validation": [], "held_out": rows[:1]}, DatasetReport(), [])
+
+
+SPEC = DatasetSpec(logged=True)
+
+
+def test_from_the_command_line(
+    gateway: Gateway, log: RequestLog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    running, keys = gateway()
+    monkeypatch.setenv("TEMPER_API_KEY", keys.secrets["admin"])
+    answers = [ask(running, keys, messages=[{"role": "user", "content": f"{number}?"}]) for number in range(3)]
+    logged(log, 3)
+
+    def temper(*words: str) -> str:
+        result = run_temper(*words, url=running.url)
+        assert result.exit_code == 0, result.stderr
+        return result.stdout
+
+    assert "thumb down" in temper("feedback", "give", answers[0]["id"], "--down", "--user", "ann")
+    temper("feedback", "give", answers[1]["id"], "--correct", "right")
+    split = ("--set", "split.validation=0", "--set", "split.held_out=0")
+    assert "rated would have  2 train" in temper("dataset", "create", "rated", "--dry-run", *split)
+    assert "rated@" not in temper("dataset", "list")
+    assert "rated@1  2 train" in temper("dataset", "create", "rated", *split)
+    assert "rated@1" in temper("dataset", "list")
+    assert "-1.00" in temper("dataset", "show", "rated")
+    file = tmp_path / "train.jsonl"
+    assert "3 examples: temper train submit kto" in temper("dataset", "examples", "rated@1", "kto", str(file))
+    KtoJob.model_validate({"adapter": "a", "examples": [json.loads(line) for line in file.read_text().splitlines()]})
+    assert "is removed: 1" in temper("dataset", "delete", "rated")
+
+
+def test_numbers_are_never_used_again(store: ObjectStore) -> None:
+    datasets = DatasetStore(store)
+    first = datasets.create(NewDataset("a", SPEC), built("ann"))
+    second = datasets.create(NewDataset("a", SPEC), built("ann", "bob"))
+    datasets.delete(second)
+    third = datasets.create(NewDataset("a", SPEC), built("ann", "bob"))
+    assert [one.ref for one in (first, second, third)] == ["a@1", "a@2", "a@3"]
+    assert [row.user for row in datasets.rows(third, "train", 1)] == ["bob"]
+    with pytest.raises(NotFound):
+        datasets.get("a", 2)
+    assert datasets.newest() == [("a", 3)]
+
+
+def test_an_erasure_that_died_is_finished_by_the_next(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it dies, a reader finds either all rows or none of the user's, and nothing is left once it is done."""
+    for dies_at in range(1, 12):
+        datasets = DatasetStore(store)
+        name = f"d{dies_at}"
+        datasets.create(NewDataset(name, SPEC), built("ann", "bob", "eve"))
+        writes = 0
+        put, delete = store.put, store.delete
+
+        def count() -> None:
+            nonlocal writes
+            writes += 1
+            if writes == dies_at:  # noqa: B023
+                raise Unavailable("died")
+
+        def counted_put(*args: Any, **options: Any) -> Any:
+            count()
+            return put(*args, **options)  # noqa: B023
+
+        def counted_delete(*args: Any, **options: Any) -> Any:
+            count()
+            return delete(*args, **options)  # noqa: B023
+
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "put", counted_put)
+            patched.setattr(store, "delete", counted_delete)
+            try:
+                datasets.cut_out(name, 1, key_of("ann"), None)
+                died = False
+            except Unavailable:
+                died = True
+        users = [row.user for row in datasets.rows(datasets.get(name), "train")]
+        assert users in (["ann", "bob", "eve"], ["bob", "eve"])
+        datasets.cut_out(name, 1, key_of("ann"), None)
+        assert [row.user for row in datasets.rows(datasets.get(name), "train")] == ["bob", "eve"]
+        assert not any(b"ann" in store.get(key).data for key in store.list(f"datasets/{name}/"))
+        if not died:
+            break
+    assert not died
+    assert dies_at > 3
+
+
+def test_a_user_erased_while_a_data_set_is_made_is_not_in_it(
+    store: ObjectStore, log: RequestLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maker = DatasetMaker(DatasetStore(store), log)
+    create = maker.store.create
+
+    def erased_meanwhile(*args: Any) -> Any:
+        log.erase_user("ann", None)
+        assert maker.store.erase_user("ann", None) == {}
+        return create(*args)
+
+    monkeypatch.setattr(maker, "build", lambda *_: built("ann", "bob"))
+    monkeypatch.setattr(maker.store, "create", erased_meanwhile)
+    manifest, _ = maker.make(NewDataset("a", SPEC), [], {}, None)
+    assert [row.user for row in maker.store.rows(manifest, "train")] == ["bob"]
+    assert manifest.recuts[0].at <= time.time()

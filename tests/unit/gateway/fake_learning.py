@@ -1,0 +1,100 @@
+"""In-memory stand-ins for the store of feedback and the index of logged requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+from services.common.errors import Conflict
+from services.common.storage.ids import ulid
+from services.learning.feedback.record import Feedback, FeedbackRecord
+from services.learning.feedback.store import FeedbackFilter, missing
+from services.learning.request_log.index import Entry
+from services.learning.request_log.parts import Line
+
+
+class MemoryFeedback:
+    """FeedbackStore's methods over a dictionary."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, FeedbackRecord] = {}
+
+    async def aclose(self) -> None:
+        return None
+
+    async def add(self, owner: str, said: Feedback) -> tuple[FeedbackRecord, str]:
+        for record in self.records.values():
+            if not record.used_by and self._voice(record.owner, record.said) == self._voice(owner, said):
+                return await self.replace(record, said), "changed"
+        now = time.time()
+        made = FeedbackRecord(id=f"fb_{ulid()}", owner=owner, said=said, created_at=now, changed_at=now)
+        self.records[made.id] = made
+        return made, "created"
+
+    async def replace(self, record: FeedbackRecord, said: Feedback) -> FeedbackRecord:
+        if self._voice(record.owner, record.said) != self._voice(record.owner, said):
+            raise Conflict("another voice", param="id")
+        self.records[record.id] = record.model_copy(update={"said": said, "changed_at": time.time()})
+        return self.records[record.id]
+
+    async def get(self, feedback_id: str) -> FeedbackRecord:
+        if feedback_id not in self.records:
+            raise missing(feedback_id)
+        return self.records[feedback_id]
+
+    async def list(self, wanted: FeedbackFilter, *, limit: int, after: str | None = None) -> list[FeedbackRecord]:
+        return [record async for record in self.each(wanted, after=after)][:limit]
+
+    async def each(self, wanted: FeedbackFilter, *, after: str | None = None) -> AsyncIterator[FeedbackRecord]:
+        for name in sorted(self.records, reverse=True):
+            if (after is None or name < after) and wanted.takes(self.records[name]):
+                yield self.records[name]
+
+    async def mark_used(self, ids: Sequence[str], data_set: str) -> None:
+        for one in ids:
+            self.records[one] = self.records[one].model_copy(update={"used_by": (data_set,)})
+
+    async def delete(self, ids: Sequence[str]) -> int:
+        return sum(self.records.pop(one, None) is not None for one in ids)
+
+    async def delete_all(self, wanted: FeedbackFilter) -> int:
+        return await self.delete([record.id async for record in self.each(wanted)])
+
+    @staticmethod
+    def _voice(owner: str, said: Feedback) -> tuple[str, str, str, str | None]:
+        return owner, said.target, said.source, said.user
+
+
+class MemoryIndex:
+    """RequestIndex's methods over dictionaries."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, tuple[Entry, Line]] = {}
+        self.marks: dict[str, float] = {}
+
+    def close(self) -> None:
+        return None
+
+    def add(self, part: str, entries: Sequence[tuple[Entry, Line]], now: float) -> None:
+        del part, now
+        self.entries |= {entry.id: (entry, line) for entry, line in entries}
+
+    def find(self, ids: Sequence[str]) -> Mapping[str, Line]:
+        by_id = {one: line for entry, line in self.entries.values() for one in (entry.id, *entry.also)}
+        return {one: by_id[one.partition(":")[0]] for one in ids if one.partition(":")[0] in by_id}
+
+    def newest(self, name: str, *, limit: int, after: str | None = None) -> Sequence[str]:
+        found = sorted(self.entries.values(), key=lambda one: one[0].at, reverse=True)
+        ids = [entry.id for entry, _ in found if name in entry.lists]
+        start = 0 if after is None else ids.index(after) + 1 if after in ids else len(ids)
+        return ids[start : start + limit]
+
+    def remove(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            self.entries.pop(entry.id, None)
+
+    def mark_erased(self, marks: Sequence[str], now: float) -> None:
+        self.marks |= dict.fromkeys(marks, now)
+
+    def erased(self) -> Mapping[str, float]:
+        return self.marks

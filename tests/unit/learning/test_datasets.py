@@ -1,0 +1,291 @@
+"""Rows of data sets, from drawn feedback and logged requests, and the examples that are made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.jobs import JOBS
+from services.learning.datasets.build import Built, DatasetBuilder, split_of
+from services.learning.datasets.convert import examples_of
+from services.learning.datasets.rows import Row, row_of_file
+from services.learning.datasets.spec import SPLITS, DatasetSpec, DatasetSplit
+from services.learning.feedback.record import Feedback, FeedbackRecord
+from services.learning.request_log.log import RequestFilter, RequestLog
+from services.learning.request_log.parts import Line
+from services.learning.request_log.record import LoggedChoice, LoggedRequest
+
+
+class ListedLog(RequestLog):
+    """A request log that is a list."""
+
+    def __init__(self, requests: Sequence[LoggedRequest]) -> None:
+        self._requests = requests
+
+    def find(self, answer_ids: Sequence[str]) -> list[tuple[str, LoggedRequest]]:
+        by_id = {one: request for request in self._requests for one in (request.id, *request.also)}
+        names = [(one, by_id.get(one.partition(":")[0])) for one in answer_ids]
+        return [(one, request) for one, request in names if request is not None]
+
+    def newest(self, wanted: RequestFilter, *, limit: int, after: str | None = None) -> list[LoggedRequest]:
+        del after
+        return [one for one in reversed(self._requests) if wanted.takes(one)][:limit]
+
+    def between(self, wanted: RequestFilter) -> Iterator[tuple[Line, LoggedRequest]]:
+        yield from ((Line("p", 0, 1), one) for one in self._requests if wanted.takes(one))
+
+
+def request(number: int, *answers: str, asks: str | None = None, **more: Any) -> LoggedRequest:
+    name = f"chatcmpl-{number}"
+    choices = tuple(
+        LoggedChoice(
+            completion_id=name if len(answers) == 1 else f"{name}:{index}",
+            message={"role": "assistant", "content": text},
+            finish_reason="stop",
+            version="toy@1",
+            token_ids=[number, index],
+            logprobs=[-0.5, -0.25],
+        )
+        for index, text in enumerate(answers)
+    )
+    fields: dict[str, Any] = {
+        "at": float(number),
+        "kind": "chat",
+        "model": "m",
+        "messages": [{"role": "user", "content": asks or f"question {number}"}],
+        "prompt_token_ids": [[1, 2, number if asks is None else 0]],
+        "choices": choices,
+    }
+    return LoggedRequest(id=name, **{**fields, **more})
+
+
+def said(number: int, **fields: Any) -> FeedbackRecord:
+    fields = (
+        fields if fields.keys() & {"completion_id", "session_id"} else {"completion_id": f"chatcmpl-{number}", **fields}
+    )
+    return FeedbackRecord(id=f"fb_{number}", owner="", said=Feedback(**fields), created_at=number, changed_at=number)
+
+
+def build(spec: Mapping[str, Any], requests: Sequence[LoggedRequest], *opinions: FeedbackRecord) -> Built:
+    everything = {"split": {"validation": 0.0, "held_out": 0.0}, **spec}
+    return DatasetBuilder(DatasetSpec.model_validate(everything), ListedLog(requests), None).build(opinions, {})
+
+
+def test_feedback_finds_its_answer() -> None:
+    requests = [request(1, "a"), request(2, "b", "c"), request(3, "d", also=("resp_3",)), request(4, "e", session="s")]
+    built = build(
+        {},
+        requests,
+        said(1, thumb="up", user="ann"),
+        said(5, completion_id="chatcmpl-1", score=-0.5, user="bob"),
+        said(2, completion_id="chatcmpl-2:1", thumb="down", label="rude"),
+        said(3, completion_id="resp_3", score=0.25),
+        said(4, session_id="s", thumb="up"),
+        said(6, completion_id="chatcmpl-unknown", thumb="up"),
+    )
+    rows = built.rows["train"]
+    assert [(row.answer_id, row.rating) for row in rows] == [
+        ("chatcmpl-1", 0.25),
+        ("chatcmpl-2:1", -1.0),
+        ("chatcmpl-3", 0.25),
+        ("chatcmpl-4", 1.0),
+    ]
+    assert (rows[0].said_by, rows[0].opinions, rows[1].labels) == (("ann", "bob"), 2, ("rude",))
+    report = built.report
+    assert (report.opinions, report.requests, report.without_request, report.users) == (6, 4, 1, 2)
+    assert set(built.opinions) == {"fb_1", "fb_5", "fb_2", "fb_3", "fb_4"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kept"),
+    [
+        ({"since": 2.0}, [2, 3]),
+        ({"until": 3.0}, [1, 2]),
+        ({"versions": ["toy"]}, [1, 2, 3]),
+        ({"versions": ["toy@2"]}, []),
+        ({"labels": ["good"]}, [1]),
+        ({"sources": ["judge"]}, [2]),
+        ({"metadata": {"page": "help"}}, [3]),
+        ({"min_rating": 0.5}, [1]),
+        ({"max_rating": 0.0}, [3]),
+        ({"keys": ["other"]}, []),
+    ],
+)
+def test_filters(wanted: dict[str, Any], kept: list[int]) -> None:
+    requests = [request(1, "a"), request(2, "b"), request(3, "c", metadata={"page": "help", "x": "y"})]
+    built = build(
+        {"filter": wanted},
+        requests,
+        said(1, score=1.0, label="good"),
+        said(2, score=0.25, source="judge"),
+        said(3, score=-1.0),
+    )
+    assert [row.answer_id for row in built.rows["train"]] == [f"chatcmpl-{number}" for number in kept]
+
+
+def test_another_keys_requests_are_not_used() -> None:
+    requests = [request(1, "a", owner="k-1"), request(2, "b", owner="k-2")]
+    log = ListedLog(requests)
+    spec = DatasetSpec.model_validate({"logged": True})
+    opinions = [said(number, thumb="up") for number in (1, 2)]
+    mine = [one.model_copy(update={"owner": "k-1"}) for one in opinions]
+    built = DatasetBuilder(spec, log, "k-1").build(mine, {})
+    assert [row.answer_id for rows in built.rows.values() for row in rows] == ["chatcmpl-1"]
+    assert built.report.without_request == 1
+
+
+def test_what_was_logged_only_is_taken_once() -> None:
+    requests = [request(1, "a"), request(2, "b", "b"), request(3, "c", kind="text"), request(4, "d", messages=None)]
+    built = build({"logged": True}, requests, said(1, thumb="up"))
+    assert [(row.answer_id, row.source) for row in built.rows["train"]] == [
+        ("chatcmpl-1", "feedback"),
+        ("chatcmpl-2:0", "logged"),
+    ]
+    assert (built.report.duplicates, built.report.without_text) == (1, 2)
+    assert build({"logged": True, "filter": {"min_rating": -1}}, requests).rows["train"] == []
+
+
+def test_equal_answers_are_one_row() -> None:
+    requests = [request(number, "same", asks="same") for number in range(1, 4)]
+    built = build({}, requests, said(1, thumb="up", user="a"), said(2, thumb="up", user="b"), said(3, thumb="down"))
+    (row,) = built.rows["train"]
+    assert (row.answer_id, row.opinions, row.said_by) == ("chatcmpl-1", 3, ("a", "b"))
+    assert row.rating == pytest.approx(1 / 3)
+    assert built.report.duplicates == 2
+
+
+def test_one_user_has_its_share() -> None:
+    requests = [request(number, f"answer {number}") for number in range(1, 21)]
+    opinions = [said(number, thumb="up", user="loud" if number <= 15 else f"u-{number}") for number in range(1, 21)]
+    built = build({"max_user_share": 0.25}, requests, *opinions)
+    loud = [row.at for row in built.rows["train"] if row.said_by == ("loud",)]
+    assert loud == [11.0, 12.0, 13.0, 14.0, 15.0], "the newest of them"
+    assert (built.report.capped, len(built.rows["train"]), built.report.top_users[0].rows) == (10, 10, 5)
+    assert len(build({"max_rows": 3}, requests, *opinions).rows["train"]) == 3
+
+
+USERS = st.lists(st.sampled_from([None, "ann", "bob", "eve", *map(str, range(20))]), min_size=1, max_size=40)
+
+
+@given(USERS, st.integers(0, 3), st.sampled_from(["user", "session", "request"]))
+def test_users_and_sessions_are_split_whole(users: list[str | None], seed: int, by: Any) -> None:
+    split = DatasetSplit(by=by, validation=0.3, held_out=0.3, seed=seed)
+    rows = [
+        Row(source="logged", answer_id=f"c-{number}", user=user, session=user and f"s-{user}", messages=[])
+        for number, user in enumerate(users)
+    ]
+    places: dict[Any, set[str]] = {}
+    for row in rows:
+        whole = {"user": row.user, "session": row.session, "request": row.answer_id}[by]
+        places.setdefault(whole or row.answer_id, set()).add(split_of(row, split))
+    assert all(len(found) == 1 for found in places.values())
+    assert set().union(*places.values()) <= set(SPLITS)
+
+
+def test_a_split_has_its_share() -> None:
+    split = DatasetSplit(validation=0.2, held_out=0.1)
+    found = [split_of(Row(source="logged", user=f"u-{number}", messages=[]), split) for number in range(5000)]
+    assert abs(found.count("held_out") / 5000 - 0.1) < 0.02
+    assert abs(found.count("validation") / 5000 - 0.2) < 0.02
+
+
+def test_corrections_and_preferences_become_pairs() -> None:
+    requests = [request(1, "bad"), request(2, "fine", "poor", asks="x"), request(3, "other", asks="y")]
+    built = build(
+        {},
+        requests,
+        said(1, correction="good"),
+        said(2, completion_id="chatcmpl-2:0", preferred_over="chatcmpl-2:1"),
+        said(3, preferred_over="chatcmpl-2:0"),
+    )
+    rows = built.rows["train"]
+    assert built.report.other_prompt == 1
+    dpo = examples_of("dpo", rows)
+    assert [(one["chosen"], one["rejected"]) for one in dpo] == [("good", "bad"), ("fine", "poor")]
+    sft = examples_of("sft", rows)
+    assert [one["messages"][-1]["content"] for one in sft] == ["good", "fine", "other"]
+    kto = {one["completion"]: one["label"] for one in examples_of("kto", rows)}
+    assert kto == {"bad": False, "good": True, "fine": True, "poor": False, "other": True}
+
+
+def test_the_best_answer_of_a_prompt_is_learnt() -> None:
+    requests = [request(1, "a", "b", "c", asks="x"), request(2, "bad"), request(3, "unrated")]
+    built = build(
+        {"logged": True},
+        requests,
+        said(1, completion_id="chatcmpl-1:0", score=0.25),
+        said(2, completion_id="chatcmpl-1:1", score=0.75),
+        said(3, completion_id="chatcmpl-1:2", score=-1.0),
+        said(4, completion_id="chatcmpl-2", thumb="down"),
+    )
+    rows = built.rows["train"]
+    assert [one["messages"][-1]["content"] for one in examples_of("sft", rows)] == ["b", "unrated"]
+    assert [(one["chosen"], one["rejected"]) for one in examples_of("dpo", rows)] == [("b", "c")]
+    assert len(examples_of("kto", rows)) == 4
+    (group,) = examples_of("grpo", rows)
+    assert group["prompt_token_ids"] == [1, 2, 0]
+    assert [one["reward"] for one in group["completions"]] == [0.25, 0.75, -1.0]
+    assert group["completions"][0]["logprobs"] == [-0.5, -0.25]
+
+
+TURNS = [
+    {"role": "user", "content": "add"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+    },
+    {"role": "tool", "content": "3", "tool_call_id": "c"},
+]
+
+
+def test_jobs_take_the_examples() -> None:
+    """Every kind's examples are what its job takes; earlier turns of the assistant are context."""
+    row = Row(
+        source="feedback", messages=TURNS, answer={"role": "assistant", "content": "3"}, rating=1.0, better="three",
+        worse="3", token_ids=[5, 6], logprobs=[-0.5, 0.0004], prompt_token_ids=[1, 2], version=None,
+    )  # fmt: skip
+    other = row.model_copy(
+        update={"answer": {"role": "assistant", "content": "4"}, "rating": -1.0, "better": None, "worse": None}
+    )
+    for kind, field in {"sft": "examples", "dpo": "examples", "kto": "examples", "grpo": "groups"}.items():
+        examples = examples_of(kind, [row, other])  # type: ignore[arg-type]
+        assert examples, kind
+        JOBS[kind].model_validate({"adapter": "toy", field: examples})
+    (sft,) = examples_of("sft", [row, other])
+    assert [turn.get("weight") for turn in sft["messages"]] == [None, 0, None, None]
+
+
+@pytest.mark.parametrize(
+    ("line", "rating"),
+    [
+        ({"prompt": "a", "completion": "b"}, 1.0),
+        ({"prompt": "a", "completion": "b", "label": False}, -1.0),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, 1.0),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, 1.0),
+    ],
+)
+def test_lines_of_files_are_rows(line: dict[str, Any], rating: float) -> None:
+    row = row_of_file(line, "file-1")
+    assert (row.messages, row.rating) == ([{"role": "user", "content": "a"}], rating)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {},
+        {"prompt": "a"},
+        {"prompt": 3, "completion": "b"},
+        {"text": "a"},
+        {"prompt": "a", "chosen": "b"},
+        {"messages": ["x"]},
+    ],
+)
+def test_a_line_that_is_no_example_is_counted(line: dict[str, Any]) -> None:
+    spec = DatasetSpec.model_validate({"feedback": False, "files": ["f"]})
+    built = DatasetBuilder(spec, ListedLog([]), None).build([], {"f": [line, {"prompt": "a", "completion": "b"}]})
+    assert (built.report.faulty_lines, sum(map(len, built.rows.values()))) == (1, 1)
