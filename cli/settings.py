@@ -5,16 +5,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from services.common.errors import InvalidRequest
-from services.common.settings import CONFIG_VARIABLE, FileSettings, config_file, found_file, read_config_file, refused
+from services.common.settings import (
+    CONFIG_VARIABLE,
+    FileSettings,
+    check_destinations,
+    config_file,
+    found_file,
+    read_config_file,
+    refused,
+)
 from services.common.validation.settings import wrong_settings
 
 S = TypeVar("S", bound=BaseSettings)
@@ -104,6 +112,8 @@ class _SavedContext(PydanticBaseSettingsSource):
 class CliSettings(FileSettings):
     """Environment: `TEMPER_` + the field name in capitals."""
 
+    sent_to: ClassVar[Mapping[str, Sequence[str]]] = {}
+    """None: where the key goes is seen when it is used (key_for), for a command line may name another server."""
     url: str = "http://localhost:8420"
     """The gateway that the client commands talk to."""
     api_key: SecretStr | None = None
@@ -178,6 +188,17 @@ class UpSettings(FileSettings):
 
 
 def inherited_environment() -> dict[str, str]:
-    """The environment that child processes start from, wherever they work: the file of settings is named in full."""
+    """The environment that child processes start from, wherever they work: the file of settings is named in full.
+
+    Raises:
+        BadSettings: nobody named that file, and it says where secrets go.
+    """
     file = config_file()
+    if file is not None and file == found_file():
+        try:
+            check_destinations(file, read_config_file(file))
+        except ValidationError as error:
+            raise BadSettings("; ".join(wrong_settings(error))) from error
+        except ValueError as error:
+            raise BadSettings(str(error)) from error
     return dict(os.environ) if file is None else os.environ | {CONFIG_VARIABLE: str(file)}

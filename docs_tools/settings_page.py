@@ -38,6 +38,7 @@ so `TEMPER_MAX_NUM_SEQS=128 temper up` works as expected.
 
 What no variable says may stand in one file: `temper.toml` in the working directory, or the one that `TEMPER_CONFIG`
 names. Its keys are the names below in small letters without `TEMPER_` ([the command line](cli.md#settings)).
+One that nobody named does not say where secrets of the environment go.
 """
 
 SECTIONS: tuple[tuple[str, type[BaseSettings], type[BaseSettings] | None, str], ...] = (

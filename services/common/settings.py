@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import os
 import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import (
@@ -17,8 +18,21 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from services.common.validation.settings import variable_named
+
 CONFIG_VARIABLE = "TEMPER_CONFIG"
 CONFIG_NAME = "temper.toml"
+S3_KEYS = ("s3_access_key", "s3_secret_key")
+MODEL_KEYS = ("model_s3_access_key", "model_s3_secret_key")
+SENT_TO = {
+    "s3_endpoint": S3_KEYS,
+    "model_s3_endpoint": (*MODEL_KEYS, *S3_KEYS),
+    "hf_endpoint": ("hf_token",),
+    "otlp_endpoint": ("otlp_headers",),
+    "reward_webhooks": ("reward_webhook_secret",),
+    **dict.fromkeys(("https_proxy", "http_proxy"), (*S3_KEYS, *MODEL_KEYS, "hf_token", "otlp_headers")),
+}
+"""Settings that name servers, with the secrets that these are sent, or see the use of. (A Redis URL has its own.)"""
 
 
 def config_file() -> Path | None:
@@ -47,6 +61,25 @@ def read_config_file(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is not TOML: {error}") from error
 
 
+def check_destinations(file: Path, lines: Mapping[str, Any], sent_to: Mapping[str, Sequence[str]] = SENT_TO) -> None:
+    """Refuses a file that lies in the working directory, and that nobody named, where it says which server a secret of
+    the environment goes to: an agent at work may have written it, or whoever wrote what was cloned.
+
+    Raises:
+        ValidationError: with the setting, the secret and the way out.
+    """
+    variables = {name.upper(): value for name, value in os.environ.items()}
+    for address, secrets in sent_to.items():
+        variable = variable_named(address)
+        if not lines.get(address) or variable in variables:
+            continue
+        for secret in secrets:
+            given = variables.get(variable_named(secret))
+            if given and given != lines.get(secret):
+                reason = f"{variable_named(secret)} is not sent where {file} says, which nobody named"
+                raise refused(address, ValueError(f"{reason}: name it by {CONFIG_VARIABLE}, or set {variable}"))
+
+
 def refused(setting: str, error: ValueError) -> ValidationError:
     """Error of a source, told as one of a setting's value."""
     return ValidationError.from_exception_data(
@@ -58,11 +91,13 @@ class _ConfigFile(InitSettingsSource):
     """The file as a source. Unlike pydantic-settings' own for TOML it does not pass over a named file that is missing,
     and tells the file's faults as those of a variable are told."""
 
-    def __init__(self, settings: type[BaseSettings], file: Path) -> None:
+    def __init__(self, settings: type[FileSettings], file: Path) -> None:
         try:
             found = read_config_file(file)
         except ValueError as error:
             raise refused("config", error) from error
+        if file == found_file():
+            check_destinations(file, found, settings.sent_to)
         super().__init__(settings, found)
 
 
@@ -70,6 +105,8 @@ class FileSettings(BaseSettings):
     """Settings of arguments, else of variables, else of the file, else their defaults."""
 
     model_config = SettingsConfigDict(env_prefix="TEMPER_", extra="ignore", frozen=True)
+    sent_to: ClassVar[Mapping[str, Sequence[str]]] = SENT_TO
+    """What check_destinations looks at before a file that nobody named is read."""
 
     @classmethod
     def settings_customise_sources(
@@ -80,9 +117,12 @@ class FileSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
+        del settings_cls  # cls, of which more is known here
         file = config_file()
         given = (init_settings, env_settings, dotenv_settings, file_secret_settings)
-        return given if file is None else (*given, _ConfigFile(settings_cls, file))
+        if file is None:
+            return given
+        return (*given, _ConfigFile(cls, file))
 
 
 class CommonSettings(FileSettings):

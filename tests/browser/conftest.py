@@ -86,6 +86,15 @@ class Reader:
         found = self.page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
         return [f"{one['id']}: {one['help']}: {node['html'][:200]}" for one in found for node in one["nodes"]]
 
+    def check(self) -> None:
+        """Axe finds nothing on the page as it is, filled by a test; it fits a narrow window, too."""
+        size = self.page.viewport_size
+        assert size is not None
+        self.look("dark", 360)
+        found = (self.violations(), self.overflow())
+        self.look("light", size["width"])
+        assert found == ([], 0)
+
     def overflow(self) -> int:
         """Pixels by which the page is wider than its window."""
         wide = self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")

@@ -8,10 +8,11 @@ import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Route, expect
 
 from tests.browser.conftest import Reader
 from tests.stack import PATIENCE, Stack
@@ -156,6 +157,7 @@ def test_two_jobs_in_one_plot(reader: Reader, adapter: str) -> None:
     page.get_by_role("heading", name="2 jobs").wait_for()
     page.get_by_role("button", name="Only what differs").click()
     expect(page.get_by_label("Settings").get_by_role("columnheader")).to_have_count(3)
+    reader.check()
 
 
 def test_an_adapter_is_attached_downloaded_and_deleted(
@@ -172,6 +174,7 @@ def test_an_adapter_is_attached_downloaded_and_deleted(
     dialog = page.get_by_role("dialog")
     expect(dialog).to_contain_text(f"{adapter}@1 is attached")
     expect(dialog.get_by_role("button", name="Delete all versions")).to_be_disabled()
+    reader.check()
     page.keyboard.press("Escape")
     expect(dialog).to_be_hidden()
     page.get_by_role("button", name="Detach").click()
@@ -198,14 +201,14 @@ def test_a_suite_its_run_and_its_items(reader: Reader, stack: Stack) -> None:
     page.get_by_role("heading", name="Evaluation", exact=True).wait_for()
     expect(page.get_by_label("Comparison").get_by_role("row").nth(1)).to_contain_text("%", timeout=60_000)
     expect(page.get_by_label("Items").get_by_role("row")).to_have_count(5)
-    assert reader.violations() == []
+    reader.check()
     httpx.delete(f"{stack.url}/v1/eval/suites/{name}", timeout=PATIENCE).raise_for_status()
 
 
 def test_a_batch_and_its_results(reader: Reader, tmp_path: Path) -> None:
     body = {"model": "qwen3.5", "messages": [PROMPT], "max_tokens": 4}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
-    file = tmp_path / f"questions-{uuid.uuid4().hex[:6]}.jsonl"
+    file = tmp_path / f"questions-{uuid.uuid4().hex[:6]}-of-a-name-that-is-rather-long-for-a-table <img src=x>.jsonl"
     file.write_text(json.dumps(line))
     page = reader.open("batches", "Batches and files")
     page.get_by_label("File of requests").set_input_files(file)
@@ -219,17 +222,20 @@ def test_a_batch_and_its_results(reader: Reader, tmp_path: Path) -> None:
     with page.expect_download() as kept:
         results.click()
     assert json.loads(kept.value.path().read_text())["custom_id"] == "a"
+    reader.check()
     page.get_by_label("Files").get_by_role("row", name=file.name).get_by_role("button", name="Delete").click()
     reader.agree("Delete the file")
     expect(page.get_by_text("The file is deleted.")).to_be_visible()
 
 
 def test_a_session_is_saved_and_forgotten(reader: Reader, stack: Stack) -> None:
-    name = f"talk/{uuid.uuid4().hex[:6]}"
+    name = f"talk/ä?#%20<img src=x>{uuid.uuid4().hex[:6]}"
     body = {"model": "qwen3.5", "messages": [PROMPT], "max_tokens": 4, "session_id": name}
     httpx.post(f"{stack.url}/v1/chat/completions", json=body, timeout=PATIENCE).raise_for_status()
     page = reader.open("sessions", "Sessions")
     row = page.get_by_role("row", name=name)
+    row.wait_for()
+    reader.check()
     row.get_by_role("button", name="Forget").click()
     expect(page.get_by_role("dialog")).to_contain_text("Its next request is computed from the beginning.")
     reader.agree("Forget the session")
@@ -251,6 +257,7 @@ def test_processes_are_followed(reader: Reader, stack: Stack) -> None:
     page.get_by_role("tab", name="Gateway and engines").click()
     lines = page.get_by_label("Logs").get_by_role("listitem")
     lines.first.wait_for()
+    reader.picture("dashboard-logs")
     name = f"look-{uuid.uuid4().hex}"
     page.get_by_label("Request").fill(name)
     expect(page.get_by_text("No line is like this")).to_be_visible()
@@ -265,6 +272,54 @@ def test_processes_are_followed(reader: Reader, stack: Stack) -> None:
     process = page.get_by_label("Process")
     process.select_option(process.locator("option").last.inner_text())
     expect(lines).to_have_count(1)
+
+
+def test_a_batch_that_cannot_be_read_says_why(reader: Reader, tmp_path: Path) -> None:
+    file = tmp_path / f"broken-{uuid.uuid4().hex[:6]}.jsonl"
+    file.write_text("no JSON")
+    page = reader.open("batches", "Batches and files")
+    page.get_by_label("File of requests").set_input_files(file)
+    page.get_by_role("button", name="Send and queue").click()
+    row = page.get_by_label("Batches", exact=True).get_by_role("row", name=file.name)
+    expect(row).to_contain_text("line 1: the line is not valid JSON", timeout=60_000)
+
+
+def test_an_answer_that_breaks_off_says_so(reader: Reader) -> None:
+    page = reader.open("chat", "Chat")
+    chunk = {"id": "chatcmpl-1", "choices": [{"index": 0, "delta": {"content": "Half an ans"}, "finish_reason": None}]}
+    half = {"status": 200, "content_type": "text/event-stream", "body": f"data: {json.dumps(chunk)}\n\n"}
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(**half))
+    page.get_by_label("Message").fill("hi")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_contain_text("The server ended the answer before it was whole.")
+    expect(page.locator(".answer-text")).to_have_text("Half an ans")
+
+
+def test_addresses_that_lead_nowhere(reader: Reader) -> None:
+    page = reader.open("no/%zz/page", "Not found")
+    assert reader.violations() == []
+    page = reader.open("adapters/%zz", "Adapters")
+    expect(page.get_by_role("main")).to_contain_text(re.compile("There is no adapter %zz|No adapter yet"))
+
+
+def test_long_lists_are_shown_page_by_page(reader: Reader) -> None:
+    def session(number: int) -> dict[str, object]:
+        numbers = {"tokens": 1, "requests": 1, "used_at": 1.0, "expires_at": 1.0}
+        return {"id": f"talk-{number}", "adapter": None, "bytes": {}, "saved": False, **numbers}
+
+    def answer(route: Route) -> None:
+        query = parse_qs(urlsplit(route.request.url).query)
+        first = int(query.get("after", ["talk-0"])[0].partition("-")[2]) + 1
+        last = min(first + int(query["limit"][0]), 151)
+        route.fulfill(json={"object": "list", "data": [session(number) for number in range(first, last)]})
+
+    reader.page.route("**/v1/sessions?*", answer)
+    page = reader.open("sessions", "Sessions")
+    rows = page.get_by_label("Sessions", exact=True).get_by_role("row")
+    expect(rows).to_have_count(101)
+    page.get_by_role("button", name="Show more than 100").click()
+    expect(rows).to_have_count(151)
+    expect(page.get_by_role("button", name="Show more")).to_have_count(0)
 
 
 def test_a_page_that_cannot_be_reached_says_so(reader: Reader) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any
 
 import typer
@@ -9,7 +10,7 @@ from pydantic import SecretStr
 
 from cli.options import Json
 from cli.output import CliError, ExitCode, Output, guarded
-from cli.settings import inherited_environment, read
+from cli.settings import read
 from services.common.settings import config_file, read_config_file
 from services.common.validation.settings import keys_of
 
@@ -27,7 +28,7 @@ def show(
 
     output = Output(as_json=as_json)
     with guarded(output):
-        variables, lines = inherited_environment(), _lines()
+        variables, lines = os.environ, _lines()
         found: dict[str, dict[str, Any]] = {}
         for settings in SETTINGS:
             values = read(settings)

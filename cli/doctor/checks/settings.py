@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
@@ -10,7 +11,7 @@ from pydantic_settings import BaseSettings
 
 from cli.doctor.findings import Finding, NotHere, failure, ok, warning
 from cli.doctor.place import Place
-from cli.settings import BadSettings, CliSettings, UpSettings, inherited_environment, read
+from cli.settings import BadSettings, CliSettings, UpSettings, read
 from services.common.settings import CONFIG_VARIABLE, config_file, read_config_file
 from services.common.validation.settings import keys_of
 from services.engine.settings import EngineSettings
@@ -83,7 +84,7 @@ def unknown() -> list[str]:
     classes: tuple[type[BaseSettings], ...] = (*SETTINGS, ModelSourceSettings)
     keys = {key: name for settings in classes for key, name in keys_of(settings).items()}
     variables = {*keys.values(), CONFIG_VARIABLE}
-    texts = list(_unknown((name for name in inherited_environment() if name.startswith("TEMPER_")), variables))
+    texts = list(_unknown((name for name in os.environ if name.startswith("TEMPER_")), variables))
     file = config_file()
     if file is not None:
         try:

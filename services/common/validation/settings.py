@@ -6,11 +6,19 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
+SHARED = frozenset({"aws_web_identity_token_file", "https_proxy", "http_proxy", "no_proxy"})
+"""Settings that others read as well, by their names in the file of settings."""
+
+
+def variable_named(key: str) -> str:
+    """Variable of a setting by its name in the file: ours, or one that others read as well."""
+    return key.upper() if key in SHARED else f"TEMPER_{key.upper()}"
+
 
 def variable_of(name: str, field: FieldInfo) -> str:
-    """Name of a setting in the environment: ours, or one that others read as well and that has its name from them."""
+    """Name of a setting in the environment."""
     alias = field.validation_alias
-    return alias.upper() if isinstance(alias, str) else f"TEMPER_{name.upper()}"
+    return variable_named(alias if isinstance(alias, str) else name)
 
 
 def keys_of(settings: type[BaseSettings]) -> dict[str, str]:
@@ -24,6 +32,6 @@ def keys_of(settings: type[BaseSettings]) -> dict[str, str]:
 def wrong_settings(error: ValidationError) -> list[str]:
     """A text a wrong setting, with the name of its variable and never its value."""
     return [
-        f"{'TEMPER_' + '_'.join(map(str, e['loc'])).upper() if e['loc'] else 'settings'}: {e['msg']}"
+        f"{variable_named('_'.join(map(str, e['loc']))) if e['loc'] else 'settings'}: {e['msg']}"
         for e in error.errors(include_input=False, include_url=False)
     ]

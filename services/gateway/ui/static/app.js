@@ -3,7 +3,7 @@
 import { html, render, useCallback, useEffect, useState } from "./vendor/htm-preact.js";
 import { get, hasKey, on, setKey } from "./core/api.js";
 import { Session, clearTabState, link, useRoute } from "./core/hooks.js";
-import { Failure } from "./parts/basics.js";
+import { Failure, Page } from "./parts/basics.js";
 import { Dialogs } from "./parts/dialogs.js";
 import { Check, TextField } from "./parts/form.js";
 
@@ -113,7 +113,7 @@ function Frame({ session, signOut }) {
     <main id="main" tabindex="-1">
       ${page
         ? html`<${PageOf} page=${page} route=${route} />`
-        : html`<${Failure} error=${{ message: "There is no such page, or your key may not see it." }} />`}
+        : html`<${Page} title="Not found"><${Failure} error=${{ message: "There is no such page, or your key may not see it." }} /><//>`}
     </main>
     <footer class="bottom">
       <span class="muted">${session.model}</span>
@@ -141,7 +141,8 @@ function App() {
   }, []);
   useEffect(() => {
     begin();
-    return on("unauthorized", () => {
+    return on("unauthorized", (refusal) => {
+      if (hasKey()) setError(refusal); // a key that was good until now: why another is asked for
       setKey("");
       setSession(null);
       setAsks(true);

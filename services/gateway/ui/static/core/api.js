@@ -6,6 +6,8 @@
 const ROOT = new URL("..", document.baseURI);
 const STORED = "temper.key";
 const LOG_LENGTH = 500;
+const PAGE = 100; // rows of a list that every route gives at once
+const LOST = "The connection was lost before the answer's end.";
 
 let key = sessionStorage.getItem(STORED) ?? "";
 const listeners = { unauthorized: new Set(), call: new Set() };
@@ -121,14 +123,19 @@ export function upload(path, body, progress = () => {}) {
   });
 }
 
-/** Events of a stream as {event, id, data}, data parsed; ends with the stream, or at [DONE]. */
+/** Events of a stream as {event, id, data}, data parsed; ends with the stream, or at [DONE]. Throws ApiError where the
+ *  connection is lost. */
 export async function* events(method, path, options) {
   const response = await call(method, path, options);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  const read = () =>
+    reader.read().catch((error) => {
+      throw options?.signal?.aborted ? error : new ApiError(0, { message: LOST });
+    });
   let rest = "";
   try {
     for (;;) {
-      const { done, value } = await reader.read();
+      const { done, value } = await read();
       if (done) return;
       const blocks = (rest + value).split(/\r?\n\r?\n/);
       rest = blocks.pop();
@@ -157,17 +164,15 @@ function parseEvent(block) {
   return found.data.length ? { ...found, data: found.data.join("\n") } : null;
 }
 
-/** Every object of a list, page by page; at most `most` of them. */
-export async function all(path, query = {}, most = 1000) {
+/** The first `most` objects of a list, page by page, and whether there are more: {data, more}. */
+export async function list(path, query, most, options) {
   const found = [];
-  let after;
-  while (found.length < most) {
-    const page = await get(path, { ...query, after });
+  for (;;) {
+    const limit = Math.min(PAGE, most + 1 - found.length);
+    const page = await get(path, { ...query, limit, after: found.at(-1)?.id }, options);
     found.push(...page.data);
-    if (!page.has_more || !page.data.length) break;
-    after = page.last_id ?? page.data.at(-1).id;
+    if (page.data.length < limit || found.length > most) return { data: found.slice(0, most), more: found.length > most };
   }
-  return found;
 }
 
 /** Fetches a file with the key and gives it to the browser to keep. */

@@ -66,6 +66,7 @@ export async function stream(body, signal, change) {
       answer = grown(answer, data, began);
       frame ||= requestAnimationFrame(show);
     }
+    if (answer.finish === null) throw new ApiError(0, { message: "The server ended the answer before it was whole." });
   } catch (error) {
     answer = { ...answer, error: error.name === "AbortError" ? null : error.message, finish: answer.finish ?? "stopped" };
   }

@@ -27,6 +27,7 @@ export const percent = (share, digits = 0) =>
 
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || Number.isNaN(seconds)) return "–";
+  if (seconds === 0) return "0 s";
   if (seconds < 0.001) return `${(seconds * 1e6).toFixed(0)} µs`;
   if (seconds < 1) return `${Number((seconds * 1000).toPrecision(3))} ms`;
   if (seconds < 60) return `${seconds.toFixed(1)} s`;
@@ -44,7 +45,13 @@ export function moment(seconds) {
   return today ? time : `${then.toLocaleDateString("en-CA")} ${time}`;
 }
 
-export const ago = (seconds) => (seconds ? `${duration(Math.max(0, Date.now() / 1000 - seconds))} ago` : "–");
+/** A time since then, in its largest unit: it is read among others, and counts on. */
+export function ago(seconds) {
+  if (!seconds) return "–";
+  const past = Math.max(0, Date.now() / 1000 - seconds);
+  const [size, unit] = [[86400, "d"], [3600, "h"], [60, "min"]].find(([least]) => past >= least) ?? [1, "s"];
+  return `${Math.floor(past / size)} ${unit} ago`;
+}
 export const plural = (count, one, many = `${one}s`) => `${number(count)} ${count === 1 ? one : many}`;
 export const shortId = (id) => (id.length > 18 ? `${id.slice(0, 8)}…${id.slice(-6)}` : id);
 /** A metric's name for people: grad_norm → grad norm. */

@@ -1,6 +1,9 @@
 // Hooks that pages share: what is loaded, what is asked again and again, where the reader is, what its key may do.
 
 import { createContext, useCallback, useContext, useEffect, useRef, useState } from "../vendor/htm-preact.js";
+import { list } from "./api.js";
+
+const ROWS = 100;
 
 /** Scopes of the caller and the model's name: {scopes, required, caller, model, refresh}. */
 export const Session = createContext(null);
@@ -55,9 +58,26 @@ export function usePolled(load, seconds, inputs = []) {
   return loaded;
 }
 
+/** Rows of a list: {data: {data, more}, …}, loaded as usePolled does; `showMore` makes it longer where `data.more` says that there are more. */
+export function useList(path, query, seconds) {
+  const [most, setMost] = useState(ROWS);
+  const load = () => list(path, query, most, { quiet: true });
+  const state = usePolled(load, seconds, [path, JSON.stringify(query), most]);
+  return { ...state, showMore: () => setMost(most + ROWS) };
+}
+
+/** A part of an address as it was meant, or as it stands where somebody has typed what means nothing. */
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}
+
 const parsed = () => {
   const [path, search = ""] = location.hash.replace(/^#\/?/, "").split("?");
-  return { parts: path.split("/").filter(Boolean).map(decodeURIComponent), query: new URLSearchParams(search) };
+  return { parts: path.split("/").filter(Boolean).map(decoded), query: new URLSearchParams(search) };
 };
 
 /** Where the reader is: #/jobs/job-1?x=y → {parts: ["jobs", "job-1"], query}. */

@@ -1,7 +1,7 @@
 // Events of training jobs: followed while a job runs, and kept as curves and lines of a log.
 
 import { useEffect, useRef, useState } from "../vendor/htm-preact.js";
-import { events } from "./api.js";
+import { events, get } from "./api.js";
 
 const RETRY_SECONDS = 2;
 const ENDED = ["succeeded", "failed", "cancelled"];
@@ -26,7 +26,8 @@ async function follow(id, signal, take) {
         if (event.id) last = event.id;
         take(event.data);
       }
-      return;
+      // A gateway that stops ends its streams: the job goes on, and another gateway tells of it.
+      if (hasEnded(await get(`/v1/train/jobs/${id}`, {}, { signal, quiet: true }))) return;
     } catch (error) {
       if (signal.aborted) return;
       if (error.status && error.status < 500) throw error;

@@ -1,25 +1,23 @@
 // Adapters: each one's versions as a tree of what came of what, their numbers, and what can be done with them.
 
 import { html, useState } from "../vendor/htm-preact.js";
-import { get, post, remove, save } from "../core/api.js";
+import { allVersions, listAdapters, pathOf, versionsOf } from "../core/adapters.js";
+import { get, list, post, remove, save } from "../core/api.js";
 import { bytes, moment, number, percent, plural, spoken } from "../core/format.js";
 import { go, link, useLoaded, useMay } from "../core/hooks.js";
 import { Card, Chip, Empty, Failure, Figure, Figures, Interval, Loaded, Page, Table } from "../parts/basics.js";
 import { attempt, confirmed } from "../parts/dialogs.js";
+import { TextField } from "../parts/form.js";
 
-const pathOf = (name) => `/v1/adapters/${encodeURIComponent(name)}`;
+const OPEN_JOBS = 1000;
+const MANY = 12;
 
+/** All adapters, and the versions of the one that is looked at; null: there is none of this name. */
 async function load(name) {
-  const [list, jobs] = await Promise.all([get("/v1/adapters"), get("/v1/train/jobs", { state: "queued", limit: 1000 }).catch(() => ({ data: [] }))]);
-  const running = await get("/v1/train/jobs", { state: "running", limit: 1000 }).catch(() => ({ data: [] }));
-  const versions = await Promise.all(list.data.map((one) => get(`${pathOf(one.name)}/versions`)));
-  return {
-    attached: list.attached,
-    adapters: list.data,
-    versions: new Map(list.data.map((one, index) => [one.name, versions[index].data])),
-    jobs: [...running.data, ...jobs.data],
-    chosen: name ?? list.data[0]?.name,
-  };
+  const { data: adapters, attached } = await listAdapters();
+  const chosen = name ?? adapters[0]?.name;
+  const versions = adapters.some((one) => one.name === chosen) ? await versionsOf(chosen) : null;
+  return { adapters, attached, chosen, versions };
 }
 
 const parentOf = (version) => version.parent ?? null;
@@ -51,10 +49,12 @@ function Node({ node, chosen, choose }) {
 }
 
 /** What stops working, or changes, when an adapter is deleted. */
-function consequences(name, found) {
-  const versions = found.versions.get(name);
-  const children = [...found.versions.values()].flat().filter((version) => version.name !== name && version.parent?.startsWith(`${name}@`));
-  const jobs = found.jobs.filter((job) => job.adapter === name || job.parent?.startsWith(`${name}@`));
+async function consequences(name, found) {
+  const open = (state) => list("/v1/train/jobs", { state }, OPEN_JOBS).catch(() => ({ data: [] }));
+  const [all, queued, running] = await Promise.all([allVersions(found.adapters), open("queued"), open("running")]);
+  const versions = all.filter((version) => version.name === name);
+  const children = all.filter((version) => version.name !== name && version.parent?.startsWith(`${name}@`));
+  const jobs = [...running.data, ...queued.data].filter((job) => job.adapter === name || job.parent?.startsWith(`${name}@`));
   const lines = [
     `${plural(versions.length, "version")} (${bytes(versions.reduce((sum, one) => sum + one.size_bytes, 0))}) ${versions.length === 1 ? "is" : "are"} removed from the object store.`,
     `Requests for ${name} and ${name}@n get an error from then on.`,
@@ -77,13 +77,15 @@ function useActions(found, reload) {
     detach: (name) =>
       sure({ title: `Detach ${found.attached}?`, body: html`<p>Requests for the base model's name are answered by the base model again. ${found.attached} can still be asked by its name.</p>`, action: "Detach" }, `${pathOf(name)}/detach`, {}, "The base model answers again."),
     rollback: (name) => {
-      const versions = found.versions.get(name);
+      const { versions } = found;
       const current = versions.find((one) => one.current);
       const earlier = versions.filter((one) => one.version < (current?.version ?? 0)).at(-1);
       return sure({ title: `Roll ${name} back?`, body: html`<p>${earlier ? earlier.id : "An earlier version"} becomes current in the place of ${current?.id}${found.attached === current?.id ? ", and is attached in its place" : ""}. Nothing is deleted.</p>`, action: "Roll back" }, `${pathOf(name)}/rollback`, {}, (answer) => `${answer.version ?? earlier?.id ?? name} is current again.`);
     },
     remove: async (name) => {
-      const body = html`<p>This cannot be taken back.</p><ul>${consequences(name, found).map((text) => html`<li key=${text}>${text}</li>`)}</ul>`;
+      const lines = await attempt(() => consequences(name, found));
+      if (lines === undefined) return;
+      const body = html`<p>This cannot be taken back.</p><ul>${lines.map((text) => html`<li key=${text}>${text}</li>`)}</ul>`;
       if (!(await confirmed({ title: `Delete ${name}?`, body, action: "Delete all versions", word: name }))) return;
       const done = await attempt(() => remove(pathOf(name)), `${name} is deleted.`);
       if (done) go("adapters");
@@ -103,7 +105,7 @@ function Evaluations({ version }) {
   ];
   return html`
     <h3>Evaluations</h3>
-    <${Loaded} state=${runs} empty=${(found) => !rows(found).length && html`<p class="muted">None yet. <a href="#/evaluations">Run a suite</a> on it.</p>`}>
+    <${Loaded} state=${runs} empty=${(found) => !rows(found).length && html`<p class="muted">None yet. <a href=${`#/evaluations?target=${encodeURIComponent(version.id)}`}>Run a suite</a> on it.</p>`}>
       ${(found) => html`<${Table} label="Evaluations of the version" columns=${columns} rows=${rows(found)} />`}
     <//>
   `;
@@ -130,7 +132,7 @@ function Version({ version, found, actions }) {
         <${Figure} label="By" value=${version.job_id ? (mayRuns ? html`<a href=${link("jobs", version.job_id)}>its job</a>` : version.job_id) : "upload"} />
       <//>
       ${version.gates?.length > 0 && html`<h3>Gates</h3><ul>${version.gates.map((gate, index) => html`<li key=${index}><${Chip} tone=${gate.passed ? "good" : "bad"}>${gate.passed ? "passed" : "not passed"}<//> ${gate.suite ?? gate.condition ?? ""} ${gate.message ?? ""}</li>`)}</ul>`}
-      ${metrics.length > 0 && html`<h3>Metrics of its last step</h3><${Table} label="Metrics" columns=${[{ name: "Metric", value: ([name]) => spoken(name) }, { name: "Value", numeric: true, value: ([, value]) => number(value) }]} keyOf=${([name]) => name} rows=${metrics} />`}
+      ${metrics.length > 0 && html`<h3>Metrics of its last step</h3><${Table} narrow label="Metrics" columns=${[{ name: "Metric", value: ([name]) => spoken(name) }, { name: "Value", numeric: true, value: ([, value]) => number(value) }]} keyOf=${([name]) => name} rows=${metrics} />`}
       ${mayRuns && html`<${Evaluations} version=${version} />`}
       <h3>Digest</h3><code>${version.digest}</code>
     <//>
@@ -138,7 +140,7 @@ function Version({ version, found, actions }) {
 }
 
 function Adapter({ name, found, reload }) {
-  const versions = found.versions.get(name);
+  const { versions } = found;
   const [chosen, setChosen] = useState(versions.find((one) => one.current)?.id ?? versions.at(-1)?.id);
   const actions = useActions(found, reload);
   const mayAttach = useMay("attach", "admin");
@@ -160,6 +162,22 @@ function Adapter({ name, found, reload }) {
   `;
 }
 
+function Names({ found }) {
+  const [wanted, setWanted] = useState("");
+  const { adapters } = found;
+  const many = adapters.length > MANY;
+  const shown = adapters.filter((one) => one.name.includes(wanted));
+  return html`
+    <div class="stacked">
+      ${many && html`<div class="fields filter"><${TextField} label=${`Find one of ${number(adapters.length)} adapters`} value=${wanted} change=${setWanted} placeholder="a part of its name" /></div>`}
+      <nav class=${`row ${many ? "many" : ""}`} aria-label="Adapters">
+        ${shown.map((one) => html`<a key=${one.name} class="button" aria-current=${one.name === found.chosen ? "true" : undefined} href=${link("adapters", one.name)}>${one.name} <span class="muted">${one.current ? `@${one.current}` : "–"}</span></a>`)}
+        ${!shown.length && html`<span class="muted">No adapter is called like this.</span>`}
+      </nav>
+    </div>
+  `;
+}
+
 export default function Adapters({ parts: [name] }) {
   const loaded = useLoaded(() => load(name), [name]);
   const nothing = html`<${Empty} title="No adapter yet">One is made by a <a href="#/jobs/new">job</a>, or by <code>temper adapters push</code>.<//>`;
@@ -167,11 +185,8 @@ export default function Adapters({ parts: [name] }) {
     <${Page} title="Adapters" note=${loaded.data && (loaded.data.attached ? `${loaded.data.attached} answers for the base model's name.` : "The base model answers for its own name.")} actions=${html`<button onClick=${loaded.reload}>Refresh</button>`}>
       <${Loaded} state=${loaded} empty=${(found) => !found.adapters.length && nothing}>
         ${(found) => html`
-          ${found.adapters.length > 1 && html`
-            <nav class="row" aria-label="Adapters">
-              ${found.adapters.map((one) => html`<a key=${one.name} class="button" aria-current=${one.name === found.chosen ? "true" : undefined} href=${link("adapters", one.name)}>${one.name} <span class="muted">${found.versions.get(one.name).length}</span></a>`)}
-            </nav>`}
-          ${found.versions.has(found.chosen) ? html`<${Adapter} key=${found.chosen} name=${found.chosen} found=${found} reload=${loaded.reload} />` : html`<${Failure} error=${{ message: `There is no adapter ${found.chosen}.` }} />`}
+          ${found.adapters.length > 1 && html`<${Names} found=${found} />`}
+          ${found.versions ? html`<${Adapter} key=${found.chosen} name=${found.chosen} found=${found} reload=${loaded.reload} />` : html`<${Failure} error=${{ message: `There is no adapter ${found.chosen}.` }} />`}
         `}
       <//>
     <//>

@@ -1,14 +1,15 @@
 // Batches and files: requests that are answered when there is room.
 
 import { html, useState } from "../vendor/htm-preact.js";
-import { get, post, remove, save, upload } from "../core/api.js";
+import { post, remove, save, upload } from "../core/api.js";
 import { ago, bytes, moment, number, percent, plural } from "../core/format.js";
-import { useMay, usePolled } from "../core/hooks.js";
-import { Card, Chip, Empty, Loaded, Page, Progress, Table } from "../parts/basics.js";
+import { useList, useMay } from "../core/hooks.js";
+import { Card, Chip, Empty, Loaded, More, Page, Progress, Table } from "../parts/basics.js";
 import { attempt, confirmed, toast } from "../parts/dialogs.js";
 import { FileField, Select } from "../parts/form.js";
 
 const ENDPOINTS = ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"];
+const REASONS = 3;
 const open = (batch) => ["validating", "in_progress", "finalizing"].includes(batch.status);
 
 function NewBatch({ reload }) {
@@ -41,14 +42,21 @@ function NewBatch({ reload }) {
   `;
 }
 
+/** Why a batch has failed, by lines of its file. */
+function Reasons({ batch }) {
+  const found = batch.errors?.data ?? [];
+  const text = (one) => (one.line ? `line ${number(one.line)}: ${one.message}` : one.message);
+  return found.length > 0 && html`<ul class="bad-text">${found.slice(0, REASONS).map((one, index) => html`<li key=${index}>${text(one)}</li>`)}${found.length > REASONS && html`<li>and ${plural(found.length - REASONS, "more error")}</li>`}</ul>`;
+}
+
 function Counts({ batch }) {
   const { total, completed, failed } = batch.request_counts;
   return html`<div class="row nowrap"><${Progress} label=${`Requests of ${batch.id}`} value=${completed + failed} total=${total} /><span>${number(completed)} / ${number(total)}${failed ? html` · <b>${plural(failed, "error")}</b>` : ""}</span></div>`;
 }
 
 export default function Batches() {
-  const batches = usePolled(() => get("/v1/batches", { limit: 100 }, { quiet: true }), 2);
-  const files = usePolled(() => get("/v1/files", { limit: 100 }, { quiet: true }), 5);
+  const batches = useList("/v1/batches", {}, 2);
+  const files = useList("/v1/files", {}, 5);
   const reload = () => Promise.all([batches.reload(), files.reload()]);
   const mayUse = useMay("inference");
   const cancel = async (batch) => {
@@ -67,7 +75,7 @@ export default function Batches() {
   const nameOf = (batch) => files.data?.data.find((file) => file.id === batch.input_file_id)?.filename;
   const keep = (id, name) => attempt(() => save(`/v1/files/${id}/content`, name));
   const batchColumns = [
-    { name: "Batch", wide: true, value: (batch) => html`${nameOf(batch)} <code>${batch.id}</code>` },
+    { name: "Batch", wide: true, value: (batch) => html`${nameOf(batch)} <code>${batch.id}</code><${Reasons} batch=${batch} />` },
     { name: "State", value: (batch) => html`<${Chip}>${batch.status}<//>` },
     { name: "Endpoint", value: (batch) => batch.endpoint },
     { name: "Requests", wide: true, value: (batch) => html`<${Counts} batch=${batch} />` },
@@ -86,13 +94,13 @@ export default function Batches() {
     <${Page} title="Batches and files">
       <${Card} wide title="Batches">
         <${Loaded} state=${batches} empty=${(found) => !found.data.length && html`<${Empty} title="No batch yet">A batch answers a file of requests when there is room, behind everybody's own requests.<//>`}>
-          ${(found) => html`<${Table} label="Batches" columns=${batchColumns} rows=${found.data} />`}
+          ${(found) => html`<${Table} label="Batches" columns=${batchColumns} rows=${found.data} /><${More} of=${batches} />`}
         <//>
       <//>
       ${mayUse && html`<${NewBatch} reload=${reload} />`}
       <${Card} wide title="Files">
         <${Loaded} state=${files} empty=${(found) => !found.data.length && html`<${Empty} title="No file yet">Files of batches, and what they were answered with, are kept here.<//>`}>
-          ${(found) => html`<${Table} label="Files" columns=${fileColumns} rows=${found.data} />`}
+          ${(found) => html`<${Table} label="Files" columns=${fileColumns} rows=${found.data} /><${More} of=${files} />`}
         <//>
       <//>
     <//>

@@ -1,6 +1,7 @@
 // Chat: one model, or two side by side, and the examples that its reader makes of their answers.
 
 import { html, useContext, useEffect, useRef, useState } from "../vendor/htm-preact.js";
+import { choices } from "../core/adapters.js";
 import { get } from "../core/api.js";
 import { EMPTY_ANSWER, messagesOf, requestBody, stream } from "../core/chat_stream.js";
 import { corrected, labelled, preferred } from "../core/examples.js";
@@ -11,16 +12,15 @@ import { Examples, SAMPLING, Sampling } from "../parts/chat_side.js";
 import { toast } from "../parts/dialogs.js";
 import { Check, Select } from "../parts/form.js";
 
-/** Models that can be asked: the base, what is attached, every adapter and each of its versions. */
+/** Models that can be asked: the base, what is attached, and versions of adapters. */
 async function loadModels() {
-  const models = await get("/v1/models");
-  const [base, ...adapters] = models.data;
-  const versions = await Promise.all(adapters.map((one) => get(`/v1/adapters/${encodeURIComponent(one.id)}/versions`)));
-  const options = [[base.id, `${base.id} (${base.adapter ?? "base"} answers)`], ["base", "base, without adapter"]];
-  adapters.forEach((adapter, index) => {
-    for (const version of versions[index].data.toReversed()) options.push([version.id, `${version.id}${version.attached ? " (attached)" : ""}`]);
-  });
-  return options;
+  const [models, versions] = await Promise.all([get("/v1/models"), choices()]);
+  const [base] = models.data;
+  return [
+    [base.id, `${base.id} (${base.adapter ?? "base"} answers)`],
+    ["base", "base, without adapter"],
+    ...versions.map((id) => [id, id === base.adapter ? `${id} (attached)` : id]),
+  ];
 }
 
 /** `model` of a request, and `adapter` where the base itself is asked. */

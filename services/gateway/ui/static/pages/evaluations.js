@@ -1,10 +1,11 @@
 // Evaluations: suites of items, runs of them on versions, and how the versions compare.
 
 import { html, useState } from "../vendor/htm-preact.js";
+import { choices } from "../core/adapters.js";
 import { get, post, remove } from "../core/api.js";
 import { ago, duration, number, percent, plural, shortId } from "../core/format.js";
-import { go, link, useLoaded, useMay, usePolled } from "../core/hooks.js";
-import { Card, Chip, Empty, Figure, Figures, Loaded, Page, Progress, Steps, Table, Tabs } from "../parts/basics.js";
+import { go, link, useList, useLoaded, useMay, usePolled } from "../core/hooks.js";
+import { Card, Chip, Empty, Figure, Figures, Loaded, More, Page, Progress, Steps, Table, Tabs } from "../parts/basics.js";
 import { Comparison, Items } from "../parts/comparison.js";
 import { attempt, confirmed, toast } from "../parts/dialogs.js";
 import { Check, FileField, NumberField, Select, TextArea, TextField, parseLines, typedNumber } from "../parts/form.js";
@@ -13,10 +14,10 @@ const TABS = [{ id: "runs", name: "Runs" }, { id: "suites", name: "Suites" }];
 const SCORERS = [["exact", "exact text"], ["numeric", "number"], ["contains", "contains"], ["regex", "regular expression"], ["choice", "choice"]];
 const hasEnded = (run) => ["succeeded", "failed", "cancelled"].includes(run.state);
 
-async function loadTargets() {
-  const list = await get("/v1/adapters");
-  const versions = await Promise.all(list.data.map((one) => get(`/v1/adapters/${encodeURIComponent(one.name)}/versions`)));
-  return ["base", ...versions.flatMap((found) => found.data.map((one) => one.id).reverse())];
+/** Targets to choose from; the one that was asked for is among them. */
+async function loadTargets(wanted) {
+  const found = ["base", ...(await choices())];
+  return wanted && !found.includes(wanted) ? [wanted, ...found] : found;
 }
 
 function Choices({ legend, options, chosen, change }) {
@@ -24,10 +25,10 @@ function Choices({ legend, options, chosen, change }) {
   return html`<fieldset><legend>${legend}</legend><div class="choices">${options.map((option) => html`<${Check} key=${option} label=${option} checked=${chosen.includes(option)} change=${() => toggle(option)} />`)}</div></fieldset>`;
 }
 
-function NewRun({ suites, reload }) {
-  const targets = useLoaded(loadTargets, []);
+function NewRun({ suites, wanted, reload }) {
+  const targets = useLoaded(() => loadTargets(wanted), []);
   const [chosenSuites, setSuites] = useState([]);
-  const [chosenTargets, setTargets] = useState(["base"]);
+  const [chosenTargets, setTargets] = useState(["base", ...(wanted ? [wanted] : [])]);
   const [samples, setSamples] = useState("");
   const submit = async (event) => {
     event.preventDefault();
@@ -48,10 +49,10 @@ function NewRun({ suites, reload }) {
   `;
 }
 
-function Runs({ suites }) {
+function Runs({ suites, wanted }) {
   const [chosen, setChosen] = useState([]);
   const mayTrain = useMay("train");
-  const runs = usePolled(() => get("/v1/evaluations", { limit: 100 }, { quiet: true }), 2);
+  const runs = useList("/v1/evaluations", {}, 2);
   const choose = (id) => setChosen(chosen.includes(id) ? chosen.filter((one) => one !== id) : [...chosen, id]);
   const best = (run) => (run.summaries ?? []).slice(0, 3).map((one) => `${one.target} ${one.mean <= 1 ? percent(one.mean) : number(one.mean)}`).join(" · ");
   const columns = [
@@ -59,18 +60,18 @@ function Runs({ suites }) {
     { name: "Run", wide: true, value: (run) => html`<a href=${link("evaluations", run.id)} title=${run.id}>${shortId(run.id)}</a>` },
     { name: "State", value: (run) => html`<${Chip}>${run.state}<//>` },
     { name: "Suites", value: (run) => run.suites?.map((one) => one.suite).join(", ") ?? "–" },
-    { name: "Targets", value: (run) => run.targets?.map((one) => one.name).join(", ") ?? "–" },
+    { name: "Targets", wide: true, value: (run) => run.targets?.map((one) => one.name).join(", ") ?? "–" },
     { name: "Items", numeric: true, value: (run) => html`<${Steps} progress=${run.progress} />` },
-    { name: "Scores", value: best },
+    { name: "Scores", wide: true, value: best },
     { name: "Asked", value: (run) => ago(run.created_at) },
   ];
   return html`
     <${Card} wide title="Runs" actions=${html`<a class=${`button ${chosen.length ? "" : "off"}`} aria-disabled=${!chosen.length} href=${chosen.length ? link("evaluations", chosen.join("+")) : undefined}>Compare ${chosen.length || "chosen"}</a>`}>
       <${Loaded} state=${runs} empty=${(found) => !found.data.length && html`<${Empty} title="No run yet">${suites.length ? "Choose suites and targets below." : "Make a suite first, on the tab Suites."}<//>`}>
-        ${(found) => html`<${Table} label="Runs" columns=${columns} rows=${found.data} />`}
+        ${(found) => html`<${Table} label="Runs" columns=${columns} rows=${found.data} /><${More} of=${runs} />`}
       <//>
     <//>
-    ${mayTrain && suites.length > 0 && html`<${NewRun} suites=${suites} reload=${runs.reload} />`}
+    ${mayTrain && suites.length > 0 && html`<${NewRun} suites=${suites} wanted=${wanted} reload=${runs.reload} />`}
   `;
 }
 
@@ -115,7 +116,7 @@ function Suites({ suites }) {
     suites.reload();
   };
   const columns = [
-    { name: "Suite", value: (suite) => suite.id },
+    { name: "Suite", wide: true, value: (suite) => suite.id },
     { name: "Scorer", value: (suite) => suite.settings.scorer.type },
     { name: "Items", numeric: true, value: (suite) => number(suite.items) },
     { name: "Description", value: (suite) => suite.settings.description || "–" },
@@ -125,7 +126,7 @@ function Suites({ suites }) {
   return html`
     <${Card} wide title="Suites">
       <${Loaded} state=${suites} empty=${(found) => !found.data.length && html`<${Empty} title="No suite yet">A suite is a list of prompts with the answers that are right.<//>`}>
-        ${(found) => html`<${Table} label="Suites" columns=${columns} rows=${found.data} />`}
+        ${(found) => html`<${Table} label="Suites" columns=${columns} rows=${found.data} /><${More} of=${suites} />`}
       <//>
     <//>
     <${NewSuite} reload=${suites.reload} />
@@ -166,14 +167,14 @@ function Run({ ids }) {
   `;
 }
 
-export default function Evaluations({ parts: [which] }) {
+export default function Evaluations({ parts: [which], query }) {
   const [tab, setTab] = useState("runs");
-  const suites = useLoaded(() => get("/v1/eval/suites", { limit: 1000 }), []);
+  const suites = useList("/v1/eval/suites", {}, 0);
   if (which) return html`<${Run} key=${which} ids=${which.split("+")} />`;
   return html`
     <${Page} title="Evaluations">
       <${Tabs} label="Evaluations" tabs=${TABS} chosen=${tab} choose=${setTab} />
-      ${tab === "runs" ? html`<${Runs} suites=${suites.data?.data ?? []} />` : html`<${Suites} suites=${suites} />`}
+      ${tab === "runs" ? html`<${Runs} suites=${suites.data?.data ?? []} wanted=${query.get("target")} />` : html`<${Suites} suites=${suites} />`}
     <//>
   `;
 }

@@ -3,9 +3,9 @@
 import { html, useMemo, useState } from "../vendor/htm-preact.js";
 import { get, post } from "../core/api.js";
 import { ago, duration, moment, number, shortId, spoken } from "../core/format.js";
-import { link, useMay, usePolled } from "../core/hooks.js";
+import { link, useList, useMay, usePolled } from "../core/hooks.js";
 import { curves, hasEnded, metricNames, useJobEvents } from "../core/job_events.js";
-import { Card, Chip, Empty, Figure, Figures, Loaded, Page, Progress, Steps, Table } from "../parts/basics.js";
+import { Card, Chip, Empty, Figure, Figures, Loaded, More, Page, Progress, Steps, Table } from "../parts/basics.js";
 import { attempt, confirmed } from "../parts/dialogs.js";
 import { EventLog } from "../parts/event_log.js";
 import { Select, TextField } from "../parts/form.js";
@@ -131,7 +131,7 @@ function List() {
   const [adapter, setAdapter] = useState("");
   const [chosen, setChosen] = useState([]);
   const mayTrain = useMay("train");
-  const jobs = usePolled(() => get("/v1/train/jobs", { limit: 100, state, adapter }, { quiet: true }), 2, [state, adapter]);
+  const jobs = useList("/v1/train/jobs", { state, adapter }, 2);
   const choose = (id) => setChosen(chosen.includes(id) ? chosen.filter((one) => one !== id) : [...chosen, id]);
   const columns = [
     { name: "", hidden: "Compare", value: (job) => html`<input type="checkbox" aria-label=${`Compare ${nameOf(job)} ${job.id}`} checked=${chosen.includes(job.id)} onChange=${() => choose(job.id)} />` },
@@ -141,7 +141,7 @@ function List() {
     { name: "Step", numeric: true, value: (job) => html`<${Steps} progress=${job.progress} />` },
     { name: "Loss", numeric: true, value: (job) => number(job.metrics.loss) },
     { name: "Submitted", value: (job) => ago(job.created_at) },
-    { name: "Made", value: (job) => job.result_adapter ?? "–" },
+    { name: "Made", wide: true, value: (job) => job.result_adapter ?? "–" },
     { name: "Key", value: (job) => job.key_id ?? "–" },
     { name: "", hidden: "Actions", value: (job) => !hasEnded(job) && html`<button class="quiet" onClick=${() => cancel(job, jobs.reload)}>Cancel</button>` },
   ];
@@ -154,7 +154,7 @@ function List() {
     <${Page} title="Jobs" actions=${actions}>
       <${Card}>
         <div class="fields filter"><${Select} label="State" value=${state} change=${setState} options=${STATES} /><${TextField} label="Adapter" value=${adapter} change=${setAdapter} placeholder="every adapter" /></div>
-        <${Loaded} state=${jobs} empty=${(found) => !found.data.length && nothing}>${(found) => html`<${Table} label="Jobs" columns=${columns} rows=${found.data} />`}<//>
+        <${Loaded} state=${jobs} empty=${(found) => !found.data.length && nothing}>${(found) => html`<${Table} label="Jobs" columns=${columns} rows=${found.data} /><${More} of=${jobs} />`}<//>
       <//>
     <//>
   `;

@@ -2,7 +2,7 @@
 
 import { html, useMemo } from "../vendor/htm-preact.js";
 import { get } from "../core/api.js";
-import { ago, bytes, duration, number, percent, plural, shortId } from "../core/format.js";
+import { bytes, duration, number, percent, plural, shortId } from "../core/format.js";
 import { link, useMay, usePolled } from "../core/hooks.js";
 import { difference, quantile } from "../core/rates.js";
 import { Card, Chip, Empty, Figure, Figures, Loaded, Page, Progress, StackedBar, Steps, Table } from "../parts/basics.js";
@@ -156,7 +156,7 @@ export default function Overview() {
             <${Figure} label="Jobs queued" value=${number(now.queues.training?.queued)} hint=${now.queues.training?.queued ? `oldest ${duration(now.queues.training.oldest_queued_seconds)}` : ""} />
             <${Figure} label="Batches queued" value=${number(now.queues.batches?.queued)} />
             <${Figure} label="Tokens answered" value=${number(now.tokens.completion ?? 0)} hint="by this gateway" />
-            <${Figure} label="Up" value=${ago(now.gateway.started_at).replace(" ago", "")} hint=${`version ${now.gateway.version}`} />
+            <${Figure} label="Up" value=${duration(now.time - now.gateway.started_at)} hint=${`version ${now.gateway.version}`} />
           <//>
           ${!Object.keys(now.queues).length && html`<p class="failure">Redis does not answer: jobs and batches wait until it does. Completions go on.</p>`}
           <${Rates} points=${seen.points} now=${now.time} />

@@ -70,22 +70,25 @@ export function Figure({ label, value, unit, hint }) {
 
 export const Figures = ({ children }) => html`<dl class="figures">${children}</dl>`;
 
-/** Columns: [{name, value: row => …, numeric, wide}]. Rows need an id, or `keyOf`. */
-export function Table({ label, columns, rows, keyOf = (row) => row.id, selected, empty }) {
+const kindOf = (column) => (column.numeric ? "num" : column.wide ? "wide-cell" : "");
+
+/** Columns: [{name, value: row => …, numeric, wide}]. Rows need an id, or `keyOf`. `narrow`: names and numbers that
+ *  belong together stay together. */
+export function Table({ label, columns, rows, keyOf = (row) => row.id, selected, empty, narrow = false }) {
   if (!rows.length && empty) return empty;
   return html`
-    <div class="table-wrap" tabindex="0" role="group" aria-label=${label}>
+    <div class=${`table-wrap ${narrow ? "narrow" : ""}`} tabindex="0" role="group" aria-label=${label}>
       <table>
         <thead>
           <tr>
-            ${columns.map((column) => html`<th scope="col" class=${column.numeric ? "num" : ""}>${column.name || html`<span class="visually-hidden">${column.hidden}</span>`}</th>`)}
+            ${columns.map((column) => html`<th scope="col" class=${kindOf(column)}>${column.name || html`<span class="visually-hidden">${column.hidden}</span>`}</th>`)}
           </tr>
         </thead>
         <tbody>
           ${rows.map(
             (row) => html`
               <tr key=${keyOf(row)} class=${selected === keyOf(row) ? "selected" : ""}>
-                ${columns.map((column) => html`<td class=${`${column.numeric ? "num" : ""} ${column.wide ? "wide-cell" : ""}`}>${column.value(row)}</td>`)}
+                ${columns.map((column) => html`<td class=${kindOf(column)}>${column.value(row)}</td>`)}
               </tr>
             `,
           )}
@@ -94,6 +97,9 @@ export function Table({ label, columns, rows, keyOf = (row) => row.id, selected,
     </div>
   `;
 }
+
+/** Button below the table of a list (useList) of which there is more. */
+export const More = ({ of }) => of.data?.more && html`<div><button disabled=${of.loading} onClick=${of.showMore}>Show more than ${number(of.data.data.length)}</button></div>`;
 
 /** A bar of shares: parts are [{name, value, text}] in the order in which they stand. */
 export function StackedBar({ parts, total, label }) {

@@ -11,9 +11,9 @@ const ITEMS = 50;
 const isShare = (entry) => entry.mean >= 0 && entry.mean <= 1 && entry.interval;
 const score = (row) => (isShare(row) ? percent(row.mean, 1) : number(row.mean));
 
-function Verdict({ found, better }) {
-  if (!found) return html`<span class="muted">the first one</span>`;
-  const { low, high } = found.interval ?? {};
+function Verdict({ found, better, first }) {
+  if (first) return html`<span class="muted">the first one</span>`;
+  const { low, high } = found?.interval ?? {};
   if (low === undefined) return html`<span class="muted">–</span>`;
   const up = better === "lower" ? high < 0 : low > 0;
   const down = better === "lower" ? low > 0 : high < 0;
@@ -24,14 +24,14 @@ export function Comparison({ of }) {
   const compared = useLoaded(() => get("/v1/evaluations/compare", { of }), [of.join()]);
   const columns = (entries) => [
     { name: "Suite", value: (row) => row.suite },
-    { name: "Target", value: (row) => entries[row.entry].label },
+    { name: "Target", wide: true, value: (row) => entries[row.entry].label },
     { name: "Score", numeric: true, value: score },
     { name: "95 % interval", value: (row) => (isShare(row) ? html`<${Interval} low=${row.interval.low} high=${row.interval.high} middle=${row.mean} />` : "–") },
     { name: "Gain", numeric: true, value: (row) => (row.with_first ? `${row.with_first.gain >= 0 ? "+" : ""}${percent(row.with_first.gain, 1)}` : "–") },
     { name: "Its interval", value: (row) => (row.with_first?.interval ? html`<${Interval} from=${-1} to=${1} low=${row.with_first.interval.low} high=${row.with_first.interval.high} middle=${row.with_first.gain} />` : "–") },
     { name: "p", numeric: true, value: (row) => number(row.with_first?.p) },
     { name: "Better / worse", numeric: true, value: (row) => (row.with_first ? `${row.with_first.better} / ${row.with_first.worse}` : "–") },
-    { name: "", hidden: "Verdict", value: (row) => html`<${Verdict} found=${row.with_first} better=${row.better} />` },
+    { name: "", hidden: "Verdict", value: (row) => html`<${Verdict} found=${row.with_first} better=${row.better} first=${row.entry === 0} />` },
   ];
   return html`
     <${Card} wide title="Comparison">

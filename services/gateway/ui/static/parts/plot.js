@@ -29,7 +29,7 @@ function options(element, { series, height, unit, format, xFormat, xStep, xFloor
     legend: { live: true },
     hooks: { setCursor: [showLatest], setData: [showLatest] },
     scales: {
-      x: { time: false, range: xFloor === null ? undefined : (_, low, high) => [Math.min(low ?? 0, xFloor), high ?? 0] },
+      x: { time: false, range: xFloor === null ? undefined : ({ data: [xs] }) => [Math.min(xs[0] ?? 0, xFloor), xs.at(-1) ?? 0] },
       y: { distr: log ? 3 : 1, range: zero ? (_, low, high) => [0, Math.max(high ?? 0, zero) * 1.1] : undefined },
     },
     axes: [
