@@ -130,9 +130,9 @@ def tune_interpreter() -> None:
     sys.setswitchinterval(_SWITCH_SECONDS)
 
 
-def use_threads(settings: EngineSettings) -> None:
-    """Sets how many CPU threads one operator uses."""
-    torch.set_num_threads(settings.torch_threads or len(os.sched_getaffinity(0)))
+def use_threads(threads: int) -> None:
+    """Sets how many CPU threads one operator uses; 0: as many as there are cores."""
+    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
 
 
 def build_engine(

@@ -70,7 +70,7 @@ async def serve(
     store = ObjectStore(settings)
     registry = AdapterRegistry(store, settings.served_model_name)
     metrics = EngineMetrics(CollectorRegistry())
-    use_threads(settings)
+    use_threads(settings.torch_threads)
     adapter_events = AdapterEvents(settings)
     if certificates is not None:
         certificates.export(metrics.registry)

@@ -16,7 +16,7 @@ from services.engine.models.interface import resolve_dtype
 from services.engine.models.registry import read_config
 from services.engine.settings import EngineSettings
 from services.pod.device import Device
-from services.pod.engine import Engine, Guest, build_engine, use_threads
+from services.pod.engine import Engine, Guest, build_engine
 from services.pod.host import PodHost
 from services.pod.memory import plan
 from services.pod.rollouts import EngineRollouts
@@ -74,16 +74,12 @@ class TrainerTurns:
         """See EngineGate: between steps it holds nothing."""
 
 
-def engine_settings(directory: Path, device: str, *, threads: int = 0) -> EngineSettings:
-    """Settings of an engine that answers items, whatever the environment says of an engine that serves.
-
-    Args:
-        threads: CPU threads of one operator; 0: all cores.
-    """
-    return _settings(read_config(directory), device, threads).model_copy(update={"model": directory})
+def engine_settings(directory: Path, device: str) -> EngineSettings:
+    """Settings of an engine that answers items, whatever the environment says of an engine that serves."""
+    return _settings(read_config(directory), device).model_copy(update={"model": directory})
 
 
-def _settings(config: ModelConfig, device: str, threads: int = 0) -> EngineSettings:
+def _settings(config: ModelConfig, device: str) -> EngineSettings:
     return EngineSettings.model_validate(
         {
             "device": device,
@@ -100,7 +96,6 @@ def _settings(config: ModelConfig, device: str, threads: int = 0) -> EngineSetti
             "tiers": "",
             "max_waiting": 0,
             "adapter_poll_seconds": 3600.0,
-            "torch_threads": threads,
         }
     )
 
@@ -126,8 +121,6 @@ def opened(settings: EngineSettings, scratch: Path, grants: Grants, guest: Guest
     Raises:
         CheckpointRejected, InvalidRequest, DoesNotFit: as of build_engine.
     """
-    if guest is None:
-        use_threads(settings)
     engine = build_engine(settings, AdapterRegistry(DirectoryStore(scratch), "base"), None, guest=guest)
     engine.start()
     try:

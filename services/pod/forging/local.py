@@ -27,13 +27,14 @@ from services.forge.pipeline.work import Work
 from services.forge.record import read_record
 from services.forge.signature import read_private_key, signer
 from services.pod.device import Device
+from services.pod.engine import use_threads
 from services.pod.forging.engines import engine_bytes, engine_settings, opened
 from services.pod.memory import device_bytes
 from services.trainer.host.policy_host import PolicyHost
 
 
 def machine(device: str, work: Path, threads: int = 0) -> Machine:
-    """This machine, of which a run has everything.
+    """This machine, of which a run has everything; sets how it computes.
 
     Args:
         threads: CPU threads of one operator; 0: all cores.
@@ -41,11 +42,14 @@ def machine(device: str, work: Path, threads: int = 0) -> Machine:
     Raises:
         InvalidRequest: there is no such device.
     """
+    # Once, and not with the first engine: sums of so many threads differ from those of fewer, and a run that goes on
+    # may begin with a stage that needs no engine.
+    use_threads(threads)
     hardware = Device.of(EngineSettings.model_validate({"device": device}))
 
     @contextmanager
     def open_engine(directory: Path) -> Iterator[PolicyHost]:
-        with opened(engine_settings(directory, device, threads=threads), work / "no-adapters", Grants()) as host:
+        with opened(engine_settings(directory, device), work / "no-adapters", Grants()) as host:
             yield host
 
     return Machine(device, device_bytes(hardware), open_engine, partial(engine_bytes, device=device))

@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
@@ -371,6 +372,24 @@ def test_the_card_tells_shares_in_percent_and_other_scores_as_they_are(whole: tu
     for when in ("before", "after"):
         record["evaluation"][when]["sums@1"] |= {"mean": 3.25, "interval": {"low": 3.0, "high": 3.5}}
     assert "3.2500 [3.0000, 3.5000] | 3.2500 [3.0000, 3.5000]" in model_card("m", record)
+
+
+def test_no_stage_computes_with_other_threads(home: Path) -> None:
+    """A run that goes on may begin with a stage that needs no engine, and sums of other threads are other sums."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    seen: list[int] = []
+
+    def stops(*_: object) -> None:
+        seen.append(torch.get_num_threads())
+        raise InterruptedError
+
+    try:
+        with pytest.raises(InterruptedError):
+            forge(recipe(home, output="threads", suites=None), stops)
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1]
 
 
 def test_a_suite_that_vanishes_is_named_and_answers_stay(home: Path, tmp_path: Path) -> None:
