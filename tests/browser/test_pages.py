@@ -8,6 +8,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 from urllib.parse import parse_qs, urlsplit
 
 import httpx
@@ -46,9 +47,9 @@ def adapter(stack: Stack) -> Iterator[str]:
 
 
 def test_axe_finds_nothing(chromium: Browser, stack: Stack, adapter: str) -> None:
-    """In light and dark, on a wide screen and a narrow one: a page is loaded once, and changed under its reader."""
+    """In light on a wide screen and in dark on a narrow one: a page is loaded once, and changed under its reader."""
     reader = Reader.of(chromium, stack.url)
-    looks = [(scheme, width) for scheme in ("light", "dark") for width in (1280, 360)]
+    looks: list[tuple[Literal["light", "dark"], int]] = [("light", 1280), ("dark", 360)]
     found = {}
     for path, heading in PAGES.items():
         page = reader.open(path, heading)
