@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -13,6 +16,12 @@ from cli.http.client import Client
 from cli.output import CliError, ExitCode, Output, guarded
 from cli.settings import CliSettings, read
 from services.common.settings import config_file, read_config_file
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+D = TypeVar("D", bound="DataclassInstance")
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 Url = Annotated[
     str | None, typer.Option("--url", help="The gateway; also TEMPER_URL.", show_default="http://localhost:8420")
@@ -66,6 +75,37 @@ def _png(file: Path | None) -> Path | None:
 
 
 Plot = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw what is told, too.", callback=_png)]
+
+
+def with_options(shared: type[D], **changed: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes the fields of a dataclass options of a command, in front of its own. The command's first parameter gets an
+    instance, the others are keywords.
+
+    Args:
+        changed: defaults that are other ones for this command.
+    """
+    hints = get_type_hints(shared, include_extras=True)
+    fields = [
+        inspect.Parameter(
+            field.name, _KEYWORD, default=changed.get(field.name, field.default), annotation=hints[field.name]
+        )
+        for field in dataclasses.fields(shared)
+    ]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+
+        @functools.wraps(command)
+        def called(**values: Any) -> None:
+            options = shared(**{one.name: values.pop(one.name) for one in fields})
+            command(options, **values)
+
+        parameters = sorted([*fields, *own], key=lambda one: one.default is not inspect.Parameter.empty)
+        called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = {one.name: one.annotation for one in parameters}
+        return called
+
+    return decorate
 
 
 def defaults(command: Any, url: str | None) -> dict[str, Any]:

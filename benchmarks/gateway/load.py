@@ -362,8 +362,8 @@ def excess(options: argparse.Namespace) -> dict[str, Any]:
         "sent": len(answers),
         "answered": len(answers) - len(refused),
         "complete": sum(counted in answer.end for answer in answers),
-        "refused": dict(Counter(answer.status[9:12] for answer in refused)),
-        "with_retry_after": sum("retry-after" in answer.status.lower() for answer in refused),
+        "refused": dict(Counter(answer.head[9:12].decode("latin-1") for answer in refused)),
+        "with_retry_after": sum(b"retry-after" in answer.head.lower() for answer in refused),
     }
 
 

@@ -4,170 +4,59 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from cli.agent.approval import Approval
-from cli.agent.loop import MOST_STEPS, Agent, Finish, Turn
+from cli.agent.loop import Agent, Finish, Turn
 from cli.agent.repl import Screen, converse
 from cli.agent.setting_up import AgentOptions, agent_of, runner_of
 from cli.agent.snapshots import NOT_COPIED, Snapshot
 from cli.agent.tools import Runner
 from cli.http.client import Client
-from cli.options import Json, Url
+from cli.options import Json, Url, with_options
 from cli.output import CliError, ExitCode, Output, guarded
 from cli.settings import CliSettings, read
 
-Model = Annotated[str | None, typer.Option(help="Model or adapter name; default: the served model.")]
-Adapter = Annotated[str | None, typer.Option(help='"name", "name@3" or "base".')]
-System = Annotated[str | None, typer.Option(help="System message instead of the built-in one.")]
-Temperature = Annotated[float, typer.Option(min=0.0)]
-MaxTokens = Annotated[int | None, typer.Option(help="Of each answer.", min=1)]
-Seed = Annotated[int | None, typer.Option(help="Of each answer.")]
-Think = Annotated[bool | None, typer.Option("--think/--no-think", help="Let the model reason first.")]
-Session = Annotated[str | None, typer.Option(help="Session that it belongs to; default: one of its own.")]
-Place = Annotated[Path, typer.Option("--workspace", help="Directory that tools work in.", file_okay=False, exists=True)]
-Approve = Annotated[
-    Approval, typer.Option(help="What runs without a question: reading (ask), what stays in the workspace, or all.")
-]
-NoTools = Annotated[bool, typer.Option("--no-tools", help="Offer the model no tools.")]
-Tools = Annotated[list[str] | None, typer.Option("--tool", help="Offer this tool only; may be repeated.")]
-Unsafe = Annotated[
-    bool, typer.Option("--unsafe-tools", help="Where no sandbox works, run commands as you instead of refusing.")
-]
-Hosts = Annotated[
-    list[str] | None, typer.Option("--allow-host", help="HOST or HOST:PORT that commands may reach; may be repeated.")
-]
-Readable = Annotated[
-    list[Path] | None, typer.Option(help="Directory outside of the workspace that commands may read; may be repeated.")
-]
-Mcp = Annotated[list[str] | None, typer.Option("--mcp", help="MCP server, NAME=URL or NAME=COMMAND; may be repeated.")]
-ToolSeconds = Annotated[float, typer.Option(help="Limit on the time of a command.", min=0.1)]
-MaxSteps = Annotated[int, typer.Option(help="Answers in one turn.", min=1)]
-TraceFile = Annotated[Path | None, typer.Option("--trace", help="Append trajectories for `train submit grpo`.")]
 
-
-def agent(
-    model: Model = None,
-    adapter: Adapter = None,
-    system: System = None,
-    temperature: Temperature = 0.7,
-    max_tokens: MaxTokens = None,
-    seed: Seed = None,
-    think: Think = None,
-    session: Session = None,
-    workspace: Place = Path(),
-    approve: Approve = Approval.ASK,
-    no_tools: NoTools = False,
-    tool: Tools = None,
-    unsafe_tools: Unsafe = False,
-    allow_host: Hosts = None,
-    readable: Readable = None,
-    mcp: Mcp = None,
-    tool_seconds: ToolSeconds = 60.0,
-    max_steps: MaxSteps = MOST_STEPS,
-    trace: TraceFile = None,
-    url: Url = None,
-) -> None:
+@with_options(AgentOptions)
+def agent(options: AgentOptions, *, url: Url = None) -> None:
     """Work with the model on a directory: it reads, writes and runs programs in a sandbox. Ctrl-C stops a turn."""
     output = Output(as_json=False)
-    options = AgentOptions(
-        model=model,
-        adapter=adapter,
-        system=system,
-        session=session,
-        workspace=workspace,
-        approve=approve,
-        tools=tuple(tool or ()),
-        no_tools=no_tools,
-        unsafe_tools=unsafe_tools,
-        allow_hosts=tuple(allow_host or ()),
-        readable=tuple(readable or ()),
-        mcp=tuple(mcp or ()),
-        tool_seconds=tool_seconds,
-        most_steps=max_steps,
-        trace=trace,
-        sampling=_sampling(temperature, max_tokens, seed, think),
-    )
     with guarded(output), Client(url, read(CliSettings)) as client:
-        runner = None if no_tools else runner_of(options)
+        runner = None if options.no_tools else runner_of(options)
         with agent_of(client, options, runner) as made:
-            converse(made, output, None if no_tools else options.workspace_root())
+            converse(made, output, None if options.no_tools else options.workspace_root())
 
 
+@with_options(AgentOptions, approve=Approval.WORKSPACE)
 def run(
+    options: AgentOptions,
+    *,
     prompt: Annotated[str, typer.Option(help="The task; '-' reads stdin.")],
-    model: Model = None,
-    adapter: Adapter = None,
-    system: System = None,
-    temperature: Temperature = 0.7,
-    max_tokens: MaxTokens = None,
-    seed: Seed = None,
-    think: Think = None,
-    session: Session = None,
-    workspace: Place = Path(),
-    approve: Approve = Approval.WORKSPACE,
-    no_tools: NoTools = False,
-    tool: Tools = None,
     tool_choice: Annotated[
         str | None, typer.Option(help="auto, required or a tool's name: of the first answer.", show_default="auto")
     ] = None,
-    unsafe_tools: Unsafe = False,
-    allow_host: Hosts = None,
-    readable: Readable = None,
-    mcp: Mcp = None,
-    tool_seconds: ToolSeconds = 60.0,
-    max_steps: MaxSteps = MOST_STEPS,
     check: Annotated[
         str | None, typer.Option(help="Shell command, run in the sandbox at the end: status 0 is success.")
     ] = None,
     samples: Annotated[int, typer.Option(help="Attempts, each from the workspace as it is now.", min=1)] = 1,
-    trace: TraceFile = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
     """Let the model do one task with tools, and print its answer. Nobody is asked: what needs it is refused."""
     output = Output(as_json=as_json)
-    options = AgentOptions(
-        model=model,
-        adapter=adapter,
-        system=system,
-        session=session,
-        workspace=workspace,
-        approve=approve,
-        tools=tuple(tool or ()),
-        no_tools=no_tools,
-        unsafe_tools=unsafe_tools,
-        allow_hosts=tuple(allow_host or ()),
-        readable=tuple(readable or ()),
-        mcp=tuple(mcp or ()),
-        tool_seconds=tool_seconds,
-        most_steps=max_steps,
-        first_choice=tool_choice,
-        trace=trace,
-        sampling=_sampling(temperature, max_tokens, seed, think),
-    )
     with guarded(output), Client(url, read(CliSettings)) as client:
         task = sys.stdin.read() if prompt == "-" else prompt
         if not task.strip():
             raise CliError("the task is empty", ExitCode.USAGE)
-        if samples > 1 and trace is None:
+        if samples > 1 and options.trace is None:
             raise CliError("--samples is for --trace: each attempt but the last is undone", ExitCode.USAGE)
-        runner = None if no_tools and check is None else runner_of(options)
-        with agent_of(client, options, runner) as made:
+        runner = None if options.no_tools and check is None else runner_of(options)
+        with agent_of(client, options, runner, first_choice=tool_choice) as made:
             code = _attempts(made, output, options, runner, task=task, samples=samples, check=check)
     raise typer.Exit(int(code))
-
-
-def _sampling(
-    temperature: float, max_tokens: int | None, seed: int | None, think: bool | None
-) -> tuple[tuple[str, Any], ...]:
-    fields = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
-    if think is not None:
-        fields["chat_template_kwargs"] = {"enable_thinking": think}  # type: ignore[assignment]
-    return tuple((name, value) for name, value in fields.items() if value is not None)
 
 
 def _attempts(

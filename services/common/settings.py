@@ -44,7 +44,7 @@ def config_file() -> Path | None:
 def found_file() -> Path | None:
     """File of settings that is used because it lies in the working directory; None: there is none, or one is named."""
     found = Path(CONFIG_NAME).absolute()
-    return found if not os.environ.get(CONFIG_VARIABLE) and found.is_file() else None
+    return found if not os.environ.get(CONFIG_VARIABLE) and os.path.lexists(found) else None
 
 
 def read_config_file(file: Path) -> dict[str, Any]:

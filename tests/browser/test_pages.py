@@ -323,6 +323,11 @@ def test_long_lists_are_shown_page_by_page(reader: Reader) -> None:
 
 
 def test_a_page_that_cannot_be_reached_says_so(reader: Reader) -> None:
+    refusal = {"error": {"message": "<b>away</b>"}}
+    reader.page.route("**/v1/status", lambda route: route.fulfill(status=503, json=refusal))
+    page = reader.open("overview", "Overview")
+    expect(page.get_by_role("alert")).to_contain_text("<b>away</b>")
+    assert reader.violations() == []
     page = reader.open("keys", "Keys and limits")
     page.route("**/v1/keys", lambda route: route.abort())
     page.get_by_role("button", name="Refresh").click()

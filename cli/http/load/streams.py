@@ -16,8 +16,14 @@ from typing import Any, cast
 _EVENT, _DONE = b"data: {", b"data: [DONE]"
 _ERROR = re.compile(rb'data: (\{\s*"(?:error"|object":\s*"error").*)', re.DOTALL)
 _COUNT = re.compile(rb'"completion_tokens":\s*(\d+)')
+_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
+_MESSAGE = re.compile(rb'"message": ?("(?:[^"\\]|\\.)*")')
 _END_BYTES = 600
 """Bytes that are kept of an answer's end: the last event has the counts of tokens."""
+_HEAD_BYTES = 4096
+"""Most bytes that are read of an answer that refuses."""
+_TOLD = 200
+"""Characters that are told of an answer that says nothing else."""
 
 
 @dataclass(slots=True)
@@ -32,6 +38,8 @@ class Answer:
     """Empty if it went well."""
     end: bytes = b""
     """The last of what was read."""
+    head: bytes = b""
+    """The first of what was read, at least its status."""
 
     @property
     def tokens(self) -> int:
@@ -55,7 +63,7 @@ class Connection(asyncio.Protocol):
         self._done = done
         self._transport: asyncio.Transport | None = None
         self._tail = b""
-        self._head = b""
+        self._refused = False
         self.answer = Answer(0.0, [], 0, "")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -72,11 +80,12 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         now = time.monotonic()
         answer = self.answer
-        if not answer.times and len(self._head) < 12:
-            self._head += data
-            if len(self._head) >= 12 and self._head[9:12] != b"200":
-                answer.status = self._head[:400].decode("latin-1")
-                self._finish()
+        if self._refused or (not answer.times and len(answer.head) < 12):
+            answer.head += data
+            self._refused = len(answer.head) >= 12 and answer.head[9:12] != b"200"
+            if self._refused:
+                if _is_whole(answer.head):
+                    self._finish()
                 return
         answer.end = (answer.end + data)[-_END_BYTES:]
         # The end of a stream that failed; the connection may stay open, and some servers send [DONE] behind it.
@@ -99,17 +108,49 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self._done.done():
-            self.answer.status = self.answer.status or f"the connection was closed early: {exc}"
-            self._done.set_result(None)
+            if not self.answer.status and not self._refused:
+                self.answer.status = _broken_off(self.answer, exc)
+            self._finish()
 
     def _finish(self) -> None:
         if not self._done.done():
+            if self._refused:
+                self.answer.status = _refusal(self.answer.head)
             self._done.set_result(None)
 
     def close(self) -> None:
         """Closes the connection."""
         if self._transport is not None:
             self._transport.close()
+
+
+def _is_whole(answer: bytes) -> bool:
+    """Whether all is there of an answer that refuses, or enough of it."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    length = _LENGTH.search(head)
+    enough = length is not None and len(body) >= int(length[1])
+    return enough or len(answer) >= _HEAD_BYTES or body.endswith(b"0\r\n\r\n")  # the last: an end of chunks
+
+
+def _refusal(answer: bytes) -> str:
+    """Status of an answer that refuses, with the message that it has."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status = head.split(b"\r\n", 1)[0][9:].decode("latin-1")
+    found = _MESSAGE.search(body)
+    try:
+        said = json.loads(found[1]) if found else body.decode("utf-8", "replace")
+    except ValueError:
+        said = ""
+    return ": ".join(part for part in (status, " ".join(said.split())[:_TOLD]) if part)
+
+
+def _broken_off(answer: Answer, error: Exception | None) -> str:
+    """What is said of an answer whose connection was closed before its end."""
+    reason = "the connection was closed before the answer's end" + (f": {error}" if error else "")
+    if answer.events or not answer.end:
+        return reason
+    body = answer.end.partition(b"\r\n\r\n")[2] or answer.end
+    return f"{reason}, which has no event: {' '.join(body.decode('utf-8', 'replace').split())[:_TOLD]}"
 
 
 def post(host: str, path: str, body: Mapping[str, Any], *, key: str = "") -> bytes:

@@ -32,6 +32,10 @@ def keys_of(settings: type[BaseSettings]) -> dict[str, str]:
 def wrong_settings(error: ValidationError) -> list[str]:
     """A text a wrong setting, with the name of its variable and never its value."""
     return [
-        f"{variable_named('_'.join(map(str, e['loc']))) if e['loc'] else 'settings'}: {e['msg']}"
+        f"{variable_named('_'.join(map(str, e['loc']))) if e['loc'] else 'settings'}: {_plain(e['msg'])}"
         for e in error.errors(include_input=False, include_url=False)
     ]
+
+
+def _plain(message: str) -> str:
+    return message.removeprefix("Value error, ")

@@ -99,6 +99,12 @@ class TestConfig:
         if words[0] in ("ps", "run", "bench"):
             assert "TEMPER_REQUEST_TIMEOUT" in json.loads(result.stdout)["error"]["message"]
 
+    def test_a_file_that_cannot_be_read_is_no_missing_one(self, home: Path) -> None:
+        (home / "temper.toml").symlink_to("nowhere")
+        result = temper("config", "check")
+        assert result.exit_code == 2
+        assert "temper.toml cannot be read: No such file" in result.stderr
+
     def test_a_named_file_that_is_missing_is_no_empty_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TEMPER_CONFIG", "nowhere.toml")
         result = temper("context", "list")
@@ -363,12 +369,16 @@ class TestLoads:
 
     def test_failures_are_counted_and_told(self) -> None:
         def answer(seen: Seen) -> Reply:
-            return Reply({"data": [{"id": "m"}]}) if seen.method == "GET" else Reply({"error": "full"}, 503)
+            return (
+                Reply({"data": [{"id": "m"}]})
+                if seen.method == "GET"
+                else Reply({"error": {"message": "it is\nfull"}}, 503)
+            )
 
         with serving(answer) as (url, _):
             result = temper("bench", "--url", url, "-n", "2", "--warm-up", "0")
         assert result.exit_code == 1
-        assert result.stderr.count("HTTP/1.0 503") == result.stderr.count("failed ") > 0  # the beginning is told once
+        assert result.stderr.count("503 Service Unavailable: it is full") == result.stderr.count("failed ") == 1
 
     def test_a_stream_that_ends_with_an_error_has_failed(self) -> None:
         """Whether or not [DONE] follows, and where the connection stays open."""

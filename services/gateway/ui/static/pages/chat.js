@@ -7,7 +7,7 @@ import { EMPTY_ANSWER, messagesOf, requestBody, stream } from "../core/chat_stre
 import { corrected, labelled, preferred } from "../core/examples.js";
 import { Session, useLoaded, useTabState } from "../core/hooks.js";
 import { Answer } from "../parts/answer.js";
-import { Empty, Page } from "../parts/basics.js";
+import { Empty, Failure, Page } from "../parts/basics.js";
 import { Examples, SAMPLING, Sampling } from "../parts/chat_side.js";
 import { toast } from "../parts/dialogs.js";
 import { Check, Select } from "../parts/form.js";
@@ -183,6 +183,7 @@ export default function Chat({ query }) {
             ${two && html`<${Select} label="Right" value=${right} change=${setRight} options=${known(right)} />`}
             <${Check} label="Two side by side" checked=${two} change=${setTwo} />
           </div>
+          ${models.error && html`<${Failure} error=${models.error} retry=${models.reload} />`}
           <div class="turns" aria-live="polite" aria-relevant="additions">
             ${chat.turns.map((turn, index) => html`<${Turn} key=${index} turn=${turn} index=${index} chat=${chat} />`)}
             ${!chat.turns.length && html`<${Empty} title="Ask the model something">Answers stream in. Correct them or compare two versions, and train on what you found.<//>`}

@@ -142,14 +142,17 @@ function Training() {
   `;
 }
 
+/** Model of the engines, in words. */
+const described = ({ model }) => (model ? `${model.id} on ${model.device}, ${model.dtype}, ${number(model.parameters)} parameters` : "No engine has been reached yet.");
+
 export default function Overview() {
   const status = usePolled(() => get("/v1/status", {}, { quiet: true }), SECONDS);
   if (status.data) remember(status.data);
   const sees = useMay("train", "admin");
   return html`
-    <${Loaded} state=${status}>
-      ${(now) => html`
-        <${Page} title="Overview" note=${now.model ? `${now.model.id} on ${now.model.device}, ${now.model.dtype}, ${number(now.model.parameters)} parameters` : "No engine has been reached yet."}>
+    <${Page} title="Overview" note=${status.data && described(status.data)}>
+      <${Loaded} state=${status}>
+        ${(now) => html`
           <${Figures}>
             <${Figure} label="In flight" value=${number(now.gateway.in_flight)} hint=${`of ${number(now.gateway.max_in_flight)}`} />
             <${Figure} label="Engines ready" value=${`${now.engines.filter((engine) => engine.ready).length} / ${now.engines.length}`} />
@@ -165,8 +168,8 @@ export default function Overview() {
           ${now.engines.map((engine) => html`<${Engine} key=${engine.id} engine=${engine} />`)}
           ${!now.engines.length && html`<${Empty} title="No engine is known">Set TEMPER_ENGINES, or start one with <code>temper up</code>.<//>`}
           <p class="muted">${plural(now.engines.length, "engine")}. The same as JSON: <code>GET /v1/status</code> and <code>GET /v1/requests</code>.</p>
-        <//>
-      `}
+        `}
+      <//>
     <//>
   `;
 }
