@@ -94,7 +94,7 @@ class InProcessEngine:
             }
         )
         self.settings = settings
-        use_threads(settings)
+        use_threads(settings.torch_threads)
         self.engine: Engine = build_engine(settings, self.registry, None, events)
         tune_interpreter()
         self.engine.start()

@@ -50,7 +50,7 @@ def child(model: Path, zero: float) -> None:
         stages.done("CUDA context")
 
     stages.listen()
-    use_threads(settings)
+    use_threads(settings.torch_threads)
     engine = build_engine(settings, AdapterRegistry(ObjectStore(settings), settings.served_model_name), None)
     stages.done("rest of the build")
     answered = threading.Event()

@@ -98,7 +98,7 @@ def training_pod(
         registry: None: there are no adapters but those in training.
     """
     chosen = settings_for(model, device, **settings)
-    use_threads(chosen)
+    use_threads(chosen.torch_threads)
     registry = registry or GeneratedAdapters(read_config(model), count=0, rank=1)
     engine = build_engine(chosen, registry, None)
     tune_interpreter()
