@@ -77,6 +77,9 @@ def test_the_path(reader: Reader, stack: Stack) -> None:
     reader.picture("dashboard-side-by-side")
     page.get_by_role("button", name="Prefer this").first.click()
     expect(page.get_by_role("heading", name="Examples: 1")).to_be_visible()
+    said = httpx.get(f"{stack.url}/v1/feedback?limit=2", timeout=PATIENCE).json()["data"]
+    assert [(one["thumb"], one["correction"]) for one in said[1:]] == [("down", NEW)]
+    assert said[0]["preferred_over"].startswith("chatcmpl-")
 
     page = reader.open(f"adapters/{name}", "Adapters")
     expect(page.get_by_role("heading", name="Metrics of its last step")).to_be_visible()

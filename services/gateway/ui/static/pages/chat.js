@@ -2,7 +2,7 @@
 
 import { html, useContext, useEffect, useRef, useState } from "../vendor/htm-preact.js";
 import { choices } from "../core/adapters.js";
-import { get } from "../core/api.js";
+import { call, get } from "../core/api.js";
 import { EMPTY_ANSWER, messagesOf, requestBody, stream } from "../core/chat_stream.js";
 import { corrected, labelled, preferred } from "../core/examples.js";
 import { Session, useLoaded, useTabState } from "../core/hooks.js";
@@ -62,11 +62,29 @@ function Composer({ send, stop, busy, fieldRef }) {
   `;
 }
 
+/** Tells the server what is said of an answer: all of it, in the place of what was said before. */
+async function tell(answer, rival) {
+  const said = {
+    thumb: { true: "up", false: "down" }[answer.label],
+    correction: answer.edited ?? undefined,
+    preferred_over: rival?.id ?? undefined,
+  };
+  try {
+    await call("POST", "/v1/feedback", { json: { completion_id: answer.id, ...said } });
+  } catch (error) {
+    toast(`Not kept as feedback: ${error.message}`, { tone: "bad" });
+  }
+}
+
 /** Turns, their answers, and everything that changes them. */
 function useConversation({ models, served, sampling, logprobs, tools, collect }) {
   const [turns, setTurns] = useState([]);
   const [busy, setBusy] = useState(false);
   const running = useRef(null);
+  const told = useRef(Promise.resolve());
+  const give = (answer, rival = null) => {
+    told.current = told.current.then(() => tell(answer, rival)); // one after the other: the last one counts
+  };
   useEffect(() => () => running.current?.abort(), []);
 
   const setAnswer = (turn, place, change) =>
@@ -115,17 +133,20 @@ function useConversation({ models, served, sampling, logprobs, tools, collect })
     label: (index, place, good) => {
       const answer = turns[index].answers[place];
       setAnswer(index, place, (one) => ({ ...one, label: good }));
+      give({ ...answer, label: good });
       collect(labelled(context(index), answer.edited ?? answer.text, good));
     },
     edit: (index, place, text) => {
       const answer = turns[index].answers[place];
-      setAnswer(index, place, (one) => ({ ...one, edited: text, label: one.label === false ? false : one.label }));
+      setAnswer(index, place, (one) => ({ ...one, edited: text }));
+      give({ ...answer, edited: text });
       collect(corrected(context(index), answer.text, text));
     },
     prefer: (index, place) => {
       const turn = turns[index];
       setTurns((known) => known.map((one, other) => (other === index ? { ...one, preferred: place } : one)));
       const rival = turn.answers[1 - place];
+      give(turn.answers[place], rival);
       collect(preferred(context(index), turn.answers[place].text, rival.text));
     },
     answerTool: (index, place, call, result) => {
