@@ -75,7 +75,8 @@ def test_the_path(reader: Reader, stack: Stack) -> None:
     send(page, QUESTION)
     assert answers(page) == [NEW, OLD]
     reader.picture("dashboard-side-by-side")
-    page.get_by_role("button", name="Prefer this").first.click()
+    with page.expect_response("**/v1/feedback"):
+        page.get_by_role("button", name="Prefer this").first.click()
     expect(page.get_by_role("heading", name="Examples: 1")).to_be_visible()
     said = httpx.get(f"{stack.url}/v1/feedback?limit=2", timeout=PATIENCE).json()["data"]
     assert [(one["thumb"], one["correction"]) for one in said[1:]] == [("down", NEW)]
