@@ -152,10 +152,11 @@ def test_a_suite_is_run_and_its_targets_are_compared(stack: Stack, examples: str
 
 def test_feedback_on_kept_answers_is_trained_on(stack: Stack, tmp_path: Path) -> None:
     good, bad = (ok(stack, "chat", text, "--store", "--max-tokens", "4")["completion_id"] for text in ("hello", "hi"))
-    notes, data, adapter = str(tmp_path / "notes.jsonl"), str(tmp_path / "data.jsonl"), name()
-    ok(stack, "feedback", "give", good, "--up", "--file", notes)
-    ok(stack, "feedback", "give", bad, "--correct", "Good day!", "--file", notes)
-    assert ok(stack, "feedback", "export", "kto", data, "--file", notes)["examples"] == 3
+    data, adapter = str(tmp_path / "data.jsonl"), name()
+    given = [ok(stack, "feedback", "give", good, "--up"), ok(stack, "feedback", "give", bad, "--correct", "Good day!")]
+    assert ok(stack, "feedback", "export", "kto", data)["examples"] == 3
+    for one in given:
+        assert ok(stack, "feedback", "delete", one["id"])["deleted"] is True
     submit = ("train", "submit", "kto", "--data", data, "--adapter", adapter, "--epochs", "1", "--no-attach", "--wait")
     result = temper(stack, *submit)
     assert result.returncode == 0, result.stderr

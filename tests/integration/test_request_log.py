@@ -192,6 +192,16 @@ def test_the_next_gateway_hands_on_what_a_killed_one_left(gateway: Gateway, log:
     assert not list((tmp_path / "spool").glob("*.part"))
 
 
+def test_a_redis_that_has_lost_everything_is_told_again(gateway: Gateway, log: RequestLog, raw: redis.Redis) -> None:
+    running, keys = gateway()
+    before = [ask(running, keys)["id"] for _ in range(6)]
+    logged(log, 6)
+    raw.flushall()
+    after = ask(running, keys)["id"]
+    assert [one.id for one in logged(log, 7)] == [after, *reversed(before)]
+    assert [one.id for one in log.newest(RequestFilter(None, since=time.time()), limit=9)] == []
+
+
 def test_the_index_is_made_again_from_the_parts(log: RequestLog, raw: redis.Redis, store: ObjectStore) -> None:
     now = time.time()
     lines = [

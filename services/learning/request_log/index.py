@@ -4,6 +4,7 @@ Keys:
     temper:request:{id}               "part offset length" of a request, by each id of its answer; expires
     temper:requests:{list}            sorted set of ids by the time at which they ended: "all", "owner:…", "user:…" and
                                       "session:…" with digests of the names
+    temper:requests:whole             there while nothing was lost
     temper:requests:erased            hash: who or what was erased, and when, for what is written later: a gateway may
                                       still hold requests in its spool
 
@@ -24,6 +25,7 @@ from services.learning.request_log.parts import Line
 _ONE: Final = "temper:request:"
 _LISTS: Final = "temper:requests:"
 _ERASED: Final = "temper:requests:erased"
+_WHOLE: Final = "temper:requests:whole"
 _ERASED_SECONDS = 30 * 86400
 """Time for which a spool may lie around before it is written."""
 _FIELDS = 6
@@ -104,6 +106,14 @@ class RequestIndex:
             for entry, line in entries[start : start + _CHUNK]:
                 args += [entry.id, line.offset, line.length, entry.at, " ".join(entry.lists), " ".join(entry.also)]
             call(lambda: self._add(keys=[], args=args))  # noqa: B023  (called at once)
+
+    def is_whole(self) -> bool:
+        """False: this Redis has lost what the index had, or never had any of it."""
+        return bool(call(lambda: cast(int, self._redis.exists(_WHOLE))))
+
+    def mark_whole(self) -> None:
+        """Says that all parts are in the index."""
+        call(lambda: self._redis.set(_WHOLE, "1"))
 
     def find(self, ids: Sequence[str]) -> Mapping[str, Line]:
         """Places of the requests that these ids are of; unknown ones are left out. A choice's id ("…:1") is found."""

@@ -63,11 +63,9 @@ class RequestLog:
 
     def find(self, answer_ids: Sequence[str]) -> list[tuple[str, LoggedRequest]]:
         """The requests that are kept among those with these answers, by the ids asked for."""
-        found = []
-        for one, line in self._index.find(answer_ids).items():
-            if (data := self._parts.read(line)) is not None:
-                found.append((one, LoggedRequest.parse(data, str(line))))
-        return found
+        places = self._index.find(answer_ids)
+        texts = self._parts.read(list(dict.fromkeys(places.values())))
+        return [(one, LoggedRequest.parse(texts[line], str(line))) for one, line in places.items() if line in texts]
 
     def newest(self, wanted: RequestFilter, *, limit: int, after: str | None = None) -> list[LoggedRequest]:
         """Requests, newest first, from behind ``after`` on."""
@@ -77,8 +75,9 @@ class RequestLog:
             if not ids:
                 break
             after = ids[-1]
-            found += [record for _, record in self.find(ids) if wanted.takes(record)]
-            if found and found[-1].at < wanted.since:
+            page = [record for _, record in self.find(ids)]
+            found += filter(wanted.takes, page)
+            if page and page[-1].at < wanted.since:
                 break
         return found[:limit]
 
@@ -134,6 +133,7 @@ class RequestLog:
             entries.append((entry_of(record), line))
             count += 1
         self._index.add(part, entries, now)
+        self._index.mark_whole()
         return count
 
     def _take_out(self, records: Sequence[LoggedRequest]) -> None:

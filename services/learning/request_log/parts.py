@@ -23,6 +23,8 @@ ROOT: Final = "requests/"
 _SLACK_SECONDS = 120.0
 """Time from the first request of a part to its last, and between clocks of gateways, at most."""
 _RACES = 16
+_WHOLE_FROM = 4
+"""Lines from which on a part is read whole: a request costs the time of some 100 kB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,19 @@ class Parts:
         with contextlib.suppress(PreconditionFailed):
             self.store.put(_key(part), data, if_absent=True)
 
-    def read(self, line: Line) -> bytes | None:
-        """Bytes of a line; None: it was taken out, or the part is gone."""
+    def read(self, lines: Sequence[Line]) -> dict[Line, bytes]:
+        """Bytes of lines; those that were taken out, or whose part is gone, are left out. A part of which several
+        are wanted is read as a whole."""
+        found: dict[Line, bytes] = {}
+        for part, those in _by_part(lines).items():
+            if len(those) < _WHOLE_FROM:
+                found |= {line: data for line in those if (data := self._line(line)) is not None}
+            elif (whole := self.whole(part)) is not None:
+                texts = {line: whole[line.offset : line.offset + line.length] for line in those}
+                found |= {line: data for line, data in texts.items() if data.strip()}
+        return found
+
+    def _line(self, line: Line) -> bytes | None:
         buffer = bytearray(line.length)
         try:
             count = self.store.read_into(_key(line.part), line.offset, memoryview(buffer))
@@ -98,10 +111,7 @@ class Parts:
 
     def take_out(self, lines: Sequence[Line]) -> None:
         """Writes blanks over lines."""
-        by_part: dict[str, list[Line]] = {}
-        for line in lines:
-            by_part.setdefault(line.part, []).append(line)
-        for part, those in by_part.items():
+        for part, those in _by_part(lines).items():
             self._blank(part, those)
 
     def sweep(self, before: float) -> int:
@@ -127,6 +137,13 @@ class Parts:
                 continue
             return
         raise Unavailable(f"part {part} of the request log kept changing; retry")
+
+
+def _by_part(lines: Sequence[Line]) -> dict[str, list[Line]]:
+    found: dict[str, list[Line]] = {}
+    for line in lines:
+        found.setdefault(line.part, []).append(line)
+    return found
 
 
 def _key(part: str) -> str:

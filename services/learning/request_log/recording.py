@@ -101,6 +101,11 @@ class Recording:
             self.ended = time.time()
             self.hand_over(self)
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompts and answers, and one for the rest."""
+        return 1 + sum(map(len, self.prompts)) + sum(len(choice.token_ids) for choice in self.choices)
+
     def record(self) -> dict[str, Any]:
         """The request as it is written, before redaction."""
         asked: Mapping[str, Any] = self.body.model_dump(mode="json", exclude_unset=True)

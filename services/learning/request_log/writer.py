@@ -18,13 +18,14 @@ from pydantic_core import to_json
 from services.common.errors import Unavailable
 from services.common.storage.record_versions import LOGGED_REQUEST
 from services.learning.request_log.index import Entry, RequestIndex
+from services.learning.request_log.log import RequestLog
 from services.learning.request_log.parts import Line, Parts
 from services.learning.request_log.recording import Recording
 from services.learning.request_log.redaction import Redaction
 from services.learning.request_log.spool import Spool, SpooledPart
 
-_WAITING = 10_000
-"""Most recordings that wait for the first thread."""
+_WAITING_TOKENS = 2**22
+"""Tokens of recordings that wait for the first thread, at most: some hundred MB, with their texts."""
 _AT_ONCE = 256
 _LONGEST_WAIT = 30.0
 _SWEEP_SECONDS = 3600.0
@@ -65,7 +66,10 @@ class RequestLogWriter:
         self._keep_seconds = keep_seconds
         self._written = written
         self._dropped = dropped
-        self._queue: queue.Queue[Recording] = queue.Queue(_WAITING)
+        self._queue: queue.SimpleQueue[Recording] = queue.SimpleQueue()
+        self._waiting = 0
+        """Tokens of the recordings in the queue."""
+        self._lock = threading.Lock()
         self._closing = threading.Event()
         self._handing = threading.Event()
         """Set when a part may be complete, or at the end."""
@@ -89,10 +93,13 @@ class RequestLogWriter:
 
     def take(self, recording: Recording) -> None:
         """Takes a request that has ended."""
-        try:
-            self._queue.put_nowait(recording)
-        except queue.Full:
+        with self._lock:
+            full = self._waiting >= _WAITING_TOKENS
+            self._waiting += 0 if full else recording.tokens
+        if full:
             self._dropped("queue", 1)
+        else:
+            self._queue.put(recording)
 
     # The first thread.
 
@@ -113,6 +120,8 @@ class RequestLogWriter:
             found.append(self._queue.get(timeout=min(0.25, self._part_seconds)))
             while len(found) < _AT_ONCE:
                 found.append(self._queue.get_nowait())
+        with self._lock:
+            self._waiting -= sum(one.tokens for one in found)
         return found
 
     def _append(self, recordings: Sequence[Recording]) -> None:
@@ -182,6 +191,9 @@ class RequestLogWriter:
         for entry, line in found.requests:
             lines.append((entry, Line(found.part, offset, len(line))))
             offset += len(line) + 1
+        if not self._index.is_whole():
+            count = RequestLog(self._parts, self._index).reindex(time.time())
+            log.info("the index of logged requests was made again from its parts", requests=count)
         self._parts.write(found.part, b"".join(line + b"\n" for _, line in found.requests))
         now = time.time()
         self._index.add(found.part, lines, now)

@@ -79,6 +79,9 @@ class MemoryIndex:
         del part, now
         self.entries |= {entry.id: (entry, line) for entry, line in entries}
 
+    def is_whole(self) -> bool:
+        return True
+
     def find(self, ids: Sequence[str]) -> Mapping[str, Line]:
         by_id = {one: line for entry, line in self.entries.values() for one in (entry.id, *entry.also)}
         return {one: by_id[one.partition(":")[0]] for one in ids if one.partition(":")[0] in by_id}
