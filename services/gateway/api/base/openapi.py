@@ -202,8 +202,18 @@ EXAMPLES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "judge": {"session_id": "support-4711", "score": -0.5, "comment": "No answer.", "source": "judge"},
     },
     "/v1/datasets": {
-        "feedback": {"name": "support", "filter": {"min_rating": -1, "sources": ["user"]}, "max_user_share": 0.1},
-        "dry run": {"name": "support", "dry_run": True, "split": {"by": "session", "held_out": 0.2}},
+        "of users": {
+            "name": "support",
+            "filter": {"min_rating": -1, "sources": ["user"]},
+            "max_user_share": 0.1,
+            "dry_run": True,
+        },
+        "by session": {
+            "name": "support",
+            "logged": True,
+            "split": {"by": "session", "validation": 0.1, "held_out": 0.2},
+            "dry_run": True,
+        },
     },
     "/v1/forge": ForgeJob.request_examples,
     "/v1/train/sessions": {"adapter": {"lora": {"rank": 8}, "ttl_seconds": 60}},
