@@ -109,7 +109,7 @@ class RequestIndex:
 
     def is_whole(self) -> bool:
         """False: this Redis has lost what the index had, or never had any of it."""
-        return bool(call(lambda: cast(int, self._redis.exists(_WHOLE))))
+        return bool(call(lambda: self._redis.exists(_WHOLE)))
 
     def mark_whole(self) -> None:
         """Says that all parts are in the index."""
