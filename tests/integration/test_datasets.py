@@ -15,19 +15,20 @@ import redis
 from services.common.errors import NotFound, Unavailable
 from services.common.jobs.kinds.kto import KtoJob
 from services.common.security.api_keys import Scope
-from services.common.storage.ids import key_of
 from services.common.storage.object_store import ObjectStore
 from services.learning.datasets.build import Built, DatasetReport
 from services.learning.datasets.maker import DatasetMaker
 from services.learning.datasets.rows import Row
 from services.learning.datasets.spec import DatasetSpec
 from services.learning.datasets.store import DatasetStore, NewDataset
+from services.learning.request_log.index import user_mark
 from services.learning.request_log.log import RequestLog
 from tests.integration.logging_gateway import Gateway, ask, everywhere, gateway, log, logged
 from tests.stack import PATIENCE
 from tests.unit.cli.runner import temper as run_temper
 
 __all__ = ["gateway", "log"]
+SPLIT = {"validation": 0.0, "held_out": 0.0}
 Call = Callable[..., httpx.Response]
 
 
@@ -87,18 +88,28 @@ def test_from_traffic_to_examples(
     everybodys = call("POST", "/v1/datasets", json={**spec, "name": "all"}, key="admin").json()
     assert everybodys["rows"]["train"] == 4
 
+    upload = {"file": ("more.jsonl", b'{"prompt": "2 + 2", "completion": "4"}\nno JSON\n')}
+    file = call("POST", "/v1/files", files=upload, data={"purpose": "batch"}).json()["id"]
+    filed = call("POST", "/v1/datasets", json={"name": "filed", "feedback": False, "files": [file], "split": SPLIT})
+    assert filed.status_code == 201, filed.text
+    assert (filed.json()["rows"]["train"], filed.json()["report"]["faulty_lines"]) == (1, 1)
+    assert call("POST", "/v1/datasets", json={"name": "x", "files": [file]}, key="rival").status_code == 404
+
+    assert call("DELETE", f"/v1/request_log/{answers[2]['id']}").status_code == 200
+    assert call("GET", "/v1/datasets/thumbs@1").json()["rows"]["train"] == 2, "a data set has no erased request"
+    assert call("GET", "/v1/datasets/all@1", key="admin").json()["rows"]["train"] == 3
     erased = call("DELETE", "/v1/users/bob").json()
     assert erased["requests"] == 1
     assert erased["datasets"] == {"all@1": 1, "thumbs@1": 1}
     after = call("GET", "/v1/datasets/thumbs@1").json()
-    assert (after["rows"]["train"], after["recuts"][0]["rows"]) == (2, 1)
+    assert (after["rows"]["train"], [one["rows"] for one in after["recuts"]]) == (1, [1, 1])
     assert after["digest"] != made.json()["digest"]
     erased = call("DELETE", "/v1/users/judge", key="admin").json()
     assert erased["feedback"] == 3
-    assert call("GET", "/v1/datasets/all").json() is not None
-    for one in ("bob", "judge"):
+    assert call("GET", "/v1/datasets/all", key="admin").json()["rows"]["train"] == 1, "that of another key"
+    for one in ("bob", "judge", "eve"):
         assert f"zebra of {one}".encode() not in everywhere(raw, store, tmp_path / "spool")
-        assert f'"{one}"'.encode() not in everywhere(raw, store, tmp_path / "spool")
+        assert one == "eve" or f'"{one}"'.encode() not in everywhere(raw, store, tmp_path / "spool")
     assert call("DELETE", "/v1/datasets/thumbs").json()["versions"] == [1]
     assert call("GET", "/v1/datasets/thumbs").status_code == 404
 
@@ -109,6 +120,7 @@ def built(*users: str) -> Built:
 
 
 SPEC = DatasetSpec(logged=True)
+ANN = frozenset((user_mark("ann", None),))
 
 
 def test_from_the_command_line(
@@ -178,13 +190,18 @@ def test_an_erasure_that_died_is_finished_by_the_next(store: ObjectStore, monkey
             patched.setattr(store, "put", counted_put)
             patched.setattr(store, "delete", counted_delete)
             try:
-                datasets.cut_out(name, 1, key_of("ann"), None)
+                datasets.cut_out(name, 1, ANN)
                 died = False
             except Unavailable:
                 died = True
+        lock = f"datasets/{name}/00000001/lock"
+        if store.head(lock) is not None:
+            with pytest.raises(Unavailable, match="changed by somebody else"):
+                datasets.cut_out(name, 1, ANN)
+            store.put(lock, b"0.0 minutes ago")
         users = [row.user for row in datasets.rows(datasets.get(name), "train")]
         assert users in (["ann", "bob", "eve"], ["bob", "eve"])
-        datasets.cut_out(name, 1, key_of("ann"), None)
+        datasets.cut_out(name, 1, ANN)
         assert [row.user for row in datasets.rows(datasets.get(name), "train")] == ["bob", "eve"]
         assert not any(b"ann" in store.get(key).data for key in store.list(f"datasets/{name}/"))
         if not died:
@@ -201,7 +218,7 @@ def test_a_user_erased_while_a_data_set_is_made_is_not_in_it(
 
     def erased_meanwhile(*args: Any) -> Any:
         log.erase_user("ann", None)
-        assert maker.store.erase_user("ann", None) == {}
+        assert maker.store.erase(user_mark("ann", None)) == {}
         return create(*args)
 
     monkeypatch.setattr(maker, "build", lambda *_: built("ann", "bob"))

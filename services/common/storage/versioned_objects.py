@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -27,6 +29,8 @@ from services.common.validation.strict_models import StrictModel
 
 PIECE_LINES = 512
 PIECE_BYTES = 4 * 2**20
+_LOCK_SECONDS = 120.0
+"""Time after which who holds a lock counts as dead; changing a version takes seconds."""
 _RACES = 64
 """Numbers that others may take while one is looked for."""
 
@@ -163,6 +167,34 @@ class VersionedObjects:
                 data = self._piece(name, number, lines, index, piece)
                 yield from data.splitlines()[max(0, start - first) : None if end is None else end - first]
             first += piece.items
+
+    @contextmanager
+    def locked(self, name: str, number: int) -> Iterator[None]:
+        """Keeps others from changing what a version has. A lock whose holder has died is free after some minutes.
+
+        Raises:
+            Unavailable: somebody else has it.
+        """
+        key, mine = f"{self.prefix(name, number)}lock", f"{time.time():.3f} {uuid.uuid4().hex}".encode()
+        try:
+            self.store.put(key, mine, if_absent=True)
+        except PreconditionFailed:
+            self._take_over(key, mine, f"{self.noun} {name}@{number}")
+        try:
+            yield
+        finally:
+            self.store.delete(key)
+
+    def _take_over(self, key: str, mine: bytes, what: str) -> None:
+        try:
+            held = self.store.get(key)
+            left = float(held.data.split()[0]) + _LOCK_SECONDS - time.time()
+            if left <= 0:
+                self.store.put(key, mine, if_match=held.etag)
+                return
+        except (ObjectNotFound, PreconditionFailed):
+            left = 1.0
+        raise Unavailable(f"{what} is being changed by somebody else; retry", retry_after=max(left, 1.0))
 
     def missing(self, name: str, number: int) -> NotFound:
         """The error for a version that does not exist."""

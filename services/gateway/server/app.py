@@ -166,6 +166,7 @@ def create_app(
         parts = Parts(batch_stores.files.objects)
         index = index_requests(settings)
         log_reader = RequestLog(parts, index)
+        datasets = DatasetStore(parts.store)
         recorder = None if logging is None else logging.recorder(parts, index)
         inference = InferenceContext(settings, engines, metrics, admission, tracer, recorder)
         suites = SuiteStore(batch_stores.files.objects)
@@ -197,8 +198,8 @@ def create_app(
             ),
             forge,
             FeedbackServices(feedback, metrics),
-            RequestLogServices(log_reader, threads),
-            DatasetServices(DatasetMaker(DatasetStore(parts.store), log_reader), feedback, batch_stores.files, threads),
+            RequestLogServices(log_reader, datasets, threads),
+            DatasetServices(DatasetMaker(datasets, log_reader), feedback, batch_stores.files, threads),
             HealthServices(inference, lifecycle, queue, queues, registry, threads, background),
             KeyServices(keys),
             LogServices(recent or RecentLogs(), engines, lifecycle, settings.keep_alive_seconds),

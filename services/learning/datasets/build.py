@@ -20,6 +20,8 @@ from services.learning.request_log.record import LoggedChoice, LoggedRequest
 _AT_ONCE = 200
 _OF_A_SESSION = 1000
 _TOLD_USERS = 10
+DIGITS = 12
+"""Characters of a user's digest that are told."""
 _PARTS = 2**32
 
 
@@ -310,7 +312,9 @@ class DatasetBuilder:
             rated=len(rated),
             mean_rating=round(fmean(rated), 6) if rated else None,
             users=len(users),
-            top_users=tuple(UserShare(user=user[:12], rows=count) for user, count in users.most_common(_TOLD_USERS)),
+            top_users=tuple(
+                UserShare(user=user[:DIGITS], rows=count) for user, count in users.most_common(_TOLD_USERS)
+            ),
         )
 
 

@@ -58,9 +58,9 @@ class DatasetMaker:
             raise InvalidRequest(f"no row fulfils all conditions: {_looked_at(built.report)}", param="filter")
         manifest = self.store.create(new, built)
         # Who erases a user leaves a mark, and cuts what is published; here it is the other way round.
-        for user, key in self.log.erased_since(began - _SLACK_SECONDS):
-            if self.store.cut_out(manifest.name, manifest.version, user, key):
-                manifest = self.store.get(manifest.name, manifest.version)
+        erased = frozenset(self.log.erased_since(began - _SLACK_SECONDS))
+        if erased and self.store.cut_out(manifest.name, manifest.version, erased):
+            manifest = self.store.get(manifest.name, manifest.version)
         return manifest, built.opinions
 
 

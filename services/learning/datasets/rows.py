@@ -11,6 +11,7 @@ from pydantic import ConfigDict
 
 from services.common.storage.ids import key_of
 from services.common.validation.strict_models import StrictModel
+from services.learning.request_log.index import answer_mark, user_marks
 
 Json = dict[str, Any]
 
@@ -65,6 +66,12 @@ class Row(StrictModel):
     def users(self) -> frozenset[str]:
         """Digests of everybody that it comes from."""
         return frozenset(key_of(one) for one in (self.user, *self.said_by) if one is not None)
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """Marks of erasure that mean it."""
+        found = {mark for user in self.users for mark in user_marks(user, self.key_id)}
+        return frozenset(found | ({answer_mark(self.answer_id)} if self.answer_id is not None else set()))
 
     @property
     def text(self) -> str | None:

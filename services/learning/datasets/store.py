@@ -14,17 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.common.errors import NotFound, Unavailable
-from services.common.storage.ids import key_of
 from services.common.storage.names import version_number
 from services.common.storage.object_store import ObjectStore
 from services.common.storage.record_versions import DATASET
 from services.common.storage.versioned_objects import Piece, VersionedObjects, pieces_of
 from services.common.validation.strict_models import StrictModel
-from services.learning.datasets.build import Built, DatasetReport
+from services.learning.datasets.build import DIGITS, Built, DatasetReport
 from services.learning.datasets.rows import Row
 from services.learning.datasets.spec import SPLITS, DatasetSpec, Split, check_dataset_name
-
-_RACES = 16
 
 
 class Recut(StrictModel):
@@ -146,44 +143,39 @@ class DatasetStore:
         self._versions.unpublish(manifest.name, manifest.version)
         self._versions.keep_pieces(manifest.name, manifest.version, ())
 
-    def erase_user(self, user: str, owner: str | None) -> dict[str, int]:
-        """Takes the rows of a user out of every data set; returns how many of which version.
-
-        Args:
-            owner: only rows of requests of this API key; None: all.
-        """
+    def erase(self, mark: str) -> dict[str, int]:
+        """Takes the rows that a mark of erasure means out of every data set; returns how many of which version."""
         gone = {}
         for name, _ in self.newest():
             for number in self.versions(name):
-                if (count := self.cut_out(name, number, key_of(user), None if owner is None else key_of(owner))) > 0:
+                if (count := self.cut_out(name, number, frozenset((mark,)))) > 0:
                     gone[f"{name}@{number}"] = count
         return gone
 
-    def cut_out(self, name: str, number: int, user: str, owner: str | None) -> int:
-        """Takes the rows of a user out of a version; returns how many.
+    def cut_out(self, name: str, number: int, marks: frozenset[str]) -> int:
+        """Takes the rows that one of the marks means out of a version; returns how many.
 
-        Args:
-            user, owner: digests (key_of) of the user, and of the API key whose rows go; None: all.
+        Raises:
+            Unavailable: somebody else is at it.
         """
-        for _ in range(_RACES):
+        with self._versions.locked(name, number):
             manifest = self.get(name, number)
             # Pieces of an earlier cut, which died before it could remove them.
             self._versions.keep_pieces(name, number, [_lines(split, manifest) for split in SPLITS])
             kept = {
-                split: [row for row in self.rows(manifest, split) if not _from(row, user, owner)] for split in SPLITS
+                split: [row for row in self.rows(manifest, split) if row.marks.isdisjoint(marks)] for split in SPLITS
             }
             count = manifest.total - sum(map(len, kept.values()))
-            if not count:
-                return 0
-            if self._recut(manifest, kept, user, count):
-                return count
-        raise Unavailable(f"dataset {name}@{number} kept changing; retry")
+            if count:
+                self._recut(manifest, kept, count)
+            return count
 
-    def _recut(self, manifest: DatasetManifest, kept: Mapping[Split, Sequence[Row]], user: str, count: int) -> bool:
-        """Writes a version again with the rows that are left; False: somebody else has changed it meanwhile."""
+    def _recut(self, manifest: DatasetManifest, kept: Mapping[Split, Sequence[Row]], count: int) -> None:
+        """Writes a version again with the rows that are left."""
         cut = {split: pieces_of(map(_line, rows)) for split, rows in kept.items()}
         pieces = {split: tuple(piece for piece, _ in parts) for split, parts in cut.items()}
-        told = tuple(one for one in manifest.report.top_users if not user.startswith(one.user))
+        left = {user[:DIGITS] for rows in kept.values() for row in rows for user in row.users}
+        told = tuple(one for one in manifest.report.top_users if one.user in left)
         changed = manifest.model_copy(
             update={
                 "digest": _digest(manifest.spec, pieces),
@@ -199,18 +191,13 @@ class DatasetStore:
                 self._versions.write_piece(name, number, _lines(split, changed), index, data)
         before = manifest.model_dump(mode="json")
         if not self._versions.republish(name, number, changed.model_dump(mode="json"), before=before):
-            return False
+            raise Unavailable(f"dataset {name}@{number} was changed meanwhile; retry")
         self._versions.keep_pieces(name, number, [_lines(split, changed) for split in SPLITS])
-        return True
 
 
 def _lines(split: Split, manifest: DatasetManifest) -> str:
     """Name of a split's pieces: other ones each time that rows were taken out."""
     return f"{split}.{len(manifest.recuts)}"
-
-
-def _from(row: Row, user: str, owner: str | None) -> bool:
-    return user in row.users and owner in (None, key_of(row.key_id))
 
 
 def _line(row: Row) -> bytes:

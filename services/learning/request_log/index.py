@@ -72,15 +72,25 @@ class Entry:
 
     def erased_by(self, marks: Mapping[str, float]) -> bool:
         """True if one of the marks means it."""
-        mine = [f"id:{key_of(one)}" for one in (self.id, *self.also)]
+        mine = [answer_mark(one) for one in (self.id, *self.also)]
         if self.user is not None:
-            mine += [user_mark(self.user, None), user_mark(self.user, self.owner)]
+            mine += user_marks(key_of(self.user), self.owner)
         return any(self.at <= marks.get(mark, 0.0) for mark in mine)
+
+
+def answer_mark(answer_id: str) -> str:
+    """Mark of one request that is erased, by an id of its answer or of a choice."""
+    return f"id:{key_of(answer_id.partition(':')[0])}"
 
 
 def user_mark(user: str, owner: str | None) -> str:
     """Mark of a user whose requests are erased: those that an API key sent, or all (None)."""
     return f"user:{'*' if owner is None else key_of(owner)}:{key_of(user)}"
+
+
+def user_marks(user: str, owner: str) -> Sequence[str]:
+    """The marks that mean a request: of a user, by the digest of its name, and the API key that sent it."""
+    return f"user:*:{user}", f"user:{key_of(owner)}:{user}"
 
 
 class RequestIndex:

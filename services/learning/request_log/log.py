@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from services.common.errors import NotFound
 from services.common.storage.ids import key_of
-from services.learning.request_log.index import Entry, RequestIndex, user_mark
+from services.learning.request_log.index import Entry, RequestIndex, answer_mark, user_mark
 from services.learning.request_log.parts import Line, Parts, lines_of
 from services.learning.request_log.record import LoggedRequest
 
@@ -95,7 +95,7 @@ class RequestLog:
         found = [record for _, record in self.find([answer_id]) if wanted.takes(record)]
         if not found:
             return False
-        self._index.mark_erased([f"id:{key_of(found[0].id)}"], time.time())
+        self._index.mark_erased([answer_mark(found[0].id)], time.time())
         self._take_out(found)
         return True
 
@@ -113,15 +113,9 @@ class RequestLog:
             gone += len(found)
         return gone
 
-    def erased_since(self, moment: float) -> list[tuple[str, str | None]]:
-        """Users that were erased since a moment (unix seconds): digests of the user and of the API key whose requests
-        it is about, None for all."""
-        found = []
-        for mark, at in self._index.erased().items():
-            kind, *names = mark.split(":")
-            if kind == "user" and at >= moment:
-                found.append((names[1], None if names[0] == "*" else names[0]))
-        return found
+    def erased_since(self, moment: float) -> list[str]:
+        """Marks of what was erased since a moment (unix seconds)."""
+        return [mark for mark, at in self._index.erased().items() if at >= moment]
 
     def reindex(self, now: float) -> int:
         """Makes the index again from the parts, where Redis has lost it; returns how many requests there are."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -36,6 +36,7 @@ from services.learning.datasets.maker import DatasetMaker
 from services.learning.datasets.spec import DatasetName, Split
 from services.learning.datasets.store import DatasetManifest, DatasetStore, NewDataset, parse_dataset_ref
 from services.learning.feedback.store import FeedbackFilter, FeedbackStore
+from services.learning.request_log.index import user_mark
 from services.learning.request_log.log import RequestLog
 
 routes = Routes("data sets")
@@ -81,7 +82,7 @@ async def create_dataset(body: DatasetRequest, services: Services, once: Once) -
             opinions = []
             if body.feedback:
                 opinions = [one async for one in services.feedback.each(FeedbackFilter(mine))]
-            digests, files = await services.threads.run(_read_files, services.files, body.files or ())
+            digests, files = await services.threads.run(_read_files, services.files, owner(), body.files or ())
             if body.dry_run:
                 built = await asyncio.to_thread(services.maker.build, body.spec, opinions, files, mine)
                 rows = {split: len(found) for split, found in built.rows.items()}
@@ -103,12 +104,13 @@ async def create_dataset(body: DatasetRequest, services: Services, once: Once) -
     return await once(create, body=body)
 
 
-def _read_files(files: FileStore, ids: Any) -> tuple[dict[str, str], Mapping[str, list[Any]]]:
-    """Digests and lines of the caller's files. Blocking. A line that is no object is told as a faulty one."""
+def _read_files(files: FileStore, key_id: str, ids: Sequence[str]) -> tuple[dict[str, str], Mapping[str, list[Any]]]:
+    """Digests and lines of a key's files; a line that is no object is told as a faulty one. Blocking, in a thread that
+    does not know the caller."""
     digests, found = {}, {}
     for file_id in ids:
-        info = files.get(owner(), file_id)
-        content = b"".join(files.piece(owner(), info, number) for number in range(info.pieces))
+        info = files.get(key_id, file_id)
+        content = b"".join(files.piece(key_id, info, number) for number in range(info.pieces))
         digests[file_id] = hashlib.sha256(content).hexdigest()
         found[file_id] = list(_lines(content))
     return digests, found
@@ -244,5 +246,5 @@ async def erase_user(user: Annotated[str, Path(min_length=1, max_length=256)], s
     mine = None if sees(None) else owner()
     requests = await services.threads.run(services.log.erase_user, user, mine)
     feedback = await services.feedback.delete_all(FeedbackFilter(mine, user=user))
-    datasets = await services.threads.run(services.store.erase_user, user, mine)
+    datasets = await services.threads.run(services.store.erase, user_mark(user, mine))
     return ErasedUser(feedback=feedback, requests=requests, datasets=datasets)

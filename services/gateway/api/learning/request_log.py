@@ -23,7 +23,8 @@ from services.gateway.protocol.learning.request_log import (
     LoggedRequestObject,
 )
 from services.gateway.settings import GatewaySettings
-from services.learning.request_log.index import RequestIndex
+from services.learning.datasets.store import DatasetStore
+from services.learning.request_log.index import RequestIndex, answer_mark, user_mark
 from services.learning.request_log.log import RequestFilter, RequestLog
 
 routes = Routes("request log")
@@ -36,9 +37,10 @@ Seconds = Annotated[float, Query(ge=0, le=_NO_LIMIT, description="Unix seconds."
 
 @dataclass(frozen=True, slots=True)
 class RequestLogServices:
-    """The log, which blocks and so is called in ``threads``."""
+    """The log and the data sets that are made of it, which block and so are called in ``threads``."""
 
     log: RequestLog
+    datasets: DatasetStore
     threads: StoreThreads
 
 
@@ -82,9 +84,12 @@ async def get_logged_request(answer_id: AnswerPath, services: Services) -> Logge
 
 @routes.delete("/v1/request_log/{answer_id}", Permission(_SCOPES, audited=True))
 async def erase_logged_request(answer_id: AnswerPath, services: Services) -> DeletedLoggedRequest:
-    """Erases one request."""
-    if not await services.threads.run(services.log.erase, answer_id, RequestFilter(_mine())):
+    """Erases one request, also from the data sets that have it."""
+    found = await services.threads.run(services.log.get, answer_id)
+    if not sees(found.owner):
         raise _missing(answer_id)
+    await services.threads.run(services.log.erase, found.id, RequestFilter(_mine()))
+    await services.threads.run(services.datasets.erase, answer_mark(found.id))
     return DeletedLoggedRequest(id=answer_id)
 
 
@@ -92,8 +97,11 @@ async def erase_logged_request(answer_id: AnswerPath, services: Services) -> Del
 async def erase_logged_user(
     services: Services, user: Annotated[str, Query(min_length=1, max_length=256)]
 ) -> DeletedLoggedRequests:
-    """Erases all requests of a user, also those that some gateway is still to write."""
-    return DeletedLoggedRequests(deleted=await services.threads.run(services.log.erase_user, user, _mine()))
+    """Erases all requests of a user, also those that some gateway is still to write, and the rows of data sets that
+    come from them. `DELETE /v1/users/{user}` erases what the user said, too."""
+    deleted = await services.threads.run(services.log.erase_user, user, _mine())
+    await services.threads.run(services.datasets.erase, user_mark(user, _mine()))
+    return DeletedLoggedRequests(deleted=deleted)
 
 
 def _missing(answer_id: str) -> NotFound:
