@@ -149,21 +149,22 @@ def test_no_store_and_no_room_are_nobodys_trouble(
     try:
         before = [ask(running, keys) for _ in range(3)]
         spool = tmp_path / "spool"
-        running.wait_for(lambda: sum(file.stat().st_size for file in spool.glob("*")) > 0)
+        running.wait_for(lambda: counted(running, "temper_gateway_logged_requests_total") == len(before))
         with (spool / "19700101-other.part").open("wb") as others:
             fcntl.flock(others, fcntl.LOCK_EX)  # another gateway writes it
             others.write(b"x" * 2**20)
             others.flush()
-            running.wait_for(lambda: dropped(running, "spool") > 0 or not ask(running, keys))
+            dropped = 'temper_gateway_dropped_log_requests_total{reason="spool"}'
+            running.wait_for(lambda: counted(running, dropped) > 0 or not ask(running, keys))
     finally:
         s3.start()
-    assert {one.id for one in logged(log, 3)} >= {one["id"] for one in before}
+    running.wait_for(lambda: {one.id for one in log.newest(ALL, limit=1000)} >= {one["id"] for one in before})
 
 
-def dropped(running: Running, reason: str) -> float:
-    line = f'temper_gateway_dropped_log_requests_total{{reason="{reason}"}} '
-    text = httpx.get(running.url + "/metrics", timeout=PATIENCE).text
-    return sum(float(found.removeprefix(line)) for found in text.splitlines() if found.startswith(line))
+def counted(running: Running, series: str) -> float:
+    """Value of a series; 0 while it is not there."""
+    lines = httpx.get(running.url + "/metrics", timeout=PATIENCE).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{series} "))
 
 
 DIES = """
