@@ -106,6 +106,7 @@ def test_what_is_erased_is_nowhere(
     ask(running, keys, user=SECRET, messages=[{"role": "user", "content": "zebra-2"}])
     assert log.erase_user(SECRET, None) >= 3
     running.stop()  # what waits is written
+    running.wait_for(lambda: not list((tmp_path / "spool").glob("*.part")))
     found = everywhere(raw, store, tmp_path / "spool")
     assert b"zebra" not in found
     assert SECRET.encode() not in found
@@ -129,12 +130,13 @@ def test_rules_leave_out_and_replace(gateway: Gateway, log: RequestLog, tmp_path
     assert (one.choices[0].token_ids, one.choices[0].logprobs, one.prompt_token_ids) == (None, None, None)
 
 
-def test_sessions_are_logged_whole_or_not_at_all(gateway: Gateway, log: RequestLog) -> None:
+def test_sessions_are_logged_whole_or_not_at_all(gateway: Gateway, log: RequestLog, tmp_path: Path) -> None:
     running, keys = gateway(request_log_share=0.5)
     for session in range(12):
         for _ in range(2):
             ask(running, keys, session_id=f"s-{session}")
     running.stop()
+    running.wait_for(lambda: not list((tmp_path / "spool").glob("*.part")))
     sessions = [one.session for one in log.newest(ALL, limit=100)]
     assert 0 < len(set(sessions)) < 12
     assert all(sessions.count(one) == 2 for one in sessions)
