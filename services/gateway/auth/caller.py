@@ -164,6 +164,20 @@ def sees(key_id: str | None) -> bool:
     return not found or found == key_id or _may(Scope.ADMIN)
 
 
+def check_name_owner(kind: str, name: str, key_id: str) -> None:
+    """Raises Forbidden unless the caller may make and remove versions of a name that belongs to an API key.
+
+    Args:
+        kind: what it is the name of.
+    """
+    if not sees(key_id):
+        raise Forbidden(
+            f"{kind} {name} belongs to another API key, which alone (and a key of the scope admin) makes and removes "
+            "versions of it: choose another name",
+            param="name",
+        )
+
+
 def may_attach() -> bool:
     """True if the caller may change which version answers under the base model's name."""
     return _may(Scope.ATTACH, Scope.ADMIN)

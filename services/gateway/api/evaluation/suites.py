@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from fastapi import Query
 
-from services.common.errors import Forbidden, NotFound
+from services.common.errors import NotFound
 from services.common.evaluation.suites.lines import read_suite
 from services.common.evaluation.suites.manifest import SuiteManifest, SuiteOrigin
 from services.common.evaluation.suites.names import SuiteName, SuiteVersion, parse_suite_ref
@@ -22,7 +22,7 @@ from services.common.storage.names import REF_SCHEMA
 from services.gateway.api.base.idempotency import Once
 from services.gateway.api.base.routing import Routes
 from services.gateway.api.evaluation.services import Evaluation, EvaluationServices
-from services.gateway.auth.caller import owner, sees
+from services.gateway.auth.caller import check_name_owner, owner
 from services.gateway.auth.route_permissions import TRAIN_OR_ADMIN, Permission
 from services.gateway.protocol.evaluation.suites import (
     DeletedSuite,
@@ -86,12 +86,7 @@ async def _name_owner(evaluation: EvaluationServices, name: str) -> str:
         newest = await evaluation.threads.run(evaluation.suites.get, name)
     except NotFound:
         return owner()
-    if not sees(newest.key_id):
-        raise Forbidden(
-            f"suite {name} belongs to another API key, which alone (and a key of the scope admin) makes and removes "
-            "versions of it: choose another name",
-            param="name",
-        )
+    check_name_owner("suite", name, newest.key_id)
     return newest.key_id
 
 

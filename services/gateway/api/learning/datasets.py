@@ -15,11 +15,11 @@ from fastapi import Path, Query, Response
 from fastapi.responses import StreamingResponse
 from pydantic_core import from_json, to_json
 
-from services.common.errors import Forbidden, NotFound
+from services.common.errors import NotFound
 from services.common.storage.names import REF_SCHEMA
 from services.gateway.api.base.idempotency import Once
 from services.gateway.api.base.routing import Routes, provided
-from services.gateway.auth.caller import owner, sees
+from services.gateway.auth.caller import check_name_owner, owner, sees
 from services.gateway.auth.route_permissions import ADMIN, INFERENCE, TRAIN, TRAIN_OR_ADMIN, Permission
 from services.gateway.core.file_store import FileStore, StoreThreads
 from services.gateway.protocol.learning.datasets import (
@@ -132,12 +132,7 @@ async def _name_owner(services: DatasetServices, name: str) -> str:
         newest = await services.threads.run(services.store.get, name)
     except NotFound:
         return owner()
-    if not sees(newest.key_id):
-        raise Forbidden(
-            f"dataset {name} belongs to another API key, which alone (and a key of the scope admin) makes and removes "
-            "versions of it: choose another name",
-            param="name",
-        )
+    check_name_owner("dataset", name, newest.key_id)
     return newest.key_id
 
 
