@@ -320,10 +320,7 @@ class DatasetBuilder:
 
 def split_of(row: Row, split: DatasetSplit) -> Split:
     """Split of a row, by a digest of its user, session or request: the same in every data set."""
-    by_request = row.answer_id.partition(":")[0] if row.answer_id else row.content
-    user = row.user or (row.said_by[0] if row.said_by else None)
-    named = {"user": user or row.session, "session": row.session, "request": None}[split.by] or by_request
-    place = zlib.crc32(f"{split.seed} {key_of(named)}".encode()) / _PARTS
+    place = zlib.crc32(f"{split.seed} {key_of(row.unit(split.by))}".encode()) / _PARTS
     if place < split.held_out:
         return "held_out"
     return "validation" if place < split.held_out + split.validation else "train"

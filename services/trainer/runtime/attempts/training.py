@@ -18,6 +18,7 @@ from services.common.adapters.registry import AdapterRegistry, Manifest
 from services.common.errors import InvalidRequest, NewerSchema
 from services.common.evaluation.contamination.store import TrainingHashes
 from services.common.jobs import JobProgress, MergeJob, PublishingSpec
+from services.common.jobs.fields.dataset import OfDataset
 from services.common.queue.consumer import JobConsumer
 from services.trainer.evaluation.run import Evaluations
 from services.trainer.host.policy_host import PolicyHost
@@ -118,6 +119,10 @@ class JobAttempt:
     def _train(self, gates: Gates) -> Manifest:
         claimed, session = self._claim.job, self._claim.session
         self._parts.registry.check_new_name(self._spec.adapter)
+        if isinstance(self._spec, OfDataset) and self._spec.unread:
+            raise InvalidRequest(
+                "a job on a dataset must be submitted through the gateway, which reads its rows", param="dataset"
+            )
         with self._claim.trace.part("prepare"):
             parents = self._parts.parents.read(claimed, self._spec, self._claim.until_back)
             warnings = gates.begin([one.version for one in parents])
@@ -272,6 +277,7 @@ class JobAttempt:
                 lineage=lineage,
                 metrics=metrics,
                 gates=evidence,
+                dataset=self._spec.learnt if isinstance(self._spec, OfDataset) else None,
                 fence=session.fence,
             )
 
