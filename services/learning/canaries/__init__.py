@@ -1,0 +1,1 @@
+"""Canaries: a version of an adapter answers a share of the traffic, until a test says whether it is better."""

@@ -1,0 +1,355 @@
+"""Store of canaries in Redis: what runs, how it stands, how it ended.
+
+Keys:
+    temper:canaries:{id}            hash: new (as it began), candidate, key, state, began, ended, looked, evidence,
+                                    decision, schema
+    temper:canaries:{id}:counts     hash: gateway → what it has counted (services/learning/canaries/counts.py)
+    temper:canaries:all             sorted set of ids, which sort by time
+    temper:canaries:running         hash: adapter → what gateways need of its canary, until that has ended
+
+Looks and ends of a controller carry the fence of the lease `canaries` and are refused once another one holds it. No
+lease, no candidates: gateways are told of canaries only while somebody watches over them. Every script may be repeated
+when its answer got lost. Times are Redis's.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias, cast
+
+from services.common.errors import Conflict, NotFound
+from services.common.settings import CommonSettings
+from services.common.storage.lease import FENCED, Lease, LeaseLost, fence_key, lease_key
+from services.common.storage.record_versions import CANARY
+from services.common.storage.redis import call_async, connect_async
+from services.common.validation.strict_models import StrictModel
+from services.learning.canaries.record import CanaryEvidence, CanaryRecord, Decision, NewCanary, Outcome, State
+
+ROOT: Final = "temper:canaries:"
+LEASE: Final = "canaries"
+LEASE_SECONDS: Final = 3.0
+_ALL, _RUNNING = f"{ROOT}all", f"{ROOT}running"
+_FIELDS = ("new", "key", "state", "began", "ended", "evidence", "decision", "schema")
+_PAGE = 100
+_KEPT = 1000
+"""Canaries that are remembered once they have ended."""
+_KEY_BYTES = 16
+
+_PRELUDE = f"""
+local ROOT = '{ROOT}'
+local function now()
+  local t = redis.call('TIME')
+  return string.format('%d.%06d', tonumber(t[1]), tonumber(t[2]))
+end
+"""
+_BEGIN = (
+    _PRELUDE
+    + f"""
+-- ARGV id adapter candidate new key route
+local hash = ROOT .. ARGV[1]
+local known = redis.call('HGET', hash, 'candidate')
+if known then return known == ARGV[3] and {{'OK'}} or {{'OTHER'}} end
+local running = redis.call('HGET', ROOT .. 'running', ARGV[2])
+if running then return {{'RUNNING', running}} end
+redis.call('HSET', hash, 'candidate', ARGV[3], 'new', ARGV[4], 'key', ARGV[5], 'state', 'running', 'began', now(),
+  'schema', {CANARY.version})
+redis.call('ZADD', ROOT .. 'all', 0, ARGV[1])
+redis.call('HSET', ROOT .. 'running', ARGV[2], ARGV[6])
+if redis.call('ZCARD', ROOT .. 'all') > {_KEPT} then
+  local state
+  for _, old in ipairs(redis.call('ZRANGE', ROOT .. 'all', 0, 9)) do
+    state = redis.call('HGET', ROOT .. old, 'state')
+    if state ~= 'running' and state ~= 'promoting' then
+      redis.call('DEL', ROOT .. old, ROOT .. old .. ':counts')
+      redis.call('ZREM', ROOT .. 'all', old)
+    end
+  end
+end
+return {{'OK'}}
+"""
+)
+_LOOKED = (
+    _PRELUDE
+    + FENCED
+    + """
+-- KEYS fence; ARGV id fence evidence
+if fenced(KEYS[1], ARGV[2]) then return 'FENCED' end
+if redis.call('HGET', ROOT .. ARGV[1], 'state') == 'running' then
+  redis.call('HSET', ROOT .. ARGV[1], 'looked', now(), 'evidence', ARGV[3])
+end
+return 'OK'
+"""
+)
+_DECIDE = (
+    _PRELUDE
+    + FENCED
+    + """
+-- KEYS fence; ARGV id adapter fence decision state evidence; no fence: a person decides
+local hash = ROOT .. ARGV[1]
+local state = redis.call('HGET', hash, 'state')
+if not state then return 'MISSING' end
+if ARGV[3] ~= '' and fenced(KEYS[1], ARGV[3]) then return 'FENCED' end
+if redis.call('HGET', hash, 'decision') == ARGV[4] then return 'OK' end
+if state ~= 'running' then return state end
+redis.call('HSET', hash, 'decision', ARGV[4], 'state', ARGV[5])
+if ARGV[6] ~= '' then redis.call('HSET', hash, 'evidence', ARGV[6]) end
+if ARGV[5] ~= 'promoting' then
+  redis.call('HSET', hash, 'ended', now())
+  redis.call('HDEL', ROOT .. 'running', ARGV[2])
+end
+return 'OK'
+"""
+)
+_FINISH = (
+    _PRELUDE
+    + FENCED
+    + """
+-- KEYS fence; ARGV id adapter fence state decision
+local hash = ROOT .. ARGV[1]
+if fenced(KEYS[1], ARGV[3]) then return 'FENCED' end
+local state = redis.call('HGET', hash, 'state')
+if state == ARGV[4] then return 'OK' end
+if state ~= 'promoting' then return state or 'MISSING' end
+redis.call('HSET', hash, 'state', ARGV[4], 'ended', now())
+if ARGV[5] ~= '' then redis.call('HSET', hash, 'decision', ARGV[5]) end
+redis.call('HDEL', ROOT .. 'running', ARGV[2])
+return 'OK'
+"""
+)
+_TABLE = (
+    _PRELUDE
+    + """
+-- KEYS lease
+if redis.call('EXISTS', KEYS[1]) == 0 then return {} end
+return redis.call('HVALS', ROOT .. 'running')
+"""
+)
+
+
+Records: TypeAlias = list[CanaryRecord]
+_STATES: Mapping[Outcome, State] = {"promote": "promoting", "roll_back": "rolled_back", "supersede": "superseded"}
+
+
+class Route(StrictModel):
+    """What a gateway needs of a canary to send requests its way."""
+
+    id: str
+    adapter: str
+    candidate: int
+    share: float
+    attached: bool
+    """True if requests for the base model's name take part."""
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryFilter:
+    """Choice of canaries. ``owner`` None: of everybody."""
+
+    owner: str | None = None
+    adapter: str | None = None
+    state: State | None = None
+
+    def takes(self, record: CanaryRecord) -> bool:
+        """True if the record is among them."""
+        return (
+            self.owner in (None, record.owner)
+            and self.adapter in (None, record.adapter)
+            and self.state in (None, record.state)
+        )
+
+
+class CanaryStore:
+    """Store of canaries. For one asyncio loop; every method may raise Unavailable."""
+
+    def __init__(self, settings: CommonSettings) -> None:
+        self._redis = connect_async(settings)
+        self._begin, self._looked, self._decide, self._finish, self._table = map(
+            self._redis.register_script, (_BEGIN, _LOOKED, _DECIDE, _FINISH, _TABLE)
+        )
+
+    async def aclose(self) -> None:
+        await self._redis.aclose()
+
+    def lease(self, seconds: float = LEASE_SECONDS) -> Lease:
+        """Lease of the one who watches over all canaries."""
+        return Lease(self._redis, LEASE, seconds=seconds)
+
+    # Reading.
+
+    async def get(self, canary_id: str) -> CanaryRecord:
+        """Raises NotFound."""
+        (found,) = await self._read([canary_id])
+        if found is None:
+            raise missing(canary_id)
+        return found
+
+    async def list(self, wanted: CanaryFilter, *, limit: int, after: str | None = None) -> Records:
+        """Canaries, newest first, from behind ``after`` on."""
+        found: Records = []
+        async for record in self._each(wanted, after):
+            found.append(record)
+            if len(found) == limit:
+                break
+        return found
+
+    async def running(self) -> Records:
+        """Canaries that have not ended."""
+        routes = await call_async(lambda: cast(Awaitable[Any], self._redis.hvals(_RUNNING)))
+        found = await self._read([Route.model_validate_json(one).id for one in routes])
+        return [one for one in found if one is not None and not one.ended]
+
+    async def routes(self) -> Sequence[Route]:
+        """What gateways need of the canaries that run; nothing while nobody watches over them."""
+        found: Any = await call_async(lambda: self._table(keys=[lease_key(LEASE)], args=[]))
+        return [Route.model_validate_json(one) for one in found]
+
+    async def counts(self, canary_id: str) -> Mapping[str, str]:
+        """What each gateway has counted."""
+        found: Any = await call_async(lambda: cast(Awaitable[Any], self._redis.hgetall(f"{ROOT}{canary_id}:counts")))
+        return cast(Mapping[str, str], found)
+
+    # Writing.
+
+    async def begin(self, new: NewCanary) -> CanaryRecord:
+        """Begins a canary, or returns the one that has begun with this id.
+
+        Raises:
+            Conflict: the adapter has a canary already, or the id is that of another one.
+        """
+        key = secrets.token_hex(_KEY_BYTES)
+        route = Route(
+            id=new.id,
+            adapter=new.adapter,
+            candidate=int(new.candidate.rpartition("@")[2]),
+            share=new.policy.share,
+            attached=new.attached,
+            key=key,
+        )
+        args = [new.id, new.adapter, new.candidate, new.model_dump_json(), key, route.model_dump_json()]
+        outcome, *other = await call_async(lambda: self._begin(keys=[], args=args))
+        if outcome == "RUNNING":
+            raise Conflict(
+                f"adapter {new.adapter!r} has the canary {Route.model_validate_json(other[0]).id}, and never two: "
+                "decide that one first, or wait for its end",
+                param="adapter",
+            )
+        if outcome == "OTHER":
+            raise Conflict(f"{new.id} is another canary, which began before", param="id")
+        return await self.get(new.id)
+
+    async def count(self, canary_id: str, gateway: str, counted: str) -> None:
+        """Keeps all that a gateway has counted so far."""
+        if await call_async(lambda: cast(Awaitable[Any], self._redis.exists(ROOT + canary_id))):
+            await call_async(
+                lambda: cast(Awaitable[Any], self._redis.hset(f"{ROOT}{canary_id}:counts", gateway, counted))
+            )
+
+    async def looked(self, canary_id: str, evidence: CanaryEvidence, *, fence: int) -> None:
+        """Keeps what is known of a canary that runs. Raises LeaseLost."""
+        args: list[str | int] = [canary_id, fence, evidence.model_dump_json()]
+        _check(await call_async(lambda: self._looked(keys=[fence_key(LEASE)], args=args)), canary_id)
+
+    async def decide(
+        self,
+        record: CanaryRecord,
+        decision: Decision,
+        *,
+        evidence: CanaryEvidence | None = None,
+        fence: int | None = None,
+    ) -> CanaryRecord:
+        """Ends a canary that runs; one that is promoted ends with `finish`, once the pointers have moved.
+
+        Args:
+            evidence: of the decision; None: the last look.
+            fence: of the controller; None: a person decides.
+
+        Raises:
+            NotFound: there is none.
+            Conflict: it was decided otherwise.
+            LeaseLost: another controller has taken over.
+        """
+        state = _STATES[decision.outcome]
+        said = "" if evidence is None else evidence.model_dump_json()
+        args: list[str | int] = [
+            record.id,
+            record.adapter,
+            "" if fence is None else fence,
+            decision.model_dump_json(),
+            state,
+            said,
+        ]
+        _check(await call_async(lambda: self._decide(keys=[fence_key(LEASE)], args=args)), record.id)
+        return await self.get(record.id)
+
+    async def finish(self, record: CanaryRecord, *, fence: int, instead: Decision | None = None) -> CanaryRecord:
+        """Ends a canary that is being promoted: as promoted, or as superseded because of ``instead``.
+
+        Raises:
+            Conflict: it is not being promoted.
+            LeaseLost: another controller has taken over.
+        """
+        state: State = "promoted" if instead is None else "superseded"
+        said = "" if instead is None else instead.model_dump_json()
+        args: list[str | int] = [record.id, record.adapter, fence, state, said]
+        _check(await call_async(lambda: self._finish(keys=[fence_key(LEASE)], args=args)), record.id)
+        return await self.get(record.id)
+
+    # Parts.
+
+    async def _each(self, wanted: CanaryFilter, after: str | None) -> AsyncIterator[CanaryRecord]:
+        while True:
+            end = "+" if after is None else f"({after}"
+            ids: Any = await call_async(
+                lambda: cast(Awaitable[Any], self._redis.zrevrangebylex(_ALL, end, "-", start=0, num=_PAGE))  # noqa: B023
+            )
+            if not ids:
+                return
+            after = ids[-1]
+            for record in await self._read(ids):
+                if record is not None and wanted.takes(record):
+                    yield record
+
+    async def _read(self, ids: Sequence[str]) -> Sequence[CanaryRecord | None]:
+        async def read() -> Any:
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for one in ids:
+                    pipe.hmget(ROOT + one, list(_FIELDS))
+                return await pipe.execute()
+
+        return [_record(one, values) for one, values in zip(ids, await call_async(read), strict=True)]
+
+
+def missing(canary_id: str) -> NotFound:
+    """The error for an id that no canary has."""
+    return NotFound(f"no such canary: {canary_id[:80]!r}", param="id")
+
+
+def _record(canary_id: str, values: Sequence[Any]) -> CanaryRecord | None:
+    new, key, state, began, ended, evidence, decision, schema = values
+    if new is None:
+        return None
+    CANARY.check(schema, canary_id)
+    begun = NewCanary.model_validate_json(new)
+    return CanaryRecord(
+        **{name: getattr(begun, name) for name in NewCanary.model_fields},
+        key=key,
+        state=state,
+        began_at=float(began),
+        ended_at=None if ended is None else float(ended),
+        evidence=None if evidence is None else CanaryEvidence.model_validate_json(evidence),
+        decision=None if decision is None else Decision.model_validate_json(decision),
+    )
+
+
+def _check(outcome: str, canary_id: str) -> None:
+    """Raises what a script's outcome means."""
+    if outcome == "MISSING":
+        raise missing(canary_id)
+    if outcome == "FENCED":
+        raise LeaseLost(f"another controller watches over canaries now: {canary_id} stays as it is")
+    if outcome != "OK":
+        said = {"promoting": "is being promoted", "rolled_back": "was rolled back"}.get(outcome, f"was {outcome}")
+        raise Conflict(f"{canary_id} {said}, which does not change any more", param="id")
