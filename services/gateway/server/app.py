@@ -35,6 +35,9 @@ from services.gateway.api.batches.worker import BatchWorker
 from services.gateway.api.evaluation.services import EvaluationServices
 from services.gateway.api.learning.datasets import DatasetServices
 from services.gateway.api.learning.feedback import FeedbackServices, open_feedback
+from services.gateway.api.learning.learner_controller import LearnerController
+from services.gateway.api.learning.learner_work import LearnerWork
+from services.gateway.api.learning.learners import LearnerServices, open_learners
 from services.gateway.api.learning.request_log import RequestLogServices, open_index
 from services.gateway.api.operations.health import HealthServices, QueueWatch
 from services.gateway.api.operations.keys import KeyServices
@@ -55,6 +58,7 @@ from services.gateway.core.admission import Admission, Lifecycle
 from services.gateway.core.client_disconnect import cancel_and_wait
 from services.gateway.core.errors import install_error_handlers
 from services.gateway.core.file_store import StoreThreads
+from services.gateway.core.learner_metrics import LearnerMetrics
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.tidying import Chore, Tidying
 from services.gateway.engines.conversation_sessions import ConversationSessionRouter
@@ -68,9 +72,11 @@ from services.gateway.middleware.request_context import HeadRequests, RequestCon
 from services.gateway.rate_limits.limiter import RateLimiter
 from services.gateway.settings import GatewaySettings
 from services.gateway.ui.routes import dashboard_routes
+from services.learning.canaries.store import CanaryStore
 from services.learning.datasets.maker import DatasetMaker
 from services.learning.datasets.store import DatasetStore
 from services.learning.feedback.store import FeedbackStore
+from services.learning.learners.store import LearnerStore
 from services.learning.request_log.index import RequestIndex
 from services.learning.request_log.log import RequestLog
 from services.learning.request_log.parts import Parts
@@ -130,6 +136,7 @@ def create_app(
     keep_responses: Callable[[GatewaySettings], ResponseStore] = ResponseStore,
     keep_documents: Callable[[ResponseStore], DocumentStore] = DocumentStore,
     keep_feedback: Callable[[GatewaySettings], FeedbackStore] = open_feedback,
+    keep_learners: Callable[[GatewaySettings], LearnerStore] = open_learners,
     index_requests: Callable[[GatewaySettings], RequestIndex] = open_index,
     batching: Callable[[GatewaySettings], BatchStores] = open_batching,
 ) -> FastAPI:
@@ -142,6 +149,7 @@ def create_app(
         keep_responses: makes the store of responses.
         keep_documents: makes the one of stored chats and conversations.
         keep_feedback: makes the one of feedback.
+        keep_learners: makes the one of learners.
         index_requests: makes the index of logged requests.
         batching: makes where files and batches are.
 
@@ -153,6 +161,7 @@ def create_app(
     audit = _audit_log(settings, metrics)
     quotas = RateLimiter(settings, metrics)
     tracer = open_tracer(settings, "gateway")
+    learner_metrics = LearnerMetrics(metrics.registry)
     admission = Admission(settings.max_in_flight)
     certificates = _certificates(settings, metrics)
     logging = _RequestLogging.of(settings, metrics)
@@ -176,6 +185,12 @@ def create_app(
         idempotency = Idempotency(RedisRecords(settings))
         sessions = TrainingSessionRouter(lambda: engines.clients, settings.engine_retry_seconds)
         forge = ForgeServices(queue, engines, batch_stores.files.objects, settings.s3_bucket, threads)
+        training = TrainingServices(settings, engines, queue, registry, suites, datasets, threads, lifecycle)
+        data = DatasetServices(DatasetMaker(datasets, log_reader), feedback, batch_stores.files, threads)
+        runs = EvaluationStore(batch_stores.files.objects)
+        learners, canaries = keep_learners(settings), CanaryStore(settings)
+        work = LearnerWork(training, data, canaries, runs)
+        controller = LearnerController(learners, work, learner_metrics) if settings.learners else None
         queues = QueueWatch({"training": queue, "batches": batch_stores.queue}, metrics)
         provide(
             app,
@@ -183,14 +198,14 @@ def create_app(
             lifecycle,
             idempotency,
             AdapterServices(settings, engines, registry, queue, threads),
-            TrainingServices(settings, engines, queue, registry, suites, datasets, threads, lifecycle),
+            training,
             TrainingSessionServices(engines, sessions, lifecycle),
             ConversationSessionRouter(engines, settings.request_timeout_seconds),
             ResponseServices(kept, keep_documents(kept), BestEffortStore(kept), background),
             BatchServices.of(settings, batch_stores, threads),
             EvaluationServices(
                 suites,
-                EvaluationStore(batch_stores.files.objects),
+                runs,
                 registry,
                 engines,
                 queue,
@@ -200,7 +215,8 @@ def create_app(
             forge,
             FeedbackServices(feedback, metrics),
             RequestLogServices(log_reader, datasets, threads),
-            DatasetServices(DatasetMaker(datasets, log_reader), feedback, batch_stores.files, threads),
+            data,
+            LearnerServices(learners, work, data, training),
             HealthServices(inference, lifecycle, queue, queues, registry, threads, background),
             KeyServices(keys),
             LogServices(recent or RecentLogs(), engines, lifecycle, settings.keep_alive_seconds),
@@ -215,6 +231,8 @@ def create_app(
             app, inference, batch_stores, threads, lifecycle, endpoints=batch_models
         )
         worker.start()
+        if controller is not None:
+            controller.start()
         chores: dict[str, Chore] = {"forge": partial(tidy_forge, forge)}
         tidying = app.state.tidying = Tidying(chores | ({"batches": worker.tidy} if settings.batch_workers > 0 else {}))
         tidying.start()
@@ -225,6 +243,8 @@ def create_app(
             lifecycle.stopping.set()
             lifecycle.closing.set()
             await tidying.stop()
+            if controller is not None:
+                await controller.stop()
             await worker.stop()
             if following is not None:
                 await cancel_and_wait(following)
@@ -234,6 +254,8 @@ def create_app(
                 await asyncio.to_thread(recorder.writer.close, _LOG_SECONDS)
             await kept.aclose()
             await feedback.aclose()
+            await learners.aclose()
+            await canaries.aclose()
             index.close()
             await quotas.stop()
             await idempotency.records.aclose()
