@@ -40,6 +40,7 @@ class Publisher:
         lineage: Lineage | None = None,
         metrics: Mapping[str, float],
         gates: Sequence[GateEvidence] = (),
+        current: bool = True,
         fence: Callable[[], None],
     ) -> Manifest:
         """Makes the version; a repeated call returns the first one's. Raises Unavailable, and what ``fence`` raises."""
@@ -52,6 +53,7 @@ class Publisher:
             lineage=lineage,
             metrics=finite(metrics),
             gates=gates,
+            current=current,
             fence=fence,
         )
 
