@@ -48,6 +48,9 @@ def submit(
         ),
     ] = None,
     attach: Annotated[bool | None, typer.Option("--attach/--no-attach", help="Answer with the result at once.")] = None,
+    candidate: Annotated[
+        bool, typer.Option("--candidate", help="Publish the result for a canary to try; nothing else answers with it.")
+    ] = False,
     gain: Annotated[
         list[str] | None,
         typer.Option(metavar="SUITE[=MIN]", help="Publish only if it is better on this suite; repeatable."),
@@ -75,6 +78,7 @@ def submit(
             "learning_rate": learning_rate,
             "epochs": epochs,
             "attach": attach,
+            **({"candidate": True, "attach": False} if candidate else {}),
         }
         job = build(target, data, {key: value for key, value in options.items() if value is not None})
         if gain or no_loss:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import WEIGHTS, AdapterRegistry
+from services.common.adapters.retention import RetentionPolicy, prune
 from services.common.jobs import JobState, SftJob
 from services.common.queue.job_queue import JobQueue
 from services.trainer.runtime.worker import TrainerWorker
@@ -112,3 +115,24 @@ async def test_a_condition_that_fails_after_a_restart_publishes_nothing(
     assert (done.state, done.attempts) == (JobState.FAILED, 2)
     assert "not published" in (done.reason or "")
     assert registry.names() == []
+
+
+async def test_a_candidate_is_published_without_being_current(
+    queue: JobQueue, registry: AdapterRegistry, worker: TrainerWorker
+) -> None:
+    """Neither as an adapter's first version nor as a later one, whose numbers go on."""
+    plain: dict[str, Any] = {"publish_if": None, "attach": False}
+    tried = await finished(queue, (await queue.submit(job(steps=2, candidate=True, **plain))).id)
+    assert (tried.state, tried.result_adapter) == (JobState.SUCCEEDED, "math@1")
+    assert (registry.newest("math"), registry.names(), registry.attached()) == (0, [], None)
+    await finished(queue, (await queue.submit(job(steps=2, **plain))).id)
+    later = await finished(queue, (await queue.submit(job(steps=2, candidate=True, **plain))).id)
+    assert later.result_adapter == "math@3"
+    assert registry.current("math") == AdapterVersion("math", 2)
+    assert registry.manifest(AdapterVersion("math", 3)).parent == "math@2"
+    kept = prune(registry, "math", RetentionPolicy(keep=1)).kept
+    assert kept == {2: "current", 3: "among the newest 1"}
+    registry.publish("math", registry.files(AdapterVersion("math", 3)), base_digest="", current=False)
+    assert prune(registry, "math", RetentionPolicy(keep=1), dry_run=True).kept[3] == "a candidate"
+    with pytest.raises(ValidationError, match="attach: false"):
+        job(publish_if=None, candidate=True)

@@ -21,7 +21,7 @@ RACES = 64
 """Lost compare-and-swap rounds after which a writer gives up."""
 _Pointer: TypeAlias = dict[str, Any]
 _MOVES = 16
-"""Rollbacks that a pointer remembers."""
+"""Rollbacks and promotions that a pointer remembers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,11 @@ class AdapterPointers(ABC):
             raise ModelNotFound(f"adapter {name!r} does not exist", param="adapter")
         return AdapterVersion(name, int(pointer[0]["version"]))
 
+    def newest(self, name: str) -> int:
+        """Greatest number that has been current; 0: none has. Versions above it are candidates."""
+        pointer = self._read_json(current_key(check_adapter_name(name)))
+        return 0 if pointer is None else _newest_of(pointer[0])
+
     def attached(self) -> AdapterVersion | None:
         """Version that the base model's name answers with; None: the base model itself."""
         pointer = self._read_json(self._attachment)
@@ -111,11 +116,12 @@ class AdapterPointers(ABC):
 
         self._move(version.name, target)
 
-    def set_current(self, version: AdapterVersion, *, only_from: int | None = None) -> int:
-        """Moves the adapter's pointer, also backwards, and returns the number that was current.
+    def set_current(self, version: AdapterVersion, *, only_from: int | None = None, by: str | None = None) -> int:
+        """Moves the adapter's pointer, also backwards, and returns the number that was current; 0: none was.
 
         Args:
             only_from: the number that must be current now.
+            by: what moves it, and does so once: nothing happens if it has before.
 
         Raises:
             ModelNotFound: there is no such version.
@@ -127,6 +133,8 @@ class AdapterPointers(ABC):
         def target(pointer: _Pointer) -> _Pointer | None:
             nonlocal before
             before = int(pointer.get("version", 0))
+            if by is not None and any(move.get("by") == by for move in pointer.get("moves", [])):
+                return None
             if only_from is not None and before != only_from:
                 raise Conflict(
                     f"{version.name}@{before} has become current meanwhile, it was {version.name}@{only_from}: say "
@@ -135,7 +143,8 @@ class AdapterPointers(ABC):
                 )
             if before == version.version:
                 return None
-            move = {"from": before, "to": version.version, "at": round(time.time(), 3)}
+            move: _Pointer = {"from": before, "to": version.version, "at": round(time.time(), 3)}
+            move |= {} if by is None else {"by": by}
             moves = [*pointer.get("moves", []), move][-_MOVES:]
             newest = max(_newest_of(pointer), version.version)
             return {"version": version.version, "newest": newest, "moves": moves}
@@ -175,7 +184,8 @@ class AdapterPointers(ABC):
         return Rollback(AdapterVersion(name, before), target, mine)
 
     def moves(self, name: str) -> list[dict[str, Any]]:
-        """The newest rollbacks of an adapter, {"from", "to", "at" (unix seconds)} each, oldest first."""
+        """The newest rollbacks and promotions of an adapter, {"from", "to", "at" (unix seconds)} each, and "by" which
+        canary; oldest first."""
         pointer = self._read_json(current_key(check_adapter_name(name)))
         return list(pointer[0].get("moves", [])) if pointer is not None else []
 

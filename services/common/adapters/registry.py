@@ -143,15 +143,18 @@ class AdapterRegistry(AdapterPointers):
         metrics: Mapping[str, float] | None = None,
         gates: Sequence[GateEvidence] = (),
         dataset: DatasetOrigin | None = None,
+        current: bool = True,
         fence: Callable[[], None] | None = None,
     ) -> Manifest:
-        """Makes a new version of ``name`` current.
+        """Makes a new version of ``name``, and makes it current.
 
         Idempotent per job: a repeated publish returns the first one's manifest, however the first attempt died, and
         does not undo a rollback made in between. Concurrent publishers get distinct numbers.
 
         Args:
             files: adapter_model.safetensors and adapter_config.json.
+            current: False: it stays a candidate, which answers only who names it, until a canary or a rollback to it
+                makes it current.
             fence: called right before the manifest and right before the pointer is written; raises if the caller
                 lost the right to publish.
 
@@ -183,9 +186,10 @@ class AdapterRegistry(AdapterPointers):
             if fence is not None:
                 fence()
             manifest = self._put_manifest(version, manifest)
-        if fence is not None:
-            fence()
-        self.advance(version)
+        if current:
+            if fence is not None:
+                fence()
+            self.advance(version)
         return manifest
 
     def delete(self, name: str) -> None:
@@ -195,7 +199,8 @@ class AdapterRegistry(AdapterPointers):
             ModelNotFound: there is no such adapter.
             Conflict: a version of it is attached.
         """
-        self.current(name)
+        if not self.versions(name):  # candidates alone are one, too
+            self.current(name)
         attached = self.attached()
         if attached is not None and attached.name == name:
             raise Conflict(f"adapter {attached} is attached to the base model; detach it first", param="adapter")

@@ -112,9 +112,11 @@ def prune(
 
 
 def _pointed_at(registry: AdapterRegistry, version: AdapterVersion) -> str | None:
-    """Pointer that holds a version, of all models that use this bucket."""
+    """Pointer that holds a version, of all models that use this bucket, or that it may yet get."""
     if registry.current(version.name) == version:
         return "current"
+    if version.version > registry.newest(version.name):
+        return "a candidate"
     for key in registry.store.list(ATTACHED):
         try:
             pointer = POINTER.unstamped(json.loads(registry.store.get(key).data), key)

@@ -14,7 +14,7 @@ from services.common.jobs.fields.acceptance import Better, PublishIf, check_publ
 from services.common.jobs.fields.gates import AttachIf, SuiteGate, contradiction
 from services.common.jobs.fields.lora import LoraSettings
 from services.common.jobs.scorers.base import ScorerSpec
-from services.common.validation.json_rules import Rules, if_any, only_with, true_only_with
+from services.common.validation.json_rules import Rules, has, if_any, only_with, true_only_with
 from services.common.validation.strict_models import SentModel, absent
 
 if TYPE_CHECKING:
@@ -144,6 +144,8 @@ class JobBase(PublishingJob):
     changes."""
     attach_if: AttachIf | None = Field(None, exclude_if=absent)
     """Attach only if the result is better on suites; otherwise it is published alone."""
+    candidate: bool | None = Field(None, exclude_if=absent)
+    """Publish the version without making it current, for a canary to try it; attach must be false then."""
 
     pace: ClassVar[Pace]
     """Defaults of what the job leaves open."""
@@ -152,6 +154,7 @@ class JobBase(PublishingJob):
     json_rules: ClassVar[Rules] = (
         true_only_with("gradient_checkpointing", if_any(recompute={"enum": ["full", None]})),
         only_with("attach_if", if_any(attach=True)),
+        true_only_with("candidate", has(attach=False)),
     )
 
     @abstractmethod
@@ -196,6 +199,12 @@ class JobBase(PublishingJob):
     def _attach_if_attaches(self) -> JobBase:
         if self.attach_if is not None and not self.attach:
             raise contradiction("attach is false, so attach_if would do nothing: leave one of them out", "attach_if")
+        return self
+
+    @model_validator(mode="after")
+    def _a_candidate_is_not_attached(self) -> JobBase:
+        if self.candidate and self.attach:
+            raise contradiction("a candidate is tried before anything is attached: send attach: false", "candidate")
         return self
 
     @property

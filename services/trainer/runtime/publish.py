@@ -41,6 +41,7 @@ class Publisher:
         metrics: Mapping[str, float],
         gates: Sequence[GateEvidence] = (),
         dataset: DatasetOrigin | None = None,
+        current: bool = True,
         fence: Callable[[], None],
     ) -> Manifest:
         """Makes the version; a repeated call returns the first one's. Raises Unavailable, and what ``fence`` raises."""
@@ -54,6 +55,7 @@ class Publisher:
             metrics=finite(metrics),
             gates=gates,
             dataset=dataset,
+            current=current,
             fence=fence,
         )
 

@@ -170,10 +170,12 @@ async def delete_adapter(name: AdapterPath, adapters: Adapters, once: Once) -> A
 @routes.get("/v1/adapters/{name}/versions", Permission(ANY_KEY))
 async def list_versions(name: AdapterPath, adapters: Adapters) -> dict[str, Any]:
     """All versions, oldest first."""
-    current = await _pick(adapters, name, None)
-    manifests = await adapters.threads.run(adapters.registry.versions, name)
-    attached = await adapters.threads.run(adapters.registry.attached)
-    data = [_version(manifest, current=current.version, attached=attached) for manifest in manifests]
+    manifests = await adapters.threads.run(adapters.registry.versions, check_adapter_name(name))
+    pointers = await adapters.threads.run(adapters.registry.pointers)
+    if not manifests:
+        await adapters.threads.run(adapters.registry.current, name)  # 404 if there is no such adapter
+    current, attached = pointers.current.get(name), pointers.attached
+    data = [_version(manifest, current=current, attached=attached) for manifest in manifests]
     return {"object": "list", "data": data}
 
 

@@ -223,6 +223,11 @@ def attaches(spec: PublishingSpec, gates: Sequence[GateEvidence]) -> bool:
     return spec.attach and all(gate.passed for gate in gates if gate.gate == ATTACH)
 
 
+def becomes_current(spec: PublishingSpec) -> bool:
+    """Whether the result of a job is to be current at once; one that a canary is to try is not."""
+    return not (isinstance(spec, JobBase) and spec.candidate)
+
+
 class _Reports:
     """Reports of the run to the job's record: how many items are answered, beside the steps that are done."""
 

@@ -27,7 +27,7 @@ from services.trainer.jobs.base import JobRun, Prepare
 from services.trainer.parent_versions import ParentVersion, ParentVersions, continued, sampled_elsewhere
 from services.trainer.runtime.attempts.acceptance import NotPublished
 from services.trainer.runtime.attempts.claim import Claim
-from services.trainer.runtime.attempts.gates import PUBLISH, Gates, attaches, digest_of
+from services.trainer.runtime.attempts.gates import PUBLISH, Gates, attaches, becomes_current, digest_of
 from services.trainer.runtime.attempts.learning_check import LearningCheck
 from services.trainer.runtime.checkpoint import Checkpoint, CheckpointStore, CheckpointWriter
 from services.trainer.runtime.job_link import Draining, JobCancelled, JobSession
@@ -103,7 +103,8 @@ class JobAttempt:
             done = self._train(gates)
         else:
             done = manifest
-            self._claim.until_back(lambda: self._parts.publisher.complete(done, session.fence), cancellable=False)
+            if becomes_current(spec):
+                self._claim.until_back(lambda: self._parts.publisher.complete(done, session.fence), cancellable=False)
             session.event("log", {"message": f"an earlier attempt published {done.ref}"})
         self._claim.until_back(lambda: gates.published(done), cancellable=False)
         attach = attaches(spec, done.gates)
@@ -279,6 +280,7 @@ class JobAttempt:
                 metrics=metrics,
                 gates=evidence,
                 dataset=self._spec.learnt if isinstance(self._spec, OfDataset) else None,
+                current=becomes_current(self._spec),
                 fence=session.fence,
             )
 
