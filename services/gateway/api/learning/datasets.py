@@ -16,6 +16,7 @@ from fastapi.responses import StreamingResponse
 from pydantic_core import from_json, to_json
 
 from services.common.errors import NotFound
+from services.common.security.api_keys import ANONYMOUS
 from services.common.storage.names import REF_SCHEMA
 from services.gateway.api.base.idempotency import Once
 from services.gateway.api.base.routing import Routes, provided
@@ -128,7 +129,9 @@ async def _read(
     opinions = []
     if spec.feedback:
         opinions = [one async for one in services.feedback.each(FeedbackFilter(sources.traffic_of))]
-    digests, files = await services.threads.run(_read_files, services.files, sources.files_of, spec.files or ())
+    digests, files = await services.threads.run(
+        _read_files, services.files, sources.files_of or ANONYMOUS, spec.files or ()
+    )
     return opinions, digests, files
 
 
