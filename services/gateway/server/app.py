@@ -58,7 +58,6 @@ from services.gateway.core.admission import Admission, Lifecycle
 from services.gateway.core.client_disconnect import cancel_and_wait
 from services.gateway.core.errors import install_error_handlers
 from services.gateway.core.file_store import StoreThreads
-from services.gateway.core.learner_metrics import LearnerMetrics
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.tidying import Chore, Tidying
 from services.gateway.engines.conversation_sessions import ConversationSessionRouter
@@ -161,7 +160,6 @@ def create_app(
     audit = _audit_log(settings, metrics)
     quotas = RateLimiter(settings, metrics)
     tracer = open_tracer(settings, "gateway")
-    learner_metrics = LearnerMetrics(metrics.registry)
     admission = Admission(settings.max_in_flight)
     certificates = _certificates(settings, metrics)
     logging = _RequestLogging.of(settings, metrics)
@@ -190,7 +188,7 @@ def create_app(
         runs = EvaluationStore(batch_stores.files.objects)
         learners, canaries = keep_learners(settings), CanaryStore(settings)
         work = LearnerWork(training, data, canaries, runs)
-        controller = LearnerController(learners, work, learner_metrics) if settings.learners else None
+        controller = LearnerController(learners, work, metrics.learners) if settings.learners else None
         queues = QueueWatch({"training": queue, "batches": batch_stores.queue}, metrics)
         provide(
             app,
