@@ -16,7 +16,7 @@ from services.common.jobs.fields.gates import contradiction
 from services.common.jobs.fields.refs import DatasetRef
 from services.common.storage.names import NAME_SCHEMA, check_name, field_check
 from services.common.validation.errors import problem
-from services.common.validation.json_rules import Rules, at_least_one
+from services.common.validation.json_rules import Rules, at_least_one, if_any, left_out
 from services.common.validation.strict_models import SentModel, check_finite
 from services.learning.canaries.policy import CanaryPolicy
 from services.learning.datasets.spec import DatasetSpec, MixedIn
@@ -112,6 +112,8 @@ class LearnerPolicy(SentModel):
     """Policy of a learner. A change of it holds from the next cycle on."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
+
+    json_rules: ClassVar[Rules] = (if_any(data=if_any(filter=left_out("said_since", "said_until"))),)
 
     name: LearnerName
     """Name of the learner, and of its data sets."""
