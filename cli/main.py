@@ -105,15 +105,30 @@ app.command("run")(run_agent)
 
 @app.command()
 def demo(
-    rounds: Annotated[int, typer.Option(help="Rounds of reinforcement.", min=1, max=50)] = 5,
+    loop: Annotated[
+        bool, typer.Option("--loop", help="Watch it learn from simulated visitors by itself, and refuse what is bad.")
+    ] = False,
+    rounds: Annotated[
+        int | None,
+        typer.Option(help="Rounds of reinforcement, without --loop.", min=1, max=50, show_default="5"),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the questions, the samples and the new adapters.", min=0)] = 1,
-    output: Annotated[Path, typer.Option(help="Where demo-report.json and demo-report.png go.")] = Path(),
+    output: Annotated[
+        Path, typer.Option(help="Where the report and its plot go: demo-report.*, with --loop demo-loop.*.")
+    ] = Path(),
     as_json: Json = False,
 ) -> None:
-    """Watch the tiny model learn date arithmetic while it serves: everything starts, learns, reports and stops."""
-    from cli.demo.command import run_demo
+    """Watch the tiny model learn while it serves: everything starts, learns, reports and stops."""
+    if loop:
+        if rounds is not None:
+            raise typer.BadParameter("--loop has no rounds of reinforcement", param_hint="--rounds")
+        from cli.demo.loop.command import run_loop
 
-    run_demo(rounds=rounds, seed=seed, output=output, as_json=as_json)
+        run_loop(seed=seed, output=output, as_json=as_json)
+    else:
+        from cli.demo.command import run_demo
+
+        run_demo(rounds=rounds or 5, seed=seed, output=output, as_json=as_json)
 
 
 app.add_typer(train.app)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import openai
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from cli.demo.api import Temper
 from cli.demo.report import GOAL, Report, Round, save_plot, table, terminal_plot
+from cli.demo.show import Show
 from cli.demo.stack import report_path, running_stack
 from cli.http.client import Client
 from cli.output import CliError, ExitCode, Output, guarded
@@ -69,7 +66,7 @@ def run_demo(*, rounds: int, seed: int, output: Path, as_json: bool = False) -> 
         report = Report(**findings, held_out_items=_HELD_OUT, seed=seed, seconds=round(time.monotonic() - began, 1))
         report.write(files[0])
         save_plot(report, files[1])
-        show.report(report, files)
+        _tell(show, report, files)
         if as_json:
             out.json(report.document())
         if report.gain < GOAL:
@@ -164,92 +161,16 @@ def _sft(temper: Temper, show: Show, seed: int) -> str:
     return adapter
 
 
-@dataclass(slots=True)
-class Bar:
-    """One line of progress."""
-
-    progress: Progress
-    task: TaskID
-    ended: str = ""
-
-    def advance(self) -> None:
-        self.progress.advance(self.task)
-        self._count()
-
-    def say(self, text: str) -> None:
-        self.progress.update(self.task, note=escape(text[:60]))
-
-    def job(self, step: int, total: int, metrics: dict[str, Any]) -> None:
-        shown = (f"{key} {metrics[key]:.3g}" for key in ("loss", "grad_norm") if isinstance(metrics.get(key), float))
-        self.progress.update(self.task, completed=step, total=total, note="  ".join(shown))
-        self._count()
-
-    def _count(self) -> None:
-        task = self.progress.tasks[0]
-        self.progress.update(self.task, count=f"{task.completed:.0f}/{task.total:.0f}" if task.total else "")
-
-    def end(self, text: str) -> None:
-        """Completes the bar; ``text`` stays beside it."""
-        self.ended = text
-        total = self.progress.tasks[0].total or 1
-        self.progress.update(self.task, completed=total, total=total, note=f"[green]{escape(text)}[/]")
-        self.progress.stop()
-
-
-@dataclass(frozen=True, slots=True)
-class Show:
-    """Everything the demo prints. On a pipe a bar becomes one line when it is done."""
-
-    console: Console
-
-    def heading(self, text: str) -> None:
-        self.console.print(f"\n[bold]{escape(text)}[/]")
-
-    def say(self, text: str) -> None:
-        self.console.print(f"[dim]{escape(text)}[/]", soft_wrap=True)
-
-    def stream(self, question: str, pieces: Iterator[str], *, by: str | None = None) -> str:
-        """Prints the answer as it comes and returns it."""
-        self.console.print(f"  [cyan]{escape(question)}[/]{f' [dim]{by}[/]' if by else ''}\n  ", end="")
-        answer = ""
-        for piece in pieces:
-            answer += piece
-            self.console.print(escape(piece), end="", soft_wrap=True)
-        self.console.print()
-        return answer
-
-    @contextlib.contextmanager
-    def task(self, text: str, total: int | None = None) -> Iterator[Bar]:
-        """A bar while the block runs, until its `end`."""
-        live = self.console.is_terminal
-        progress = Progress(
-            SpinnerColumn(finished_text="[green]✓[/]"),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[count]:>7}"),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=self.console,
-            disable=not live,
-        )
-        start = time.monotonic()
-        with progress:
-            bar = Bar(progress, progress.add_task(f"{text:44}", total=total, note="", count=""))
-            yield bar
-        if not live:
-            self.console.print(
-                f"  {escape(text)}: {escape(bar.ended)} ({time.monotonic() - start:.1f} s)", soft_wrap=True
-            )
-
-    def report(self, report: Report, files: tuple[Path, Path]) -> None:
-        """Table, plot and the last line."""
-        self.console.print()
-        self.console.print(table(report))
-        self.console.print()
-        self.console.print(terminal_plot(report, self.console))
-        self.console.print(f"\nadapter versions: {', '.join(report.adapter_versions)}", soft_wrap=True)
-        self.console.print(
-            f"held-out reward {report.reward_before:.2f} → [bold green]{report.reward_after:.2f}[/] in "
-            f"{report.seconds:.0f} s; written: {', '.join(map(str, files))}",
-            soft_wrap=True,
-        )
+def _tell(show: Show, report: Report, files: tuple[Path, Path]) -> None:
+    """Table, plot and the last line."""
+    console = show.console
+    console.print()
+    console.print(table(report))
+    console.print()
+    console.print(terminal_plot(report, console))
+    console.print(f"\nadapter versions: {', '.join(report.adapter_versions)}", soft_wrap=True)
+    console.print(
+        f"held-out reward {report.reward_before:.2f} → [bold green]{report.reward_after:.2f}[/] in "
+        f"{report.seconds:.0f} s; written: {', '.join(map(str, files))}",
+        soft_wrap=True,
+    )

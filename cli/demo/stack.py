@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from cli.commands.up import ROOT
@@ -23,11 +23,12 @@ _STOP_SECONDS = 60.0
 
 
 @contextlib.contextmanager
-def running_stack(report: Callable[[str], None]) -> Iterator[str]:
+def running_stack(report: Callable[[str], None], settings: Mapping[str, str] | None = None) -> Iterator[str]:
     """Starts everything, yields the gateway's URL, stops everything and removes its data, whatever happens.
 
     Args:
         report: called with each line that `temper up` writes about its progress.
+        settings: environment of its processes, besides ours.
 
     Raises:
         CliError: it did not get ready; the message has what it said last.
@@ -43,7 +44,7 @@ def running_stack(report: Callable[[str], None]) -> Iterator[str]:
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env=_environment(),
+            env={**_environment(), **(settings or {})},
             start_new_session=True,
         )
         lines: collections.deque[str] = collections.deque(maxlen=12)
@@ -90,12 +91,12 @@ def _stop(process: subprocess.Popen[str]) -> None:
         process.stdout.close()
 
 
-def report_path(directory: Path, suffix: str) -> Path:
-    """demo-report.{suffix} in a directory that exists.
+def report_path(directory: Path, suffix: str, *, name: str = "demo-report") -> Path:
+    """{name}.{suffix} in a directory that exists.
 
     Raises:
         CliError: it does not, or nothing can be written there.
     """
     if not directory.is_dir() or not os.access(directory, os.W_OK):
         raise CliError(f"{directory} is not a directory that can be written to: choose another with --output")
-    return directory / f"demo-report.{suffix}"
+    return directory / f"{name}.{suffix}"

@@ -26,7 +26,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "chat": ("chat", "chat 'What is 3 + 4?' --adapter polite@3", "chat - --no-think", "chat --store"),
     "agent": ("agent", "agent --workspace ."),
     "run": ("run --prompt 'Which file is the longest?' --workspace . --json",),
-    "demo": ("demo --rounds 3",),
+    "demo": ("demo --rounds 3", "demo --loop --seed 2"),
     "version": ("version --json",),
     "train submit": (
         "train submit sft --data examples.jsonl --adapter polite --wait",
