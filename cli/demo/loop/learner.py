@@ -49,7 +49,7 @@ class Learner:
     @classmethod
     def applied(cls, client: Client, seed: int) -> Learner:
         """Makes the suites of its gate, and the learner."""
-        settings = {"epochs": 2, "learning_rate": 7e-4, "batch_size": 8, "lora": {"rank": 8, "alpha": 16, "seed": seed}}
+        settings = {"epochs": 2, "learning_rate": 1e-3, "batch_size": 8, "lora": {"rank": 8, "alpha": 16, "seed": seed}}
         policy = {
             "name": NAME,
             "adapter": NAME,
