@@ -87,6 +87,7 @@ NO_TORCH = (
 EXTRA: dict[str, tuple[str, ...]] = {
     "cli.demo.command": ("models.tiny.recipe.item", "models.tiny.recipe.skills"),
     "cli.demo.api": ("models.tiny.recipe.item", "models.tiny.recipe.skills"),
+    "cli.demo.loop.visitors": ("models.tiny.recipe.item", "models.tiny.recipe.skills"),
 }
 
 
