@@ -67,6 +67,7 @@ BEYOND_JSON_SCHEMA: Mapping[str, str] = {
     r"say which feedback": "one query parameter among several",
     r"no row fulfils all conditions": "what is there",
     r"an answer cannot be better than itself": "values that differ",
+    r"max_seconds must be over min_seconds": "one number against another",
     r"validation and held_out together leave nothing": "a sum",
     r"is among the sources more than once": "uniqueness by one field",
     r"is scored twice": "uniqueness by one field",
