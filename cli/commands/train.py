@@ -25,10 +25,14 @@ Timeout = Annotated[float | None, typer.Option(help="Seconds to wait for the end
 @app.command()
 def submit(
     target: Annotated[
-        str, typer.Argument(metavar=f"FILE|{'|'.join(JOBS)}", help='A JSON job with "kind", or a kind with --data.')
+        str, typer.Argument(metavar=f"FILE|{'|'.join(JOBS)}", help='A JSON job with "kind", or a kind with its data.')
     ],
     data: Annotated[
         Path | None, typer.Option(help="JSONL: examples, scored completions (grpo), or prompts (opd).")
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(metavar="NAME[@VERSION]", help="A data set to learn from, in the place of --data."),
     ] = None,
     adapter: Annotated[str | None, typer.Option(help="The adapter that gets a new version.")] = None,
     start_from: Annotated[str | None, typer.Option(help='"name", "name@3" or "base".')] = None,
@@ -69,6 +73,7 @@ def submit(
     def work(client: Client, output: Output) -> None:
         options = {
             "adapter": adapter,
+            "dataset": dataset,
             "start_from": start_from,
             "learning_rate": learning_rate,
             "epochs": epochs,
@@ -118,11 +123,13 @@ def build(target: str, data: Path | None, options: dict[str, Any]) -> dict[str, 
         CliError: they do not make a job.
     """
     if target in JOBS:
-        if data is None:
-            raise CliError(f"temper train submit {target} needs --data FILE.jsonl", ExitCode.USAGE)
+        if data is not None and "dataset" in options:
+            raise CliError("--data and --dataset exclude each other: both are what is learnt from", ExitCode.USAGE)
+        if data is None and "dataset" not in options:
+            raise CliError(f"temper train submit {target} needs --data FILE.jsonl or --dataset NAME", ExitCode.USAGE)
         if "adapter" not in options:
             raise CliError(f"temper train submit {target} needs --adapter NAME", ExitCode.USAGE)
-        return {"kind": target, **job_files.data(target, data), **options}
+        return {"kind": target, **({} if data is None else job_files.data(target, data)), **options}
     if data is not None:
         kinds = ", ".join(JOBS)
         what = "a job file has its own data" if Path(target).exists() else f"{target!r} is none"
@@ -168,6 +175,8 @@ def _describe(job: dict[str, Any]) -> str:
     lines.append(f"  created   {created}")
     if job.get("settings"):
         lines.append("  settings  " + "  ".join(f"{key} {value:.4g}" for key, value in job["settings"].items()))
+    if job.get("dataset"):
+        lines.append(f"  learns    {job['dataset']} ({str(job['dataset_digest'])[:12]})")
     if job.get("parent"):
         lines.append(f"  from      {job['parent']}")
     if job.get("metrics"):

@@ -76,7 +76,7 @@ def test_from_traffic_to_examples(
     labels = {json.loads(line)["completion"]: json.loads(line)["label"] for line in lines}
     assert labels["right"] is True
     sft = [json.loads(line) for line in call("GET", "/v1/datasets/thumbs@1/examples?kind=sft").text.splitlines()]
-    assert sorted(one["messages"][-1]["content"] for one in sft) == ["Hello, world", "right"]
+    assert sorted(one["completion"] for one in sft) == ["Hello, world", "right"]
     assert call("GET", "/v1/datasets/thumbs/rows?split=held_out").json()["data"] == []
 
     assert call("GET", "/v1/datasets/thumbs", key="app").status_code == 403

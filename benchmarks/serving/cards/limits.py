@@ -43,7 +43,9 @@ _TRACEBACK = 6000
 _DUMP = 20_000
 """Characters of what is read in the dumps."""
 _GDB_SECONDS = 60.0
-_GDB = ("info cuda kernels", "print $errorpc", "info cuda lanes", "x/24i $pc-192", "bt", "info registers")
+_GDB = ("info cuda kernels", "print $errorpc", "info cuda lanes", "x/64i $pc-512", "x/2i $errorpc", "info registers")
+# Registers and shared memory, without what makes a dump as large as the device's memory.
+_DUMPED = "skip_nonrelocated_elf_images,skip_global_memory,skip_local_memory,skip_constbank_memory"
 _BLOCKING = {"CUDA_LAUNCH_BLOCKING": "1", "TEMPER_CUDA_GRAPHS": "0"}
 
 
@@ -84,8 +86,7 @@ def run(
     """How one Temper held to an architecture's limits gets through the demo."""
     env = {"TEMPER_MEMORY_FRACTION": f"{share:.3f}", **(_BLOCKING if blocking else {}), **own}
     if dumps is not None:
-        # Without the memory of the device, which is most of a dump and takes minutes.
-        env |= {"CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1", "CUDA_ENABLE_LIGHTWEIGHT_COREDUMP": "1"}
+        env |= {"CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1", "CUDA_COREDUMP_GENERATION_FLAGS": _DUMPED}
         dumps = dumps.resolve() / directory.name
         dumps.mkdir(parents=True, exist_ok=True)
         env["CUDA_COREDUMP_FILE"] = str(dumps / "%p")

@@ -33,8 +33,13 @@ Ref = Annotated[
 def create(
     name: Annotated[str, typer.Argument(help="The suite that gets a new version.")],
     file: Annotated[
-        Path, typer.Argument(metavar="FILE.jsonl", help='Lines of {"prompt" or "messages", "expected", …}.')
-    ],
+        Path | None,
+        typer.Argument(metavar="[FILE.jsonl]", help='Lines of {"prompt" or "messages", "expected", …}.'),
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(metavar="NAME[@VERSION]", help="A data set, whose held-out rows become the suite."),
+    ] = None,
     scorer: Annotated[str | None, typer.Option(help="Type of the scorer, e.g. exact, numeric, regex.")] = None,
     settings: Annotated[
         Path | None,
@@ -61,14 +66,18 @@ def create(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Make a version of a suite from items, or from a part of a training file."""
+    """Make a version of a suite from items, a part of a training file, or the held-out rows of a data set."""
 
     def work(client: Client, output: Output) -> None:
+        if (file is None) == (dataset is None):
+            raise CliError("give a file with the items, or a --dataset", ExitCode.USAGE)
+        if file is None and (form is not None or fraction is not None):
+            raise CliError("--format and --fraction are for a file", ExitCode.USAGE)
         if fraction is None and (group_by is not None or rest is not None):
             raise CliError("--group-by and --rest need --fraction: they are for a training file", ExitCode.USAGE)
-        text = read_text(file)
+        text = "" if file is None else read_text(file)
         body: dict[str, Any] = {}
-        if form is not None:
+        if form is not None and file is not None:
             if fraction is not None:
                 raise CliError(
                     "--format and --fraction exclude each other: a published set is no training file", ExitCode.USAGE
@@ -80,7 +89,7 @@ def create(
             body["scorer"] = {"type": scorer} | _same_type(body.get("scorer"), scorer)
         if "scorer" not in body:
             raise CliError("a suite needs a scorer: give --scorer, or one in --settings", ExitCode.USAGE)
-        body |= {"name": name, "jsonl": text}
+        body |= {"name": name, **({"jsonl": text} if dataset is None else {"dataset": dataset})}
         if fraction is not None:
             split = {"fraction": fraction, "seed": seed, "group_by": group_by}
             body["split"] = {key: value for key, value in split.items() if value is not None}

@@ -80,6 +80,17 @@ class Lineage(BaseModel):
     worst_layer: str | None = None
 
 
+class DatasetOrigin(BaseModel):
+    """Data set that a job learnt from."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    version: str
+    """"name@n"."""
+    digest: str
+    """What it was, should a user be erased from it."""
+
+
 class Manifest(BaseModel):
     """Files of a version and its origin."""
 
@@ -98,6 +109,8 @@ class Manifest(BaseModel):
     """"name@n" that training started from."""
     lineage: Lineage | None = None
     """Lineage of a version that was merged; parent is None then."""
+    dataset: DatasetOrigin | None = None
+    """Data set that it was trained on; None: its job had data of its own."""
     created_at: float
     """Unix seconds."""
     metrics: dict[str, float] = Field(default_factory=dict)

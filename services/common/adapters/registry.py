@@ -35,7 +35,14 @@ from services.common.adapters.keys import (
 )
 from services.common.adapters.manifest import CONFIG as CONFIG
 from services.common.adapters.manifest import WEIGHTS as WEIGHTS
-from services.common.adapters.manifest import FileEntry, Lineage, files_digest, parsed_config, stated_rank
+from services.common.adapters.manifest import (
+    DatasetOrigin,
+    FileEntry,
+    Lineage,
+    files_digest,
+    parsed_config,
+    stated_rank,
+)
 from services.common.adapters.manifest import Manifest as Manifest
 from services.common.adapters.names import AdapterVersion, check_adapter_name
 from services.common.adapters.pointers import RACES, AdapterPointers
@@ -137,7 +144,11 @@ class AdapterRegistry(AdapterPointers):
         lineage: Lineage | None = None,
         metrics: Mapping[str, float] | None = None,
         gates: Sequence[GateEvidence] = (),
+<<<<<<< HEAD
         current: bool = True,
+=======
+        dataset: DatasetOrigin | None = None,
+>>>>>>> main
         fence: Callable[[], None] | None = None,
     ) -> Manifest:
         """Makes a new version of ``name``, and makes it current.
@@ -175,6 +186,7 @@ class AdapterRegistry(AdapterPointers):
                 created_at=time.time(),
                 metrics=dict(metrics or {}),
                 gates=tuple(gates),
+                dataset=dataset,
             )
             if fence is not None:
                 fence()

@@ -12,13 +12,16 @@ from pydantic_core import PydanticCustomError
 
 from services.common.jobs.base import DataRows, JobBase
 from services.common.jobs.fields.acceptance import Better
-from services.common.validation.json_rules import SOME, Rule, Rules, either, has, if_any
+from services.common.jobs.fields.dataset import OfDataset
+from services.common.jobs.fields.gates import contradiction
+from services.common.validation.json_rules import NONE, SOME, Rule, Rules, both, either, given, has, if_any, left_out
 from services.common.validation.strict_models import SentModel, absent
 
 E = TypeVar("E", bound=SentModel)
 Numbered: TypeAlias = list[tuple[int, E]]
 """Examples with their index in the field of the job that they come from."""
-EVALUATES: Rule = either(has(eval_examples=SOME), has(eval_fraction={"exclusiveMinimum": 0}))
+OF_DATASET: Rule = given("dataset")
+EVALUATES: Rule = either(OF_DATASET, has(eval_examples=SOME), has(eval_fraction={"exclusiveMinimum": 0}))
 """Holds of an ExampleJob that computes evaluations."""
 HOLDS_NOTHING_OUT: Rule = either(has(eval_examples=SOME), if_any(eval_fraction=0))
 _STATE_WORDS = 624
@@ -66,11 +69,13 @@ def split_evaluation(count: int, fraction: float, seed: int) -> tuple[list[int],
     return sorted(order[held:]), sorted(order[:held])
 
 
-class ExampleJob(JobBase, Generic[E]):
+class ExampleJob(OfDataset, JobBase, Generic[E]):
     """A job whose optimizer steps each take ``batch_size`` examples."""
 
-    examples: list[E] = Field(min_length=1)
+    examples: list[E] = Field(default_factory=list)
+    """Examples to learn from, unless a `dataset` has them."""
     eval_examples: list[E] = Field(default_factory=list)
+    """Examples to evaluate on. Of a `dataset` they are those of its validation split, unless they are given here."""
     eval_fraction: float = Field(0.0, ge=0, lt=1)
     """Share of the examples held out for evaluation, when eval_examples is not given."""
     eval_every: int | None = Field(None, ge=1)
@@ -88,7 +93,19 @@ class ExampleJob(JobBase, Generic[E]):
     """Share of its value at the start that the loss on the job's own examples falls by where something is learnt."""
     loss_in_nats: ClassVar[bool] = False
     """The loss is in nats a token, so that its value alone tells how well the examples are known."""
-    json_rules: ClassVar[Rules] = (either(HOLDS_NOTHING_OUT, has(examples={"minItems": 2})),)
+    own_data: ClassVar[str] = "examples"
+    json_rules: ClassVar[Rules] = (
+        either(both(OF_DATASET, if_any(examples=NONE)), both(left_out("dataset"), has(examples=SOME))),
+        either(OF_DATASET, HOLDS_NOTHING_OUT, has(examples={"minItems": 2})),
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ExampleJob[E]:
+        if not self.examples and not self.unread:
+            raise contradiction("there is nothing to learn from: give examples, or a dataset", "examples")
+        if self.examples and self.unread:
+            raise contradiction("the examples come from the dataset: leave one of them out", "dataset")
+        return self
 
     @model_validator(mode="after")
     def _enough_to_split(self) -> ExampleJob[E]:
@@ -103,7 +120,7 @@ class ExampleJob(JobBase, Generic[E]):
     @property
     def held_out(self) -> int:
         """Number of examples that are held out. If any are to be, at least one is, and at least one is left."""
-        return 0 if self.eval_examples else held_out(len(self.examples), self.eval_fraction)
+        return 0 if self.eval_examples or self.unread else held_out(len(self.examples), self.eval_fraction)
 
     @property
     def split(self) -> tuple[Numbered[E], Numbered[E], str]:
@@ -120,7 +137,7 @@ class ExampleJob(JobBase, Generic[E]):
     @property
     def eval_metrics(self) -> Mapping[str, Better]:
         """See JobBase."""
-        return self.evaluated if self.eval_examples or self.eval_fraction > 0 else {}
+        return self.evaluated if self.eval_examples or self.eval_fraction > 0 or self.unread else {}
 
     @property
     def evaluation_way_out(self) -> str:

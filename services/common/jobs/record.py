@@ -62,6 +62,10 @@ class Job(StrictModel):
     evaluation: str | None = None
     """Id of the evaluation by which its gates decided; null: it has none, or has not come so far."""
     metadata: dict[str, str] = Field(default_factory=dict)
+    dataset: str | None = None
+    """"name@n" that it learns from; null: it has data of its own."""
+    dataset_digest: str | None = None
+    """Digest of the data set as it was then."""
     key_id: str | None = None
     """Id of the API key that submitted it; null: there were no keys."""
 

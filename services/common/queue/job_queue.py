@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, cast
 from services.common.adapters.names import AdapterVersion
 from services.common.errors import Conflict, InvalidRequest
 from services.common.jobs import Job, JobEvent, JobState, Spec
+from services.common.jobs.fields.dataset import OfDataset
 from services.common.queue import lua as scripts
 from services.common.queue.consumer import ClaimedJob, JobConsumer, JobLost
 from services.common.queue.reader import QueueReader
@@ -113,6 +114,8 @@ class JobQueue(QueueReader[Job]):
             request_sha = await asyncio.to_thread(spec_sha, spec)
         args = [job_id, text, request_sha, spec.kind, spec.adapter, json.dumps(spec.metadata)]
         args += ["0" if idempotency_key is None else "1", "", traceparent, "", key_id]
+        learnt = spec.learnt if isinstance(spec, OfDataset) else None
+        args += ["", ""] if learnt is None else [learnt.version, learnt.digest]
         outcome, existing = await call_async(lambda: self._submit(keys=keys, args=args))
         if outcome == "conflict":
             raise _key_used(idempotency_key or "", existing)

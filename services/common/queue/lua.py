@@ -171,7 +171,7 @@ SUBMIT = (
     _PRELUDE
     + f"""
 -- KEYS stream index job events idempotency line; ARGV id spec sha kind adapter metadata has_key entry traceparent
--- schema key_id
+-- schema key_id dataset dataset_digest
 -- sha: of the request, which an idempotency key stands for, as long as its job is there. entry: '' to add one, else the
 -- id of the stream entry that brought this spec. schema: '' or nothing for the present one.
 if ARGV[7] == '1' then
@@ -194,6 +194,7 @@ redis.call('HSET', KEYS[3], 'id', ARGV[1], 'spec', ARGV[2], 'kind', ARGV[4], 'ad
   (ARGV[10] or '') ~= '' and ARGV[10] or SCHEMA)
 if (ARGV[9] or '') ~= '' then redis.call('HSET', KEYS[3], 'traceparent', ARGV[9]) end
 if (ARGV[11] or '') ~= '' then redis.call('HSET', KEYS[3], 'key_id', ARGV[11]) end
+if (ARGV[12] or '') ~= '' then redis.call('HSET', KEYS[3], 'dataset', ARGV[12], 'dataset_digest', ARGV[13]) end
 redis.call('ZADD', KEYS[2], created, ARGV[1])
 if ARGV[5] ~= '' then redis.call('RPUSH', KEYS[6], ARGV[1]) end
 emit(KEYS[4], 'state', '{{"state":"queued"}}')

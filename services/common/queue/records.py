@@ -39,6 +39,8 @@ FIELDS = (
     "notes",
     "evaluation",
     "key_id",
+    "dataset",
+    "dataset_digest",
     "schema",
 )
 """Fields that a Job is made of; the spec, which may be megabytes, is read only by its owner."""
@@ -113,6 +115,8 @@ def job_from_fields(values: Sequence[str | None]) -> Job | None:
             "notes": list(_json(field["notes"]).values()),
             "evaluation": field["evaluation"] or None,
             "key_id": field["key_id"] or None,
+            "dataset": field["dataset"] or None,
+            "dataset_digest": field["dataset_digest"] or None,
         }
     )
 

@@ -97,18 +97,31 @@ class VersionedObjects:
             return None
         return self.schema.unstamped(record, f"{self.noun} {name}@{number}")
 
-    def claim(self, name: str) -> int:
-        """The next free number, which is this writer's from here on. Concurrent writers get distinct ones."""
+    def claim(self, name: str, purpose: str = "") -> int:
+        """The next free number, which is this writer's from here on. Concurrent writers get distinct ones.
+
+        Args:
+            purpose: writers for the same one, one after another or at once, get the same number; empty: of its own.
+        """
         taken = [int(part) for part in self.store.list_dirs(f"{self.root}{name}/") if part.isdigit()]
-        claim = uuid.uuid4().hex.encode()
+        claim = purpose.encode() or uuid.uuid4().hex.encode()
         first = max(taken, default=0) + 1
+        if purpose and taken and self._claimed(name, first - 1) == claim:
+            return first - 1
         for number in range(first, first + _RACES):
             try:
                 self.store.put(f"{self.prefix(name, number)}claim", claim, if_absent=True)
             except PreconditionFailed:
-                continue
+                if not purpose or self._claimed(name, number) != claim:
+                    continue
             return number
         raise Unavailable(f"too many others make versions of {self.noun} {name!r} at once; retry")
+
+    def _claimed(self, name: str, number: int) -> bytes:
+        try:
+            return self.store.get(f"{self.prefix(name, number)}claim").data
+        except ObjectNotFound:
+            return b""
 
     def publish(self, name: str, number: int, manifest: Mapping[str, Any]) -> None:
         """Writes the manifest, once everything else is there."""

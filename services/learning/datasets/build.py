@@ -49,6 +49,8 @@ class DatasetReport(StrictModel):
     faulty_lines: int = 0
     """Lines of files that are no example."""
     duplicates: int = 0
+    mixed: int = 0
+    """Rows of other data sets among the training rows."""
     capped: int = 0
     """Rows left out because their user had too many, or the data set."""
     rated: int = 0
@@ -101,12 +103,18 @@ class DatasetBuilder:
         self._answers_of: dict[str, list[str]] = defaultdict(list)
         """Answers that each opinion speaks of."""
 
-    def build(self, opinions: Sequence[FeedbackRecord], files: Mapping[str, Iterable[Mapping[str, Any]]]) -> Built:
+    def build(
+        self,
+        opinions: Sequence[FeedbackRecord],
+        files: Mapping[str, Iterable[Mapping[str, Any]]],
+        others: Sequence[Iterable[Row]] = (),
+    ) -> Built:
         """The data set.
 
         Args:
             opinions: all feedback that the caller may use.
             files: examples by the id of their file.
+            others: training rows of other data sets, for each entry of the declaration's `mix`.
         """
         wanted = [one for one in opinions if self._takes_opinion(one)] if self._spec.feedback else []
         self._counts["opinions"] = len(wanted)
@@ -118,6 +126,8 @@ class DatasetBuilder:
         split: dict[Split, list[Row]] = {name: [] for name in SPLITS}
         for row in kept:
             split[split_of(row, self._spec.split)].append(row)
+        if split["train"]:
+            split["train"] += self._mixed(kept, len(split["train"]), others)
         answers = {row.answer_id for row in kept}
         used = [one.id for one in wanted if any(found in answers for found in self._answers_of.get(one.id, ()))]
         return Built(split, self._report(kept), used)
@@ -246,6 +256,8 @@ class DatasetBuilder:
         wanted = self._spec.filter
         return (
             self._owner in (None, one.owner)
+            and (wanted.said_since or 0.0) <= one.changed_at
+            and (wanted.said_until is None or one.changed_at < wanted.said_until)
             and (wanted.sources is None or one.said.source in wanted.sources)
             and (wanted.labels is None or one.said.label in wanted.labels)
         )
@@ -304,6 +316,21 @@ class DatasetBuilder:
             kept.append(row)
         return kept[::-1]
 
+    def _mixed(self, own: Sequence[Row], count: int, others: Sequence[Iterable[Row]]) -> list[Row]:
+        """Rows of other data sets that go to the training rows, ``count`` in number; none that is held out here."""
+        spec = self._spec
+        left = 1 - sum(one.share for one in spec.mix)
+        seen = {row.content for row in own}
+        mixed: list[Row] = []
+        for part, rows in zip(spec.mix, others, strict=True):
+            found = {row.content: row for row in rows if split_of(row, spec.split) == "train"}
+            order = sorted(found.keys() - seen, key=lambda content: key_of(f"{spec.split.seed} {content}"))
+            chosen = order[: round(part.share / left * count)]
+            seen.update(chosen)
+            mixed += [found[content] for content in sorted(chosen)]
+        self._counts["mixed"] = len(mixed)
+        return mixed
+
     def _report(self, rows: Sequence[Row]) -> DatasetReport:
         users = Counter(user for row in rows for user in row.users)
         rated = [row.rating for row in rows if row.rating is not None]
@@ -320,10 +347,7 @@ class DatasetBuilder:
 
 def split_of(row: Row, split: DatasetSplit) -> Split:
     """Split of a row, by a digest of its user, session or request: the same in every data set."""
-    by_request = row.answer_id.partition(":")[0] if row.answer_id else row.content
-    user = row.user or (row.said_by[0] if row.said_by else None)
-    named = {"user": user or row.session, "session": row.session, "request": None}[split.by] or by_request
-    place = zlib.crc32(f"{split.seed} {key_of(named)}".encode()) / _PARTS
+    place = zlib.crc32(f"{split.seed} {key_of(row.unit(split.by))}".encode()) / _PARTS
     if place < split.held_out:
         return "held_out"
     return "validation" if place < split.held_out + split.validation else "train"

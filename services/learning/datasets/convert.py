@@ -97,7 +97,10 @@ def _goodness(row: Row) -> float:
 
 
 def _learnt(row: Row, answer: Mapping[str, Any]) -> Json:
-    """A conversation of which only the last answer is learnt: nobody has said anything of the earlier ones."""
+    """An answer alone is learnt: nobody has said anything of the earlier ones. With a thought or calls it is a turn of
+    the conversation, as the template writes one."""
+    if not answer.get("tool_calls") and not answer.get("reasoning_content") and isinstance(answer.get("content"), str):
+        return {"prompt": row.messages, "completion": answer["content"], **_tools(row)}
     turns = [{**turn, "weight": 0} if turn.get("role") == "assistant" else turn for turn in row.messages]
     return {"messages": [*turns, {key: value for key, value in answer.items() if value is not None}], **_tools(row)}
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from services.common.errors import InvalidRequest
 from services.learning.datasets.build import Built, DatasetBuilder, DatasetReport
+from services.learning.datasets.rows import Row
 from services.learning.datasets.spec import DatasetSpec
-from services.learning.datasets.store import DatasetManifest, DatasetStore, NewDataset
+from services.learning.datasets.store import DatasetManifest, DatasetStore, NewDataset, parse_dataset_ref
 from services.learning.feedback.record import FeedbackRecord
 from services.learning.request_log.log import RequestLog
 
@@ -37,8 +39,16 @@ class DatasetMaker:
             opinions: all feedback that the caller may use.
             files: examples by the id of their file.
             owner: API key whose requests may be used; None: everybody's.
+
+        Raises:
+            NotFound: a data set whose rows are mixed in is not there.
         """
-        return DatasetBuilder(spec, self.log, owner).build(opinions, files)
+        others = [chain.from_iterable(map(self._training_rows, one.datasets)) for one in spec.mix]
+        return DatasetBuilder(spec, self.log, owner).build(opinions, files, others)
+
+    def _training_rows(self, ref: str) -> Iterator[Row]:
+        """Raises NotFound."""
+        return self.store.rows(self.store.get(*parse_dataset_ref(ref)), "train")
 
     def make(
         self,
@@ -52,6 +62,8 @@ class DatasetMaker:
         Raises:
             InvalidRequest: there are no rows.
         """
+        if new.made_for and (made := self.store.made_for(new)) is not None:
+            return made, self.build(new.spec, opinions, files, owner).opinions
         began = time.time()
         built = self.build(new.spec, opinions, files, owner)
         if not any(built.rows.values()):

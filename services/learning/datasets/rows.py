@@ -62,6 +62,12 @@ class Row(StrictModel):
         """Digest of what was asked."""
         return digest([self.messages, self.tools])
 
+    def unit(self, by: Literal["user", "session", "request"]) -> str:
+        """Name of what stays together when rows are split."""
+        request = self.answer_id.partition(":")[0] if self.answer_id else self.content
+        user = self.user or (self.said_by[0] if self.said_by else None)
+        return {"user": user or self.session, "session": self.session, "request": None}[by] or request
+
     @property
     def users(self) -> frozenset[str]:
         """Digests of everybody that it comes from."""

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
+from services.common.jobs.fields.refs import DatasetRef
 from services.common.storage.names import NAME_SCHEMA, check_name, field_check
 from services.common.validation.json_rules import Rules, either, given, has, if_any
 from services.common.validation.strict_models import SentModel
@@ -15,6 +16,11 @@ from services.learning.feedback.record import Source
 Split = Literal["train", "validation", "held_out"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "held_out")
 _Text = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def _nothing(value: object) -> bool:
+    """True for a list that earlier releases did not have: what is made without it has the digest that it had."""
+    return value == []
 
 
 def check_dataset_name(name: str) -> str:
@@ -42,6 +48,10 @@ class DatasetFilter(SentModel):
     """Labels of which the feedback has one."""
     sources: list[Source] | None = Field(None, min_length=1)
     """Sources of the feedback that counts."""
+    said_since: float | None = Field(None, ge=0)
+    """Unix seconds at which the feedback was given or changed, at the earliest."""
+    said_until: float | None = Field(None, ge=0)
+    """Unix seconds before which it was."""
     metadata: dict[str, str] | None = Field(None, min_length=1, max_length=16)
     """Metadata that the request has, among others."""
     min_rating: float | None = Field(None, ge=-1, le=1)
@@ -71,6 +81,18 @@ class DatasetSplit(SentModel):
         return self
 
 
+class MixedIn(SentModel):
+    """Training rows of other data sets, which are mixed into these: a replay of earlier ones, or an anchor against
+    forgetting."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    datasets: list[DatasetRef] = Field(min_length=1, max_length=50)
+    """Their names: "name@n", or "name" for the newest version."""
+    share: float = Field(gt=0, lt=1)
+    """Share of all training rows that they are, unless they have fewer."""
+
+
 class DatasetSpec(SentModel):
     """Declaration of a data set."""
 
@@ -86,10 +108,20 @@ class DatasetSpec(SentModel):
     filter: DatasetFilter = DatasetFilter()
     """Applies to feedback and logged requests; rows of files are all taken."""
     split: DatasetSplit = DatasetSplit()
+    mix: list[MixedIn] = Field(default_factory=list, max_length=8, exclude_if=_nothing)
+    """Rows of other data sets among the training rows. Which ones follows from the seed of the split."""
     max_user_share: float = Field(1.0, gt=0, le=1)
     """Share of the rows that what one user said may be: against one who says too much. The newest are kept."""
     max_rows: int = Field(100_000, ge=1, le=1_000_000)
     """Most rows, of which the newest are kept."""
+
+    @model_validator(mode="after")
+    def _leaves_room(self) -> DatasetSpec:
+        if sum(one.share for one in self.mix) >= 1:
+            raise PydanticCustomError(
+                "contradiction", "the shares of mix leave nothing for the rows: less than 1", {"param": "mix"}
+            )
+        return self
 
     @model_validator(mode="after")
     def _of_something(self) -> DatasetSpec:

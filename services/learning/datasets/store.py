@@ -23,6 +23,8 @@ from services.learning.datasets.build import DIGITS, Built, DatasetReport
 from services.learning.datasets.rows import Row
 from services.learning.datasets.spec import SPLITS, DatasetSpec, Split, check_dataset_name
 
+_LOOKED_AT = 5
+
 
 class Recut(StrictModel):
     """Rows that were taken out because their user was erased."""
@@ -46,6 +48,8 @@ class DatasetManifest(StrictModel):
     files: Mapping[str, str]
     """SHA-256 of each file that it was made of."""
     recuts: tuple[Recut, ...] = ()
+    made_for: str = ""
+    """See NewDataset."""
     key_id: str = ""
     """Id of the API key that the name belongs to; empty: there were no keys."""
     created_at: float
@@ -69,6 +73,8 @@ class NewDataset:
     spec: DatasetSpec
     key_id: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
+    made_for: str = ""
+    """Whose it is: at most one version is made for it. Empty: nobody's."""
 
 
 def parse_dataset_ref(text: str) -> tuple[str, int | None]:
@@ -119,7 +125,9 @@ class DatasetStore:
         newest = self.get(new.name, numbers[-1]) if numbers else None
         if newest is not None and newest.digest == digest and not newest.recuts:
             return newest
-        number = self._versions.claim(new.name)
+        number = self._versions.claim(new.name, new.made_for)
+        if new.made_for and (made := self.made_for(new)) is not None:
+            return made  # somebody who was taken for dead has done it
         manifest = DatasetManifest(
             name=new.name,
             version=number,
@@ -129,6 +137,7 @@ class DatasetStore:
             rows={split: len(built.rows[split]) for split in SPLITS},
             pieces=pieces,
             files=new.files,
+            made_for=new.made_for,
             key_id=new.key_id,
             created_at=time.time(),
         )
@@ -137,6 +146,14 @@ class DatasetStore:
                 self._versions.write_piece(new.name, number, _lines(split, manifest), index, data)
         self._versions.publish(new.name, number, manifest.model_dump(mode="json"))
         return manifest
+
+    def made_for(self, new: NewDataset) -> DatasetManifest | None:
+        """The version that was made before for the same purpose, if it is among the newest."""
+        for number in reversed(self.versions(new.name)[-_LOOKED_AT:]):
+            manifest = self.get(new.name, number)
+            if manifest.made_for == new.made_for:
+                return manifest
+        return None
 
     def delete(self, manifest: DatasetManifest) -> None:
         """Removes a version; its number is not used again."""

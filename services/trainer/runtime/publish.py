@@ -9,7 +9,7 @@ import structlog
 from services.common.adapters.events import AdapterEvents
 from services.common.adapters.events import EventKind as Nudge
 from services.common.adapters.evidence import GateEvidence
-from services.common.adapters.manifest import Lineage
+from services.common.adapters.manifest import DatasetOrigin, Lineage
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry, Manifest
 from services.common.adapters.retention import RetentionPolicy, prune
@@ -40,7 +40,11 @@ class Publisher:
         lineage: Lineage | None = None,
         metrics: Mapping[str, float],
         gates: Sequence[GateEvidence] = (),
+<<<<<<< HEAD
         current: bool = True,
+=======
+        dataset: DatasetOrigin | None = None,
+>>>>>>> main
         fence: Callable[[], None],
     ) -> Manifest:
         """Makes the version; a repeated call returns the first one's. Raises Unavailable, and what ``fence`` raises."""
@@ -53,7 +57,11 @@ class Publisher:
             lineage=lineage,
             metrics=finite(metrics),
             gates=gates,
+<<<<<<< HEAD
             current=current,
+=======
+            dataset=dataset,
+>>>>>>> main
             fence=fence,
         )
 

@@ -207,7 +207,7 @@ def test_corrections_and_preferences_become_pairs() -> None:
     dpo = examples_of("dpo", rows)
     assert [(one["chosen"], one["rejected"]) for one in dpo] == [("good", "bad"), ("fine", "poor")]
     sft = examples_of("sft", rows)
-    assert [one["messages"][-1]["content"] for one in sft] == ["good", "fine", "other"]
+    assert [one["completion"] for one in sft] == ["good", "fine", "other"]
     kto = {one["completion"]: one["label"] for one in examples_of("kto", rows)}
     assert kto == {"bad": False, "good": True, "fine": True, "poor": False, "other": True}
 
@@ -223,7 +223,7 @@ def test_the_best_answer_of_a_prompt_is_learnt() -> None:
         said(4, completion_id="chatcmpl-2", thumb="down"),
     )
     rows = built.rows["train"]
-    assert [one["messages"][-1]["content"] for one in examples_of("sft", rows)] == ["b", "unrated"]
+    assert [one["completion"] for one in examples_of("sft", rows)] == ["b", "unrated"]
     assert [(one["chosen"], one["rejected"]) for one in examples_of("dpo", rows)] == [("b", "c")]
     assert len(examples_of("kto", rows)) == 4
     (group,) = examples_of("grpo", rows)
@@ -232,12 +232,13 @@ def test_the_best_answer_of_a_prompt_is_learnt() -> None:
     assert group["completions"][0]["logprobs"] == [-0.5, -0.25]
 
 
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TURNS = [
     {"role": "user", "content": "add"},
     {
         "role": "assistant",
         "content": None,
-        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+        "tool_calls": [CALL],
     },
     {"role": "tool", "content": "3", "tool_call_id": "c"},
 ]
@@ -257,7 +258,12 @@ def test_jobs_take_the_examples() -> None:
         assert examples, kind
         JOBS[kind].model_validate({"adapter": "toy", field: examples})
     (sft,) = examples_of("sft", [row, other])
+    assert sft == {"prompt": TURNS, "completion": "three"}
+    calls = row.model_copy(update={"answer": {"role": "assistant", "tool_calls": [CALL]}, "better": None})
+    (sft,) = examples_of("sft", [calls])
     assert [turn.get("weight") for turn in sft["messages"]] == [None, 0, None, None]
+    assert sft["messages"][-1]["tool_calls"] == [CALL]
+    JOBS["sft"].model_validate({"adapter": "toy", "examples": [sft]})
 
 
 @pytest.mark.parametrize(

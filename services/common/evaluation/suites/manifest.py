@@ -14,12 +14,16 @@ from services.common.validation.strict_models import StrictModel
 
 
 class SuiteOrigin(StrictModel):
-    """Training file that a suite was taken from."""
+    """Training file or data set that a suite was taken from."""
 
     sha256: str
-    """Of the file's text."""
+    """Of the file's text, or the data set's digest."""
     rows: int
-    split: TrainingSplit
+    """Rows of the file, or held-out ones of the data set."""
+    split: TrainingSplit | None = None
+    """Split of the file; null: the data set has its own."""
+    dataset: str | None = None
+    """The data set, "name@n"."""
 
 
 class SuiteManifest(StrictModel):

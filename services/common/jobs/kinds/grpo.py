@@ -11,6 +11,7 @@ from services.common.adapters.names import BASE, AdapterVersion, parse_adapter_v
 from services.common.errors import InvalidRequest
 from services.common.jobs.base import DataRows, JobBase, Pace, ServedLimits
 from services.common.jobs.documents import placed
+from services.common.jobs.fields.dataset import OfDataset
 from services.common.jobs.fields.messages import SAYS, Message, check_asks
 from services.common.jobs.kinds.generate import GenerateSettings, check_generate
 from services.common.jobs.kinds.loss_types import LOSS_TYPES, LossType
@@ -57,12 +58,12 @@ _SIMPLE = ("prompt", "completions", "rewards", "truncated", "temperature")
 """Fields of the simple form: one group of texts."""
 
 
-class GrpoJob(JobBase):
+class GrpoJob(OfDataset, JobBase):
     """Group-relative policy optimisation on scored rollouts.
 
-    Three ways to give the rollouts, which may not be mixed: `prompt` + `completions` + `rewards` (one group of texts),
-    `groups`, or `rollouts` of completion ids (grouped by equal prompt). Or none: with `generate` the job samples and
-    scores them itself, round after round.
+    Four ways to give the rollouts, which may not be mixed: `prompt` + `completions` + `rewards` (one group of texts),
+    `groups`, `rollouts` of completion ids (grouped by equal prompt), or a `dataset`. Or none: with `generate` the job
+    samples and scores them itself, round after round.
     """
 
     kind: Literal["grpo"] = "grpo"
@@ -112,6 +113,7 @@ class GrpoJob(JobBase):
     """Take the values of all log-probabilities from the engine, by the sampler's own kernels, and the gradients from
     the trainer's forward: rollouts are decoded again before each step that did not sample them."""
 
+    own_data: ClassVar[str] = "groups"
     pace: ClassVar[Pace] = Pace(4e-5)
     request_examples: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "groups": {
@@ -129,11 +131,12 @@ class GrpoJob(JobBase):
         either(
             both(
                 has(prompt=both(NOT_NULL, SAYS), completions=SOME, rewards=SOME),
-                left_out("groups", "rollouts", "generate"),
+                left_out("groups", "rollouts", "generate", "dataset"),
             ),
-            both(has(groups=SOME), left_out(*_SIMPLE, "rollouts", "generate")),
-            both(has(rollouts=SOME), left_out(*_SIMPLE, "groups", "generate")),
-            both(given("generate"), left_out(*_SIMPLE, "groups", "rollouts")),
+            both(has(groups=SOME), left_out(*_SIMPLE, "rollouts", "generate", "dataset")),
+            both(has(rollouts=SOME), left_out(*_SIMPLE, "groups", "generate", "dataset")),
+            both(given("generate"), left_out(*_SIMPLE, "groups", "rollouts", "dataset")),
+            both(given("dataset"), left_out(*_SIMPLE, "groups", "rollouts", "generate")),
         ),
         # What would do nothing has its default.
         where(has(loss_type="cispo"), if_any(clip_low=0.2, clip_high=0.28)),
@@ -160,9 +163,10 @@ class GrpoJob(JobBase):
             self.groups is not None,
             self.rollouts is not None,
             self.generate is not None,
+            self.unread,
         ]
         if sum(forms) != 1:
-            raise ValueError("give exactly one of prompt+completions+rewards, groups, rollouts, generate")
+            raise ValueError("give exactly one of prompt+completions+rewards, groups, rollouts, dataset, generate")
         if forms[0]:
             if self.prompt is None or self.completions is None or self.rewards is None:
                 raise ValueError("prompt, completions and rewards go together")

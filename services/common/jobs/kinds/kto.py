@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from services.common.errors import InvalidRequest
 from services.common.jobs.base import Pace, ServedLimits
 from services.common.jobs.documents import answer_documents
-from services.common.jobs.examples import EVALUATES, ExampleJob
+from services.common.jobs.examples import EVALUATES, OF_DATASET, ExampleJob
 from services.common.jobs.fields.acceptance import Better, publish_if_rule
 from services.common.jobs.fields.prompts import AskedExample
 from services.common.jobs.token_checks import check_conversation, check_examples
@@ -74,7 +74,7 @@ class KtoJob(ExampleJob[KtoExample]):
         }
     }
     json_rules: ClassVar[Rules] = (
-        has(examples=both(contains(has(label=True)), contains(has(label=False)))),
+        either(OF_DATASET, has(examples=both(contains(has(label=True)), contains(has(label=False))))),
         if_any(eval_examples=either({"maxItems": 0}, {"minItems": 2})),
         publish_if_rule(evaluated, EVALUATES),
     )
@@ -93,6 +93,8 @@ class KtoJob(ExampleJob[KtoExample]):
 
     @model_validator(mode="after")
     def _both_labels(self) -> KtoJob:
+        if self.unread:
+            return self
         labels = {example.label for example in self.examples}
         if labels == {True}:
             raise ValueError(

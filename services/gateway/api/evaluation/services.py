@@ -13,6 +13,7 @@ from services.common.queue.job_queue import JobQueue
 from services.gateway.api.base.routing import provided
 from services.gateway.core.file_store import StoreThreads
 from services.gateway.engines.pool import EnginePool
+from services.learning.datasets.store import DatasetStore
 
 _CHECKS = 2
 
@@ -27,6 +28,7 @@ class EvaluationServices:
     registry: AdapterRegistry
     engines: EnginePool
     queue: JobQueue
+    datasets: DatasetStore
     threads: StoreThreads
     checks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_CHECKS))
     """Semaphore held while the lines of a suite are checked, because the threads are shared with prompts."""

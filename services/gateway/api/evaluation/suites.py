@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import Query
@@ -22,6 +23,7 @@ from services.common.storage.names import REF_SCHEMA
 from services.gateway.api.base.idempotency import Once
 from services.gateway.api.base.routing import Routes
 from services.gateway.api.evaluation.services import Evaluation, EvaluationServices
+from services.gateway.api.training.datasets import readable
 from services.gateway.auth.caller import check_name_owner, owner
 from services.gateway.auth.route_permissions import TRAIN_OR_ADMIN, Permission
 from services.gateway.protocol.evaluation.suites import (
@@ -33,6 +35,8 @@ from services.gateway.protocol.evaluation.suites import (
     SuitePath,
     SuiteRequest,
 )
+from services.learning.datasets.store import DatasetManifest, DatasetStore
+from services.learning.datasets.suite_items import suite_items
 
 routes = Routes("evaluation")
 
@@ -51,8 +55,12 @@ async def create_suite(body: SuiteRequest, evaluation: Evaluation, once: Once) -
 
     async def create() -> SuiteObject:
         settings = body.settings
+        source = None if body.dataset is None else await readable(evaluation.datasets, evaluation.threads, body.dataset)
         async with evaluation.checks:
-            items, origin = await asyncio.to_thread(_read, body, settings)
+            if source is None:
+                items, origin = await asyncio.to_thread(_read, body.jsonl or "", body, settings)
+            else:
+                items, origin = await evaluation.threads.run(_held_out, evaluation.datasets, source, settings)
         key_id = await _name_owner(evaluation, body.name)
         made = await evaluation.threads.run(
             evaluation.suites.create, body.name, settings, items, origin=origin, key_id=key_id
@@ -62,18 +70,31 @@ async def create_suite(body: SuiteRequest, evaluation: Evaluation, once: Once) -
     return await once(create, body=body)
 
 
-def _read(body: SuiteRequest, settings: SuiteSettings) -> tuple[list[SuiteItem], SuiteOrigin | None]:
+def _read(jsonl: str, body: SuiteRequest, settings: SuiteSettings) -> tuple[list[SuiteItem], SuiteOrigin | None]:
     """Items of a request, checked. Blocking. Raises InvalidRequest."""
     origin = None
     if body.split is None:
-        items = read_suite(body.jsonl, settings)
+        items = read_suite(jsonl, settings)
     else:
-        items = held_out_items(body.jsonl, body.split, settings)
-        rows = sum(bool(line.strip()) for line in body.jsonl.split("\n"))
-        origin = SuiteOrigin(sha256=hashlib.sha256(body.jsonl.encode()).hexdigest(), rows=rows, split=body.split)
+        items = held_out_items(jsonl, body.split, settings)
+        rows = sum(bool(line.strip()) for line in jsonl.split("\n"))
+        origin = SuiteOrigin(sha256=hashlib.sha256(jsonl.encode()).hexdigest(), rows=rows, split=body.split)
+    _check_answers(items, settings)
+    return items, origin
+
+
+def _held_out(
+    datasets: DatasetStore, source: DatasetManifest, settings: SuiteSettings
+) -> tuple[list[SuiteItem], SuiteOrigin]:
+    """Items of a data set's held-out rows. Blocking. Raises InvalidRequest."""
+    items = suite_items(source.ref, datasets.rows(source, "held_out"), source.spec.split, settings)
+    _check_answers(items, settings)
+    return items, SuiteOrigin(sha256=source.digest, rows=source.rows["held_out"], dataset=source.ref)
+
+
+def _check_answers(items: Sequence[SuiteItem], settings: SuiteSettings) -> None:
     answers = [(f"item {item.id[:80]!r}: expected", answer) for item in items for answer in item.expected or ()]
     settings.scorer.check("scorer", answers)
-    return items, origin
 
 
 async def _name_owner(evaluation: EvaluationServices, name: str) -> str:

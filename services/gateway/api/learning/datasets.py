@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from fastapi import Path, Query, Response
@@ -31,10 +31,12 @@ from services.gateway.protocol.learning.datasets import (
     DeletedDataset,
     ErasedUser,
 )
+from services.learning.datasets.build import Built
 from services.learning.datasets.convert import ExampleKind, examples_of
 from services.learning.datasets.maker import DatasetMaker
-from services.learning.datasets.spec import DatasetName, Split
+from services.learning.datasets.spec import DatasetName, DatasetSpec, Split
 from services.learning.datasets.store import DatasetManifest, DatasetStore, NewDataset, parse_dataset_ref
+from services.learning.feedback.record import FeedbackRecord
 from services.learning.feedback.store import FeedbackFilter, FeedbackStore
 from services.learning.request_log.index import user_mark
 from services.learning.request_log.log import RequestLog
@@ -77,31 +79,57 @@ async def create_dataset(body: DatasetRequest, services: Services, once: Once) -
 
     async def create() -> DatasetObject:
         mine = None if sees(None) else owner()
-        key_id = await _name_owner(services, body.name)
-        async with services.builds:
-            opinions = []
-            if body.feedback:
-                opinions = [one async for one in services.feedback.each(FeedbackFilter(mine))]
-            digests, files = await services.threads.run(_read_files, services.files, owner(), body.files or ())
-            if body.dry_run:
-                built = await asyncio.to_thread(services.maker.build, body.spec, opinions, files, mine)
-                rows = {split: len(found) for split, found in built.rows.items()}
-                nothing: dict[str, Any] = dict.fromkeys(("id", "version", "digest", "created_at"))
-                return DatasetObject(
-                    **nothing,
-                    name=body.name,
-                    spec=body.spec,
-                    report=built.report,
-                    rows=rows,
-                    files=digests,
-                    recuts=[],
-                )
-            new = NewDataset(body.name, body.spec, key_id, digests)
-            manifest, used = await asyncio.to_thread(services.maker.make, new, opinions, files, mine)
-        await services.feedback.mark_used(used, manifest.ref)
-        return DatasetObject.of(manifest)
+        new = NewDataset(body.name, body.spec, await _name_owner(services, body.name))
+        for place, mixed in enumerate(body.mix):
+            for ref in mixed.datasets:
+                await _readable(services, ref, f"mix[{place}].datasets")
+        sources = Sources(owner(), mine)
+        if not body.dry_run:
+            return DatasetObject.of(await made(services, new, sources))
+        built, digests = await built_only(services, body.spec, sources)
+        rows = {split: len(found) for split, found in built.rows.items()}
+        nothing: dict[str, Any] = dict.fromkeys(("id", "version", "digest", "created_at"))
+        return DatasetObject(
+            **nothing, name=body.name, spec=body.spec, report=built.report, rows=rows, files=digests, recuts=[]
+        )
 
     return await once(create, body=body)
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What a data set may be made of: the files of an API key, and the feedback and requests of one (None: of
+    everybody)."""
+
+    files_of: str
+    traffic_of: str | None
+
+
+async def made(services: DatasetServices, new: NewDataset, sources: Sources) -> DatasetManifest:
+    """Makes a version, and marks the feedback that is in it. See DatasetMaker.make; NotFound: a file is not there."""
+    async with services.builds:
+        opinions, digests, files = await _read(services, new.spec, sources)
+        new = replace(new, files=digests)
+        manifest, used = await asyncio.to_thread(services.maker.make, new, opinions, files, sources.traffic_of)
+    await services.feedback.mark_used(used, manifest.ref)
+    return manifest
+
+
+async def built_only(services: DatasetServices, spec: DatasetSpec, sources: Sources) -> tuple[Built, Mapping[str, str]]:
+    """What a version would have, and the digests of its files; nothing is written."""
+    async with services.builds:
+        opinions, digests, files = await _read(services, spec, sources)
+        return await asyncio.to_thread(services.maker.build, spec, opinions, files, sources.traffic_of), digests
+
+
+async def _read(
+    services: DatasetServices, spec: DatasetSpec, sources: Sources
+) -> tuple[list[FeedbackRecord], Mapping[str, str], Mapping[str, list[Any]]]:
+    opinions = []
+    if spec.feedback:
+        opinions = [one async for one in services.feedback.each(FeedbackFilter(sources.traffic_of))]
+    digests, files = await services.threads.run(_read_files, services.files, sources.files_of, spec.files or ())
+    return opinions, digests, files
 
 
 def _read_files(files: FileStore, key_id: str, ids: Sequence[str]) -> tuple[dict[str, str], Mapping[str, list[Any]]]:
@@ -162,6 +190,14 @@ async def _found(services: DatasetServices, name: str, number: int) -> DatasetMa
         return await services.threads.run(services.store.get, name, number)
     except NotFound:  # deleted since
         return None
+
+
+async def _readable(services: DatasetServices, ref: str, param: str) -> None:
+    try:
+        await _own(services, ref)
+    except NotFound as error:
+        error.param = param
+        raise
 
 
 async def _own(services: DatasetServices, dataset: str) -> DatasetManifest:

@@ -14,6 +14,7 @@ from services.common.queue.records import spec_sha
 from services.common.telemetry import tracing
 from services.gateway.api.base.idempotency import IdempotencyKey
 from services.gateway.api.base.routing import Routes
+from services.gateway.api.training.datasets import with_rows
 from services.gateway.api.training.rollouts import resolve_rollouts
 from services.gateway.api.training.validation import (
     Training,
@@ -53,6 +54,7 @@ async def _submit(
         spec = _attaching(sent)
         if isinstance(spec, GrpoJob):
             spec = await resolve_rollouts(spec, training.engines)
+        spec = await with_rows(training, spec)
         await check_references(training, spec)
         spec = await with_versions(training, spec)
         async with training.checks:

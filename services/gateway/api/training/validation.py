@@ -33,6 +33,7 @@ from services.gateway.core.file_store import StoreThreads
 from services.gateway.engines.pool import EnginePool, ServedModel
 from services.gateway.inference.prompts import check_template_kwargs
 from services.gateway.settings import GatewaySettings
+from services.learning.datasets.store import DatasetStore
 
 _CHECKS = 2
 
@@ -45,8 +46,9 @@ class TrainingServices:
     engines: EnginePool
     queue: JobQueue
     registry: AdapterRegistry
-    """Registry of adapters. It blocks, as the suites do, so they are only called in ``threads``."""
+    """Registry of adapters. It blocks, as the suites and data sets do, so they are only called in ``threads``."""
     suites: SuiteStore
+    datasets: DatasetStore
     threads: StoreThreads
     lifecycle: Lifecycle
     checks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_CHECKS))

@@ -18,6 +18,7 @@ from services.common.adapters.registry import AdapterRegistry, Manifest
 from services.common.errors import InvalidRequest, NewerSchema
 from services.common.evaluation.contamination.store import TrainingHashes
 from services.common.jobs import JobProgress, MergeJob, PublishingSpec
+from services.common.jobs.fields.dataset import OfDataset
 from services.common.queue.consumer import JobConsumer
 from services.trainer.evaluation.run import Evaluations
 from services.trainer.host.policy_host import PolicyHost
@@ -119,6 +120,10 @@ class JobAttempt:
     def _train(self, gates: Gates) -> Manifest:
         claimed, session = self._claim.job, self._claim.session
         self._parts.registry.check_new_name(self._spec.adapter)
+        if isinstance(self._spec, OfDataset) and self._spec.unread:
+            raise InvalidRequest(
+                "a job on a dataset must be submitted through the gateway, which reads its rows", param="dataset"
+            )
         with self._claim.trace.part("prepare"):
             parents = self._parts.parents.read(claimed, self._spec, self._claim.until_back)
             warnings = gates.begin([one.version for one in parents])
@@ -273,7 +278,11 @@ class JobAttempt:
                 lineage=lineage,
                 metrics=metrics,
                 gates=evidence,
+<<<<<<< HEAD
                 current=becomes_current(self._spec),
+=======
+                dataset=self._spec.learnt if isinstance(self._spec, OfDataset) else None,
+>>>>>>> main
                 fence=session.fence,
             )
 

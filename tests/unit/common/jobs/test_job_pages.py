@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.common.jobs import JOBS, GrpoJob, JobBase
+from services.common.jobs.fields.dataset import OfDataset
 from services.common.jobs.kinds.generate import GenerateSettings, RolloutPrompt, check_rewards
 from services.common.jobs.scorers.registry import SCORERS
 from services.common.queue.records import SPEC
@@ -41,7 +42,7 @@ def test_rollout_jobs_have_a_page_of_their_own() -> None:
 @pytest.mark.parametrize("kind", JOBS)
 def test_every_field_is_on_the_page(kind: str) -> None:
     page = (GUIDES / "training" / f"{kind}.md").read_text()
-    own = JOBS[kind].model_fields.keys() - JobBase.model_fields.keys() - {"kind"}
+    own = JOBS[kind].model_fields.keys() - JobBase.model_fields.keys() - OfDataset.model_fields.keys() - {"kind"}
     assert not sorted(name for name in own if name not in page)
 
 
@@ -51,4 +52,5 @@ def test_the_index_links_to_every_page() -> None:
     shared = JobBase.model_fields.keys() - {"optimizer", "lora"}
     assert not sorted(name for name in shared if name not in index)
     assert "optimizer." in index
+    assert "`dataset`" in index
     assert "lora." in index

@@ -1,0 +1,177 @@
+"""Jobs and suites on data sets: what the gateway writes into them, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from services.common.jobs import DpoJob, GrpoJob, KtoJob, SftJob
+from services.common.security.api_keys import Scope
+from services.learning.datasets.build import Built, DatasetReport
+from services.learning.datasets.rows import Row
+from services.learning.datasets.spec import DatasetSpec
+from services.learning.datasets.store import DatasetManifest, DatasetStore, NewDataset
+from services.learning.request_log.index import user_mark
+from tests.unit.gateway.conftest import Running, Starter
+from tests.unit.gateway.key_file import Keys
+
+
+def row(user: str, asks: str, says: str, rating: float | None = 1.0, **more: Any) -> Row:
+    return Row(
+        source="feedback",
+        user=user,
+        answer_id=f"chatcmpl-{user}-{len(says)}",
+        messages=[{"role": "user", "content": asks}],
+        answer={"role": "assistant", "content": says},
+        rating=rating,
+        opinions=1,
+        version="base",
+        prompt_token_ids=[5, 6, len(asks)],
+        token_ids=[7, len(says)],
+        **more,
+    )
+
+
+TRAIN = [
+    row("ann", "2 + 2", "4"),
+    row("bob", "2 + 2", "five", -1.0),
+    row("eve", "a colour", "blue"),
+    row("eve", "again", "bad", -1.0, better="good", worse="bad"),
+]
+
+
+def make(running: Running, *, train: list[Row] = TRAIN, key_id: str = "", **splits: list[Row]) -> DatasetManifest:
+    rows = {"train": train, "validation": [], "held_out": [], **splits}
+    made = NewDataset("thumbs", DatasetSpec(), key_id)
+    return DatasetStore(running.store).create(made, Built(rows, DatasetReport(), []))  # type: ignore[arg-type]
+
+
+def submit(http: httpx.Client, kind: str, **more: Any) -> httpx.Response:
+    return http.post(f"/v1/train/{kind}", json={"adapter": "a", "attach": False, "dataset": "thumbs", **more})
+
+
+def refused(answer: httpx.Response, *said: str, param: str | None = "dataset", status: int = 400) -> None:
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (status, param), answer.text
+    assert all(text in error["message"] for text in said), answer.text
+
+
+def test_each_kind_gets_what_it_learns_from(running: Running, http: httpx.Client) -> None:
+    manifest = make(running, validation=[row("zoe", "7", "8"), row("zoe", "8", "no", -1.0)])
+    for kind in ("sft", "dpo", "kto", "grpo"):
+        answer = submit(http, kind)
+        assert answer.status_code == 202, answer.text
+    sft, dpo, kto, grpo = list(running.queue.specs.values())[-4:]
+    assert isinstance(sft, SftJob)
+    assert isinstance(dpo, DpoJob)
+    assert isinstance(kto, KtoJob)
+    assert isinstance(grpo, GrpoJob)
+    for spec in (sft, dpo, kto, grpo):
+        assert (spec.dataset, spec.dataset_digest) == ("thumbs@1", manifest.digest)
+    assert [one.completion for one in sft.examples] == ["4", "blue", "good"]
+    assert [one.completion for one in sft.eval_examples] == ["8"]
+    assert {(one.chosen, one.rejected) for one in dpo.examples} == {("4", "five"), ("good", "bad")}
+    assert {one.label for one in kto.examples} == {True, False}
+    assert [one.label for one in kto.eval_examples] == [True, False]
+    assert [[one.reward for one in group.completions] for group in grpo.groups or ()] == [[1.0, -1.0]]
+    own = submit(http, "sft", eval_fraction=0.5)
+    assert own.status_code == 202, own.text
+    spec = list(running.queue.specs.values())[-1]
+    assert isinstance(spec, SftJob)
+    assert (spec.eval_examples, spec.held_out) == ([], 2), "the job says itself what it evaluates on"
+
+
+def test_a_repeated_submission_is_the_same_job(running: Running, http: httpx.Client) -> None:
+    make(running)
+    body = {"adapter": "a", "attach": False, "dataset": "thumbs"}
+    first = http.post("/v1/train/sft", json=body, headers={"idempotency-key": "once-per-set"}).json()
+    make(running, train=TRAIN[:1])
+    again = http.post("/v1/train/sft", json=body, headers={"idempotency-key": "once-per-set"}).json()
+    assert again["id"] == first["id"]
+    newer = http.post("/v1/train/sft", json=body).json()
+    spec = running.queue.specs[newer["id"]]
+    assert isinstance(spec, SftJob)
+    assert spec.dataset == "thumbs@2"
+
+
+def test_what_cannot_be_learnt_from(running: Running, http: httpx.Client, start: Starter) -> None:
+    refused(submit(http, "sft"), "dataset 'thumbs' does not exist", status=404)
+    make(running, train=TRAIN[:1])
+    refused(submit(http, "dpo"), "none of the 1 training rows of thumbs@1", "rated differently")
+    refused(submit(http, "kto"), "thumbs@1", "every label is true")
+    refused(submit(http, "sft", publish_if={"metric": "eval_loss"}), "thumbs@1", "computes no evaluation")
+    refused(submit(http, "sft", examples=[{"text": "x"}]), "leave one of them out")
+    refused(submit(http, "sft", dataset=None), "give examples, or a dataset", param="examples")
+    named = submit(http, "sft", dataset_digest="0", examples=[{"text": "x"}])
+    refused(named, "written by the gateway", param="dataset_digest")
+    refused(submit(http, "grpo", groups=[]), "exactly one of", param=None)
+    small = start(max_body_bytes=1024)
+    make(small, train=[row("ann", f"{number} + {number}", str(2 * number)) for number in range(100)])
+    answer = httpx.post(f"{small.url}/v1/train/sft", json={"adapter": "a", "attach": False, "dataset": "thumbs"})
+    refused(answer, "makes 100 examples of", "TEMPER_MAX_BODY_BYTES", "max_rows")
+
+
+def test_the_erased_are_not_learnt_from(running: Running, http: httpx.Client) -> None:
+    before = make(running)
+    assert DatasetStore(running.store).cut_out("thumbs", 1, frozenset((user_mark("eve", None),))) == 2  # type: ignore[arg-type]
+    answer = submit(http, "sft", dataset="thumbs@1")
+    assert answer.status_code == 202, answer.text
+    spec = list(running.queue.specs.values())[-1]
+    assert isinstance(spec, SftJob)
+    assert [one.completion for one in spec.examples] == ["4"]
+    assert spec.dataset_digest != before.digest
+
+
+HELD_OUT = [
+    row("ann", "1 + 1", "2"),
+    row("ann", "1 + 2", "3"),
+    row("bob", "1 + 1", "three", -1.0),
+    row("bob", "a poem", "no", -1.0),
+]
+
+
+def test_a_suite_of_the_held_out_part(running: Running, http: httpx.Client) -> None:
+    manifest = make(running, held_out=HELD_OUT)
+    body = {"name": "sums", "dataset": "thumbs", "scorer": {"type": "exact"}}
+    made = http.post("/v1/eval/suites", json=body)
+    assert made.status_code == 201, made.text
+    suite = made.json()
+    assert (suite["items"], suite["clusters"]) == (2, 1), "items of one user are a group, and a bad answer is none"
+    assert suite["origin"] == {"sha256": manifest.digest, "rows": 4, "split": None, "dataset": "thumbs@1"}
+    items = http.get("/v1/eval/suites/sums/items").json()["data"]
+    assert [(one["messages"][0]["content"], one["expected"]) for one in items] == [("1 + 1", ["2"]), ("1 + 2", ["3"])]
+    without = http.post("/v1/eval/suites", json={**body, "scorer": {"type": "choice"}})
+    refused(without, "no item comes of thumbs@1", "choices")
+    refused(http.post("/v1/eval/suites", json={**body, "jsonl": "{}"}), "give one of them", param="jsonl")
+    refused(http.post("/v1/eval/suites", json={**body, "split": {}}), "its own split", param="split")
+    calls = [{"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"left": 1}'}}]
+    asked = row("zoe", "add", "x").model_copy(update={"answer": {"role": "assistant", "tool_calls": calls}})
+    make(running, held_out=[asked])
+    made = http.post("/v1/eval/suites", json={**body, "scorer": {"type": "tool_calls"}})
+    assert made.status_code == 201, made.text
+    (item,) = http.get("/v1/eval/suites/sums/items").json()["data"]
+    assert item["expected_tool_calls"] == [{"name": "add", "arguments": {"left": 1}}]
+
+
+def test_nobody_learns_from_the_data_of_others(start: Starter, tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys.json")
+    for name in ("mine", "rival"):
+        keys.add(name, Scope.TRAIN, Scope.INFERENCE)
+    running = start(api_keys_file=str(keys.path))
+    with httpx.Client(base_url=running.url, timeout=20) as http:
+        http.headers = keys.bearer("mine")  # type: ignore[assignment]
+        job = {"adapter": "a", "attach": False, "dataset": "filed"}
+        suite = {"name": "s", "dataset": "filed", "scorer": {"type": "exact"}}
+        lines = "\n".join(json.dumps({"prompt": f"{n}?", "completion": str(n)}) for n in range(20))
+        upload = {"file": ("a.jsonl", lines.encode())}
+        file = http.post("/v1/files", files=upload, data={"purpose": "batch"}).json()["id"]
+        made = http.post("/v1/datasets", json={"name": "filed", "feedback": False, "files": [file]})
+        assert made.status_code == 201, made.text
+        assert http.post("/v1/train/sft", json=job).status_code == 202
+        assert http.post("/v1/eval/suites", json=suite).status_code == 201
+        http.headers = keys.bearer("rival")  # type: ignore[assignment]
+        refused(http.post("/v1/train/sft", json=job), "does not exist", status=404)
+        refused(http.post("/v1/eval/suites", json={**suite, "name": "t"}), "does not exist", status=404)
