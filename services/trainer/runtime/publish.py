@@ -40,11 +40,8 @@ class Publisher:
         lineage: Lineage | None = None,
         metrics: Mapping[str, float],
         gates: Sequence[GateEvidence] = (),
-<<<<<<< HEAD
         current: bool = True,
-=======
         dataset: DatasetOrigin | None = None,
->>>>>>> main
         fence: Callable[[], None],
     ) -> Manifest:
         """Makes the version; a repeated call returns the first one's. Raises Unavailable, and what ``fence`` raises."""
@@ -57,11 +54,8 @@ class Publisher:
             lineage=lineage,
             metrics=finite(metrics),
             gates=gates,
-<<<<<<< HEAD
             current=current,
-=======
             dataset=dataset,
->>>>>>> main
             fence=fence,
         )
 

@@ -278,11 +278,8 @@ class JobAttempt:
                 lineage=lineage,
                 metrics=metrics,
                 gates=evidence,
-<<<<<<< HEAD
                 current=becomes_current(self._spec),
-=======
                 dataset=self._spec.learnt if isinstance(self._spec, OfDataset) else None,
->>>>>>> main
                 fence=session.fence,
             )
 
