@@ -71,6 +71,9 @@ class Client:
         options: dict[str, Any] = {"timeout": httpx.Timeout(None, connect=5.0)} if patient else {}
         return self._json("POST", path, json=body, headers=dict(headers or {}), **options)
 
+    def put(self, path: str, body: Any) -> Any:
+        return self._json("PUT", path, json=body)
+
     def delete(self, path: str) -> Any:
         return self._json("DELETE", path)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from observability.alerts.adapters import ADAPTERS
+from observability.alerts.learners import LEARNERS
 from observability.alerts.platform import PLATFORM
 from observability.alerts.serving import SERVING
 from observability.alerts.training import TRAINING
 from observability.rules import Group
 
-GROUPS: tuple[Group, ...] = (SERVING, TRAINING, ADAPTERS, PLATFORM)
+GROUPS: tuple[Group, ...] = (SERVING, TRAINING, LEARNERS, ADAPTERS, PLATFORM)

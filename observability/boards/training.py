@@ -206,9 +206,53 @@ _TRAINER = Row(
     ),
 )
 
+_LEARNERS = Row(
+    "Learners",
+    (
+        Panel(
+            "State",
+            "Where each learner stands.",
+            (Query(f"max by (learner, state) ({chosen('temper_learner_state')}) == 1", "{{learner}} {{state}}"),),
+            low=0,
+            alerts=("TemperLearnerStopped",),
+        ),
+        Panel(
+            "New rows",
+            "Feedback and logged requests since the last cycle's.",
+            (Query(f"max by (learner) ({chosen('temper_learner_rows_waiting')})", "{{learner}}"),),
+            low=0,
+        ),
+        Panel(
+            "In this state",
+            "Since a learner came into its state.",
+            (
+                Query(
+                    f"max by (learner) (time() - {chosen('temper_learner_state_entered_timestamp_seconds')})",
+                    "{{learner}}",
+                ),
+            ),
+            unit="s",
+            low=0,
+            alerts=("TemperLearnerStuck",),
+        ),
+        Panel(
+            "Cycles",
+            "In the last day, by outcome.",
+            (
+                Query(
+                    f"sum by (learner, outcome) (increase({chosen('temper_learner_cycles_total')}[1d]))",
+                    "{{learner}} {{outcome}}",
+                ),
+            ),
+            low=0,
+            alerts=("TemperLearnerFails",),
+        ),
+    ),
+)
+
 TRAINING = Board(
     "training",
     "Temper / Training",
     "Jobs, their progress, and how trainer and engine share the device.",
-    (_GLANCE, _JOB, _TRAINER),
+    (_GLANCE, _JOB, _LEARNERS, _TRAINER),
 )

@@ -196,6 +196,8 @@ class GatewaySettings(ListenSettings, CommonSettings):
     """Bytes in the spool at which requests are left out of the log, and counted."""
     feedback_ttl_seconds: int = Field(180 * 86400, ge=1)
     """Age at which feedback is forgotten; data sets that have used it keep what they have."""
+    learners: bool = True
+    """This gateway may be the one that acts for learners (/v1/learners)."""
     feedback_max_bytes: int = Field(256 * 2**20, ge=0)
     """Bytes of all feedback together, which Redis holds; more is refused with 503. 0: none is kept."""
     max_background_responses: int = Field(64, ge=0)

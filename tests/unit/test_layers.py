@@ -76,7 +76,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "evaluation",
         "queue",
     ),
-    "services.learning": ("feedback", "request_log", "datasets", "canaries"),
+    "services.learning": ("feedback", "request_log", "datasets", "canaries", "learners"),
     "cli": (
         "settings",
         "interrupts",

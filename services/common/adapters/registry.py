@@ -144,8 +144,8 @@ class AdapterRegistry(AdapterPointers):
         lineage: Lineage | None = None,
         metrics: Mapping[str, float] | None = None,
         gates: Sequence[GateEvidence] = (),
-        current: bool = True,
         dataset: DatasetOrigin | None = None,
+        current: bool = True,
         fence: Callable[[], None] | None = None,
     ) -> Manifest:
         """Makes a new version of ``name``, and makes it current.

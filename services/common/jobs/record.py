@@ -10,6 +10,9 @@ from pydantic import Field
 from services.common.jobs.registry import KINDS
 from services.common.validation.strict_models import StrictModel
 
+NOT_PUBLISHED = "not published: "
+"""Beginning of the reason of a job that has trained, and whose result did not fulfil its `publish_if`."""
+
 
 class JobState(enum.StrEnum):
     """State of a job. Terminal states never change again."""

@@ -19,6 +19,7 @@ from prometheus_client.utils import floatToGoString
 
 from services.common.telemetry import tracing
 from services.common.telemetry.process import export_process
+from services.gateway.core.learner_metrics import LearnerMetrics
 
 
 class LoopHistogram(Collector):
@@ -285,6 +286,7 @@ class GatewayMetrics:
             ("state", "reason"),
             registry=self.registry,
         )
+        self.learners = LearnerMetrics(self.registry)
         self.batches = Counter(
             "temper_gateway_batches", "Batches that this gateway ran, by outcome.", ("outcome",), registry=self.registry
         )

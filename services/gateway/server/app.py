@@ -37,6 +37,9 @@ from services.gateway.api.evaluation.services import EvaluationServices
 from services.gateway.api.learning.canaries import CanaryServices
 from services.gateway.api.learning.datasets import DatasetServices
 from services.gateway.api.learning.feedback import FeedbackServices, open_feedback
+from services.gateway.api.learning.learner_controller import LearnerController
+from services.gateway.api.learning.learner_work import LearnerWork
+from services.gateway.api.learning.learners import LearnerServices, open_learners
 from services.gateway.api.learning.request_log import RequestLogServices, open_index
 from services.gateway.api.operations.health import HealthServices, QueueWatch
 from services.gateway.api.operations.keys import KeyServices
@@ -77,6 +80,7 @@ from services.learning.canaries.store import CanaryStore
 from services.learning.datasets.maker import DatasetMaker
 from services.learning.datasets.store import DatasetStore
 from services.learning.feedback.store import FeedbackStore
+from services.learning.learners.store import LearnerStore
 from services.learning.request_log.index import RequestIndex
 from services.learning.request_log.log import RequestLog
 from services.learning.request_log.parts import Parts
@@ -138,6 +142,7 @@ def create_app(
     keep_documents: Callable[[ResponseStore], DocumentStore] = DocumentStore,
     keep_feedback: Callable[[GatewaySettings], FeedbackStore] = open_feedback,
     keep_canaries: Callable[[GatewaySettings], CanaryStore] = CanaryStore,
+    keep_learners: Callable[[GatewaySettings], LearnerStore] = open_learners,
     index_requests: Callable[[GatewaySettings], RequestIndex] = open_index,
     batching: Callable[[GatewaySettings], BatchStores] = open_batching,
 ) -> FastAPI:
@@ -151,6 +156,7 @@ def create_app(
         keep_documents: makes the one of stored chats and conversations.
         keep_feedback: makes the one of feedback.
         keep_canaries: makes the one of canaries.
+        keep_learners: makes the one of learners.
         index_requests: makes the index of logged requests.
         batching: makes where files and batches are.
 
@@ -190,6 +196,12 @@ def create_app(
         idempotency = Idempotency(RedisRecords(settings))
         sessions = TrainingSessionRouter(lambda: engines.clients, settings.engine_retry_seconds)
         forge = ForgeServices(queue, engines, batch_stores.files.objects, settings.s3_bucket, threads)
+        training = TrainingServices(settings, engines, queue, registry, suites, datasets, threads, lifecycle)
+        data = DatasetServices(DatasetMaker(datasets, log_reader), feedback, batch_stores.files, threads)
+        runs = EvaluationStore(batch_stores.files.objects)
+        learners = keep_learners(settings)
+        work = LearnerWork(training, data, canary_store, runs)
+        controller = LearnerController(learners, work, metrics.learners) if settings.learners else None
         queues = QueueWatch({"training": queue, "batches": batch_stores.queue}, metrics)
         provide(
             app,
@@ -197,14 +209,14 @@ def create_app(
             lifecycle,
             idempotency,
             AdapterServices(settings, engines, registry, queue, threads),
-            TrainingServices(settings, engines, queue, registry, suites, datasets, threads, lifecycle),
+            training,
             TrainingSessionServices(engines, sessions, lifecycle),
             ConversationSessionRouter(engines, settings.request_timeout_seconds),
             ResponseServices(kept, keep_documents(kept), BestEffortStore(kept), background),
             BatchServices.of(settings, batch_stores, threads),
             EvaluationServices(
                 suites,
-                EvaluationStore(batch_stores.files.objects),
+                runs,
                 registry,
                 engines,
                 queue,
@@ -215,7 +227,8 @@ def create_app(
             FeedbackServices(feedback, metrics),
             CanaryServices(canary_store, registry, engines, canaries),
             RequestLogServices(log_reader, datasets, threads),
-            DatasetServices(DatasetMaker(datasets, log_reader), feedback, batch_stores.files, threads),
+            data,
+            LearnerServices(learners, work, data, training),
             HealthServices(inference, lifecycle, queue, queues, registry, threads, background),
             KeyServices(keys),
             LogServices(recent or RecentLogs(), engines, lifecycle, settings.keep_alive_seconds),
@@ -232,6 +245,8 @@ def create_app(
             app, inference, batch_stores, threads, lifecycle, endpoints=batch_models
         )
         worker.start()
+        if controller is not None:
+            controller.start()
         chores: dict[str, Chore] = {"forge": partial(tidy_forge, forge)}
         tidying = app.state.tidying = Tidying(chores | ({"batches": worker.tidy} if settings.batch_workers > 0 else {}))
         tidying.start()
@@ -242,6 +257,8 @@ def create_app(
             lifecycle.stopping.set()
             lifecycle.closing.set()
             await tidying.stop()
+            if controller is not None:
+                await controller.stop()
             await worker.stop()
             if following is not None:
                 await cancel_and_wait(following)
@@ -254,6 +271,7 @@ def create_app(
             await kept.aclose()
             await feedback.aclose()
             await canary_store.aclose()
+            await learners.aclose()
             index.close()
             await quotas.stop()
             await idempotency.records.aclose()

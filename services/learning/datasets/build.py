@@ -167,8 +167,9 @@ class DatasetBuilder:
         wanted = self._spec.filter
         if wanted.min_rating is not None or wanted.max_rating is not None or wanted.labels or wanted.sources:
             return []  # nobody said anything of them
-        until = float("inf") if wanted.until is None else wanted.until
-        chosen = RequestFilter(self._owner, since=wanted.since or 0.0, until=until)
+        ends = [one for one in (wanted.until, wanted.said_until) if one is not None]
+        begins = max(wanted.since or 0.0, wanted.said_since or 0.0)
+        chosen = RequestFilter(self._owner, since=begins, until=min(ends, default=float("inf")))
         rows = []
         for _, request in self._log.between(chosen):
             if self._takes_request(request):

@@ -49,7 +49,8 @@ class DatasetFilter(SentModel):
     sources: list[Source] | None = Field(None, min_length=1)
     """Sources of the feedback that counts."""
     said_since: float | None = Field(None, ge=0)
-    """Unix seconds at which the feedback was given or changed, at the earliest."""
+    """Unix seconds at which the feedback was given or changed, at the earliest; where there is none, at which the
+    request ended."""
     said_until: float | None = Field(None, ge=0)
     """Unix seconds before which it was."""
     metadata: dict[str, str] | None = Field(None, min_length=1, max_length=16)

@@ -147,6 +147,10 @@ class RequestIndex:
 
         return [str(one) for one in call(read)]
 
+    def count(self, name: str, since: float) -> int:
+        """How many of a list ended from then on (unix seconds)."""
+        return call(lambda: self._redis.zcount(_LISTS + name, since, "+inf"))
+
     def remove(self, entries: Sequence[Entry]) -> None:
         """Forgets requests."""
 

@@ -40,8 +40,8 @@ class Publisher:
         lineage: Lineage | None = None,
         metrics: Mapping[str, float],
         gates: Sequence[GateEvidence] = (),
-        current: bool = True,
         dataset: DatasetOrigin | None = None,
+        current: bool = True,
         fence: Callable[[], None],
     ) -> Manifest:
         """Makes the version; a repeated call returns the first one's. Raises Unavailable, and what ``fence`` raises."""
@@ -54,8 +54,8 @@ class Publisher:
             lineage=lineage,
             metrics=finite(metrics),
             gates=gates,
-            current=current,
             dataset=dataset,
+            current=current,
             fence=fence,
         )
 

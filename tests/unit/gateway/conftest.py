@@ -22,6 +22,7 @@ from services.gateway.api.base.idempotency import Idempotency
 from services.gateway.api.base.routing import resource
 from services.gateway.api.batches.stores import BatchStores
 from services.gateway.api.learning.feedback import open_feedback
+from services.gateway.api.learning.learners import open_learners
 from services.gateway.api.learning.request_log import open_index
 from services.gateway.api.operations.health import HealthServices
 from services.gateway.api.responses.serving import ResponseServices
@@ -35,7 +36,7 @@ from services.learning.canaries.store import CanaryStore
 from tests.stack import PATIENCE
 from tests.unit.gateway.fake_batches import MemoryBatches
 from tests.unit.gateway.fake_engine import FakeEngine
-from tests.unit.gateway.fake_learning import MemoryCanaries, MemoryFeedback, MemoryIndex
+from tests.unit.gateway.fake_learning import MemoryCanaries, MemoryFeedback, MemoryIndex, MemoryLearners
 from tests.unit.gateway.fake_responses import MemoryDocuments, MemoryResponses
 from tests.unit.gateway.fake_stores import MemoryQueue, MemoryRecords, MemoryStore
 
@@ -72,6 +73,7 @@ class Running:
         self._feedback = None if learns else MemoryFeedback()
         self._canaries = None if learns else MemoryCanaries()
         self._index = None if learns else MemoryIndex()
+        self.learners = None if learns else MemoryLearners()
         self._settings = settings
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
@@ -155,6 +157,7 @@ class Running:
             await engine.start()
         options: dict[str, Any] = {"served_model_name": MODEL, "status_interval_seconds": 0.05, "log_level": "error"}
         options["batch_workers"] = 0  # tests of batches ask for some
+        options["learners"] = False  # tests of learners ask for them
         options["engines"] = ",".join(f"127.0.0.1:{engine.port}" for engine in self.engines)
         settings = GatewaySettings(**{**options, **self._settings})
         batching = self._batching or (lambda _: BatchStores(FileStore(self.store), self.batches, self.batches))  # type: ignore[arg-type]
@@ -166,6 +169,7 @@ class Running:
             keep_documents=lambda _: self.documents,  # type: ignore[arg-type, return-value]
             keep_feedback=lambda made: self._feedback or open_feedback(made),  # type: ignore[arg-type, return-value]
             keep_canaries=lambda made: self._canaries or CanaryStore(made),  # type: ignore[arg-type, return-value]
+            keep_learners=lambda made: self.learners or open_learners(made),  # type: ignore[arg-type, return-value]
             index_requests=lambda made: self._index or open_index(made),  # type: ignore[arg-type, return-value]
             batching=batching,
         )
@@ -227,6 +231,8 @@ def _in_first_state(shared: Running) -> Iterator[Running]:
     shared.registry._pointer_cache = {}
     shared.batches.records.clear()
     shared.batches.down = False
+    if shared.learners is not None:
+        shared.learners.kept.clear()
     shared.store.down = shared.queue.down = shared.responses.down = shared.records.down = False
     shared.responses.records.clear()
     shared.documents.kept.clear()

@@ -7,11 +7,16 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 from services.common.errors import Conflict
 from services.common.storage.ids import ulid
+from services.common.storage.lease import LeaseLost
 from services.learning.canaries.record import CanaryRecord
 from services.learning.canaries.store import CanaryFilter, Records, Route
 from services.learning.canaries.store import missing as missing_canary
 from services.learning.feedback.record import Feedback, FeedbackRecord
 from services.learning.feedback.store import FeedbackFilter, missing
+from services.learning.learners.policy import LearnerPolicy
+from services.learning.learners.record import Cycle, Event, Learner, NewEvent
+from services.learning.learners.store import LearnerStore, NewLearner
+from services.learning.learners.store import missing as no_learner
 from services.learning.request_log.index import Entry
 from services.learning.request_log.parts import Line
 
@@ -52,6 +57,11 @@ class MemoryFeedback:
         for name in sorted(self.records, reverse=True):
             if (after is None or name < after) and wanted.takes(self.records[name]):
                 yield self.records[name]
+
+    async def count(self, wanted: FeedbackFilter, since: float) -> int:
+        return sum(
+            record.created_at >= since for record in self.records.values() if wanted.owner in (None, record.owner)
+        )
 
     async def mark_used(self, ids: Sequence[str], data_set: str) -> None:
         for one in ids:
@@ -125,6 +135,9 @@ class MemoryIndex:
         start = 0 if after is None else ids.index(after) + 1 if after in ids else len(ids)
         return ids[start : start + limit]
 
+    def count(self, name: str, since: float) -> int:
+        return sum(name in entry.lists and entry.at >= since for entry, _ in self.entries.values())
+
     def remove(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             self.entries.pop(entry.id, None)
@@ -134,3 +147,97 @@ class MemoryIndex:
 
     def erased(self) -> Mapping[str, float]:
         return self.marks
+
+
+class MemoryLease:
+    """Lease's methods for the only one that wishes for it."""
+
+    def __init__(self, store: MemoryLearners) -> None:
+        self._store = store
+        self._fence: int | None = None
+
+    async def hold(self) -> int | None:
+        if self._fence is None or self._fence != self._store.fence:
+            self._store.fence += 1
+            self._fence = self._store.fence
+        return self._fence
+
+    async def release(self) -> None:
+        return None
+
+
+class MemoryLearners(LearnerStore):
+    """LearnerStore's methods over a dictionary."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, tuple[Learner, list[Event]]] = {}
+        self.fence = 0
+
+    async def aclose(self) -> None:
+        return None
+
+    def lease(self, seconds: float = 1.0) -> MemoryLease:  # type: ignore[override]
+        del seconds
+        return MemoryLease(self)
+
+    async def get(self, name: str) -> Learner:
+        if name not in self.kept:
+            raise no_learner(name)
+        return self.kept[name][0]
+
+    async def all(self) -> list[Learner]:
+        return [self.kept[name][0] for name in sorted(self.kept)]
+
+    async def events(self, learner: Learner, *, limit: int, after: str | None = None) -> list[Event]:
+        found = self.kept[learner.name][1]
+        return [one for one in reversed(found) if after is None or int(one.id[:-2]) < int(after[:-2])][:limit]
+
+    async def create(self, new: NewLearner, cycle: Cycle, *events: NewEvent) -> Learner:
+        name, now = new.policy.name, time.time()
+        if name in self.kept:
+            raise Conflict(f"learner {name!r} exists", param="name")
+        learner = Learner(
+            id=f"learner_{ulid()}",
+            policy=new.policy,
+            revision=1,
+            turn=1,
+            cycle=cycle,
+            key_id=new.key_id,
+            everybodys=new.everybodys,
+            created_at=now,
+            changed_at=now,
+        )
+        self.kept[name] = learner, []
+        self._tell(name, events)
+        return learner
+
+    async def write(
+        self,
+        learner: Learner,
+        cycle: Cycle,
+        events: Sequence[NewEvent] = (),
+        *,
+        policy: LearnerPolicy | None = None,
+        fence: int | None = None,
+    ) -> Learner:
+        found = await self.get(learner.name)
+        if found.id != learner.id:
+            raise no_learner(learner.name)
+        if fence is not None and fence != self.fence:
+            raise LeaseLost("another controller acts for learners now")
+        if found.turn != learner.turn:
+            raise Conflict("changed meanwhile", param="name")
+        changed = {"cycle": cycle, "turn": found.turn + 1}
+        if policy is not None:
+            changed |= {"policy": policy, "revision": found.revision + 1, "changed_at": time.time()}
+        self.kept[learner.name] = found.model_copy(update=changed), self.kept[learner.name][1]
+        self._tell(learner.name, events)
+        return self.kept[learner.name][0]
+
+    async def delete(self, learner: Learner) -> bool:
+        return self.kept.pop(learner.name, None) is not None
+
+    def _tell(self, name: str, events: Sequence[NewEvent]) -> None:
+        kept = self.kept[name][1]
+        for event in events:
+            kept.append(Event(id=f"{len(kept) + 1}-0", at=time.time(), **event.model_dump()))

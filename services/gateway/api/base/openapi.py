@@ -215,6 +215,15 @@ EXAMPLES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "dry_run": True,
         },
     },
+    "/v1/learners": {
+        "thumbs": {
+            "name": "support",
+            "adapter": "support",
+            "method": "kto",
+            "trigger": {"min_rows": 500, "window": {"begin": "22:00", "end": "05:00"}},
+            "gate": {"metric": "eval_loss"},
+        }
+    },
     "/v1/forge": ForgeJob.request_examples,
     "/v1/train/sessions": {"adapter": {"lora": {"rank": 8}, "ttl_seconds": 60}},
 }

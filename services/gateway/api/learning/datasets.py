@@ -16,6 +16,7 @@ from fastapi.responses import StreamingResponse
 from pydantic_core import from_json, to_json
 
 from services.common.errors import NotFound
+from services.common.security.api_keys import ANONYMOUS
 from services.common.storage.names import REF_SCHEMA
 from services.gateway.api.base.idempotency import Once
 from services.gateway.api.base.routing import Routes, provided
@@ -79,10 +80,10 @@ async def create_dataset(body: DatasetRequest, services: Services, once: Once) -
 
     async def create() -> DatasetObject:
         mine = None if sees(None) else owner()
-        new = NewDataset(body.name, body.spec, await _name_owner(services, body.name))
+        new = NewDataset(body.name, body.spec, await name_owner(services, body.name))
         for place, mixed in enumerate(body.mix):
             for ref in mixed.datasets:
-                await _readable(services, ref, f"mix[{place}].datasets")
+                await check_readable(services, ref, f"mix[{place}].datasets")
         sources = Sources(owner(), mine)
         if not body.dry_run:
             return DatasetObject.of(await made(services, new, sources))
@@ -128,7 +129,9 @@ async def _read(
     opinions = []
     if spec.feedback:
         opinions = [one async for one in services.feedback.each(FeedbackFilter(sources.traffic_of))]
-    digests, files = await services.threads.run(_read_files, services.files, sources.files_of, spec.files or ())
+    digests, files = await services.threads.run(
+        _read_files, services.files, sources.files_of or ANONYMOUS, spec.files or ()
+    )
     return opinions, digests, files
 
 
@@ -154,7 +157,7 @@ def _lines(content: bytes) -> Iterator[Any]:
             yield value if isinstance(value, dict) else {}
 
 
-async def _name_owner(services: DatasetServices, name: str) -> str:
+async def name_owner(services: DatasetServices, name: str) -> str:
     """Id of the API key that the name belongs to: the caller's if nobody has used it. Raises Forbidden."""
     try:
         newest = await services.threads.run(services.store.get, name)
@@ -192,7 +195,8 @@ async def _found(services: DatasetServices, name: str, number: int) -> DatasetMa
         return None
 
 
-async def _readable(services: DatasetServices, ref: str, param: str) -> None:
+async def check_readable(services: DatasetServices, ref: str, param: str) -> None:
+    """Raises NotFound unless the caller may read the data set that a field names."""
     try:
         await _own(services, ref)
     except NotFound as error:

@@ -14,15 +14,9 @@ from services.common.queue.records import spec_sha
 from services.common.telemetry import tracing
 from services.gateway.api.base.idempotency import IdempotencyKey
 from services.gateway.api.base.routing import Routes
-from services.gateway.api.training.datasets import with_rows
 from services.gateway.api.training.rollouts import resolve_rollouts
-from services.gateway.api.training.validation import (
-    Training,
-    TrainingServices,
-    check_references,
-    check_training_job,
-    with_versions,
-)
+from services.gateway.api.training.submission import checked
+from services.gateway.api.training.validation import Training, TrainingServices
 from services.gateway.auth.caller import check_attach, may_attach, owner, sees
 from services.gateway.auth.route_permissions import TRAIN, TRAIN_OR_ADMIN, Permission
 from services.gateway.core.client_disconnect import cancel_and_wait
@@ -54,11 +48,7 @@ async def _submit(
         spec = _attaching(sent)
         if isinstance(spec, GrpoJob):
             spec = await resolve_rollouts(spec, training.engines)
-        spec = await with_rows(training, spec)
-        await check_references(training, spec)
-        spec = await with_versions(training, spec)
-        async with training.checks:
-            await asyncio.to_thread(check_training_job, training.engines.served, spec)
+        spec = await checked(training, spec)
         job = await training.queue.submit(
             spec, idempotency_key=key, request_sha=sha, traceparent=tracing.current(), key_id=owner()
         )

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from services.common.errors import InvalidRequest, TemperError
 from services.common.jobs import JobBase, PublishingSpec
+from services.common.jobs.record import NOT_PUBLISHED
 from services.trainer.jobs.base import JobRun, RunState
 
 _KEY = "publish_if_before"
@@ -80,7 +81,7 @@ class Acceptance:
         if not self._condition.satisfied(before, value, self._better):
             gain = self._condition.gained(before, value, self._better)
             raise NotPublished(
-                f"not published: {metric} was {before:.6g} before training and is {value:.6g} after it, a gain of "
+                f"{NOT_PUBLISHED}{metric} was {before:.6g} before training and is {value:.6g} after it, a gain of "
                 f"{gain:.6g}, and publish_if.min_gain is {self._condition.min_gain:g}; {self._adapter} stays as it was",
                 param="publish_if",
             )

@@ -19,6 +19,7 @@ from services.common.errors import InvalidRequest, NewerSchema
 from services.common.evaluation.contamination.store import TrainingHashes
 from services.common.jobs import JobProgress, MergeJob, PublishingSpec
 from services.common.jobs.fields.dataset import OfDataset
+from services.common.jobs.record import NOT_PUBLISHED
 from services.common.queue.consumer import JobConsumer
 from services.trainer.evaluation.run import Evaluations
 from services.trainer.host.policy_host import PolicyHost
@@ -247,7 +248,7 @@ class JobAttempt:
         for gate in evidence:
             if gate.gate == PUBLISH and not gate.passed:
                 raise NotPublished(
-                    f"not published: {gate.summary}; {self._spec.adapter} stays as it was, and evaluation "
+                    f"{NOT_PUBLISHED}{gate.summary}; {self._spec.adapter} stays as it was, and evaluation "
                     f"{gate.evaluation} has every answer",
                     param=PUBLISH,
                 )
@@ -278,8 +279,8 @@ class JobAttempt:
                 lineage=lineage,
                 metrics=metrics,
                 gates=evidence,
-                current=becomes_current(self._spec),
                 dataset=self._spec.learnt if isinstance(self._spec, OfDataset) else None,
+                current=becomes_current(self._spec),
                 fence=session.fence,
             )
 

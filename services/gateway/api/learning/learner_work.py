@@ -1,0 +1,101 @@
+"""What a learner's cycle does outside: a data set, a job, a canary, each once for the cycle.
+
+All of it is done on behalf of the API key that the learner belongs to, which no request stands for here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.common.adapters.names import parse_adapter_version
+from services.common.evaluation.runs.store import EvaluationStore
+from services.common.jobs import JOBS, Job
+from services.gateway.api.learning.datasets import DatasetServices, Sources, made
+from services.gateway.api.training.submission import checked
+from services.gateway.api.training.validation import TrainingServices
+from services.learning.canaries.beginning import begin_canary
+from services.learning.canaries.record import CanaryRecord
+from services.learning.canaries.store import CanaryStore
+from services.learning.datasets.store import NewDataset
+from services.learning.feedback.store import FeedbackFilter
+from services.learning.learners.record import Learner
+from services.learning.learners.steps import CycleData
+
+
+def sources_of(learner: Learner) -> Sources:
+    """What a learner may learn from."""
+    return Sources(learner.key_id, learner.traffic_of)
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerWork:
+    """See CycleWork."""
+
+    training: TrainingServices
+    datasets: DatasetServices
+    canaries: CanaryStore
+    runs: EvaluationStore
+
+    async def waiting(self, learner: Learner) -> int:
+        """See CycleWork."""
+        data, since = learner.policy.data, learner.cycle.until
+        count = 0
+        if data.feedback:
+            count += await self.datasets.feedback.count(FeedbackFilter(learner.traffic_of), since)
+        if data.logged:
+            count += await self.datasets.threads.run(self.datasets.log.count, learner.traffic_of, since)
+        return count
+
+    async def make_data(self, learner: Learner) -> CycleData:
+        """See CycleWork."""
+        cycle = learner.cycle
+        spec = learner.policy.spec(cycle.until, cycle.began_at or 0.0, cycle.datasets)
+        new = NewDataset(learner.name, spec, learner.key_id, made_for=learner.cycle_key)
+        manifest = await made(self.datasets, new, sources_of(learner))
+        report = manifest.report.model_dump(mode="json")
+        return CycleData(manifest.ref, {"digest": manifest.digest, "rows": manifest.rows, "report": report})
+
+    async def submit(self, learner: Learner, dataset: str) -> Job:
+        """See CycleWork."""
+        queue, key = self.training.queue, f"learner {learner.cycle_key}"
+        sha = hashlib.sha256(key.encode()).hexdigest()  # of the cycle: the policy may change in the middle of it
+        known = await queue.submitted(key, sha, key_id=learner.key_id)
+        if known is not None:
+            return known
+        metadata = {"learner": learner.name, "cycle": str(learner.cycle.number)}
+        sent = JOBS[learner.policy.method].model_validate(learner.policy.job(dataset, metadata=metadata))
+        spec = await checked(self.training, sent)
+        return await queue.submit(spec, idempotency_key=key, request_sha=sha, key_id=learner.key_id)
+
+    async def job(self, job_id: str) -> Job:
+        """See CycleWork."""
+        return await self.training.queue.get(job_id)
+
+    async def gates(self, job: Job) -> Sequence[Mapping[str, Any]]:
+        """See CycleWork."""
+        if job.evaluation is None:
+            return []
+        decided = await self.training.threads.run(self.runs.gates, job.evaluation)
+        return [gate.model_dump(mode="json") for gate in decided]
+
+    async def begin_canary(self, learner: Learner, candidate: str) -> CanaryRecord:
+        """See CycleWork."""
+        if learner.policy.canary is None:
+            raise ValueError("the policy has no canary")
+        return await begin_canary(
+            self.canaries,
+            self.training.registry,
+            parse_adapter_version(candidate),
+            learner.policy.canary,
+            canary_id=learner.canary_id,
+            owner=learner.key_id,
+            origin=learner.name,
+            base_digest=self.training.engines.served.info.digest,
+        )
+
+    async def canary(self, canary_id: str) -> CanaryRecord:
+        """See CycleWork."""
+        return await self.canaries.get(canary_id)
