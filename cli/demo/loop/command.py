@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cli.demo.loop.learner import CYCLES, ROWS, Learner
-from cli.demo.loop.report import Cycle, LoopReport, Trial, markdown, save_plot, table
+from cli.demo.loop.learner import ROWS, Learner
+from cli.demo.loop.report import PROMOTED, Cycle, LoopReport, Trial, markdown, save_plot, table
 from cli.demo.loop.traffic import Traffic, Visit, satisfaction
 from cli.demo.show import Show
 from cli.demo.stack import report_path, running_stack
@@ -26,7 +26,9 @@ _STACK: Mapping[str, str] = {
 }
 _ASKED = 150
 """Visitors whose satisfaction is measured, before and after."""
-_CYCLE_SECONDS = 200.0
+_MOST_CYCLES = 4
+"""Cycles after which it is enough, whatever was promoted."""
+_CYCLE_SECONDS = 300.0
 _TRIAL_SECONDS = 120.0
 _TROLLS = ROWS + ROWS // 3
 """More than a cycle learns from, so that it learns from nobody else."""
@@ -81,9 +83,9 @@ def session(client: Client, show: Show, *, seed: int) -> dict[str, Any]:
         before = _asked(traffic, show, "base")
         show.heading("2. A learner makes versions of what they say; the gate and a canary decide on each")
         learner = Learner.applied(client, seed)
-        cycles = [_cycle(traffic, show, learner, number) for number in range(1, CYCLES + 1)]
+        cycles = _learn(traffic, show, learner)
         show.heading("3. Trolls come, who rate right and wrong the other way round")
-        poisoned = _poison(traffic, show, learner)
+        poisoned = _poison(traffic, show, learner, len(cycles) + 1)
         show.heading("4. Somebody trains on their data without the gate, and tries the version on a few visitors")
         trial = _try_bad(traffic, show, learner)
         show.heading("5. The visitors, once more")
@@ -103,6 +105,15 @@ def _asked(traffic: Traffic, show: Show, version: str) -> float:
         mean = satisfaction(traffic.wait(_ASKED, lambda visit: visit.version == version and not visit.troll))
         bar.end(f"satisfaction {mean:+.2f} with {version}")
     return mean
+
+
+def _learn(traffic: Traffic, show: Show, learner: Learner) -> list[Cycle]:
+    """Has the learner do cycles until enough of its versions are promoted."""
+    cycles: list[Cycle] = []
+    while len(cycles) < _MOST_CYCLES and sum(cycle.ended.outcome == "promoted" for cycle in cycles) < PROMOTED:
+        learner.allow(len(cycles) + 1)
+        cycles.append(_cycle(traffic, show, learner, len(cycles) + 1))
+    return cycles
 
 
 def _cycle(traffic: Traffic, show: Show, learner: Learner, number: int) -> Cycle:
@@ -127,18 +138,18 @@ def _cycle(traffic: Traffic, show: Show, learner: Learner, number: int) -> Cycle
     return Cycle(last, began, tried, traffic.now)
 
 
-def _poison(traffic: Traffic, show: Show, learner: Learner) -> Cycle:
+def _poison(traffic: Traffic, show: Show, learner: Learner, number: int) -> Cycle:
     """Lets trolls come, and the learner do one cycle more."""
     with traffic.trolling():
         with show.task(f"{_TROLLS} trolls", total=_TROLLS) as bar, traffic.hurrying():
             traffic.wait(_TROLLS, lambda visit: visit.troll)
             time.sleep(_LOGGED_SECONDS)
             bar.end("each of them insists on dates that are a day late")
-        learner.allow(CYCLES + 1)
-        while learner.now()["cycle"] <= CYCLES:
+        learner.allow(number)
+        while learner.now()["cycle"] < number:
             traffic.check()
             time.sleep(_POLL_SECONDS)
-    cycle = _cycle(traffic, show, learner, CYCLES + 1)
+    cycle = _cycle(traffic, show, learner, number)
     show.say(cycle.ended.why)
     return cycle
 

@@ -14,8 +14,6 @@ from cli.job_files import read_object
 
 NAME = "visitors"
 """Name of the learner, its adapter and its data sets."""
-CYCLES = 3
-"""Cycles that its budget allows."""
 ROWS = 40
 """New opinions that begin a cycle, and most rows that it learns from: the newest."""
 _SUITE_ITEMS = 30
@@ -49,7 +47,7 @@ class Learner:
     @classmethod
     def applied(cls, client: Client, seed: int) -> Learner:
         """Makes the suites of its gate, and the learner."""
-        settings = {"epochs": 2, "learning_rate": 1e-3, "batch_size": 8, "lora": {"rank": 8, "alpha": 16, "seed": seed}}
+        settings = {"epochs": 2, "learning_rate": 7e-4, "batch_size": 8, "lora": {"rank": 8, "alpha": 16, "seed": seed}}
         policy = {
             "name": NAME,
             "adapter": NAME,
@@ -57,9 +55,9 @@ class Learner:
             "settings": settings,
             "data": {"max_rows": ROWS, "max_user_share": 0.1, "split": {"validation": 0, "held_out": 0}},
             "trigger": {"min_rows": ROWS},
-            "budget": {"jobs": CYCLES},
+            "budget": {"jobs": 1},
             "gate": {"no_loss": [{"suite": suite, "max_loss": _MAX_LOSS} for suite in _suites(client)]},
-            "canary": {"share": 0.5, "gain": 0.1, "max_seconds": 40},
+            "canary": {"share": 0.5, "gain": 0.1, "max_seconds": 90},
         }
         client.post("/v1/learners", policy)
         return cls(client, policy)
@@ -70,7 +68,7 @@ class Learner:
         return found
 
     def allow(self, jobs: int) -> None:
-        """Raises its budget."""
+        """Lets it begin so many jobs in all: its budget."""
         self.client.put(path("v1", "learners", NAME), {**self.policy, "budget": {"jobs": jobs}})
 
     def ended(self) -> Sequence[Ended]:
