@@ -184,7 +184,7 @@ def create_app(
         sessions = TrainingSessionRouter(lambda: engines.clients, settings.engine_retry_seconds)
         forge = ForgeServices(queue, engines, batch_stores.files.objects, settings.s3_bucket, threads)
         training = TrainingServices(settings, engines, queue, registry, suites, datasets, threads, lifecycle)
-        data = DatasetServices(DatasetMaker(datasets, log_reader), feedback, batch_stores.files, threads)
+        data = DatasetServices(DatasetMaker(datasets, log_reader), feedback, batch_stores.files, suites, threads)
         runs = EvaluationStore(batch_stores.files.objects)
         learners, canaries = keep_learners(settings), CanaryStore(settings)
         work = LearnerWork(training, data, canaries, runs)
@@ -212,7 +212,7 @@ def create_app(
             ),
             forge,
             FeedbackServices(feedback, metrics),
-            RequestLogServices(log_reader, datasets, threads),
+            RequestLogServices(log_reader, datasets, suites, threads),
             data,
             LearnerServices(learners, work, data, training),
             HealthServices(inference, lifecycle, queue, queues, registry, threads, background),
