@@ -1,4 +1,4 @@
-"""In-memory stand-ins for the store of feedback and the index of logged requests."""
+"""In-memory stand-ins for the stores of feedback and canaries, and the index of logged requests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from services.common.errors import Conflict
 from services.common.storage.ids import ulid
 from services.common.storage.lease import LeaseLost
+from services.learning.canaries.record import CanaryRecord
+from services.learning.canaries.store import CanaryFilter, Records, Route
+from services.learning.canaries.store import missing as missing_canary
 from services.learning.feedback.record import Feedback, FeedbackRecord
 from services.learning.feedback.store import FeedbackFilter, missing
 from services.learning.learners.policy import LearnerPolicy
@@ -73,6 +76,36 @@ class MemoryFeedback:
     @staticmethod
     def _voice(owner: str, said: Feedback) -> tuple[str, str, str, str | None]:
         return owner, said.target, said.source, said.user
+
+
+class MemoryCanaries:
+    """CanaryStore's methods that read, where no canary ever runs."""
+
+    async def aclose(self) -> None:
+        return None
+
+    def lease(self, seconds: float) -> MemoryCanaries:
+        del seconds
+        return self
+
+    async def hold(self) -> int:
+        return 1
+
+    async def release(self) -> None:
+        return None
+
+    async def routes(self) -> Mapping[Route, float]:
+        return {}
+
+    async def running(self) -> Records:
+        return []
+
+    async def list(self, wanted: CanaryFilter, *, limit: int, after: str | None = None) -> Records:
+        del wanted, limit, after
+        return []
+
+    async def get(self, canary_id: str) -> CanaryRecord:
+        raise missing_canary(canary_id)
 
 
 class MemoryIndex:
