@@ -6,6 +6,7 @@ All of it is done on behalf of the API key that the learner belongs to, which no
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,9 @@ from services.learning.feedback.store import FeedbackFilter
 from services.learning.learners.record import Learner
 from services.learning.learners.steps import CycleData
 
+_WRITTEN_SECONDS = 3.0
+"""Time that a part of the request log takes from its end to the index."""
+
 
 def sources_of(learner: Learner) -> Sources:
     """What a learner may learn from."""
@@ -41,14 +45,19 @@ class LearnerWork:
     canaries: CanaryStore
     runs: EvaluationStore
 
+    @property
+    def lag_seconds(self) -> float:
+        """See CycleWork."""
+        return self.training.settings.request_log_part_seconds + _WRITTEN_SECONDS
+
     async def waiting(self, learner: Learner) -> int:
         """See CycleWork."""
-        data, since = learner.policy.data, learner.cycle.until
+        data, since, until = learner.policy.data, learner.cycle.until, time.time() - self.lag_seconds
         count = 0
         if data.feedback:
-            count += await self.datasets.feedback.count(FeedbackFilter(learner.traffic_of), since)
+            count += await self.datasets.feedback.count(FeedbackFilter(learner.traffic_of), since, until)
         if data.logged:
-            count += await self.datasets.threads.run(self.datasets.log.count, learner.traffic_of, since)
+            count += await self.datasets.threads.run(self.datasets.log.count, learner.traffic_of, since, until)
         return count
 
     async def declared(self, learner: Learner, until: float) -> DatasetSpec:
@@ -65,7 +74,7 @@ class LearnerWork:
 
     async def make_data(self, learner: Learner) -> CycleData:
         """See CycleWork."""
-        spec = await self.declared(learner, learner.cycle.began_at or 0.0)
+        spec = await self.declared(learner, learner.cycle.data_until)
         new = NewDataset(learner.name, spec, learner.key_id, made_for=learner.cycle_key)
         manifest = await made(self.datasets, new, sources_of(learner))
         report = manifest.report.model_dump(mode="json")
