@@ -33,8 +33,8 @@ _TRIAL_SECONDS = 120.0
 _TROLLS = ROWS + ROWS // 3
 """More than a cycle learns from, so that it learns from nobody else."""
 _BAD_SHARE = 0.05
-_LOGGED_SECONDS = 2.0
-"""Time after which the request log has what was answered."""
+_LOGGED_SECONDS = 6.0
+"""Time after which a learner counts on the request log having what was answered, and a little more."""
 _POLL_SECONDS = 0.3
 
 
@@ -86,7 +86,9 @@ def session(client: Client, show: Show, *, seed: int) -> dict[str, Any]:
         cycles = _learn(traffic, show, learner)
         show.heading("3. Trolls come, who rate right and wrong the other way round")
         poisoned = _poison(traffic, show, learner, len(cycles) + 1)
-        show.heading("4. Somebody trains on their data without the gate, and tries the version on a few visitors")
+        show.heading(
+            "4. Somebody trains longer on their data, without the gate, and tries the version on a few visitors"
+        )
         trial = _try_bad(traffic, show, learner)
         show.heading("5. The visitors, once more")
         after = _asked(traffic, show, _answering(traffic.visits))

@@ -19,6 +19,7 @@ ROWS = 40
 _SUITE_ITEMS = 30
 """Of each skill: enough to rule out a loss of ``_MAX_LOSS`` if hardly anything changes, and answered in seconds."""
 _MAX_LOSS = 0.2
+_BAD_EPOCHS = 4
 _JOB_SECONDS = 300.0
 _OUTCOMES = ("promoted", "rejected", "rolled_back", "superseded", "failed")
 
@@ -80,7 +81,8 @@ class Learner:
 
     def candidate(self, dataset: str) -> str:
         """Version that a job without a gate makes of a data set."""
-        body = {**self.policy["settings"], "adapter": NAME, "dataset": dataset, "attach": False, "candidate": True}
+        named = {"adapter": NAME, "dataset": dataset, "attach": False, "candidate": True}
+        body = {**self.policy["settings"], **named, "epochs": _BAD_EPOCHS}
         job = str(self.client.post("/v1/train/sft", body)["id"])
         for _ in follow(self.client, job, timeout=_JOB_SECONDS):
             pass
