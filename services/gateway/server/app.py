@@ -190,7 +190,7 @@ def create_app(
         kept = keep_responses(settings)
         background = BackgroundResponses(kept, settings, lifecycle.closing)
         feedback = keep_feedback(settings)
-        controller = CanaryController(
+        watching = CanaryController(
             CanaryStores(canary_store, feedback, registry), engines.sync_adapters, canaries.ended
         )
         idempotency = Idempotency(RedisRecords(settings))
@@ -236,7 +236,7 @@ def create_app(
         engines.start()
         background.start()
         canaries.start()
-        controller.start()
+        watching.start()
         if recorder is not None:
             recorder.writer.start()
         await quotas.start()
@@ -263,7 +263,7 @@ def create_app(
             if following is not None:
                 await cancel_and_wait(following)
             await background.stop()
-            await controller.stop()
+            await watching.stop()
             await canaries.stop()
             await engines.stop()
             if recorder is not None:
