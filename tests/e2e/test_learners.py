@@ -35,7 +35,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield running
 
 
-def test_from_feedback_to_promotion_and_to_a_stop(stack: Stack) -> None:
+def test_from_feedback_to_promotions_and_to_a_stop(stack: Stack) -> None:
     with httpx.Client(base_url=stack.url, timeout=PATIENCE) as http:
 
         def ask(number: int) -> httpx.Response:
@@ -90,7 +90,7 @@ def test_from_feedback_to_promotion_and_to_a_stop(stack: Stack) -> None:
         assert answer.headers["x-temper-adapter"] == "polite@1"
         assert answer.json()["choices"][0]["message"]["content"] == WISH
 
-        too_much = {**POLICY, "gate": {"metric": "eval_loss", "min_gain": 100}, "trigger": {"min_rows": 4}}
+        too_much = {**POLICY, "gate": {"metric": "eval_loss", "min_gain": 100}, "trigger": {"min_rows": 12}}
         assert http.put("/v1/learners/manners", json=too_much).json()["revision"] == 2
         correct(range(30, 42), "Well, well.")
         one = until("rejected", 2)
@@ -101,3 +101,22 @@ def test_from_feedback_to_promotion_and_to_a_stop(stack: Stack) -> None:
         assert len(http.get("/v1/adapters/polite/versions").json()["data"]) == 1
         resumed = http.post("/v1/learners/manners/resume").json()
         assert (resumed["state"], resumed["refused"]) == ("collecting", 0)
+
+        tried = {**too_much, "gate": {"metric": "eval_loss"}, "canary": {"share": 0.5, "gain": 0.5}}
+        assert http.put("/v1/learners/manners", json=tried).json()["revision"] == 3
+        correct(range(50, 62), "Of course.")
+        deadline = time.monotonic() + 2 * PATIENCE
+        while (one := learner())["state"] != "canary" or one["canary"] is None:
+            assert time.monotonic() < deadline, events()
+            time.sleep(0.1)
+        assert one["candidate"] == "polite@2"
+        canary = http.get(f"/v1/canaries/{one['canary']}").json()
+        assert (canary["state"], canary["current"], canary["candidate"]) == ("running", "polite@1", "polite@2")
+        current = [one["version"] for one in http.get("/v1/adapters/polite/versions").json()["data"] if one["current"]]
+        assert current == [1], "a candidate is not current while it is tried"
+        decided = http.post(f"/v1/canaries/{one['canary']}/decide", json={"decision": "promote", "reason": "seen"})
+        assert decided.status_code == 200, decided.text
+        assert until("promoted", 3)["promoted"] == "polite@2"
+        assert events()[-1]["evidence"]["decision"]["detail"] == "seen"
+        current = [one["version"] for one in http.get("/v1/adapters/polite/versions").json()["data"] if one["current"]]
+        assert current == [2]

@@ -286,6 +286,7 @@ class GatewayMetrics:
             ("state", "reason"),
             registry=self.registry,
         )
+        self.canaries_ended.labels("rolled_back", "guardrail")  # so that the first one is an increase
         self.learners = LearnerMetrics(self.registry)
         self.batches = Counter(
             "temper_gateway_batches", "Batches that this gateway ran, by outcome.", ("outcome",), registry=self.registry

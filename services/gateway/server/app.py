@@ -197,7 +197,7 @@ def create_app(
         sessions = TrainingSessionRouter(lambda: engines.clients, settings.engine_retry_seconds)
         forge = ForgeServices(queue, engines, batch_stores.files.objects, settings.s3_bucket, threads)
         training = TrainingServices(settings, engines, queue, registry, suites, datasets, threads, lifecycle)
-        data = DatasetServices(DatasetMaker(datasets, log_reader), feedback, batch_stores.files, threads)
+        data = DatasetServices(DatasetMaker(datasets, log_reader), feedback, batch_stores.files, suites, threads)
         runs = EvaluationStore(batch_stores.files.objects)
         learners = keep_learners(settings)
         work = LearnerWork(training, data, canary_store, runs)
@@ -226,7 +226,7 @@ def create_app(
             forge,
             FeedbackServices(feedback, metrics),
             CanaryServices(canary_store, registry, engines, canaries),
-            RequestLogServices(log_reader, datasets, threads),
+            RequestLogServices(log_reader, datasets, suites, threads),
             data,
             LearnerServices(learners, work, data, training),
             HealthServices(inference, lifecycle, queue, queues, registry, threads, background),

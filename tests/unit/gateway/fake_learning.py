@@ -58,9 +58,11 @@ class MemoryFeedback:
             if (after is None or name < after) and wanted.takes(self.records[name]):
                 yield self.records[name]
 
-    async def count(self, wanted: FeedbackFilter, since: float) -> int:
+    async def count(self, wanted: FeedbackFilter, since: float, until: float) -> int:
         return sum(
-            record.created_at >= since for record in self.records.values() if wanted.owner in (None, record.owner)
+            since <= record.created_at < until
+            for record in self.records.values()
+            if wanted.owner in (None, record.owner)
         )
 
     async def mark_used(self, ids: Sequence[str], data_set: str) -> None:
@@ -135,8 +137,8 @@ class MemoryIndex:
         start = 0 if after is None else ids.index(after) + 1 if after in ids else len(ids)
         return ids[start : start + limit]
 
-    def count(self, name: str, since: float) -> int:
-        return sum(name in entry.lists and entry.at >= since for entry, _ in self.entries.values())
+    def count(self, name: str, since: float, until: float) -> int:
+        return sum(name in entry.lists and since <= entry.at < until for entry, _ in self.entries.values())
 
     def remove(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
