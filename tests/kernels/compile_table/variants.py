@@ -13,6 +13,7 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import make_backend
 from triton.runtime import driver
 
@@ -59,6 +60,14 @@ def _cards(architecture: str) -> list[DeviceLimits]:
     limits = named(architecture)
     numbers = _MULTIPROCESSORS.get(architecture, (limits.multiprocessors,))
     return [replace(limits, multiprocessors=multiprocessors) for multiprocessors in numbers]
+
+
+def compiler_of(architecture: str) -> str:
+    """Triton and the assembler that compile for an architecture here."""
+    target = GPUTarget("cuda", named(architecture).architecture, 32)
+    driver.set_active(Target(target))
+    prepare_compiler()
+    return f"Triton {triton.__version__}, ptxas {get_ptxas(target.arch).version}"
 
 
 def digest_of(variant: Variant, architecture: int) -> str:
