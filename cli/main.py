@@ -13,7 +13,7 @@ from cli.commands import adapter_versions as adapter_tools
 from cli.commands import adapters, batch, forge, keys, sessions, train
 from cli.commands.chat import chat
 from cli.commands.evaluation import runs as evaluation
-from cli.commands.learning import datasets, feedback, learners
+from cli.commands.learning import canaries, datasets, feedback, learners
 from cli.commands.operations import config
 from cli.commands.operations import context as contexts
 from cli.commands.operations.bench import bench
@@ -119,6 +119,7 @@ def demo(
 app.add_typer(train.app)
 app.add_typer(feedback.app)
 app.add_typer(datasets.app)
+app.add_typer(canaries.app)
 app.add_typer(learners.app)
 app.add_typer(evaluation.app)
 app.add_typer(forge.app)

@@ -206,6 +206,50 @@ _TRAINER = Row(
     ),
 )
 
+_CANARIES = Row(
+    "Canaries",
+    (
+        Panel(
+            "Running canaries",
+            "Canaries that run.",
+            (Query(f"max({chosen('temper_gateway_canaries')})"),),
+            kind="number",
+            decimals=0,
+        ),
+        Panel(
+            "Last look at a canary",
+            "Since the controller looked at the canary that it has looked at least recently.",
+            (Query(f"max({chosen('temper_gateway_canary_look_age_seconds')})", "age"),),
+            unit="s",
+            low=0,
+            alerts=("TemperCanaryUnwatched",),
+        ),
+        Panel(
+            "Answers in canaries",
+            "Answers of both arms a second, by outcome.",
+            (
+                Query(
+                    total(rate(chosen("temper_gateway_canary_answers_total")), "adapter, arm, outcome"),
+                    "{{adapter}} {{arm}} {{outcome}}",
+                ),
+            ),
+            low=0,
+        ),
+        Panel(
+            "Canaries ended",
+            "Canaries that ended in the last day, by state and reason.",
+            (
+                Query(
+                    f"sum by (state, reason) (increase({chosen('temper_gateway_canaries_ended_total')}[1d]))",
+                    "{{state}} {{reason}}",
+                ),
+            ),
+            low=0,
+            alerts=("TemperCanaryRolledBack",),
+        ),
+    ),
+)
+
 _LEARNERS = Row(
     "Learners",
     (
@@ -254,5 +298,5 @@ TRAINING = Board(
     "training",
     "Temper / Training",
     "Jobs, their progress, and how trainer and engine share the device.",
-    (_GLANCE, _JOB, _LEARNERS, _TRAINER),
+    (_GLANCE, _JOB, _CANARIES, _LEARNERS, _TRAINER),
 )

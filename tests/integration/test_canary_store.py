@@ -79,7 +79,7 @@ async def test_never_two_on_one_adapter(opened: Callable[[], CanaryStore]) -> No
     assert len(records) == 1
     assert all(isinstance(one, Conflict | CanaryRecord) for one in begun)
     assert await stores[1].begin(next(one for one in wanted if one.id == records[0].id)) == records[0]
-    other = await stores[0].begin(new("other"))
+    other = await stores[0].begin(new("other", attached=False))
     assert {one.id for one in await stores[2].running()} == {records[0].id, other.id}
     with pytest.raises(Conflict, match="another canary"):
         await stores[0].begin(new(candidate=99, id=records[0].id))
@@ -101,7 +101,7 @@ async def test_decided_once(opened: Callable[[], CanaryStore]) -> None:
     now = await store.get(record.id)
     assert now.state in ("promoting", "rolled_back")
 
-    record = await store.begin(new("other"))
+    record = await store.begin(new("other", attached=False))
     for _ in range(2):
         promoting = await store.decide(record, PROMOTE, evidence=evidence(7), fence=fence)
     assert (promoting.state, promoting.decision, promoting.ended_at) == ("promoting", PROMOTE, None)
@@ -137,29 +137,31 @@ async def test_a_former_controller_writes_nothing(opened: Callable[[], CanarySto
     assert (await store.get(record.id)).evidence == evidence()
 
 
-async def test_gateways_are_told_while_somebody_watches(opened: Callable[[], CanaryStore], raw: redis.Redis) -> None:
+async def test_gateways_are_told_of_what_runs_and_of_the_last_look(
+    opened: Callable[[], CanaryStore], raw: redis.Redis
+) -> None:
     store = opened()
     record = await store.begin(new())
-    assert await store.routes() == []
-    lease = store.lease()
-    fence = await lease.hold()
-    assert fence is not None
-    (route,) = await store.routes()
-    assert (route.id, route.candidate, route.share, route.key) == (record.id, 2, 0.25, record.key)
-    await lease.release()
-    assert await store.routes() == []
-    fence = await lease.hold()
-    assert fence is not None
+    with pytest.raises(Conflict, match="the base model's name has the canary"):
+        await store.begin(new("other", current="base"))
+    ((route, age),) = (await store.routes()).items()
+    assert (route.id, route.candidate, route.share, route.key) == (record.id, "toy@2", 0.25, record.key)
+    assert 0 <= age < 5
+    raw.hset(f"{ROOT}{record.id}", "looked", str(await store.now() - 60))
+    assert 59 < (await store.routes())[route] < 65
+    fence = await fence_of(store)
+    await store.looked(record.id, evidence(), fence=fence)
+    assert (await store.routes())[route] < 5
     await store.decide(record, PROMOTE, fence=fence)
-    assert len(await store.routes()) == 1, "until the pointers have moved"
+    assert list(await store.routes()) == [route], "until the pointers have moved"
     await store.finish(record, fence=fence, instead=ROLL_BACK)
-    assert await store.routes() == []
+    assert await store.routes() == {}
     assert (await store.get(record.id)).state == "superseded"
 
 
 async def test_listed_newest_first_and_the_oldest_go(opened: Callable[[], CanaryStore], raw: redis.Redis) -> None:
     store = opened()
-    made = [await store.begin(new(f"toy-{number}", owner=f"key-{number % 2}")) for number in range(5)]
+    made = [await store.begin(new(f"toy-{number}", owner=f"key-{number % 2}", attached=False)) for number in range(5)]
     await store.decide(made[1], ROLL_BACK)
     assert [one.id for one in await store.list(ALL, limit=2)] == [made[4].id, made[3].id]
     assert [one.id for one in await store.list(ALL, limit=9, after=made[3].id)] == [one.id for one in made[2::-1]]
@@ -167,7 +169,7 @@ async def test_listed_newest_first_and_the_oldest_go(opened: Callable[[], Canary
     assert [one.id for one in await store.list(CanaryFilter("key-0", "toy-2"), limit=9)] == [made[2].id]
     await store.count(made[1].id, "gateway", "{}")
     raw.zadd(f"{ROOT}all", {f"canary_z{number:025}": 0 for number in range(1000)})  # as if so many had been since
-    await store.begin(new("toy-9"))
+    await store.begin(new("toy-9", attached=False))
     assert raw.exists(f"{ROOT}{made[1].id}", f"{ROOT}{made[1].id}:counts") == 0
     assert all([(await store.get(one.id)).state == "running" for one in (made[0], *made[2:])])
     raw.hset(f"{ROOT}{made[0].id}", "schema", "2")

@@ -53,6 +53,16 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "dataset examples thumbs@1 kto held.jsonl --split held_out",
     ),
     "dataset delete": ("dataset delete thumbs@1",),
+    "canary start": (
+        "canary start polite@4 --share 0.1 --gain 0.05",
+        "canary start polite@4 --set guardrails.length=null --set max_seconds=86400",
+    ),
+    "canary list": ("canary list", "canary list --state promoted --adapter polite"),
+    "canary show": ("canary show canary_01jd3vkk2zq8x6m4n7c5r9t1wp",),
+    "canary decide": (
+        "canary decide canary_01jd3vkk2zq8x6m4n7c5r9t1wp roll_back --reason 'too terse'",
+        "canary decide canary_01jd3vkk2zq8x6m4n7c5r9t1wp promote",
+    ),
     "learner apply": ("learner apply support.yaml", "learner apply support.yaml --set trigger.min_rows=50"),
     "learner list": ("learner list",),
     "learner show": ("learner show support",),

@@ -31,6 +31,11 @@ def removing_prefix(version: AdapterVersion) -> str:
     return f"{version_prefix(version)}removing-"
 
 
+def canary_key(version: AdapterVersion, canary_id: str) -> str:
+    """Record of a canary that made the version current."""
+    return f"{version_prefix(version)}canaries/{canary_id}.json"
+
+
 def current_key(name: str) -> str:
     return f"adapters/{name}/CURRENT"
 

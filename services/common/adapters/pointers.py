@@ -34,6 +34,15 @@ class Pointers:
 
 
 @dataclass(frozen=True, slots=True)
+class Attachment:
+    """What is attached to the base model's name, as it was read."""
+
+    version: AdapterVersion | None
+    pointer: tuple[_Pointer, str] | None
+    """The object with its etag; None: there is none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rollback:
     """Result of a rollback."""
 
@@ -81,8 +90,12 @@ class AdapterPointers(ABC):
 
     def attached(self) -> AdapterVersion | None:
         """Version that the base model's name answers with; None: the base model itself."""
+        return self.attachment().version
+
+    def attachment(self) -> Attachment:
+        """What is attached now, for `attach_instead`."""
         pointer = self._read_json(self._attachment)
-        return _parse_attachment(pointer[0]) if pointer is not None else None
+        return Attachment(_parse_attachment(pointer[0]) if pointer is not None else None, pointer)
 
     def pointers(self) -> Pointers:
         """All pointers, for polling: unchanged ones cost one HEAD each."""
@@ -210,21 +223,32 @@ class AdapterPointers(ABC):
     ) -> AdapterVersion | None:
         """Attaches the version if that is ``wanted`` instead of what is attached; returns what is attached then."""
         self._check_kept(version)
-        data = json.dumps(POINTER.stamped({"adapter": str(version)})).encode()
         for _ in range(RACES):
-            pointer = self._read_json(self._attachment)
-            attached = _parse_attachment(pointer[0]) if pointer is not None else None
-            if not wanted(attached):
-                return attached
-            if self._swap(self._attachment, pointer, data):
-                before = pointer[0] if pointer is not None else {"adapter": None}
-                self._check_still_kept(version, self._attachment, (before, json.loads(data)))
+            seen = self.attachment()
+            if not wanted(seen.version):
+                return seen.version
+            if self.attach_instead(seen, version):
                 return version
         raise Unavailable("what is attached to the base model kept changing; retry")
 
+    def attach_instead(self, seen: Attachment, version: AdapterVersion) -> bool:
+        """Attaches the version, unless somebody has attached or detached anything since; whether it did.
+
+        Raises:
+            ModelNotFound: there is no such version.
+            Conflict: it is being removed.
+        """
+        self._check_kept(version)
+        attached = _attaching(version)
+        if not self._swap(self._attachment, seen.pointer, json.dumps(attached).encode()):
+            return False
+        before = seen.pointer[0] if seen.pointer is not None else {"adapter": None}
+        self._check_still_kept(version, self._attachment, (before, attached))
+        return True
+
     def detach(self) -> None:
         """Plain requests for the base model are answered by the base model."""
-        self._store.put(self._attachment, json.dumps(POINTER.stamped({"adapter": None})).encode())
+        self._store.put(self._attachment, json.dumps(_attaching(None)).encode())
 
     # Parts.
 
@@ -278,6 +302,13 @@ class AdapterPointers(ABC):
         pointer: _Pointer = json.loads(stored.data)
         POINTER.check(pointer.get(FIELD), key)
         return pointer, stored.etag
+
+
+def _attaching(version: AdapterVersion | None) -> _Pointer:
+    """The pointer of what is attached. With its time, so that the same version attached again is another object: who
+    has read the one before does not take it for that."""
+    ref = None if version is None else str(version)
+    return POINTER.stamped({"adapter": ref, "at": round(time.time(), 6)})
 
 
 def _newest_of(pointer: Mapping[str, Any]) -> int:

@@ -4,6 +4,7 @@ Layout, under one bucket:
     adapters/{name}/versions/{n:08d}/claim              who took this number (If-None-Match)
     adapters/{name}/versions/{n:08d}/adapter_*          the PEFT files (If-None-Match)
     adapters/{name}/versions/{n:08d}/manifest.json      written last (If-None-Match): the version exists from here on
+    adapters/{name}/versions/{n:08d}/canaries/{id}.json the canary by which it became current, with its evidence
     adapters/{name}/versions/{n:08d}/removing-{id}      somebody removes it (services/common/adapters/retention.py)
     adapters/{name}/versions/{n:08d}/removed            all that is left of a version that was removed
     adapters/{name}/jobs/{job id}                       which number a job publishes as (If-None-Match)
@@ -25,6 +26,7 @@ from pydantic import ValidationError
 
 from services.common.adapters.evidence import GateEvidence
 from services.common.adapters.keys import (
+    canary_key,
     current_key,
     job_key,
     manifest_key,
@@ -191,6 +193,11 @@ class AdapterRegistry(AdapterPointers):
                 fence()
             self.advance(version)
         return manifest
+
+    def keep_canary(self, version: AdapterVersion, canary_id: str, record: str) -> None:
+        """Keeps beside a version the JSON of the canary by which it becomes current. Raises ModelNotFound."""
+        self.manifest(version)
+        self._store.put(canary_key(version, canary_id), record.encode())
 
     def delete(self, name: str) -> None:
         """Removes an adapter with all its versions.

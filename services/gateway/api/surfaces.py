@@ -11,7 +11,7 @@ from services.gateway.api.batches import files
 from services.gateway.api.batches import routes as batches
 from services.gateway.api.completions import chat_completions, stored_chats, text_completions, tokenize
 from services.gateway.api.evaluation import contamination, harness, runs, side_by_side, suites
-from services.gateway.api.learning import datasets, feedback, learners, request_log
+from services.gateway.api.learning import canaries, datasets, feedback, learners, request_log
 from services.gateway.api.messages import batches as message_batches
 from services.gateway.api.messages import routes as messages
 from services.gateway.api.operations import health, keys, logs, status
@@ -46,6 +46,7 @@ API: tuple[Routes, ...] = (
     feedback.routes,
     request_log.routes,
     datasets.routes,
+    canaries.routes,
     learners.routes,
     sessions.routes,
     files.routes,

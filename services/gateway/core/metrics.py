@@ -266,6 +266,27 @@ class GatewayMetrics:
         self.feedback = Counter(
             "temper_gateway_feedback", "Opinions of answers, by source.", ("source",), registry=self.registry
         )
+        self.canaries = Gauge(
+            "temper_gateway_canaries", "Canaries that run; every gateway says the same.", registry=self.registry
+        )
+        self.canary_look_age = Gauge(
+            "temper_gateway_canary_look_age_seconds",
+            "Since the controller looked at the canary that it has looked at least recently; 0 if none runs.",
+            registry=self.registry,
+        )
+        self.canary_answers = Counter(
+            "temper_gateway_canary_answers",
+            "Answers in canaries, by adapter, arm (current, candidate) and outcome: a finish reason, or error.",
+            ("adapter", "arm", "outcome"),
+            registry=self.registry,
+        )
+        self.canaries_ended = Counter(
+            "temper_gateway_canaries_ended",
+            "Canaries whose end this gateway saw to, by state (promoted, rolled_back, superseded) and reason.",
+            ("state", "reason"),
+            registry=self.registry,
+        )
+        self.canaries_ended.labels("rolled_back", "guardrail")  # so that the first one is an increase
         self.learners = LearnerMetrics(self.registry)
         self.batches = Counter(
             "temper_gateway_batches", "Batches that this gateway ran, by outcome.", ("outcome",), registry=self.registry

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
+from services.gateway.inference.canaries import KnownAs
 from services.gateway.inference.constraints import chat_constraint, check_chat, thinking_message
 from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.generation import Generation, PromptSpec
@@ -24,7 +25,7 @@ async def chat_generation(
     clip: bool = False,
     session: str | None = None,
     traceparent: str = "",
-    known_as: str | None = None,
+    known_as: KnownAs | None = None,
 ) -> Generation:
     """Renders and tokenizes a conversation; nothing is sent yet.
 

@@ -10,8 +10,11 @@ from services.gateway.auth.caller import owner
 from services.gateway.core.admission import Admission
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.engines.pool import EnginePool
+from services.gateway.inference.canaries import Canaries
 from services.gateway.inference.recorder import RequestRecorder
+from services.gateway.protocol.fields.sampling import SamplingFields
 from services.gateway.settings import GatewaySettings
+from services.learning.canaries.enrolment import Enrolment
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,7 @@ class InferenceContext:
         admission: places for choices in flight.
         tracer: gets spans of completions.
         recorder: logs requests; None: the request log is off.
+        canaries: those that run; None: none ever do.
     """
 
     settings: GatewaySettings
@@ -33,6 +37,11 @@ class InferenceContext:
     admission: Admission
     tracer: Tracer = NO_TRACER
     recorder: RequestRecorder | None = None
+    canaries: Canaries | None = None
+
+    def enrol(self, body: SamplingFields, session: str | None) -> Enrolment | None:
+        """Part of a request in a canary; None: it has none."""
+        return None if self.canaries is None else self.canaries.enrol(body, session)
 
     def count_tokens(self, kind: str, tokens: int) -> None:
         """Counts tokens of the caller that this task works for.

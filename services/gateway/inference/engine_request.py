@@ -14,7 +14,8 @@ from services.gateway.protocol.fields.sampling import SamplingFields
 from services.gateway.settings import CacheScope, GatewaySettings
 
 
-def _named(text: str) -> engine_pb2.AdapterRef:
+def version_ref(text: str) -> engine_pb2.AdapterRef:
+    """A named policy: "name@n", or "name" for its current version. Raises InvalidRequest."""
     name, version = parse_adapter_ref(text)
     return engine_pb2.AdapterRef(named=engine_pb2.NamedAdapter(name=name, version=version or 0))
 
@@ -28,7 +29,7 @@ def adapter_ref(model: str, adapter: str | None, *, served_model_name: str) -> e
     """
     if model != served_model_name and (adapter is None or model not in (adapter, adapter.partition("@")[0])):
         try:
-            by_model = _named(model)
+            by_model = version_ref(model)
         except InvalidRequest as error:
             raise ModelNotFound(
                 f"model {model[:80]!r} does not exist: send {served_model_name!r} or the name of an adapter",
@@ -44,7 +45,7 @@ def adapter_ref(model: str, adapter: str | None, *, served_model_name: str) -> e
         return engine_pb2.AdapterRef(attached=True)
     if adapter == BASE:
         return engine_pb2.AdapterRef(base=True)
-    return _named(adapter)
+    return version_ref(adapter)
 
 
 _LONGEST_NAME = 256

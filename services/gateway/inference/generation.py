@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +10,8 @@ from typing import Literal
 import structlog
 from starlette.requests import Request
 
-from services.common.errors import InvalidRequest, ModelNotFound, TemperError
+from services.common.adapters.names import BASE
+from services.common.errors import InvalidRequest, ModelNotFound, Overloaded, RateLimited, TemperError
 from services.common.pb import engine_pb2
 from services.common.telemetry import tracing
 from services.common.text.output_parser import END_THINK, ChatParser
@@ -22,14 +22,26 @@ from services.gateway.core.admission import Reservation
 from services.gateway.core.metrics import GenAiRequest
 from services.gateway.engines.load_balancing import Affinity
 from services.gateway.engines.pool import ServedModel
+from services.gateway.inference.canaries import KnownAs
 from services.gateway.inference.choice import Choice, Step
 from services.gateway.inference.context import InferenceContext
-from services.gateway.inference.engine_request import adapter_ref, cache_salt, check_messages, check_prompts, session_of
+from services.gateway.inference.engine_request import (
+    adapter_ref,
+    cache_salt,
+    check_messages,
+    check_prompts,
+    session_of,
+    version_ref,
+)
 from services.gateway.inference.logprobs import PromptLogprobs, check_complete
 from services.gateway.protocol.fields.sampling import SamplingFields
 from services.gateway.text.detokenizer import TextAssembler
+from services.learning.canaries.answers import AnswerInCanary, Counts, failed_answer
+from services.learning.canaries.enrolment import answer_digits
 from services.learning.request_log.recording import RecordedChoice, Recording
 
+_NOT_OF_A_VERSION = (InvalidRequest, Overloaded, RateLimited)
+"""Errors that say nothing of the version that was to answer."""
 _SMALLEST_TOP_P = 1e-6  # less may become 0 in the protocol's 32 bits
 
 
@@ -69,7 +81,7 @@ class Generation:
         shows_end: the token that ended a completion has log-probabilities like the others.
         session: the client's session that body or header name.
         traceparent: W3C trace context, checked.
-        known_as: the id that clients know the answer by, where it is another.
+        known_as: the id that clients know the answer by, where it is another than the generation's.
 
     Raises:
         InvalidRequest: a sampling field does not fit the model.
@@ -91,9 +103,11 @@ class Generation:
         shows_end: bool = False,
         session: str | None = None,
         traceparent: str = "",
-        known_as: str | None = None,
+        known_as: KnownAs | None = None,
     ) -> None:
-        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self.enrolment = context.enrol(body, session) if known_as is None else known_as.enrolment
+        """Part in a canary; None: it has none."""
+        self.id = f"{prefix}-{answer_digits(self.enrolment)}"
         structlog.contextvars.bind_contextvars(completion_id=self.id)  # engines know the request by it
         self.created = int(time.time())
         self.model = body.model
@@ -108,6 +122,8 @@ class Generation:
         _check_tokens(body, served.info.vocab_size)
         check_prompts([len(spec.prompt) for spec in specs], context.settings)
         adapter = adapter_ref(body.model, body.adapter, served_model_name=context.settings.served_model_name)
+        if self.enrolment is not None and self.enrolment.arm == "candidate":
+            adapter = version_ref(self.enrolment.version)
         total = len(specs) * body.choices
         operation = "chat" if chat else "text_completion"
         self._genai = GenAiRequest(context.metrics.genai, operation, context.settings.served_model_name)
@@ -182,6 +198,7 @@ class Generation:
                 )
             )
         self._recording = self._record(body, session, known_as)
+        self._watched = [AnswerInCanary() for _ in self.choices] if self.enrolment is not None else []
 
     @property
     def choices_per_prompt(self) -> int:
@@ -217,6 +234,8 @@ class Generation:
                             index, step.deltas, step.piece.text, step.token_ids, step.sampling_logprobs
                         )
                         kept.version, kept.finish_reason = choice.adapter, step.finish_reason
+                    if self._watched:
+                        self._watched[index].take(step.deltas, step.token_ids)
                     if step.first:
                         self._genai.begun(index)
                         choice.session = group.session(index)
@@ -231,17 +250,17 @@ class Generation:
                     yield step
         except ModelNotFound as error:
             error.param = self._adapter_field  # the engine does not know where the name stood
-            self._failed(error.code)
+            self._failed(error)
             raise
         except TemperError as error:
-            self._failed(error.code, error.message)
+            self._failed(error, error.message)
             raise
         finally:
             self._span.end()
             if self._recording is not None:
                 self._recording.end()
 
-    def _record(self, body: SamplingFields, session: str | None, known_as: str | None) -> Recording | None:
+    def _record(self, body: SamplingFields, session: str | None, known_as: KnownAs | None) -> Recording | None:
         if self._context.recorder is None:
             return None
         choices = [RecordedChoice(choice.completion_id) for choice in self.choices]
@@ -249,18 +268,29 @@ class Generation:
         prompts = [spec.prompt for spec in self.specs]
         recording = self._context.recorder.begin(self.id, kind, body, session, prompts, choices)
         if recording is not None and known_as is not None:
-            recording.also.append(known_as)
+            recording.also.append(known_as.id)
         return recording
 
-    def _failed(self, code: str, message: str = "") -> None:
-        self._genai.failed(code)
-        self._span.fail(code, message)
+    def _failed(self, error: TemperError, message: str = "") -> None:
+        self._genai.failed(error.code)
+        self._span.fail(error.code, message)
+        if not isinstance(error, _NOT_OF_A_VERSION):
+            for _ in range(len(self.choices) - len(self._reasons)):
+                self._counted("error", failed_answer())
+
+    def _counted(self, outcome: str, counts: Counts) -> None:
+        """Counts an answer in the canary that it has part in."""
+        if self.enrolment is not None and self._context.canaries is not None:
+            self._context.canaries.count(self.enrolment, outcome, counts)
 
     def _finished(self, choice: Choice, reason: str) -> None:
         metrics = self._context.metrics
         self._genai.finished(choice.index, choice.tokens)
         self._latencies.e2e.observe(time.monotonic() - self._started, tracing.exemplar(self._traceparent))
         metrics.finished.labels(reason).inc()
+        # Pointers may have moved in the same moment: what another version answers tells nothing of the arm's.
+        if self.enrolment is not None and (choice.adapter or BASE) == self.enrolment.version:
+            self._counted(reason, self._watched[choice.index].ended(reason))
         self._reasons.append(reason)
         if len(self._reasons) == len(self.choices):
             self._ended(choice.adapter or self.model)

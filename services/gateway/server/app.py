@@ -30,9 +30,11 @@ from services.gateway.api.adapters.routes import AdapterServices
 from services.gateway.api.base.idempotency import Idempotency, RedisRecords
 from services.gateway.api.base.openapi import add_examples, whole_bounds
 from services.gateway.api.base.routing import provide
+from services.gateway.api.base.serving import CANARY_HEADER
 from services.gateway.api.batches.stores import BatchServices, BatchStores, open_batching
 from services.gateway.api.batches.worker import BatchWorker
 from services.gateway.api.evaluation.services import EvaluationServices
+from services.gateway.api.learning.canaries import CanaryServices
 from services.gateway.api.learning.datasets import DatasetServices
 from services.gateway.api.learning.feedback import FeedbackServices, open_feedback
 from services.gateway.api.learning.learner_controller import LearnerController
@@ -63,6 +65,7 @@ from services.gateway.core.tidying import Chore, Tidying
 from services.gateway.engines.conversation_sessions import ConversationSessionRouter
 from services.gateway.engines.pool import EnginePool
 from services.gateway.engines.training_sessions import TrainingSessionRouter
+from services.gateway.inference.canaries import Canaries
 from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.recorder import RequestRecorder
 from services.gateway.middleware.authentication import TIMEOUT_HEADER, Authentication
@@ -71,6 +74,8 @@ from services.gateway.middleware.request_context import HeadRequests, RequestCon
 from services.gateway.rate_limits.limiter import RateLimiter
 from services.gateway.settings import GatewaySettings
 from services.gateway.ui.routes import dashboard_routes
+from services.learning.canaries.controller import CanaryController
+from services.learning.canaries.controller import Stores as CanaryStores
 from services.learning.canaries.store import CanaryStore
 from services.learning.datasets.maker import DatasetMaker
 from services.learning.datasets.store import DatasetStore
@@ -110,6 +115,7 @@ _EXPOSED_HEADERS = (
     "retry-after",
     "x-request-id",
     "x-temper-adapter",
+    CANARY_HEADER,
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
 )
 Stores = Callable[[GatewaySettings], tuple[AdapterRegistry, JobQueue]]
@@ -135,6 +141,7 @@ def create_app(
     keep_responses: Callable[[GatewaySettings], ResponseStore] = ResponseStore,
     keep_documents: Callable[[ResponseStore], DocumentStore] = DocumentStore,
     keep_feedback: Callable[[GatewaySettings], FeedbackStore] = open_feedback,
+    keep_canaries: Callable[[GatewaySettings], CanaryStore] = CanaryStore,
     keep_learners: Callable[[GatewaySettings], LearnerStore] = open_learners,
     index_requests: Callable[[GatewaySettings], RequestIndex] = open_index,
     batching: Callable[[GatewaySettings], BatchStores] = open_batching,
@@ -148,6 +155,7 @@ def create_app(
         keep_responses: makes the store of responses.
         keep_documents: makes the one of stored chats and conversations.
         keep_feedback: makes the one of feedback.
+        keep_canaries: makes the one of canaries.
         keep_learners: makes the one of learners.
         index_requests: makes the index of logged requests.
         batching: makes where files and batches are.
@@ -175,19 +183,24 @@ def create_app(
         log_reader = RequestLog(parts, index)
         datasets = DatasetStore(parts.store)
         recorder = None if logging is None else logging.recorder(parts, index)
-        inference = InferenceContext(settings, engines, metrics, admission, tracer, recorder)
+        canary_store = keep_canaries(settings)
+        canaries = Canaries(canary_store, settings.served_model_name, metrics)
+        inference = InferenceContext(settings, engines, metrics, admission, tracer, recorder, canaries)
         suites = SuiteStore(batch_stores.files.objects)
         kept = keep_responses(settings)
         background = BackgroundResponses(kept, settings, lifecycle.closing)
         feedback = keep_feedback(settings)
+        watching = CanaryController(
+            CanaryStores(canary_store, feedback, registry), engines.sync_adapters, canaries.ended
+        )
         idempotency = Idempotency(RedisRecords(settings))
         sessions = TrainingSessionRouter(lambda: engines.clients, settings.engine_retry_seconds)
         forge = ForgeServices(queue, engines, batch_stores.files.objects, settings.s3_bucket, threads)
         training = TrainingServices(settings, engines, queue, registry, suites, datasets, threads, lifecycle)
-        data = DatasetServices(DatasetMaker(datasets, log_reader), feedback, batch_stores.files, threads)
+        data = DatasetServices(DatasetMaker(datasets, log_reader), feedback, batch_stores.files, suites, threads)
         runs = EvaluationStore(batch_stores.files.objects)
-        learners, canaries = keep_learners(settings), CanaryStore(settings)
-        work = LearnerWork(training, data, canaries, runs)
+        learners = keep_learners(settings)
+        work = LearnerWork(training, data, canary_store, runs)
         controller = LearnerController(learners, work, metrics.learners) if settings.learners else None
         queues = QueueWatch({"training": queue, "batches": batch_stores.queue}, metrics)
         provide(
@@ -212,7 +225,8 @@ def create_app(
             ),
             forge,
             FeedbackServices(feedback, metrics),
-            RequestLogServices(log_reader, datasets, threads),
+            CanaryServices(canary_store, registry, engines, canaries),
+            RequestLogServices(log_reader, datasets, suites, threads),
             data,
             LearnerServices(learners, work, data, training),
             HealthServices(inference, lifecycle, queue, queues, registry, threads, background),
@@ -221,6 +235,8 @@ def create_app(
         )
         engines.start()
         background.start()
+        canaries.start()
+        watching.start()
         if recorder is not None:
             recorder.writer.start()
         await quotas.start()
@@ -247,13 +263,15 @@ def create_app(
             if following is not None:
                 await cancel_and_wait(following)
             await background.stop()
+            await watching.stop()
+            await canaries.stop()
             await engines.stop()
             if recorder is not None:
                 await asyncio.to_thread(recorder.writer.close, _LOG_SECONDS)
             await kept.aclose()
             await feedback.aclose()
+            await canary_store.aclose()
             await learners.aclose()
-            await canaries.aclose()
             index.close()
             await quotas.stop()
             await idempotency.records.aclose()

@@ -7,9 +7,9 @@ Keys:
     temper:canaries:all             sorted set of ids, which sort by time
     temper:canaries:running         hash: adapter → what gateways need of its canary, until that has ended
 
-Looks and ends of a controller carry the fence of the lease `canaries` and are refused once another one holds it. No
-lease, no candidates: gateways are told of canaries only while somebody watches over them. Every script may be repeated
-when its answer got lost. Times are Redis's.
+Looks and ends of a controller carry the fence of the lease `canaries` and are refused once another one holds it.
+Gateways are told of a canary only while somebody looks at it: without guardrails there are no candidates. Every script
+may be repeated when its answer got lost. Times are Redis's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Final, TypeAlias, cast
 
 from services.common.errors import Conflict, NotFound
 from services.common.settings import CommonSettings
-from services.common.storage.lease import FENCED, Lease, LeaseLost, fence_key, lease_key
+from services.common.storage.lease import FENCED, Lease, LeaseLost, fence_key
 from services.common.storage.record_versions import CANARY
 from services.common.storage.redis import call_async, connect_async
 from services.common.validation.strict_models import StrictModel
@@ -30,6 +30,8 @@ from services.learning.canaries.record import CanaryEvidence, CanaryRecord, Deci
 ROOT: Final = "temper:canaries:"
 LEASE: Final = "canaries"
 LEASE_SECONDS: Final = 3.0
+UNWATCHED_SECONDS: Final = 10.0
+"""Time without a look after which a candidate answers nobody."""
 _ALL, _RUNNING = f"{ROOT}all", f"{ROOT}running"
 _FIELDS = ("new", "key", "state", "began", "ended", "evidence", "decision", "schema")
 _PAGE = 100
@@ -47,14 +49,20 @@ end
 _BEGIN = (
     _PRELUDE
     + f"""
--- ARGV id adapter candidate new key route
+-- ARGV id adapter candidate new key route attached
 local hash = ROOT .. ARGV[1]
 local known = redis.call('HGET', hash, 'candidate')
 if known then return known == ARGV[3] and {{'OK'}} or {{'OTHER'}} end
 local running = redis.call('HGET', ROOT .. 'running', ARGV[2])
 if running then return {{'RUNNING', running}} end
-redis.call('HSET', hash, 'candidate', ARGV[3], 'new', ARGV[4], 'key', ARGV[5], 'state', 'running', 'began', now(),
-  'schema', {CANARY.version})
+if ARGV[7] == '1' then
+  for _, route in ipairs(redis.call('HVALS', ROOT .. 'running')) do
+    if cjson.decode(route).attached then return {{'RUNNING', route}} end
+  end
+end
+local t = now()
+redis.call('HSET', hash, 'candidate', ARGV[3], 'new', ARGV[4], 'key', ARGV[5], 'state', 'running', 'began', t,
+  'looked', t, 'schema', {CANARY.version})
 redis.call('ZADD', ROOT .. 'all', 0, ARGV[1])
 redis.call('HSET', ROOT .. 'running', ARGV[2], ARGV[6])
 if redis.call('ZCARD', ROOT .. 'all') > {_KEPT} then
@@ -118,12 +126,16 @@ redis.call('HDEL', ROOT .. 'running', ARGV[2])
 return 'OK'
 """
 )
-_TABLE = (
+_ROUTES = (
     _PRELUDE
     + """
--- KEYS lease
-if redis.call('EXISTS', KEYS[1]) == 0 then return {} end
-return redis.call('HVALS', ROOT .. 'running')
+local found, t = {}, tonumber(now())
+for _, route in ipairs(redis.call('HVALS', ROOT .. 'running')) do
+  local looked = redis.call('HGET', ROOT .. cjson.decode(route).id, 'looked')
+  found[#found + 1] = route
+  found[#found + 1] = string.format('%.3f', t - tonumber(looked or '0'))
+end
+return found
 """
 )
 
@@ -137,7 +149,9 @@ class Route(StrictModel):
 
     id: str
     adapter: str
-    candidate: int
+    current: str
+    """"name@n", or "base"."""
+    candidate: str
     share: float
     attached: bool
     """True if requests for the base model's name take part."""
@@ -166,8 +180,8 @@ class CanaryStore:
 
     def __init__(self, settings: CommonSettings) -> None:
         self._redis = connect_async(settings)
-        self._begin, self._looked, self._decide, self._finish, self._table = map(
-            self._redis.register_script, (_BEGIN, _LOOKED, _DECIDE, _FINISH, _TABLE)
+        self._begin, self._looked, self._decide, self._finish, self._routes = map(
+            self._redis.register_script, (_BEGIN, _LOOKED, _DECIDE, _FINISH, _ROUTES)
         )
 
     async def aclose(self) -> None:
@@ -201,10 +215,17 @@ class CanaryStore:
         found = await self._read([Route.model_validate_json(one).id for one in routes])
         return [one for one in found if one is not None and not one.ended]
 
-    async def routes(self) -> Sequence[Route]:
-        """What gateways need of the canaries that run; nothing while nobody watches over them."""
-        found: Any = await call_async(lambda: self._table(keys=[lease_key(LEASE)], args=[]))
-        return [Route.model_validate_json(one) for one in found]
+    async def routes(self) -> Mapping[Route, float]:
+        """What gateways need of the canaries that run, each with the seconds since the last look at it."""
+        found: Any = await call_async(lambda: self._routes(keys=[], args=[]))
+        return {
+            Route.model_validate_json(route): float(age) for route, age in zip(found[::2], found[1::2], strict=True)
+        }
+
+    async def now(self) -> float:
+        """Redis's time, unix seconds."""
+        seconds, micros = await call_async(lambda: cast(Awaitable[Any], self._redis.time()))
+        return int(seconds) + int(micros) / 1e6
 
     async def counts(self, canary_id: str) -> Mapping[str, str]:
         """What each gateway has counted."""
@@ -223,17 +244,27 @@ class CanaryStore:
         route = Route(
             id=new.id,
             adapter=new.adapter,
-            candidate=int(new.candidate.rpartition("@")[2]),
+            current=new.current,
+            candidate=new.candidate,
             share=new.policy.share,
             attached=new.attached,
             key=key,
         )
-        args = [new.id, new.adapter, new.candidate, new.model_dump_json(), key, route.model_dump_json()]
+        args: list[str | int] = [
+            new.id,
+            new.adapter,
+            new.candidate,
+            new.model_dump_json(),
+            key,
+            route.model_dump_json(),
+            int(new.attached),
+        ]
         outcome, *other = await call_async(lambda: self._begin(keys=[], args=args))
         if outcome == "RUNNING":
+            running = Route.model_validate_json(other[0])
+            whose = f"adapter {new.adapter!r}" if running.adapter == new.adapter else "the base model's name"
             raise Conflict(
-                f"adapter {new.adapter!r} has the canary {Route.model_validate_json(other[0]).id}, and never two: "
-                "decide that one first, or wait for its end",
+                f"{whose} has the canary {running.id}, and never two: decide that one first, or wait for its end",
                 param="adapter",
             )
         if outcome == "OTHER":

@@ -61,6 +61,7 @@ def _item(name: str, rows: list[Row], split: DatasetSplit) -> Json:
         "tools": rows[0].tools,
         "group": _group(rows[0], split),
     }
+    item["marks"] = sorted({mark for row in rows for mark in row.marks})
     for example in examples_of("sft", rows):
         answer = example["messages"][-1] if "messages" in example else {"content": example["completion"]}
         if calls := answer.get("tool_calls"):

@@ -245,11 +245,13 @@ class FeedbackStore:
                 if record is not None and wanted.takes(record):
                     yield record
 
-    async def count(self, wanted: FeedbackFilter, since: float) -> int:
-        """Number of opinions that were first given from then on (unix seconds) at that index of the filter, which is
-        cheap; what else the filter says does not count."""
-        first = f"[fb_{ulid(int(since * 1000), 0)}"
-        return int(await call_async(lambda: cast(Awaitable[Any], self._redis.zlexcount(wanted.index, first, "+"))))
+    async def count(self, wanted: FeedbackFilter, since: float, until: float) -> int:
+        """Number of opinions that were first given between two times (unix seconds) at that index of the filter, which
+        is cheap; what else the filter says does not count."""
+        first, end = (f"fb_{ulid(max(0, int(at * 1000)), 0)}" for at in (since, until))
+        return int(
+            await call_async(lambda: cast(Awaitable[Any], self._redis.zlexcount(wanted.index, f"[{first}", f"({end}")))
+        )
 
     async def mark_used(self, ids: Sequence[str], data_set: str) -> None:
         """Says that a data set ("name@version") has these opinions. Those that are gone stay so."""

@@ -109,7 +109,7 @@ class Budget(SentModel):
 
 
 class LearnerPolicy(SentModel):
-    """Policy of a learner. A change of it holds from the next cycle on."""
+    """Policy of a learner. A change of it holds from the next step on."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 

@@ -53,7 +53,9 @@ class Cycle(StrictModel):
     entered_at: float
     """When it came into this state."""
     began_at: float | None = None
-    """When the cycle began: what was said later is for the next one."""
+    """When the cycle began."""
+    data_until: float = 0.0
+    """Up to where the cycle sees the traffic: what came later is for the next one."""
     dataset: str | None = None
     """"name@n"."""
     job: str | None = None

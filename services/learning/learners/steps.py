@@ -39,6 +39,11 @@ class CycleWork(Protocol):
     """What cycles do outside of the store of learners. Everything but reading is done once for ``Learner.cycle_key``.
     Every method may raise Unavailable; what else it raises is a fault of the policy."""
 
+    @property
+    def lag_seconds(self) -> float:
+        """Time after which a request that has ended is in the request log. Feedback that is younger is left for the
+        next cycle: its request may not be found yet."""
+
     async def waiting(self, learner: Learner) -> int:
         """New opinions, and logged requests where the policy takes those, since the last cycle's. Cheap."""
 
@@ -102,10 +107,10 @@ async def _collect(learner: Learner, work: CycleWork, now: float) -> Step | None
     found = due(learner, waiting, now)
     if not found.now:
         return None
-    number = learner.cycle.number + 1
+    number, until = learner.cycle.number + 1, now - work.lag_seconds
     nothing = {"dataset": None, "job": None, "candidate": None, "canary": None}
-    cycle = _in(learner, "preparing", now, number=number, began_at=now, asked=False, **nothing)
-    evidence = {"waiting": waiting, "since": learner.cycle.until, "until": now, "revision": learner.revision}
+    cycle = _in(learner, "preparing", now, number=number, began_at=now, data_until=until, asked=False, **nothing)
+    evidence = {"waiting": waiting, "since": learner.cycle.until, "until": until, "revision": learner.revision}
     return Step(cycle, (_event("preparing", number, f"Cycle {number} begins: {found.why}.", evidence),))
 
 
@@ -192,7 +197,7 @@ def _ended(learner: Learner, now: float, outcome: Outcome, detail: str, evidence
         refused=refused,
         faults=0,
         not_before=0.0,
-        until=cycle.began_at or cycle.until,
+        until=cycle.data_until,
         promoted=cycle.candidate if outcome == "promoted" else cycle.promoted,
         datasets=(*(one for one in cycle.datasets if one not in made), *made)[-_SOURCES:],
     )

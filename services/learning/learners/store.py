@@ -17,7 +17,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, cast
 
-from services.common.errors import Conflict, NotFound
+import structlog
+
+from services.common.errors import Conflict, NewerSchema, NotFound
 from services.common.settings import CommonSettings
 from services.common.storage.ids import ulid
 from services.common.storage.lease import FENCED, Lease, LeaseLost, fence_key
@@ -94,6 +96,7 @@ return 1
 """
 )
 Learners: TypeAlias = list[Learner]
+log = structlog.get_logger("learners")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +126,22 @@ class LearnerStore:
 
     async def get(self, name: str) -> Learner:
         """Raises NotFound."""
-        (found,) = await self._read([name])
+        (values,) = await self._fields([name])
+        found = _learner(name, values)
         if found is None:
             raise missing(name)
         return found
 
     async def all(self) -> Learners:
-        """Every learner, by name."""
+        """Every learner, by name. One that this release cannot read is left out, so that it does not hold up others."""
         names: Any = await call_async(lambda: cast(Awaitable[Any], self._redis.zrange(_ALL, 0, -1)))
-        return [one for one in await self._read(names) if one is not None]
+        found = []
+        for name, values in zip(names, await self._fields(names), strict=True):
+            try:
+                found.append(_learner(name, values))
+            except (ValueError, NewerSchema) as error:
+                log.warning("learner.unreadable", learner=name, error=str(error)[:500])
+        return [one for one in found if one is not None]
 
     async def events(self, learner: Learner, *, limit: int, after: str | None = None) -> list[Event]:
         """What happened, newest first, from before the event ``after`` on."""
@@ -229,14 +239,14 @@ class LearnerStore:
         args = [learner.name, learner.id]
         return bool(await call_async(lambda: self._delete(keys=[_ALL], args=args)))
 
-    async def _read(self, names: Sequence[str]) -> Sequence[Learner | None]:
+    async def _fields(self, names: Sequence[str]) -> Sequence[Sequence[Any]]:
         async def read() -> Any:
             async with self._redis.pipeline(transaction=False) as pipe:
                 for name in names:
                     pipe.hmget(ROOT + name, list(_FIELDS))
                 return await pipe.execute()
 
-        return [_learner(name, values) for name, values in zip(names, await call_async(read), strict=True)]
+        return cast(Sequence[Sequence[Any]], await call_async(read))
 
 
 def missing(name: str) -> NotFound:

@@ -147,9 +147,9 @@ class RequestIndex:
 
         return [str(one) for one in call(read)]
 
-    def count(self, name: str, since: float) -> int:
-        """How many of a list ended from then on (unix seconds)."""
-        return call(lambda: self._redis.zcount(_LISTS + name, since, "+inf"))
+    def count(self, name: str, since: float, until: float) -> int:
+        """How many of a list ended between two times (unix seconds)."""
+        return call(lambda: self._redis.zcount(_LISTS + name, since, f"({until}"))
 
     def remove(self, entries: Sequence[Entry]) -> None:
         """Forgets requests."""

@@ -81,9 +81,9 @@ class RequestLog:
                 break
         return found[:limit]
 
-    def count(self, owner: str | None, since: float) -> int:
-        """Number of requests of an API key (None: of all) that ended from then on, by the index alone."""
-        return self._index.count(RequestFilter(owner).list, since)
+    def count(self, owner: str | None, since: float, until: float) -> int:
+        """Number of requests of an API key (None: of all) that ended between two times, by the index alone."""
+        return self._index.count(RequestFilter(owner).list, since, until)
 
     def between(self, wanted: RequestFilter) -> Iterator[tuple[Line, LoggedRequest]]:
         """All of them with their places, by the parts alone, about in the order in which they ended."""

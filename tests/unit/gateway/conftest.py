@@ -32,10 +32,11 @@ from services.gateway.inference.context import InferenceContext
 from services.gateway.server.app import create_app
 from services.gateway.server.http_protocol import HttpProtocol
 from services.gateway.settings import GatewaySettings
+from services.learning.canaries.store import CanaryStore
 from tests.stack import PATIENCE
 from tests.unit.gateway.fake_batches import MemoryBatches
 from tests.unit.gateway.fake_engine import FakeEngine
-from tests.unit.gateway.fake_learning import MemoryFeedback, MemoryIndex, MemoryLearners
+from tests.unit.gateway.fake_learning import MemoryCanaries, MemoryFeedback, MemoryIndex, MemoryLearners
 from tests.unit.gateway.fake_responses import MemoryDocuments, MemoryResponses
 from tests.unit.gateway.fake_stores import MemoryQueue, MemoryRecords, MemoryStore
 
@@ -56,7 +57,7 @@ class Running:
         learns: bool = False,
         **settings: Any,
     ) -> None:
-        """``learns``: feedback and logged requests are in Redis, too."""
+        """``learns``: feedback, canaries and logged requests are in Redis, too."""
         self._send_buffer = send_buffer
         self._enough: Callable[[Iterator[bool]], bool] = all if all_ready else any
         self.engines = engines
@@ -70,6 +71,7 @@ class Running:
         self.recent = RecentLogs(100)
         self._batching = batching
         self._feedback = None if learns else MemoryFeedback()
+        self._canaries = None if learns else MemoryCanaries()
         self._index = None if learns else MemoryIndex()
         self.learners = None if learns else MemoryLearners()
         self._settings = settings
@@ -166,6 +168,7 @@ class Running:
             keep_responses=lambda _: self.responses,  # type: ignore[arg-type, return-value]
             keep_documents=lambda _: self.documents,  # type: ignore[arg-type, return-value]
             keep_feedback=lambda made: self._feedback or open_feedback(made),  # type: ignore[arg-type, return-value]
+            keep_canaries=lambda made: self._canaries or CanaryStore(made),  # type: ignore[arg-type, return-value]
             keep_learners=lambda made: self.learners or open_learners(made),  # type: ignore[arg-type, return-value]
             index_requests=lambda made: self._index or open_index(made),  # type: ignore[arg-type, return-value]
             batching=batching,

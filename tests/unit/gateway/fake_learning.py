@@ -1,4 +1,4 @@
-"""In-memory stand-ins for the store of feedback and the index of logged requests."""
+"""In-memory stand-ins for the stores of feedback and canaries, and the index of logged requests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from services.common.errors import Conflict
 from services.common.storage.ids import ulid
 from services.common.storage.lease import LeaseLost
+from services.learning.canaries.record import CanaryRecord
+from services.learning.canaries.store import CanaryFilter, Records, Route
+from services.learning.canaries.store import missing as missing_canary
 from services.learning.feedback.record import Feedback, FeedbackRecord
 from services.learning.feedback.store import FeedbackFilter, missing
 from services.learning.learners.policy import LearnerPolicy
@@ -55,9 +58,11 @@ class MemoryFeedback:
             if (after is None or name < after) and wanted.takes(self.records[name]):
                 yield self.records[name]
 
-    async def count(self, wanted: FeedbackFilter, since: float) -> int:
+    async def count(self, wanted: FeedbackFilter, since: float, until: float) -> int:
         return sum(
-            record.created_at >= since for record in self.records.values() if wanted.owner in (None, record.owner)
+            since <= record.created_at < until
+            for record in self.records.values()
+            if wanted.owner in (None, record.owner)
         )
 
     async def mark_used(self, ids: Sequence[str], data_set: str) -> None:
@@ -73,6 +78,36 @@ class MemoryFeedback:
     @staticmethod
     def _voice(owner: str, said: Feedback) -> tuple[str, str, str, str | None]:
         return owner, said.target, said.source, said.user
+
+
+class MemoryCanaries:
+    """CanaryStore's methods that read, where no canary ever runs."""
+
+    async def aclose(self) -> None:
+        return None
+
+    def lease(self, seconds: float) -> MemoryCanaries:
+        del seconds
+        return self
+
+    async def hold(self) -> int:
+        return 1
+
+    async def release(self) -> None:
+        return None
+
+    async def routes(self) -> Mapping[Route, float]:
+        return {}
+
+    async def running(self) -> Records:
+        return []
+
+    async def list(self, wanted: CanaryFilter, *, limit: int, after: str | None = None) -> Records:
+        del wanted, limit, after
+        return []
+
+    async def get(self, canary_id: str) -> CanaryRecord:
+        raise missing_canary(canary_id)
 
 
 class MemoryIndex:
@@ -102,8 +137,8 @@ class MemoryIndex:
         start = 0 if after is None else ids.index(after) + 1 if after in ids else len(ids)
         return ids[start : start + limit]
 
-    def count(self, name: str, since: float) -> int:
-        return sum(name in entry.lists and entry.at >= since for entry, _ in self.entries.values())
+    def count(self, name: str, since: float, until: float) -> int:
+        return sum(name in entry.lists and since <= entry.at < until for entry, _ in self.entries.values())
 
     def remove(self, entries: Sequence[Entry]) -> None:
         for entry in entries:

@@ -123,17 +123,20 @@ class SequentialTest:
                 verdict = "better"
             elif evidence <= lower or share >= 1:
                 verdict = "not better"
-        half = self._half_width(error)
+        half = half_width(error, self.gain, self.alpha)
         progress = min(max(evidence / upper, evidence / lower, share, 0.0), 1.0)
         low, high = max(effect - half, -self.spread), min(effect + half, self.spread)
         return Look(verdict, effect, low, high, evidence, progress, counts)
 
-    def _half_width(self, error: float) -> float:
-        """Half of the interval's width, narrowest about where the gain would be seen.
 
-        Args:
-            error: variance of the effect.
-        """
-        prior = self.gain**2
-        wide = error + prior
-        return math.sqrt(error * wide / prior * (math.log(wide / error) - 2 * math.log(self.alpha)))
+def half_width(error: float, gain: float, alpha: float) -> float:
+    """Half of the width of an interval that covers the true effect at all looks together with 1 - alpha.
+
+    Args:
+        error: variance of the effect.
+        gain: effect about which the interval is narrowest.
+        alpha: two-sided.
+    """
+    prior = gain**2
+    wide = error + prior
+    return math.sqrt(error * wide / prior * (math.log(wide / error) - 2 * math.log(alpha)))

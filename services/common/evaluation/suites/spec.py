@@ -32,6 +32,10 @@ def _as_texts(value: Any) -> Any:
     return [str(one) if isinstance(one, int | float) and not isinstance(one, bool) else one for one in values]
 
 
+def _nothing(value: object) -> bool:
+    return value == []
+
+
 Texts = Annotated[
     list[str],
     BeforeValidator(_as_texts, json_schema_input_type=str | float | Annotated[list[str | float], Field(min_length=1)]),
@@ -85,6 +89,8 @@ class SuiteItem(AskedExample):
     weight: float = Field(1.0, gt=0, le=1e6)
     metadata: dict[str, str] = Field(default_factory=dict)
     """Handed to webhooks as it is."""
+    marks: list[str] = Field(default_factory=list, max_length=1000, exclude_if=_nothing)
+    """Digests by which an item of a data set is found when a user or a request is erased."""
 
     @property
     def reference(self) -> Reference:

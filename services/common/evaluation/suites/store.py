@@ -120,6 +120,25 @@ class SuiteStore:
         self._versions.publish(name, number, manifest.model_dump(mode="json"))
         return manifest
 
+    def erase(self, mark: str) -> dict[str, int]:
+        """Takes the items with a mark of erasure out of every suite that was made of a data set: the version goes, and
+        of a newest one what is left becomes a new version. Returns how many items of which version. May be repeated."""
+        gone = {}
+        for name, newest in self._versions.newest():
+            for number in self.versions(name):
+                manifest = self._read(SuiteVersion(name, number))
+                if manifest is None or manifest.origin is None or manifest.origin.dataset is None:
+                    continue
+                items = self.items(manifest)
+                left = [item for item in items if mark not in item.marks]
+                if len(left) == len(items):
+                    continue
+                if left and number == newest:
+                    self.create(name, manifest.settings, left, origin=manifest.origin, key_id=manifest.key_id)
+                self.delete(manifest.ref)
+                gone[str(manifest.ref)] = len(items) - len(left)
+        return gone
+
     def delete(self, version: SuiteVersion) -> None:
         """Removes a version. Raises NotFound: there is none."""
         manifest = self.get(version.name, version.version)

@@ -34,7 +34,7 @@ KEEP_SECONDS = 86400
 CLAIM_SECONDS = 30
 """Seconds that a claim lasts after the last renewal by the gateway that answers the request; then the request may be
 sent again."""
-_KEPT_HEADERS = ("location", "content-type", "x-temper-adapter")
+_KEPT_HEADERS = ("location", "content-type", "x-temper-adapter", "x-temper-canary")
 
 Work = Callable[[], Awaitable[Response]]
 IdempotencyKey = Annotated[

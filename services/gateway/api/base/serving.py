@@ -27,6 +27,7 @@ log = structlog.get_logger(__name__)
 
 _SESSION_HEADER = "x-session-id"
 _LONGEST_SESSION = 256
+CANARY_HEADER = "x-temper-canary"
 _LEFT_OUT_HEADER = "x-temper-left-out-tools"
 SESSION_HEADER = {
     "parameters": [
@@ -48,10 +49,12 @@ def adapter_header(adapter: str | None) -> dict[str, str]:
     return {} if adapter is None else {"x-temper-adapter": adapter}
 
 
-def noted(response: Response, body: SamplingFields) -> Response:
-    """Response with a header that says which of the request's tools were not offered, if there are any."""
+def noted(response: Response, body: SamplingFields, generation: Generation) -> Response:
+    """Response with headers that say which of the request's tools were not offered, and its part in a canary."""
     if body.left_out_tools:
         response.headers[_LEFT_OUT_HEADER] = ", ".join(body.left_out_tools)
+    if generation.enrolment is not None:
+        response.headers[CANARY_HEADER] = generation.enrolment.header
     return response
 
 
@@ -88,10 +91,10 @@ async def answer(
         session = session_named(request, body)
         generation = await while_connected(request, prepare(request, body, context, session))
         if not body.stream:
-            return noted(await while_connected(request, complete(generation, body)), body)
+            return noted(await while_connected(request, complete(generation, body)), body, generation)
         response = await _stream_response(request, context, generation, chunks(generation, body), reservation, failed)
         streaming = True
-        return noted(response, body)
+        return noted(response, body, generation)
     finally:
         if not streaming:
             reservation.release()

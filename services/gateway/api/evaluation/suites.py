@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from fastapi import Query
 
-from services.common.errors import NotFound
+from services.common.errors import NotFound, Unavailable
 from services.common.evaluation.suites.lines import read_suite
 from services.common.evaluation.suites.manifest import SuiteManifest, SuiteOrigin
 from services.common.evaluation.suites.names import SuiteName, SuiteVersion, parse_suite_ref
@@ -65,6 +65,9 @@ async def create_suite(body: SuiteRequest, evaluation: Evaluation, once: Once) -
         made = await evaluation.threads.run(
             evaluation.suites.create, body.name, settings, items, origin=origin, key_id=key_id
         )
+        if source is not None and (await _found_again(evaluation, source)) != source.digest:
+            await evaluation.threads.run(evaluation.suites.delete, made.ref)
+            raise Unavailable(f"somebody was erased from {source.ref} meanwhile; retry", retry_after=1.0)
         return SuiteObject.of(made)
 
     return await once(create, body=body)
@@ -81,6 +84,14 @@ def _read(jsonl: str, body: SuiteRequest, settings: SuiteSettings) -> tuple[list
         origin = SuiteOrigin(sha256=hashlib.sha256(jsonl.encode()).hexdigest(), rows=rows, split=body.split)
     _check_answers(items, settings)
     return items, origin
+
+
+async def _found_again(evaluation: EvaluationServices, source: DatasetManifest) -> str:
+    """Digest of a data set by now; empty: it is gone."""
+    try:
+        return (await evaluation.threads.run(evaluation.datasets.get, source.name, source.version)).digest
+    except NotFound:
+        return ""
 
 
 def _held_out(

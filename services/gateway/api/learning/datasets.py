@@ -16,6 +16,7 @@ from fastapi.responses import StreamingResponse
 from pydantic_core import from_json, to_json
 
 from services.common.errors import NotFound
+from services.common.evaluation.suites.store import SuiteStore
 from services.common.security.api_keys import ANONYMOUS
 from services.common.storage.names import REF_SCHEMA
 from services.gateway.api.base.idempotency import Once
@@ -53,6 +54,7 @@ class DatasetServices:
     maker: DatasetMaker
     feedback: FeedbackStore
     files: FileStore
+    suites: SuiteStore
     threads: StoreThreads
     builds: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_BUILDS))
     """Semaphore held while rows are joined, which takes long and much memory."""
@@ -282,4 +284,5 @@ async def erase_user(user: Annotated[str, Path(min_length=1, max_length=256)], s
     requests = await services.threads.run(services.log.erase_user, user, mine)
     feedback = await services.feedback.delete_all(FeedbackFilter(mine, user=user))
     datasets = await services.threads.run(services.store.erase, user_mark(user, mine))
-    return ErasedUser(feedback=feedback, requests=requests, datasets=datasets)
+    suites = await services.threads.run(services.suites.erase, user_mark(user, mine))
+    return ErasedUser(feedback=feedback, requests=requests, datasets=datasets, suites=suites)

@@ -6,11 +6,13 @@ All of it is done on behalf of the API key that the learner belongs to, which no
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from services.common.adapters.names import parse_adapter_version
+from services.common.errors import NotFound
 from services.common.evaluation.runs.store import EvaluationStore
 from services.common.jobs import JOBS, Job
 from services.gateway.api.learning.datasets import DatasetServices, Sources, made
@@ -19,10 +21,14 @@ from services.gateway.api.training.validation import TrainingServices
 from services.learning.canaries.beginning import begin_canary
 from services.learning.canaries.record import CanaryRecord
 from services.learning.canaries.store import CanaryStore
-from services.learning.datasets.store import NewDataset
+from services.learning.datasets.spec import DatasetSpec
+from services.learning.datasets.store import NewDataset, parse_dataset_ref
 from services.learning.feedback.store import FeedbackFilter
 from services.learning.learners.record import Learner
 from services.learning.learners.steps import CycleData
+
+_WRITTEN_SECONDS = 3.0
+"""Time that a part of the request log takes from its end to the index."""
 
 
 def sources_of(learner: Learner) -> Sources:
@@ -39,20 +45,36 @@ class LearnerWork:
     canaries: CanaryStore
     runs: EvaluationStore
 
+    @property
+    def lag_seconds(self) -> float:
+        """See CycleWork."""
+        return self.training.settings.request_log_part_seconds + _WRITTEN_SECONDS
+
     async def waiting(self, learner: Learner) -> int:
         """See CycleWork."""
-        data, since = learner.policy.data, learner.cycle.until
+        data, since, until = learner.policy.data, learner.cycle.until, time.time() - self.lag_seconds
         count = 0
         if data.feedback:
-            count += await self.datasets.feedback.count(FeedbackFilter(learner.traffic_of), since)
+            count += await self.datasets.feedback.count(FeedbackFilter(learner.traffic_of), since, until)
         if data.logged:
-            count += await self.datasets.threads.run(self.datasets.log.count, learner.traffic_of, since)
+            count += await self.datasets.threads.run(self.datasets.log.count, learner.traffic_of, since, until)
         return count
+
+    async def declared(self, learner: Learner, until: float) -> DatasetSpec:
+        """Declaration of a cycle's data set, with rows of those earlier ones that are still there."""
+        earlier = [ref for ref in learner.cycle.datasets if await self._is_there(ref)]
+        return learner.policy.spec(learner.cycle.until, until, tuple(earlier))
+
+    async def _is_there(self, ref: str) -> bool:
+        try:
+            await self.datasets.threads.run(self.datasets.store.get, *parse_dataset_ref(ref))
+        except NotFound:
+            return False
+        return True
 
     async def make_data(self, learner: Learner) -> CycleData:
         """See CycleWork."""
-        cycle = learner.cycle
-        spec = learner.policy.spec(cycle.until, cycle.began_at or 0.0, cycle.datasets)
+        spec = await self.declared(learner, learner.cycle.data_until)
         new = NewDataset(learner.name, spec, learner.key_id, made_for=learner.cycle_key)
         manifest = await made(self.datasets, new, sources_of(learner))
         report = manifest.report.model_dump(mode="json")

@@ -19,7 +19,7 @@ from services.common.evaluation.suites.names import parse_suite_ref
 from services.gateway.api.base.idempotency import Once, json_answer
 from services.gateway.api.base.routing import Routes, provided
 from services.gateway.api.learning.datasets import DatasetServices, built_only, check_readable, name_owner
-from services.gateway.api.learning.learner_work import sources_of
+from services.gateway.api.learning.learner_work import LearnerWork, sources_of
 from services.gateway.api.training.validation import TrainingServices
 from services.gateway.auth.caller import check_attach, check_name_owner, may_attach, owner, sees
 from services.gateway.auth.route_permissions import TRAIN, TRAIN_OR_ADMIN, Permission
@@ -35,7 +35,6 @@ from services.gateway.settings import GatewaySettings
 from services.learning.datasets.convert import examples_of
 from services.learning.learners.policy import LearnerName, LearnerPolicy
 from services.learning.learners.record import Cycle, EventKind, Learner, NewEvent
-from services.learning.learners.steps import CycleWork
 from services.learning.learners.store import LearnerStore, NewLearner, missing
 from services.learning.learners.trigger import due
 
@@ -48,7 +47,7 @@ class LearnerServices:
     """Store of learners, and what their cycles are made with."""
 
     store: LearnerStore
-    work: CycleWork
+    work: LearnerWork
     datasets: DatasetServices
     training: TrainingServices
 
@@ -241,7 +240,7 @@ async def plan_learner(name: LearnerPath, services: Services, response: Response
     now, policy = time.time(), learner.policy
     waiting = await services.work.waiting(learner)
     found = due(learner, waiting, now)
-    spec = policy.spec(learner.cycle.until, now, learner.cycle.datasets)
+    spec = await services.work.declared(learner, now - services.work.lag_seconds)
     built, _ = await built_only(services.datasets, spec, sources_of(learner))
     learnt = examples_of(policy.method, built.rows["train"])
     suites, problems = await _suites(services, policy)

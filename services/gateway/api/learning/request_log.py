@@ -12,6 +12,7 @@ from typing import Annotated
 from fastapi import Path, Query
 
 from services.common.errors import NotFound
+from services.common.evaluation.suites.store import SuiteStore
 from services.gateway.api.base.routing import Routes, provided
 from services.gateway.auth.caller import owner, sees
 from services.gateway.auth.route_permissions import ADMIN, INFERENCE, TRAIN, Permission
@@ -37,11 +38,17 @@ Seconds = Annotated[float, Query(ge=0, le=_NO_LIMIT, description="Unix seconds."
 
 @dataclass(frozen=True, slots=True)
 class RequestLogServices:
-    """The log and the data sets that are made of it, which block and so are called in ``threads``."""
+    """The log, and the data sets and suites that are made of it. All of it blocks, and so is called in ``threads``."""
 
     log: RequestLog
     datasets: DatasetStore
+    suites: SuiteStore
     threads: StoreThreads
+
+    def erase_rows(self, mark: str) -> None:
+        """Takes what a mark of erasure means out of data sets and suites. Blocking."""
+        self.datasets.erase(mark)
+        self.suites.erase(mark)
 
 
 def open_index(settings: GatewaySettings) -> RequestIndex:
@@ -89,7 +96,7 @@ async def erase_logged_request(answer_id: AnswerPath, services: Services) -> Del
     if not sees(found.owner):
         raise _missing(answer_id)
     await services.threads.run(services.log.erase, found.id, RequestFilter(_mine()))
-    await services.threads.run(services.datasets.erase, answer_mark(found.id))
+    await services.threads.run(services.erase_rows, answer_mark(found.id))
     return DeletedLoggedRequest(id=answer_id)
 
 
@@ -100,7 +107,7 @@ async def erase_logged_user(
     """Erases all requests of a user, also those that some gateway is still to write, and the rows of data sets that
     come from them. `DELETE /v1/users/{user}` erases what the user said, too."""
     deleted = await services.threads.run(services.log.erase_user, user, _mine())
-    await services.threads.run(services.datasets.erase, user_mark(user, _mine()))
+    await services.threads.run(services.erase_rows, user_mark(user, _mine()))
     return DeletedLoggedRequests(deleted=deleted)
 
 

@@ -18,6 +18,7 @@ from services.gateway.protocol.fields.tools import HostedTool, types_of_hosted
 from services.gateway.protocol.responses.items import InputItem, Item, ItemReference, MessageItem
 from services.gateway.protocol.responses.request import ResponseRequest
 from services.gateway.protocol.responses.tools import CustomTool, FunctionTool, NamespaceTool
+from services.learning.canaries.enrolment import Enrolment, answer_digits
 
 Data = dict[str, Any]
 
@@ -33,11 +34,11 @@ def new_item_id(kind: str, response_id: str) -> str:
     return f"{kind}_{response_id.removeprefix('resp_')}{uuid.uuid4().hex[:16]}"
 
 
-def new_response(body: ResponseRequest) -> Data:
-    """The object of a response that has not begun."""
+def new_response(body: ResponseRequest, enrolment: Enrolment | None = None) -> Data:
+    """The object of a response that has not begun, whose id tells its part in a canary."""
     reasoning = body.reasoning
     return {
-        "id": new_id("resp"),
+        "id": f"resp_{answer_digits(enrolment)}",
         "object": "response",
         "created_at": int(time.time()),
         "completed_at": None,

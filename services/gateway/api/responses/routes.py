@@ -30,6 +30,7 @@ from services.gateway.auth.caller import principal_of
 from services.gateway.auth.route_permissions import INFERENCE, Permission
 from services.gateway.core.admission import Reservation
 from services.gateway.core.client_disconnect import while_connected
+from services.gateway.inference.canaries import KnownAs
 from services.gateway.inference.chat import chat_generation, prompt_length, truncated
 from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.generation import Generation, reserve, traceparent_of
@@ -37,6 +38,7 @@ from services.gateway.protocol.chat_request import ChatRequest
 from services.gateway.protocol.responses.events import ResponseStreamEvent
 from services.gateway.protocol.responses.request import ResponseRequest
 from services.gateway.protocol.responses.response import DeletedOut, InputItemsOut, InputTokensOut, ResponseOut
+from services.learning.canaries.enrolment import Enrolment
 
 routes = Routes("responses")
 
@@ -59,24 +61,26 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
     given = await resolved(stores.responses, owner, body.input)
     fields = chat_fields(body, parsed(prior), given)
     chat = fields.request()
-    response = new_response(body)
+    enrolment = _enrolled(request, context, chat)
+    response = new_response(body, enrolment)
     items = given_items(given, response["id"])
     turn = None
     if body.conversation_id is not None:
         check_new(items, prior, field="input")
         turn = Turn(stores.documents, Place(owner, body.conversation_id), items)
     record = Record(response, [*prior, *items] if body.stored else [])
+    known_as = KnownAs(record.id, enrolment)
     answering = Answering(stores, body, fields, Place(owner, record.id), record, turn)
     try:
         reservation = reserve(context, chat, prompts=1)
         if body.background:
-            return await _begin(request, body, chat, context, stores, reservation, answering, record, owner)
+            return await _begin(request, body, chat, context, stores, reservation, answering, record, owner, known_as)
         return await answer(
             request,
             chat,
             context,
             reservation,
-            prepare=partial(_prepare, body=body, response_id=record.id),
+            prepare=partial(_prepare, body=body, known_as=known_as),
             chunks=answering.chunks,
             complete=answering.complete,
             failed=answering.failed,
@@ -93,11 +97,20 @@ async def _prepare(
     session: str | None,
     *,
     body: ResponseRequest,
-    response_id: str,
+    known_as: KnownAs,
 ) -> Generation:
     fitting = await _fitting(context, chat, body)
     traceparent = traceparent_of(request)
-    return await chat_generation(context, fitting, session=session, traceparent=traceparent, known_as=response_id)
+    return await chat_generation(context, fitting, session=session, traceparent=traceparent, known_as=known_as)
+
+
+def _enrolled(request: Request, context: InferenceContext, chat: ChatRequest) -> Enrolment | None:
+    """Part of a request in a canary: the response's id tells it, so it is drawn before everything else."""
+    try:
+        session = session_named(request, chat)
+    except InvalidRequest:
+        return None  # it is refused where fields have the names that were sent
+    return context.enrol(chat, session)
 
 
 async def _fitting(context: InferenceContext, chat: ChatRequest, body: ResponseRequest) -> ChatRequest:
@@ -129,6 +142,7 @@ async def _begin(
     answering: Answering,
     record: Record,
     owner: str,
+    known_as: KnownAs,
 ) -> Response:
     """Starts a background response; it is stored before the client hears of it."""
     held = [reservation]
@@ -136,13 +150,13 @@ async def _begin(
         held.append(stores.background.reserve())
         session = session_named(request, chat)
         generation = await while_connected(
-            request, _prepare(request, chat, context, session, body=body, response_id=record.id)
+            request, _prepare(request, chat, context, session, body=body, known_as=known_as)
         )
         await stores.responses.save(Place(owner, record.id), record)
         told = json_response(record.response, None)  # encoded before the model changes it
         stores.background.begin(answering.work(generation, tuple(held)))
         held.clear()
-        return noted(told, chat)
+        return noted(told, chat, generation)
     finally:
         for taken in held:
             taken.release()

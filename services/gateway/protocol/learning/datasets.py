@@ -109,3 +109,5 @@ class ErasedUser(BaseModel):
     """Logged requests that were found; those that a gateway is still to write are left out as they come."""
     datasets: dict[str, int]
     """Rows that were taken out, by version."""
+    suites: dict[str, int]
+    """Items that were taken out of suites made of data sets, by the version that they were in, which is gone."""

@@ -15,6 +15,7 @@ from services.learning.datasets.rows import Row
 from services.learning.datasets.spec import DatasetSpec
 from services.learning.datasets.store import DatasetManifest, DatasetStore, NewDataset
 from services.learning.request_log.index import user_mark
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.key_file import Keys
 
@@ -110,7 +111,9 @@ def test_what_cannot_be_learnt_from(running: Running, http: httpx.Client, start:
     refused(submit(http, "grpo", groups=[]), "exactly one of", param=None)
     small = start(max_body_bytes=1024)
     make(small, train=[row("ann", f"{number} + {number}", str(2 * number)) for number in range(100)])
-    answer = httpx.post(f"{small.url}/v1/train/sft", json={"adapter": "a", "attach": False, "dataset": "thumbs"})
+    answer = httpx.post(
+        f"{small.url}/v1/train/sft", json={"adapter": "a", "attach": False, "dataset": "thumbs"}, timeout=PATIENCE
+    )
     refused(answer, "makes 100 examples of", "TEMPER_MAX_BODY_BYTES", "max_rows")
 
 
@@ -175,3 +178,23 @@ def test_nobody_learns_from_the_data_of_others(start: Starter, tmp_path: Path) -
         http.headers = keys.bearer("rival")  # type: ignore[assignment]
         refused(http.post("/v1/train/sft", json=job), "does not exist", status=404)
         refused(http.post("/v1/eval/suites", json={**suite, "name": "t"}), "does not exist", status=404)
+
+
+def test_the_erased_leave_suites_too(running: Running, http: httpx.Client) -> None:
+    """The version that had them goes, and a newer one has what is left."""
+    more = row("zoe", "3 + 3", "6", said_by=("judge",))
+    make(running, held_out=[*HELD_OUT, more])
+    body = {"name": "sums", "dataset": "thumbs", "scorer": {"type": "exact"}}
+    assert http.post("/v1/eval/suites", json=body).json()["items"] == 3
+    own = {"name": "own", "scorer": {"type": "exact"}, "jsonl": '{"prompt": "ann", "expected": "ann"}'}
+    assert http.post("/v1/eval/suites", json=own).status_code == 201
+    erased = http.delete("/v1/users/ann").json()
+    assert (erased["datasets"], erased["suites"]) == ({"thumbs@1": 3}, {"sums@1": 2})
+    assert http.get("/v1/eval/suites/sums@1").status_code == 404
+    (left,) = http.get("/v1/eval/suites/sums@2/items").json()["data"]
+    assert left["messages"][0]["content"] == "3 + 3"
+    assert http.delete("/v1/users/ann").json()["suites"] == {}
+    assert http.delete("/v1/users/judge").json()["suites"] == {"sums@2": 1}
+    assert http.get("/v1/eval/suites/sums").status_code == 404
+    assert not any(b"3 + 3" in data for data in running.store.objects.values())
+    assert http.get("/v1/eval/suites/own").json()["items"] == 1
