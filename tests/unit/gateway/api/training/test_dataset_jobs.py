@@ -15,6 +15,7 @@ from services.learning.datasets.rows import Row
 from services.learning.datasets.spec import DatasetSpec
 from services.learning.datasets.store import DatasetManifest, DatasetStore, NewDataset
 from services.learning.request_log.index import user_mark
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.key_file import Keys
 
@@ -110,7 +111,9 @@ def test_what_cannot_be_learnt_from(running: Running, http: httpx.Client, start:
     refused(submit(http, "grpo", groups=[]), "exactly one of", param=None)
     small = start(max_body_bytes=1024)
     make(small, train=[row("ann", f"{number} + {number}", str(2 * number)) for number in range(100)])
-    answer = httpx.post(f"{small.url}/v1/train/sft", json={"adapter": "a", "attach": False, "dataset": "thumbs"})
+    answer = httpx.post(
+        f"{small.url}/v1/train/sft", json={"adapter": "a", "attach": False, "dataset": "thumbs"}, timeout=PATIENCE
+    )
     refused(answer, "makes 100 examples of", "TEMPER_MAX_BODY_BYTES", "max_rows")
 
 
