@@ -31,7 +31,7 @@ def precompile(launches: Sequence[Launch], *, processes: int = 0) -> float:
         Seconds it took.
     """
     # Here too: this process asks the cache for what the others leave there.
-    from kernels.gpu.launch.cache_keys import stable_keys
+    from kernels.gpu.launch.compiler import prepare_compiler, stable_keys
 
     stable_keys()
     began = time.perf_counter()
@@ -43,6 +43,7 @@ def precompile(launches: Sequence[Launch], *, processes: int = 0) -> float:
         worker.start()
     for worker in workers:
         worker.join()
+    prepare_compiler()  # asks the device, which no process that is forked from may have done
     died = [worker.exitcode for worker in workers if worker.exitcode]
     if died:
         print(f"{len(died)} of {count} compiling processes died: {died}", flush=True)

@@ -25,6 +25,7 @@ PAGES = {
     "jobs/new": "New job",
     "adapters": "Adapters",
     "evaluations": "Evaluations",
+    "learning": "Learning",
     "batches": "Batches and files",
     "sessions": "Sessions",
     "keys": "Keys and limits",

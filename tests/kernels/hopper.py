@@ -18,12 +18,11 @@ def compiled() -> Iterator[None]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from kernels.gpu.launch.cache_keys import stable_keys
+    from kernels.gpu.launch.compiler import prepare_compiler
     from services.engine.executors.cuda.compile_ahead import Target
 
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("Triton interprets in this process: compile in another one")
-    stable_keys()
     original = JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -32,6 +31,7 @@ def compiled() -> Iterator[None]:
 
     # For good: this process is for compiling, and may have no driver to go back to.
     driver.set_active(Target(GPUTarget("cuda", 90, 32)))
+    prepare_compiler()
     JITFunction.run = run
     try:
         yield

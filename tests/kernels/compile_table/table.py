@@ -60,22 +60,22 @@ class Table:
     """Committed lines of an architecture."""
 
     architecture: str
-    triton: str
-    """Version that compiled them."""
+    compiler: str
+    """Versions of Triton and of its assembler that compiled them."""
     lines: dict[str, Compiled]
     """By digest."""
 
     @classmethod
-    def read(cls, architecture: str, triton: str) -> Table:
-        """The table of an architecture; where there is none, an empty one of that Triton."""
+    def read(cls, architecture: str, compiler: str) -> Table:
+        """The table of an architecture; where there is none, an empty one of that compiler."""
         path = FOLDER / f"{architecture}.tsv"
         if not path.exists():
-            return cls(architecture, triton, {})
+            return cls(architecture, compiler, {})
         kinds: dict[str, Callable[[str], Any]] = {
             field.name: int if field.type == "int" else str for field in fields(Compiled)
         }
         with path.open(newline="") as file:
-            version = file.readline().removeprefix("# Triton ").strip()
+            version = file.readline().removeprefix("# ").strip()
             rows = csv.DictReader(file, delimiter="\t")
             made = [Compiled(**{name: kind(row[name]) for name, kind in kinds.items()}) for row in rows]
         return cls(architecture, version, {line.digest: line for line in made})
@@ -83,7 +83,7 @@ class Table:
     def write(self) -> None:
         """Writes all of it; interrupted, nothing."""
         with tempfile.NamedTemporaryFile("w", dir=FOLDER, delete=False, newline="") as file:
-            file.write(f"# Triton {self.triton}\n")
+            file.write(f"# {self.compiler}\n")
             writer = csv.writer(file, delimiter="\t", lineterminator="\n")
             writer.writerow([field.name for field in fields(Compiled)])
             lines = sorted(self.lines.values(), key=lambda line: (line.kernel, line.digest))

@@ -34,7 +34,7 @@ def test_tables_are_of_what_is_launched_and_fit_their_cards(pair: tuple[str, ...
 
 def test_a_table_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "FOLDER", tmp_path)
-    written = Table("sm89", "3.7.1", {LINE.digest: LINE})
+    written = Table("sm89", "Triton 3.7.1, ptxas 12.8", {LINE.digest: LINE})
     written.write()
     assert [path.name for path in tmp_path.iterdir()] == ["sm89.tsv"]
     assert Table.read("sm89", "another") == written
@@ -57,13 +57,13 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.M
 )
 def test_faults_of_a_table(change: dict[str, int], fault: str | None) -> None:
     line = replace(LINE, **change)  # type: ignore[arg-type]
-    found = Table("sm89", "3.7.1", {line.digest: line}).faults({LINE.digest: LINE.kernel})
+    found = Table("sm89", "Triton 3.7.1, ptxas 12.8", {line.digest: line}).faults({LINE.digest: LINE.kernel})
     assert len(found) == (fault is not None) or fault == "has no line", found
     assert fault is None or fault in found[0]
 
 
 def test_a_line_that_nobody_launches_is_a_fault() -> None:
-    (fault,) = Table("sm89", "3.7.1", {LINE.digest: LINE}).faults({})
+    (fault,) = Table("sm89", "Triton 3.7.1, ptxas 12.8", {LINE.digest: LINE}).faults({})
     assert fault.startswith("sm89: nobody launches Compiled(digest='0123'")
 
 

@@ -7,19 +7,18 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 
-import triton
-
 from tests.kernels.compile_table.table import Table
-from tests.kernels.compile_table.variants import Launched, compiled, launched
+from tests.kernels.compile_table.variants import Launched, compiled, compiler_of, launched
 
 _SAVED_EVERY = 20
 
 
 def update(architecture: str, jobs: int) -> list[str]:
     """Brings the table of an architecture up to date with so many processes; returns its faults."""
-    launches, table = launched(architecture), Table.read(architecture, triton.__version__)
-    if table.triton != triton.__version__:
-        table = Table(architecture, triton.__version__, {})
+    launches, compiler = launched(architecture), compiler_of(architecture)
+    table = Table.read(architecture, compiler)
+    if table.compiler != compiler:
+        table = Table(architecture, compiler, {})
     missing = [digest for digest in launches if digest not in table.lines]
     print(f"{architecture}: {len(launches)} variants, {len(missing)} to compile", flush=True)
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
@@ -36,11 +35,14 @@ def update(architecture: str, jobs: int) -> list[str]:
 
 
 def check(architecture: str, samples: int) -> list[str]:
-    """Faults of an architecture's table, and of its first lines by digest, which are compiled again if this Triton is
+    """Faults of an architecture's table, and of its first lines by digest, which are compiled again if this compiler is
     the one that compiled them."""
-    launches, table = launched(architecture), Table.read(architecture, triton.__version__)
+    launches, compiler = launched(architecture), compiler_of(architecture)
+    table = Table.read(architecture, compiler)
     found = table.faults(_names(launches))
-    same = table.triton == triton.__version__
+    same = table.compiler == compiler
+    if samples and not same:
+        print(f"{architecture}: the table is by {table.compiler}, this is {compiler}: nothing is compiled again")
     for digest in sorted(launches.keys() & table.lines.keys())[: samples if same else 0]:
         known, made = table.lines[digest], compiled(architecture, digest, launches[digest])
         if made != known:

@@ -13,14 +13,16 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import make_backend
 from triton.runtime import driver
 
-from kernels.gpu.launch.cache_keys import stable_keys
+from kernels.gpu.launch.compiler import prepare_compiler
 from kernels.gpu.launch.device import DeviceLimits, named
 from services.engine.executors.cuda.compile_ahead import Target, Variant
 from tests.kernels.compile_table.kernel_source import source_of
 from tests.kernels.compile_table.launches import variants_of
+from tests.kernels.compile_table.registers import unwritten
 from tests.kernels.compile_table.table import Compiled
 
 
@@ -60,6 +62,14 @@ def _cards(architecture: str) -> list[DeviceLimits]:
     return [replace(limits, multiprocessors=multiprocessors) for multiprocessors in numbers]
 
 
+def compiler_of(architecture: str) -> str:
+    """Triton and the assembler that compile for an architecture here."""
+    target = GPUTarget("cuda", named(architecture).architecture, 32)
+    driver.set_active(Target(target))
+    prepare_compiler()
+    return f"Triton {triton.__version__}, ptxas {get_ptxas(target.arch).version}"
+
+
 def digest_of(variant: Variant, architecture: int) -> str:
     """Digest of all that decides what a variant is compiled to, but Triton's version and the machine.
 
@@ -89,13 +99,19 @@ def _default_options(architecture: int) -> dict[str, Any]:
 
 
 def compiled(architecture: str, digest: str, launch: Launched) -> Compiled:
-    """Compiles a variant, or finds it in Triton's cache on disk."""
-    stable_keys()
+    """Compiles a variant, or finds it in Triton's cache on disk.
+
+    Raises:
+        RuntimeError: the assembler made code that reads a register which nothing writes.
+    """
     target = GPUTarget("cuda", named(architecture).architecture, 32)
     driver.set_active(Target(target))
+    prepare_compiler()
     options = make_backend(target).parse_options(launch.variant.options)
     made = triton.compile(launch.variant.ast(), target=target, options=options.__dict__)
     usage = _usage(made.asm["cubin"])
+    if readers := unwritten(_tool("nvdisasm", "-c", made.asm["cubin"])):
+        raise RuntimeError(f"{launch.variant.name} {digest} reads what nothing writes: {readers}")
     return Compiled(
         digest,
         launch.variant.name,
@@ -109,11 +125,15 @@ def compiled(architecture: str, digest: str, launch: Launched) -> Compiled:
 
 def _usage(cubin: bytes) -> dict[str, int]:
     """What cuobjdump of the installed Triton says of a kernel's resources."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    said = _tool("cuobjdump", "--dump-resource-usage", cubin)
+    pairs = (item.split(":") for item in said.split() if item.startswith(("REG:", "LOCAL:", "STACK:")))
+    return {name: int(value) for name, value in pairs}
+
+
+def _tool(name: str, option: str, cubin: bytes) -> str:
+    """What a tool of the installed Triton says of a kernel."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    pairs = (item.split(":") for item in said.split() if item.startswith(("REG:", "LOCAL:", "STACK:")))
-    return {name: int(value) for name, value in pairs}
+        return subprocess.run([str(tool), option, file.name], capture_output=True, text=True, check=True).stdout

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.gpu.launch.compiler import prepare_compiler
 from tests.kernels.gpu import interpreter  # noqa: F401
 
 HERE = Path(__file__).parent
@@ -26,7 +27,10 @@ Place = tuple[str, ...]
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    prepare_compiler()
+    return torch.device("cuda")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

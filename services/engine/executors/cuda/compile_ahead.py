@@ -29,7 +29,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime import driver
 
-from kernels.gpu.launch.cache_keys import stable_keys
+from kernels.gpu.launch.compiler import prepare_compiler
 from services.engine.executors.compiler_pool import CompilerPool
 
 log = structlog.get_logger(__name__)
@@ -74,7 +74,7 @@ class _Nothing:
 @contextmanager
 def recorded() -> Iterator[list[Variant]]:
     """Inside, a launch of a kernel that is not compiled yet is written down and does not happen."""
-    stable_keys()
+    prepare_compiler()
     found: list[Variant] = []
     stand_ins: list[tuple[dict[str, Any], str]] = []
 
@@ -228,10 +228,10 @@ class Target:
 
 def _compile(job: tuple[str, int, int, Variant]) -> str | None:
     """Returns what went wrong."""
-    stable_keys()
     *fields, variant = job
     target = GPUTarget(*fields)
     driver.set_active(Target(target))
+    prepare_compiler()
     try:
         options = make_backend(target).parse_options(variant.options)
         triton.compile(variant.ast(), target=target, options=options.__dict__)

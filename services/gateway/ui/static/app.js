@@ -14,6 +14,7 @@ const PAGES = [
   { id: "jobs", name: "Jobs", load: () => import("./pages/jobs.js"), scopes: ["train", "admin"] },
   { id: "adapters", name: "Adapters", load: () => import("./pages/adapters.js"), scopes: [] },
   { id: "evaluations", name: "Evaluations", load: () => import("./pages/evaluations.js"), scopes: ["train", "admin"] },
+  { id: "learning", name: "Learning", load: () => import("./pages/learning.js"), scopes: ["train", "admin"] },
   { id: "batches", name: "Batches", load: () => import("./pages/batches.js"), scopes: ["inference"] },
   { id: "sessions", name: "Sessions", load: () => import("./pages/sessions.js"), scopes: ["inference"] },
   { id: "keys", name: "Keys and limits", load: () => import("./pages/keys.js"), scopes: [] },

@@ -126,11 +126,11 @@ export function Progress({ value, total, label }) {
 export const Steps = ({ progress }) =>
   progress?.total_steps ? html`<span>${number(progress.step)} / ${number(progress.total_steps)}</span>` : html`<span class="muted">–</span>`;
 
-/** An interval of a score on [low, high], with its middle. */
-export function Interval({ low, high, middle, from = 0, to = 1 }) {
+/** An interval of a score on [low, high], with its middle. `label` says it in words where it is no share. */
+export function Interval({ low, high, middle, from = 0, to = 1, label = `${percent(middle, 1)}, 95 % interval ${percent(low, 1)} to ${percent(high, 1)}` }) {
   const place = (value) => `${(100 * (Math.min(Math.max(value, from), to) - from)) / (to - from)}%`;
   return html`
-    <span class="interval" role="img" aria-label=${`${percent(middle, 1)}, 95 % interval ${percent(low, 1)} to ${percent(high, 1)}`}>
+    <span class="interval" role="img" aria-label=${label}>
       ${from < 0 && html`<i class="zero" style=${{ left: place(0) }}></i>`}
       <i class="range" style=${{ left: place(low), width: `calc(${place(high)} - ${place(low)})` }}></i>
       <i class="middle" style=${{ left: place(middle) }}></i>

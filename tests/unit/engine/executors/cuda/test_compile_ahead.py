@@ -69,7 +69,7 @@ print(late)
 KEYS = """
 import importlib, os, pkgutil
 import kernels.gpu
-from kernels.gpu.launch.cache_keys import stable_keys
+from kernels.gpu.launch.compiler import stable_keys
 from kernels.gpu.launch.trusted_constants import trust_constants
 from triton import knobs
 from triton.runtime.jit import JITFunction, JitFunctionInfo

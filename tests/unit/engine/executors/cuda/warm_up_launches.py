@@ -22,7 +22,7 @@ from triton.compiler.compiler import get_cache_key
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kernels.gpu.launch.cache_keys import stable_keys
+from kernels.gpu.launch.compiler import prepare_compiler
 from services.engine.constraints.masks import RowMasks
 from services.engine.executors.cuda.compile_ahead import Target, Variant, _Nothing, recorded
 from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
@@ -103,8 +103,8 @@ def prompts(*lengths: int, snapshots: int) -> StepPlan:
 
 def disk_key(variant: Variant) -> str:
     """Where a compiling process would leave a variant."""
-    stable_keys()
     driver.set_active(Target(TARGET))
+    prepare_compiler()
     backend = make_backend(TARGET)
     return str(get_cache_key(variant.ast(), backend, backend.parse_options(variant.options), env_vars={}))
 

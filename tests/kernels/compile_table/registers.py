@@ -1,0 +1,52 @@
+"""Uniform registers of a compiled kernel that something reads and nothing writes: they hold what another kernel left.
+
+Assemblers have made such code (kernels.gpu.launch.compiler says which). It works for as long as the register happens to
+be zero, so no test that runs the kernel finds it reliably; the disassembly shows it always.
+"""
+
+from __future__ import annotations
+
+import re
+
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?);")
+_REGISTER = re.compile(r"\bUR(\d+)\b")
+_DESCRIPTOR = re.compile(r"gdesc\[UR(\d+)\]")
+_WRITERS = ("U", "R2UR", "S2UR", "CS2UR", "VOTEU", "LDCU", "REDUX", "CREDUX")
+"""Beginnings of instructions whose first operand is a uniform register that they write, where it is one at all."""
+_READERS = ("UTMA", "UBLK", "UCGA")
+"""Those that only read, though they begin alike: the copy engine's."""
+
+
+def unwritten(disassembly: str) -> dict[int, str]:
+    """Numbers of uniform registers that are read and never written, each with the first instruction that reads it.
+
+    Args:
+        disassembly: of one kernel, as nvdisasm prints it.
+    """
+    written: set[int] = set()
+    readers: dict[int, str] = {}
+    for match in _INSTRUCTION.finditer(disassembly):
+        operation, text = match.groups()
+        operands = text.split(",")
+        first = _REGISTER.fullmatch(operands[0].strip())
+        if first and operation.startswith(_WRITERS) and not operation.startswith(_READERS):
+            written |= {int(first[1]) + place for place in range(_width(operation))}
+            text = ",".join(operands[1:])
+        for number in _read(text, operands):
+            readers.setdefault(number, " ".join(match[0].split()))
+    return {number: readers[number] for number in sorted(readers.keys() - written)}
+
+
+def _width(operation: str) -> int:
+    """Registers that an instruction writes."""
+    return 4 if ".128" in operation else 2 if ".64" in operation or ".WIDE" in operation else 1
+
+
+def _read(text: str, operands: list[str]) -> set[int]:
+    numbers: set[int] = set()
+    if descriptor := _DESCRIPTOR.search(text):
+        # Two descriptors, two registers each. With A in registers only the second one is looked at.
+        start, text = int(descriptor[1]), text.replace(descriptor[0], "")
+        held = re.fullmatch(r"\s*R\d+(\.\w+)?", operands[1]) is not None
+        numbers |= set(range(start + 2 if held else start, start + 4))
+    return numbers | {int(number) for number in _REGISTER.findall(text)}
