@@ -31,7 +31,8 @@ from rich.console import Console
 from benchmarks.lib.environment import environment
 from benchmarks.lib.recorder import put_line
 from cli.demo.api import Temper
-from cli.demo.command import Show, session
+from cli.demo.command import session
+from cli.demo.show import Show
 from cli.http.client import Client
 from cli.settings import CliSettings
 from kernels.gpu.launch.device import architectures
