@@ -40,7 +40,7 @@ def run(seed: int, directory: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="how many, from 1 on")
-    parser.add_argument("--directory", type=Path, default=Path(".temper-loop"), help="plots and reports, by seed")
+    parser.add_argument("--directory", type=Path, default=Path(".temper/loop"), help="plots and reports, by seed")
     parser.add_argument("--out", type=Path, help="append the lines to this file")
     options = parser.parse_args()
     for seed in range(1, options.seeds + 1):

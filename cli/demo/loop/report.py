@@ -114,7 +114,7 @@ class LoopReport:
             "cycles": [asdict(cycle) for cycle in self.cycles],
             "poisoned": asdict(self.poisoned),
             "bad_version": trial,
-            "versions": [
+            "by_version": [
                 {"version": version, "visits": visits, "satisfaction": round(mean, 4)}
                 for version, visits, mean in self.versions()
             ],

@@ -74,6 +74,7 @@ def test_json_has_the_figures(report: LoopReport, tmp_path: Path) -> None:
     assert [cycle["ended"]["outcome"] for cycle in written["cycles"]] == ["promoted", "promoted", "rolled_back"]
     assert written["bad_version"]["exposure"] == 0.06
     assert written["visits"] == 110
+    assert [one["version"] for one in written["by_version"]] == ["base", "visitors@1"]
     assert written["missed"] == []
 
 
