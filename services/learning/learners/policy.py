@@ -40,7 +40,7 @@ LearnerName = Annotated[str, field_check(check_learner_name), WithJsonSchema({"t
 
 
 class Replay(SentModel):
-    """Rows of this learner's earlier data sets among the training rows."""
+    """Rows of this learner's earlier data sets, those that taught a promoted version, among the training rows."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 

@@ -78,7 +78,7 @@ class Cycle(StrictModel):
     promoted: str | None = None
     """The last version that it promoted."""
     datasets: tuple[str, ...] = ()
-    """Data sets of earlier cycles, oldest first."""
+    """Data sets of earlier cycles that have taught a promoted version, oldest first."""
     jobs: tuple[JobTime, ...] = ()
 
 

@@ -188,7 +188,8 @@ def _ended(learner: Learner, now: float, outcome: Outcome, detail: str, evidence
     against = outcome in ("rejected", "rolled_back")
     refused = cycle.refused + 1 if against else 0 if outcome == "promoted" else cycle.refused
     stops = refused >= policy.stop_after
-    made = () if cycle.dataset is None else (cycle.dataset,)
+    # What was refused is not learnt again among later rows: it may be why.
+    made = (cycle.dataset,) if outcome == "promoted" and cycle.dataset is not None else ()
     changed = _in(
         learner,
         "stopped" if stops else "collecting",
