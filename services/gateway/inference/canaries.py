@@ -73,7 +73,7 @@ class Canaries:
     async def stop(self) -> None:
         """Tells the last counts, too."""
         if self._task is not None:
-            await cancel_and_wait(self._task)
+            await cancel_and_wait(self._task, again_seconds=1.0)
         await self._tell()
 
     def enrol(self, body: SamplingFields, session: str | None) -> Enrolment | None:

@@ -29,6 +29,9 @@ from services.learning.feedback.record import FeedbackRecord
 from services.learning.feedback.store import FeedbackFilter, FeedbackStore
 
 LOOK_SECONDS = 0.5
+_AGAIN_SECONDS = 1.0
+"""Time after which a task is cancelled once more: Python 3.11's asyncio.wait_for, which redis-py writes with, drops a
+cancellation that comes at the moment in which what it waits for ends."""
 _READING_SHARE = 0.05
 """Share of the time that reading feedback may take: where there is much, it is read less often."""
 
@@ -80,9 +83,10 @@ class CanaryController:
 
     async def stop(self) -> None:
         """Ends its work, and lets the next one begin at once."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while running := [task for task in self._tasks if not task.done()]:
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running, timeout=_AGAIN_SECONDS)
         if self._tasks:
             try:
                 await self._lease.release()

@@ -45,7 +45,7 @@ class LearnerController:
     async def stop(self) -> None:
         """Gives the lease back at once: what a step has begun, the next holder goes on with."""
         if self._task is not None:
-            await cancel_and_wait(self._task)
+            await cancel_and_wait(self._task, again_seconds=1.0)
         await self._drop()
         try:
             await self._lease.release()
@@ -89,7 +89,7 @@ class LearnerController:
 
     async def _drop(self) -> None:
         for task in self._steps.values():
-            await cancel_and_wait(task)
+            await cancel_and_wait(task, again_seconds=1.0)
         self._steps.clear()
         self._metrics.show([])
 
