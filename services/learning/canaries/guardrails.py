@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Final
 
-from services.common.evaluation.statistics.sequential import Observed, half_width
+from services.common.evaluation.statistics.sequential import Observed, half_width, own_error
 from services.learning.canaries.answers import Counts
 from services.learning.canaries.policy import Guardrails, Ratio, Rise
 from services.learning.canaries.record import GuardrailEvidence
@@ -64,8 +64,7 @@ def _lowest(before: Observed, after: Observed, seen: float, spread: float) -> fl
     """Lower end of the interval of the difference of two means; minus the spread while there is nothing to compare."""
     if not before.count or not after.count:
         return -spread
-    error = sum((arm.deviations + spread**2 / 4) / arm.count / arm.count for arm in (before, after))
-    return max(after.mean - before.mean - half_width(error, seen, _ALPHA), -spread)
+    return max(after.mean - before.mean - half_width(own_error(before, after, spread), seen, _ALPHA), -spread)
 
 
 def _found(name: str, allowed: float, effect: float, low: float, counts: bool) -> GuardrailEvidence:

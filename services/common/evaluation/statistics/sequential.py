@@ -1,9 +1,11 @@
 """Sequential test: whether a candidate scores better, looked at as often as one likes, decided as early as can be.
 
 Wald's test (Annals of Mathematical Statistics 16, 1945) of "no difference" against "better by ``gain``", over the
-difference of two means whose variance is estimated. A look at any time costs nothing: the bounds hold for the whole
-course of the log-likelihood ratio. Beside it stands an interval that is valid at every look at once, the normal mixture
-of Robbins (Annals of Mathematical Statistics 41, 1970), for plots and guardrails.
+difference of two means. Its variance is the larger of two estimates: by both arms together, which a few lucky answers
+of a candidate do not make small, and by each arm for itself, which a candidate needs that is liked now and hated then.
+A look at any time costs nothing: the bounds hold for the whole course of the log-likelihood ratio. Beside it stands an
+interval that is valid at every look at once, the normal mixture of Robbins (Annals of Mathematical Statistics 41,
+1970), for plots and guardrails.
 """
 
 from __future__ import annotations
@@ -111,9 +113,7 @@ class SequentialTest:
         effect = candidate.mean - current.mean
         if min(counts) < 1 or sum(counts) < 3:
             return Look("open", effect, -self.spread, self.spread, 0.0, 0.0, counts)
-        # One score too many, half a spread off the mean: while all are equal, nobody knows how they vary.
-        variance = (current.deviations + candidate.deviations + self.spread**2 / 4) / (sum(counts) - 1)
-        error = variance / current.count + variance / candidate.count
+        error = max(self._pooled_error(current, candidate), own_error(current, candidate, self.spread))
         evidence = self.gain * (effect - self.gain / 2) / error
         lower, upper = self.bounds
         share = 1 / error / (_MOST * self.fixed_information)
@@ -127,6 +127,22 @@ class SequentialTest:
         progress = min(max(evidence / upper, evidence / lower, share, 0.0), 1.0)
         low, high = max(effect - half, -self.spread), min(effect + half, self.spread)
         return Look(verdict, effect, low, high, evidence, progress, counts)
+
+    def _pooled_error(self, current: Observed, candidate: Observed) -> float:
+        """Estimated variance of the effect, as if both arms varied alike."""
+        # One score too many, half a spread off the mean: while all are equal, nobody knows how they vary.
+        squares = current.deviations + candidate.deviations + self.spread**2 / 4
+        return squares / (current.count + candidate.count - 1) * (1 / current.count + 1 / candidate.count)
+
+
+def own_error(current: Observed, candidate: Observed, spread: float) -> float:
+    """Estimated variance of the difference of two means, each by the scores of its own arm. Both need a score.
+
+    Args:
+        spread: distance between the least and the greatest score.
+    """
+    # One score too many in each, half a spread off its mean, as above.
+    return sum((arm.deviations + spread**2 / 4) / arm.count**2 for arm in (current, candidate))
 
 
 def half_width(error: float, gain: float, alpha: float) -> float:

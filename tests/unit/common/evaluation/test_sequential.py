@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.quality.canaries import simulate
+from benchmarks.quality.canaries import right_answers, uneven_scores
 from services.common.evaluation.statistics.sequential import LEAST, Observed, SequentialTest
 
 SCORES = st.lists(st.floats(-1, 1), max_size=40)
@@ -70,12 +70,18 @@ def test_it_ends() -> None:
 
 
 def test_promises_hold_in_simulation() -> None:
-    same, worse, better = (simulate(0.6, difference, 0.1, 400) for difference in (0.0, -0.05, 0.05))
+    same, worse, better = (right_answers(0.6, difference, 0.1, 400) for difference in (0.0, -0.05, 0.05))
     assert same["promoted"] <= 0.05 + 2 * 0.011  # two standard errors
     assert worse["stopped"] >= 0.95
     assert worse["exposure_p50"] <= 0.2
     assert better["promoted"] >= 0.8 - 2 * 0.02
     assert min(one["covered"] for one in (same, worse, better)) >= 0.95
+
+
+def test_a_candidate_that_is_liked_now_and_hated_then_is_not_promoted_by_chance() -> None:
+    """Nor one whose few answers happen to be alike: their variance is a guess."""
+    assert uneven_scores(0.0, 0.1, 400)["promoted"] <= 0.05 + 2 * 0.011
+    assert right_answers(0.9, 0.0, 0.1, 400)["promoted"] <= 0.05 + 2 * 0.011
 
 
 @pytest.mark.parametrize(
