@@ -1,4 +1,4 @@
-"""Requests to stop a process: SIGTERM or Ctrl-C, once or twice.
+"""Requests to stop: a process by SIGTERM or Ctrl-C, once or twice, and a task by a cancellation.
 
 A service that is process 1 of a container gets no default action for SIGTERM: the kernel drops a signal that it has no
 handler for (man 7 pid_namespaces). So every way out here is a handler's.
@@ -6,11 +6,13 @@ handler for (man 7 pid_namespaces). So every way out here is a handler's.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
 import time
 from types import FrameType
+from typing import Any
 
 import structlog
 
@@ -53,3 +55,18 @@ def end_on_signals() -> None:
 
 def _end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - as the signal module calls it
     raise SystemExit(0)
+
+
+async def cancel_and_wait(task: asyncio.Future[Any], *, again_seconds: float = 10.0) -> None:
+    """Cancels a task and waits until it is over, however it ends.
+
+    Args:
+        again_seconds: after which it is cancelled once more: longer than it needs to clean up. A cancellation can get
+            lost, because Python 3.11's asyncio.wait_for, which redis-py writes with, drops one that comes at the moment
+            in which what it waits for ends.
+    """
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=again_seconds)
+    if not task.cancelled():
+        task.exception()

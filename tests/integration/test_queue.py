@@ -54,6 +54,19 @@ async def test_life_of_a_job(queue: JobQueue, consumers: Consumers, raw: redis.R
     assert raw.hget(scripts.job_key(job.id), "spec") is None
 
 
+async def test_rows_of_a_data_set_leave_with_the_end_of_their_job(
+    queue: JobQueue, consumers: Consumers, raw: redis.Redis
+) -> None:
+    """Whose rows they are may be erased later. What failed of its own examples is kept for whoever asks why."""
+    consumer, kept = consumers("a"), []
+    for own in ({}, {"dataset": "thumbs@1", "dataset_digest": "0" * 64}):
+        job = await queue.submit(sft(**own))
+        consumer.fail(must_claim(consumer), "it does not work")
+        assert (await queue.get(job.id)).state is JobState.FAILED
+        kept.append(raw.hexists(scripts.job_key(job.id), "spec"))
+    assert kept == [True, False]
+
+
 async def test_what_an_owner_reports_again_changes_nothing(
     queue: JobQueue, consumers: Consumers, raw: redis.Redis
 ) -> None:

@@ -25,6 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.common.storage.record_versions import JOB, Schema
+from services.common.storage.redis import NOW
 
 JOB_TTL = 30 * 86400
 """Seconds that a terminal job stays visible."""
@@ -108,11 +109,7 @@ def idempotency_key(key: str, key_id: str = "") -> str:
     return TRAINING.idempotency_key(f"{key_id} {key}" if key_id else key)
 
 
-_PRELUDE = f"""
-local function now()
-  local t = redis.call('TIME')
-  return string.format('%d.%06d', tonumber(t[1]), tonumber(t[2]))
-end
+_PRELUDE = f"""{NOW}
 local function emit(events, kind, data)
   redis.call('XADD', events, 'MAXLEN', '~', {EVENTS_LENGTH}, '*', 'kind', kind, 'time', now(), 'data', data)
 end
@@ -146,7 +143,8 @@ end
 local function finish(job, events, stream, group, state, reason, result)
   local entry = redis.call('HGET', job, 'entry')
   redis.call('HSET', job, 'state', state, 'reason', reason, 'result_adapter', result, 'finished_at', now())
-  if state ~= 'failed' then redis.call('HDEL', job, 'spec') end
+  -- A failed job's stays, for whoever asks why; that of a data set has rows, which leave with their user.
+  if state ~= 'failed' or redis.call('HEXISTS', job, 'dataset') == 1 then redis.call('HDEL', job, 'spec') end
   if entry ~= '' then
     redis.call('XACK', stream, group, entry)
     redis.call('XDEL', stream, entry)

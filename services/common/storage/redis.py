@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar, cast
 
 import redis
 import redis.asyncio
@@ -37,6 +37,13 @@ _TEXT: Mapping[str, Any] = {
     "socket_timeout": SOCKET_SECONDS,
     "socket_connect_timeout": CONNECT_SECONDS,
 }
+NOW: Final = """
+local function now()
+  local t = redis.call('TIME')
+  return string.format('%d.%06d', tonumber(t[1]), tonumber(t[2]))
+end
+"""
+"""Function for scripts: Redis's time in unix seconds, as a text."""
 T = TypeVar("T")
 _AWAY = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError)
 _REFUSED = (redis.exceptions.OutOfMemoryError, redis.exceptions.ReadOnlyError, redis.exceptions.AuthenticationError)
@@ -113,6 +120,29 @@ async def call_async(operation: Callable[[], Awaitable[T]]) -> T:
         return await tenacity.AsyncRetrying(**_policy())(attempt)
     except (*_AWAY, *_REFUSED) as error:
         raise unavailable(error) from error
+
+
+async def read_hashes(
+    client: redis.asyncio.Redis, keys: Sequence[str], fields: Sequence[str]
+) -> Sequence[Sequence[Any]]:
+    """Fields of hashes, in one round trip; None for one that is not there. Raises Unavailable."""
+
+    async def read() -> Any:
+        async with client.pipeline(transaction=False) as pipe:
+            for key in keys:
+                pipe.hmget(key, list(fields))
+            return await pipe.execute()
+
+    return cast(Sequence[Sequence[Any]], await call_async(read))
+
+
+async def ids_before(client: redis.asyncio.Redis, index: str, after: str | None, most: int) -> Sequence[str]:
+    """Members of a sorted set whose scores are equal, last ones first, from behind ``after`` on. Raises Unavailable."""
+    end = "+" if after is None else f"({after}"
+    found: Any = await call_async(
+        lambda: cast(Awaitable[Any], client.zrevrangebylex(index, end, "-", start=0, num=most))
+    )
+    return cast(Sequence[str], found)
 
 
 def unavailable(error: Exception) -> Unavailable:

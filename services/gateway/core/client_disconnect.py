@@ -21,21 +21,6 @@ async def client_gone(receive: Receive) -> None:
         continue
 
 
-async def cancel_and_wait(task: asyncio.Future[Any], *, again_seconds: float = 10.0) -> None:
-    """Cancels a task and waits until it is over, however it ends.
-
-    Args:
-        again_seconds: after which it is cancelled once more: longer than it needs to clean up. A cancellation can get
-            lost, because Python 3.11's asyncio.wait_for, which redis-py writes with, drops one that comes at the moment
-            in which what it waits for ends.
-    """
-    while not task.done():
-        task.cancel()
-        await asyncio.wait([task], timeout=again_seconds)
-    if not task.cancelled():
-        task.exception()
-
-
 class ClientWatch:
     """Cancels the task that is in the block when its client goes away. The body must have been read.
 

@@ -12,7 +12,8 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.core.client_disconnect import ClientWatch, cancel_and_wait
+from services.common.shutdown import cancel_and_wait
+from services.gateway.core.client_disconnect import ClientWatch
 from services.gateway.core.errors import ClientDisconnected
 
 DONE = b"data: [DONE]\n\n"

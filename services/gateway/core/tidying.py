@@ -9,7 +9,7 @@ from typing import TypeAlias
 import structlog
 
 from services.common.errors import TemperError
-from services.gateway.core.client_disconnect import cancel_and_wait
+from services.common.shutdown import cancel_and_wait
 
 _EVERY_SECONDS = 600.0
 

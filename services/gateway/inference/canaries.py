@@ -16,8 +16,8 @@ import structlog
 
 from services.common.adapters.names import BASE
 from services.common.errors import TemperError, Unavailable
+from services.common.shutdown import cancel_and_wait
 from services.gateway.auth.caller import owner
-from services.gateway.core.client_disconnect import cancel_and_wait
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.inference.engine_request import adapter_ref
 from services.gateway.protocol.fields.sampling import SamplingFields

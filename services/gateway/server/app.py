@@ -23,6 +23,7 @@ from services.common.evaluation.runs.store import EvaluationStore
 from services.common.evaluation.suites.store import SuiteStore
 from services.common.queue.job_queue import JobQueue
 from services.common.security.tls import Certificates, TlsFiles
+from services.common.shutdown import cancel_and_wait
 from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.recent_logs import RecentLogs
 from services.common.telemetry.tracing import open_tracer
@@ -57,7 +58,6 @@ from services.gateway.auth.audit_log import AuditLog
 from services.gateway.auth.browsers import BrowserGuard
 from services.gateway.auth.route_permissions import PERMISSION, Permission, PermissionTable, add_keys
 from services.gateway.core.admission import Admission, Lifecycle
-from services.gateway.core.client_disconnect import cancel_and_wait
 from services.gateway.core.errors import install_error_handlers
 from services.gateway.core.file_store import StoreThreads
 from services.gateway.core.metrics import GatewayMetrics

@@ -19,6 +19,7 @@ import structlog
 from services.common.adapters.names import AdapterVersion, parse_adapter_version
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import Conflict, ModelNotFound, TemperError, Unavailable
+from services.common.shutdown import cancel_and_wait
 from services.common.storage.lease import LeaseLost
 from services.learning.canaries.answers import counts_of
 from services.learning.canaries.beginning import current_version
@@ -29,9 +30,6 @@ from services.learning.feedback.record import FeedbackRecord
 from services.learning.feedback.store import FeedbackFilter, FeedbackStore
 
 LOOK_SECONDS = 0.5
-_AGAIN_SECONDS = 1.0
-"""Time after which a task is cancelled once more: Python 3.11's asyncio.wait_for, which redis-py writes with, drops a
-cancellation that comes at the moment in which what it waits for ends."""
 _READING_SHARE = 0.05
 """Share of the time that reading feedback may take: where there is much, it is read less often."""
 
@@ -83,10 +81,8 @@ class CanaryController:
 
     async def stop(self) -> None:
         """Ends its work, and lets the next one begin at once."""
-        while running := [task for task in self._tasks if not task.done()]:
-            for task in running:
-                task.cancel()
-            await asyncio.wait(running, timeout=_AGAIN_SECONDS)
+        for task in self._tasks:
+            await cancel_and_wait(task, again_seconds=1.0)
         if self._tasks:
             try:
                 await self._lease.release()

@@ -3,7 +3,7 @@
 Keys:
     temper:canaries:{id}            hash: new (as it began), candidate, key, state, began, ended, looked, evidence,
                                     decision, schema
-    temper:canaries:{id}:counts     hash: gateway → what it has counted (services/learning/canaries/counts.py)
+    temper:canaries:{id}:counts     hash: gateway → what it has counted (services/learning/canaries/answers.py)
     temper:canaries:all             sorted set of ids, which sort by time
     temper:canaries:running         hash: adapter → what gateways need of its canary, until that has ended
 
@@ -23,7 +23,7 @@ from services.common.errors import Conflict, NotFound
 from services.common.settings import CommonSettings
 from services.common.storage.lease import FENCED, Lease, LeaseLost, fence_key
 from services.common.storage.record_versions import CANARY
-from services.common.storage.redis import call_async, connect_async
+from services.common.storage.redis import NOW, call_async, connect_async, ids_before, read_hashes
 from services.common.validation.strict_models import StrictModel
 from services.learning.canaries.record import CanaryEvidence, CanaryRecord, Decision, NewCanary, Outcome, State
 
@@ -39,13 +39,7 @@ _KEPT = 1000
 """Canaries that are remembered once they have ended."""
 _KEY_BYTES = 16
 
-_PRELUDE = f"""
-local ROOT = '{ROOT}'
-local function now()
-  local t = redis.call('TIME')
-  return string.format('%d.%06d', tonumber(t[1]), tonumber(t[2]))
-end
-"""
+_PRELUDE = f"{NOW}local ROOT = '{ROOT}'\n"
 _BEGIN = (
     _PRELUDE
     + f"""
@@ -332,10 +326,7 @@ class CanaryStore:
 
     async def _each(self, wanted: CanaryFilter, after: str | None) -> AsyncIterator[CanaryRecord]:
         while True:
-            end = "+" if after is None else f"({after}"
-            ids: Any = await call_async(
-                lambda: cast(Awaitable[Any], self._redis.zrevrangebylex(_ALL, end, "-", start=0, num=_PAGE))  # noqa: B023
-            )
+            ids = await ids_before(self._redis, _ALL, after, _PAGE)
             if not ids:
                 return
             after = ids[-1]
@@ -344,13 +335,8 @@ class CanaryStore:
                     yield record
 
     async def _read(self, ids: Sequence[str]) -> Sequence[CanaryRecord | None]:
-        async def read() -> Any:
-            async with self._redis.pipeline(transaction=False) as pipe:
-                for one in ids:
-                    pipe.hmget(ROOT + one, list(_FIELDS))
-                return await pipe.execute()
-
-        return [_record(one, values) for one, values in zip(ids, await call_async(read), strict=True)]
+        found = await read_hashes(self._redis, [ROOT + one for one in ids], _FIELDS)
+        return [_record(one, values) for one, values in zip(ids, found, strict=True)]
 
 
 def missing(canary_id: str) -> NotFound:

@@ -22,7 +22,7 @@ from services.common.errors import Conflict, NotFound, Unavailable
 from services.common.settings import CommonSettings
 from services.common.storage.ids import key_of, ulid
 from services.common.storage.record_versions import FEEDBACK
-from services.common.storage.redis import call_async, connect_async
+from services.common.storage.redis import NOW, call_async, connect_async, ids_before, read_hashes
 from services.learning.feedback.record import Feedback, FeedbackRecord
 
 ROOT: Final = "temper:feedback:"
@@ -34,12 +34,8 @@ _BETWEEN = "\0"
 _SWEPT = 16
 """Most outdated opinions that one write removes."""
 
-_PRELUDE = f"""
+_PRELUDE = f"""{NOW}
 local ROOT = '{ROOT}'
-local function now()
-  local t = redis.call('TIME')
-  return string.format('%d.%06d', tonumber(t[1]), tonumber(t[2]))
-end
 local function drop(id)
   local known = redis.call('HMGET', ROOT .. id, 'size', 'indexes', 'voice')
   if not known[1] then return 0 end
@@ -236,8 +232,7 @@ class FeedbackStore:
     async def each(self, wanted: FeedbackFilter, *, after: str | None = None) -> AsyncIterator[FeedbackRecord]:
         """All of it, newest first, from behind ``after`` on; what comes in meanwhile is left out."""
         while True:
-            end = "+" if after is None else f"({after}"
-            ids = await self._ids(wanted.index, end)
+            ids = await ids_before(self._redis, wanted.index, after, _PAGE)
             if not ids:
                 return
             after = ids[-1]
@@ -273,19 +268,9 @@ class FeedbackStore:
                 waiting = []
         return gone + await self.delete(waiting)
 
-    async def _ids(self, index: str, end: str) -> Sequence[str]:
-        return await call_async(
-            lambda: cast(Awaitable[Any], self._redis.zrevrangebylex(index, end, "-", start=0, num=_PAGE))
-        )
-
     async def _read(self, ids: Sequence[str]) -> Sequence[FeedbackRecord | None]:
-        async def read() -> Any:
-            async with self._redis.pipeline(transaction=False) as pipe:
-                for one in ids:
-                    pipe.hmget(ROOT + one, list(_FIELDS))
-                return await pipe.execute()
-
-        return [_record(one, values) for one, values in zip(ids, await call_async(read), strict=True)]
+        found = await read_hashes(self._redis, [ROOT + one for one in ids], _FIELDS)
+        return [_record(one, values) for one, values in zip(ids, found, strict=True)]
 
     def _full(self) -> Unavailable:
         return Unavailable(

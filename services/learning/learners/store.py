@@ -24,7 +24,7 @@ from services.common.settings import CommonSettings
 from services.common.storage.ids import ulid
 from services.common.storage.lease import FENCED, Lease, LeaseLost, fence_key
 from services.common.storage.record_versions import LEARNER
-from services.common.storage.redis import call_async, connect_async
+from services.common.storage.redis import NOW, call_async, connect_async, read_hashes
 from services.learning.learners.policy import LearnerPolicy
 from services.learning.learners.record import Cycle, Event, Learner, NewEvent
 
@@ -37,12 +37,8 @@ _EVENTS = 2000
 """Events of a learner that are kept."""
 _TRIES = 20
 
-_PRELUDE = f"""
+_PRELUDE = f"""{NOW}
 local ROOT = '{ROOT}'
-local function now()
-  local t = redis.call('TIME')
-  return string.format('%d.%06d', tonumber(t[1]), tonumber(t[2]))
-end
 local function tell(id, events)
   for _, event in ipairs(cjson.decode(events)) do
     redis.call('XADD', ROOT .. id .. ':events', 'MAXLEN', '~', {_EVENTS}, '*', 'at', now(), 'event', event)
@@ -240,13 +236,7 @@ class LearnerStore:
         return bool(await call_async(lambda: self._delete(keys=[_ALL], args=args)))
 
     async def _fields(self, names: Sequence[str]) -> Sequence[Sequence[Any]]:
-        async def read() -> Any:
-            async with self._redis.pipeline(transaction=False) as pipe:
-                for name in names:
-                    pipe.hmget(ROOT + name, list(_FIELDS))
-                return await pipe.execute()
-
-        return cast(Sequence[Sequence[Any]], await call_async(read))
+        return await read_hashes(self._redis, [ROOT + name for name in names], _FIELDS)
 
 
 def missing(name: str) -> NotFound:

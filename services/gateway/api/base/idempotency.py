@@ -24,10 +24,10 @@ from pydantic_core import to_json
 
 from services.common.errors import Conflict, InProgress, Unavailable
 from services.common.settings import CommonSettings
+from services.common.shutdown import cancel_and_wait
 from services.common.storage.redis import call_async, connect_async
 from services.gateway.api.base.routing import resource_of
 from services.gateway.auth.caller import principal_of
-from services.gateway.core.client_disconnect import cancel_and_wait
 
 log = structlog.get_logger(__name__)
 KEEP_SECONDS = 86400

@@ -12,8 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.common.errors import InvalidRequest, TemperError
+from services.common.shutdown import cancel_and_wait
 from services.gateway.core.admission import Reservation
-from services.gateway.core.client_disconnect import cancel_and_wait, while_connected
+from services.gateway.core.client_disconnect import while_connected
 from services.gateway.core.errors import payload_of
 from services.gateway.core.sse import EventStream, event
 from services.gateway.inference.context import InferenceContext

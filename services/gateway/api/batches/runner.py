@@ -18,6 +18,7 @@ from typing import Literal, ParamSpec, TypeVar
 import structlog
 
 from services.common.errors import NotFound, Unavailable
+from services.common.shutdown import cancel_and_wait
 from services.common.storage.ids import ulid_of
 from services.common.storage.object_store import PreconditionFailed
 from services.gateway.api.batches.input_file import InputCheck, Line, LineSplitter, parse_line
@@ -25,7 +26,6 @@ from services.gateway.api.batches.internal_client import Caller
 from services.gateway.api.batches.results import Buffer, Done, Parts, Result, ResultFile, Unrun, form_of
 from services.gateway.api.batches.stores import BatchStores
 from services.gateway.core.batch_queue import NOW, ClaimedBatch, LineError, Stage
-from services.gateway.core.client_disconnect import cancel_and_wait
 from services.gateway.core.file_store import FileInfo, NewFile, StoreThreads
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings

@@ -14,13 +14,13 @@ from pydantic import BaseModel
 
 from services.common.errors import TemperError, Unavailable
 from services.common.queue.delivery import JobLost
+from services.common.shutdown import cancel_and_wait
 from services.gateway.api.batches.internal_client import Caller
 from services.gateway.api.batches.results import ROOT
 from services.gateway.api.batches.runner import BatchHost, BatchRun, End
 from services.gateway.api.batches.stores import BatchStores
 from services.gateway.core.admission import Lifecycle
 from services.gateway.core.batch_queue import ClaimedBatch
-from services.gateway.core.client_disconnect import cancel_and_wait
 from services.gateway.core.file_store import StoreThreads
 from services.gateway.inference.context import InferenceContext
 

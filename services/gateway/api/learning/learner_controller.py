@@ -8,8 +8,8 @@ import time
 import structlog
 
 from services.common.errors import Conflict, NotFound, TemperError
+from services.common.shutdown import cancel_and_wait
 from services.common.storage.lease import LeaseLost
-from services.gateway.core.client_disconnect import cancel_and_wait
 from services.gateway.core.learner_metrics import LearnerMetrics
 from services.learning.learners.record import Learner, NewEvent
 from services.learning.learners.steps import TRANSIENT, CycleWork, Step, failed, next_step

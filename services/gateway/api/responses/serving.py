@@ -14,6 +14,7 @@ import structlog
 from starlette.responses import Response
 
 from services.common.errors import InvalidRequest, Overloaded, PayloadTooLarge, TemperError, Unavailable
+from services.common.shutdown import cancel_and_wait
 from services.gateway.api.base.routing import provided
 from services.gateway.api.base.serving import json_response
 from services.gateway.api.responses.documents import DocumentStore, Turn
@@ -22,7 +23,6 @@ from services.gateway.api.responses.store import BestEffortStore, Place, Respons
 from services.gateway.api.responses.streaming import EventEncoder, ResponseWriter
 from services.gateway.api.responses.to_chat import ChatFields
 from services.gateway.core.admission import Admission, Reservation
-from services.gateway.core.client_disconnect import cancel_and_wait
 from services.gateway.inference.generation import Generation
 from services.gateway.protocol.chat_request import ChatRequest
 from services.gateway.protocol.responses.request import ResponseRequest

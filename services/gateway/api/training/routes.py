@@ -11,6 +11,7 @@ from fastapi import Header, Query, Response
 from services.common.errors import NotFound, TemperError
 from services.common.jobs import JOBS, GrpoJob, Job, JobEvent, JobState, TrainingSpec
 from services.common.queue.records import spec_sha
+from services.common.shutdown import cancel_and_wait
 from services.common.telemetry import tracing
 from services.gateway.api.base.idempotency import IdempotencyKey
 from services.gateway.api.base.routing import Routes
@@ -19,7 +20,6 @@ from services.gateway.api.training.submission import checked
 from services.gateway.api.training.validation import Training, TrainingServices
 from services.gateway.auth.caller import check_attach, may_attach, owner, sees
 from services.gateway.auth.route_permissions import TRAIN, TRAIN_OR_ADMIN, Permission
-from services.gateway.core.client_disconnect import cancel_and_wait
 from services.gateway.core.errors import payload_of
 from services.gateway.core.sse import EventStream, event
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from services.gateway.core.client_disconnect import cancel_and_wait
+from services.common.shutdown import cancel_and_wait
 
 
 async def test_a_dropped_cancellation_is_sent_again() -> None:
