@@ -1,8 +1,8 @@
 """Decisions of simulated canaries: `python -m benchmarks.quality.canaries`.
 
 Answers of two versions are right or wrong by chance, or ("uneven") those of the current version are scored much alike,
-and those of the candidate are not. The true difference is known, and the sequential test looks after every few answers of
-the candidate. One JSON line a case: the share of the canaries that promoted and that stopped,
+and those of the candidate are not. The true difference is known, and the sequential test looks after every few answers
+of the candidate. One JSON line a case: the share of the canaries that promoted and that stopped,
 the share of the courses whose interval held the truth at every look, and the median and 95th percentile of the
 candidate's answers before the decision, as a part of what a test of fixed size at the same alpha and power needs.
 Goals: without a difference at most 0.05 promoted; 5 points worse, 0.95 stopped with a median exposure of 0.2; 5 points
