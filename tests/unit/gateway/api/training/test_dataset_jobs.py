@@ -171,7 +171,9 @@ def test_nobody_learns_from_the_data_of_others(start: Starter, tmp_path: Path) -
         lines = "\n".join(json.dumps({"prompt": f"{n}?", "completion": str(n)}) for n in range(20))
         upload = {"file": ("a.jsonl", lines.encode())}
         file = http.post("/v1/files", files=upload, data={"purpose": "batch"}).json()["id"]
-        made = http.post("/v1/datasets", json={"name": "filed", "feedback": False, "files": [file]})
+        # A row's part is drawn by its file's id, which is another each time: a tenth of twenty rows may be none.
+        spec = {"name": "filed", "feedback": False, "files": [file], "split": {"held_out": 0.5}}
+        made = http.post("/v1/datasets", json=spec)
         assert made.status_code == 201, made.text
         assert http.post("/v1/train/sft", json=job).status_code == 202
         assert http.post("/v1/eval/suites", json=suite).status_code == 201
