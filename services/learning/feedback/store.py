@@ -161,9 +161,10 @@ class FeedbackStore:
         await self._redis.aclose()
 
     async def add(self, owner: str, said: Feedback) -> tuple[FeedbackRecord, Literal["created", "changed"]]:
-        """Keeps an opinion: a new one, or in the place of what the same user and source said of the same answer. One that
-        is there already, word for word, stays as it is, also once a data set has used it: who does not know whether
-        it was taken sends it again, and must not be heard twice.
+        """Keeps an opinion: a new one, or in the place of what the same user and source said of the same answer.
+
+        One that is there already, word for word, stays as it is, also once a data set has used it: whoever does not
+        know whether it was taken sends it again, and is not heard twice.
 
         Raises:
             Unavailable: there is no room.
