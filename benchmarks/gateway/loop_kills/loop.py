@@ -46,7 +46,7 @@ def policy(suite: str) -> dict[str, Any]:
 
 async def apply(client: Client) -> None:
     """Makes the suite of the gate, and the learner."""
-    items = [{"prompt": f"What is {n} plus {n % 5}?", "expected": str(n + n % 5)} for n in range(_SUITE_ITEMS)]
+    items = [{"prompt": f"What is {n} minus {n % 5}?", "expected": str(n - n % 5)} for n in range(_SUITE_ITEMS)]
     lines = "\n".join(json.dumps(item) for item in items)
     suite = {"name": "keeps", "scorer": {"type": "exact"}, "sampling": {"max_tokens": 4}, "jsonl": lines}
     made = (await client.sure("POST", "/v1/eval/suites", json=suite)).raise_for_status().json()
