@@ -41,7 +41,9 @@ _JUST_AFTER = 0.3
 _CHANGE_SECONDS = 20.0
 _GOES_ON_SECONDS = 240.0
 _AUDIT_SECONDS = 300.0
-_USERS, _PAUSE = 6, 0.4
+_USERS = 6
+_PAUSE, _HURRY = 1.5, 0.2
+"""Seconds between two users of one kind, and while a canary needs them."""
 _LISTED = 40
 
 
@@ -81,7 +83,10 @@ async def campaign(fleet: Fleet, kills: int, seed: int) -> tuple[Counter[tuple[s
     audit, killer = Audit(client, settings, users), Killer(fleet, watch, seed)
     await apply(client)
     beside = [asyncio.create_task(work) for work in (fleet.keep(), watch.run(), Person(client).run())]
-    visits = [asyncio.create_task(users.run(stop, _PAUSE)) for _ in range(_USERS)]
+    visits = [
+        asyncio.create_task(users.run(stop, lambda: _HURRY if watch.state == "canary" else _PAUSE))
+        for _ in range(_USERS)
+    ]
     killing = asyncio.create_task(killer.run(kills))
     try:
         await asyncio.wait([killing, *beside, *visits], return_when=asyncio.FIRST_COMPLETED)
@@ -116,7 +121,7 @@ async def _whole_cycle(client: Client, audit: Audit) -> float | None:
 
 def table(kills: Counter[tuple[str, str]]) -> Table:
     """Kills by process and by the learner's state."""
-    shown = Table("killed while the learner is", *_STATES, "in all", title=f"{kills.total()} kills")
+    shown = Table("killed while", *_STATES, "in all", title=f"{kills.total()} kills")
     for name in PROCESSES:
         of = [kills[name, state] for state in _STATES]
         shown.add_row(name, *map(str, of), str(sum(of)))
@@ -134,7 +139,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="directory to keep data and logs in; default: none are kept")
     parser.add_argument("--out", type=Path, help="file to append the result to")
     options = parser.parse_args()
-    console = Console(stderr=True)
+    console = Console(stderr=True, width=120)
     with tempfile.TemporaryDirectory() as scratch, Fleet(options.keep or Path(scratch), {}) as fleet:
         if options.switches:
             put_line(

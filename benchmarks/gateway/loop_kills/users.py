@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,13 +42,13 @@ class Users:
     breaches: list[str] = field(default_factory=list)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
-    async def run(self, stop: asyncio.Event, pause: float) -> None:
-        """Users come one after another; the last one is heard out."""
+    async def run(self, stop: asyncio.Event, pause: Callable[[], float]) -> None:
+        """Users come one after another, after a pause of seconds; the last one is heard out."""
         while not stop.is_set():
             number = next(self._numbers)
             if not await self._visit(number, random.Random(f"user {self.seed} {number}")):
                 await asyncio.sleep(PAUSE)
-            await asyncio.sleep(pause)
+            await asyncio.sleep(pause())
 
     async def _visit(self, number: int, rng: random.Random) -> bool:
         user = f"u-{self.seed}-{number}"
