@@ -145,11 +145,18 @@ async def _train(learner: Learner, work: CycleWork, now: float) -> Step | None:
         return failed(learner, now, reason, evidence)
     candidate = job.result_adapter
     evidence["candidate"] = candidate
+    near = _distance(evidence["gates"])
     if learner.policy.canary is None:
         learner = _with(learner, candidate=candidate)
-        return _ended(learner, now, "promoted", f"{candidate} has passed and is current.", evidence)
-    said = _event("canary", cycle.number, f"{candidate} has passed and is tried on the traffic.", evidence)
+        return _ended(learner, now, "promoted", f"{candidate} has passed{near} and is current.", evidence)
+    said = _event("canary", cycle.number, f"{candidate} has passed{near} and is tried on the traffic.", evidence)
     return Step(_in(learner, "canary", now, candidate=candidate), (said,))
+
+
+def _distance(gates: Sequence[Mapping[str, Any]]) -> str:
+    """How far a candidate is from the version before it, where a gate bounds that."""
+    found = [gate["divergence"] for gate in gates if gate.get("divergence") is not None]
+    return f" (KL {found[0]['kl']:.3g} a token from the version before)" if found else ""
 
 
 async def _try(learner: Learner, work: CycleWork, now: float) -> Step | None:
