@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.lib.environment import environment
+from benchmarks.lib.environment import environment, gpu
 from benchmarks.lib.random_checkpoint import TINY
 from benchmarks.lib.recorder import describe
 from benchmarks.quality.suites import Suite, scores
@@ -137,6 +137,7 @@ class Plan:
             raise RuntimeError("nobody stops a recovery here")
         result = {
             **asdict(run),
+            "gpu": None if (card := gpu()) is None else card["name"],
             "parameters": plan["parameters"],
             "parameters_after": plan["parameters_after"],
             "recovery": {key: value for key, value in report.summary().items() if key != "out"},

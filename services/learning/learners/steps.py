@@ -39,10 +39,9 @@ class CycleWork(Protocol):
     """What cycles do outside of the store of learners. Everything but reading is done once for ``Learner.cycle_key``.
     Every method may raise Unavailable; what else it raises is a fault of the policy."""
 
-    @property
-    def lag_seconds(self) -> float:
-        """Time after which a request that has ended is in the request log. Feedback that is younger is left for the
-        next cycle: its request may not be found yet."""
+    async def known_until(self, learner: Learner, now: float) -> float:
+        """Unix seconds up to which the requests that were logged can be found, and not before where earlier cycles
+        ended. Later feedback is left for the next cycle."""
 
     async def waiting(self, learner: Learner) -> int:
         """New opinions, and logged requests where the policy takes those, since the last cycle's. Cheap."""
@@ -107,7 +106,7 @@ async def _collect(learner: Learner, work: CycleWork, now: float) -> Step | None
     found = due(learner, waiting, now)
     if not found.now:
         return None
-    number, until = learner.cycle.number + 1, now - work.lag_seconds
+    number, until = learner.cycle.number + 1, await work.known_until(learner, now)
     nothing = {"dataset": None, "job": None, "candidate": None, "canary": None}
     cycle = _in(learner, "preparing", now, number=number, began_at=now, data_until=until, asked=False, **nothing)
     evidence = {"waiting": waiting, "since": learner.cycle.until, "until": until, "revision": learner.revision}
@@ -146,11 +145,18 @@ async def _train(learner: Learner, work: CycleWork, now: float) -> Step | None:
         return failed(learner, now, reason, evidence)
     candidate = job.result_adapter
     evidence["candidate"] = candidate
+    near = _distance(evidence["gates"])
     if learner.policy.canary is None:
         learner = _with(learner, candidate=candidate)
-        return _ended(learner, now, "promoted", f"{candidate} has passed and is current.", evidence)
-    said = _event("canary", cycle.number, f"{candidate} has passed and is tried on the traffic.", evidence)
+        return _ended(learner, now, "promoted", f"{candidate} has passed{near} and is current.", evidence)
+    said = _event("canary", cycle.number, f"{candidate} has passed{near} and is tried on the traffic.", evidence)
     return Step(_in(learner, "canary", now, candidate=candidate), (said,))
+
+
+def _distance(gates: Sequence[Mapping[str, Any]]) -> str:
+    """How far a candidate is from the version before it, where a gate bounds that."""
+    found = [gate["divergence"] for gate in gates if gate.get("divergence") is not None]
+    return f" (KL {found[0]['kl']:.3g} a token from the version before)" if found else ""
 
 
 async def _try(learner: Learner, work: CycleWork, now: float) -> Step | None:

@@ -34,7 +34,7 @@ _AT_ONCE = 8
 """Lines that are made in one go, some 0.3 ms."""
 _PAUSE_SECONDS = 0.005
 """Time that the event loop has to itself between two goes."""
-_LONGEST_WAIT = 30.0
+_RETRY_SECONDS = 1.0
 _SWEEP_SECONDS = 3600.0
 log = structlog.get_logger(__name__)
 
@@ -128,15 +128,19 @@ class RequestLogWriter:
         if found:
             with self._lock:
                 self._waiting -= sum(one.tokens for one in found)
-            self._append(found)
+            if (part := self._append(found)) is not None:
+                # Said while the part is being written: whoever is killed here has it in its spool.
+                with suppress(Unavailable):  # it is said again before it is handed on
+                    self._index.waits(part, time.time())
         if self._spool.complete(older_than=self._part_seconds):
             self._handing.set()
         return len(found)
 
-    def _append(self, recordings: Sequence[Recording]) -> None:
+    def _append(self, recordings: Sequence[Recording]) -> str | None:
+        """The part that these recordings begin, if they do."""
         if not self._spool.has_room():
             self._dropped("spool", len(recordings))
-            return
+            return None
         entries = []
         for recording in recordings:
             try:
@@ -145,13 +149,13 @@ class RequestLogWriter:
                 log.exception("a request could not be logged", completion_id=recording.id)
                 self._dropped("error", 1)
         try:
-            if entries:
-                self._spool.append(entries)
+            part = self._spool.append(entries) if entries else None
         except OSError as error:
             log.warning("the spool of the request log cannot be written", reason=str(error))
             self._dropped("disk", len(entries))
-            return
+            return None
         self._written(len(entries))
+        return part
 
     def _line(self, recording: Recording) -> tuple[Entry, bytes]:
         record = recording.record()
@@ -163,7 +167,7 @@ class RequestLogWriter:
     # The second thread.
 
     def _hand_on_all(self) -> None:
-        wait, swept = 0.0, 0.0
+        away, swept = False, 0.0
         while True:
             last = self._closing.is_set() and not self._threads[0].is_alive()
             try:
@@ -172,26 +176,31 @@ class RequestLogWriter:
                     swept = time.monotonic()
                 while self._hand_on():
                     pass
-                wait = 0.0
+                away = False
             except Unavailable as error:
-                log.warning("the request log waits in its spool", reason=error.message)
+                if not away:
+                    log.warning("the request log waits in its spool", reason=error.message)
+                away = True
                 if self._closing.is_set():
                     return
-                wait = min(max(2 * wait, 1.0), _LONGEST_WAIT)
+                with suppress(Unavailable):
+                    self._index.wait_still(self._spool.parts(), time.time())
             if last:
                 return
             self._handing.wait(timeout=1.0)
             self._handing.clear()
-            if wait:
-                self._closing.wait(wait)
+            if away:
+                self._closing.wait(_RETRY_SECONDS)
 
     def _hand_on(self) -> bool:
         """Writes one part; False: there is none. Raises Unavailable; then it stays in the spool."""
         with self._spool.next() as found:
             if found is None:
                 return False
+            self._index.waits(found.part, time.time())
             if found.requests:
                 self._write(found)
+            self._index.waits_no_longer(found.part)
         return True
 
     def _write(self, found: SpooledPart) -> None:

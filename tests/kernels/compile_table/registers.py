@@ -12,7 +12,8 @@ _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)
 _REGISTER = re.compile(r"\bUR(\d+)\b")
 _DESCRIPTOR = re.compile(r"gdesc\[UR(\d+)\]")
 _WRITERS = ("U", "R2UR", "S2UR", "CS2UR", "VOTEU", "LDCU", "REDUX", "CREDUX")
-"""Beginnings of instructions whose first operand is a uniform register that they write, where it is one at all."""
+"""Beginnings of instructions that write their first operand behind predicates, if it is a uniform register at all."""
+_PREDICATE = re.compile(r"U?P[0-9T]")
 _READERS = ("UTMA", "UBLK", "UCGA")
 """Those that only read, though they begin alike: the copy engine's."""
 
@@ -27,14 +28,22 @@ def unwritten(disassembly: str) -> dict[int, str]:
     readers: dict[int, str] = {}
     for match in _INSTRUCTION.finditer(disassembly):
         operation, text = match.groups()
-        operands = text.split(",")
-        first = _REGISTER.fullmatch(operands[0].strip())
-        if first and operation.startswith(_WRITERS) and not operation.startswith(_READERS):
-            written |= {int(first[1]) + place for place in range(_width(operation))}
-            text = ",".join(operands[1:])
+        operands = [operand.strip() for operand in text.split(",")]
+        if _writes(operation):
+            while operands and _PREDICATE.fullmatch(operands[0]):
+                del operands[0]
+            if operands and (first := _REGISTER.fullmatch(operands[0])):
+                written |= {int(first[1]) + place for place in range(_width(operation))}
+                del operands[0]
+            text = ",".join(operands)
         for number in _read(text, operands):
             readers.setdefault(number, " ".join(match[0].split()))
     return {number: readers[number] for number in sorted(readers.keys() - written)}
+
+
+def _writes(operation: str) -> bool:
+    """Whether it may write a uniform register: a comparison writes predicates only."""
+    return operation.startswith(_WRITERS) and not operation.startswith(_READERS) and "SETP" not in operation
 
 
 def _width(operation: str) -> int:
@@ -47,6 +56,6 @@ def _read(text: str, operands: list[str]) -> set[int]:
     if descriptor := _DESCRIPTOR.search(text):
         # Two descriptors, two registers each. With A in registers only the second one is looked at.
         start, text = int(descriptor[1]), text.replace(descriptor[0], "")
-        held = re.fullmatch(r"\s*R\d+(\.\w+)?", operands[1]) is not None
+        held = re.fullmatch(r"R\d+(\.\w+)?", operands[1]) is not None
         numbers |= set(range(start + 2 if held else start, start + 4))
     return numbers | {int(number) for number in _REGISTER.findall(text)}

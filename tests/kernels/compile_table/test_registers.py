@@ -41,6 +41,9 @@ def test_a_register_that_nothing_writes_is_named_with_who_reads_it() -> None:
         ("ULDC.64 UR36, c[0x0][0x210]", set()),
         ("@UP1 UIADD3 UR36, UR36, 0x1, URZ", set()),  # writes it, too: on the next turn it is there
         ("R2UR UR36, R11", set()),
+        ("ULOP3.LUT UP0, UR36, UR40, 0x10, URZ, 0xc0, !UPT", {40}),
+        ("UISETP.NE.AND UP0, UPT, UR36, URZ, UPT", {36}),
+        ("VOTEU.ANY UR36, UPT, P0", set()),
         ("HGMMA.64x16x16.F32.BF16 R24, gdesc[UR36], R24", {36, 37, 38, 39}),
         ("HGMMA.64x16x16.F32.BF16 R24, R44, gdesc[UR36], R24, gsb0", {38, 39}),
         ("UTMALDG.2D [UR36], [UR40]", {36, 40}),
