@@ -40,11 +40,12 @@ def log(valkey: RunningServer, settings: CommonSettings, store: ObjectStore) -> 
 
 @pytest.fixture
 def gateway(valkey: RunningServer, settings: CommonSettings, store: ObjectStore, tmp_path: Path) -> Iterator[Gateway]:
-    """Gateways that log to the real stores, and keys of an app, another one and an administrator."""
+    """Gateways that log to the real stores, and keys of an app, another one, a trainer and an administrator."""
     keys = Keys(tmp_path / "keys.json")
     keys.add("app", Scope.INFERENCE)
     keys.add("other", Scope.INFERENCE)
     keys.add("quiet", Scope.INFERENCE)
+    keys.add("trainer", Scope.TRAIN)
     keys.change("quiet", log_share=0.0)
     keys.add("admin", Scope.ADMIN, Scope.INFERENCE)
     started: list[Running] = []

@@ -40,10 +40,9 @@ class CycleWork(Protocol):
     """What cycles do outside of the store of learners. Everything but reading is done once for ``Learner.cycle_key``.
     Every method may raise Unavailable; what else it raises is a fault of the policy."""
 
-    @property
-    def lag_seconds(self) -> float:
-        """Time after which a request that has ended is in the request log. Feedback that is younger is left for the
-        next cycle: its request may not be found yet."""
+    async def known_until(self, learner: Learner, now: float) -> float:
+        """Unix seconds up to which the requests that were logged can be found, and not before where earlier cycles
+        ended. Later feedback is left for the next cycle."""
 
     async def waiting(self, learner: Learner) -> int:
         """New opinions, and logged requests where the policy takes those, since the last cycle's. Cheap."""
@@ -111,7 +110,7 @@ async def _collect(learner: Learner, work: CycleWork, now: float) -> Step | None
     found = due(learner, waiting, now)
     if not found.now:
         return None
-    number, until = learner.cycle.number + 1, now - work.lag_seconds
+    number, until = learner.cycle.number + 1, await work.known_until(learner, now)
     nothing = {"dataset": None, "job": None, "candidate": None, "canary": None}
     cycle = _in(learner, "preparing", now, number=number, began_at=now, data_until=until, asked=False, **nothing)
     evidence = {"waiting": waiting, "since": learner.cycle.until, "until": until, "revision": learner.revision}

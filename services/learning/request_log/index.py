@@ -5,6 +5,8 @@ Keys:
     temper:requests:{list}            sorted set of ids by the time at which they ended: "all", "owner:…", "user:…" and
                                       "session:…" with digests of the names
     temper:requests:whole             there while nothing was lost
+    temper:requests:waiting           sorted set of parts that spools have and the object store has not, by the time at
+                                      which a spool last said so
     temper:requests:erased            hash: who or what was erased, and when, for what is written later: a gateway may
                                       still hold requests in its spool
 
@@ -26,6 +28,9 @@ _ONE: Final = "temper:request:"
 _LISTS: Final = "temper:requests:"
 _ERASED: Final = "temper:requests:erased"
 _WHOLE: Final = "temper:requests:whole"
+_WAITING: Final = "temper:requests:waiting"
+_LOST_SECONDS = 600.0
+"""Silence of a gateway after which what its spool had counts as lost together with it."""
 _ERASED_SECONDS = 30 * 86400
 """Time for which a spool may lie around before it is written."""
 _FIELDS = 6
@@ -116,6 +121,29 @@ class RequestIndex:
             for entry, line in entries[start : start + _CHUNK]:
                 args += [entry.id, line.offset, line.length, entry.at, " ".join(entry.lists), " ".join(entry.also)]
             call(lambda: self._add(keys=[], args=args))  # noqa: B023  (called at once)
+
+    def waits(self, part: str, now: float) -> None:
+        """Says that a spool has a part which the object store has not. For whoever holds it, so that nobody hands it on
+        meanwhile."""
+        call(lambda: self._redis.zadd(_WAITING, {part: now}))
+
+    def wait_still(self, parts: Sequence[str], now: float) -> None:
+        """Says of parts that wait that their spool is still there."""
+        if parts:
+            call(lambda: self._redis.zadd(_WAITING, dict.fromkeys(parts, now), xx=True))
+
+    def waits_no_longer(self, part: str) -> None:
+        """Says that the object store has a part, and this index what is in it."""
+        call(lambda: self._redis.zrem(_WAITING, part))
+
+    def waiting(self, now: float) -> Sequence[str]:
+        """Parts that wait in spools."""
+
+        def read() -> Any:
+            self._redis.zremrangebyscore(_WAITING, "-inf", now - _LOST_SECONDS)
+            return self._redis.zrange(_WAITING, 0, -1)
+
+        return [str(one) for one in call(read)]
 
     def is_whole(self) -> bool:
         """False: this Redis has lost what the index had, or never had any of it."""

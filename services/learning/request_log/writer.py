@@ -27,7 +27,7 @@ from services.learning.request_log.spool import Spool, SpooledPart
 _WAITING_TOKENS = 2**22
 """Tokens of recordings that wait for the first thread, at most: some hundred MB, with their texts."""
 _AT_ONCE = 256
-_LONGEST_WAIT = 30.0
+_RETRY_SECONDS = 1.0
 _SWEEP_SECONDS = 3600.0
 log = structlog.get_logger(__name__)
 
@@ -106,8 +106,10 @@ class RequestLogWriter:
     def _spool_all(self) -> None:
         while not (self._closing.is_set() and self._queue.empty()):
             taken = self._taken()
-            if taken:
-                self._append(taken)
+            if taken and (part := self._append(taken)) is not None:
+                # Said while the part is being written: whoever is killed here has it in its spool.
+                with suppress(Unavailable):  # it is said again before it is handed on
+                    self._index.waits(part, time.time())
             self._spool.complete(older_than=self._part_seconds)
             self._handing.set()
         self._spool.complete()
@@ -124,10 +126,11 @@ class RequestLogWriter:
             self._waiting -= sum(one.tokens for one in found)
         return found
 
-    def _append(self, recordings: Sequence[Recording]) -> None:
+    def _append(self, recordings: Sequence[Recording]) -> str | None:
+        """The part that these recordings begin, if they do."""
         if not self._spool.has_room():
             self._dropped("spool", len(recordings))
-            return
+            return None
         entries = []
         for recording in recordings:
             try:
@@ -136,13 +139,13 @@ class RequestLogWriter:
                 log.exception("a request could not be logged", completion_id=recording.id)
                 self._dropped("error", 1)
         try:
-            if entries:
-                self._spool.append(entries)
+            part = self._spool.append(entries) if entries else None
         except OSError as error:
             log.warning("the spool of the request log cannot be written", reason=str(error))
             self._dropped("disk", len(entries))
-            return
+            return None
         self._written(len(entries))
+        return part
 
     def _line(self, recording: Recording) -> tuple[Entry, bytes]:
         record = recording.record()
@@ -154,7 +157,7 @@ class RequestLogWriter:
     # The second thread.
 
     def _hand_on_all(self) -> None:
-        wait, swept = 0.0, 0.0
+        away, swept = False, 0.0
         while True:
             last = self._closing.is_set() and not self._threads[0].is_alive()
             try:
@@ -163,26 +166,31 @@ class RequestLogWriter:
                     swept = time.monotonic()
                 while self._hand_on():
                     pass
-                wait = 0.0
+                away = False
             except Unavailable as error:
-                log.warning("the request log waits in its spool", reason=error.message)
+                if not away:
+                    log.warning("the request log waits in its spool", reason=error.message)
+                away = True
                 if self._closing.is_set():
                     return
-                wait = min(max(2 * wait, 1.0), _LONGEST_WAIT)
+                with suppress(Unavailable):
+                    self._index.wait_still(self._spool.parts(), time.time())
             if last:
                 return
             self._handing.wait(timeout=1.0)
             self._handing.clear()
-            if wait:
-                self._closing.wait(wait)
+            if away:
+                self._closing.wait(_RETRY_SECONDS)
 
     def _hand_on(self) -> bool:
         """Writes one part; False: there is none. Raises Unavailable; then it stays in the spool."""
         with self._spool.next() as found:
             if found is None:
                 return False
+            self._index.waits(found.part, time.time())
             if found.requests:
                 self._write(found)
+            self._index.waits_no_longer(found.part)
         return True
 
     def _write(self, found: SpooledPart) -> None:

@@ -46,14 +46,15 @@ class LearnerWork:
     canaries: CanaryStore
     runs: EvaluationStore
 
-    @property
-    def lag_seconds(self) -> float:
+    async def known_until(self, learner: Learner, now: float) -> float:
         """See CycleWork."""
-        return self.training.settings.request_log_part_seconds + _WRITTEN_SECONDS
+        known = await self.datasets.threads.run(self.datasets.log.known_until, now)
+        lag = self.training.settings.request_log_part_seconds + _WRITTEN_SECONDS
+        return max(learner.cycle.until, min(known, now - lag))
 
     async def waiting(self, learner: Learner) -> int:
         """See CycleWork."""
-        data, since, until = learner.policy.data, learner.cycle.until, time.time() - self.lag_seconds
+        data, since, until = learner.policy.data, learner.cycle.until, await self.known_until(learner, time.time())
         count = 0
         if data.feedback:
             count += await self.datasets.feedback.count(FeedbackFilter(learner.traffic_of), since, until)
