@@ -15,6 +15,7 @@ from services.common.security.api_keys import Scope
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
 from services.gateway.api.batches.stores import open_batching
+from services.gateway.server.app import Stores
 from services.learning.request_log.index import RequestIndex
 from services.learning.request_log.log import RequestFilter, RequestLog
 from services.learning.request_log.parts import Parts
@@ -39,16 +40,17 @@ def log(valkey: RunningServer, settings: CommonSettings, store: ObjectStore) -> 
 
 @pytest.fixture
 def gateway(valkey: RunningServer, settings: CommonSettings, store: ObjectStore, tmp_path: Path) -> Iterator[Gateway]:
-    """Gateways that log to the real stores, and keys of an app, another one and an administrator."""
+    """Gateways that log to the real stores, and keys of an app, another one, a trainer and an administrator."""
     keys = Keys(tmp_path / "keys.json")
     keys.add("app", Scope.INFERENCE)
     keys.add("other", Scope.INFERENCE)
     keys.add("quiet", Scope.INFERENCE)
+    keys.add("trainer", Scope.TRAIN)
     keys.change("quiet", log_share=0.0)
     keys.add("admin", Scope.ADMIN, Scope.INFERENCE)
     started: list[Running] = []
 
-    def start(engine: FakeEngine | None = None, **more: Any) -> tuple[Running, Keys]:
+    def start(engine: FakeEngine | None = None, opened: Stores | None = None, **more: Any) -> tuple[Running, Keys]:
         names = ("redis_url", "s3_endpoint", "s3_access_key", "s3_secret_key", "s3_bucket")
         stores = {name: getattr(settings, name) for name in names}
         options = {
@@ -58,7 +60,7 @@ def gateway(valkey: RunningServer, settings: CommonSettings, store: ObjectStore,
             "api_keys_file": str(keys.path),
         }
         given = {**stores, **options, **more}
-        running = Running([engine or FakeEngine()], batching=open_batching, learns=True, **given)
+        running = Running([engine or FakeEngine()], batching=open_batching, learns=True, stores=opened, **given)
         started.append(running)
         running.start()
         return running, keys
@@ -86,7 +88,21 @@ def logged(log: RequestLog, count: int, wanted: RequestFilter = ALL) -> list[Log
 
 def everywhere(raw: redis.Redis, store: ObjectStore, spool: Path) -> bytes:
     """All bytes in Redis, in the object store and on the disk."""
-    found = [key.encode() + (raw.dump(key) or b"") for key in raw.keys("*")]
+    found = [f"{key} {_value(raw, key)}".encode() for key in raw.keys("*")]
     found += [store.get(key).data for key in store.list("")]
     found += [file.read_bytes() for file in spool.glob("*")]
     return b"\n".join(found)
+
+
+def _value(raw: redis.Redis, key: str) -> Any:
+    """A value as it was written; DUMP would compress it."""
+    reads: dict[str, Callable[[], Any]] = {
+        "string": lambda: raw.get(key),
+        "hash": lambda: raw.hgetall(key),
+        "list": lambda: raw.lrange(key, 0, -1),
+        "set": lambda: raw.smembers(key),
+        "zset": lambda: raw.zrange(key, 0, -1),
+        "stream": lambda: raw.xrange(key),
+        "none": lambda: None,
+    }
+    return reads[str(raw.type(key))]()

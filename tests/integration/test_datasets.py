@@ -13,9 +13,15 @@ import pytest
 import redis
 
 from services.common.errors import NotFound, Unavailable
+from services.common.jobs import JobState
 from services.common.jobs.kinds.kto import KtoJob
+from services.common.jobs.record import checkpoints_of
+from services.common.queue.job_queue import JobQueue
+from services.common.queue.lua import job_key
 from services.common.security.api_keys import Scope
 from services.common.storage.object_store import ObjectStore
+from services.gateway.api.training.erased_rows import REASON
+from services.gateway.server.app import open_stores
 from services.learning.datasets.build import Built, DatasetReport
 from services.learning.datasets.maker import DatasetMaker
 from services.learning.datasets.rows import Row
@@ -23,6 +29,7 @@ from services.learning.datasets.spec import DatasetSpec
 from services.learning.datasets.store import DatasetStore, NewDataset
 from services.learning.request_log.index import user_mark
 from services.learning.request_log.log import RequestLog
+from tests.integration.jobs import Consumers, must_claim, silence
 from tests.integration.logging_gateway import Gateway, ask, everywhere, gateway, log, logged
 from tests.stack import PATIENCE
 from tests.unit.cli.runner import temper as run_temper
@@ -112,6 +119,93 @@ def test_from_traffic_to_examples(
         assert one == "eve" or f'"{one}"'.encode() not in everywhere(raw, store, tmp_path / "spool")
     assert call("DELETE", "/v1/datasets/thumbs").json()["versions"] == [1]
     assert call("GET", "/v1/datasets/thumbs").status_code == 404
+
+
+async def test_unfinished_jobs_lose_the_rows_of_the_erased(
+    gateway: Gateway,
+    log: RequestLog,
+    raw: redis.Redis,
+    store: ObjectStore,
+    queue: JobQueue,
+    consumers: Consumers,
+    tmp_path: Path,
+) -> None:
+    """Whether they wait, wait for another attempt, run or publish; jobs on other rows go on."""
+    running, keys, call = calls(gateway, opened=open_stores)
+    asked = {user: [{"role": "user", "content": f"zebra of {user}"}] for user in ("ann", "bob", "eve")}
+    ids = {user: ask(running, keys, key="trainer", user=user, messages=asked[user])["id"] for user in asked}
+    logged(log, 3)
+    kept = {"name": "kept", "logged": True, "feedback": False, "split": SPLIT}
+
+    def make(name: str, *users: str) -> None:
+        for user in users:
+            said = {"completion_id": ids[user], "thumb": "up", "user": user, "label": name}
+            assert call("POST", "/v1/feedback", json=said).status_code in (200, 201)
+        made = call("POST", "/v1/datasets", json={**kept, "name": name, "logged": False, "feedback": True})
+        assert made.status_code == 201, made.text
+
+    def train(dataset: str, **more: Any) -> str:
+        body = {"adapter": f"a-{len(raw.keys('temper:job:*'))}", "attach": False, "dataset": dataset, **more}
+        job = call("POST", "/v1/train/sft", json=body)
+        assert job.status_code == 202, job.text
+        return str(job.json()["id"])
+
+    def found(user: str) -> bool:
+        return f"zebra of {user}".encode() in everywhere(raw, store, tmp_path / "spool")
+
+    make("without", "eve")
+    make("all", "ann", "bob", "eve")
+    owner = consumers("trainer")
+    states = {}
+    for state in ("publishing", "cancelling", "retried", "cancelled"):
+        states[state] = train("all@1")
+        if state != "cancelled":
+            claimed = must_claim(owner)
+            assert claimed.id == states[state]
+            store.put(f"{checkpoints_of(claimed.id)}00000001-00000002/state.json", b"of ann")
+        if state == "publishing":
+            publishing = claimed
+            assert owner.publishing(claimed)
+        if state == "cancelling":
+            active = claimed
+        if state == "retried":
+            owner.requeue(claimed)
+    other = train("without@1")
+    refused = call("DELETE", "/v1/datasets/all")
+    assert (refused.status_code, "cancel it" in refused.text) == (409, True)
+
+    erased = call("DELETE", "/v1/users/ann").json()
+    assert erased["datasets"] == {"all@1": 1}
+    ends = {**{state: state for state in states}, "retried": "cancelled"}
+    assert erased["jobs"] == {states[state]: end for state, end in ends.items()}
+    assert call("DELETE", "/v1/users/ann").json()["jobs"] == {
+        states[state]: state for state in ("publishing", "cancelling")
+    }, "it tells what has not ended yet"
+    for state in ("cancelled", "retried"):
+        job = call("GET", f"/v1/train/jobs/{states[state]}").json()
+        assert (job["state"], job["reason"]) == ("cancelled", REASON)
+        assert not store.list(checkpoints_of(job["id"]))
+    assert raw.hget(job_key(active.id), "spec") is None, "before its owner hears of it"
+    assert owner.heartbeat(active)
+    owner.cancelled(active)
+    assert (await queue.get(active.id)).reason == REASON
+    assert found("ann"), "of the version that is published all the same"
+    owner.succeed(publishing, "a-0@1")
+    assert not found("ann")
+    assert found("bob")
+
+    byid = train("all@1")
+    waiting = must_claim(owner)  # the job that has nothing of it, first in the queue
+    assert waiting.id == other
+    taken = must_claim(owner)
+    assert taken.id == byid
+    assert call("DELETE", f"/v1/request_log/{ids['bob']}").json()["jobs"] == {byid: "cancelling"}
+    silence(raw)
+    heir = consumers("another")
+    assert must_claim(heir).id == other
+    assert heir.claim(0) is None, "its owner has died, and nobody begins it again"
+    assert (await queue.get(byid)).state is JobState.CANCELLED
+    assert not found("bob")
 
 
 def built(*users: str) -> Built:

@@ -83,6 +83,22 @@ async def test_an_opinion_is_replaced_until_it_is_used(opened: Open, raw: redis.
     assert raw.keys(f"{ROOT}*") == [f"{ROOT}bytes"], "what is deleted leaves nothing"
 
 
+async def test_what_is_said_again_word_for_word_counts_once(opened: Open) -> None:
+    """Whoever has got no answer sends an opinion again, and a data set may have used it meanwhile."""
+    store = opened()
+    first, _ = await store.add("key-1", up(user="ann"))
+    assert await store.add("key-1", up(user="ann")) == (first, "changed"), "nothing of it is new"
+    await store.mark_used([first.id], "thumbs@1")
+    again, outcome = await store.add("key-1", up(user="ann"))
+    assert (again.id, again.changed_at, again.used_by, outcome) == (
+        first.id,
+        first.changed_at,
+        ("thumbs@1",),
+        "changed",
+    )
+    assert [one.id for one in await store.list(ALL, limit=9)] == [first.id]
+
+
 async def test_a_script_that_is_repeated_counts_once(opened: Open, raw: redis.Redis) -> None:
     """The same opinion by many at once is one, and so are those of many users each."""
     stores = [opened() for _ in range(3)]

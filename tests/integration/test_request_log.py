@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 import redis
 
 from services.common.storage.object_store import ObjectStore
@@ -161,6 +162,44 @@ def test_no_store_and_no_room_are_nobodys_trouble(
     finally:
         s3.start()
     running.wait_for(lambda: {one.id for one in log.newest(ALL, limit=1000)} >= {one["id"] for one in before})
+
+
+def test_what_waits_in_a_spool_is_known_to_everybody(
+    gateway: Gateway, log: RequestLog, s3: RunningServer, tmp_path: Path
+) -> None:
+    """Nobody takes a request for one that was not logged while a gateway has it, or may come back with it."""
+    running, keys = gateway()
+    began = time.time()
+    s3.stop(signal.SIGKILL)
+    try:
+        asked = ask(running, keys)
+        running.wait_for(lambda: began < log.known_until(time.time()) < time.time() - 1)
+        waits = log.known_until(time.time())
+    finally:
+        s3.start()
+    (logged_request,) = logged(log, 1)
+    assert (logged_request.id, round(waits, 2)) == (asked["id"], round(logged_request.at, 2))
+    running.wait_for(lambda: log.known_until(9e9) == 9e9)
+
+    index = log._index
+    left = part_name(began - 50)  # by a gateway that was killed, on another machine
+    index.waits(left, began)
+    index.wait_still([part_name(began - 99)], began)  # somebody else has handed it on meanwhile
+    learner = {"name": "l", "adapter": "a", "method": "sft", "attach": False}
+    trainer = keys.bearer("trainer")
+    made = httpx.post(running.url + "/v1/learners", json=learner, headers=trainer, timeout=PATIENCE)
+    assert made.status_code == 201, made.text
+
+    def until() -> float:
+        plan = httpx.get(running.url + "/v1/learners/l/plan", headers=trainer, timeout=PATIENCE)
+        assert plan.status_code == 200, plan.text
+        return float(plan.json()["data"]["filter"]["said_until"])
+
+    assert until() == pytest.approx(began - 50, abs=0.01)
+    index.waits_no_longer(left)
+    assert until() > began - 10
+    index.waits(left, began - 3600)
+    assert until() > began - 10, "a gateway that is silent for so long does not come back"
 
 
 def counted(running: Running, series: str) -> float:

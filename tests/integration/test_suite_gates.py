@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry
@@ -16,8 +22,11 @@ from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs import Job, JobState, SftJob
 from services.common.queue.job_queue import JobQueue
 from services.common.storage.object_store import ObjectStore
+from services.trainer.evaluation.divergence import MAX_TOKENS, prompts_of
+from services.trainer.host.rollouts import Completion, RolloutSampling
 from tests.integration.beside_engine import Start, events, pod, start, until
 from tests.integration.test_evaluation_job import made
+from tests.rollout_support import TINY, Pod
 
 __all__ = ["pod", "start"]
 SUMS, MANY = 20, SHARD_ITEMS + 6
@@ -100,6 +109,59 @@ async def test_a_gain_is_published_with_its_evidence_and_a_loss_is_not_attached(
     hashes = TrainingHashes(registry)
     assert hashes.begun(DataSource(adapter="fruit", job_id=done.id)) is not None
     assert hashes.begun(DataSource(adapter="fruit", job_id=missed.id)) is None
+
+
+async def test_a_version_stays_near_the_one_before(
+    queue: JobQueue, store: ObjectStore, registry: AdapterRegistry, suites: SuiteStore, start: Start, pod: Pod
+) -> None:
+    """By the divergence that transformers computes of the same answers."""
+    start()
+    gate = {"gain": [{"suite": "words"}], "no_loss": [{"suite": "sums", "max_loss": 0.99}], "max_kl": 900.0}
+    done = await ended(queue, job(publish_if=gate, seed=5))
+    assert done.state is JobState.SUCCEEDED, done.reason
+    (evidence,) = registry.manifest(AdapterVersion("fruit", 1)).gates
+    found = evidence.divergence
+    assert found is not None
+    assert (found.prompts, found.max_kl, found.passed) == (20 + SUMS, 900.0, True), "without the one that does not fit"
+    assert found.interval[0] < found.kl < found.interval[1]
+    assert "KL " in " ".join(done.notes)
+
+    host, chosen = pod.host, [suites.get(name) for name in ("words", "sums")]
+    requests = [one for one, _ in prompts_of(suites, chosen, host.rollouts, host.codec, 5)]
+    answers = host.rollouts.generate(requests, RolloutSampling(1.0, MAX_TOKENS), None)
+    files = registry.files(AdapterVersion("fruit", 1))
+    expected = await asyncio.to_thread(divergence_of, files, [one.prompt for one in requests], answers)
+    assert found.tokens == sum(len(one.token_ids) for one in answers)
+    assert found.kl == pytest.approx(expected, rel=1e-3)
+    assert expected > 0.5, "it says pineapple to everything"
+
+    refused = await ended(queue, job(adapter="apple", publish_if={**gate, "max_kl": expected / 2}, seed=5))
+    assert (refused.state, refused.result_adapter) == (JobState.FAILED, None)
+    assert f"KL {found.kl:.3g} a token" in (refused.reason or "")
+    assert "not shown" in (refused.reason or "")
+    (evidence,) = EvaluationStore(store).gates(refused.evaluation or "")
+    assert (evidence.passed, all(one.passed for one in evidence.conditions)) == (False, True)
+
+
+def divergence_of(files: Mapping[str, bytes], prompts: Sequence[Sequence[int]], answers: Sequence[Completion]) -> float:
+    """Mean over tokens of log p_base - log p_adapter, in float32 by transformers and PEFT."""
+    with tempfile.TemporaryDirectory() as directory:
+        for name, data in files.items():
+            (Path(directory) / name).write_bytes(data)
+        base = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
+        model = PeftModel.from_pretrained(base, directory).eval()
+
+    def logprobs(prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
+        logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1].double()
+        return logits.log_softmax(-1).gather(-1, torch.tensor([answer]).T).flatten()
+
+    differences = []
+    with torch.no_grad():
+        for prompt, answer in zip(prompts, answers, strict=True):
+            with model.disable_adapter():
+                before = logprobs(prompt, answer.token_ids)
+            differences.append(before - logprobs(prompt, answer.token_ids))
+    return float(torch.cat(differences).mean())
 
 
 async def test_a_job_that_is_handed_on_goes_on_with_its_answers(

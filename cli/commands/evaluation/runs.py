@@ -189,6 +189,8 @@ def _show(output: Output, one: dict[str, Any]) -> None:
             ["condition", "suite", "gain", "wanted", "p", "alpha", ""],
             [_condition(c) for c in gate["conditions"]],
         )
+        if (distance := gate.get("divergence")) is not None:
+            output.out.print(_divergence(distance), soft_wrap=True)
     if one["comparisons"]:
         rows = [_pair(pair) for pair in one["comparisons"]]
         _table(output, ["suite", "compared", "gain", "95 % interval", "p", "better", "worse", "sees"], rows)
@@ -219,6 +221,15 @@ def _pair(pair: dict[str, Any]) -> list[str]:
         str(pair["worse"]),
         "" if pair["sees"] is None else f"{pair['sees']:.4f}",
     ]
+
+
+def _divergence(one: dict[str, Any]) -> str:
+    low, high = one["interval"]
+    verdict = "[green]shown[/]" if one["passed"] else "[red]not shown[/]"
+    return (
+        f"KL {one['kl']:.3g} a token ({low:.3g} to {high:.3g}) on {one['tokens']} tokens of {one['prompts']} answers, "
+        f"at most {one['max_kl']:g}: {verdict}"
+    )
 
 
 def _condition(one: dict[str, Any]) -> list[str]:

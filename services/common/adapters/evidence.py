@@ -62,6 +62,30 @@ class ConditionEvidence(_Evidence):
     passed: bool
 
 
+class DivergenceEvidence(_Evidence):
+    """Divergence of a version from what it is compared with, as an estimate of KL(before || after) for each token, in
+    nats."""
+
+    kl: float
+    """Mean of log p_before - log p_after over the tokens that the one before sampled."""
+    interval: tuple[float, float]
+    """95 % interval, over the prompts."""
+    max_kl: float
+    """Bound that the upper end had to keep."""
+    prompts: int
+    tokens: int
+    passed: bool
+
+    @property
+    def summary(self) -> str:
+        """What was measured, in words."""
+        verdict = "shown" if self.passed else "not shown"
+        return (
+            f"KL {self.kl:.3g} a token ({self.interval[0]:.3g} to {self.interval[1]:.3g}) on {self.tokens} tokens of "
+            f"{self.prompts} answers, at most {self.max_kl:g} {verdict}"
+        )
+
+
 class GateEvidence(_Evidence):
     """Decision of a gate with all that it rests on."""
 
@@ -79,11 +103,14 @@ class GateEvidence(_Evidence):
     seed: int
     conditions: tuple[ConditionEvidence, ...]
     contamination: tuple[ContaminationEvidence, ...] = ()
+    divergence: DivergenceEvidence | None = None
+    """null: the gate has no `max_kl`."""
 
     @property
     def summary(self) -> str:
         """The decision in one sentence."""
-        said = "; ".join(_said(one) for one in self.conditions)
+        parts = [_said(one) for one in self.conditions]
+        said = "; ".join(parts if self.divergence is None else [*parts, self.divergence.summary])
         return f"{self.gate} is {'met' if self.passed else 'not met'} against {self.against}: {said}"
 
 

@@ -14,6 +14,11 @@ NOT_PUBLISHED = "not published: "
 """Beginning of the reason of a job that has trained, and whose result did not fulfil its `publish_if`."""
 
 
+def checkpoints_of(job_id: str) -> str:
+    """Prefix of a job's checkpoints in the object store."""
+    return f"jobs/{job_id}/checkpoints/"
+
+
 class JobState(enum.StrEnum):
     """State of a job. Terminal states never change again."""
 

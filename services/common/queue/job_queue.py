@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeAlias, cast
 
@@ -151,20 +152,28 @@ class JobQueue(QueueReader[Job]):
 
         return await self._page(scripts.INDEX, limit, after, wanted)
 
+    async def unfinished(self) -> Jobs:
+        """All queued and running jobs."""
+        return await self._page(scripts.INDEX, sys.maxsize, None, lambda job: not job.state.terminal)
+
     async def versions_needed(self) -> Versions:
         """The adapter versions that unfinished jobs name."""
         flat: Any = await call_async(lambda: self._unfinished(keys=[scripts.INDEX]))
         return await asyncio.to_thread(versions_needed, flat)  # specs may be megabytes
 
-    async def cancel(self, job_id: str) -> Job:
+    async def cancel(self, job_id: str, reason: str = "") -> Job:
         """Cancels a queued job at once and asks the owner of a running one to stop. Terminal jobs stay as they are.
+
+        Args:
+            reason: that it ends with. Then the data of the job leave Redis at once; empty: with its end.
 
         Raises:
             NotFound: there is no such job.
             Conflict: its result is being published.
         """
         keys = [scripts.job_key(job_id), scripts.events_key(job_id), scripts.STREAM]
-        answer = await call_async(lambda: self._cancel(keys=keys, args=[scripts.GROUP, scripts.TRAINING.settles]))
+        args = [scripts.GROUP, scripts.TRAINING.settles, reason]
+        answer = await call_async(lambda: self._cancel(keys=keys, args=args))
         if answer == "MISSING":
             raise self.missing(job_id)
         if answer == "LATE":

@@ -142,6 +142,7 @@ local function leave_line(job, stream)
 end
 local function finish(job, events, stream, group, state, reason, result)
   local entry = redis.call('HGET', job, 'entry')
+  if state == 'cancelled' then reason = redis.call('HGET', job, 'cancel_reason') or reason end
   redis.call('HSET', job, 'state', state, 'reason', reason, 'result_adapter', result, 'finished_at', now())
   -- A failed job's stays, for whoever asks why; that of a data set has rows, which leave with their user.
   if state ~= 'failed' or redis.call('HEXISTS', job, 'dataset') == 1 then redis.call('HDEL', job, 'spec') end
@@ -389,11 +390,16 @@ return 'OK'
 CANCEL = (
     _PRELUDE
     + """
--- KEYS job events stream; ARGV group settled_by_owner
+-- KEYS job events stream; ARGV group settled_by_owner reason
+-- With a reason, which the job ends with, its spec leaves at once: its owner has read it, and nobody else begins it.
 local state = redis.call('HGET', KEYS[1], 'state')
 if not state then return 'MISSING' end
 if (state == 'queued' or state == 'running') and redis.call('HGET', KEYS[1], 'publishing') == '1' then
   return 'LATE'
+end
+if (state == 'queued' or state == 'running') and (ARGV[3] or '') ~= '' then
+  redis.call('HSET', KEYS[1], 'cancel_reason', ARGV[3])
+  redis.call('HDEL', KEYS[1], 'spec')
 end
 local kept = ARGV[2] == '1' and redis.call('HEXISTS', KEYS[1], 'started_at') == 1
 if state == 'queued' and not kept then

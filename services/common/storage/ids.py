@@ -26,6 +26,14 @@ def ulid(milliseconds: int | None = None, low: int | None = None) -> str:
     return "".join(_ALPHABET[number >> shift & 31] for shift in range(125, -1, -5))
 
 
+def milliseconds_of(name: str) -> int:
+    """Unix time that a ulid tells."""
+    number = 0
+    for character in name:
+        number = number << 5 | _ALPHABET.index(character)
+    return number >> 80
+
+
 def ulid_of(text: str, milliseconds: int) -> str:
     """The same one for the same text and time, whoever asks."""
     return ulid(milliseconds, int.from_bytes(hashlib.sha256(text.encode()).digest()[:10]))

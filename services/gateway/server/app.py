@@ -37,6 +37,7 @@ from services.gateway.api.batches.worker import BatchWorker
 from services.gateway.api.evaluation.services import EvaluationServices
 from services.gateway.api.learning.canaries import CanaryServices
 from services.gateway.api.learning.datasets import DatasetServices
+from services.gateway.api.learning.erasure import Erasure
 from services.gateway.api.learning.feedback import FeedbackServices, open_feedback
 from services.gateway.api.learning.learner_controller import LearnerController
 from services.gateway.api.learning.learner_work import LearnerWork
@@ -197,7 +198,8 @@ def create_app(
         sessions = TrainingSessionRouter(lambda: engines.clients, settings.engine_retry_seconds)
         forge = ForgeServices(queue, engines, batch_stores.files.objects, settings.s3_bucket, threads)
         training = TrainingServices(settings, engines, queue, registry, suites, datasets, threads, lifecycle)
-        data = DatasetServices(DatasetMaker(datasets, log_reader), feedback, batch_stores.files, suites, threads)
+        erasure = Erasure(datasets, suites, queue, batch_stores.files.objects, threads)
+        data = DatasetServices(DatasetMaker(datasets, log_reader), feedback, batch_stores.files, erasure, threads)
         runs = EvaluationStore(batch_stores.files.objects)
         learners = keep_learners(settings)
         work = LearnerWork(training, data, canary_store, runs)
@@ -226,7 +228,7 @@ def create_app(
             forge,
             FeedbackServices(feedback, metrics),
             CanaryServices(canary_store, registry, engines, canaries),
-            RequestLogServices(log_reader, datasets, suites, threads),
+            RequestLogServices(log_reader, erasure, threads),
             data,
             LearnerServices(learners, work, data, training),
             HealthServices(inference, lifecycle, queue, queues, registry, threads, background),

@@ -57,8 +57,10 @@ local outdated = redis.call('ZRANGEBYLEX', ROOT .. 'all', '-', '(' .. ARGV[8], '
 for _, old in ipairs(outdated) do drop(old) end
 if redis.call('EXISTS', ROOT .. id) == 1 then return {{'created', id}} end
 local known = redis.call('GET', ROOT .. ARGV[6])
-if known and redis.call('EXISTS', ROOT .. known) == 1 and redis.call('HGET', ROOT .. known, 'used') == '' then
-  local before = tonumber(redis.call('HGET', ROOT .. known, 'size'))
+local was = known and redis.call('HMGET', ROOT .. known, 'body', 'used', 'size') or {{}}
+if was[1] == ARGV[3] then return {{'changed', known}} end
+if was[1] and was[2] == '' then
+  local before = tonumber(was[3])
   if not free(size - before, tonumber(ARGV[5])) then return {{'full', known}} end
   redis.call('INCRBY', ROOT .. 'bytes', size - before)
   redis.call('HSET', ROOT .. known, 'body', ARGV[3], 'size', size, 'changed', now(), 'schema', {FEEDBACK.version})
@@ -160,6 +162,9 @@ class FeedbackStore:
 
     async def add(self, owner: str, said: Feedback) -> tuple[FeedbackRecord, Literal["created", "changed"]]:
         """Keeps an opinion: a new one, or in the place of what the same user and source said of the same answer.
+
+        One that is there already, word for word, stays as it is, also once a data set has used it: whoever does not
+        know whether it was taken sends it again, and is not heard twice.
 
         Raises:
             Unavailable: there is no room.

@@ -15,8 +15,9 @@ from services.common.jobs import Job, JobState
 from services.common.jobs.record import NOT_PUBLISHED
 from services.common.storage.lease import LeaseLost
 from services.learning.canaries.record import CanaryRecord
-from services.learning.learners.record import LASTING, Cycle, JobTime, Learner, NewEvent, Outcome
-from services.learning.learners.trigger import due
+from services.learning.learners.policy import DAY
+from services.learning.learners.record import Cycle, JobTime, Learner, NewEvent, Outcome
+from services.learning.learners.trigger import due, tokens_over_budget
 
 TRANSIENT = (Unavailable, Overloaded, RateLimited, DeadlineExceeded, LeaseLost)
 """Errors after which the same step is tried again, and nothing is told."""
@@ -39,10 +40,9 @@ class CycleWork(Protocol):
     """What cycles do outside of the store of learners. Everything but reading is done once for ``Learner.cycle_key``.
     Every method may raise Unavailable; what else it raises is a fault of the policy."""
 
-    @property
-    def lag_seconds(self) -> float:
-        """Time after which a request that has ended is in the request log. Feedback that is younger is left for the
-        next cycle: its request may not be found yet."""
+    async def known_until(self, learner: Learner, now: float) -> float:
+        """Unix seconds up to which the requests that were logged can be found, and not before where earlier cycles
+        ended. Later feedback is left for the next cycle."""
 
     async def waiting(self, learner: Learner) -> int:
         """New opinions, and logged requests where the policy takes those, since the last cycle's. Cheap."""
@@ -55,6 +55,9 @@ class CycleWork(Protocol):
 
     async def job(self, job_id: str) -> Job:
         """Raises NotFound."""
+
+    async def cancel(self, job_id: str, reason: str) -> None:
+        """Cancels a job, unless it publishes its version by now."""
 
     async def gates(self, job: Job) -> Sequence[Mapping[str, Any]]:
         """What the job's gates have decided, with the evidence."""
@@ -107,7 +110,7 @@ async def _collect(learner: Learner, work: CycleWork, now: float) -> Step | None
     found = due(learner, waiting, now)
     if not found.now:
         return None
-    number, until = learner.cycle.number + 1, now - work.lag_seconds
+    number, until = learner.cycle.number + 1, await work.known_until(learner, now)
     nothing = {"dataset": None, "job": None, "candidate": None, "canary": None}
     cycle = _in(learner, "preparing", now, number=number, began_at=now, data_until=until, asked=False, **nothing)
     evidence = {"waiting": waiting, "since": learner.cycle.until, "until": until, "revision": learner.revision}
@@ -122,7 +125,7 @@ async def _prepare(learner: Learner, work: CycleWork, now: float) -> Step:
         said = _event("data", cycle.number, f"{data.ref} is made.", {"dataset": data.ref, **data.evidence})
         return Step(changed, (said,))
     job = await work.submit(learner, cycle.dataset)
-    jobs = (*cycle.jobs, JobTime(began_at=job.created_at))[-max(LASTING, learner.policy.budget.jobs or 0) :]
+    jobs = (*(one for one in cycle.jobs if one.began_at > now - DAY), JobTime(began_at=job.created_at))
     said = _event("training", cycle.number, f"{job.id} learns from {cycle.dataset}.", {"job": job.id})
     return Step(_in(learner, "training", now, job=job.id, jobs=jobs), (said,))
 
@@ -132,13 +135,16 @@ async def _train(learner: Learner, work: CycleWork, now: float) -> Step | None:
     job = await work.job(cycle.job or "")
     evidence: dict[str, Any]
     if not job.state.terminal:
+        if not job.cancel_requested and (over := tokens_over_budget(learner, _tokens(job), now)) is not None:
+            await work.cancel(job.id, over)
+            return None
         if job.evaluation is None or cycle.state == "evaluating":
             return None
         evidence = {"job": job.id, "evaluation": job.evaluation, "metrics": job.metrics}
         said = _event("evaluating", cycle.number, f"{job.id} has trained, and its gate decides.", evidence)
         return Step(_in(learner, "evaluating", now), (said,))
     evidence = {"job": job.id, "evaluation": job.evaluation, "metrics": job.metrics, "gates": await work.gates(job)}
-    learner = _with_seconds(learner, job)
+    learner = _with_spent(learner, job)
     if job.state is not JobState.SUCCEEDED or job.result_adapter is None:
         reason = job.reason or f"{job.id} was {job.state}"
         if reason.startswith(NOT_PUBLISHED):
@@ -146,11 +152,18 @@ async def _train(learner: Learner, work: CycleWork, now: float) -> Step | None:
         return failed(learner, now, reason, evidence)
     candidate = job.result_adapter
     evidence["candidate"] = candidate
+    near = _distance(evidence["gates"])
     if learner.policy.canary is None:
         learner = _with(learner, candidate=candidate)
-        return _ended(learner, now, "promoted", f"{candidate} has passed and is current.", evidence)
-    said = _event("canary", cycle.number, f"{candidate} has passed and is tried on the traffic.", evidence)
+        return _ended(learner, now, "promoted", f"{candidate} has passed{near} and is current.", evidence)
+    said = _event("canary", cycle.number, f"{candidate} has passed{near} and is tried on the traffic.", evidence)
     return Step(_in(learner, "canary", now, candidate=candidate), (said,))
+
+
+def _distance(gates: Sequence[Mapping[str, Any]]) -> str:
+    """How far a candidate is from the version before it, where a gate bounds that."""
+    found = [gate["divergence"] for gate in gates if gate.get("divergence") is not None]
+    return f" (KL {found[0]['kl']:.3g} a token from the version before)" if found else ""
 
 
 async def _try(learner: Learner, work: CycleWork, now: float) -> Step | None:
@@ -218,11 +231,16 @@ def failed(learner: Learner, now: float, reason: str, evidence: Mapping[str, Any
     return Step(changed, (_event("failed", cycle.number, detail, evidence),))
 
 
-def _with_seconds(learner: Learner, job: Job) -> Learner:
-    """The learner with the time that its last job has trained."""
+def _tokens(job: Job) -> int:
+    """Tokens that a job has trained on so far."""
+    return int(job.metrics.get("num_tokens", 0))
+
+
+def _with_spent(learner: Learner, job: Job) -> Learner:
+    """The learner with what its last job has used of the budget."""
     spent = 0.0 if job.started_at is None else max(0.0, (job.finished_at or job.started_at) - job.started_at)
     *others, last = learner.cycle.jobs
-    return _with(learner, jobs=(*others, last.model_copy(update={"seconds": spent})))
+    return _with(learner, jobs=(*others, last.model_copy(update={"seconds": spent, "tokens": _tokens(job)})))
 
 
 def _with(learner: Learner, **fields: Any) -> Learner:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from services.common.errors import NotFound
 from services.common.storage.ids import key_of
 from services.learning.request_log.index import Entry, RequestIndex, answer_mark, user_mark
-from services.learning.request_log.parts import Line, Parts, lines_of
+from services.learning.request_log.parts import Line, Parts, lines_of, part_began
 from services.learning.request_log.record import LoggedRequest
 
 _PAGE = 200
@@ -50,6 +50,11 @@ class RequestLog:
     def __init__(self, parts: Parts, index: RequestIndex) -> None:
         self._parts = parts
         self._index = index
+
+    def known_until(self, now: float) -> float:
+        """Unix seconds up to which every request that is logged can be found, but for what gateways are just about to
+        write: the beginning of the first part that waits in a spool."""
+        return min((part_began(part) for part in self._index.waiting(now)), default=now)
 
     def get(self, answer_id: str) -> LoggedRequest:
         """The request whose answer has this id, or whose choice or response has it. Raises NotFound."""

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 from services.common.errors import Unavailable
-from services.common.storage.ids import ulid
+from services.common.storage.ids import milliseconds_of, ulid
 from services.common.storage.object_store import ObjectNotFound, ObjectStore, PreconditionFailed
 
 ROOT: Final = "requests/"
@@ -49,6 +49,11 @@ class Line:
 def part_name(began: float) -> str:
     """Name of a new part whose first request ended at ``began`` (unix seconds)."""
     return f"{_day(began)}/{ulid(int(began * 1000))}"
+
+
+def part_began(part: str) -> float:
+    """Unix seconds at which the first request of a part ended."""
+    return milliseconds_of(part.rpartition("/")[2]) / 1000
 
 
 def lines_of(part: str, data: bytes) -> Iterator[tuple[Line, bytes]]:

@@ -73,10 +73,10 @@ class Spool:
         """True if another request may be appended."""
         return self.waiting_bytes < self._limit
 
-    def append(self, entries: Sequence[tuple[Entry, bytes]]) -> None:
-        """Appends requests, of which each is a line without its end. Raises OSError."""
-        if self._file is None:
-            self._begin(entries[0][0].at)
+    def append(self, entries: Sequence[tuple[Entry, bytes]]) -> str | None:
+        """Appends requests, of which each is a line without its end; the part's name, if they begin one. Raises
+        OSError."""
+        begun = self._begin(entries[0][0].at) if self._file is None else None
         if self._file is None:
             raise OSError("the spool has no file")
         data = b"".join(
@@ -86,14 +86,19 @@ class Spool:
         self._file.write(data)
         self._file.flush()
         self._size += len(data)
-        if self._size >= PART_BYTES:
-            self.complete()
+        return begun
 
-    def complete(self, *, older_than: float = 0.0) -> None:
-        """Completes the part that is being written, if it was begun so many seconds ago."""
-        if self._file is not None and time.monotonic() - self._began >= older_than:
-            self._file.close()  # and with it goes the lock
-            self._file = None
+    def parts(self) -> Sequence[str]:
+        """Names of all parts on the disk, whoever writes them."""
+        return [_part_of(file) for file in self._files()]
+
+    def complete(self, *, older_than: float = 0.0) -> bool:
+        """Completes the part that is being written, if it is full or was begun so many seconds ago; True: it did."""
+        if self._file is None or (self._size < PART_BYTES and time.monotonic() - self._began < older_than):
+            return False
+        self._file.close()  # and with it goes the lock
+        self._file = None
+        return True
 
     @contextlib.contextmanager
     def next(self) -> Iterator[SpooledPart | None]:
@@ -110,19 +115,25 @@ class Spool:
                     continue
                 if not file.exists():
                     continue
-                yield SpooledPart(file.name.removesuffix(_SUFFIX).replace("-", "/"), _requests(handle.read()))
+                yield SpooledPart(_part_of(file), _requests(handle.read()))
                 file.unlink()
                 return
         yield None
 
-    def _begin(self, at: float) -> None:
-        file = self._directory / (part_name(at).replace("/", "-") + _SUFFIX)
+    def _begin(self, at: float) -> str:
+        part = part_name(at)
+        file = self._directory / (part.replace("/", "-") + _SUFFIX)
         handle = file.open("xb")
         fcntl.flock(handle, fcntl.LOCK_EX)
         self._file, self._began, self._size = handle, time.monotonic(), 0
+        return part
 
     def _files(self) -> Sequence[Path]:
         return sorted(self._directory.glob(f"*{_SUFFIX}"))
+
+
+def _part_of(file: Path) -> str:
+    return file.name.removesuffix(_SUFFIX).replace("-", "/")
 
 
 def _requests(data: bytes) -> list[tuple[Entry, bytes]]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import structlog
 
 from services.common.errors import TemperError, Unavailable
+from services.common.jobs.record import checkpoints_of
 from services.common.storage.object_store import ObjectNotFound, ObjectStore
 from services.trainer.jobs.base import RunState
 from services.trainer.runtime.local_checkpoints import Checkpoint as Checkpoint
@@ -43,10 +44,10 @@ class CheckpointStore:
         """
         place = Place(fence, checkpoint.step)
         for filename, data in encode(spec_sha, checkpoint).items():
-            self._store.put(f"{_prefix(job_id)}{place}/{filename}", data)
+            self._store.put(f"{checkpoints_of(job_id)}{place}/{filename}", data)
         older = sorted((each for each in self._stored(job_id) if each < place), reverse=True)
         for each in older[self._keep - 1 :]:
-            self._store.delete_prefix(f"{_prefix(job_id)}{each}/")
+            self._store.delete_prefix(f"{checkpoints_of(job_id)}{each}/")
         self._local.drop(job_id, place)
 
     def save_locally(self, job_id: str, spec_sha: str, checkpoint: Checkpoint, fence: int = 0) -> None:
@@ -72,7 +73,7 @@ class CheckpointStore:
     def discard(self, job_id: str) -> None:
         """Removes all checkpoints of a finished job. Raises Unavailable."""
         self._local.discard(job_id)
-        self._store.delete_prefix(_prefix(job_id))
+        self._store.delete_prefix(checkpoints_of(job_id))
 
     def forget_old(self) -> None:
         """Removes local checkpoints that nobody came back for."""
@@ -80,12 +81,12 @@ class CheckpointStore:
 
     def _stored(self, job_id: str) -> set[Place]:
         """Places of the stored checkpoints, from the keys: some servers go on listing emptied directories."""
-        names = {key[len(_prefix(job_id)) :].split("/")[0] for key in self._store.list(_prefix(job_id))}
+        names = {key[len(checkpoints_of(job_id)) :].split("/")[0] for key in self._store.list(checkpoints_of(job_id))}
         return {place for name in names if (place := Place.of(name)) is not None}
 
     def _read_stored(self, job_id: str, place: Place, filename: str) -> bytes | None:
         try:
-            return self._store.get(f"{_prefix(job_id)}{place}/{filename}").data
+            return self._store.get(f"{checkpoints_of(job_id)}{place}/{filename}").data
         except ObjectNotFound:
             return None
 
@@ -189,7 +190,3 @@ class CheckpointWriter:
             return False
         self._saved(checkpoint.step, "s3")
         return True
-
-
-def _prefix(job_id: str) -> str:
-    return f"jobs/{job_id}/checkpoints/"

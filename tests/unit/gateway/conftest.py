@@ -29,7 +29,7 @@ from services.gateway.api.responses.serving import ResponseServices
 from services.gateway.core.admission import Lifecycle
 from services.gateway.core.file_store import FileStore
 from services.gateway.inference.context import InferenceContext
-from services.gateway.server.app import create_app
+from services.gateway.server.app import Stores, create_app
 from services.gateway.server.http_protocol import HttpProtocol
 from services.gateway.settings import GatewaySettings
 from services.learning.canaries.store import CanaryStore
@@ -55,9 +55,10 @@ class Running:
         send_buffer: int = 0,
         batching: Callable[[GatewaySettings], BatchStores] | None = None,
         learns: bool = False,
+        stores: Stores | None = None,
         **settings: Any,
     ) -> None:
-        """``learns``: feedback, canaries and logged requests are in Redis, too."""
+        """``learns``: feedback, canaries and logged requests are in Redis, too; ``stores``: of adapters and jobs."""
         self._send_buffer = send_buffer
         self._enough: Callable[[Iterator[bool]], bool] = all if all_ready else any
         self.engines = engines
@@ -70,6 +71,7 @@ class Running:
         self.batches = MemoryBatches()
         self.recent = RecentLogs(100)
         self._batching = batching
+        self._stores = stores or (lambda _: (self.registry, self.queue))  # type: ignore[assignment, return-value]
         self._feedback = None if learns else MemoryFeedback()
         self._canaries = None if learns else MemoryCanaries()
         self._index = None if learns else MemoryIndex()
@@ -164,7 +166,7 @@ class Running:
         self.app = create_app(
             settings,
             recent=self.recent,
-            stores=lambda _: (self.registry, self.queue),  # type: ignore[arg-type, return-value]
+            stores=self._stores,
             keep_responses=lambda _: self.responses,  # type: ignore[arg-type, return-value]
             keep_documents=lambda _: self.documents,  # type: ignore[arg-type, return-value]
             keep_feedback=lambda made: self._feedback or open_feedback(made),  # type: ignore[arg-type, return-value]

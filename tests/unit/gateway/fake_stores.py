@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from services.common.adapters.names import AdapterVersion
 from services.common.errors import Conflict, NotFound, Unavailable
 from services.common.jobs import Job, JobEvent, JobState, Spec
+from services.common.jobs.fields.dataset import OfDataset
 from services.common.queue.depth import QueueDepth
 from services.common.queue.records import spec_json, spec_sha, versions_needed
 from services.common.storage.object_store import ObjectNotFound, PreconditionFailed, StoredObject
@@ -113,6 +114,7 @@ class MemoryQueue:
         if idempotency_key is not None and (known := await self.submitted(idempotency_key, sha, key_id=key_id)):
             return known
         self._check()
+        learnt = spec.learnt if isinstance(spec, OfDataset) else None
         job = Job(
             id=f"job-{len(self.jobs)}",
             kind=spec.kind,
@@ -120,6 +122,8 @@ class MemoryQueue:
             state=JobState.QUEUED,
             created_at=time.time(),
             key_id=key_id or None,
+            dataset=None if learnt is None else learnt.version,
+            dataset_digest=None if learnt is None else learnt.digest,
         )
         self.jobs[job.id], self.specs[job.id] = job, spec
         self.entries[job.id] = [self._event(job.id, 1, "state", {"state": "queued"})]
@@ -163,8 +167,11 @@ class MemoryQueue:
         first = 0 if after is None else 1 + [job.id for job in found].index(after)
         return found[first : first + limit]
 
-    async def cancel(self, job_id: str) -> Job:
-        job = (await self.get(job_id)).model_copy(update={"state": JobState.CANCELLED})
+    async def unfinished(self) -> list[Job]:
+        return [job for job in self.jobs.values() if not job.state.terminal]
+
+    async def cancel(self, job_id: str, reason: str = "") -> Job:
+        job = (await self.get(job_id)).model_copy(update={"state": JobState.CANCELLED, "reason": reason or None})
         self.jobs[job_id] = job
         return job
 

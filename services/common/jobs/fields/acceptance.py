@@ -48,7 +48,7 @@ class PublishIf(SuiteGate):
             raise contradiction("nothing is asked for: give a metric, or suites in gain or no_loss", "metric")
         if self.metric is None and self.min_gain != 0:
             raise contradiction("min_gain is of the metric: a suite has its own, beside its name in gain", "min_gain")
-        settings = (name for name in ("alpha", "against", "allow_contaminated") if name in self.model_dump())
+        settings = (name for name in ("alpha", "against", "allow_contaminated", "max_kl") if name in self.model_dump())
         if not self.asks and (name := next(settings, None)) is not None:
             raise contradiction(f"{name} is of suites: name some in gain or no_loss, or leave it out", name)
         return self

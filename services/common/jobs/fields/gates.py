@@ -12,8 +12,8 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.common.jobs.fields.refs import Policy, SuiteRef
-from services.common.validation.json_rules import SOME, Rule, Rules, either, has, never, where
-from services.common.validation.strict_models import SentModel
+from services.common.validation.json_rules import SOME, Rule, Rules, either, given, has, never, where
+from services.common.validation.strict_models import SentModel, absent
 
 Need: TypeAlias = Literal["all", "any"]
 PARENT = "parent"
@@ -62,6 +62,10 @@ class SuiteGate(SentModel):
     allow_contaminated: bool = Field(False, exclude_if=_at(False))
     """Decide also on suites of which something was trained on, or of whose training nothing is known."""
 
+    max_kl: float | None = Field(None, gt=0, le=1e3, exclude_if=absent)
+    """Divergence from what the result is compared with that must not be exceeded: KL for each token in nats, on answers
+    to the prompts of these suites."""
+
     json_rules: ClassVar[Rules] = (where(has(need="any"), has(gain={"type": "array", "minItems": 2})),)
 
     @property
@@ -97,7 +101,10 @@ def check_once(names: Sequence[str], field: str) -> None:
 ON_SUITES: Rule = either(has(gain=SOME), has(no_loss=SOME))
 """Holds of a gate that has a condition on a suite."""
 SETTINGS_GIVEN: Rule = either(
-    has(alpha=never({"const": ALPHA})), has(against=never({"const": PARENT})), has(allow_contaminated=True)
+    has(alpha=never({"const": ALPHA})),
+    has(against=never({"const": PARENT})),
+    has(allow_contaminated=True),
+    given("max_kl"),
 )
 """Holds of a gate that says how suites decide."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
@@ -15,12 +15,12 @@ from fastapi import Path, Query, Response
 from fastapi.responses import StreamingResponse
 from pydantic_core import from_json, to_json
 
-from services.common.errors import NotFound
-from services.common.evaluation.suites.store import SuiteStore
+from services.common.errors import Conflict, NotFound
 from services.common.security.api_keys import ANONYMOUS
 from services.common.storage.names import REF_SCHEMA
 from services.gateway.api.base.idempotency import Once
 from services.gateway.api.base.routing import Routes, provided
+from services.gateway.api.learning.erasure import Erasure
 from services.gateway.auth.caller import check_name_owner, owner, sees
 from services.gateway.auth.route_permissions import ADMIN, INFERENCE, TRAIN, TRAIN_OR_ADMIN, Permission
 from services.gateway.core.file_store import FileStore, StoreThreads
@@ -54,7 +54,7 @@ class DatasetServices:
     maker: DatasetMaker
     feedback: FeedbackStore
     files: FileStore
-    suites: SuiteStore
+    erasure: Erasure
     threads: StoreThreads
     builds: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_BUILDS))
     """Semaphore held while rows are joined, which takes long and much memory."""
@@ -260,7 +260,8 @@ async def export_examples(
     response_model=DeletedDataset,
 )
 async def delete_dataset(dataset: DatasetPath, services: Services, once: Once) -> Any:
-    """Removes a version, `name@n`, or all versions of `name`. Their numbers are not used again."""
+    """Removes a version, `name@n`, or all versions of `name`, that no unfinished job learns from. Their numbers are not
+    used again."""
 
     async def delete() -> DeletedDataset:
         manifest = await _own(services, dataset)
@@ -268,6 +269,7 @@ async def delete_dataset(dataset: DatasetPath, services: Services, once: Once) -
         numbers = [number]
         if number is None:
             numbers = list(await services.threads.run(services.store.versions, manifest.name))
+        await _check_unused(services, {f"{manifest.name}@{one}" for one in numbers})
         for one in numbers:
             found = await services.threads.run(services.store.get, manifest.name, one)
             await services.threads.run(services.store.delete, found)
@@ -276,13 +278,24 @@ async def delete_dataset(dataset: DatasetPath, services: Services, once: Once) -
     return await once(delete)
 
 
+async def _check_unused(services: DatasetServices, versions: Collection[str]) -> None:
+    """Raises Conflict: a job has rows of a version, which an erasure finds by it."""
+    for job in await services.erasure.queue.unfinished():
+        if job.dataset in versions:
+            raise Conflict(
+                f"{job.id} learns from {job.dataset}: cancel it, or wait until it has ended", param="dataset"
+            )
+
+
 @routes.delete("/v1/users/{user}", Permission(INFERENCE | TRAIN | ADMIN, audited=True))
 async def erase_user(user: Annotated[str, Path(min_length=1, max_length=256)], services: Services) -> ErasedUser:
-    """Erases a user: what it said, its logged requests, and the rows of data sets that come from either. Of the
-    caller's API key; an administrator erases it from everybody's."""
+    """Erases a user: what it said, its logged requests, and the rows of data sets that come from either;
+    unfinished jobs that have such rows are cancelled. Of the caller's API key; an administrator erases it from
+    everybody's."""
     mine = None if sees(None) else owner()
     requests = await services.threads.run(services.log.erase_user, user, mine)
     feedback = await services.feedback.delete_all(FeedbackFilter(mine, user=user))
-    datasets = await services.threads.run(services.store.erase, user_mark(user, mine))
-    suites = await services.threads.run(services.suites.erase, user_mark(user, mine))
-    return ErasedUser(feedback=feedback, requests=requests, datasets=datasets, suites=suites)
+    erased = await services.erasure.erase(user_mark(user, mine))
+    return ErasedUser(
+        feedback=feedback, requests=requests, datasets=erased.datasets, suites=erased.suites, jobs=erased.jobs
+    )

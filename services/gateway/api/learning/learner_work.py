@@ -5,6 +5,7 @@ All of it is done on behalf of the API key that the learner belongs to, which no
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
@@ -12,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.adapters.names import parse_adapter_version
-from services.common.errors import NotFound
+from services.common.errors import Conflict, NotFound
 from services.common.evaluation.runs.store import EvaluationStore
 from services.common.jobs import JOBS, Job
 from services.gateway.api.learning.datasets import DatasetServices, Sources, made
-from services.gateway.api.training.submission import checked
+from services.gateway.api.training.submission import checked, submitted, without_erased
 from services.gateway.api.training.validation import TrainingServices
 from services.learning.canaries.beginning import begin_canary
 from services.learning.canaries.record import CanaryRecord
@@ -45,14 +46,15 @@ class LearnerWork:
     canaries: CanaryStore
     runs: EvaluationStore
 
-    @property
-    def lag_seconds(self) -> float:
+    async def known_until(self, learner: Learner, now: float) -> float:
         """See CycleWork."""
-        return self.training.settings.request_log_part_seconds + _WRITTEN_SECONDS
+        known = await self.datasets.threads.run(self.datasets.log.known_until, now)
+        lag = self.training.settings.request_log_part_seconds + _WRITTEN_SECONDS
+        return max(learner.cycle.until, min(known, now - lag))
 
     async def waiting(self, learner: Learner) -> int:
         """See CycleWork."""
-        data, since, until = learner.policy.data, learner.cycle.until, time.time() - self.lag_seconds
+        data, since, until = learner.policy.data, learner.cycle.until, await self.known_until(learner, time.time())
         count = 0
         if data.feedback:
             count += await self.datasets.feedback.count(FeedbackFilter(learner.traffic_of), since, until)
@@ -86,15 +88,20 @@ class LearnerWork:
         sha = hashlib.sha256(key.encode()).hexdigest()  # of the cycle: the policy may change in the middle of it
         known = await queue.submitted(key, sha, key_id=learner.key_id)
         if known is not None:
-            return known
+            return await without_erased(self.training, known)
         metadata = {"learner": learner.name, "cycle": str(learner.cycle.number)}
         sent = JOBS[learner.policy.method].model_validate(learner.policy.job(dataset, metadata=metadata))
         spec = await checked(self.training, sent)
-        return await queue.submit(spec, idempotency_key=key, request_sha=sha, key_id=learner.key_id)
+        return await submitted(self.training, spec, idempotency_key=key, request_sha=sha, key_id=learner.key_id)
 
     async def job(self, job_id: str) -> Job:
         """See CycleWork."""
         return await self.training.queue.get(job_id)
+
+    async def cancel(self, job_id: str, reason: str) -> None:
+        """See CycleWork."""
+        with contextlib.suppress(Conflict):
+            await self.training.queue.cancel(job_id, reason)
 
     async def gates(self, job: Job) -> Sequence[Mapping[str, Any]]:
         """See CycleWork."""

@@ -240,7 +240,7 @@ async def plan_learner(name: LearnerPath, services: Services, response: Response
     now, policy = time.time(), learner.policy
     waiting = await services.work.waiting(learner)
     found = due(learner, waiting, now)
-    spec = await services.work.declared(learner, now - services.work.lag_seconds)
+    spec = await services.work.declared(learner, await services.work.known_until(learner, now))
     built, _ = await built_only(services.datasets, spec, sources_of(learner))
     learnt = examples_of(policy.method, built.rows["train"])
     suites, problems = await _suites(services, policy)

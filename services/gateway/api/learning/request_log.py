@@ -12,8 +12,8 @@ from typing import Annotated
 from fastapi import Path, Query
 
 from services.common.errors import NotFound
-from services.common.evaluation.suites.store import SuiteStore
 from services.gateway.api.base.routing import Routes, provided
+from services.gateway.api.learning.erasure import Erasure
 from services.gateway.auth.caller import owner, sees
 from services.gateway.auth.route_permissions import ADMIN, INFERENCE, TRAIN, Permission
 from services.gateway.core.file_store import StoreThreads
@@ -24,7 +24,6 @@ from services.gateway.protocol.learning.request_log import (
     LoggedRequestObject,
 )
 from services.gateway.settings import GatewaySettings
-from services.learning.datasets.store import DatasetStore
 from services.learning.request_log.index import RequestIndex, answer_mark, user_mark
 from services.learning.request_log.log import RequestFilter, RequestLog
 
@@ -38,17 +37,11 @@ Seconds = Annotated[float, Query(ge=0, le=_NO_LIMIT, description="Unix seconds."
 
 @dataclass(frozen=True, slots=True)
 class RequestLogServices:
-    """The log, and the data sets and suites that are made of it. All of it blocks, and so is called in ``threads``."""
+    """The log, which blocks, and so is called in ``threads``; and the erasure of what is made of it."""
 
     log: RequestLog
-    datasets: DatasetStore
-    suites: SuiteStore
+    erasure: Erasure
     threads: StoreThreads
-
-    def erase_rows(self, mark: str) -> None:
-        """Takes what a mark of erasure means out of data sets and suites. Blocking."""
-        self.datasets.erase(mark)
-        self.suites.erase(mark)
 
 
 def open_index(settings: GatewaySettings) -> RequestIndex:
@@ -91,13 +84,13 @@ async def get_logged_request(answer_id: AnswerPath, services: Services) -> Logge
 
 @routes.delete("/v1/request_log/{answer_id}", Permission(_SCOPES, audited=True))
 async def erase_logged_request(answer_id: AnswerPath, services: Services) -> DeletedLoggedRequest:
-    """Erases one request, also from the data sets that have it."""
+    """Erases one request, also from the data sets that have it and the unfinished jobs that learn from those."""
     found = await services.threads.run(services.log.get, answer_id)
     if not sees(found.owner):
         raise _missing(answer_id)
     await services.threads.run(services.log.erase, found.id, RequestFilter(_mine()))
-    await services.threads.run(services.erase_rows, answer_mark(found.id))
-    return DeletedLoggedRequest(id=answer_id)
+    erased = await services.erasure.erase(answer_mark(found.id))
+    return DeletedLoggedRequest(id=answer_id, jobs=erased.jobs)
 
 
 @routes.delete("/v1/request_log", Permission(_SCOPES, audited=True))
@@ -105,10 +98,11 @@ async def erase_logged_user(
     services: Services, user: Annotated[str, Query(min_length=1, max_length=256)]
 ) -> DeletedLoggedRequests:
     """Erases all requests of a user, also those that some gateway is still to write, and the rows of data sets that
-    come from them. `DELETE /v1/users/{user}` erases what the user said, too."""
+    come from them; unfinished jobs that have such rows are cancelled. `DELETE /v1/users/{user}` erases what the user
+    said, too."""
     deleted = await services.threads.run(services.log.erase_user, user, _mine())
-    await services.threads.run(services.erase_rows, user_mark(user, _mine()))
-    return DeletedLoggedRequests(deleted=deleted)
+    erased = await services.erasure.erase(user_mark(user, _mine()))
+    return DeletedLoggedRequests(deleted=deleted, jobs=erased.jobs)
 
 
 def _missing(answer_id: str) -> NotFound:

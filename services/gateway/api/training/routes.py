@@ -16,7 +16,7 @@ from services.common.telemetry import tracing
 from services.gateway.api.base.idempotency import IdempotencyKey
 from services.gateway.api.base.routing import Routes
 from services.gateway.api.training.rollouts import resolve_rollouts
-from services.gateway.api.training.submission import checked
+from services.gateway.api.training.submission import checked, submitted
 from services.gateway.api.training.validation import Training, TrainingServices
 from services.gateway.auth.caller import check_attach, may_attach, owner, sees
 from services.gateway.auth.route_permissions import TRAIN, TRAIN_OR_ADMIN, Permission
@@ -49,8 +49,8 @@ async def _submit(
         if isinstance(spec, GrpoJob):
             spec = await resolve_rollouts(spec, training.engines)
         spec = await checked(training, spec)
-        job = await training.queue.submit(
-            spec, idempotency_key=key, request_sha=sha, traceparent=tracing.current(), key_id=owner()
+        job = await submitted(
+            training, spec, idempotency_key=key, request_sha=sha, traceparent=tracing.current(), key_id=owner()
         )
     response.headers["location"] = f"/v1/train/jobs/{job.id}"
     return job.model_dump(mode="json")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
-from services.common.jobs import TrainingSpec
+from services.common.jobs import Job, TrainingSpec
 from services.gateway.api.training.datasets import with_rows
+from services.gateway.api.training.erased_rows import has_erased_rows, withdrawn
 from services.gateway.api.training.validation import (
     TrainingServices,
     check_references,
@@ -28,3 +30,23 @@ async def checked(training: TrainingServices, spec: TrainingSpec) -> TrainingSpe
     async with training.checks:
         await asyncio.to_thread(check_training_job, training.engines.served, spec)
     return spec
+
+
+async def submitted(training: TrainingServices, spec: TrainingSpec, **options: Any) -> Job:
+    """Queues a checked job. It is cancelled if rows of its data set were erased since they were read.
+
+    Args:
+        options: see JobQueue.submit, which says what is raised.
+    """
+    return await without_erased(training, await training.queue.submit(spec, **options))
+
+
+async def without_erased(training: TrainingServices, job: Job) -> Job:
+    """A job that was submitted, cancelled if it has rows that were erased meanwhile.
+
+    Whoever erases cuts data sets first and looks at jobs then; here it is the other way round.
+    """
+    if job.state.terminal or not await has_erased_rows(training.datasets, training.threads, job):
+        return job
+    await withdrawn(training.queue, job)
+    return await training.queue.get(job.id)

@@ -8,6 +8,7 @@ from fastapi import Path
 from pydantic import BaseModel, ConfigDict
 
 from services.common.storage.names import REF_SCHEMA
+from services.gateway.protocol.learning.erasure import ErasedJobs
 from services.learning.datasets.build import DatasetReport
 from services.learning.datasets.rows import Row
 from services.learning.datasets.spec import DatasetName, DatasetSpec, Split
@@ -111,3 +112,4 @@ class ErasedUser(BaseModel):
     """Rows that were taken out, by version."""
     suites: dict[str, int]
     """Items that were taken out of suites made of data sets, by the version that they were in, which is gone."""
+    jobs: ErasedJobs

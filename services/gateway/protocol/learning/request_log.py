@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from services.gateway.protocol.learning.erasure import ErasedJobs
 from services.learning.request_log.record import LoggedRequest
 
 
@@ -36,6 +37,7 @@ class DeletedLoggedRequest(BaseModel):
     id: str
     object: Literal["logged_request"] = "logged_request"
     deleted: Literal[True] = True
+    jobs: ErasedJobs
 
 
 class DeletedLoggedRequests(BaseModel):
@@ -43,3 +45,4 @@ class DeletedLoggedRequests(BaseModel):
 
     object: Literal["logged_request.deletion"] = "logged_request.deletion"
     deleted: int
+    jobs: ErasedJobs

@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from services.common.adapters.evidence import ContaminationEvidence, GateEvidence
+from services.common.adapters.evidence import ContaminationEvidence, DivergenceEvidence, GateEvidence
 from services.common.adapters.manifest import FileEntry, Manifest, files_digest
-from services.common.adapters.names import AdapterVersion
+from services.common.adapters.names import BASE, AdapterVersion, parse_adapter_version
 from services.common.errors import NotFound, TemperError
 from services.common.evaluation.contamination.report import Contamination, contamination_by
 from services.common.evaluation.contamination.store import DataSource, TrainingHashes, TrainingLineage
 from services.common.evaluation.contamination.texts import training_texts
 from services.common.evaluation.gates.decision import Measured, decide
+from services.common.evaluation.gates.divergence import bounded
 from services.common.evaluation.gates.plan import GatePlan, PlannedGate, plan_gates
 from services.common.evaluation.runs.records import GateRecord, ItemResult, RunRecord
 from services.common.evaluation.runs.results import scores_of
 from services.common.jobs import JobBase, JobProgress, PublishingSpec
 from services.engine.models.lora.trainable import LoraParams
+from services.trainer.evaluation.divergence import measured, prompts_of
 from services.trainer.evaluation.run import Candidate, EvaluationRun, Evaluations
+from services.trainer.host.rollouts import Policy
 from services.trainer.runtime.attempts.claim import Claim
 from services.trainer.runtime.job_link import JobSession
 
@@ -123,7 +126,8 @@ class Gates:
                 watcher=_Reports(self._claim.session, steps),
                 candidate=Candidate(self._claim.job.id, digest, policy),
             ).run()
-        evidence = tuple(self._decided(planned, run, digest) for planned in plan.gates)
+            distances = {planned.field: self._divergence(plan, planned, policy, interrupt) for planned in plan.gates}
+        evidence = tuple(self._decided(planned, run, digest, distances[planned.field]) for planned in plan.gates)
         self._claim.until_back(lambda: self._evaluations.store.decide(run, GateRecord(gates=evidence)))
         return evidence
 
@@ -167,7 +171,26 @@ class Gates:
         )
         return [f"decided all the same, as allow_contaminated asks: {said}"]
 
-    def _decided(self, planned: PlannedGate, run: str, digest: str) -> GateEvidence:
+    def _divergence(
+        self, plan: GatePlan, planned: PlannedGate, policy: Policy, interrupt: Callable[[], None]
+    ) -> DivergenceEvidence | None:
+        """Distance of the result from what a gate compares it with; None: the gate does not bound it."""
+        max_kl, host = planned.gate.max_kl, self._evaluations.host
+        if max_kl is None:
+            return None
+        asked = [plan.run.suites[place] for place in dict.fromkeys(one.suite for one in planned.conditions)]
+        prompts = self._claim.until_back(
+            lambda: prompts_of(self._evaluations.suites, asked, host.rollouts, host.codec, self._spec.seed)
+        )
+        before = plan.run.job.targets[planned.against]
+        found = measured(
+            host.rollouts, prompts, None if before == BASE else parse_adapter_version(str(before)), policy, interrupt
+        )
+        return bounded(found.values, tokens=found.tokens, max_kl=max_kl)
+
+    def _decided(
+        self, planned: PlannedGate, run: str, digest: str, divergence: DivergenceEvidence | None
+    ) -> GateEvidence:
         store, retry = self._evaluations.store, self._claim.until_back
         record = retry(lambda: store.record(run))
         if record is None:
@@ -191,7 +214,7 @@ class Gates:
         asked = {one.suite for one in planned.conditions}
         return GateEvidence(
             gate=planned.field,
-            passed=decision.passed,
+            passed=decision.passed and (divergence is None or divergence.passed),
             evaluation=run,
             candidate=digest,
             against=record.targets[planned.against].name,
@@ -200,6 +223,7 @@ class Gates:
             seed=record.seed,
             conditions=decision.conditions,
             contamination=tuple(found for place, found in self._contamination.items() if place in asked),
+            divergence=divergence,
         )
 
     def _items(self, record: RunRecord, suite: int, target: int) -> list[ItemResult]:

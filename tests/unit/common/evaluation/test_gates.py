@@ -8,13 +8,16 @@ from collections.abc import Sequence
 from functools import cache
 
 import pytest
+from pydantic import ValidationError
 
 from services.common.adapters.evidence import ConditionKind
 from services.common.evaluation.gates.decision import Decision, Measured, decide
+from services.common.evaluation.gates.divergence import bounded
 from services.common.evaluation.runs.records import RunSuite
 from services.common.evaluation.statistics.margins import exceeds, items_needed
 from services.common.evaluation.statistics.scores import Scores
 from services.common.evaluation.suites.spec import SuiteSampling
+from services.common.jobs.fields.acceptance import PublishIf
 from services.common.jobs.fields.gates import Need
 
 ALPHA, DRAWS = 0.05, 2000
@@ -160,3 +163,28 @@ def test_lower_is_better_where_the_scorer_says_so() -> None:
     assert not of(after, before, 0.0).passed
     assert not of(after, before, -0.1).passed
     assert not of(before, after, 0.5).passed
+
+
+def test_a_divergence_is_weighed_by_tokens_and_bounded_by_its_upper_end() -> None:
+    values = Scores([0.1, 0.4, 0.1, 0.4], [300.0, 100.0, 300.0, 100.0], ["a", "b", "c", "d"])
+    found = bounded(values, tokens=800, max_kl=1.0)
+    assert (found.kl, found.prompts, found.tokens, found.passed) == (pytest.approx(0.175), 4, 800, True)
+    low, high = found.interval
+    assert 0.1 <= low < found.kl < high <= 0.4
+    assert not bounded(values, tokens=800, max_kl=(found.kl + high) / 2).passed, "it is not shown to be below"
+    assert "at most 0.01 not shown" in bounded(values, tokens=800, max_kl=0.01).summary
+    drawn = [0.01 * number for number in range(20)]
+    apart, pairs = (
+        Scores([one for one in drawn for _ in range(2)]),
+        [str(number) for number in range(20) for _ in range(2)],
+    )
+    together = Scores(apart.values, None, pairs)
+    widths = [high - low for low, high in (bounded(one, tokens=1, max_kl=1.0).interval for one in (apart, together))]
+    assert widths[0] < 0.8 * widths[1], "items of a group say much the same"
+
+
+def test_a_bound_of_the_divergence_needs_suites() -> None:
+    with pytest.raises(ValidationError, match="max_kl is of suites"):
+        PublishIf.model_validate({"metric": "eval_loss", "max_kl": 0.1})
+    gate = PublishIf.model_validate({"no_loss": [{"suite": "s@1", "max_loss": 0.1}]})
+    assert "max_kl" not in gate.model_dump(), "earlier releases do not know it"

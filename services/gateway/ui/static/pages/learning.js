@@ -75,8 +75,13 @@ function Evidence({ event }) {
   return told.length > 0 && html`<p class="muted">${told.map((one, index) => html`${index > 0 && " · "}${one}`)}</p>`;
 }
 
-/** Conditions of a gate: the gain that was seen on each suite, with its interval. */
-const gateLines = (gate) => gate.conditions.map(({ suite, gain, interval: [low, high], passed }) => `${suite} ${signed(gain)} (${signed(low)} to ${signed(high)})${passed ? "" : ", which is not enough"}`);
+/** Conditions of a gate: the gain that was seen on each suite, with its interval, and how far the version is from the one before. */
+const gateLines = (gate) => [
+  ...gate.conditions.map(({ suite, gain, interval: [low, high], passed }) => `${suite} ${signed(gain)} (${signed(low)} to ${signed(high)})${passed ? "" : ", which is not enough"}`),
+  ...(gate.divergence ? [divergenceLine(gate.divergence)] : []),
+];
+
+const divergenceLine = ({ kl, interval: [low, high], max_kl: most, passed }) => `KL ${number(kl)} a token (${number(low)} to ${number(high)})${passed ? "" : `, over ${number(most)}`}`;
 
 function Timeline({ events }) {
   return html`

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from services.common.jobs import DpoJob, GrpoJob, KtoJob, SftJob
 from services.common.security.api_keys import Scope
+from services.gateway.api.training.erased_rows import REASON
 from services.learning.datasets.build import Built, DatasetReport
 from services.learning.datasets.rows import Row
 from services.learning.datasets.spec import DatasetSpec
@@ -126,6 +128,24 @@ def test_the_erased_are_not_learnt_from(running: Running, http: httpx.Client) ->
     assert isinstance(spec, SftJob)
     assert [one.completion for one in spec.examples] == ["4"]
     assert spec.dataset_digest != before.digest
+
+
+def test_nobody_erased_while_a_job_is_submitted_is_learnt_from(
+    running: Running, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows were read before, and the erasure has looked at jobs before this one was there."""
+    make(running)
+    submit_it = running.queue.submit
+
+    async def erased_meanwhile(*args: Any, **options: Any) -> Any:
+        DatasetStore(running.store).cut_out("thumbs", 1, frozenset((user_mark("eve", None),)))  # type: ignore[arg-type]
+        return await submit_it(*args, **options)
+
+    monkeypatch.setattr(running.queue, "submit", erased_meanwhile)
+    job = submit(http, "sft").json()
+    assert (job["state"], job["reason"]) == ("cancelled", REASON)
+    monkeypatch.undo()
+    assert submit(http, "sft").json()["state"] == "queued"
 
 
 HELD_OUT = [

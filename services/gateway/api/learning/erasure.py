@@ -1,0 +1,55 @@
+"""Erasure of what was made of traffic: rows of data sets, items of suites, and unfinished jobs that have such rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.common.evaluation.suites.store import SuiteStore
+from services.common.jobs.record import checkpoints_of
+from services.common.queue.job_queue import JobQueue
+from services.common.storage.object_store import ObjectStore
+from services.gateway.api.training.erased_rows import has_erased_rows, withdrawn
+from services.gateway.core.file_store import StoreThreads
+from services.gateway.protocol.learning.erasure import JobEnd
+from services.learning.datasets.store import DatasetStore
+
+
+@dataclass(frozen=True, slots=True)
+class Erased:
+    """What was taken out."""
+
+    datasets: dict[str, int]
+    """Rows by version."""
+    suites: dict[str, int]
+    """Items by version."""
+    jobs: dict[str, JobEnd]
+
+
+@dataclass(frozen=True, slots=True)
+class Erasure:
+    """Erases what a mark means. Stores block, and so are called in ``threads``."""
+
+    datasets: DatasetStore
+    suites: SuiteStore
+    queue: JobQueue
+    objects: ObjectStore
+    threads: StoreThreads
+
+    async def erase(self, mark: str) -> Erased:
+        """Takes out what a mark of erasure means. May be repeated; raises Unavailable."""
+        datasets = await self.threads.run(self.datasets.erase, mark)
+        suites = await self.threads.run(self.suites.erase, mark)
+        return Erased(datasets, suites, await self._withdraw())
+
+    async def _withdraw(self) -> dict[str, JobEnd]:
+        """Ends the jobs that have rows which are gone."""
+        ends: dict[str, JobEnd] = {}
+        for job in await self.queue.unfinished():
+            if not await has_erased_rows(self.datasets, self.threads, job):
+                continue
+            end = await withdrawn(self.queue, job)
+            if end is not None:
+                ends[job.id] = end
+            if end == "cancelled":  # no owner comes any more who would remove what another one has left
+                await self.threads.run(self.objects.delete_prefix, checkpoints_of(job.id))
+        return ends
