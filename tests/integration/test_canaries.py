@@ -201,6 +201,25 @@ def test_a_version_that_fails_is_rolled_back_at_once(fleet: Fleet) -> None:
     assert (fleet.registry.current("toy"), fleet.registry.attached()) == (ONE, ONE)
 
 
+def test_a_version_that_refuses_is_rolled_back(fleet: Fleet) -> None:
+    for running in fleet.gateways:
+        engine = running.engine
+        assert isinstance(engine, Following)
+        engine.candidate = says("Ask somebody else, please.")
+    limits = dict.fromkeys(("length", "latency", "cut_off", "repetition", "broken_calls", "errors"))
+    canary = fleet.begin(refusals=["ask somebody ELSE"], guardrails=limits)
+    deadline = time.monotonic() + PATIENCE
+    while fleet.get(canary)["state"] == "running":
+        assert time.monotonic() < deadline
+        for number in range(10):
+            fleet.ask(at=number % 2)
+    ended = fleet.get(canary)
+    assert (ended["state"], ended["decision"]["reason"]) == ("rolled_back", "guardrail")
+    assert ended["decision"]["detail"].startswith("crossed: refusals")
+    arms = {arm: ended["evidence"][arm] for arm in ("current", "candidate")}
+    assert (arms["current"]["refusals"], arms["candidate"]["refusals"]) == (0, arms["candidate"]["answers"])
+
+
 def test_who_names_a_version_has_no_part_and_streams_tell(fleet: Fleet) -> None:
     canary = fleet.begin()
     for more in ({"model": "toy@1"}, {"adapter": "toy@2"}, {"adapter": "base"}):

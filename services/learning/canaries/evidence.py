@@ -111,6 +111,7 @@ def evidence_of(record: CanaryRecord, counts: Mapping[str, Counts], opinions: Op
             repetition=count.repetition,
             calls=count.calls,
             broken_calls=count.broken_calls,
+            refusals=count.refusals,
             tokens=count.tokens,
             seconds=round(count.seconds, 3),
             first_seconds=round(count.first_seconds, 3),

@@ -150,6 +150,8 @@ class Route(StrictModel):
     attached: bool
     """True if requests for the base model's name take part."""
     key: str
+    refusals: tuple[str, ...] = ()
+    """Openings of answers that refuse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +245,7 @@ class CanaryStore:
             share=new.policy.share,
             attached=new.attached,
             key=key,
+            refusals=tuple(new.policy.refusals),
         )
         args: list[str | int] = [
             new.id,
