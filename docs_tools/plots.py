@@ -189,7 +189,8 @@ def _canaries() -> Figure:
             for axes, figures in ((promoted, "promoted"), (exposure, "exposure_p50")):
                 values = [100 * record[figures] for record in those]
                 axes.plot(differences, values, line, color=color, marker="o", markersize=3, label=label)
-    promoted.plot([0, 5], [5, 80], linestyle="none", color="#57606a", marker="_", markersize=18, label="alpha and power")
+    bounds = {"color": "#57606a", "marker": "_", "markersize": 18, "label": "alpha and power"}
+    promoted.plot([0, 5], [5, 80], linestyle="none", **bounds)
     exposure.axhline(100, color="#57606a", linewidth=0.8)
     exposure.text(-10, 102, "a test of fixed size", color="#57606a", va="bottom")
     for axes in (promoted, exposure):
