@@ -4,11 +4,11 @@ Three real gateways run at once, with a Valkey and an S3 server of this machine 
 (benchmarks.gateway.steady_engine): without the log; with all requests logged; with that, and feedback on a share of the
 answers. They get the same load in turns of a few seconds, so that what else the machine does comes to all of them.
 Told is each gateway's CPU, all its threads together: a second while nothing comes, and a request beside that, with what
-is written after the turns; how much of it the event loop has; and the time to the first byte. The last line has the
-differences, and how many gateways 2,000 requests a second need, with a core each. Goals: 5 % of the CPU, 1 ms of the
-99th percentile. `--tokens 1 --whole --connections 8 --rounds 100 --pause-ms 0` asks for short answers without streams,
-as many as one core gives. With fewer cores than processes the times are those of the scheduler of the operating system;
-CPU is counted all the same.
+is written behind the turn (medians of the turns); how much of it the event loop has; and the time to the first byte. The
+last line has the differences, and how many gateways 2,000 requests a second need, with a core each. Goals: 5 % of the
+CPU, 1 ms of the 99th percentile. `--tokens 1 --whole --connections 8 --rounds 100 --pause-ms 0` asks for short answers
+without streams, as many as one core gives. With fewer cores than processes the times are those of the scheduler of the
+operating system; CPU is counted all the same.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 
 import psutil
@@ -60,6 +61,16 @@ class Arm:
     """CPU a second while nothing comes."""
     told: list[Told] = field(default_factory=list)
     """Of each turn."""
+    used: list[tuple[float, float]] = field(default_factory=list)
+    """CPU of a request in each turn, in microseconds beside the idle process: of all threads, and of the event loop."""
+
+    def count(self, before: tuple[float, float], seconds: float) -> None:
+        """Notes what was used since ``before``, a ``cpu()``, for the last turn's requests."""
+        total, loop = (
+            (1e6 * (now - then) - self.idle_us_s * seconds) / len(self.told[-1].first_bytes)
+            for now, then in zip(self.cpu(), before, strict=True)
+        )
+        self.used.append((total, loop))
 
     def cpu(self) -> tuple[float, float]:
         """CPU seconds since it began: of all threads, and of the one that runs the event loop."""
@@ -145,16 +156,17 @@ def measure(options: argparse.Namespace, arms: Mapping[str, Arm]) -> dict[str, d
         time.sleep(options.idle)
         for name, arm in arms.items():
             arm.idle_us_s = 1e6 * (arm.cpu()[0] - before[name][0]) / (time.monotonic() - began)
-        began, before = time.monotonic(), {name: arm.cpu() for name, arm in arms.items()}
         for turn in range(options.turns):
+            began, before = time.monotonic(), {name: arm.cpu() for name, arm in arms.items()}
             names = _ARMS[turn % len(_ARMS) :] + _ARMS[: turn % len(_ARMS)]
             for name in names[:: -1 if turn % 2 else 1]:
                 arm = arms[name]
-                arm.told.append(
-                    _checked(client.apply(exchange, (arm.port, replace(load, feedback=arm.feedback), turn)))
-                )
-        time.sleep(options.settle)  # what was logged last is written, which belongs to the costs
-    return {name: _figures(arm, before[name], time.monotonic() - began) for name, arm in arms.items()}
+                given = replace(load, feedback=arm.feedback)
+                arm.told.append(_checked(client.apply(exchange, (arm.port, given, turn))))
+            time.sleep(options.settle)  # what was logged last is written, which belongs to the costs
+            for name, arm in arms.items():
+                arm.count(before[name], time.monotonic() - began)
+    return {name: _figures(arm) for name, arm in arms.items()}
 
 
 def _checked(told: Told) -> Told:
@@ -163,16 +175,16 @@ def _checked(told: Told) -> Told:
     return told
 
 
-def _figures(arm: Arm, before: tuple[float, float], seconds: float) -> dict[str, Any]:
-    total, loop = (now - then for now, then in zip(arm.cpu(), before, strict=True))
+def _figures(arm: Arm) -> dict[str, Any]:
     firsts = [one for told in arm.told for one in told.first_bytes]
     said = [one for told in arm.told for one in told.feedback]
     return {
         "requests": len(firsts),
         "feedback": len(said),
         "requests_s": round(len(firsts) / sum(told.seconds for told in arm.told), 1),
-        "cpu_us_a_request": round((1e6 * total - arm.idle_us_s * seconds) / len(firsts), 1),
-        "of_that_event_loop_us": round((1e6 * loop - arm.idle_us_s * seconds) / len(firsts), 1),
+        "cpu_us_a_request": round(median(total for total, _ in arm.used), 1),
+        "of_that_event_loop_us": round(median(loop for _, loop in arm.used), 1),
+        "cpu_us_by_turn": [round(total) for total, _ in arm.used],
         "idle_cpu_us_a_second": round(arm.idle_us_s),
         "first_byte_ms": milliseconds(firsts),
         **({"feedback_ms": milliseconds(said)} if said else {}),
@@ -181,14 +193,17 @@ def _figures(arm: Arm, before: tuple[float, float], seconds: float) -> dict[str,
 
 
 def compared(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Differences to the gateway without the log."""
+    """Differences to the gateway without the log: medians over the turns, each of which all gateways had."""
     base = found["without"]
     more: dict[str, Any] = {}
     for name in _ARMS[1:]:
         one = found[name]
+        pairs = list(zip(one["cpu_us_by_turn"], base["cpu_us_by_turn"], strict=True))
+        shares = sorted(with_it / without - 1 for with_it, without in pairs)
         more[name] = {
-            "cpu_more": round(one["cpu_us_a_request"] / base["cpu_us_a_request"] - 1, 4),
-            "cpu_more_us": round(one["cpu_us_a_request"] - base["cpu_us_a_request"], 1),
+            "cpu_more": round(median(shares), 4),
+            "cpu_more_quartiles": [round(share, 4) for share in quantiles(shares, n=4)[::2]],
+            "cpu_more_us": round(median(with_it - without for with_it, without in pairs), 1),
             "idle_more_us_a_second": one["idle_cpu_us_a_second"] - base["idle_cpu_us_a_second"],
             "first_byte_p99_more_ms": round(one["first_byte_ms"]["p99"] - base["first_byte_ms"]["p99"], 3),
         }
