@@ -4,11 +4,11 @@ Three real gateways run at once, with a Valkey and an S3 server of this machine 
 (benchmarks.gateway.steady_engine): without the log; with all requests logged; with that, and feedback on a share of the
 answers. They get the same load in turns of a few seconds, so that what else the machine does comes to all of them.
 Told is each gateway's CPU, all its threads together: a second while nothing comes, and a request beside that, with what
-is written behind the turn (medians of the turns); how much of it the event loop has; and the time to the first byte. The
-last line has the differences, and how many gateways 2,000 requests a second need, with a core each. Goals: 5 % of the
-CPU, 1 ms of the 99th percentile. `--tokens 1 --whole --connections 8 --rounds 100 --pause-ms 0` asks for short answers
-without streams, as many as one core gives. With fewer cores than processes the times are those of the scheduler of the
-operating system; CPU is counted all the same.
+is written behind the turn (medians of the turns); how much of it the event loop has; and the time to the first byte.
+The last line has the differences, and how many gateways 2,000 requests a second need, with a core each. Goals: 5 % of
+the CPU, 1 ms of the 99th percentile. `--tokens 1 --whole --connections 8 --rounds 100 --pause-ms 0` asks for short
+answers without streams, as many as one core gives. With fewer cores than processes the times are those of the
+scheduler of the operating system; CPU is counted all the same.
 """
 
 from __future__ import annotations
