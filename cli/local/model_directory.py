@@ -75,8 +75,7 @@ def pull(output: Output, source: str, directory: Path, digest: str = UNCHECKED) 
         named = _NAMED_BY_US.get(told.get("variable", ""))
         message = error.message if named is None else f"{named}{told['reason']}"
         if told.get("code") != "model_source_away":
-            misspelt = told.get("variable") == "TEMPER_MODEL_SOURCE"
-            raise CliError(message, ExitCode.USAGE if misspelt else error.code) from error
+            raise CliError(message, error.code) from error
         way_out = f"{_AWAY[source.partition('://')[0]]}; what has come is kept"
         raise CliError(f"{message}; {way_out}", ExitCode.UNREACHABLE) from error
 
