@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typer.exceptions import TyperException
 
 from cli.agent.command import agent
 from cli.agent.command import run as run_agent
@@ -36,8 +40,34 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
+class _Commands(TyperGroup):
+    """The tree of commands. With --json an error of the command line is a document, as errors of commands are."""
+
+    def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> Any:
+        given = list(args)
+        with _errors_of(given):
+            context = super().make_context(info_name, args, *more, **extra)
+        context.meta[__name__] = given
+        return context
+
+    def invoke(self, ctx: Any) -> Any:
+        with _errors_of(ctx.meta[__name__]):
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _errors_of(arguments: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except TyperException as error:
+        if "--json" in arguments:
+            Output(as_json=True).json({"error": {"message": error.format_message()}})
+        raise
+
+
 app = typer.Typer(
     name="temper",
+    cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )

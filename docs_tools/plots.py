@@ -22,6 +22,7 @@ _RESULTS = ROOT / "benchmarks" / "results"
 _LEARNING = "2026-11-23-learning-2.jsonl"
 _SERVING = "2026-11-26-h100-short-prompts-serving-after.jsonl"
 _BESIDE = "2026-11-23-h200-training-beside.jsonl"
+_CANARIES = "2026-11-28-canaries.jsonl"
 _BESIDE_COMMIT = "d785f72"
 _STYLE: Any = {
     "svg.hashsalt": "temper",  # ids of clip paths, random without it
@@ -45,6 +46,7 @@ def plots() -> Mapping[Path, str]:
         "serving": _serving,
         "training-beside": _training_beside,
         "cards": _cards,
+        "canaries": _canaries,
     }
     with rc_context(_STYLE):
         return {DOCS / "images" / f"{name}.svg": _svg(draw()) for name, draw in drawn.items()}
@@ -171,4 +173,29 @@ def _cards() -> Figure:
     first.invert_yaxis()
     first.barh(0, 0, facecolor="none", edgecolor="#57606a", hatch="////", label="predicted")
     figure.legend(loc="outside lower center", ncols=4)
+    return figure
+
+
+def _canaries() -> Figure:
+    """Share of simulated canaries that promoted, and the candidate's answers until then, by true difference."""
+    figure, (promoted, exposure) = _figure(2, height=4.2)
+    records = [record for record in _records(_CANARIES) if record["rate"] != "uneven"]
+    rates = sorted({record["rate"] for record in records})
+    for color, rate in zip(_COLORS, rates, strict=False):
+        for share, line in ((0.1, "--"), (0.5, "-")):
+            those = [record for record in records if (record["rate"], record["share"]) == (rate, share)]
+            differences = [100 * record["difference"] for record in those]
+            label = f"{rate:.0%} right, candidate has {share:.0%} of the traffic"
+            for axes, figures in ((promoted, "promoted"), (exposure, "exposure_p50")):
+                values = [100 * record[figures] for record in those]
+                axes.plot(differences, values, line, color=color, marker="o", markersize=3, label=label)
+    bounds = {"color": "#57606a", "marker": "_", "markersize": 18, "label": "alpha and power"}
+    promoted.plot([0, 5], [5, 80], linestyle="none", **bounds)
+    exposure.axhline(100, color="#57606a", linewidth=0.8)
+    exposure.text(-10, 102, "a test of fixed size", color="#57606a", va="bottom")
+    for axes in (promoted, exposure):
+        axes.set(xlabel="true difference, points", ylim=(0, None))
+    promoted.set(ylabel="% promoted", title="2,000 canaries a point")
+    exposure.set(ylabel="% of its answers, median", title="Answers of the candidate")
+    figure.legend(*promoted.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure

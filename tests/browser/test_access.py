@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
@@ -106,6 +107,52 @@ def test_a_key_is_asked_for_and_decides_what_is_shown(chromium: Browser, guarded
     reader.context.close()
     refusals = [text for text in reader.complaints if "401" not in text]
     assert refusals == [], "a browser says of each refused key that it was refused"
+
+
+def test_what_is_open_waits_for_the_next_key_of_the_same_name(chromium: Browser, guarded: str, keys: Keys) -> None:
+    keys.add("guest", Scope.INFERENCE)
+
+    def until(status: int) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while httpx.get(f"{guarded}/v1/models", headers=keys.bearer("guest"), timeout=PATIENCE).status_code != status:
+            assert time.monotonic() < deadline, "the gateway has not read its keys again"
+            time.sleep(0.1)
+
+    until(200)
+    reader = Reader.of(chromium, guarded)
+    page = reader.open("chat")
+    field = page.get_by_label("API key")
+    field.fill(keys.secrets["guest"])
+    page.keyboard.press("Enter")
+    page.get_by_label("Message").fill("Remember the number 41.")
+    message = page.get_by_text("Remember the number 41.")
+
+    keys.change("guest", expires_at=datetime(2026, 1, 1, tzinfo=UTC))
+    until(401)
+    page.keyboard.press("Enter")
+    field.wait_for()
+    assert reader.violations() == []
+    page.keyboard.press("Escape")
+    page.keyboard.press("Escape")
+    expect(field).to_be_visible()
+    expect(message).to_be_hidden()
+
+    keys.add("guest", Scope.INFERENCE)
+    until(200)
+    field.fill(keys.secrets["guest"])
+    page.keyboard.press("Enter")
+    expect(message).to_be_visible()
+
+    keys.change("guest", expires_at=datetime(2026, 1, 1, tzinfo=UTC))
+    until(401)
+    page.get_by_label("Message").fill("Again.")
+    page.keyboard.press("Enter")
+    field.fill(keys.secrets["reader"])
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("contentinfo")).to_contain_text(keys.entries["reader"].id)
+    expect(message).to_have_count(0)
+    assert page.evaluate("Object.keys(sessionStorage).filter((name) => name.startsWith('temper.key'))") == []
+    reader.context.close()
 
 
 def test_other_pages_cannot_act(chromium: Browser, guarded: str, stack: Stack) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+import redis
 
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import CONFIG, WEIGHTS, AdapterRegistry
@@ -199,6 +200,57 @@ def test_a_version_that_fails_is_rolled_back_at_once(fleet: Fleet) -> None:
 
     fleet.until(back)
     assert (fleet.registry.current("toy"), fleet.registry.attached()) == (ONE, ONE)
+
+
+def test_a_version_that_refuses_is_rolled_back(fleet: Fleet) -> None:
+    for running in fleet.gateways:
+        engine = running.engine
+        assert isinstance(engine, Following)
+        engine.candidate = says("Ask somebody else, please.")
+    limits = dict.fromkeys(("length", "latency", "cut_off", "repetition", "broken_calls", "errors"))
+    canary = fleet.begin(refusals=["ask somebody ELSE"], guardrails=limits)
+    deadline = time.monotonic() + PATIENCE
+    while fleet.get(canary)["state"] == "running":
+        assert time.monotonic() < deadline
+        for number in range(10):
+            fleet.ask(at=number % 2)
+    ended = fleet.get(canary)
+    assert (ended["state"], ended["decision"]["reason"]) == ("rolled_back", "guardrail")
+    assert ended["decision"]["detail"].startswith("crossed: refusals")
+    arms = {arm: ended["evidence"][arm] for arm in ("current", "candidate")}
+    assert (arms["current"]["refusals"], arms["candidate"]["refusals"]) == (0, arms["candidate"]["answers"])
+
+
+def test_a_session_counts_in_each_canary_that_answered_in_it(fleet: Fleet, raw: redis.Redis) -> None:
+    for current in (True, False):
+        fleet.registry.publish("other", {WEIGHTS: b"o", CONFIG: b"{}"}, base_digest="", current=current)
+    canaries = [fleet.begin()]
+    body = {"version": "other@2", "policy": {"share": 0.5}}
+    canaries.append(fleet.call("POST", "/v1/canaries", json=body).raise_for_status().json())
+    fleet.until(lambda: all(len(one.inference.canaries._routes) == 2 for one in fleet.gateways))  # type: ignore[union-attr]
+    talks = {"toy": ["s-1", "s-2"], "other": ["s-2", "s-3"]}
+    arms = dict[tuple[str, str], str]()
+    for adapter, sessions in talks.items():
+        for number, session in enumerate(sessions):
+            answer = fleet.ask(at=number, model=adapter, headers={"x-session-id": session})
+            arms[adapter, session] = answer.headers[HEADER].partition("arm=")[2]
+    for session in ("s-1", "s-2", "s-3", "s-4"):
+        said = {"session_id": session, "score": 0.5, "user": f"of {session}"}
+        assert fleet.call("POST", "/v1/feedback", key="app", json=said).status_code == 201
+
+    def counted() -> list[dict[str, int]]:
+        looks = [fleet.get(one)["evidence"] or {} for one in canaries]
+        return [{arm: look[arm]["voices"] for arm in ("current", "candidate")} if look else {} for look in looks]
+
+    expected = [
+        {arm: [arms[adapter, one] for one in sessions].count(arm) for arm in ("current", "candidate")}
+        for adapter, sessions in talks.items()
+    ]
+    fleet.until(lambda: counted() == expected)
+    for canary in canaries:
+        assert raw.scard(f"temper:canaries:{canary['id']}:sessions") == 2
+        fleet.call("POST", f"/v1/canaries/{canary['id']}/decide", json={"decision": "roll_back"}).raise_for_status()
+        assert not raw.exists(f"temper:canaries:{canary['id']}:sessions")
 
 
 def test_who_names_a_version_has_no_part_and_streams_tell(fleet: Fleet) -> None:

@@ -18,7 +18,7 @@ from services.common.settings import CommonSettings
 from services.learning.canaries.answers import Counts, counts_json
 from services.learning.canaries.beginning import begin_canary
 from services.learning.canaries.controller import CanaryController, Stores
-from services.learning.canaries.enrolment import Enrolment, answer_digits, arm_of_session
+from services.learning.canaries.enrolment import Enrolment, answer_digits, arm_of_session, session_mark
 from services.learning.canaries.policy import CanaryPolicy
 from services.learning.canaries.record import Arm, CanaryRecord, Decision
 from services.learning.canaries.store import CanaryStore, Route
@@ -334,6 +334,9 @@ async def test_feedback_counts_as_it_stands_and_a_user_once(world: World) -> Non
     await world.feedback.add("key-1", Feedback.model_validate({**better, "user": "bob"}))
     session = {"session_id": "s-1", "score": 0.0}
     await world.feedback.add("key-1", Feedback.model_validate({**session, "user": "eve"}))
+    await world.canaries.answered(record.id, [session_mark("key-1", "s-1")])
+    for stranger in ({"session_id": "s-2"}, {"session_id": "s-3", "user": "eve"}):  # no version answered there
+        await world.feedback.add("key-1", Feedback.model_validate({**session, **stranger}))
     stray = {"completion_id": f"chatcmpl-{'0' * 32}", "thumb": "up"}
     await world.feedback.add("key-1", Feedback.model_validate(stray))
     await controller.look()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -200,6 +201,36 @@ def test_what_waits_in_a_spool_is_known_to_everybody(
     assert until() > began - 10
     index.waits(left, began - 3600)
     assert until() > began - 10, "a gateway that is silent for so long does not come back"
+
+
+def test_a_store_that_does_not_answer_costs_log_entries_only(
+    gateway: Gateway, log: RequestLog, s3: RunningServer
+) -> None:
+    """Every request is answered and every feedback kept; each request is logged or counted as dropped."""
+    running, keys = gateway(request_log_spool_bytes=2**20)
+    metadata = {f"note-{number}": "x" * 500 for number in range(16)}
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "metadata": metadata}
+    written = "temper_gateway_logged_requests_total"
+    dropped = 'temper_gateway_dropped_log_requests_total{reason="spool"}'
+    with httpx.Client(base_url=running.url, headers=keys.bearer("app"), timeout=PATIENCE) as client:
+
+        def ask_and_say(user: str) -> str:
+            answer = client.post("/v1/chat/completions", json={**asked, "user": user})
+            assert answer.status_code == 200, answer.text
+            said = {"completion_id": answer.json()["id"], "thumb": "up", "user": user}
+            assert client.post("/v1/feedback", json=said).status_code == 201
+            return str(said["completion_id"])
+
+        answered: list[str] = []
+        with s3.frozen(), ThreadPoolExecutor(8) as clients:
+            while not counted(running, dropped):  # some 130 requests fill the spool
+                assert len(answered) < 2000
+                answered += clients.map(ask_and_say, [f"u-{len(answered) + number}" for number in range(64)])
+            running.wait_for(lambda: counted(running, written) + counted(running, dropped) == len(answered))
+        kept = client.get("/v1/feedback/export").text.splitlines()
+    assert {json.loads(line)["completion_id"] for line in kept} == set(answered)
+    assert 0 < counted(running, written) < len(answered)
+    assert {one.id for one in logged(log, int(counted(running, written)))} < set(answered)
 
 
 def counted(running: Running, series: str) -> float:

@@ -146,6 +146,7 @@ _FIGURES: dict[str, Any] = {
     "cut off": _rate("cut_off"),
     "repetition": _rate("repetition"),
     "broken calls": _rate("broken_calls"),
+    "refusals": _rate("refusals"),
     "tokens": _mean("tokens", ""),
     "time": _mean("seconds", " s"),
 }

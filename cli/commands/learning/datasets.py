@@ -173,7 +173,16 @@ def _report(dataset: dict[str, Any]) -> str:
     if report["mean_rating"] is not None:
         told.append(f"mean rating {report['mean_rating']:.2f}")
     top = [f"{one['user']} {one['rows']}" for one in report["top_users"][:3]]
-    return ", ".join(told) + (f"; most rows by user: {', '.join(top)}" if top else "")
+    unlike = [_outlier(one) for one in report.get("outliers", ())]
+    said = [", ".join(told)]
+    said += [f"most rows by user: {', '.join(top)}"] if top else []
+    said += [f"users unlike the rest: {', '.join(unlike)}"] if unlike else []
+    return "; ".join(said)
+
+
+def _outlier(one: dict[str, Any]) -> str:
+    agrees = "" if one["agreement"] is None else f", agrees {one['agreement']:.0%} (z {one['agreement_z']:+.1f})"
+    return f"{one['user']} scores {one['score']:+.2f} (z {one['score_z']:+.1f}){agrees} in {one['opinions']}"
 
 
 def _answer(row: dict[str, Any]) -> str | None:

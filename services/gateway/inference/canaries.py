@@ -28,6 +28,8 @@ from services.learning.canaries.store import UNWATCHED_SECONDS, CanaryStore, Rou
 
 _POLL_SECONDS = 0.2
 _COUNTS_SECONDS = 0.5
+_SESSIONS = 100_000
+"""Sessions of a canary that one gateway remembers to have told."""
 _AWAY_SECONDS = 3.0
 """Time without news after which all requests get the current version."""
 
@@ -63,6 +65,10 @@ class Canaries:
         self._heard = 0.0
         self._counts: dict[str, dict[str, Counts]] = {}
         """Canary → arm → what was counted here since the gateway began."""
+        self._sessions: dict[str, set[str]] = {}
+        """Canary → marks of sessions that had an answer here, as far as they are remembered here."""
+        self._new_sessions: dict[str, set[str]] = {}
+        """Those that are not told yet."""
         self._untold: set[str] = set()
         self._task: asyncio.Task[None] | None = None
 
@@ -104,6 +110,12 @@ class Canaries:
         self._metrics.canary_answers.labels(route.adapter, arm, outcome).inc()
         self._counts.setdefault(route.id, {}).setdefault(arm, Counts()).add(counts)
         self._untold.add(route.id)
+        if enrolment.session is not None and outcome != "error":
+            known = self._sessions.setdefault(route.id, set())
+            if enrolment.session not in known:
+                if len(known) < _SESSIONS:
+                    known.add(enrolment.session)
+                self._new_sessions.setdefault(route.id, set()).add(enrolment.session)
 
     def ended(self, record: CanaryRecord) -> None:
         """Counts the end of a canary."""
@@ -135,6 +147,7 @@ class Canaries:
         running = {route.id for route in ages}
         for gone in self._counts.keys() - running - self._untold:
             del self._counts[gone]
+            self._sessions.pop(gone, None)
 
     def _take(self, routes: Mapping[str, Route]) -> None:
         self._of_base = next((route for route in routes.values() if route.attached), None)
@@ -144,9 +157,12 @@ class Canaries:
         """Keeps what was counted, as sums since the gateway began: told twice, it is the same."""
         for canary_id in tuple(self._untold):
             self._untold.discard(canary_id)
+            sessions = self._new_sessions.pop(canary_id, set())
             try:
+                await self._store.answered(canary_id, list(sessions))
                 await self._store.count(canary_id, self._gateway, counts_json(self._counts[canary_id]))
             except Unavailable as error:
                 self._untold.add(canary_id)
+                self._new_sessions.setdefault(canary_id, set()).update(sessions)
                 log.warning("counts of a canary wait", canary=canary_id, error=error.message)
                 return

@@ -198,7 +198,8 @@ class Generation:
                 )
             )
         self._recording = self._record(body, session, known_as)
-        self._watched = [AnswerInCanary() for _ in self.choices] if self.enrolment is not None else []
+        openings = () if self.enrolment is None else self.enrolment.route.refusals
+        self._watched = [AnswerInCanary(openings) for _ in self.choices] if self.enrolment is not None else []
 
     @property
     def choices_per_prompt(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 
 from services.common.text.output_parser import Delta, TextDelta
+from services.learning.canaries.refusals import refuses
 
 _GRAM = 4
 _MOST_REPEATED = 0.5
@@ -29,6 +30,7 @@ class Counts:
     repetition: int = 0
     calls: int = 0
     broken_calls: int = 0
+    refusals: int = 0
     tokens: int = 0
     seconds: float = 0.0
     first_seconds: float = 0.0
@@ -50,7 +52,13 @@ class Counts:
 
 @dataclass(slots=True)
 class AnswerInCanary:
-    """One answer so far. `take` runs on the event loop for every step, and only keeps what it is given."""
+    """One answer so far. `take` runs on the event loop for every step, and only keeps what it is given.
+
+    Args:
+        refusals: openings of answers that refuse.
+    """
+
+    refusals: Sequence[str] = ()
 
     began: float = field(default_factory=time.monotonic)
     first: float | None = None
@@ -77,6 +85,7 @@ class AnswerInCanary:
             repetition=int(repeats(self.tokens)),
             calls=int(called),
             broken_calls=int(broken),
+            refusals=int(not called and refuses(text_of(self.deltas), self.refusals)),
             tokens=len(self.tokens),
             seconds=seconds,
             first_seconds=(now if self.first is None else self.first) - self.began,
@@ -101,20 +110,25 @@ def repeats(tokens: Sequence[int]) -> bool:
     return 1 - len(set(grams)) / len(grams) > _MOST_REPEATED
 
 
+def text_of(deltas: Iterable[Delta]) -> str:
+    """Text that a user reads of an answer."""
+    return "".join(delta.text for delta in deltas if isinstance(delta, TextDelta) and not delta.reasoning)
+
+
 def calls_of(deltas: Iterable[Delta], *, cut_off: bool) -> tuple[bool, bool]:
     """Whether an answer calls tools, and whether one of its calls is broken: its arguments are no JSON object, or its
     markup stands in the text. What the token limit cut off is not broken."""
-    text: list[str] = []
+    deltas = list(deltas)
+    text = text_of(deltas)
     arguments: list[list[str]] = []
     for delta in deltas:
         if isinstance(delta, TextDelta):
-            if not delta.reasoning:
-                text.append(delta.text)
-        elif delta.name is not None:
+            continue
+        if delta.name is not None:
             arguments.append([delta.arguments])
         else:
             arguments[-1].append(delta.arguments)
-    stray = any(tag in "".join(text) for tag in _MARKUP)
+    stray = any(tag in text for tag in _MARKUP)
     broken = not cut_off and (stray or not all(_is_object("".join(parts)) for parts in arguments))
     return bool(arguments) or stray, broken
 

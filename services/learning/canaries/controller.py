@@ -23,6 +23,7 @@ from services.common.shutdown import cancel_and_wait
 from services.common.storage.lease import LeaseLost
 from services.learning.canaries.answers import counts_of
 from services.learning.canaries.beginning import current_version
+from services.learning.canaries.enrolment import session_mark
 from services.learning.canaries.evidence import Opinions, decided, evidence_of, gathered
 from services.learning.canaries.record import CanaryRecord, Decision
 from services.learning.canaries.store import LEASE_SECONDS, CanaryStore
@@ -214,7 +215,9 @@ class CanaryController:
             if opinion.created_at < oldest:
                 break
             found.append(opinion)
-        self._opinions = await asyncio.to_thread(gathered, records, found)
+        marks = list({session_mark(one.owner, one.said.session_id) for one in found if one.said.session_id is not None})
+        sessions = {record.id: await self._stores.canaries.sessions(record.id, marks) for record in records}
+        self._opinions = await asyncio.to_thread(gathered, records, found, sessions)
         now = time.monotonic()
         self._read_again = now + (now - began) * (1 / _READING_SHARE - 1)
         return self._opinions

@@ -3,7 +3,7 @@
 A session stays in its arm, else a user does, else chance decides: by a hash with the canary's key, so that nobody can
 choose an arm. The id of an answer ends with a tag, a keyed hash of the arm and the random digits before it. So whose
 answer an opinion is about is read off its id: nothing is stored, however many answers there are, and nobody can make
-up an id that counts.
+up an id that counts. A session has no such tag: which ones had an answer is remembered until the canary ends.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ class Enrolment:
 
     route: Route
     arm: Arm
+    session: str | None = None
+    """See session_mark; None: the request had no session."""
 
     @property
     def version(self) -> str:
@@ -49,7 +51,7 @@ def enrol(route: Route, owner: str, session: str | None, user: str | None) -> En
         owner: id of the API key, whose sessions and users are its own.
     """
     if session is not None:
-        return Enrolment(route, arm_of_session(route.key, route.share, owner, session))
+        return Enrolment(route, arm_of_session(route.key, route.share, owner, session), session_mark(owner, session))
     if user is not None:
         return Enrolment(route, _arm(route.key, route.share, owner, "user", user))
     return Enrolment(route, "candidate" if secrets.randbelow(2**32) < route.share * 2**32 else "current")
@@ -58,6 +60,11 @@ def enrol(route: Route, owner: str, session: str | None, user: str | None) -> En
 def arm_of_session(key: str, share: float, owner: str, session: str) -> Arm:
     """Arm of all requests of a session."""
     return _arm(key, share, owner, "session", session)
+
+
+def session_mark(owner: str, session: str) -> str:
+    """Digest by which it is remembered that a session has had an answer of a canary."""
+    return blake2b(_BETWEEN.join((owner, session)).encode(), person=b"temper session", digest_size=9).hexdigest()
 
 
 def answer_digits(enrolment: Enrolment | None) -> str:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from services.common.evaluation.statistics.sequential import Observed
 from services.learning.canaries.answers import Counts
-from services.learning.canaries.enrolment import arm_of_answer, arm_of_session
+from services.learning.canaries.enrolment import arm_of_answer, arm_of_session, session_mark
 from services.learning.canaries.guardrails import guarded
 from services.learning.canaries.record import (
     ARMS,
@@ -33,12 +33,12 @@ class Opinions:
     """Feedback on the answers of one canary.
 
     Args:
-        alone: it is the only canary that runs, so that what is said of a session is said of its answers.
+        sessions: marks of those that had an answer of it, so that what is said of them is said of that.
     """
 
-    def __init__(self, record: CanaryRecord, *, alone: bool) -> None:
+    def __init__(self, record: CanaryRecord, sessions: Container[str]) -> None:
         self._record = record
-        self._alone = alone
+        self._sessions = sessions
         self._scores: dict[Arm, dict[tuple[str, ...], list[float]]] = {arm: {} for arm in ARMS}
         self._labels: dict[Arm, Counter[str]] = {arm: Counter() for arm in ARMS}
         self.counts: Counter[Arm] = Counter()
@@ -79,12 +79,20 @@ class Opinions:
         record = self._record
         if session is None:
             return arm_of_answer(record.key, target)
-        return arm_of_session(record.key, record.policy.share, owner, session) if self._alone else None
+        if session_mark(owner, session) not in self._sessions:
+            return None
+        return arm_of_session(record.key, record.policy.share, owner, session)
 
 
-def gathered(records: Sequence[CanaryRecord], feedback: Iterable[FeedbackRecord]) -> dict[str, Opinions]:
-    """Opinions of each of the canaries that run."""
-    found = {record.id: Opinions(record, alone=len(records) == 1) for record in records}
+def gathered(
+    records: Sequence[CanaryRecord], feedback: Iterable[FeedbackRecord], sessions: Mapping[str, Container[str]]
+) -> dict[str, Opinions]:
+    """Opinions of each of the canaries that run.
+
+    Args:
+        sessions: marks of those that had an answer, by the canary's id.
+    """
+    found = {record.id: Opinions(record, sessions[record.id]) for record in records}
     for opinion in feedback:
         for opinions in found.values():
             opinions.take(opinion)
@@ -111,6 +119,7 @@ def evidence_of(record: CanaryRecord, counts: Mapping[str, Counts], opinions: Op
             repetition=count.repetition,
             calls=count.calls,
             broken_calls=count.broken_calls,
+            refusals=count.refusals,
             tokens=count.tokens,
             seconds=round(count.seconds, 3),
             first_seconds=round(count.first_seconds, 3),

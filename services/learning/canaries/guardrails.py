@@ -34,6 +34,7 @@ def _guarded(limits: Guardrails, current: Counts, candidate: Counts) -> Iterator
         ("cut_off", limits.cut_off, "whole"),
         ("repetition", limits.repetition, "whole"),
         ("broken_calls", limits.broken_calls, "calls"),
+        ("refusals", limits.refusals, "whole"),
     )
     for name, rise, of in rises:
         if rise is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -11,11 +11,15 @@ from services.common.evaluation.statistics.power import ALPHA, POWER
 from services.common.evaluation.statistics.sequential import SequentialTest
 from services.common.validation.json_rules import SOME, Rules, if_any
 from services.common.validation.strict_models import SentModel
+from services.learning.canaries.refusals import OPENINGS
 from services.learning.feedback.record import Source
 
 SPREAD = 2.0
 """Distance between the worst score and the best."""
 _DAY = 86400.0
+
+
+Opening = Annotated[str, Field(min_length=1, max_length=200, pattern=r"\S")]
 
 
 class Rise(SentModel):
@@ -57,6 +61,8 @@ class Guardrails(SentModel):
     """Answers that say the same again and again."""
     broken_calls: Rise | None = Rise(rise=0.1)
     """Answers with a call of a tool whose arguments are no JSON object."""
+    refusals: Rise | None = Rise(rise=0.1)
+    """Answers that refuse: they begin with one of the policy's `refusals`."""
     length: Ratio | None = Ratio(ratio=2)
     """Tokens of an answer; as many times fewer count as well."""
     latency: Ratio | None = Ratio(ratio=2)
@@ -83,6 +89,8 @@ class CanaryPolicy(SentModel):
     """Time after which a candidate that has not shown to be better is rolled back."""
     sources: list[Source] = Field(["user"], min_length=1, max_length=3)
     """Whose feedback counts. Its score does, else its thumb (1 or -1), else its preference."""
+    refusals: list[Opening] = Field(list(OPENINGS), max_length=100)
+    """Openings by which an answer is known to refuse, whatever their case, spaces and apostrophes."""
     guardrails: Guardrails = Guardrails()
 
     @model_validator(mode="after")

@@ -59,6 +59,8 @@ class ArmEvidence(StrictModel):
     calls: int = 0
     """Answers with calls of tools."""
     broken_calls: int = 0
+    refusals: int = 0
+    """Answers that begin with one of the policy's `refusals`."""
     tokens: int = 0
     seconds: float = 0.0
     """Sum over the answers, from request to end."""

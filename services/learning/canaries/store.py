@@ -4,6 +4,7 @@ Keys:
     temper:canaries:{id}            hash: new (as it began), candidate, key, state, began, ended, looked, evidence,
                                     decision, schema
     temper:canaries:{id}:counts     hash: gateway → what it has counted (services/learning/canaries/answers.py)
+    temper:canaries:{id}:sessions   set of marks of sessions that had an answer, until the canary ends
     temper:canaries:all             sorted set of ids, which sort by time
     temper:canaries:running         hash: adapter → what gateways need of its canary, until that has ended
 
@@ -38,6 +39,9 @@ _PAGE = 100
 _KEPT = 1000
 """Canaries that are remembered once they have ended."""
 _KEY_BYTES = 16
+_MOST_SESSIONS = 200_000
+"""Sessions of a canary that are remembered."""
+_AT_ONCE = 1000
 
 _PRELUDE = f"{NOW}local ROOT = '{ROOT}'\n"
 _BEGIN = (
@@ -100,6 +104,7 @@ if ARGV[6] ~= '' then redis.call('HSET', hash, 'evidence', ARGV[6]) end
 if ARGV[5] ~= 'promoting' then
   redis.call('HSET', hash, 'ended', now())
   redis.call('HDEL', ROOT .. 'running', ARGV[2])
+  redis.call('DEL', hash .. ':sessions')
 end
 return 'OK'
 """
@@ -117,7 +122,19 @@ if state ~= 'promoting' then return state or 'MISSING' end
 redis.call('HSET', hash, 'state', ARGV[4], 'ended', now())
 if ARGV[5] ~= '' then redis.call('HSET', hash, 'decision', ARGV[5]) end
 redis.call('HDEL', ROOT .. 'running', ARGV[2])
+redis.call('DEL', hash .. ':sessions')
 return 'OK'
+"""
+)
+_ANSWERED = (
+    _PRELUDE
+    + f"""
+-- ARGV id marks...
+local hash = ROOT .. ARGV[1]
+if redis.call('HGET', hash, 'state') ~= 'running' then return 0 end
+local room = {_MOST_SESSIONS} - redis.call('SCARD', hash .. ':sessions')
+for i = 2, math.min(#ARGV, room + 1) do redis.call('SADD', hash .. ':sessions', ARGV[i]) end
+return 1
 """
 )
 _ROUTES = (
@@ -150,6 +167,8 @@ class Route(StrictModel):
     attached: bool
     """True if requests for the base model's name take part."""
     key: str
+    refusals: tuple[str, ...] = ()
+    """Openings of answers that refuse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +193,8 @@ class CanaryStore:
 
     def __init__(self, settings: CommonSettings) -> None:
         self._redis = connect_async(settings)
-        self._begin, self._looked, self._decide, self._finish, self._routes = map(
-            self._redis.register_script, (_BEGIN, _LOOKED, _DECIDE, _FINISH, _ROUTES)
+        self._begin, self._looked, self._decide, self._finish, self._routes, self._answered = map(
+            self._redis.register_script, (_BEGIN, _LOOKED, _DECIDE, _FINISH, _ROUTES, _ANSWERED)
         )
 
     async def aclose(self) -> None:
@@ -243,6 +262,7 @@ class CanaryStore:
             share=new.policy.share,
             attached=new.attached,
             key=key,
+            refusals=tuple(new.policy.refusals),
         )
         args: list[str | int] = [
             new.id,
@@ -271,6 +291,22 @@ class CanaryStore:
             await call_async(
                 lambda: cast(Awaitable[Any], self._redis.hset(f"{ROOT}{canary_id}:counts", gateway, counted))
             )
+
+    async def answered(self, canary_id: str, sessions: Sequence[str]) -> None:
+        """Remembers that sessions had an answer of a canary that runs."""
+        for start in range(0, len(sessions), _AT_ONCE):
+            args = [canary_id, *sessions[start : start + _AT_ONCE]]
+            await call_async(lambda: self._answered(keys=[], args=args))  # noqa: B023  (called at once)
+
+    async def sessions(self, canary_id: str, of: Sequence[str]) -> frozenset[str]:
+        """Those of the sessions that had an answer of a canary."""
+        found: set[str] = set()
+        for start in range(0, len(of), _AT_ONCE):
+            part = list(of[start : start + _AT_ONCE])
+            key = f"{ROOT}{canary_id}:sessions"
+            known: Any = await call_async(lambda: cast(Awaitable[Any], self._redis.smismember(key, part)))  # noqa: B023
+            found.update(one for one, is_there in zip(part, known, strict=True) if is_there)
+        return frozenset(found)
 
     async def looked(self, canary_id: str, evidence: CanaryEvidence, *, fence: int) -> None:
         """Keeps what is known of a canary that runs. Raises LeaseLost."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from services.common.storage.ids import key_of
 from services.common.validation.strict_models import StrictModel
+from services.learning.datasets.outliers import DIGITS, UserOutlier, outliers_of
 from services.learning.datasets.rows import Row, row_of_file
 from services.learning.datasets.spec import SPLITS, DatasetFilter, DatasetSpec, DatasetSplit, Split
 from services.learning.feedback.record import FeedbackRecord
@@ -20,8 +21,6 @@ from services.learning.request_log.record import LoggedChoice, LoggedRequest
 _AT_ONCE = 200
 _OF_A_SESSION = 1000
 _TOLD_USERS = 10
-DIGITS = 12
-"""Characters of a user's digest that are told."""
 _PARTS = 2**32
 
 
@@ -57,6 +56,8 @@ class DatasetReport(StrictModel):
     mean_rating: float | None = None
     users: int = 0
     top_users: tuple[UserShare, ...] = ()
+    outliers: tuple[UserOutlier, ...] = ()
+    """Users whose feedback is unlike that of the rest, by a robust z score over 3.5."""
 
 
 @dataclass(slots=True)
@@ -130,7 +131,7 @@ class DatasetBuilder:
             split["train"] += self._mixed(kept, len(split["train"]), others)
         answers = {row.answer_id for row in kept}
         used = [one.id for one in wanted if any(found in answers for found in self._answers_of.get(one.id, ()))]
-        return Built(split, self._report(kept), used)
+        return Built(split, self._report(kept, wanted), used)
 
     # Rows.
 
@@ -332,7 +333,7 @@ class DatasetBuilder:
         self._counts["mixed"] = len(mixed)
         return mixed
 
-    def _report(self, rows: Sequence[Row]) -> DatasetReport:
+    def _report(self, rows: Sequence[Row], opinions: Sequence[FeedbackRecord]) -> DatasetReport:
         users = Counter(user for row in rows for user in row.users)
         rated = [row.rating for row in rows if row.rating is not None]
         return DatasetReport(
@@ -343,6 +344,7 @@ class DatasetBuilder:
             top_users=tuple(
                 UserShare(user=user[:DIGITS], rows=count) for user, count in users.most_common(_TOLD_USERS)
             ),
+            outliers=outliers_of(opinions),
         )
 
 

@@ -19,7 +19,8 @@ from services.common.storage.object_store import ObjectStore
 from services.common.storage.record_versions import DATASET
 from services.common.storage.versioned_objects import Piece, VersionedObjects, pieces_of
 from services.common.validation.strict_models import StrictModel
-from services.learning.datasets.build import DIGITS, Built, DatasetReport
+from services.learning.datasets.build import Built, DatasetReport
+from services.learning.datasets.outliers import DIGITS
 from services.learning.datasets.rows import Row
 from services.learning.datasets.spec import SPLITS, DatasetSpec, Split, check_dataset_name
 
@@ -192,13 +193,16 @@ class DatasetStore:
         cut = {split: pieces_of(map(_line, rows)) for split, rows in kept.items()}
         pieces = {split: tuple(piece for piece, _ in parts) for split, parts in cut.items()}
         left = {user[:DIGITS] for rows in kept.values() for row in rows for user in row.users}
-        told = tuple(one for one in manifest.report.top_users if one.user in left)
+        told = {
+            "top_users": tuple(one for one in manifest.report.top_users if one.user in left),
+            "outliers": tuple(one for one in manifest.report.outliers if one.user in left),
+        }
         changed = manifest.model_copy(
             update={
                 "digest": _digest(manifest.spec, pieces),
                 "pieces": pieces,
                 "rows": {split: len(rows) for split, rows in kept.items()},
-                "report": manifest.report.model_copy(update={"top_users": told}),
+                "report": manifest.report.model_copy(update=told),
                 "recuts": (*manifest.recuts, Recut(at=time.time(), rows=count)),
             }
         )

@@ -98,7 +98,8 @@ class Trigger(SentModel):
 
 
 class Budget(SentModel):
-    """Most that a learner may use in any 24 hours; a cycle that would begin beyond it waits."""
+    """Most that a learner may use in any 24 hours; a cycle that would begin beyond it waits. A job that trains on more
+    tokens than are left is cancelled."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
@@ -106,6 +107,10 @@ class Budget(SentModel):
     """Jobs that begin."""
     training_seconds: float | None = Field(None, gt=0, le=1000 * DAY)
     """Time from the beginning to the end of its jobs, together."""
+    training_tokens: int | None = Field(None, ge=1, le=10**15)
+    """Tokens that its jobs train on, together, as they count them (`num_tokens`)."""
+    cycle_tokens: int | None = Field(None, ge=1, le=10**15)
+    """Tokens that the job of one cycle trains on."""
 
 
 class LearnerPolicy(SentModel):

@@ -32,16 +32,16 @@ EventKind: TypeAlias = Literal[
     "resumed",
     "changed",
 ]
-LASTING: Final = 20
-"""Data sets and jobs of earlier cycles that are remembered."""
 
 
 class JobTime(StrictModel):
-    """Job of a cycle, for the budget."""
+    """Job of a cycle, and what it has used of the budget."""
 
     began_at: float
     seconds: float = 0.0
     """Time that it has trained; 0 until it ends."""
+    tokens: int = 0
+    """Tokens that it has trained on; 0 until it ends."""
 
 
 class Cycle(StrictModel):
@@ -80,6 +80,7 @@ class Cycle(StrictModel):
     datasets: tuple[str, ...] = ()
     """Data sets of earlier cycles that have taught a promoted version, oldest first."""
     jobs: tuple[JobTime, ...] = ()
+    """Jobs of the last 24 hours, and the last one."""
 
 
 class NewEvent(StrictModel):

@@ -15,8 +15,9 @@ from services.common.jobs import Job, JobState
 from services.common.jobs.record import NOT_PUBLISHED
 from services.common.storage.lease import LeaseLost
 from services.learning.canaries.record import CanaryRecord
-from services.learning.learners.record import LASTING, Cycle, JobTime, Learner, NewEvent, Outcome
-from services.learning.learners.trigger import due
+from services.learning.learners.policy import DAY
+from services.learning.learners.record import Cycle, JobTime, Learner, NewEvent, Outcome
+from services.learning.learners.trigger import due, tokens_over_budget
 
 TRANSIENT = (Unavailable, Overloaded, RateLimited, DeadlineExceeded, LeaseLost)
 """Errors after which the same step is tried again, and nothing is told."""
@@ -54,6 +55,9 @@ class CycleWork(Protocol):
 
     async def job(self, job_id: str) -> Job:
         """Raises NotFound."""
+
+    async def cancel(self, job_id: str, reason: str) -> None:
+        """Cancels a job, unless it publishes its version by now."""
 
     async def gates(self, job: Job) -> Sequence[Mapping[str, Any]]:
         """What the job's gates have decided, with the evidence."""
@@ -121,7 +125,7 @@ async def _prepare(learner: Learner, work: CycleWork, now: float) -> Step:
         said = _event("data", cycle.number, f"{data.ref} is made.", {"dataset": data.ref, **data.evidence})
         return Step(changed, (said,))
     job = await work.submit(learner, cycle.dataset)
-    jobs = (*cycle.jobs, JobTime(began_at=job.created_at))[-max(LASTING, learner.policy.budget.jobs or 0) :]
+    jobs = (*(one for one in cycle.jobs if one.began_at > now - DAY), JobTime(began_at=job.created_at))
     said = _event("training", cycle.number, f"{job.id} learns from {cycle.dataset}.", {"job": job.id})
     return Step(_in(learner, "training", now, job=job.id, jobs=jobs), (said,))
 
@@ -131,13 +135,16 @@ async def _train(learner: Learner, work: CycleWork, now: float) -> Step | None:
     job = await work.job(cycle.job or "")
     evidence: dict[str, Any]
     if not job.state.terminal:
+        if not job.cancel_requested and (over := tokens_over_budget(learner, _tokens(job), now)) is not None:
+            await work.cancel(job.id, over)
+            return None
         if job.evaluation is None or cycle.state == "evaluating":
             return None
         evidence = {"job": job.id, "evaluation": job.evaluation, "metrics": job.metrics}
         said = _event("evaluating", cycle.number, f"{job.id} has trained, and its gate decides.", evidence)
         return Step(_in(learner, "evaluating", now), (said,))
     evidence = {"job": job.id, "evaluation": job.evaluation, "metrics": job.metrics, "gates": await work.gates(job)}
-    learner = _with_seconds(learner, job)
+    learner = _with_spent(learner, job)
     if job.state is not JobState.SUCCEEDED or job.result_adapter is None:
         reason = job.reason or f"{job.id} was {job.state}"
         if reason.startswith(NOT_PUBLISHED):
@@ -224,11 +231,16 @@ def failed(learner: Learner, now: float, reason: str, evidence: Mapping[str, Any
     return Step(changed, (_event("failed", cycle.number, detail, evidence),))
 
 
-def _with_seconds(learner: Learner, job: Job) -> Learner:
-    """The learner with the time that its last job has trained."""
+def _tokens(job: Job) -> int:
+    """Tokens that a job has trained on so far."""
+    return int(job.metrics.get("num_tokens", 0))
+
+
+def _with_spent(learner: Learner, job: Job) -> Learner:
+    """The learner with what its last job has used of the budget."""
     spent = 0.0 if job.started_at is None else max(0.0, (job.finished_at or job.started_at) - job.started_at)
     *others, last = learner.cycle.jobs
-    return _with(learner, jobs=(*others, last.model_copy(update={"seconds": spent})))
+    return _with(learner, jobs=(*others, last.model_copy(update={"seconds": spent, "tokens": _tokens(job)})))
 
 
 def _with(learner: Learner, **fields: Any) -> Learner:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.learning.learners.policy import DAY
-from services.learning.learners.record import Learner
+from services.learning.learners.record import JobTime, Learner
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,30 @@ def due(learner: Learner, waiting: int, now: float) -> Due:
     return Due(True, f"{waiting} new rows")
 
 
+def tokens_over_budget(learner: Learner, tokens: int, now: float) -> str | None:
+    """Why the job of a cycle may not train on more than the ``tokens`` that it has trained on; None: it may."""
+    budget = learner.policy.budget
+    if budget.cycle_tokens is not None and tokens > budget.cycle_tokens:
+        return f"{tokens} tokens are trained on, over the budget of {budget.cycle_tokens} in a cycle"
+    together = tokens + sum(job.tokens for job in _of_the_day(learner, now))
+    if budget.training_tokens is not None and together > budget.training_tokens:
+        return f"{tokens} tokens are trained on, {together} in 24 hours, over the budget of {budget.training_tokens}"
+    return None
+
+
+def _of_the_day(learner: Learner, now: float) -> list[JobTime]:
+    return [job for job in learner.cycle.jobs if job.began_at > now - DAY]
+
+
 def _over_budget(learner: Learner, now: float) -> str | None:
     budget = learner.policy.budget
-    jobs = [job for job in learner.cycle.jobs if job.began_at > now - DAY]
+    jobs = _of_the_day(learner, now)
     if budget.jobs is not None and len(jobs) >= budget.jobs:
         return f"its budget of {budget.jobs} jobs in 24 hours is used up"
     seconds = sum(job.seconds for job in jobs)
     if budget.training_seconds is not None and seconds >= budget.training_seconds:
         return f"its budget of {budget.training_seconds:g} s of training in 24 hours is used up"
+    tokens = sum(job.tokens for job in jobs)
+    if budget.training_tokens is not None and tokens >= budget.training_tokens:
+        return f"its budget of {budget.training_tokens} trained tokens in 24 hours is used up: {tokens} are trained on"
     return None

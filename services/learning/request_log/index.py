@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
+from pydantic_core import to_json
+
 from services.common.settings import CommonSettings
 from services.common.storage.ids import key_of
 from services.common.storage.redis import call, connect
@@ -33,19 +35,19 @@ _LOST_SECONDS = 600.0
 """Silence of a gateway after which what its spool had counts as lost together with it."""
 _ERASED_SECONDS = 30 * 86400
 """Time for which a spool may lie around before it is written."""
-_FIELDS = 6
 _CHUNK = 500
 
 _ADD = f"""
--- ARGV keep now part, then of each request: id offset length at lists also
+-- ARGV keep now part requests: JSON of {{id, offset, length, at, lists, also}}, because each argument costs the client
 local keep, oldest = ARGV[1], tonumber(ARGV[2]) - tonumber(ARGV[1])
 local touched = {{}}
-for i = 4, #ARGV, {_FIELDS} do
-  local place = ARGV[3] .. ' ' .. ARGV[i + 1] .. ' ' .. ARGV[i + 2]
-  redis.call('SET', '{_ONE}' .. ARGV[i], place, 'EX', keep)
-  for id in string.gmatch(ARGV[i + 5], '%S+') do redis.call('SET', '{_ONE}' .. id, place, 'EX', keep) end
-  for list in string.gmatch(ARGV[i + 4], '%S+') do
-    redis.call('ZADD', '{_LISTS}' .. list, ARGV[i + 3], ARGV[i])
+for _, one in ipairs(cjson.decode(ARGV[4])) do
+  local id, offset, length, at, lists, also = unpack(one)
+  local place = string.format('%s %d %d', ARGV[3], offset, length)
+  redis.call('SET', '{_ONE}' .. id, place, 'EX', keep)
+  for _, other in ipairs(also) do redis.call('SET', '{_ONE}' .. other, place, 'EX', keep) end
+  for _, list in ipairs(lists) do
+    redis.call('ZADD', '{_LISTS}' .. list, at, id)
     touched[list] = true
   end
 end
@@ -117,9 +119,11 @@ class RequestIndex:
     def add(self, part: str, entries: Sequence[tuple[Entry, Line]], now: float) -> None:
         """Says where the requests of a part are."""
         for start in range(0, len(entries), _CHUNK):
-            args: list[str | int | float] = [self._keep, now, part]
-            for entry, line in entries[start : start + _CHUNK]:
-                args += [entry.id, line.offset, line.length, entry.at, " ".join(entry.lists), " ".join(entry.also)]
+            some = [
+                (entry.id, line.offset, line.length, str(entry.at), entry.lists, entry.also)
+                for entry, line in entries[start : start + _CHUNK]
+            ]
+            args = (self._keep, now, part, to_json(some))
             call(lambda: self._add(keys=[], args=args))  # noqa: B023  (called at once)
 
     def waits(self, part: str, now: float) -> None:

@@ -86,19 +86,19 @@ class Spool:
         self._file.write(data)
         self._file.flush()
         self._size += len(data)
-        if self._size >= PART_BYTES:
-            self.complete()
         return begun
 
     def parts(self) -> Sequence[str]:
         """Names of all parts on the disk, whoever writes them."""
         return [_part_of(file) for file in self._files()]
 
-    def complete(self, *, older_than: float = 0.0) -> None:
-        """Completes the part that is being written, if it was begun so many seconds ago."""
-        if self._file is not None and time.monotonic() - self._began >= older_than:
-            self._file.close()  # and with it goes the lock
-            self._file = None
+    def complete(self, *, older_than: float = 0.0) -> bool:
+        """Completes the part that is being written, if it is full or was begun so many seconds ago; True: it did."""
+        if self._file is None or (self._size < PART_BYTES and time.monotonic() - self._began < older_than):
+            return False
+        self._file.close()  # and with it goes the lock
+        self._file = None
+        return True
 
     @contextlib.contextmanager
     def next(self) -> Iterator[SpooledPart | None]:

@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from cli.output import CleanConsole, Output, guarded
 from services.common.errors import InvalidRequest, TemperError, Unavailable
+from tests.unit.cli.runner import temper
 
 _COMMAND = """
 import os, signal, time, typer
@@ -28,6 +29,25 @@ def command() -> None:
 typer.run(command)
 """
 _INTERRUPTED = "os.kill(os.getpid(), signal.SIGINT); time.sleep(30)"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--nonsense"], "No such option: --nonsense"),
+        (["nonsense"], "No such command 'nonsense'."),
+        (["train", "nonsense"], "No such command 'nonsense'."),
+        (["chat", "--temperature", "warm", "Hello"], "Invalid value for '--temperature'"),
+        (["adapters", "show"], "Missing argument"),
+        (["demo", "--loop", "--rounds", "2"], "--loop has no rounds"),
+    ],
+)
+def test_an_error_of_the_command_line_is_a_document_too(arguments: list[str], said: str) -> None:
+    plain, told = temper(*arguments), temper(*arguments, "--json")
+    assert (plain.exit_code, told.exit_code) == (2, 2)
+    assert plain.stdout == ""
+    assert said in json.loads(told.stdout)["error"]["message"]
+    assert told.stderr == plain.stderr
 
 
 def run(body: str) -> subprocess.CompletedProcess[str]:

@@ -15,6 +15,7 @@ from services.learning.canaries.enrolment import Enrolment, answer_digits, arm_o
 from services.learning.canaries.guardrails import guarded
 from services.learning.canaries.policy import CanaryPolicy, Guardrails
 from services.learning.canaries.record import ARMS
+from services.learning.canaries.refusals import OPENINGS, refuses
 from services.learning.canaries.store import Route
 
 KEY, OTHER = "00" * 16, "11" * 16
@@ -70,6 +71,31 @@ def test_signs_of_answers() -> None:
     assert counts.log_tokens == pytest.approx(math.log(4))
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("I can't help with that.", True),
+        ("  **I’m  sorry,\nbut no**", True),
+        ("SORRY, I CANNOT", True),
+        ("You can; I can't.", False),
+        ("", False),
+    ],
+)
+def test_refusals_are_told_by_their_opening(text: str, told: bool) -> None:
+    assert refuses(text, OPENINGS) is told
+    answer = AnswerInCanary(OPENINGS)
+    answer.take([TextDelta("I can't think", reasoning=True), *map(TextDelta, text)], [1])
+    assert answer.ended("stop").refusals == told
+    assert AnswerInCanary().ended("stop").refusals == 0
+    assert refuses("Nope, never", ["nope"])
+
+
+def test_an_answer_with_calls_is_no_refusal() -> None:
+    answer = AnswerInCanary(OPENINGS)
+    answer.take([TextDelta("I can't say, so I look:"), ToolDelta(0, call_id="call_1", name="f", arguments="{}")], [1])
+    assert (answer.ended("tool_calls").refusals, answer.ended("tool_calls").calls) == (0, 1)
+
+
 def test_counts_of_gateways_add_up() -> None:
     one, two = Counts(3, errors=1, seconds=1.5), Counts(4, tokens=9)
     sums = counts_of([counts_json({"current": one, "candidate": two}), counts_json({"current": two})])
@@ -91,6 +117,7 @@ def test_guardrails_see_what_is_much_worse_and_not_the_same() -> None:
         "cut_off",
         "broken_calls",
     }
+    assert crossed(before, Counts(40, refusals=30)) == {"refusals"} | crossed(before, Counts(40))
     assert crossed(Counts(), Counts(50, errors=50)) == set(), "nothing to compare with"
 
 

@@ -10,14 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.jobs import JOBS
+from services.common.storage.ids import key_of
 from services.learning.datasets.build import Built, DatasetBuilder, split_of
 from services.learning.datasets.convert import examples_of
+from services.learning.datasets.outliers import outliers_of, z_scores
 from services.learning.datasets.rows import Row, row_of_file
 from services.learning.datasets.spec import SPLITS, DatasetSpec, DatasetSplit
+from services.learning.datasets.store import DatasetStore, NewDataset
 from services.learning.feedback.record import Feedback, FeedbackRecord
+from services.learning.request_log.index import user_mark
 from services.learning.request_log.log import RequestFilter, RequestLog
 from services.learning.request_log.parts import Line
 from services.learning.request_log.record import LoggedChoice, LoggedRequest
+from tests.unit.gateway.fake_stores import MemoryStore
 
 
 class ListedLog(RequestLog):
@@ -166,6 +171,52 @@ def test_one_user_has_its_share() -> None:
     assert loud == [11.0, 12.0, 13.0, 14.0, 15.0], "the newest of them"
     assert (built.report.capped, len(built.rows["train"]), built.report.top_users[0].rows) == (10, 10, 5)
     assert len(build({"max_rows": 3}, requests, *opinions).rows["train"]) == 3
+
+
+def rated_by(ratings: Mapping[str, Sequence[float]]) -> list[FeedbackRecord]:
+    """Opinions of users on the same answers."""
+    return [
+        said(1000 * place + number, completion_id=f"chatcmpl-{number}", score=rating, user=user)
+        for place, (user, of) in enumerate(ratings.items())
+        for number, rating in enumerate(of)
+    ]
+
+
+def test_users_unlike_the_rest_are_told() -> None:
+    goodness = [1.0, 0.5, -0.5, -1.0, 1.0, 0.0]
+    usual = {f"u-{number}": [max(-1.0, min(1.0, one + 0.02 * number)) for one in goodness] for number in range(9)}
+    everybody = {**usual, "troll": [-one for one in goodness], "gloomy": [-1.0] * 6, "new": [-1.0] * 4}
+    found = {one.user: one for one in outliers_of(rated_by(everybody))}
+    names = {key_of(user)[:12]: user for user in everybody}
+    assert {names[user] for user in found} == {"troll", "gloomy"}, "four opinions of one user are too few"
+    by_name = {names[user]: one for user, one in found.items()}
+    assert (by_name["gloomy"].score, by_name["gloomy"].opinions) == (-1.0, 6)
+    assert by_name["gloomy"].score_z < -3.5
+    assert (by_name["troll"].agreement or 1) < 0.6
+    assert (by_name["troll"].agreement_z or 0) < -3.5
+    assert outliers_of(rated_by(usual)) == ()
+    assert outliers_of(rated_by({name: everybody[name] for name in ("u-1", "troll", "gloomy", "u-2")})) == ()
+    same = {f"u-{number}": [1.0] * 5 for number in range(9)}
+    assert outliers_of(rated_by(same)) == (), "all are alike"
+    (odd,) = outliers_of(rated_by({**same, "troll": [-1.0] * 5}))
+    assert names[odd.user] == "troll", "also where all the others are equal"
+
+
+def test_z_scores_are_those_of_the_book() -> None:
+    """Median 3, median absolute deviation 1: 0.6745 (10 - 3) / 1."""
+    values = dict(zip("abcdefg", (1.0, 2.0, 3.0, 3.0, 4.0, 4.0, 10.0), strict=True))
+    assert z_scores(values)["g"] == pytest.approx(0.6745 * 7, abs=1e-3)
+
+
+def test_a_version_tells_its_outliers_until_they_are_erased() -> None:
+    datasets = DatasetStore(MemoryStore())  # type: ignore[arg-type]
+    requests = [request(number, f"answer {number}", user=f"asker-{number}") for number in range(6)]
+    ratings = {**{f"u-{number}": [1.0] * 6 for number in range(9)}, "troll": [-1.0] * 6}
+    built = build({"max_user_share": 1.0}, requests, *rated_by(ratings))
+    made = datasets.create(NewDataset("a", DatasetSpec()), built)
+    assert [one.user for one in made.report.outliers] == [key_of("troll")[:12]]
+    assert datasets.cut_out("a", 1, frozenset((user_mark("troll", None),))) == 6
+    assert datasets.get("a").report.outliers == ()
 
 
 USERS = st.lists(st.sampled_from([None, "ann", "bob", "eve", *map(str, range(20))]), min_size=1, max_size=40)

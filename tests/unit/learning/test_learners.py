@@ -114,6 +114,10 @@ class Process:
             raise Killed
         return self.world.jobs[job_id]
 
+    async def cancel(self, job_id: str, reason: str) -> None:
+        ended = {"state": JobState.CANCELLED, "reason": reason}
+        self.world.jobs[job_id] = self.world.jobs[job_id].model_copy(update=ended)
+
     async def gates(self, job: Job) -> Sequence[Mapping[str, Any]]:
         return [{"gate": "publish_if"}] if job.reason else []
 
@@ -226,10 +230,53 @@ def test_a_cycle_begins_when_all_says_so() -> None:
     spent = Cycle(entered_at=0, jobs=(JobTime(began_at=10.0, seconds=50.0), JobTime(began_at=20.0)), asked=True)
     assert "budget of 2 jobs" in why(10, 100.0, spent, budget={"jobs": 2})[1]
     assert "50 s of training" in why(10, 100.0, spent, budget={"training_seconds": 50})[1]
+    learnt = Cycle(entered_at=0, jobs=(JobTime(began_at=10.0, tokens=700), JobTime(began_at=20.0, tokens=301)))
+    assert why(10, 100.0, learnt, budget={"training_tokens": 1001}) == (
+        False,
+        "its budget of 1001 trained tokens in 24 hours is used up: 1001 are trained on",
+    )
+    assert why(10, 100.0, learnt, budget={"training_tokens": 1002})[0]
+    assert why(10, 86_415.0, learnt, budget={"training_tokens": 1001})[0], "a day later the first does not count"
     assert why(10, 86_415.0, spent, budget={"jobs": 2})[0], "a day later the first does not count"
     assert why(9, 1e9, Cycle(entered_at=0, paused=True))[1] == "it is paused"
     assert not Window(begin="08:00", end="09:00").holds(9 * 3600)
     assert Window(begin="08:00", end="09:00").holds(8 * 3600)
+
+
+@pytest.mark.parametrize(
+    ("budget", "most", "said"),
+    [
+        ({"cycle_tokens": 100}, 100, "over the budget of 100 in a cycle"),
+        ({"training_tokens": 1000}, 300, "1001 in 24 hours, over the budget of 1000"),
+        ({"training_tokens": 1000, "cycle_tokens": 1000}, 300, "1001 in 24 hours"),
+    ],
+)
+def test_a_job_beyond_the_budget_of_tokens_is_cancelled(budget: dict[str, int], most: int, said: str) -> None:
+    """With the number that it has reported, which the budget of the day goes on with."""
+    earlier = (JobTime(began_at=-90_000.0, tokens=10**6), JobTime(began_at=10.0, tokens=700))
+    preparing = Cycle(entered_at=0, state="preparing", number=1, dataset="l@1", jobs=earlier)
+    found, world = learner(preparing, budget=budget), World(["promoted"])
+    work = Process(world)
+
+    def step() -> Cycle | None:
+        taken = asyncio.run(next_step(found, work, 100.0))
+        return None if taken is None else taken.cycle
+
+    cycle = step()
+    assert cycle is not None
+    assert [one.tokens for one in cycle.jobs] == [700, 0], "what is over a day old counts no more"
+    found = found.model_copy(update={"cycle": cycle})
+    (key,) = world.jobs
+    for tokens in (0, most, most + 1):
+        running = {"state": JobState.RUNNING, "metrics": {"num_tokens": float(tokens)}}
+        world.jobs[key] = world.jobs[key].model_copy(update=running)
+        assert step() is None
+        assert (world.jobs[key].state is JobState.CANCELLED) == (tokens > most)
+    taken = asyncio.run(next_step(found, work, 100.0))
+    assert taken is not None
+    assert said in taken.events[0].detail
+    assert f"{most + 1} tokens are trained on" in taken.events[0].detail
+    assert (taken.cycle.outcome, [one.tokens for one in taken.cycle.jobs]) == ("failed", [700, most + 1])
 
 
 def test_a_failed_cycle_waits_longer_each_time() -> None:

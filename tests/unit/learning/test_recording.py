@@ -68,8 +68,11 @@ def test_the_spool_hands_on_what_is_complete(tmp_path: Path) -> None:
 
 def test_a_large_part_is_complete(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "spool", PART_BYTES)
-    spool.append([(Entry("a", 1.0, ""), b"x" * PART_BYTES)])
+    spool.append([(Entry("a", 1.0, ""), b"small")])
+    assert not spool.complete(older_than=3600)
+    spool.append([(Entry("b", 1.0, ""), b"x" * PART_BYTES)])
     assert not spool.has_room()
+    assert spool.complete(older_than=3600)
     with spool.next() as found:
         assert found is not None
 

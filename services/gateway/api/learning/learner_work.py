@@ -5,6 +5,7 @@ All of it is done on behalf of the API key that the learner belongs to, which no
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.adapters.names import parse_adapter_version
-from services.common.errors import NotFound
+from services.common.errors import Conflict, NotFound
 from services.common.evaluation.runs.store import EvaluationStore
 from services.common.jobs import JOBS, Job
 from services.gateway.api.learning.datasets import DatasetServices, Sources, made
@@ -96,6 +97,11 @@ class LearnerWork:
     async def job(self, job_id: str) -> Job:
         """See CycleWork."""
         return await self.training.queue.get(job_id)
+
+    async def cancel(self, job_id: str, reason: str) -> None:
+        """See CycleWork."""
+        with contextlib.suppress(Conflict):
+            await self.training.queue.cancel(job_id, reason)
 
     async def gates(self, job: Job) -> Sequence[Mapping[str, Any]]:
         """See CycleWork."""

@@ -1,7 +1,7 @@
 // The dashboard's frame: asks for a key if there are keys, shows what the key may see, and leads to the pages.
 
-import { html, render, useCallback, useEffect, useState } from "./vendor/htm-preact.js";
-import { get, hasKey, on, setKey } from "./core/api.js";
+import { html, render, useCallback, useEffect, useRef, useState } from "./vendor/htm-preact.js";
+import { get, hasKey, on, setKey, startAnew } from "./core/api.js";
 import { Session, clearTabState, link, useRoute } from "./core/hooks.js";
 import { Failure, Page } from "./parts/basics.js";
 import { Dialogs } from "./parts/dialogs.js";
@@ -61,26 +61,30 @@ function PageOf({ page, route }) {
   return html`<${found.component} parts=${route.parts.slice(1)} query=${route.query} />`;
 }
 
-function SignIn({ error, signedIn }) {
+/** The form that asks for a key; `over` a page that was open, in a dialog, for that page may have one of its own. */
+function SignIn({ error, signedIn, over }) {
   const [value, setValue] = useState("");
   const [keep, setKeep] = useState(false);
+  const dialog = useRef(null);
+  const show = () => dialog.current && !dialog.current.open && dialog.current.showModal();
+  useEffect(show, []);
   const submit = (event) => {
     event.preventDefault();
     setKey(value, { keep });
     signedIn();
   };
-  return html`
-    <main class="sign-in" id="main">
-      <form class="card" onSubmit=${submit}>
-        <h1>Temper</h1>
-        <p>This gateway has API keys. Yours decides what you see and may do here.</p>
-        ${error && html`<p class="failure" role="alert">${error.message}</p>`}
-        <${TextField} label="API key" type="password" value=${value} change=${setValue} autocomplete="off" spellcheck="false" placeholder="tp-…" required autofocus hint="Made with temper keys create. It is kept in this page's memory only." />
-        <${Check} label="Keep it until this tab is closed" checked=${keep} change=${setKeep} />
-        <button class="primary" type="submit">Open the dashboard</button>
-      </form>
-    </main>
+  const form = html`
+    <form class="card" onSubmit=${submit}>
+      <h1>Temper</h1>
+      <p>${over ? "The key is no longer good. What is open waits for a key of the same name; any other begins anew." : "This gateway has API keys. Yours decides what you see and may do here."}</p>
+      ${error && html`<p class="failure" role="alert">${error.message}</p>`}
+      <${TextField} label="API key" type="password" value=${value} change=${setValue} autocomplete="off" spellcheck="false" placeholder="tp-…" required autofocus hint="Made with temper keys create. It is kept in this page's memory only." />
+      <${Check} label="Keep it until this tab is closed" checked=${keep} change=${setKeep} />
+      <button class="primary" type="submit">Open the dashboard</button>
+    </form>
   `;
+  if (!over) return html`<main class="sign-in" id="main">${form}</main>`;
+  return html`<dialog class="sign-in-again" ref=${dialog} aria-label="Sign in" onCancel=${(event) => event.preventDefault()} onClose=${show}>${form}</dialog>`;
 }
 
 function Navigation({ pages, chosen, open, toggle }) {
@@ -128,10 +132,18 @@ function App() {
   const [session, setSession] = useState(null);
   const [asks, setAsks] = useState(false);
   const [error, setError] = useState(null);
+  const caller = useRef(); // the name of the key, which its successor has too
   const begin = useCallback(async () => {
     const sent = hasKey(); // a refused key is forgotten before its error arrives here
     try {
       const [keys, models] = await Promise.all([get("/v1/keys"), get("/v1/models")]);
+      const known = keys.data.find((one) => one.id === keys.caller)?.name || keys.caller;
+      if (caller.current !== undefined && caller.current !== known) {
+        clearTabState(); // somebody else's key: nothing stays of what the one before has shown
+        startAnew();
+        return;
+      }
+      caller.current = known;
       setSession({ ...keys, model: models.data[0].id });
       setAsks(false);
       setError(null);
@@ -145,7 +157,6 @@ function App() {
     return on("unauthorized", (refusal) => {
       if (hasKey()) setError(refusal); // a key that was good until now: why another is asked for
       setKey("");
-      setSession(null);
       setAsks(true);
     });
   }, []);
@@ -155,11 +166,17 @@ function App() {
     clearTabState();
     location.reload();
   };
-  if (asks) return html`<${SignIn} error=${error} signedIn=${begin} />`;
   if (session === null) {
+    if (asks) return html`<${SignIn} error=${error} signedIn=${begin} />`;
     return error ? html`<main id="main"><${Failure} error=${error} retry=${begin} /></main>` : html`<p class="boot">Temper</p>`;
   }
-  return html`<${Session.Provider} value=${session}><${Frame} session=${session} signOut=${signOut} /><${Dialogs} /><//>`;
+  // A key can expire in the middle of a chat: what is open stays, out of sight, until a key of the same name is given.
+  return html`
+    <${Session.Provider} value=${session}>
+      <div key="frame" hidden=${asks}><${Frame} session=${session} signOut=${signOut} /><${Dialogs} /></div>
+    <//>
+    ${asks && html`<${SignIn} key="again" error=${error} signedIn=${begin} over />`}
+  `;
 }
 
 applyTheme(localStorage.getItem(THEME) ?? "system");

@@ -173,8 +173,14 @@ def test_a_divergence_is_weighed_by_tokens_and_bounded_by_its_upper_end() -> Non
     assert 0.1 <= low < found.kl < high <= 0.4
     assert not bounded(values, tokens=800, max_kl=(found.kl + high) / 2).passed, "it is not shown to be below"
     assert "at most 0.01 not shown" in bounded(values, tokens=800, max_kl=0.01).summary
-    one_group = Scores([0.1, 0.4, 0.1, 0.4], [300.0, 100.0, 300.0, 100.0], ["a", "b", "a", "b"])
-    assert bounded(one_group, tokens=800, max_kl=1.0).interval[1] > high, "items of a group say much the same"
+    drawn = [0.01 * number for number in range(20)]
+    apart, pairs = (
+        Scores([one for one in drawn for _ in range(2)]),
+        [str(number) for number in range(20) for _ in range(2)],
+    )
+    together = Scores(apart.values, None, pairs)
+    widths = [high - low for low, high in (bounded(one, tokens=1, max_kl=1.0).interval for one in (apart, together))]
+    assert widths[0] < 0.8 * widths[1], "items of a group say much the same"
 
 
 def test_a_bound_of_the_divergence_needs_suites() -> None:

@@ -9,7 +9,11 @@ const LOG_LENGTH = 500;
 const PAGE = 100; // rows of a list that every route gives at once
 const LOST = "The connection was lost before the answer's end.";
 
+const HANDED_OVER = "temper.key.once";
+
 let key = sessionStorage.getItem(STORED) ?? "";
+if (sessionStorage.getItem(HANDED_OVER)) [STORED, HANDED_OVER].forEach((name) => sessionStorage.removeItem(name));
+let refused = null; // the error of a request that was answered 401, until there is another key
 const listeners = { unauthorized: new Set(), call: new Set() };
 
 /** Calls of this page, newest last: what "Events and logs" shows of the dashboard itself. */
@@ -28,8 +32,18 @@ export const hasKey = () => key !== "";
 
 export function setKey(value, { keep = false } = {}) {
   key = value.trim();
+  if (key) refused = null;
   if (keep && key) sessionStorage.setItem(STORED, key);
   else sessionStorage.removeItem(STORED);
+}
+
+/** Loads the dashboard anew, so that nothing is left of what an earlier key has shown; the key of now outlives that. */
+export function startAnew() {
+  if (key && !sessionStorage.getItem(STORED)) {
+    sessionStorage.setItem(STORED, key);
+    sessionStorage.setItem(HANDED_OVER, "1");
+  }
+  location.reload();
 }
 
 /** Calls `listener` at every "unauthorized" answer or ended "call"; returns a function that ends that. */
@@ -71,12 +85,16 @@ async function failure(response) {
     described = { message: `the server answered ${response.status} ${response.statusText}` };
   }
   const error = new ApiError(response.status, described);
-  if (response.status === 401) tell("unauthorized", error);
+  if (response.status === 401) {
+    refused = error;
+    tell("unauthorized", error);
+  }
   return error;
 }
 
 /** The response of a call that has succeeded; throws ApiError, or the AbortError of `signal`. */
 export async function call(method, path, { json, body, query, headers, signal, quiet = false } = {}) {
+  if (refused && !key) throw refused; // pages behind the sign-in go on asking: the gateway need not hear it
   const began = performance.now();
   const sent = json === undefined ? body : JSON.stringify(json);
   let response;

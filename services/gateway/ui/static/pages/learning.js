@@ -109,10 +109,22 @@ function Taught({ name }) {
             ${Object.entries(found.report).filter(([, value]) => typeof value === "number" && value > 0).map(([what, value]) => html`<${Figure} key=${what} label=${what.replaceAll("_", " ")} value=${number(value)} />`)}
           <//>
           ${found.report.top_users?.length > 0 && html`<p class="muted">Users with the most rows: ${found.report.top_users.map((one) => `${one.user} ${number(one.rows)}`).join(", ")}</p>`}
+          ${found.report.outliers?.length > 0 && html`<${Outliers} users=${found.report.outliers} />`}
         `}
       <//>
     <//>
   `;
+}
+
+/** Users whose feedback is unlike that of the rest, with robust z scores. */
+function Outliers({ users }) {
+  const columns = [
+    { name: "User unlike the rest", value: (one) => html`<code>${one.user}</code>` },
+    { name: "Opinions", numeric: true, value: (one) => number(one.opinions) },
+    { name: "Mean score", numeric: true, value: (one) => `${number(one.score)} (z ${number(one.score_z)})` },
+    { name: "Agreement", numeric: true, value: (one) => one.agreement === null ? "–" : `${percent(one.agreement)} (z ${number(one.agreement_z)})` },
+  ];
+  return html`<${Table} label="Users unlike the rest" narrow columns=${columns} rows=${users} keyOf=${(one) => one.user} />`;
 }
 
 function Plan({ name }) {

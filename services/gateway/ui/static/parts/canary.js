@@ -20,6 +20,7 @@ const MEASURES = [
   ["Cut off", (arm) => percent(ratio(arm.cut_off, arm.answers), 1)],
   ["Repetition", (arm) => percent(ratio(arm.repetition, arm.answers), 1)],
   ["Broken calls", (arm) => percent(ratio(arm.broken_calls, arm.calls), 1)],
+  ["Refusals", (arm) => percent(ratio(arm.refusals, arm.answers - arm.errors), 1)],
   ["Tokens an answer", (arm) => number(ratio(arm.tokens, arm.answers))],
   ["First token", (arm) => duration(ratio(arm.first_seconds, arm.answers))],
   ["Time of an answer", (arm) => duration(ratio(arm.seconds, arm.answers))],
