@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,8 @@ _LISTED = 40
 class Killer:
     """Kills a process after the other."""
 
-    def __init__(self, fleet: Fleet, watch: Watch, seed: int) -> None:
-        self._fleet, self._watch = fleet, watch
+    def __init__(self, fleet: Fleet, watch: Watch, seed: int, names: Sequence[str] = PROCESSES) -> None:
+        self._fleet, self._watch, self._names = fleet, watch, names
         self._rng = random.Random(seed)
         self.kills: Counter[tuple[str, str]] = Counter()
         """By process and state of the learner."""
@@ -60,7 +61,7 @@ class Killer:
         """Kills so many times, each process about as often."""
         turns: list[str] = []
         while self.kills.total() < count:
-            turns = turns or self._rng.sample(PROCESSES, k=len(PROCESSES))
+            turns = turns or self._rng.sample(self._names, k=len(self._names))
             await asyncio.sleep(self._rng.uniform(*_BETWEEN))
             if self._rng.random() < 0.5:
                 await self._watch.next_change(_CHANGE_SECONDS)
@@ -75,12 +76,12 @@ class Killer:
                 print(f"{self.kills.total()} of {count}: {name} while {state}", file=sys.stderr, flush=True)
 
 
-async def campaign(fleet: Fleet, kills: int, seed: int) -> tuple[Counter[tuple[str, str]], Audit]:
+async def campaign(fleet: Fleet, kills: int, seed: int, names: Sequence[str]) -> tuple[Counter[tuple[str, str]], Audit]:
     """Kills, waits for a whole cycle, and judges."""
     settings = fleet.stack.settings
     client, watch = Client(fleet.urls), Watch(settings)
     users, stop = Users(client, fleet.stack.served_model_name, seed), asyncio.Event()
-    audit, killer = Audit(client, settings, users), Killer(fleet, watch, seed)
+    audit, killer = Audit(client, settings, users), Killer(fleet, watch, seed, names)
     await apply(client)
     beside = [asyncio.create_task(work) for work in (fleet.keep(), watch.run(), Person(client).run())]
     visits = [
@@ -135,6 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", nargs="+", choices=PROCESSES, default=PROCESSES, help="that are killed")
     parser.add_argument("--switches", type=int, default=0, help="measures so many promotions and rollbacks instead")
     parser.add_argument("--keep", type=Path, help="directory to keep data and logs in; default: none are kept")
     parser.add_argument("--out", type=Path, help="file to append the result to")
@@ -148,7 +150,7 @@ def main() -> None:
             )
             return
         began = time.monotonic()
-        kills, audit = asyncio.run(campaign(fleet, options.kills, options.seed))
+        kills, audit = asyncio.run(campaign(fleet, options.kills, options.seed, options.processes))
         facts: dict[str, Any] = {"benchmark": "loop-kills", "kills": kills.total(), "seed": options.seed}
         facts["seconds"] = round(time.monotonic() - began)
         facts["killed"] = {f"{name} {state}": count for (name, state), count in sorted(kills.items())}

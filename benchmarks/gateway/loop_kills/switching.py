@@ -7,7 +7,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import httpx
 
@@ -18,6 +18,10 @@ _POLL_SECONDS = 0.02
 _SETTLED_SECONDS = 2.0
 """Time for which all answers must be the new ones."""
 _JOB_SECONDS = 120.0
+
+
+_Seconds: TypeAlias = tuple[float, float]
+"""Time from sending what a person decides, and from its answer, to the last request that is answered otherwise."""
 
 
 class _Asking:
@@ -62,18 +66,18 @@ class Switches:
                         raise RuntimeError(f"the job of version {number} has ended: {found['reason']}")
                     await asyncio.sleep(0.1)
 
-    async def promote(self) -> float:
-        """Seconds from the acknowledgement of a person's promotion to the last request with another answer."""
+    async def promote(self) -> _Seconds:
+        """A person's promotion of a candidate."""
         canary, current, _ = await self._begin()
         return await self._time(current, f"{_ADAPTER}@2", f"/v1/canaries/{canary}/decide", {"decision": "promote"})
 
-    async def roll_back_canary(self) -> float:
-        """The same for the rollback of a candidate."""
+    async def roll_back_canary(self) -> _Seconds:
+        """A person's rollback of a candidate."""
         canary, _, candidate = await self._begin()
         return await self._time(candidate, f"{_ADAPTER}@1", f"/v1/canaries/{canary}/decide", {"decision": "roll_back"})
 
-    async def roll_back_version(self) -> float:
-        """The same for the way back from a version that is current and attached."""
+    async def roll_back_version(self) -> _Seconds:
+        """The way back from a version that is current and attached."""
         return await self._time("nobody", f"{_ADAPTER}@1", f"/v1/adapters/{_ADAPTER}/rollback", {"version": 1})
 
     async def _begin(self) -> tuple[str, str, str]:
@@ -94,12 +98,13 @@ class Switches:
         answer = await self._client.http.post(url + "/v1/chat/completions", json=body)
         return str(answer.raise_for_status().headers.get("x-temper-canary", "").rpartition("arm=")[2])
 
-    async def _time(self, session: str, wanted: str, path: str, body: dict[str, Any]) -> float:
+    async def _time(self, session: str, wanted: str, path: str, body: dict[str, Any]) -> _Seconds:
         asking = _Asking(self._client.http, self._urls, self._model, session, wanted)
         task = asyncio.create_task(asking.run())
         try:
             await asyncio.sleep(0.3)
             url = self._urls[next(self._turns)]
+            sent = time.monotonic()
             (await self._client.http.post(url + path, json=body)).raise_for_status()
             acknowledged = time.monotonic()
             while time.monotonic() - max(asking.last_other, acknowledged) < _SETTLED_SECONDS:
@@ -109,10 +114,14 @@ class Switches:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        return max(0.0, asking.last_other - acknowledged)
+        return max(0.0, asking.last_other - sent), max(0.0, asking.last_other - acknowledged)
 
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
         return (await self._client.sure("POST", path, json=body)).raise_for_status().json()
+
+
+def _told(seconds: Sequence[float]) -> dict[str, float]:
+    return {"p50_s": round(statistics.median(seconds), 3), "max_s": round(max(seconds), 3)}
 
 
 async def measured(fleet: Fleet, count: int) -> dict[str, Any]:
@@ -122,7 +131,7 @@ async def measured(fleet: Fleet, count: int) -> dict[str, Any]:
     try:
         switches = Switches(fleet, client)
         await switches.prepare()
-        found: dict[str, list[float]] = {"promotion": [], "rollback_of_a_version": [], "rollback_of_a_candidate": []}
+        found: dict[str, list[_Seconds]] = {"promotion": [], "rollback_of_a_version": [], "rollback_of_a_candidate": []}
         for _ in range(count):
             found["promotion"].append(await switches.promote())
             found["rollback_of_a_version"].append(await switches.roll_back_version())
@@ -131,6 +140,9 @@ async def measured(fleet: Fleet, count: int) -> dict[str, Any]:
         keeping.cancel()
         await client.aclose()
     return {"switches": count} | {
-        name: {"p50_s": round(statistics.median(seconds), 3), "max_s": round(max(seconds), 3)}
+        name: {
+            "from_sending": _told([sent for sent, _ in seconds]),
+            "from_answer": _told([seen for _, seen in seconds]),
+        }
         for name, seconds in found.items()
     }
