@@ -150,6 +150,10 @@ class MemoryIndex:
     def erased(self) -> Mapping[str, float]:
         return self.marks
 
+    def waiting(self, now: float) -> Sequence[str]:
+        del now
+        return []
+
 
 class MemoryLease:
     """Lease's methods for the only one that wishes for it."""
