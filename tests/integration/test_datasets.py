@@ -13,6 +13,7 @@ import pytest
 import redis
 
 from services.common.errors import NotFound, Unavailable
+from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs import JobState
 from services.common.jobs.kinds.kto import KtoJob
 from services.common.jobs.record import checkpoints_of
@@ -33,6 +34,7 @@ from tests.integration.jobs import Consumers, must_claim, silence
 from tests.integration.logging_gateway import Gateway, ask, everywhere, gateway, log, logged
 from tests.stack import PATIENCE
 from tests.unit.cli.runner import temper as run_temper
+from tests.unit.gateway.key_file import error_of
 
 __all__ = ["gateway", "log"]
 SPLIT = {"validation": 0.0, "held_out": 0.0}
@@ -101,6 +103,15 @@ def test_from_traffic_to_examples(
     assert filed.status_code == 201, filed.text
     assert (filed.json()["rows"]["train"], filed.json()["report"]["faulty_lines"]) == (1, 1)
     assert call("POST", "/v1/datasets", json={"name": "x", "files": [file]}, key="rival").status_code == 404
+
+    suite = {"name": "sums", "scorer": {"type": "exact"}, "jsonl": '{"prompt": "2 + 2?", "expected": "4"}'}
+    assert call("POST", "/v1/eval/suites", json=suite).status_code == 201
+    both = {"name": "both", "feedback": True, "files": [file], "split": SPLIT, "apart_from": ["sums"]}
+    apart = call("POST", "/v1/datasets", json=both).json()
+    assert (apart["rows"]["train"], apart["report"]["of_suites"], apart["spec"]["apart_from"]) == (3, 1, ["sums"])
+    error = error_of(call("POST", "/v1/datasets", json={**both, "apart_from": ["sums@7"]}), 404)
+    assert error["param"] == "apart_from"
+    assert call("DELETE", "/v1/datasets/both").status_code == 200
 
     assert call("DELETE", f"/v1/request_log/{answers[2]['id']}").status_code == 200
     assert call("GET", "/v1/datasets/thumbs@1").json()["rows"]["train"] == 2, "a data set has no erased request"
@@ -307,7 +318,7 @@ def test_an_erasure_that_died_is_finished_by_the_next(store: ObjectStore, monkey
 def test_a_user_erased_while_a_data_set_is_made_is_not_in_it(
     store: ObjectStore, log: RequestLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    maker = DatasetMaker(DatasetStore(store), log)
+    maker = DatasetMaker(DatasetStore(store), log, SuiteStore(store))
     create = maker.store.create
 
     def erased_meanwhile(*args: Any) -> Any:

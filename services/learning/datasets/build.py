@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from services.common.evaluation.contamination.overlap import SuiteOverlap
 from services.common.storage.ids import key_of
 from services.common.validation.strict_models import StrictModel
 from services.learning.datasets.outliers import DIGITS, UserOutlier, outliers_of
-from services.learning.datasets.rows import Row, row_of_file
+from services.learning.datasets.rows import Row, row_of_file, row_text
 from services.learning.datasets.spec import SPLITS, DatasetFilter, DatasetSpec, DatasetSplit, Split
 from services.learning.feedback.record import FeedbackRecord
 from services.learning.request_log.log import RequestFilter, RequestLog
@@ -52,6 +53,8 @@ class DatasetReport(StrictModel):
     """Rows of other data sets among the training rows."""
     capped: int = 0
     """Rows left out because their user had too many, or the data set."""
+    of_suites: int = 0
+    """Training rows left out because they would have taught items of the suites of `apart_from`."""
     rated: int = 0
     mean_rating: float | None = None
     users: int = 0
@@ -109,6 +112,7 @@ class DatasetBuilder:
         opinions: Sequence[FeedbackRecord],
         files: Mapping[str, Iterable[Mapping[str, Any]]],
         others: Sequence[Iterable[Row]] = (),
+        suites: Sequence[SuiteOverlap] = (),
     ) -> Built:
         """The data set.
 
@@ -116,6 +120,7 @@ class DatasetBuilder:
             opinions: all feedback that the caller may use.
             files: examples by the id of their file.
             others: training rows of other data sets, for each entry of the declaration's `mix`.
+            suites: those of `apart_from`.
         """
         wanted = [one for one in opinions if self._takes_opinion(one)] if self._spec.feedback else []
         self._counts["opinions"] = len(wanted)
@@ -123,12 +128,12 @@ class DatasetBuilder:
         if self._spec.logged:
             rows += self._of_log({row.answer_id for row in rows})
         rows += self._of_files(files)
-        kept = self._capped(self._distinct(rows))
+        kept = self._capped(self._apart(self._distinct(rows), suites))
         split: dict[Split, list[Row]] = {name: [] for name in SPLITS}
         for row in kept:
             split[split_of(row, self._spec.split)].append(row)
         if split["train"]:
-            split["train"] += self._mixed(kept, len(split["train"]), others)
+            split["train"] += self._apart(self._mixed(kept, len(split["train"]), others), suites)
         answers = {row.answer_id for row in kept}
         used = [one.id for one in wanted if any(found in answers for found in self._answers_of.get(one.id, ()))]
         return Built(split, self._report(kept, wanted), used)
@@ -302,6 +307,16 @@ class DatasetBuilder:
                 }
             )
         return list(found.values())
+
+    def _apart(self, rows: Sequence[Row], suites: Sequence[SuiteOverlap]) -> list[Row]:
+        """Rows without those to train on that have something of a suite."""
+        kept = [
+            row
+            for row in rows
+            if split_of(row, self._spec.split) != "train" or not any(suite.touches(row_text(row)) for suite in suites)
+        ]
+        self._counts["of_suites"] += len(rows) - len(kept)
+        return kept
 
     def _capped(self, rows: Sequence[Row]) -> list[Row]:
         """The newest rows, of each user no more than its share, in the order of time."""

@@ -7,7 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, NotFound
+from services.common.evaluation.contamination.overlap import SuiteOverlap
+from services.common.evaluation.suites.names import parse_suite_ref
+from services.common.evaluation.suites.spec import SuiteItem
+from services.common.evaluation.suites.store import SuiteStore
 from services.learning.datasets.build import Built, DatasetBuilder, DatasetReport
 from services.learning.datasets.rows import Row
 from services.learning.datasets.spec import DatasetSpec
@@ -22,9 +26,10 @@ _SLACK_SECONDS = 60.0
 class DatasetMaker:
     """Makes data sets of what the stores have. Blocking; Unavailable when a store is away."""
 
-    def __init__(self, store: DatasetStore, log: RequestLog) -> None:
+    def __init__(self, store: DatasetStore, log: RequestLog, suites: SuiteStore) -> None:
         self.store = store
         self.log = log
+        self._suites = suites
 
     def build(
         self,
@@ -41,14 +46,22 @@ class DatasetMaker:
             owner: API key whose requests may be used; None: everybody's.
 
         Raises:
-            NotFound: a data set whose rows are mixed in is not there.
+            NotFound: a data set whose rows are mixed in, or a suite that they are to be apart from, is not there.
         """
         others = [chain.from_iterable(map(self._training_rows, one.datasets)) for one in spec.mix]
-        return DatasetBuilder(spec, self.log, owner).build(opinions, files, others)
+        suites = [SuiteOverlap(self._items(ref)) for ref in spec.apart_from]
+        return DatasetBuilder(spec, self.log, owner).build(opinions, files, others, suites)
 
     def _training_rows(self, ref: str) -> Iterator[Row]:
         """Raises NotFound."""
         return self.store.rows(self.store.get(*parse_dataset_ref(ref)), "train")
+
+    def _items(self, ref: str) -> list[SuiteItem]:
+        """Raises NotFound."""
+        try:
+            return self._suites.items(self._suites.get(*parse_suite_ref(ref)))
+        except NotFound as error:
+            raise NotFound(error.message, param="apart_from") from error
 
     def make(
         self,

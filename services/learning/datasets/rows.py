@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict
 
+from services.common.evaluation.contamination.texts import ReadText, Turn
 from services.common.storage.ids import key_of
 from services.common.validation.strict_models import StrictModel
 from services.learning.request_log.index import answer_mark, user_marks
@@ -86,6 +87,19 @@ class Row(StrictModel):
             return None
         content = self.answer.get("content")
         return content if isinstance(content, str) and content else None
+
+
+def row_text(row: Row) -> ReadText:
+    """All that a model would read of a row, as the contamination of suites is looked for."""
+    asked = tuple(Turn(str(turn.get("role", "")), _spoken(turn.get("content"))) for turn in row.messages)
+    answers = (None if row.answer is None else _spoken(row.answer.get("content")), row.better, row.worse)
+    return ReadText.answered(asked, [answer for answer in answers if answer])
+
+
+def _spoken(content: Any) -> str:
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def digest(value: Any) -> str:

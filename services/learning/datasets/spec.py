@@ -7,13 +7,14 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from services.common.jobs.fields.refs import DatasetRef
+from services.common.jobs.fields.refs import DatasetRef, SuiteRef
 from services.common.storage.names import NAME_SCHEMA, check_name, field_check
 from services.common.validation.json_rules import Rules, either, given, has, if_any
 from services.common.validation.strict_models import SentModel
 from services.learning.feedback.record import Source
 
 Split = Literal["train", "validation", "held_out"]
+MAX_APART = 32
 SPLITS: tuple[Split, ...] = ("train", "validation", "held_out")
 _Text = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -111,6 +112,9 @@ class DatasetSpec(SentModel):
     split: DatasetSplit = DatasetSplit()
     mix: list[MixedIn] = Field(default_factory=list, max_length=8, exclude_if=_nothing)
     """Rows of other data sets among the training rows. Which ones follows from the seed of the split."""
+    apart_from: list[SuiteRef] = Field(default_factory=list, max_length=MAX_APART, exclude_if=_nothing)
+    """Suites whose items are not to be taught: training rows that ask what an item asks, or have 13 words in a row of
+    one, are left out."""
     max_user_share: float = Field(1.0, gt=0, le=1)
     """Share of the rows that what one user said may be: against one who says too much. The newest are kept."""
     max_rows: int = Field(100_000, ge=1, le=1_000_000)

@@ -19,7 +19,7 @@ from services.common.validation.errors import problem
 from services.common.validation.json_rules import Rules, at_least_one, if_any, left_out
 from services.common.validation.strict_models import SentModel, check_finite
 from services.learning.canaries.policy import CanaryPolicy
-from services.learning.datasets.spec import DatasetSpec, MixedIn
+from services.learning.datasets.spec import MAX_APART, DatasetSpec, MixedIn
 
 Method = Literal["sft", "dpo", "kto", "grpo"]
 DAY: Final = 86400.0
@@ -144,6 +144,12 @@ class LearnerPolicy(SentModel):
     """Candidates in a row that are rejected or rolled back, after which the learner stops until it is resumed."""
 
     @model_validator(mode="after")
+    def _few_enough_suites(self) -> LearnerPolicy:
+        if len(self._apart_from()) > MAX_APART:
+            raise contradiction(f"the gate and data.apart_from name more than {MAX_APART} suites", "data")
+        return self
+
+    @model_validator(mode="after")
     def _shares_leave_something(self) -> LearnerPolicy:
         mixed = [part.share for part in (self.replay, self.anchor, *self.data.mix) if part is not None]
         if sum(mixed) >= 1:
@@ -200,4 +206,13 @@ class LearnerPolicy(SentModel):
             mix.append(MixedIn(datasets=list(earlier[-self.replay.datasets :]), share=self.replay.share))
         if self.anchor is not None:
             mix.append(MixedIn(datasets=[self.anchor.dataset], share=self.anchor.share))
-        return self.data.model_copy(update={"filter": wanted.model_copy(update=times), "mix": mix})
+        changed = {"filter": wanted.model_copy(update=times), "mix": mix, "apart_from": self._apart_from()}
+        return self.data.model_copy(update=changed)
+
+    def _apart_from(self) -> list[str]:
+        """Suites that are not taught: those of the declaration, and those of the gate. It does not decide on a suite of
+        which something was taught, so one user who asks what an item asks would hold up every cycle."""
+        judges: list[str] = []
+        if self.gate is not None and not self.gate.allow_contaminated:
+            judges = [one.suite for one in (*self.gate.gain, *self.gate.no_loss)]
+        return list(dict.fromkeys((*self.data.apart_from, *judges)))

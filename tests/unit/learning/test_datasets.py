@@ -9,6 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.common.evaluation.contamination.hashes import TextHasher, prompt_hashes
+from services.common.evaluation.contamination.overlap import ItemOverlap, SuiteOverlap
+from services.common.evaluation.contamination.texts import training_texts
+from services.common.evaluation.suites.spec import SuiteItem
 from services.common.jobs import JOBS
 from services.common.storage.ids import key_of
 from services.learning.datasets.build import Built, DatasetBuilder, split_of
@@ -346,3 +350,45 @@ def test_a_line_that_is_no_example_is_counted(line: dict[str, Any]) -> None:
     spec = DatasetSpec.model_validate({"feedback": False, "files": ["f"]})
     built = DatasetBuilder(spec, ListedLog([]), None).build([], {"f": [line, {"prompt": "a", "completion": "b"}]})
     assert (built.report.faulty_lines, sum(map(len, built.rows.values()))) == (1, 1)
+
+
+_RECIPE = "Take two eggs, some flour, a pinch of salt and milk, stir it well and wait for an hour."
+_ITEMS = (SuiteItem(prompt="What is  17 + 4?", expected=["21"]), SuiteItem(prompt="A recipe?", expected=[_RECIPE]))
+
+
+def _found(built: Built, kind: Any) -> list[ItemOverlap]:
+    """Overlap of the items with what a job would learn from the training rows, as its gate looks for it."""
+    examples = {"examples": examples_of(kind, built.rows["train"])}
+    spec = JOBS[kind].model_validate({"kind": kind, "adapter": "a", **examples})
+    texts = list(training_texts(spec, None))  # type: ignore[arg-type]  # nothing here is given as tokens
+    hasher = TextHasher()
+    return SuiteOverlap(_ITEMS).find([prompt_hashes(text) for text in texts], [hasher.grams(text) for text in texts])
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "kto"])
+@pytest.mark.parametrize(
+    ("asks", "correction"),
+    [
+        ("what is 17 + 4", "It is 20."),  # an item's prompt, but for case and punctuation
+        ("How are pancakes made?", f"Pancakes! {_RECIPE} Then fry them."),  # 13 words of an item's answer
+    ],
+)
+def test_rows_that_would_teach_items_of_a_suite_are_left_out(kind: str, asks: str, correction: str) -> None:
+    log = ListedLog([request(1, "a"), request(2, "b", asks=asks)])
+    opinions = [said(1, score=-1, correction="a better answer"), said(2, score=-1, correction=correction)]
+    spec = DatasetSpec.model_validate({"split": {"validation": 0.0, "held_out": 0.0}, "apart_from": ["items"]})
+    taught = DatasetBuilder(spec, log, None).build(opinions, {})
+    assert any(item.contaminated for item in _found(taught, kind))
+    built = DatasetBuilder(spec, log, None).build(opinions, {}, suites=[SuiteOverlap(_ITEMS)])
+    assert not any(item.contaminated for item in _found(built, kind))
+    assert [row.messages[0]["content"] for row in built.rows["train"]] == ["question 1"]
+    assert built.report.of_suites == 1
+    assert built.opinions == ["fb_1"], "what is not taught is not used"
+
+
+def test_held_out_rows_stay_though_a_suite_has_them() -> None:
+    spec = DatasetSpec.model_validate({"split": {"validation": 0.0, "held_out": 0.99}})
+    log = ListedLog([request(1, "21", asks="What is 17 + 4?")])
+    built = DatasetBuilder(spec, log, None).build([said(1, score=1)], {}, suites=[SuiteOverlap(_ITEMS)])
+    assert len(built.rows["held_out"]) == 1
+    assert built.report.of_suites == 0

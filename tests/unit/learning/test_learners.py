@@ -331,3 +331,13 @@ def test_the_parts_of_a_cycle() -> None:
     assert (spec.filter.said_since, spec.filter.said_until, spec.filter.min_rating) == (5.0, 9.0, -1)
     assert [(one.datasets, one.share) for one in spec.mix] == [(["l@2", "l@3"], 0.3), (["chat"], 0.1)]
     assert policy(replay={"share": 0.3}).spec(0, 1, ()).mix == [], "there is nothing to replay yet"
+
+
+def test_what_the_gate_asks_is_not_taught() -> None:
+    gate: dict[str, Any] = {"gain": [{"suite": "sums"}], "no_loss": [{"suite": "dates@2", "max_loss": 0.1}]}
+    data = {"apart_from": ["own", "sums"]}
+    assert policy(gate=gate, data=data).spec(0, 1, ()).apart_from == ["own", "sums", "dates@2"]
+    assert policy(gate={**gate, "allow_contaminated": True}, data=data).spec(0, 1, ()).apart_from == ["own", "sums"]
+    many = {"apart_from": [f"suite-{number}" for number in range(31)]}
+    with pytest.raises(ValidationError, match="more than 32 suites"):
+        policy(gate=gate, data=many)

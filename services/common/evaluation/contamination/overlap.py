@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from services.common.evaluation.contamination.hashes import TextHasher, whole_prompt
-from services.common.evaluation.contamination.texts import item_text
+from services.common.evaluation.contamination.hashes import TextHasher, prompt_hashes, whole_prompt
+from services.common.evaluation.contamination.texts import ReadText, item_text
 from services.common.evaluation.suites.spec import SuiteItem
 
 WORDING = 10
@@ -37,14 +37,14 @@ class ItemOverlap:
 class SuiteOverlap:
     """Looks for a suite's items in hashes of training data.
 
-    Keeps about 150 bytes a word of the suite, and nothing of the training data.
+    Keeps about 150 bytes a word of the suite, and nothing of the training data. Not thread-safe.
     """
 
     def __init__(self, items: Sequence[SuiteItem]) -> None:
-        hasher = TextHasher()
+        self._hasher = TextHasher()
         texts = [item_text(item) for item in items]
         self._prompts = [whole_prompt(text) for text in texts]
-        self._grams = [frozenset(hasher.grams(text)) for text in texts]
+        self._grams = [frozenset(self._hasher.grams(text)) for text in texts]
         by_group: dict[str | int, set[int]] = {}
         for place, (item, grams) in enumerate(zip(items, self._grams, strict=True)):
             by_group.setdefault(place if item.group is None else item.group, set()).update(grams)
@@ -77,3 +77,9 @@ class SuiteOverlap:
             ItemOverlap(prompt in seen, len(own := grams - self._wording), len(own & found))
             for prompt, grams in zip(self._prompts, self._grams, strict=True)
         ]
+
+    def touches(self, text: ReadText) -> bool:
+        """Whether training on a text would contaminate an item."""
+        if not self._asked.isdisjoint(prompt_hashes(text)):
+            return True
+        return any(gram in self._wanted for gram in self._hasher.grams(text))
