@@ -241,9 +241,10 @@ async def plan_learner(name: LearnerPath, services: Services, response: Response
     waiting = await services.work.waiting(learner)
     found = due(learner, waiting, now)
     spec = await services.work.declared(learner, await services.work.known_until(learner, now))
-    built, _ = await built_only(services.datasets, spec, sources_of(learner))
-    learnt = examples_of(policy.method, built.rows["train"])
     suites, problems = await _suites(services, policy)
+    there = [ref for ref in spec.apart_from if ref in suites]
+    built, _ = await built_only(services.datasets, spec.model_copy(update={"apart_from": there}), sources_of(learner))
+    learnt = examples_of(policy.method, built.rows["train"])
     if not learnt:
         problems.insert(
             0, f"none of the {len(built.rows['train'])} training rows teaches a job of kind {policy.method}"
@@ -258,21 +259,22 @@ async def plan_learner(name: LearnerPath, services: Services, response: Response
         report=built.report,
         examples=len(learnt),
         job=policy.job(name),
-        suites=suites,
+        suites=list(suites.values()),
         canary_share=None if policy.canary is None else policy.canary.share,
         problems=problems,
     )
 
 
-async def _suites(services: LearnerServices, policy: LearnerPolicy) -> tuple[list[str], list[str]]:
-    """Suites of the gate with their versions, and what is wrong with them."""
-    found, problems = [], []
+async def _suites(services: LearnerServices, policy: LearnerPolicy) -> tuple[dict[str, str], list[str]]:
+    """Suites of the gate and those that the data are apart from, each with its version; and what is wrong with them."""
+    found: dict[str, str] = {}
+    problems = []
     gate = policy.gate
-    named = [] if gate is None else [*(one.suite for one in gate.gain), *(one.suite for one in gate.no_loss)]
-    for name in named:
+    judges = [] if gate is None else [one.suite for one in (*gate.gain, *gate.no_loss)]
+    for name in dict.fromkeys((*judges, *policy.data.apart_from)):
         try:
             manifest = await services.training.threads.run(services.training.suites.get, *parse_suite_ref(name))
-            found.append(str(manifest.ref))
+            found[name] = str(manifest.ref)
         except TemperError as error:
             problems.append(error.message)
     return found, problems
