@@ -198,10 +198,10 @@ def create_app(
         sessions = TrainingSessionRouter(lambda: engines.clients, settings.engine_retry_seconds)
         forge = ForgeServices(queue, engines, batch_stores.files.objects, settings.s3_bucket, threads)
         training = TrainingServices(settings, engines, queue, registry, suites, datasets, threads, lifecycle)
-        erasure = Erasure(datasets, suites, queue, batch_stores.files.objects, threads)
+        runs = EvaluationStore(batch_stores.files.objects)
+        erasure = Erasure(datasets, suites, runs, queue, batch_stores.files.objects, threads)
         maker = DatasetMaker(datasets, log_reader, suites)
         data = DatasetServices(maker, feedback, batch_stores.files, erasure, threads)
-        runs = EvaluationStore(batch_stores.files.objects)
         learners = keep_learners(settings)
         work = LearnerWork(training, data, canary_store, runs)
         controller = LearnerController(learners, work, metrics.learners) if settings.learners else None

@@ -1,4 +1,4 @@
-"""Records of a run: what it asks of whom, the answers, and the result. They never change once written."""
+"""Records of a run: what it asks of whom, the answers, and the result. Once written they only lose what is erased."""
 
 from __future__ import annotations
 
@@ -99,6 +99,11 @@ class ItemResult(StrictModel):
     weight: float
     group: str | None = None
     answers: tuple[Answer, ...]
+
+    def without_answers(self) -> ItemResult:
+        """The same scores without what was answered."""
+        said_nothing = {"text": "", "reason": None, "tool_calls": ()}
+        return self.model_copy(update={"answers": tuple(one.model_copy(update=said_nothing) for one in self.answers)})
 
 
 class Shard(StrictModel):

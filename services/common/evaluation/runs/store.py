@@ -13,7 +13,8 @@ Layout, under one bucket:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from pydantic import TypeAdapter
 
@@ -133,6 +134,41 @@ class EvaluationStore:
                 )
         self.finish(result)
         self.begin(record, [])
+
+    def erase(self, suite: str, items: Collection[str]) -> dict[str, int]:
+        """Takes away what was answered to items of a suite, in all runs of any of its versions: the item may have been
+        in one that is gone. Scores stay, so that results still add up. Returns how many answers of which run. May be
+        repeated.
+
+        Args:
+            suite: its name.
+            items: their ids.
+        """
+        gone: Counter[str] = Counter()
+        for run in self._everybodys():
+            record = self.record(run)
+            for place, one in enumerate(record.suites if record is not None else ()):
+                if record is not None and one.suite.partition("@")[0] == suite:
+                    for target in range(len(record.targets)):
+                        gone[run] += self._blank(run, place, target, frozenset(items))
+        return {run: answers for run, answers in gone.items() if answers}
+
+    def _everybodys(self) -> Iterator[str]:
+        after: str | None = None
+        while page := self.all.newest(after=after):
+            yield from page
+            after = page[-1]
+
+    def _blank(self, run: str, suite: int, target: int, items: Collection[str]) -> int:
+        blanked = number = 0
+        while (shard := self.shard(run, suite, target, number)) is not None:
+            results = tuple(one.without_answers() if one.item in items else one for one in shard.results)
+            if results != shard.results:
+                self._store.put(_shard_key(run, suite, target, number), _SHARD.dump_json(Shard(results=results)))
+                changed = (one for one, before in zip(results, shard.results, strict=True) if one != before)
+                blanked += sum(len(one.answers) for one in changed)
+            number += 1
+        return blanked
 
     # Parts.
 

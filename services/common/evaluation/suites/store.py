@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from services.common.errors import NotFound
 from services.common.evaluation.suites.manifest import (
@@ -120,9 +120,13 @@ class SuiteStore:
         self._versions.publish(name, number, manifest.model_dump(mode="json"))
         return manifest
 
-    def erase(self, mark: str) -> dict[str, int]:
+    def erase(self, mark: str, first: Callable[[str, Collection[str]], object]) -> dict[str, int]:
         """Takes the items with a mark of erasure out of every suite that was made of a data set: the version goes, and
-        of a newest one what is left becomes a new version. Returns how many items of which version. May be repeated."""
+        of a newest one what is left becomes a new version. Returns how many items of which version. May be repeated.
+
+        Args:
+            first: called with the suite's name and the ids of such items before they go, for what else has them.
+        """
         gone = {}
         for name, newest in self._versions.newest():
             for number in self.versions(name):
@@ -133,6 +137,7 @@ class SuiteStore:
                 left = [item for item in items if mark not in item.marks]
                 if len(left) == len(items):
                     continue
+                first(name, [item.id for item in items if mark in item.marks and item.id is not None])
                 if left and number == newest:
                     self.create(name, manifest.settings, left, origin=manifest.origin, key_id=manifest.key_id)
                 self.delete(manifest.ref)

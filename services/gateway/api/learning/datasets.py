@@ -297,5 +297,10 @@ async def erase_user(user: Annotated[str, Path(min_length=1, max_length=256)], s
     feedback = await services.feedback.delete_all(FeedbackFilter(mine, user=user))
     erased = await services.erasure.erase(user_mark(user, mine))
     return ErasedUser(
-        feedback=feedback, requests=requests, datasets=erased.datasets, suites=erased.suites, jobs=erased.jobs
+        feedback=feedback,
+        requests=requests,
+        datasets=erased.datasets,
+        suites=erased.suites,
+        evaluations=erased.evaluations,
+        jobs=erased.jobs,
     )

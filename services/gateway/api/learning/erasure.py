@@ -1,9 +1,12 @@
-"""Erasure of what was made of traffic: rows of data sets, items of suites, and unfinished jobs that have such rows."""
+"""Erasure of what was made of traffic: rows of data sets, items of suites with the answers to them in evaluations, and
+unfinished jobs that have such rows."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
+from services.common.evaluation.runs.store import EvaluationStore
 from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs.record import checkpoints_of
 from services.common.queue.job_queue import JobQueue
@@ -22,6 +25,8 @@ class Erased:
     """Rows by version."""
     suites: dict[str, int]
     """Items by version."""
+    evaluations: dict[str, int]
+    """Answers to such items, by run."""
     jobs: dict[str, JobEnd]
 
 
@@ -31,6 +36,7 @@ class Erasure:
 
     datasets: DatasetStore
     suites: SuiteStore
+    runs: EvaluationStore
     queue: JobQueue
     objects: ObjectStore
     threads: StoreThreads
@@ -38,8 +44,11 @@ class Erasure:
     async def erase(self, mark: str) -> Erased:
         """Takes out what a mark of erasure means. May be repeated; raises Unavailable."""
         datasets = await self.threads.run(self.datasets.erase, mark)
-        suites = await self.threads.run(self.suites.erase, mark)
-        return Erased(datasets, suites, await self._withdraw())
+        answers: Counter[str] = Counter()
+        suites = await self.threads.run(
+            self.suites.erase, mark, lambda suite, items: answers.update(self.runs.erase(suite, items))
+        )
+        return Erased(datasets, suites, dict(answers), await self._withdraw())
 
     async def _withdraw(self) -> dict[str, JobEnd]:
         """Ends the jobs that have rows which are gone."""

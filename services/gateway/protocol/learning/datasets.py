@@ -112,4 +112,6 @@ class ErasedUser(BaseModel):
     """Rows that were taken out, by version."""
     suites: dict[str, int]
     """Items that were taken out of suites made of data sets, by the version that they were in, which is gone."""
+    evaluations: dict[str, int]
+    """Answers to such items whose text was taken out of evaluations, by run. Scores stay."""
     jobs: ErasedJobs

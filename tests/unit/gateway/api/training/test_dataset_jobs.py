@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from services.common.evaluation.runs.records import Answer, ItemResult, RunRecord, RunResult, RunSuite, RunTarget
+from services.common.evaluation.runs.store import EvaluationStore
+from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs import DpoJob, GrpoJob, KtoJob, SftJob
 from services.common.security.api_keys import Scope
 from services.gateway.api.training.erased_rows import REASON
@@ -202,6 +206,24 @@ def test_nobody_learns_from_the_data_of_others(start: Starter, tmp_path: Path) -
         refused(http.post("/v1/eval/suites", json={**suite, "name": "t"}), "does not exist", status=404)
 
 
+def evaluated(running: Running, run: str, suite: str, answers: Sequence[str]) -> None:
+    """A run in which the base has answered the items of a suite."""
+    name, _, number = suite.partition("@")
+    items = SuiteStore(running.store).items(SuiteStore(running.store).get(name, int(number)))
+    asked = RunSuite(suite=suite, digest="0", items=len(items), scorer="exact", better="higher", sampling=None)
+    record = RunRecord(
+        id=run, suites=(asked,), targets=(RunTarget(name="base"),), seed=0, base_digest="", created_at=1.0
+    )
+    found = [
+        ItemResult(
+            item=item.id or str(place), index=place, score=1.0, weight=1.0, answers=(Answer(text=text, score=1),)
+        )
+        for place, (item, text) in enumerate(zip(items, answers, strict=True))
+    ]
+    result = RunResult(id=run, summaries=(), comparisons=(), finished_at=2.0)
+    EvaluationStore(running.store).add_whole(record, {(0, 0): found}, result)
+
+
 def test_the_erased_leave_suites_too(running: Running, http: httpx.Client) -> None:
     """The version that had them goes, and a newer one has what is left."""
     more = row("zoe", "3 + 3", "6", said_by=("judge",))
@@ -210,8 +232,19 @@ def test_the_erased_leave_suites_too(running: Running, http: httpx.Client) -> No
     assert http.post("/v1/eval/suites", json=body).json()["items"] == 3
     own = {"name": "own", "scorer": {"type": "exact"}, "jsonl": '{"prompt": "ann", "expected": "ann"}'}
     assert http.post("/v1/eval/suites", json=own).status_code == 201
+    items = http.get("/v1/eval/suites/sums@1/items").json()["data"]
+    answered = [("run-1", [f"I heard {item['messages'][0]['content']}" for item in items]), ("run-2", ["", "", ""])]
+    for run, answers in answered:
+        evaluated(running, run, "sums@1", answers)
+    evaluated(running, "run-3", "own@1", ["I heard 1 + 1"])
     erased = http.delete("/v1/users/ann").json()
     assert (erased["datasets"], erased["suites"]) == ({"thumbs@1": 3}, {"sums@1": 2})
+    assert erased["evaluations"] == {"run-1": 2}, "nothing was said in the second, and the third is of another suite"
+    found = http.get("/v1/evaluations/run-1/items?suite=sums@1&target=base").json()["data"]
+    asked = {item["id"]: item["messages"][0]["content"] for item in items}
+    texts = {asked[one["item"]]: (one["score"], one["answers"][0]["text"]) for one in found}
+    assert texts.pop("3 + 3") == (1.0, "I heard 3 + 3")
+    assert set(texts.values()) == {(1.0, "")}
     assert http.get("/v1/eval/suites/sums@1").status_code == 404
     (left,) = http.get("/v1/eval/suites/sums@2/items").json()["data"]
     assert left["messages"][0]["content"] == "3 + 3"
