@@ -125,6 +125,10 @@ def digits(answer_id: str) -> str:
     return answer_id.partition("-")[2] or answer_id.partition("_")[2]
 
 
+def target(said: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in said.items() if name.endswith("_id")}
+
+
 def test_a_better_version_is_promoted_everywhere(fleet: Fleet) -> None:
     """By what users say of its answers, on all surfaces and both gateways."""
     canary = fleet.begin(gain=1)
@@ -150,6 +154,11 @@ def test_a_better_version_is_promoted_everywhere(fleet: Fleet) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         said = list(pool.map(visit, range(90)))
+        judged = [
+            {"score": 0.25 if one["thumb"] == "down" else -0.5, "source": "judge"} | target(one) for one in said[:20]
+        ]
+        for one in judged:
+            fleet.call("POST", "/v1/feedback", key="app", json=one).raise_for_status()
         given = pool.map(lambda one: fleet.call("POST", "/v1/feedback", key="app", json=one).status_code, said)
         assert set(given) == {201}
     assert all(len(one) == 1 for one in arms.values()), "a session stays in its arm"
@@ -164,6 +173,9 @@ def test_a_better_version_is_promoted_everywhere(fleet: Fleet) -> None:
     assert [arm["version"] for arm in arms_told] == [str(ONE), str(TWO)]
     assert all(arm["voices"] >= 30 for arm in arms_told)
     assert [arm["score"] for arm in arms_told] == [-1, 1]
+    judges = [arm["others"]["judge"] for arm in arms_told]
+    assert [one["score"] for one in judges] == [0.25, -0.5], "a judge is shown, and does not decide"
+    assert sum(one["opinions"] for one in judges) == 20
     assert fleet.call("GET", "/v1/canaries?state=promoted&adapter=toy").json()["data"] == [ended]
     metrics = "".join(httpx.get(one.url + "/metrics", timeout=PATIENCE).text for one in fleet.gateways)
     assert 'temper_gateway_canaries_ended_total{reason="better",state="promoted"} 1.0' in metrics

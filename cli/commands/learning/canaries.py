@@ -130,6 +130,14 @@ def _rate(name: str) -> Any:
     return say
 
 
+def _said_by(source: str) -> Any:
+    def say(arm: dict[str, Any]) -> str:
+        said = arm["others"].get(source)
+        return "" if said is None or said["score"] is None else f"{said['score']:+.3f}"
+
+    return say
+
+
 def _mean(name: str, unit: str) -> Any:
     def say(arm: dict[str, Any]) -> str:
         whole = arm["answers"] - arm["errors"]
@@ -142,6 +150,7 @@ _FIGURES: dict[str, Any] = {
     "answers": lambda arm: str(arm["answers"]),
     "voices": lambda arm: str(arm["voices"]),
     "score": lambda arm: "" if arm["score"] is None else f"{arm['score']:+.3f}",
+    "judge's score": _said_by("judge"),
     "errors": _rate("errors"),
     "cut off": _rate("cut_off"),
     "repetition": _rate("repetition"),

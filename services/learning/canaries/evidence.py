@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
 
 from services.common.evaluation.statistics.sequential import Observed
 from services.learning.canaries.answers import Counts
@@ -22,8 +23,9 @@ from services.learning.canaries.record import (
     CanaryRecord,
     Decision,
     LookEvidence,
+    SourceEvidence,
 )
-from services.learning.feedback.record import FeedbackRecord
+from services.learning.feedback.record import FeedbackRecord, Source
 
 _LABELS = 10
 """Labels that are told of."""
@@ -40,13 +42,20 @@ class Opinions:
         self._record = record
         self._sessions = sessions
         self._scores: dict[Arm, dict[tuple[str, ...], list[float]]] = {arm: {} for arm in ARMS}
+        self._others: dict[Arm, dict[Source, list[float | None]]] = {arm: {} for arm in ARMS}
         self._labels: dict[Arm, Counter[str]] = {arm: Counter() for arm in ARMS}
         self.counts: Counter[Arm] = Counter()
 
     def take(self, opinion: FeedbackRecord) -> None:
-        """Counts an opinion, if it is about one of the canary's answers and of a source that the policy names."""
+        """Counts an opinion, if it is about one of the canary's answers: as one that decides if it is of a source that
+        the policy names."""
         said = opinion.said
-        if said.source not in self._record.policy.sources or opinion.created_at < self._record.began_at:
+        if opinion.created_at < self._record.began_at:
+            return
+        if said.source not in self._record.policy.sources:
+            for arm, target, score in self._about(opinion):
+                if score is not None or target == said.target:
+                    self._others[arm].setdefault(said.source, []).append(score)
             return
         for arm, target, score in self._about(opinion):
             voice = (opinion.owner, "user", said.user) if said.user is not None else (opinion.owner, "answer", target)
@@ -64,6 +73,14 @@ class Opinions:
     def labels(self, arm: Arm) -> Mapping[str, int]:
         """The most frequent labels of an arm."""
         return dict(self._labels[arm].most_common(_LABELS))
+
+    def others(self, arm: Arm) -> Mapping[Source, SourceEvidence]:
+        """What sources that do not decide say of an arm."""
+        found: dict[Source, SourceEvidence] = {}
+        for source, said in sorted(self._others[arm].items()):
+            scores = [score for score in said if score is not None]
+            found[source] = SourceEvidence(opinions=len(said), score=fmean(scores) if scores else None)
+        return found
 
     def _about(self, opinion: FeedbackRecord) -> Iterator[tuple[Arm, str, float | None]]:
         """Arms that it speaks of, with the answer's id and the score; a preference speaks of two."""
@@ -127,6 +144,7 @@ def evidence_of(record: CanaryRecord, counts: Mapping[str, Counts], opinions: Op
             voices=scores.count,
             score=scores.mean if scores.count else None,
             labels=opinions.labels(arm),
+            others=opinions.others(arm),
         )
 
     return CanaryEvidence(

@@ -10,6 +10,7 @@ from services.common.evaluation.statistics.sequential import Look, Verdict
 from services.common.storage.ids import PATTERN, ulid
 from services.common.validation.strict_models import StrictModel
 from services.learning.canaries.policy import CanaryPolicy
+from services.learning.feedback.record import Source
 
 ID_PATTERN: Final = f"^canary_{PATTERN}$"
 Arm: TypeAlias = Literal["current", "candidate"]
@@ -48,6 +49,14 @@ class NewCanary(StrictModel):
     """Learner that began it; empty: a person did."""
 
 
+class SourceEvidence(StrictModel):
+    """What one source said of an arm that does not decide: a judge, say."""
+
+    opinions: int
+    score: float | None
+    """Mean of the scores; null: there is none."""
+
+
 class ArmEvidence(StrictModel):
     """One arm so far."""
 
@@ -74,6 +83,8 @@ class ArmEvidence(StrictModel):
     """Mean over the voices."""
     labels: Mapping[str, int] = {}
     """How often feedback had which label; the most frequent ones."""
+    others: Mapping[Source, SourceEvidence] = {}
+    """Feedback of sources that the policy does not name. It is shown, and decides nothing."""
 
 
 class GuardrailEvidence(StrictModel):

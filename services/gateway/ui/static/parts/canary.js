@@ -15,6 +15,7 @@ const MEASURES = [
   ["Answers", (arm) => number(arm.answers)],
   ["Score", (arm) => number(arm.score)],
   ["Voices", (arm) => `${number(arm.voices)} in ${plural(arm.opinions, "opinion")}`],
+  ["Other sources", (arm) => Object.entries(arm.others).map(([source, said]) => `${source} ${number(said.score)} in ${plural(said.opinions, "opinion")}`).join(", ") || "–"],
   ["Feedback rate", (arm) => percent(ratio(arm.opinions, arm.answers), 1)],
   ["Errors", (arm) => percent(ratio(arm.errors, arm.answers + arm.errors), 1)],
   ["Cut off", (arm) => percent(ratio(arm.cut_off, arm.answers), 1)],
