@@ -135,7 +135,7 @@ class Launch:
             verdict_end.close()
             said = verdict.read()
         if not said.startswith(_READY):
-            last = last_line(ended.printed) or f"its process ended with status {ended.status}"
+            last = last_line(ended.printed) or ended.stopped or f"its process ended with status {ended.status}"
             raise self.unavailable(f"a program cannot be shut in here: {last}")
         return replace(ended, token=said.removeprefix(_READY))
 
