@@ -19,7 +19,7 @@ POLICY: dict[str, Any] = {
     "adapter": "polite",
     "method": "sft",
     "settings": {"lora": {"rank": 4}, "chat_template_kwargs": PLAIN},
-    "data": {"split": {"by": "request", "validation": 0.3, "held_out": 0.0, "seed": 1}},
+    "data": {"split": {"by": "user", "validation": 0.3, "held_out": 0.0, "seed": 1}},
     "trigger": {"min_rows": 12},
     "gate": {"metric": "eval_loss", "min_gain": 0.05},
     "stop_after": 1,

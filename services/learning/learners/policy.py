@@ -214,5 +214,5 @@ class LearnerPolicy(SentModel):
         which something was taught, so one user who asks what an item asks would hold up every cycle."""
         judges: list[str] = []
         if self.gate is not None and not self.gate.allow_contaminated:
-            judges = [one.suite for one in (*self.gate.gain, *self.gate.no_loss)]
+            judges = [*(one.suite for one in self.gate.gain), *(one.suite for one in self.gate.no_loss)]
         return list(dict.fromkeys((*self.data.apart_from, *judges)))

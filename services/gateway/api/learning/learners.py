@@ -270,7 +270,7 @@ async def _suites(services: LearnerServices, policy: LearnerPolicy) -> tuple[dic
     found: dict[str, str] = {}
     problems = []
     gate = policy.gate
-    judges = [] if gate is None else [one.suite for one in (*gate.gain, *gate.no_loss)]
+    judges = [] if gate is None else [*(one.suite for one in gate.gain), *(one.suite for one in gate.no_loss)]
     for name in dict.fromkeys((*judges, *policy.data.apart_from)):
         try:
             manifest = await services.training.threads.run(services.training.suites.get, *parse_suite_ref(name))
