@@ -13,7 +13,7 @@ from services.common.evaluation.contamination.overlap import SuiteOverlap
 from services.common.storage.ids import key_of
 from services.common.validation.strict_models import StrictModel
 from services.learning.datasets.outliers import DIGITS, UserOutlier, outliers_of
-from services.learning.datasets.rows import Row, row_of_file, row_text
+from services.learning.datasets.rows import Row, row_of_file, row_texts
 from services.learning.datasets.spec import SPLITS, DatasetFilter, DatasetSpec, DatasetSplit, Split
 from services.learning.feedback.record import FeedbackRecord
 from services.learning.request_log.log import RequestFilter, RequestLog
@@ -310,13 +310,15 @@ class DatasetBuilder:
 
     def _apart(self, rows: Sequence[Row], suites: Sequence[SuiteOverlap]) -> list[Row]:
         """Rows without those to train on that have something of a suite."""
-        kept = [
-            row
-            for row in rows
-            if split_of(row, self._spec.split) != "train" or not any(suite.touches(row_text(row)) for suite in suites)
-        ]
+
+        def teaches(row: Row) -> bool:
+            return any(suite.touches(text) for text in row_texts(row) for suite in suites)
+
+        kept = (
+            [row for row in rows if split_of(row, self._spec.split) != "train" or not teaches(row)] if suites else rows
+        )
         self._counts["of_suites"] += len(rows) - len(kept)
-        return kept
+        return list(kept)
 
     def _capped(self, rows: Sequence[Row]) -> list[Row]:
         """The newest rows, of each user no more than its share, in the order of time."""

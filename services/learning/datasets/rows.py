@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import ConfigDict
@@ -89,11 +89,13 @@ class Row(StrictModel):
         return content if isinstance(content, str) and content else None
 
 
-def row_text(row: Row) -> ReadText:
-    """All that a model would read of a row, as the contamination of suites is looked for."""
+def row_texts(row: Row) -> Iterator[ReadText]:
+    """All that a model would read of a row, as the contamination of suites is looked for: any of its answers may be the
+    one behind its messages."""
     asked = tuple(Turn(str(turn.get("role", "")), _spoken(turn.get("content"))) for turn in row.messages)
-    answers = (None if row.answer is None else _spoken(row.answer.get("content")), row.better, row.worse)
-    return ReadText.answered(asked, [answer for answer in answers if answer])
+    given = "" if row.answer is None else _spoken(row.answer.get("content"))
+    for answer in (given, row.better or "", row.worse or ""):
+        yield ReadText.answered(asked, [answer])
 
 
 def _spoken(content: Any) -> str:

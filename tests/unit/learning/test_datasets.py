@@ -353,7 +353,11 @@ def test_a_line_that_is_no_example_is_counted(line: dict[str, Any]) -> None:
 
 
 _RECIPE = "Take two eggs, some flour, a pinch of salt and milk, stir it well and wait for an hour."
-_ITEMS = (SuiteItem(prompt="What is  17 + 4?", expected=["21"]), SuiteItem(prompt="A recipe?", expected=[_RECIPE]))
+_ITEMS = (
+    SuiteItem(prompt="What is  17 + 4?", expected=["21"]),
+    SuiteItem(prompt="A recipe?", expected=[_RECIPE]),
+    SuiteItem(prompt="Why does bread that was baked slowly keep?", expected=["Longer than that which was baked fast."]),
+)
 
 
 def _found(built: Built, kind: Any) -> list[ItemOverlap]:
@@ -371,6 +375,8 @@ def _found(built: Built, kind: Any) -> list[ItemOverlap]:
     [
         ("what is 17 + 4", "It is 20."),  # an item's prompt, but for case and punctuation
         ("How are pancakes made?", f"Pancakes! {_RECIPE} Then fry them."),  # 13 words of an item's answer
+        # 13 words that begin in its prompt
+        ("Please: does bread that was baked slowly keep", "longer than that which was baked too fast?"),
     ],
 )
 def test_rows_that_would_teach_items_of_a_suite_are_left_out(kind: str, asks: str, correction: str) -> None:
