@@ -15,7 +15,8 @@ from services.common.errors import Unavailable
 from services.common.evaluation.runs.records import RunResult
 from services.common.evaluation.runs.store import SHARD_ITEMS, EvaluationStore
 from services.common.evaluation.suites.lines import read_suite
-from services.common.evaluation.suites.spec import SuiteSettings
+from services.common.evaluation.suites.manifest import SuiteOrigin
+from services.common.evaluation.suites.spec import SuiteItem, SuiteSettings
 from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs import EvalJob, Job, JobState, LoraSettings
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
@@ -145,6 +146,30 @@ async def test_what_is_deleted_meanwhile_fails_the_run_by_name_and_keeps_what_wa
     assert (done.state, done.attempts) == (JobState.FAILED, 1)
     assert "suite version sums@1 does not exist" in (done.reason or "")
     assert EvaluationStore(store).record(done.id) is not None
+
+
+async def test_answers_to_the_erased_are_not_kept_by_a_run_that_asks_them_now(
+    queue: JobQueue, store: ObjectStore, suites: SuiteStore, start: Start, pod: Pod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = [
+        SuiteItem(id=str(n), prompt=f"{n} + 1?", expected=[str(n + 1)], marks=["ann"] * (n == 3)) for n in range(5)
+    ]
+    origin = SuiteOrigin(sha256="0" * 64, rows=5, dataset="thumbs@1")
+    settings = SuiteSettings.model_validate({"scorer": {"type": "exact"}})
+    suites.create("theirs", settings, items, origin=origin)
+    scored, runs = TextScorer.score, EvaluationStore(store)
+
+    def erased_meanwhile(self: TextScorer, samples: Sequence[Sample], interrupt: Callable[[], None]) -> list[float]:
+        assert suites.erase("ann", runs.erase) == {"theirs@1": 1}
+        return scored(self, samples, interrupt)
+
+    monkeypatch.setattr(TextScorer, "score", erased_meanwhile)
+    start()
+    done = await ended(queue, job(suites=["theirs"]))
+    assert (done.state, done.attempts) == (JobState.FAILED, 1)
+    assert "suite version theirs@1 does not exist" in (done.reason or "")
+    assert runs.record(done.id) is not None
+    assert runs.items(done.id, 0, 0, 0, 5) == []
 
 
 async def test_a_store_and_a_scorer_that_fail_lose_no_answers(

@@ -199,7 +199,20 @@ class EvaluationRun:
                 items = retry(partial(self._parts.suites.items, manifest, first, SHARD_ITEMS))
                 made = maker.make(first, items, self._interrupt)
                 shard = retry(partial(store.write_shard, self._run, suite, target, number, made))
+                if manifest.origin is not None and manifest.origin.dataset is not None:
+                    self._keep_if_there(manifest, suite, target, number)
             yield shard
+
+    def _keep_if_there(self, manifest: SuiteManifest, suite: int, target: int, number: int) -> None:
+        """Removes a shard whose suite is gone: a user may have been erased who asked one of its items. Raises NotFound.
+
+        Whoever erases deletes suites first and looks at runs then; here it is the other way round.
+        """
+        try:
+            self._retry(partial(self._parts.suites.get, manifest.name, manifest.version))
+        except NotFound:
+            self._retry(partial(self._parts.store.remove_shard, self._run, suite, target, number))
+            raise
 
     def _tell(self, record: RunRecord, suite: int, target: int, results: Sequence[ItemResult]) -> None:
         invalid = sum(not answer.valid for item in results for answer in item.answers)

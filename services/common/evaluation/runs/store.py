@@ -109,6 +109,10 @@ class EvaluationStore:
             return self.shard(run, suite, target, number) or shard
         return shard
 
+    def remove_shard(self, run: str, suite: int, target: int, number: int) -> None:
+        """Removes a shard of a suite that was deleted meanwhile; none there is fine."""
+        self._store.delete(_shard_key(run, suite, target, number))
+
     def decide(self, run: str, gates: GateRecord) -> None:
         """Writes what the gates of a training job decided by a result. May be repeated."""
         self._put(f"{_prefix(run)}gates.json", gates)

@@ -4,6 +4,7 @@ unfinished jobs that have such rows."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from services.common.evaluation.runs.store import EvaluationStore
@@ -44,11 +45,23 @@ class Erasure:
     async def erase(self, mark: str) -> Erased:
         """Takes out what a mark of erasure means. May be repeated; raises Unavailable."""
         datasets = await self.threads.run(self.datasets.erase, mark)
+        suites, answers = await self.threads.run(self._suites, mark)
+        return Erased(datasets, suites, answers, await self._withdraw())
+
+    def _suites(self, mark: str) -> tuple[dict[str, int], dict[str, int]]:
+        """Items by version, and answers by run."""
         answers: Counter[str] = Counter()
-        suites = await self.threads.run(
-            self.suites.erase, mark, lambda suite, items: answers.update(self.runs.erase(suite, items))
-        )
-        return Erased(datasets, suites, dict(answers), await self._withdraw())
+        gone: list[tuple[str, Collection[str]]] = []
+
+        def first(suite: str, items: Collection[str]) -> None:
+            answers.update(self.runs.erase(suite, items))
+            gone.append((suite, items))
+
+        suites = self.suites.erase(mark, first)
+        # Once more: a run that asks them at this moment looks for its suite behind what it writes.
+        for suite, items in gone:
+            answers.update(self.runs.erase(suite, items))
+        return suites, dict(answers)
 
     async def _withdraw(self) -> dict[str, JobEnd]:
         """Ends the jobs that have rows which are gone."""
