@@ -63,7 +63,8 @@ class ChunkLayout:
 
     size: int
     gather: Tensor
-    """[chunks · size] int64: token of each place; padding points at some token."""
+    """[chunks · size] int64: token of each place; padding points at its chunk's first token, so that what is not finite
+    in one segment reaches no other, backwards either."""
     padding: Tensor | None
     """[chunks, 1, size] bool, True at padding; None: there is none."""
     scatter: Tensor
@@ -96,6 +97,8 @@ class ChunkLayout:
         if places > len(scatter):
             padding = torch.ones(places, dtype=torch.bool)
             padding[scatter] = False
+            firsts = gather.view(-1, size)[:, :1].expand(-1, size).flatten()
+            gather = torch.where(padding, firsts, gather)
             padding = padding.view(-1, 1, size).to(device)
         return cls(
             size=size,

@@ -17,6 +17,7 @@ from services.common.errors import InvalidRequest
 from services.engine.models.batch import CacheBuffers, ForwardBatch
 from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import PLAIN, Storage
+from services.engine.models.lora.lora_batch import LoraBatch
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.trainable import LoraParams
 
@@ -272,7 +273,7 @@ class CausalLM(ABC):
         self,
         token_ids: Tensor,
         lengths: Sequence[int],
-        lora: LoraParams | None,
+        lora: LoraParams | LoraBatch | None,
         *,
         recompute: Recompute,
         give_way: Callable[[], None],
@@ -282,7 +283,8 @@ class CausalLM(ABC):
         Args:
             token_ids: [T] int64, documents end to end. Whatever looks back restarts at each.
             lengths: tokens of each document, each at least 1.
-            lora: masters on the model's device; None: the base model.
+            lora: masters on the model's device; of several adapters each changes its own documents only. None: the base
+                model.
             recompute: what the backward computes again instead of keeping it: "none", "selective" (the inside of mixers
                 and the first product of the MLP) or "full" (whole layers).
             give_way: called between layers, in the backward too. On CUDA autograd runs the backward of a layer on a

@@ -68,6 +68,9 @@ class LoraParams:
             path: TrainableTarget(first, second, targets[path].alpha, targets[path].scale)
             for path, first, second in zip(paths, a, b, strict=True)
         }
+        self._layout = tuple(
+            (path, tuple(target.a.shape), tuple(target.b.shape), target.scale) for path, target in self.targets.items()
+        )
         self.module_prefix = module_prefix
         self.use_rslora = use_rslora
         self.target_modules = target_modules
@@ -76,6 +79,12 @@ class LoraParams:
     def rank(self) -> int:
         """The largest rank of any layer."""
         return max(target.a.shape[0] for target in self.targets.values())
+
+    @property
+    def layout(self) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...], float], ...]:
+        """Path, shapes of A and B, and scale of each linear layer: adapters that have it in common can be computed by
+        the same kernels."""
+        return self._layout
 
     @classmethod
     def create(cls, config: ModelConfig, settings: LoraSettings, *, device: torch.device | str = "cpu") -> LoraParams:

@@ -19,6 +19,7 @@ from services.engine.models.batch import CacheBuffers, ForwardBatch
 from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import PLAIN, Storage
 from services.engine.models.interface import CausalLM, Probe, Recompute
+from services.engine.models.lora.lora_batch import LoraBatch
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.config import Qwen3_5Config
@@ -199,7 +200,7 @@ class Qwen3_5(CausalLM):  # noqa: N801
         self,
         token_ids: Tensor,
         lengths: Sequence[int],
-        lora: LoraParams | None,
+        lora: LoraParams | LoraBatch | None,
         *,
         recompute: Recompute,
         give_way: Callable[[], None],

@@ -35,7 +35,7 @@ from kernels.gpu.train.rms_norm import rms_norm_backward
 from kernels.rope import Rotation
 from services.engine.models.interface import Recompute
 from services.engine.models.qwen3_5.config import Qwen3_5Config
-from services.engine.models.qwen3_5.training.adapters import GroupAdapter
+from services.engine.models.qwen3_5.training.adapters import GroupProducts
 from services.engine.models.qwen3_5.training.experts import ExpertsInside, TrainedThrough, gate
 from services.engine.models.qwen3_5.weights import AttentionWeights, DeltaNetWeights, LayerWeights
 from services.engine.models.weights.matrix import DenseMatrix, Matrix
@@ -118,7 +118,7 @@ class Layer:
         self,
         weights: LayerWeights,
         shared: Shared,
-        adapter: Mapping[str, GroupAdapter],
+        adapter: Mapping[str, GroupProducts],
         observe: Callable[[str, Tensor], Tensor] | None = None,
     ) -> None:
         self._weights, self._shared, self._adapter = weights, shared, adapter

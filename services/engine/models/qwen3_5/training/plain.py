@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from kernels.gated_delta import ChunkLayout, chunk_gated_delta, gates
 from kernels.rms_norm import gated_rms_norm, rms_norm
 from kernels.rope import Rotation, apply_rope, rope_tables
 from services.engine.models.interface import Probe, Recompute
+from services.engine.models.lora.lora_batch import LoraBatch
 from services.engine.models.lora.trainable import LoraParams, TrainableTarget
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.experts import pass_experts
@@ -82,20 +84,30 @@ class _DecodedLinear(torch.autograd.Function):
         return grads[0] @ ctx.weight.part(ctx.rows), None, None
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One adapter in a layer, and the rows that it changes."""
+
+    rows: slice
+    targets: Mapping[str, TrainableTarget]
+    """By path inside the layer."""
+
+
 class LayerAdapter:
-    """The trainable adapter of one layer; without one, every method is the plain linear map.
+    """The trainable adapters of one layer; without one, every method is the plain linear map.
 
     Args:
+        members: together they have all rows, in order.
         probe: sees the inputs of output projections by module, and says what goes in instead.
     """
 
     def __init__(
         self,
-        targets: Mapping[str, TrainableTarget],
+        members: Sequence[Member],
         query_rows: Tensor,
         probe: Callable[[str, Tensor], Tensor] | None = None,
     ) -> None:
-        self._targets, self._query_rows, self._probe = targets, query_rows, probe
+        self._members, self._query_rows, self._probe = members, query_rows, probe
 
     def project(self, x: Tensor, weight: Matrix, modules: Mapping[str, int]) -> list[Tensor]:
         """Outputs of one fused projection, taken apart by module.
@@ -116,7 +128,13 @@ class LayerAdapter:
         return self._adapted(residual + frozen_linear(x, weight), x, module)
 
     def _adapted(self, out: Tensor, x: Tensor, module: str) -> Tensor:
-        target = self._targets.get(module)
+        if not any(module in member.targets for member in self._members):
+            return out
+        parts = [self._of_member(one, out[one.rows], x[one.rows], module) for one in self._members]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _of_member(self, member: Member, out: Tensor, x: Tensor, module: str) -> Tensor:
+        target = member.targets.get(module)
         if target is None:
             return out
         b = target.b.index_select(0, self._query_rows) if module == "self_attn.q_proj" else target.b
@@ -130,7 +148,7 @@ def forward_packed(
     config: Qwen3_5Config,
     weights: ModelWeights,
     rotation: Rotation,
-    lora: LoraParams | None,
+    lora: LoraParams | LoraBatch | None,
     *,
     recompute: Recompute,
     give_way: Callable[[], None],
@@ -140,12 +158,12 @@ def forward_packed(
     if sum(lengths) != token_ids.shape[0] or min(lengths, default=0) < 1:
         raise ValueError(f"lengths {list(lengths)[:8]} do not cut {token_ids.shape[0]} tokens into documents")
     step = PackedStep.build(lengths, config, rotation, token_ids.device)
-    per_layer = _by_layer(lora, config.num_layers)
+    per_layer = _by_layer(lora, lengths, config.num_layers)
     x = F.embedding(token_ids, weights.embedding)
-    for index, (layer, targets) in enumerate(zip(weights.layers, per_layer, strict=True)):
+    for index, (layer, members) in enumerate(zip(weights.layers, per_layer, strict=True)):
         give_way()
         x = before = _yielding(x, give_way)
-        adapter = LayerAdapter(targets, step.query_rows, None if probe is None else _outputs(probe, index))
+        adapter = LayerAdapter(members, step.query_rows, None if probe is None else _outputs(probe, index))
         kind = recompute if torch.is_grad_enabled() else "none"
         if kind == "full":
             x = _again(_layer, x, layer, config, step, adapter)
@@ -169,7 +187,17 @@ def _outputs(probe: Probe, index: int) -> Callable[[str, Tensor], Tensor]:
     return lambda module, inputs: probe.output(f"layers.{index}.{module}", inputs)
 
 
-def _by_layer(lora: LoraParams | None, count: int) -> list[dict[str, TrainableTarget]]:
+def _by_layer(lora: LoraParams | LoraBatch | None, lengths: Sequence[int], count: int) -> list[list[Member]]:
+    if not isinstance(lora, LoraBatch):
+        return [[Member(slice(None), targets)] for targets in _targets(lora, count)]
+    ends = list(accumulate(lora.rows(lengths)))
+    rows = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    adapters = [_targets(adapter, count) for adapter in lora.adapters]
+    return [[Member(part, one[layer]) for part, one in zip(rows, adapters, strict=True)] for layer in range(count)]
+
+
+def _targets(lora: LoraParams | None, count: int) -> list[dict[str, TrainableTarget]]:
+    """Targets of each layer by path inside it."""
     layers: list[dict[str, TrainableTarget]] = [{} for _ in range(count)]
     for path, target in (lora.targets if lora is not None else {}).items():
         _, index, module = path.split(".", 2)

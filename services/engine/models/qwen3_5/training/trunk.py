@@ -20,9 +20,11 @@ from kernels.gpu.train.documents import Documents
 from kernels.gpu.train.rms_norm import rms_norm_backward
 from kernels.rope import Rotation
 from services.engine.models.interface import Probe, Recompute
+from services.engine.models.lora.lora_batch import LoraBatch
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.config import Qwen3_5Config
-from services.engine.models.qwen3_5.training.adapters import WorkingAdapter
+from services.engine.models.qwen3_5.training.adapter_batch import WorkingBatch
+from services.engine.models.qwen3_5.training.adapters import WorkingAdapter, WorkingFactors
 from services.engine.models.qwen3_5.training.layer import Kept, Layer, Shared
 from services.engine.models.qwen3_5.weights import ModelWeights
 
@@ -42,7 +44,7 @@ class Trunk:
         weights: ModelWeights,
         rotation: Rotation,
         documents: Documents,
-        adapter: WorkingAdapter | None,
+        adapter: WorkingFactors | None,
         probe: Probe | None = None,
     ) -> None:
         device, dtype = weights.embedding.device, weights.embedding.dtype
@@ -159,7 +161,7 @@ class _StepFunction(torch.autograd.Function):
         return None, None
 
 
-def differentiable(step: Step, lora: LoraParams) -> Tensor:
+def differentiable(step: Step, lora: LoraParams | LoraBatch) -> Tensor:
     """The step's hidden states, for autograd to come back with their gradient."""
     result: Tensor = _StepFunction.apply(step, lora.parameters()[0])  # type: ignore[no-untyped-call]
     return result
@@ -171,14 +173,18 @@ def forward_packed(
     config: Qwen3_5Config,
     weights: ModelWeights,
     rotation: Rotation,
-    lora: LoraParams | None,
+    lora: LoraParams | LoraBatch | None,
     *,
     recompute: Recompute,
     give_way: Callable[[], None],
 ) -> Tensor:
     """See Qwen3_5.forward_train."""
     documents = _documents(token_ids, lengths)
-    adapter = None if lora is None else WorkingAdapter(lora, config, weights.embedding.dtype)
+    adapter: WorkingFactors | None = None
+    if isinstance(lora, LoraBatch):
+        adapter = WorkingBatch(lora, lora.rows(lengths), config, weights.embedding.dtype)
+    elif lora is not None:
+        adapter = WorkingAdapter(lora, config, weights.embedding.dtype)
     trunk = Trunk(config, weights, rotation, documents, adapter)
     if lora is None or not torch.is_grad_enabled():
         with torch.no_grad():
