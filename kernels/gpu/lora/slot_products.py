@@ -184,10 +184,8 @@ def slot_gradient(
     if len(right) != rows or left.stride(1) != 1 or right.stride(1) != 1:
         raise ValueError(f"slot_gradient: {tuple(left.shape)} and {tuple(right.shape)}")
 
-    def block(size: int) -> int:
-        return max(16, min(128 if min(height, width) <= _NARROW else 64, triton.next_power_of_2(size)))
-
-    block_m, block_n = block(height), block(width)
+    most = 128 if min(height, width) <= _NARROW else 64
+    block_m, block_n = (max(16, min(most, triton.next_power_of_2(size))) for size in (height, width))
     grid = (triton.cdiv(height, block_m), triton.cdiv(width, block_n), slots.count)
     _gradient_kernel[grid](
         left, right, slots.begin, slots.gradients[side], order, offset, scale, height, width, left.stride(0),

@@ -63,14 +63,14 @@ class GroupBatch:
 
     def gradients(self, x: Tensor, hidden: Tensor, hidden_grad: Tensor, grad: Tensor) -> None:
         """See GroupProducts."""
-        slot_gradient(hidden_grad, x, self.slots, 0, self.first.a.storage_offset())
+        slot_gradient(hidden_grad, x, self.slots, 0, int(self.first.a.storage_offset()))
         for part in self.first.parts:
             slot_gradient(
                 grad[:, part.columns],
                 hidden[:, part.ranks],
                 self.slots,
                 1,
-                part.b.storage_offset(),
+                int(part.b.storage_offset()),
                 scale=part.scale,
                 order=part.order,
             )

@@ -97,7 +97,7 @@ class GroupAdapter:
     @property
     def covers(self) -> bool:
         """Whether every linear layer of the group has a part."""
-        return sum(part.columns.stop - part.columns.start for part in self.parts) == self.width
+        return bool(sum(part.columns.stop - part.columns.start for part in self.parts) == self.width)
 
     def reduce(self, x: Tensor) -> Tensor:
         """See GroupProducts."""
