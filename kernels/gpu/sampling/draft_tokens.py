@@ -46,7 +46,8 @@ _ERROR = tl.constexpr(1)
 _FLAGS = tl.constexpr(3)
 ACCEPTED_SHIFT = 4
 """Bit of a row's flags from which on `accept` puts the number of its chunk's tokens that count, in 4 bits."""
-_SHIFT = tl.constexpr(ACCEPTED_SHIFT)
+_UNIT = tl.constexpr(1 << ACCEPTED_SHIFT)
+_ACCEPTED = tl.constexpr(15 << ACCEPTED_SHIFT)
 
 
 class _Slots(NamedTuple):
@@ -206,10 +207,10 @@ def _accept_kernel(
     position = tl.load(positions + row)
     # A row that was not sampled has the flags of a step before.
     first_flags = tl.load(results + place * result_stride + _FLAGS, mask=slot > 0, other=0)
-    first_flags -= first_flags & (15 << _SHIFT)
+    first_flags -= first_flags & _ACCEPTED
     # Every thread has read what is written now.
     tl.debug_barrier()
-    tl.store(results + place * result_stride + _FLAGS, first_flags | (accepted << _SHIFT), mask=slot > 0)
+    tl.store(results + place * result_stride + _FLAGS, first_flags + accepted * _UNIT, mask=slot > 0)
     tl.store(slots.computed + slot, position + accepted, mask=accepted > 0)
     tl.store(slots.newest + slot, newest, mask=accepted > 0)
     tl.store(slots.ended + slot, ended, mask=accepted > 0)
