@@ -18,6 +18,7 @@ from kernels.gpu.configs import KernelConfigs
 from services.common.jobs import LoraSettings
 from services.engine.executors.compiler_pool import CompilerPool
 from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
+from services.engine.executors.cuda.shapes import most_decode_rows
 from services.engine.models.batch import CacheBuffers
 from services.engine.models.config import ModelConfig
 from services.engine.models.device_batch import DeviceCache
@@ -256,8 +257,9 @@ def cuda_runner(
         num_slots=limits.num_slots,
         kv_dtype=kv_dtype,
         state_dtype=state_dtype,
-        mtp=limits.speculative,
-        waiting_writes=waiting_writes,
+        mtp=bool(limits.speculative),
+        waiting_writes=waiting_writes or (8 if limits.speculative else 0),
+        verified_rows=most_decode_rows(limits.max_num_seqs, speculative=True) if limits.speculative else 0,
     )
     runner = CudaRunner(
         model,
@@ -269,7 +271,7 @@ def cuda_runner(
             limits.max_model_len,
             largest_graph=largest_graph,
             mixed_tokens=limits.mixed_prefill_tokens or 0,
-            speculative=limits.speculative,
+            speculative=bool(limits.speculative),
         ),
         options or RunnerOptions(),
         eos_token_ids=sorted(limits.eos_token_ids),

@@ -7,7 +7,7 @@ sequence, its last inputs, stays as it is; the new inputs are kept, and once it 
 
 # Triton's language: constants are upper case, kernels have no annotations that mypy knows.
 # ruff: noqa: N803
-# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,assignment"
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,assignment,var-annotated"
 from __future__ import annotations
 
 import torch

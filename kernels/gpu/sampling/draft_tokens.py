@@ -27,10 +27,10 @@ from kernels.gpu.sampling.rows import MOST_OUTPUT, MOST_STOPS, PARAMETERS, STOPS
 
 MOST = 4
 """Most draft tokens of a slot."""
-CHUNK_WORDS = 6
-"""int32 words that `accept` reads of a chunk: its slot (0: padding), the row of the batch of its first token that is
-sampled behind, the place of that row among the sampled ones, the number of those rows, the tokens that its blocks hold,
-and 1 if it goes on from what the device knows of its slot."""
+CHUNK_WORDS = 8
+"""int32 words of a chunk for `accept`: its slot (0: padding), the row of the batch of its first token that is sampled
+behind, the place of that row among the sampled ones, the number of those rows, the tokens that its blocks hold, and 1
+if it goes on from what the device knows of its slot."""
 
 _SLOT = tl.constexpr(0)
 _ROW = tl.constexpr(1)
@@ -80,10 +80,11 @@ class SlotTokens:
     """[num_slots]: 1 behind the last token of a request."""
 
     @classmethod
-    def allocate(cls, num_slots: int, newest: Tensor) -> SlotTokens:
-        """Zeroed; ``newest`` is the sampler's."""
-        zeros = torch.zeros(3 + MOST, num_slots, dtype=torch.int32, device=newest.device)
-        return cls(zeros[0], newest, zeros[3:].view(num_slots, MOST), zeros[1])
+    def allocate(cls, newest: Tensor) -> SlotTokens:
+        """Nothing computed yet; ``newest`` [num_slots] is the sampler's."""
+        num_slots = newest.shape[0]
+        computed, ended = torch.zeros_like(newest), torch.zeros_like(newest)
+        return cls(computed, newest, torch.zeros(num_slots, MOST, dtype=torch.int32, device=newest.device), ended)
 
     def arguments(self) -> _Slots:
         return _Slots(self.computed, self.newest, self.drafts, self.ended)
@@ -111,14 +112,17 @@ class Chain:
     @classmethod
     def allocate(cls, chunks: int, device: torch.device | str) -> Chain:
         """Rows at which nothing is drawn."""
-        zeros = torch.zeros(9, chunks, dtype=torch.int32, device=device)
-        return cls(*zeros[:5], zeros[5:8], zeros[8])
+        # Each begins at a multiple of 16 bytes, so that every number of chunks runs the same variant of a kernel.
+        rows, slots, positions, room, next_ids, none = torch.zeros(
+            6, -(-chunks // 4) * 4, dtype=torch.int32, device=device
+        )[:, :chunks]
+        return cls(rows, slots, positions, room, next_ids, torch.zeros(3, chunks, dtype=torch.int32, device=device), none)
 
     def arguments(self) -> _Chain:
         return _Chain(self.rows, self.slots, self.positions, self.room, self.next_ids, self.step)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_stride"])
 def _place_rows_kernel(tokens, positions, row_slots, step, step_stride, slots, GROUP: tl.constexpr):
     begin = tl.program_id(0) * GROUP
     slot = tl.load(row_slots + begin)
@@ -293,8 +297,8 @@ def _next_draft_kernel(results, result_stride, slots, chain, chain_stride, numbe
 
 
 def next_draft(results: Tensor, slots: SlotTokens, chain: Chain, number: int) -> None:
-    """Takes the draft tokens that were drawn, and moves the chain on by one row; where the blocks of a slot end, so does
-    its chain, and the draft tokens behind are whatever they were.
+    """Takes the draft tokens that were drawn, and moves the chain on by one row. Where the blocks of a slot end, so
+    does its chain, and the draft tokens behind are whatever they were.
 
     Args:
         results: [≥ C, ≥ 4] int32, of the sampler.

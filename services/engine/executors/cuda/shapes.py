@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from kernels.gpu.segments import TILE
 from services.engine.executors.cuda.buffers import StepShape
-from services.engine.scheduler.step_plan import MOST_VERIFIED
+from services.engine.scheduler.step_plan import MOST_DRAFT_TOKENS, MOST_VERIFYING
 
 _DECODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _PREFILL_TOKENS = (64, 128, 256, 512, 1024, 1536, 2048)
@@ -25,10 +25,9 @@ between the two numbers are not free, as each may need a tile of its own: where 
 two hundred programs for it that end at once."""
 
 
-_VERIFIED = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Answers of a step that checks draft tokens."""
-_FEW_VERIFIED = 4
-"""Number of answers up to which the products of all rows take as long as one row's: their rows need no close count."""
+GROUPS = range(2, 2 + MOST_DRAFT_TOKENS)
+"""Rows of a sequence in a step with draft tokens."""
+_DRAFTING = (1, 2, 4, 8, 16, 32)
 
 
 def decode_bucket(decodes: int) -> int:
@@ -41,9 +40,16 @@ def decode_buckets(max_num_seqs: int) -> list[int]:
     return sorted({decode_bucket(count) for count in range(1, max_num_seqs + 1)})
 
 
+def most_decode_rows(max_num_seqs: int, *, speculative: bool) -> int:
+    """Most rows of a step that are decodes, padding included."""
+    most = decode_bucket(max_num_seqs)
+    verified = decode_bucket(min(max_num_seqs, MOST_VERIFYING)) * (1 + MOST_DRAFT_TOKENS)
+    return max(most, verified) if speculative else most
+
+
 def attention_buckets(max_num_seqs: int, *, speculative: bool) -> list[int]:
     """The numbers of rows that decode attention is launched with, in buckets, ascending."""
-    return decode_buckets(decode_bucket(max_num_seqs) * (MOST_VERIFIED if speculative else 1))
+    return decode_buckets(most_decode_rows(max_num_seqs, speculative=speculative))
 
 
 def captured_shapes(
@@ -54,7 +60,7 @@ def captured_shapes(
     Args:
         largest_batch: decodes; 0: none.
         mixed_tokens: prefill tokens of a step that also decodes.
-        speculative: with steps that check draft tokens.
+        speculative: with steps of draft tokens.
     """
     if largest_batch == 0:
         return []
@@ -67,15 +73,13 @@ def captured_shapes(
     mixed = sorted(tokens for tokens in sizes if 0 < tokens <= token_budget and tokens % TILE == 0)
     shapes += [_prefill(bucket, tokens, held[-1]) for tokens in mixed for bucket in _MIXED_DECODES if bucket <= most]
     if speculative:
-        for answers in sorted({min(count, most) for count in _VERIFIED}):
-            least = MOST_VERIFIED if answers <= _FEW_VERIFIED else 2
-            shapes += [short_shape(answers, tokens) for tokens in range(least, MOST_VERIFIED + 1)]
+        shapes += [StepShape.of_groups(size, group) for size in draft_buckets(most) for group in GROUPS]
     return sorted(shapes, key=lambda shape: -shape.rows)
 
 
-def short_shape(answers: int, tokens: int) -> StepShape:
-    """A step that checks draft tokens, of so many tokens an answer on average, at most."""
-    return StepShape(0, answers * tokens, answers, answers, short=True)
+def draft_buckets(max_num_seqs: int) -> list[int]:
+    """Numbers of sequences of steps with draft tokens that are captured, ascending."""
+    return [bucket for bucket in decode_buckets(min(max_num_seqs, MOST_VERIFYING)) if bucket in _DRAFTING]
 
 
 def smallest(shapes: Iterable[StepShape], wanted: StepShape) -> StepShape | None:

@@ -11,7 +11,7 @@ import numpy as np
 from kernels.gpu.segments import TILE
 from services.engine.constraints.masks import NO_MASKS, RowMasks
 from services.engine.executors.cuda.buffers import StepShape
-from services.engine.executors.cuda.shapes import short_shape
+from services.engine.executors.cuda.shapes import GROUPS
 from services.engine.requests.request import Request
 from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.step_plan import Chunk, StepPlan
@@ -39,7 +39,7 @@ def warm_up_shapes(
     extra = [StepShape.of(0, [size]) for size in sizes]
     extra += [StepShape.of(min(decodes, max_num_seqs), [9]) for decodes in _ROWS if token_budget > 25]
     if speculative:
-        extra += [short_shape(answers, 2) for answers in _ROWS if answers <= max_num_seqs]
+        extra += [StepShape.of_groups(size, group) for size in _ROWS if size <= max_num_seqs for group in GROUPS]
     return [*shapes, *extra]
 
 

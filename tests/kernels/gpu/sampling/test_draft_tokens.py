@@ -44,7 +44,7 @@ class Device:
 
     def __init__(self, slots: dict[int, Slot], device: torch.device) -> None:
         self.device = device
-        self.tokens = SlotTokens.allocate(NUM_SLOTS, torch.zeros(NUM_SLOTS, dtype=torch.int32, device=device))
+        self.tokens = SlotTokens.allocate(torch.zeros(NUM_SLOTS, dtype=torch.int32, device=device))
         self.parameters = torch.zeros(NUM_SLOTS, int(PARAMETERS.value), dtype=torch.int32, device=device)
         self.parameters[:, STOPS.value : STOPS.value + MOST_STOPS.value] = -1
         for number, slot in slots.items():
@@ -113,7 +113,7 @@ def test_tokens_that_count(device: torch.device, seed: int) -> None:
         drafts = [chance.randrange(4) for _ in range(rows - 1)]
         drawn = [draft if chance.random() < 0.7 else chance.randrange(8) for draft in [*drafts, 3]]
         failed = chance.randrange(rows) if chance.random() < 0.2 else None
-        words.append([number, len(tokens), len(results), rows, 64, int(goes_on)])
+        words.append([number, len(tokens), len(results), rows, 64, int(goes_on), 0, 0])
         tokens += [slot.newest, *drafts]
         positions += range(slot.computed, slot.computed + rows)
         flags = [2 + 3 * 256 + (ERROR if row == failed else 0) + (5 << ACCEPTED_SHIFT) for row in range(rows)]
@@ -143,7 +143,7 @@ def test_tokens_that_count(device: torch.device, seed: int) -> None:
         group,
     )
     assert next_ids.tolist() == [row[0] for row in results] + [-7]
-    for index, (number, row, place, rows, _, goes_on) in enumerate(words[:6]):
+    for index, (number, row, place, rows, _, goes_on, *_) in enumerate(words[:6]):
         slot = slots[number]
         drawn, drafts, failed = rows_of[number]
         dead = goes_on and slot.ended
