@@ -56,7 +56,13 @@ class RequestQueue:
                 param="forced_ids",
             )
         self._added += 1
-        sequence = Sequence(request, max_output, self._added, self._config.eos_token_ids)
+        sequence = Sequence(
+            request,
+            max_output,
+            self._added,
+            self._config.eos_token_ids,
+            speculative=self._config.draft_tokens > 0,
+        )
         self._by_id[request.request_id] = sequence
         insort(self.waiting, sequence, key=_rank)
         if request.deadline is not None:
@@ -110,10 +116,10 @@ class RequestQueue:
             if sequence.known > sequence.known_at_end:
                 raise IntegrityError(f"{sequence.request.request_id} is planned past its last token")
         for sequence in self.waiting:
-            if sequence.blocks or sequence.slot or sequence.computed:
+            if sequence.blocks or sequence.slot or sequence.computed or sequence.uncertain:
                 raise IntegrityError(f"{sequence.request.request_id} waits but holds blocks or a slot")
         for sequence in self.running:
-            if len(sequence.blocks) * self._config.block_size < sequence.computed or not sequence.slot:
+            if len(sequence.blocks) * self._config.block_size < sequence.most_computed or not sequence.slot:
                 raise IntegrityError(f"{sequence.request.request_id} runs without its blocks or slot")
 
 

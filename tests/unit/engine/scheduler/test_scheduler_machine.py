@@ -184,12 +184,7 @@ class SchedulerMachine(RequestRules):
         self._pin_waiting()
         before = {s.request.request_id: s for s in self.scheduler._queue.running}
         prompts = {s.request.request_id: len(s.request.prompt_token_ids) for s in before.values()}
-        decoding = [
-            s
-            for name, s in before.items()
-            if prompts[name] < s.known < s.known_at_end
-            and (s.uncomputed == 1 or (s.uncomputed <= 4 and self._answers(s)))
-        ]
+        decoding = [s for name, s in before.items() if prompts[name] < s.known < s.known_at_end and s.uncomputed == 1]
         preemptions = self.scheduler.counts().preemptions
         refused = {s.request.request_id for s in self.scheduler._queue.waiting if s.held_up}
         plan = self.scheduler.schedule(self.now)
@@ -211,9 +206,6 @@ class SchedulerMachine(RequestRules):
         """A step has run: the weights that it read were those of its requests' versions all the time."""
         for pin in {chunk.request.pin for chunk in plan.chunks} - {BASE_PIN}:
             assert self.weights[pin.slot] == pin.digest
-
-    def _answers(self, sequence: Sequence) -> bool:
-        return self.config.speculative and sequence.computed >= len(sequence.request.prompt_token_ids)
 
     def _check_fairness(
         self,
@@ -315,7 +307,8 @@ def test_who_gave_way_is_not_overtaken_by_shorter_ones_that_did_too() -> None:
     state = SchedulerMachine()
     state.start(
         max_num_seqs=3,
-        depth=0,
+        depth=1,
+        draft_tokens=4,
         extra_budget=0,
         alignment=1,
         mixed=None,
