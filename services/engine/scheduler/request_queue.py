@@ -113,7 +113,8 @@ class RequestQueue:
             there = len(sequence.request.prompt_token_ids) + len(sequence.output_ids)
             if sequence.ended or sequence.computed >= sequence.known or sequence.known != there + sequence.pending:
                 raise IntegrityError(f"{sequence.request.request_id} has ended, miscounts or has nothing to compute")
-            if sequence.known > sequence.known_at_end:
+            # With draft tokens accepted, the last plans in flight may turn out to be in vain.
+            if sequence.known - (sequence.pending if sequence.draftable else 0) > sequence.known_at_end:
                 raise IntegrityError(f"{sequence.request.request_id} is planned past its last token")
         for sequence in self.waiting:
             if sequence.blocks or sequence.slot or sequence.computed or sequence.uncertain:

@@ -227,7 +227,7 @@ class SchedulerMachine(RequestRules):
         # The best-ranked sequence always advances: so each becomes the best-ranked one some day, and ends.
         best = min([*running.values(), *waiting], key=lambda s: s.rank)
         if best.request.request_id in running:
-            assert best.request.request_id in planned or best.known == best.known_at_end
+            assert best.request.request_id in planned or best.known >= best.known_at_end
         # Only those are overtaken who wait for what one of better rank computes or a tier loads, and by short ones of
         # no worse priority those who lack more; these not once they have been refused a seat or memory.
         started = [running[name] for name in planned - before]
