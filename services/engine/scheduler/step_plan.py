@@ -7,12 +7,12 @@ A plan may be made while the ones before it still run. A sequence whose newest t
 the token ``PENDING``, which the runner takes from where the sampler leaves it on the device.
 
 With speculation the runner draws draft tokens behind a step, proposals for the next tokens of each answer, and keeps
-them. The next step's chunk of the answer may end with some of them (``DRAFT``), and a token is sampled behind each of its
-tokens. A draft token is accepted if the token sampled before it, drawn with the request's own noise as always, is the
-same; then the one sampled behind it counts too. So a request's tokens are the same with and without draft tokens. The
-runner decides that without the host: it knows how many tokens of a slot are computed, and rolls the state back to the
-last accepted token. The plan's positions and counts are the least ones, as if all draft tokens in flight were rejected;
-the host learns from ``StepResult.accepted`` how many there are.
+them. The next step's chunk of the answer may end with some of them (``DRAFT``), and a token is sampled behind each of
+its tokens. A draft token is accepted if the token sampled before it, drawn with the request's own noise as always, is
+the same; then the one sampled behind it counts too. So a request's tokens are the same with and without draft tokens.
+The runner decides that without the host: it knows how many tokens of a slot are computed, and rolls the state back to
+the last accepted token. The plan's positions and counts are the least ones, as if all draft tokens in flight were
+rejected; the host learns from ``StepResult.accepted`` how many there are.
 """
 
 from __future__ import annotations
@@ -32,6 +32,12 @@ MOST_DRAFT_TOKENS = 4
 
 MOST_VERIFYING = 32
 """Most chunks of a step with draft tokens."""
+
+
+def most_sampled_rows(max_num_seqs: int) -> int:
+    """Most sampled rows of a step with speculation."""
+    return max(max_num_seqs, min(max_num_seqs, MOST_VERIFYING) * (1 + MOST_DRAFT_TOKENS))
+
 
 FIRST_SNAPSHOT = 8
 """Least tokens from the start of a chunk to its first snapshot: kernels read the last few tokens of the convolution
@@ -151,6 +157,11 @@ class StepPlan:
     @property
     def num_decodes(self) -> int:
         return bisect_left(self.chunks, True, key=lambda chunk: not chunk.is_decode)
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Number of tokens of the decodes, draft tokens included."""
+        return sum(len(chunk.token_ids) for chunk in self.chunks[: self.num_decodes])
 
     @property
     def verifies(self) -> bool:

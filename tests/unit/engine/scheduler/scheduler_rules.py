@@ -54,7 +54,8 @@ def claim(version: AdapterVersion) -> AdapterChoice:
 class RequestRules(RuleBasedStateMachine):
     @initialize(
         max_num_seqs=st.integers(1, 5),
-        depth=st.sampled_from([0, 0, 1, 2, 2, 3]),
+        depth=st.sampled_from([1, 2, 2, 3]),
+        draft_tokens=st.sampled_from([0, 0, 1, 3, 4]),
         extra_budget=st.integers(0, 20),
         alignment=st.sampled_from([1, 1, 2, 4]),
         mixed=st.none() | st.integers(0, 9),
@@ -71,6 +72,7 @@ class RequestRules(RuleBasedStateMachine):
         self,
         max_num_seqs: int,
         depth: int,
+        draft_tokens: int,
         extra_budget: int,
         alignment: int,
         mixed: int | None,
@@ -83,11 +85,8 @@ class RequestRules(RuleBasedStateMachine):
         tiers: bool,
         short: int,
     ) -> None:
-        speculative = depth == 0
-        if speculative:
-            depth, alignment = 1, 1
-            extra_budget += 3 * max_num_seqs
-            extra_slots += max_num_seqs
+        if draft_tokens:
+            alignment = 1
         least = 1 if alignment == 1 else alignment + 1
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -100,7 +99,7 @@ class RequestRules(RuleBasedStateMachine):
             max_model_len=max_model_len,
             eos_token_ids=frozenset({7, 13}),
             prefix_cache=prefix_cache,
-            speculative=speculative,
+            draft_tokens=draft_tokens,
             snapshot_interval=interval,
             short_prefill=short,
             long_beside_short=3,

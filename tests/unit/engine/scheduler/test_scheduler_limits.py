@@ -8,7 +8,7 @@ from services.common.errors import TemperError
 from services.engine.kv_cache.block_pool import IntegrityError
 from services.engine.requests.request import FinishReason
 from services.engine.scheduler.scheduler import Scheduler
-from services.engine.scheduler.step_plan import MOST_VERIFIED
+from services.engine.scheduler.step_plan import MOST_DRAFT_TOKENS
 from tests.unit.engine.machine import reference
 from tests.unit.engine.scheduler.scheduler_steps import SPECULATIVE
 from tests.unit.engine.toy_engine import LONG, Engine, shape
@@ -148,7 +148,7 @@ def test_right_draft_tokens_give_two_tokens_a_step() -> None:
     # One token from the prompt, one from each other step, one more for each right draft token.
     assert len(plans) - 1 == 29 - counts.num_accepted_tokens
     lengths = [len(chunk.token_ids) for plan in plans for chunk in plan.chunks if chunk.start >= len(LONG)]
-    assert max(lengths) <= MOST_VERIFIED
+    assert max(lengths) <= 1 + MOST_DRAFT_TOKENS
 
 
 def test_a_stop_inside_an_accepted_run() -> None:
