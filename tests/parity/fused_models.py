@@ -247,7 +247,7 @@ def cuda_runner(
         waiting_writes: None: a few, or none with speculation.
     """
     if waiting_writes is None:
-        waiting_writes = 0 if limits.speculative else 3
+        waiting_writes = 0 if limits.draft_tokens else 3
     device_cache = DeviceCache.allocate(
         model.config,
         model.dtype,
@@ -257,9 +257,9 @@ def cuda_runner(
         num_slots=limits.num_slots,
         kv_dtype=kv_dtype,
         state_dtype=state_dtype,
-        mtp=bool(limits.speculative),
-        waiting_writes=waiting_writes or (8 if limits.speculative else 0),
-        verified_rows=most_decode_rows(limits.max_num_seqs, speculative=True) if limits.speculative else 0,
+        mtp=bool(limits.draft_tokens),
+        waiting_writes=waiting_writes or (8 if limits.draft_tokens else 0),
+        verified_rows=most_decode_rows(limits.max_num_seqs, speculative=True) if limits.draft_tokens else 0,
     )
     runner = CudaRunner(
         model,
@@ -271,7 +271,7 @@ def cuda_runner(
             limits.max_model_len,
             largest_graph=largest_graph,
             mixed_tokens=limits.mixed_prefill_tokens or 0,
-            speculative=bool(limits.speculative),
+            speculative=bool(limits.draft_tokens),
         ),
         options or RunnerOptions(),
         eos_token_ids=sorted(limits.eos_token_ids),

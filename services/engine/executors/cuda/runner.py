@@ -386,7 +386,8 @@ class CudaRunner:
             words = _sampling_words(step, sampling)
             masked = self._masks.send(chunks.masks(masks))
             results = self._sampler.launch(queued.logits, sampling, words, masked).words
-            speculation.accept(step, words, step.extra[: chunks.words.size], chunks, results)
+            sampled = step.extra[: chunks.words.size].view(chunks.words.shape)
+            speculation.accept(step, words, sampled, chunks, results)
             host = self._fetch(results)
             read = lambda: speculation.read(host, chunks)  # noqa: E731
         launched = LaunchedStep(self._stream.mark(), read, queued.reports)
