@@ -18,7 +18,7 @@ from kernels.gpu.configs import KernelConfigs
 from services.common.jobs import LoraSettings
 from services.engine.executors.compiler_pool import CompilerPool
 from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
-from services.engine.executors.cuda.shapes import most_decode_rows
+from services.engine.executors.cuda.shapes import verified_rows
 from services.engine.models.batch import CacheBuffers
 from services.engine.models.config import ModelConfig
 from services.engine.models.device_batch import DeviceCache
@@ -259,7 +259,7 @@ def cuda_runner(
         state_dtype=state_dtype,
         mtp=bool(limits.draft_tokens),
         waiting_writes=waiting_writes or (8 if limits.draft_tokens else 0),
-        verified_rows=most_decode_rows(limits.max_num_seqs, speculative=True) if limits.draft_tokens else 0,
+        verified_rows=verified_rows(limits.max_num_seqs) if limits.draft_tokens else 0,
     )
     runner = CudaRunner(
         model,

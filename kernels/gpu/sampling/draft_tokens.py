@@ -116,7 +116,9 @@ class Chain:
         rows, slots, positions, room, next_ids, none = torch.zeros(
             6, -(-chunks // 4) * 4, dtype=torch.int32, device=device
         )[:, :chunks]
-        return cls(rows, slots, positions, room, next_ids, torch.zeros(3, chunks, dtype=torch.int32, device=device), none)
+        return cls(
+            rows, slots, positions, room, next_ids, torch.zeros(3, chunks, dtype=torch.int32, device=device), none
+        )
 
     def arguments(self) -> _Chain:
         return _Chain(self.rows, self.slots, self.positions, self.room, self.next_ids, self.step)

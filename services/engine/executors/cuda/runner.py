@@ -16,7 +16,6 @@ import structlog
 import torch
 from torch import Tensor
 
-from kernels.gpu.attention.decode import DecodeWorkspace, decode_splits
 from kernels.gpu.copies.block_tables import write_tables
 from kernels.gpu.launch.trusted_constants import trust_constants
 from kernels.gpu.sampling.sample import ROW_WORDS
@@ -31,27 +30,37 @@ from services.engine.executors.cuda.prompt_scoring import CudaPromptReader
 from services.engine.executors.cuda.sampling.mask_upload import MaskUpload
 from services.engine.executors.cuda.sampling.sampler import CudaSampler, SampleRows
 from services.engine.executors.cuda.shapes import (
-    attention_buckets,
+    GROUPS,
     captured_shapes,
+    decode_attention,
     decode_bucket,
+    draft_buckets,
     most_decode_rows,
 )
 from services.engine.executors.cuda.speculation import CudaSpeculation, SampledChunks
 from services.engine.executors.cuda.stream import EngineStream
-from services.engine.executors.cuda.warm_up import masks_to_try, sampling_plans, warm_up_shapes
+from services.engine.executors.cuda.warm_up import (
+    draft_plan,
+    masks_to_try,
+    measured_costs,
+    sampling_plans,
+    sizes_to_try,
+    warm_up_shapes,
+)
 from services.engine.executors.runner import OpenStep, StepHandle
 from services.engine.models.device_batch import DecodeAttention, DeviceCache, StepRows
 from services.engine.models.interface import CausalLM, DeviceForward
 from services.engine.models.lora.slots import LoraSlots
+from services.engine.scheduler.draft_depth import StepCosts
 from services.engine.scheduler.step_plan import Chunk, StepPlan, StepResult, split_at_snapshots
 
 log = structlog.get_logger(__name__)
 
-_INVARIANT_BATCH = 64
-"""Decode attention is cut as for this batch size, or a larger one, where a row's bits must not depend on the batch."""
 _CAPTURED_HEAD = 8
 """Most rows of a decode whose head is captured behind its layers: the host takes as long to launch a head as a small
 model's step has, and each captured step keeps the logits of its rows."""
+_TIMED_POSITION = 640
+"""Position of the tokens of steps that are timed."""
 _ENTRIES_A_COPY = 16384
 """New block table entries that travel with a step; more (many long cached prefixes at once) go ahead of it."""
 
@@ -105,7 +114,7 @@ class CudaRunner:
         self._limits = limits
         self._vocab = config.vocab_size
         self.depth = 2
-        sampled = most_decode_rows(limits.max_num_seqs, speculative=limits.speculative)
+        self._sampled = sampled = most_decode_rows(limits.max_num_seqs, speculative=limits.speculative)
         self._cache = cache
         self._lora = lora
         self._has_adapters = lora.num_slots > 1
@@ -133,7 +142,13 @@ class CudaRunner:
             limits.mixed_tokens,
             speculative=limits.speculative,
         )
-        self._attention = _attention(model, cache, limits, options)
+        self._attention = decode_attention(
+            model,
+            cache,
+            limits.max_num_seqs,
+            speculative=limits.speculative,
+            batch_invariant=options.batch_invariant,
+        )
         self.forward = model.device_forward(
             cache,
             lora,
@@ -161,6 +176,8 @@ class CudaRunner:
         )
         self._graphs = StepGraphs(self._stream, self._run_shape)
         self._draft_graphs = StepGraphs(self._stream, self._draft_shape, beside=self._graphs)
+        self.costs: StepCosts | None = None
+        """See Runner; measured by warm_up()."""
         self._speculation: CudaSpeculation | None = None
         if limits.speculative:
             self._speculation = CudaSpeculation(
@@ -220,7 +237,7 @@ class CudaRunner:
     def run_decodes(self, rows: int, forward: DeviceForward, *, adapters: bool) -> Tensor:
         """Launches layers and head of the decodes that were placed; logits [rows, vocab]. Can be captured."""
         x = self._layers(self._buffers.keep(StepShape(rows, rows)), forward, adapters)
-        return forward.logits(x[: self._limits.max_num_seqs])
+        return forward.logits(x[: self._sampled])
 
     @torch.inference_mode()
     def warm_up(self, compilers: Executor | None = None) -> None:
@@ -249,7 +266,10 @@ class CudaRunner:
             self._graphs.capture(self._shapes, adapters=self._has_adapters)
             if self._speculation is not None:
                 self._draft_graphs.capture(self._shapes, adapters=self._has_adapters)
-                self._speculation.capture(min(self._limits.max_num_seqs, self._limits.largest_graph))
+                sizes = draft_buckets(min(self._limits.max_num_seqs, self._limits.largest_graph))
+                self._speculation.capture(sizes)
+                position = min(_TIMED_POSITION, self._limits.max_model_len // 2)
+                self.costs = measured_costs(self.launch, self._stream, sizes, position, self._cache.block_size)
         self._stream.synchronize()
 
     def _launch_all(self, shapes: Sequence[StepShape], forward: DeviceForward) -> None:
@@ -263,16 +283,20 @@ class CudaRunner:
         for plan in sampling_plans(self._limits.max_num_seqs):
             for masks in masks_to_try(plan, self._vocab):
                 self._sample(self._queue(plan, forward), masks).result()
+        if self._speculation is not None:
+            for size in sizes_to_try(self._limits.max_num_seqs):
+                for group in (1, *GROUPS):
+                    self._launch(draft_plan(size, group - 1, 1, self._cache.block_size), forward).result()
 
     def _run_padding(self, shape: StepShape, forward: DeviceForward) -> None:
         rows = self._buffers.load(shape, (), 0).rows
         x = self._layers(rows, forward, adapters=False)
         if self._has_adapters:
             x = self._layers(rows, forward, adapters=True)
-        forward.logits(x[: self._limits.max_num_seqs])
+        forward.logits(x[: self._sampled])
         self._reader.warm_up(forward, x)
         if self._limits.speculative:
-            forward.draft_logits(self._draft(x, rows, forward)[: self._limits.max_num_seqs])
+            forward.draft_logits(self._draft(x, rows, forward)[: self._sampled])
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -411,7 +435,7 @@ class CudaRunner:
         x = self._layers(self._buffers.keep(shape), self.forward, adapters)
         if shape.decodes < shape.rows or shape.rows > _CAPTURED_HEAD:
             return StepOutput(x)
-        return StepOutput(x, self.forward.logits(x[: self._limits.max_num_seqs]))
+        return StepOutput(x, self.forward.logits(x[: self._sampled]))
 
     def _draft_shape(self, shape: StepShape, adapters: bool) -> StepOutput:
         return StepOutput(self._draft(self._graphs.output(shape, adapters).x, self._buffers.keep(shape), self.forward))
@@ -429,30 +453,3 @@ class CudaRunner:
 def _sampling_words(step: LoadedStep, sampling: SampleRows) -> Tensor:
     """[3, R] int32: SampleRows.step on the device, the last of the step's extra words."""
     return step.extra[step.extra.numel() - sampling.step.size :].view(3, -1)
-
-
-def _attention(
-    model: CausalLM, cache: DeviceCache, limits: RunnerLimits, options: RunnerOptions
-) -> dict[int, DecodeAttention]:
-    """Decode attention by batch bucket. Buckets with as many splits share a workspace."""
-    config, device, kernels = model.config, model.device, model.kernel_configs()
-    buckets = attention_buckets(limits.max_num_seqs, speculative=limits.speculative)
-    # An invariant row is cut as in a large batch whatever batch it is in.
-    alike = max(buckets[-1], _INVARIANT_BATCH)
-    splits = {
-        bucket: decode_splits(alike if options.batch_invariant else bucket, config.num_kv_heads, kernels.device)
-        for bucket in buckets
-    }
-    workspaces = {
-        count: DecodeWorkspace.allocate(
-            max(bucket for bucket in buckets if splits[bucket] == count),
-            config.num_heads,
-            config.num_kv_heads,
-            count,
-            config.head_dim,
-            device,
-        )
-        for count in set(splits.values())
-    }
-    chosen = kernels.decode(cache.pages[0], alike) if options.batch_invariant and cache.pages else None
-    return {bucket: DecodeAttention(splits[bucket], workspaces[splits[bucket]], chosen) for bucket in buckets}

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kernels.gpu.attention.decode import DecodeWorkspace, decode_splits
 from kernels.gpu.segments import TILE
 from services.engine.executors.cuda.buffers import StepShape
+from services.engine.models.device_batch import DecodeAttention, DeviceCache
+from services.engine.models.interface import CausalLM
 from services.engine.scheduler.step_plan import MOST_DRAFT_TOKENS, MOST_VERIFYING
 
 _DECODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
@@ -16,6 +19,8 @@ _MIXED_DECODES = (8, 32, 64, 128, 256)
 _MIXED_TOKENS = (128, 512, 1024, 2048)
 """Prompt tokens of captured mixed steps. With adapters the launches of 2,048 tokens took the host 57 ms beside an H200
 that needed 38; 3,840, the most that a step with decodes holds by default, take that 63."""
+_INVARIANT_BATCH = 64
+"""Decode attention is cut as for this batch size, or a larger one, where a row's bits must not depend on the batch."""
 INVARIANT_ALIGNMENT = TILE
 """Prefill kernels compute tiles of a segment: cut at their multiples, a prompt is computed the same in any chunks."""
 _SEGMENTS = ((2, 4), (16, 24))
@@ -40,16 +45,42 @@ def decode_buckets(max_num_seqs: int) -> list[int]:
     return sorted({decode_bucket(count) for count in range(1, max_num_seqs + 1)})
 
 
+def verified_rows(max_num_seqs: int) -> int:
+    """Most rows of a step with draft tokens, padding included."""
+    return decode_bucket(min(max_num_seqs, MOST_VERIFYING)) * (1 + MOST_DRAFT_TOKENS)
+
+
 def most_decode_rows(max_num_seqs: int, *, speculative: bool) -> int:
     """Most rows of a step that are decodes, padding included."""
     most = decode_bucket(max_num_seqs)
-    verified = decode_bucket(min(max_num_seqs, MOST_VERIFYING)) * (1 + MOST_DRAFT_TOKENS)
-    return max(most, verified) if speculative else most
+    return max(most, verified_rows(max_num_seqs)) if speculative else most
 
 
-def attention_buckets(max_num_seqs: int, *, speculative: bool) -> list[int]:
-    """The numbers of rows that decode attention is launched with, in buckets, ascending."""
-    return decode_buckets(most_decode_rows(max_num_seqs, speculative=speculative))
+def decode_attention(
+    model: CausalLM, cache: DeviceCache, max_num_seqs: int, *, speculative: bool, batch_invariant: bool
+) -> dict[int, DecodeAttention]:
+    """Decode attention by the number of rows, in buckets. Those with as many splits share a workspace."""
+    config, device, kernels = model.config, model.device, model.kernel_configs()
+    buckets = decode_buckets(most_decode_rows(max_num_seqs, speculative=speculative))
+    # An invariant row is cut as in a large batch whatever batch it is in.
+    alike = max(buckets[-1], _INVARIANT_BATCH)
+    splits = {
+        bucket: decode_splits(alike if batch_invariant else bucket, config.num_kv_heads, kernels.device)
+        for bucket in buckets
+    }
+    workspaces = {
+        count: DecodeWorkspace.allocate(
+            max(bucket for bucket in buckets if splits[bucket] == count),
+            config.num_heads,
+            config.num_kv_heads,
+            count,
+            config.head_dim,
+            device,
+        )
+        for count in set(splits.values())
+    }
+    chosen = kernels.decode(cache.pages[0], alike) if batch_invariant and cache.pages else None
+    return {bucket: DecodeAttention(splits[bucket], workspaces[splits[bucket]], chosen) for bucket in buckets}
 
 
 def captured_shapes(

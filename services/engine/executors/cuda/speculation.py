@@ -29,7 +29,7 @@ from services.engine.constraints.masks import RowMasks
 from services.engine.executors.cuda.buffers import LoadedStep, StepShape
 from services.engine.executors.cuda.graphs import StepGraphs, StepOutput
 from services.engine.executors.cuda.sampling.sampler import CudaSampler, SampleRows
-from services.engine.executors.cuda.shapes import decode_bucket, decode_buckets, draft_buckets
+from services.engine.executors.cuda.shapes import decode_bucket, decode_buckets
 from services.engine.executors.cuda.stream import EngineStream
 from services.engine.models.device_batch import DecodeAttention, DeviceCache, StepRows
 from services.engine.models.interface import DeviceForward
@@ -198,9 +198,9 @@ class CudaSpeculation:
             if number + 1 < count:
                 self._advance(size)
 
-    def capture(self, max_num_seqs: int) -> None:
-        """Captures the chains of the numbers of chunks that have them, after they have run."""
-        self._graphs.capture([StepShape(size, size) for size in reversed(draft_buckets(max_num_seqs))], adapters=False)
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Captures the chains of so many chunks each, after they have run."""
+        self._graphs.capture([StepShape(size, size) for size in sorted(sizes, reverse=True)], adapters=False)
 
     def read(self, host: Tensor, chunks: SampledChunks) -> StepResult:
         """Result of a step, from the sampler's results [R, ≥ 4] on the host."""
