@@ -243,10 +243,10 @@ def cuda_runner(
 
     Args:
         late: whether decodes let writes to states wait; None: by their number.
-        waiting_writes: None: a few, or none with speculation.
+        waiting_writes: None: a few.
     """
     if waiting_writes is None:
-        waiting_writes = 0 if limits.speculative else 3
+        waiting_writes = 3
     device_cache = DeviceCache.allocate(
         model.config,
         model.dtype,
@@ -256,7 +256,7 @@ def cuda_runner(
         num_slots=limits.num_slots,
         kv_dtype=kv_dtype,
         state_dtype=state_dtype,
-        mtp=limits.speculative,
+        mtp=limits.draft_tokens > 0,
         waiting_writes=waiting_writes,
     )
     runner = CudaRunner(
@@ -269,7 +269,7 @@ def cuda_runner(
             limits.max_model_len,
             largest_graph=largest_graph,
             mixed_tokens=limits.mixed_prefill_tokens or 0,
-            speculative=limits.speculative,
+            speculative=limits.draft_tokens > 0,
         ),
         options or RunnerOptions(),
         eos_token_ids=sorted(limits.eos_token_ids),
