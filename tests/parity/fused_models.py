@@ -18,6 +18,7 @@ from kernels.gpu.configs import KernelConfigs
 from services.common.jobs import LoraSettings
 from services.engine.executors.compiler_pool import CompilerPool
 from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
+from services.engine.executors.cuda.shapes import verified_rows
 from services.engine.models.batch import CacheBuffers
 from services.engine.models.config import ModelConfig
 from services.engine.models.device_batch import DeviceCache
@@ -243,10 +244,10 @@ def cuda_runner(
 
     Args:
         late: whether decodes let writes to states wait; None: by their number.
-        waiting_writes: None: a few.
+        waiting_writes: None: a few, or none with speculation.
     """
     if waiting_writes is None:
-        waiting_writes = 3
+        waiting_writes = 0 if limits.draft_tokens else 3
     device_cache = DeviceCache.allocate(
         model.config,
         model.dtype,
@@ -256,8 +257,9 @@ def cuda_runner(
         num_slots=limits.num_slots,
         kv_dtype=kv_dtype,
         state_dtype=state_dtype,
-        mtp=limits.draft_tokens > 0,
-        waiting_writes=waiting_writes,
+        mtp=bool(limits.draft_tokens),
+        waiting_writes=waiting_writes or (8 if limits.draft_tokens else 0),
+        verified_rows=verified_rows(limits.max_num_seqs) if limits.draft_tokens else 0,
     )
     runner = CudaRunner(
         model,
@@ -269,7 +271,7 @@ def cuda_runner(
             limits.max_model_len,
             largest_graph=largest_graph,
             mixed_tokens=limits.mixed_prefill_tokens or 0,
-            speculative=limits.draft_tokens > 0,
+            speculative=bool(limits.draft_tokens),
         ),
         options or RunnerOptions(),
         eos_token_ids=sorted(limits.eos_token_ids),

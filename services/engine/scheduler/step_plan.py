@@ -43,6 +43,8 @@ FIRST_SNAPSHOT = 8
 """Least tokens from the start of a chunk to its first snapshot: kernels read the last few tokens of the convolution
 from the slot that they write at the end."""
 
+NO_LIMIT = 2**31 - 1
+
 PENDING = -1
 """Token id in ``Chunk.token_ids`` for the token that the previous step samples for the same slot, not known on the
 host."""
@@ -78,7 +80,7 @@ class Chunk(NamedTuple):
     flight."""
     output_count: int
     """Tokens generated before this step, a pending one included: for min_tokens and the seed's counter."""
-    max_output: int = 0
+    max_output: int = NO_LIMIT
     """Number of output tokens at which the request ends. The runner computes nothing behind that of a request that may
     have draft tokens (``SamplingParams.draftable``), nor behind its stop tokens."""
     num_draft_tokens: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +11,16 @@ import numpy as np
 from kernels.gpu.segments import TILE
 from services.engine.constraints.masks import NO_MASKS, RowMasks
 from services.engine.executors.cuda.buffers import StepShape
-from services.engine.executors.cuda.shapes import short_shape
+from services.engine.executors.cuda.shapes import GROUPS
+from services.engine.executors.cuda.stream import EngineStream
 from services.engine.requests.request import Request
 from services.engine.requests.sampling_params import SamplingParams
-from services.engine.scheduler.step_plan import Chunk, StepPlan
+from services.engine.scheduler.draft_depth import StepCosts
+from services.engine.scheduler.step_plan import DRAFT, MOST_DRAFT_TOKENS, Chunk, StepPlan
 
 _ROWS = (1, 3, 16)
 """Triton compiles variants for the integer 1 and for multiples of 16."""
+_TIMED_STEPS = 6
 
 
 def warm_up_shapes(
@@ -39,8 +42,13 @@ def warm_up_shapes(
     extra = [StepShape.of(0, [size]) for size in sizes]
     extra += [StepShape.of(min(decodes, max_num_seqs), [9]) for decodes in _ROWS if token_budget > 25]
     if speculative:
-        extra += [short_shape(answers, 2) for answers in _ROWS if answers <= max_num_seqs]
+        extra += [StepShape.of_groups(size, group) for size in sizes_to_try(max_num_seqs) for group in GROUPS]
     return [*shapes, *extra]
+
+
+def sizes_to_try(max_num_seqs: int) -> list[int]:
+    """Numbers of rows or chunks with which kernels are launched."""
+    return [size for size in _ROWS if size <= max_num_seqs]
 
 
 def sampling_plans(max_num_seqs: int) -> Iterator[StepPlan]:
@@ -50,9 +58,7 @@ def sampling_plans(max_num_seqs: int) -> Iterator[StepPlan]:
     filters: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.9}, {"top_k": 3, "top_p": 0.9, "min_p": 0.01})
     features = [replace(plain, **edit, **filtered) for edit in edits for filtered in filters]
     features += [replace(plain, temperature=0.0), replace(plain, top_logprobs=2)]
-    for rows in _ROWS:
-        if rows > max_num_seqs:
-            return
+    for rows in sizes_to_try(max_num_seqs):
         for sampling in features:
             # Block 0 is scratch.
             yield StepPlan(
@@ -61,6 +67,44 @@ def sampling_plans(max_num_seqs: int) -> Iterator[StepPlan]:
                     for slot in range(1, rows + 1)
                 ]
             )
+
+
+def draft_plan(chunks: int, draft_tokens: int, position: int, block_size: int) -> StepPlan:
+    """Decodes in slots from 1 on, with draft tokens, behind which as many are drawn."""
+    request = Request("warm-up", (0,), SamplingParams(ignore_eos=True))
+    blocks = [0] * -(-(position + 2 + 2 * draft_tokens) // block_size)
+    tokens = (0, *[DRAFT] * draft_tokens)
+    return StepPlan(
+        [
+            Chunk(request, tokens, position, blocks, slot, True, [], 1, num_draft_tokens=draft_tokens)
+            for slot in range(1, chunks + 1)
+        ],
+        drafts=draft_tokens > 0,
+        num_draft_tokens=draft_tokens,
+    )
+
+
+def measured_costs(
+    launch: Callable[[StepPlan], object], stream: EngineStream, sizes: Sequence[int], position: int, block_size: int
+) -> StepCosts:
+    """Seconds of steps with and without draft tokens.
+
+    Args:
+        launch: queues a step.
+        sizes: numbers of decodes.
+        position: of their newest tokens.
+    """
+    seconds: dict[tuple[int, int], float] = {}
+    for size in sizes:
+        for count in range(1 + MOST_DRAFT_TOKENS):
+            plan = draft_plan(size, count, position, block_size)
+            launch(plan)
+            begin = stream.mark(timed=True)
+            for _ in range(_TIMED_STEPS):
+                launch(plan)
+            seconds[size, 1 + count] = begin.until(stream.mark(timed=True)) / _TIMED_STEPS
+    drawn = {(size, count): 0.0 for size in sizes for count in range(1, 1 + MOST_DRAFT_TOKENS)}
+    return StepCosts(seconds, drawn)
 
 
 def masks_to_try(plan: StepPlan, vocab: int) -> tuple[RowMasks, RowMasks]:
