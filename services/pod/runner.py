@@ -113,7 +113,7 @@ def gpu_tuning(
         kv_dtype=torch.float8_e4m3fn if settings.kv_cache_dtype == "fp8" else None,
         state_dtype=torch.bfloat16 if settings.state_dtype == "bfloat16" else torch.float32,
         mtp=speculative,
-        waiting_writes=waiting_writes(settings, model.device.type),
+        waiting_writes=waiting_writes(model.device.type),
     )
     pdl = settings.programmatic_launch and model.kernel_configs().device.programmatic_launch
     runner = CudaRunner(

@@ -150,10 +150,22 @@ def test_counts_the_mtp_layer(quantization: Quantization) -> None:
     assert sum(page.keys.nbytes + page.values.nbytes for page in device_cache.pages) == kv
 
 
-def test_speculation_takes_two_states_a_sequence() -> None:
+def test_speculation_takes_rows_and_no_states() -> None:
     plain, mtp = (settings(speculative=kind).for_device("cuda") for kind in ("none", "mtp"))
-    assert state_slots(mtp) == state_slots(plain) + plain.max_num_seqs
+    assert state_slots(mtp) == state_slots(plain)
     assert formats(QWEN_4B, mtp, BF16, H200).mtp
+    assert formats(QWEN_4B, mtp, BF16, H200).waiting_writes == formats(QWEN_4B, plain, BF16, H200).waiting_writes > 0
+    few, few_mtp = (
+        footprint(QWEN_4B, settings(max_num_seqs=8, speculative=kind).for_device("cuda"), BF16, H200)
+        for kind in ("none", "mtp")
+    )
+    assert few_mtp.sampler == 5 * few.sampler, "each of 8 sequences has five rows at most"
+    many, many_mtp = (
+        footprint(QWEN_4B, settings(max_num_seqs=256, speculative=kind).for_device("cuda"), BF16, H200)
+        for kind in ("none", "mtp")
+    )
+    assert many_mtp.sampler == many.sampler, "of 32 at most, together fewer than 256"
+    assert many_mtp.workspace == many.workspace
     more, less = (footprint(QWEN_4B, given, BF16, H200) for given in (mtp, plain))
     assert more.weights - less.weights == pytest.approx(241e6, rel=0.01)
     assert more.block == less.block * 9 // 8
