@@ -254,8 +254,9 @@ class FusedForward:
                     rows.positions[:decodes],
                     attention.splits,
                     workspace=attention.workspace,
-                    config=attention.config or self._kernels.decode(pages, decodes),
+                    config=attention.config or self._kernels.decode(pages, decodes // rows.group),
                     out=out[:decodes],
+                    together=rows.group,
                     pdl=pdl,
                 )
         if rows.segments is not None:
