@@ -201,12 +201,21 @@ def footprint(
         + partial
         + tables
         + uploads
+        + _checked_bytes(config, settings, dtype)
         + (_STAGING if settings.tiers and settings.prefix_cache else 0),
         # Counts of tokens for the penalties and biases of every row, both as wide as the vocabulary; a mask's bits.
         sampler=sampled * (2 * logits + _SAMPLER_ROW + config.vocab_size // 8),
         graphs=_graph_bytes(config, settings, captured, row) if captured else 0,
         teacher=taught,
     )
+
+
+def _checked_bytes(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype) -> int:
+    """Bytes of the convolution's inputs in all layers of a step with draft tokens, until it is known which count."""
+    if settings.speculative == "none":
+        return 0
+    layout = config.cache_layout
+    return most_sampled_rows(settings.max_num_seqs) * layout.state_layers * layout.conv_channels * dtype.itemsize
 
 
 def _graph_bytes(config: ModelConfig, settings: EngineSettings, captured: int, row: int) -> int:

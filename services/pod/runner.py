@@ -99,6 +99,7 @@ def gpu_tuning(
     """Runner and caches on a GPU, before anything is captured; arguments as of build_runner()."""
     # Imported here: a pod without a GPU needs no Triton.
     from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
+    from services.engine.executors.cuda.shapes import verified_rows
     from services.engine.executors.tuning.start import Tuning
     from services.engine.models.device_batch import DeviceCache
 
@@ -114,6 +115,7 @@ def gpu_tuning(
         state_dtype=torch.bfloat16 if settings.state_dtype == "bfloat16" else torch.float32,
         mtp=speculative,
         waiting_writes=waiting_writes(model.device.type),
+        verified_rows=verified_rows(settings.max_num_seqs) if speculative else 0,
     )
     pdl = settings.programmatic_launch and model.kernel_configs().device.programmatic_launch
     runner = CudaRunner(

@@ -165,7 +165,8 @@ def test_speculation_takes_rows_and_no_states() -> None:
         for kind in ("none", "mtp")
     )
     assert many_mtp.sampler == many.sampler, "of 32 at most, together fewer than 256"
-    assert many_mtp.workspace == many.workspace
+    inputs = 256 * 24 * 8192 * 2
+    assert many_mtp.workspace == many.workspace + inputs, "of the convolutions, until it is known which rows count"
     more, less = (footprint(QWEN_4B, given, BF16, H200) for given in (mtp, plain))
     assert more.weights - less.weights == pytest.approx(241e6, rel=0.01)
     assert more.block == less.block * 9 // 8
