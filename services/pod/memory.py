@@ -189,6 +189,10 @@ def footprint(
     tables = slots * -(-context // settings.block_size) * 4
     activations = _ACTIVATION_COPIES * settings.token_budget * row
     uploads = LoraSlots.upload_bytes(config, settings.max_lora_rank)
+    verified = 0
+    if settings.speculative != "none":  # inputs of the convolutions; steps are filled up to less than twice their size
+        layout = config.cache_layout
+        verified = most_sampled_rows(2 * rows) * layout.state_layers * layout.conv_channels * dtype.itemsize
     captured = min(settings.cuda_graphs, rows)
     return Footprint(
         weights=weights,
@@ -201,21 +205,13 @@ def footprint(
         + partial
         + tables
         + uploads
-        + _checked_bytes(config, settings, dtype)
+        + verified
         + (_STAGING if settings.tiers and settings.prefix_cache else 0),
         # Counts of tokens for the penalties and biases of every row, both as wide as the vocabulary; a mask's bits.
         sampler=sampled * (2 * logits + _SAMPLER_ROW + config.vocab_size // 8),
         graphs=_graph_bytes(config, settings, captured, row) if captured else 0,
         teacher=taught,
     )
-
-
-def _checked_bytes(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype) -> int:
-    """Bytes of the convolution's inputs in all layers of a step with draft tokens, until it is known which count."""
-    if settings.speculative == "none":
-        return 0
-    layout = config.cache_layout
-    return most_sampled_rows(settings.max_num_seqs) * layout.state_layers * layout.conv_channels * dtype.itemsize
 
 
 def _graph_bytes(config: ModelConfig, settings: EngineSettings, captured: int, row: int) -> int:

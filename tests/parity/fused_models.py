@@ -239,15 +239,17 @@ def cuda_runner(
     largest_graph: int = 0,
     late: bool | None = None,
     waiting_writes: int | None = None,
+    verified: bool = True,
 ) -> CudaRunner:
     """The GPU's runner, warmed up on a GPU, with caches as others may have left them.
 
     Args:
         late: whether decodes let writes to states wait; None: by their number.
-        waiting_writes: None: a few, or none with speculation.
+        waiting_writes: None: a few, or all that can wait with speculation.
+        verified: room for rows with draft tokens, with speculation.
     """
     if waiting_writes is None:
-        waiting_writes = 0 if limits.draft_tokens else 3
+        waiting_writes = 8 if limits.draft_tokens else 3
     device_cache = DeviceCache.allocate(
         model.config,
         model.dtype,
@@ -258,8 +260,8 @@ def cuda_runner(
         kv_dtype=kv_dtype,
         state_dtype=state_dtype,
         mtp=bool(limits.draft_tokens),
-        waiting_writes=waiting_writes or (8 if limits.draft_tokens else 0),
-        verified_rows=verified_rows(limits.max_num_seqs) if limits.draft_tokens else 0,
+        waiting_writes=waiting_writes,
+        verified_rows=verified_rows(limits.max_num_seqs) if limits.draft_tokens and verified else 0,
     )
     runner = CudaRunner(
         model,
