@@ -55,7 +55,6 @@ from services.engine.requests.request import FinishReason
 from services.engine.requests.sampling_params import SamplingParams
 from services.engine.requests.submission import Submission
 from services.engine.scheduler.config import SchedulerConfig
-from services.engine.scheduler.draft_depth import StepCosts
 from services.engine.scheduler.step_plan import StepPlan
 
 _MIB = 2**20
@@ -158,14 +157,7 @@ class CountedRunner:
     def __init__(self, runner: Runner, audit: TokenAudit) -> None:
         self._runner = runner
         self._audit = audit
-
-    @property
-    def depth(self) -> int:
-        return self._runner.depth
-
-    @property
-    def costs(self) -> StepCosts | None:
-        return self._runner.costs
+        self.depth, self.costs = runner.depth, runner.costs
 
     def launch(self, plan: StepPlan) -> StepHandle:
         self._audit.launched(plan)

@@ -14,8 +14,10 @@ from torch import Tensor
 from models.tiny.recipe.data import DIRECTORY, END, SKILLS, chat_template, held_out_items, prompt_text
 from models.tiny.recipe.train_mtp import Mtp
 from services.common.errors import CheckpointRejected
+from services.engine.executors.cpu.runner import ModelRunner
 from services.engine.executors.cpu.speculation import CpuSpeculation
 from services.engine.models.checkpoint import checkpoint_digest
+from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.observability.status import Counts
 from services.engine.requests.adapter import AdapterPin
@@ -26,10 +28,11 @@ from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
 from services.engine.scheduler.step_plan import PENDING, Chunk, StepPlan, StepResult
 from tests.parity.conftest import Pair
-from tests.parity.fused_models import random_adapters
+from tests.parity.fused_models import random_adapters, spoil
 from tests.parity.reference import Driver, make_checkpoint
 from tests.parity.test_scheduled_generation import EOS, MAX_TOKENS, make_runner, prompts, serve
 
+GREEDY = SamplingParams(temperature=0.0, max_tokens=50)
 ROOM = {"token_budget": 64, "draft_tokens": 4}
 
 
@@ -77,6 +80,40 @@ def test_the_layer_is_transformers_layer(name: str, tmp_path: Path) -> None:
             rows.append(model.logits(model.draft(states, tokens[begin + 1 : end + 1], step, driver.cache)))
             place.done = end
         assert (torch.cat(rows) - expected).abs().max() < 2e-4
+
+
+@torch.no_grad()
+def test_further_draft_tokens_are_of_the_layer_fed_its_own_output(tmp_path: Path) -> None:
+    """Greedy ones, against the layer of transformers' parts run over all rows again. Blocks end among them."""
+    pair, layer = make_pair("grouped", tmp_path)
+    reference, model = pair.reference, pair.model
+    cache = model.allocate_cache(12, 4, 5)
+    spoil(cache)
+    lora = LoraSlots(model.config, 1, 4, model.dtype, model.device)
+    runner = ModelRunner(model, cache, lora, num_slots=5, eos_token_ids=[], speculative=True)
+    generator = torch.Generator().manual_seed(2)
+    requests = [
+        Request(f"r{length}", tuple(torch.randint(0, 211, (length,), generator=generator).tolist()), GREEDY)
+        for length in (13, 18)
+    ]
+    blocks = [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10]]
+    chunks = [
+        Chunk(request, request.prompt_token_ids, 0, blocks[slot - 1], slot, True, [], 0)
+        for slot, request in enumerate(requests, 1)
+    ]
+    result = runner.launch(StepPlan(chunks, drafts=True, num_draft_tokens=4)).result()
+    assert runner._speculation is not None
+    for request, slot, token in zip(requests, (1, 2), result.tokens, strict=True):
+        tokens = torch.tensor([*request.prompt_token_ids, token.token_id])[None]
+        hidden = reference.model(input_ids=tokens[:, :-1]).last_hidden_state
+        drafts: list[int] = []
+        for _ in range(4):
+            rotation = reference.model.rotary_emb(hidden, torch.arange(hidden.shape[1])[None])
+            out = layer(reference.model.embed_tokens(tokens[:, 1:]), hidden, rotation)[:, -1:]
+            drafts.append(int(reference.lm_head(out).argmax()))
+            tokens = torch.cat((tokens, torch.tensor([[drafts[-1]]])), dim=1)
+            hidden = torch.cat((hidden, out), dim=1)
+        assert list(runner._speculation._answers[slot].drafts) == drafts
 
 
 class Oracle:
@@ -237,8 +274,10 @@ def test_a_checkpoint_without_the_layer(tmp_path: Path) -> None:
         Qwen3_5.from_directory(tmp_path, dtype="float32", device="cpu", mtp=True)
 
 
-def test_the_tiny_model_drafts_well() -> None:
-    """Held-out prompts of every skill, greedy and at temperature 1: most drafts of the trained layer are right."""
+@pytest.mark.parametrize(("draft_tokens", "share"), [(1, 0.85), (3, 0.45)])
+def test_the_tiny_model_drafts_well(draft_tokens: int, share: float) -> None:
+    """Held-out prompts of every skill, greedy and at temperature 1: most first draft tokens of the trained layer are
+    right. It was trained for these alone."""
     tokenizer, template = Tokenizer.from_file(str(DIRECTORY / "tokenizer.json")), chat_template()
     end = tokenizer.token_to_id(END)
     model = Qwen3_5.from_directory(DIRECTORY, dtype="float32", device="cpu", mtp=True)
@@ -253,8 +292,8 @@ def test_the_tiny_model_drafts_well() -> None:
     room = {"token_budget": 256, "num_slots": 40}
     expected, _ = serve(model, made, arrivals=99, **room)
     counts: list[Counts] = []
-    results, _ = serve(model, made, arrivals=99, counts=counts, draft_tokens=1, **room)
+    results, _ = serve(model, made, arrivals=99, counts=counts, draft_tokens=draft_tokens, **room)
     for result, wanted in zip(results, expected, strict=True):
         assert list(result.output_ids) == list(wanted.output_ids)
-    assert counts[0].num_draft_tokens > 250
-    assert counts[0].num_accepted_tokens / counts[0].num_draft_tokens > 0.85
+    assert counts[0].num_drafts > 150
+    assert counts[0].num_accepted_tokens / counts[0].num_draft_tokens > share

@@ -113,23 +113,22 @@ class DraftDepth:
         self._refused: dict[str, int] = {}
         """Sequences of each adapter that began without draft tokens, since the last probe."""
 
-    def begin(self, adapter: str, running: int) -> Acceptance | None:
-        """What a new sequence of an adapter is expected to have; None: it gets no draft tokens.
+    def begin(self, adapter: str, beside: int) -> Acceptance | None:
+        """What a new sequence of an adapter is expected to have; None: it gets no draft tokens, as they would not pay.
 
         Args:
-            running: sequences that run beside it.
+            beside: sequences that will run beside it, taken to be as it is.
         """
         known = self._of(adapter)
-        if self._seconds is None:
-            return Acceptance(adapter, list(known.shares))
-        if running >= MOST_VERIFYING:
-            return None
-        if known.checked < _TRIAL or self._pays(known):
+        if self._seconds is None or self._best([known] * (1 + beside), 1 + beside):
             self._refused.pop(adapter, None)
             return Acceptance(adapter, list(known.shares))
+        hoped = Acceptance(adapter, list(_HOPE))
+        if not self._best([hoped] * (1 + beside), 1 + beside):
+            return None
         refused = self._refused.get(adapter, 0) + 1
         self._refused[adapter] = refused % _PROBE
-        return Acceptance(adapter, list(_HOPE)) if refused == _PROBE else None
+        return hoped if refused == _PROBE else None
 
     def choose(self, sampling: Sequence[Acceptance | None]) -> int:
         """Number of draft tokens for the next step.
@@ -178,6 +177,7 @@ class DraftDepth:
         return any(one.tokens(1 + place) > tokens for place, tokens in enumerate(self._needed))
 
     def _best(self, drafting: Sequence[Acceptance], chunks: int) -> int:
+        """Number of draft tokens with the most tokens a second for so many chunks, of which some draft."""
         if not drafting or chunks > MOST_VERIFYING:
             return 0
         if self._seconds is None:

@@ -36,14 +36,15 @@ class Speculation:
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
 
-    def begin(self, sequence: Sequence, running: int) -> None:
+    def begin(self, sequence: Sequence, others: int) -> None:
         """Decides whether a new sequence gets draft tokens.
 
         Args:
-            running: sequences that run.
+            others: sequences that run or wait.
         """
         if sequence.draftable:
-            sequence.acceptance = self._depth.begin(sequence.request.pin.digest, running)
+            beside = min(others, self._config.max_num_seqs - 1)
+            sequence.acceptance = self._depth.begin(sequence.request.pin.digest, beside)
 
     def plan(self, step: StepBuilder, running: SequenceABC[Sequence]) -> None:
         """Puts draft tokens behind the decodes of a step that is planned otherwise, and chooses how many it draws."""

@@ -114,7 +114,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request; raises as RequestQueue.add does."""
         sequence = self._queue.add(request)
-        self._speculation.begin(sequence, len(self._queue.running))
+        self._speculation.begin(sequence, len(self._queue) - 1)
         self._prefixes.add(sequence)
 
     def abort(self, request_id: str, keep_tokens: int = 0) -> SequenceUpdate | None:

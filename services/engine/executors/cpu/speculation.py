@@ -13,7 +13,7 @@ computed it, which may have gone on with another token: a draft token may be wor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,7 +40,7 @@ class _Answer:
     """Newest token, which is not computed."""
     ended: bool
     """True if that is the request's last one."""
-    drafts: Sequence[int] = ()
+    drafts: list[int] = field(default_factory=list)
 
 
 class CpuSpeculation:

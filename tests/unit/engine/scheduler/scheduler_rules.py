@@ -16,6 +16,7 @@ from services.engine.adapters.slot_table import SlotTable
 from services.engine.requests.adapter import BASE_PIN, AdapterChoice, AdapterPin
 from services.engine.requests.request import Pooling, Request
 from services.engine.scheduler.config import SchedulerConfig
+from services.engine.scheduler.draft_depth import StepCosts
 from services.engine.scheduler.scheduler import Scheduler
 from services.engine.scheduler.step_plan import StepPlan, StepResult
 from tests.unit.engine.machine import ToyRunner, request
@@ -56,6 +57,7 @@ class RequestRules(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         depth=st.sampled_from([1, 2, 2, 3]),
         draft_tokens=st.sampled_from([0, 0, 1, 3, 4]),
+        further_row=st.sampled_from([None, 0.02, 0.4]),
         extra_budget=st.integers(0, 20),
         alignment=st.sampled_from([1, 1, 2, 4]),
         mixed=st.none() | st.integers(0, 9),
@@ -73,6 +75,7 @@ class RequestRules(RuleBasedStateMachine):
         max_num_seqs: int,
         depth: int,
         draft_tokens: int,
+        further_row: float | None,
         extra_budget: int,
         alignment: int,
         mixed: int | None,
@@ -105,9 +108,13 @@ class RequestRules(RuleBasedStateMachine):
             long_beside_short=3,
         )
         self.depth = depth
-        self.runner = ToyRunner(self.config, depth)
+        costs = None
+        if further_row is not None:  # as a share of a plain step of one chunk
+            steps = {(n, rows): 1 + further_row * n * (rows - 1) for n in (1, 5) for rows in range(1, 6)}
+            costs = StepCosts(steps, {(n, number): 0.02 * number for n in (1, 5) for number in range(1, 5)})
+        self.runner = ToyRunner(self.config, depth, costs)
         self.tiers = ToyTiers(self.runner, block_size) if tiers else None
-        self.scheduler = Scheduler(self.config, depth, self.tiers)
+        self.scheduler = Scheduler(self.config, depth, self.tiers, costs)
         self.flight: list[tuple[StepPlan, StepResult]] = []
         """Launched, oldest first; the scheduler does not know the results yet."""
         self.steps = 0

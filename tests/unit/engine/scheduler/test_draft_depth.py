@@ -109,24 +109,30 @@ def test_a_sequence_that_none_are_drawn_for_gives_up() -> None:
 def test_sequences_of_an_adapter_that_does_not_pay_begin_without() -> None:
     """But one of 16, so that it is found if that changes. Others begin as before."""
     depth = DraftDepth(4, costs(0.1))
-    first = depth.begin("bad", 0)
+    first, other = depth.begin("bad", 0), depth.begin("good", 0)
     assert first is not None
+    assert other is not None
+    learn(depth, other, 3, 40)
     learn(depth, first, 0, 400)
     begun = [depth.begin("bad", 0) for _ in range(48)]
     assert [place for place, one in enumerate(begun) if one is not None] == [15, 31, 47]
     probe = begun[15]
     assert probe is not None
     assert depth.choose([probe]) > 0
-    good = depth.begin("good", 0)
-    assert good is not None, "nothing is known of it"
+    assert depth.begin("good", 0) is not None
+    assert depth.begin("unknown", 0) is None, "as of all"
     learn(depth, probe, 4, 100)
     assert depth.begin("bad", 0) is not None
 
 
 def test_a_crowd_begins_without() -> None:
+    """Where steps of as many as there are would be slower with draft tokens, and where none are checked at all."""
     depth = DraftDepth(4, costs(0.01))
     assert depth.begin("a", MOST_VERIFYING - 1) is not None
-    assert depth.begin("a", MOST_VERIFYING) is None
+    assert not any(depth.begin("a", MOST_VERIFYING) for _ in range(20)), "not even to try again"
+    depth = DraftDepth(4, costs(0.3))
+    assert depth.begin("a", 3) is not None
+    assert not any(depth.begin("a", MOST_VERIFYING - 1) for _ in range(20))
 
 
 def test_what_an_adapter_had_is_expected_of_the_next() -> None:

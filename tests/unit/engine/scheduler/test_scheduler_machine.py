@@ -309,6 +309,7 @@ def test_who_gave_way_is_not_overtaken_by_shorter_ones_that_did_too() -> None:
         max_num_seqs=3,
         depth=1,
         draft_tokens=4,
+        further_row=None,
         extra_budget=0,
         alignment=1,
         mixed=None,

@@ -295,25 +295,49 @@ def test_checked_tokens_stay_below_the_budget() -> None:
     assert max(plan.num_tokens for plan in plans if plan.verifies) == 7
 
 
-def costs(row: float) -> StepCosts:
-    """A further row of a chunk costs so much of a plain step."""
-    counts = (1, 4, 32)
-    steps = {(n, rows): 1 + row * (rows - 1) for n in counts for rows in range(1, 6)}
-    return StepCosts(steps, {(n, number): 0.02 * number for n in counts for number in range(1, 5)})
+def costs(alone: float, together: float) -> StepCosts:
+    """A further row of a chunk costs so much of a plain step, in a step of one chunk and of four or more."""
+    rows = {1: alone, 4: together, 32: together}
+    steps = {(n, number): 1 + row * (number - 1) for n, row in rows.items() for number in range(1, 6)}
+    return StepCosts(steps, {(n, number): 0.02 * number for n in rows for number in range(1, 5)})
 
 
 def test_draft_tokens_that_cost_more_than_they_bring() -> None:
-    """None are drawn, and after a while the mtp layer does not run either."""
-    engine = Engine(2, costs(1.5), **SPECULATIVE)
+    """None are drawn, and the mtp layer does not run."""
+    engine = Engine(2, costs(1.5, 1.5), **SPECULATIVE)
     engine.add("r", LONG, max_tokens=60, ignore_eos=True)
-    plans = run(engine)
-    assert engine.scheduler.counts().num_draft_tokens == 0
-    assert plans[0].drafts
-    assert not any(plan.drafts for plan in plans[40:])
+    assert not any(plan.drafts for plan in run(engine))
+
+
+def test_draft_tokens_that_pay_no_more() -> None:
+    """Others come, beside whom steps with draft tokens are too slow. After a while the mtp layer stops."""
+    engine = Engine(2, costs(0.05, 1.5), **SPECULATIVE)
+    engine.add("r", LONG, max_tokens=100, ignore_eos=True)
+    flights = deque([launch(engine), launch(engine)])
+    for _ in range(4):
+        land(engine, flights.popleft())
+        flights.append(launch(engine))
+    assert flights[-1][0].verifies
+    for number in range(3):
+        engine.add(f"other{number}", (number + 1, 2), max_tokens=60, ignore_eos=True)
+    plans: list[StepPlan] = []
+    for _ in range(50):
+        land(engine, flights.popleft())
+        flights.append(launch(engine))
+        plans.append(flights[-1][0])
+    assert all(len(plan.chunks) == 4 for plan in plans)
+    assert not any(plan.num_draft_tokens for plan in plans[1:])
+    drafts = [plan.drafts for plan in plans]
+    assert 25 < drafts.index(False) < 40
+    assert not any(drafts[drafts.index(False) :])
+    while flights:
+        land(engine, flights.popleft())
+    run(engine)
+    assert engine.output("r") == reference(LONG, 100)
 
 
 def test_draft_tokens_that_pay() -> None:
-    engine = Engine(2, costs(0.02), **SPECULATIVE)
+    engine = Engine(2, costs(0.02, 0.02), **SPECULATIVE)
     for number in range(3):
         engine.add(f"r{number}", (number + 1, 2, 3), max_tokens=60, ignore_eos=True, pin=ADAPTER)
     plans = run(engine)
