@@ -18,11 +18,11 @@ from services.engine.scheduler.step_plan import MOST_DRAFT_TOKENS, MOST_VERIFYIN
 
 _HOPE = (0.85, 0.75, 0.7, 0.65)
 """Shares that are expected before anything is known."""
-_MARGIN = 1.01
+_MARGIN = 1.02
 """Least gain for which draft tokens are drawn."""
 _HOPED = 3
 """Observations that what is expected at first counts as."""
-_FAST, _SLOW = 1 / 8, 1 / 64
+_FAST, _SLOW = 1 / 16, 1 / 64
 """Weights of a new observation behind many, for a sequence, and for an adapter or all."""
 _TRIAL = 12
 """Chunks with draft tokens after which a sequence may be found not to gain by them."""
