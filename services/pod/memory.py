@@ -113,7 +113,12 @@ def storage(settings: EngineSettings, device: Device) -> Storage:
         settings: with_quantization().
     """
     kind = _filled_in(settings.quantization)
-    return Storage(kind, float8_head=kind != "none" and device.has_float8, invariant=settings.batch_invariant)
+    return Storage(
+        kind,
+        float8_head=kind != "none" and device.has_float8,
+        invariant=settings.batch_invariant,
+        int4_draft_head=settings.speculative != "none" and device.kind == "cuda",
+    )
 
 
 def teacher_storage(settings: EngineSettings, device: Device) -> Storage:

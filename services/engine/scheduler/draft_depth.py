@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.engine.scheduler.step_plan import MOST_DRAFT_TOKENS, MOST_VERIFYING
 
@@ -20,8 +20,10 @@ _HOPE = (0.85, 0.75, 0.7, 0.65)
 """Shares that are expected before anything is known."""
 _MARGIN = 1.01
 """Least gain for which draft tokens are drawn."""
+_HOPED = 3
+"""Observations that what is expected at first counts as."""
 _FAST, _SLOW = 1 / 8, 1 / 64
-"""Weights of a new observation for a sequence, and for an adapter or all."""
+"""Weights of a new observation behind many, for a sequence, and for an adapter or all."""
 _TRIAL = 12
 """Chunks with draft tokens after which a sequence may be found not to gain by them."""
 _MOST_UNDRAFTED = 32
@@ -69,22 +71,27 @@ class Acceptance:
     """Share at each place behind the newest token of those whose predecessors were accepted."""
     checked: int = 0
     """Chunks with draft tokens that were checked."""
+    seen: list[int] = field(default_factory=lambda: [0] * MOST_DRAFT_TOKENS)
+    """Draft tokens that each share was learned from."""
     undrafted: int = 0
     """Steps in a row that sampled without drawing draft tokens."""
 
     def __post_init__(self) -> None:
-        if len(self.shares) != MOST_DRAFT_TOKENS:
-            raise ValueError(f"shares must be {MOST_DRAFT_TOKENS}, got {len(self.shares)}")
+        if len(self.shares) != MOST_DRAFT_TOKENS or len(self.seen) != MOST_DRAFT_TOKENS:
+            raise ValueError(f"shares must be {MOST_DRAFT_TOKENS}, got {len(self.shares)} seen {len(self.seen)} times")
 
-    def add(self, drafted: int, accepted: int, weight: float) -> None:
-        """Adds a chunk.
+    def add(self, drafted: int, accepted: int, least: float) -> None:
+        """Adds a chunk. The first observations weigh as much as it takes to forget what was hoped for.
 
         Args:
             drafted: draft tokens that were checked; those behind a rejected one say nothing.
             accepted: how many of them were.
+            least: weight of an observation behind many.
         """
         for place in range(min(drafted, accepted + 1)):
+            weight = max(least, 1 / (_HOPED + self.seen[place]))
             self.shares[place] += weight * ((place < accepted) - self.shares[place])
+            self.seen[place] += 1
 
     def tokens(self, draft_tokens: int) -> float:
         """Expected tokens of a chunk with so many draft tokens."""
@@ -151,9 +158,9 @@ class DraftDepth:
     def add(self, one: Acceptance, drafted: int, accepted: int) -> None:
         """Learns from a sequence's chunk; see Acceptance.add()."""
         group = self._of(one.adapter)
-        for known, weight in ((one, _FAST), (group, _SLOW), (self._all, _SLOW)):
+        for known, least in ((one, _FAST), (group, _SLOW), (self._all, _SLOW)):
             known.checked += 1
-            known.add(drafted, accepted, weight)
+            known.add(drafted, accepted, least)
 
     def gives_up(self, one: Acceptance) -> bool:
         """True if a sequence shall get no draft tokens any more."""

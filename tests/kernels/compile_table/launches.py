@@ -169,6 +169,7 @@ def _model(start: Start, kernels: KernelConfigs) -> Qwen3_5:
         empty=True,
         kernels=kernels,
         mtp=start.speculative,
+        draft_head=start.speculative,
         invariant=start.batch_invariant,
     )
     weights = made.build()

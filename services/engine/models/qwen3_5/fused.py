@@ -180,7 +180,8 @@ class FusedForward:
 
     def draft_logits(self, y: Tensor) -> Tensor:
         """Logits [R, vocab] of the draft tokens from draft()'s output for some rows, [R, hidden]."""
-        return self._weights.head.project(y, norm=Norm(self._mtp.final_norm, self._config.rms_norm_eps), pdl=self._pdl)
+        head = self._mtp.head or self._weights.head
+        return head.project(y, norm=Norm(self._mtp.final_norm, self._config.rms_norm_eps), pdl=self._pdl)
 
     @property
     def _mtp(self) -> MtpWeights:
@@ -254,8 +255,9 @@ class FusedForward:
                     rows.positions[:decodes],
                     attention.splits,
                     workspace=attention.workspace,
-                    config=attention.config or self._kernels.decode(pages, decodes),
+                    config=attention.config or self._kernels.decode(pages, decodes // rows.group),
                     out=out[:decodes],
+                    together=rows.group,
                     pdl=pdl,
                 )
         if rows.segments is not None:
