@@ -18,11 +18,11 @@ from services.engine.scheduler.step_plan import MOST_DRAFT_TOKENS, MOST_VERIFYIN
 
 _HOPE = (0.85, 0.75, 0.7, 0.65)
 """Shares that are expected before anything is known."""
-_MARGIN = 1.01
+_MARGIN = 1.02
 """Least gain for which draft tokens are drawn."""
 _HOPED = 3
 """Observations that what is expected at first counts as."""
-_FAST, _SLOW = 1 / 8, 1 / 64
+_FAST, _SLOW = 1 / 16, 1 / 64
 """Weights of a new observation behind many, for a sequence, and for an adapter or all."""
 _TRIAL = 12
 """Chunks with draft tokens after which a sequence may be found not to gain by them."""
@@ -93,11 +93,12 @@ class Acceptance:
             self.shares[place] += weight * ((place < accepted) - self.shares[place])
             self.seen[place] += 1
 
-    def tokens(self, draft_tokens: int) -> float:
-        """Expected tokens of a chunk with so many draft tokens."""
+    def most_tokens(self, draft_tokens: int) -> float:
+        """Tokens of a chunk with so many draft tokens, if each share is a standard error above what was seen."""
         total = chance = 1.0
-        for share in self.shares[:draft_tokens]:
-            chance *= share
+        for share, seen in zip(self.shares[:draft_tokens], self.seen, strict=False):
+            known = min(_HOPED + seen, 2 / _FAST)
+            chance *= min(1.0, share + math.sqrt(share * (1 - share) / known))
             total += chance
         return total
 
@@ -166,7 +167,7 @@ class DraftDepth:
         """True if a sequence shall get no draft tokens any more."""
         if self._seconds is None:
             return False
-        return one.undrafted >= _MOST_UNDRAFTED or (one.checked >= _TRIAL and not self._pays(one))
+        return one.undrafted >= _MOST_UNDRAFTED or (one.checked >= _TRIAL and not self._may_pay(one))
 
     def _of(self, adapter: str) -> Acceptance:
         known = self._adapters.pop(adapter, None)
@@ -179,9 +180,10 @@ class DraftDepth:
         self._adapters[adapter] = known
         return known
 
-    def _pays(self, one: Acceptance) -> bool:
-        """True if draft tokens pay in some step of sequences like this one."""
-        return any(one.tokens(1 + place) > tokens for place, tokens in enumerate(self._needed))
+    def _may_pay(self, one: Acceptance) -> bool:
+        """True if draft tokens may pay in some step of sequences like this one. One that is given up by mistake falls
+        behind the others, as it takes part in their longer steps: so it is given the benefit of the doubt."""
+        return any(one.most_tokens(1 + place) > tokens for place, tokens in enumerate(self._needed))
 
     def _best(self, drafting: Sequence[Acceptance], chunks: int) -> int:
         """Number of draft tokens with the most tokens a second for so many chunks, of which some draft."""
