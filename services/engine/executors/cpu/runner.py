@@ -212,12 +212,11 @@ class ModelRunner:
             for chunk, chain, begin in zip(chunks, chains, begins[:-1], strict=True):
                 if turn >= len(chain):
                     continue
-                link, live, offset = chain[turn], chunk.out_slot or chunk.slot, chain[turn].start - chunk.start
+                link, offset = chain[turn], chain[turn].start - chunk.start
                 rows.append(np.arange(begin + offset, begin + offset + len(link.token_ids)))
-                if link.out_slot not in (0, live):
-                    copies.append(StateCopy(live, link.out_slot))
-                ends = (live, 0) if turn else (chunk.slot, chunk.out_slot)
-                parts.append(link._replace(slot=ends[0], out_slot=ends[1]))
+                if link.out_slot not in (0, chunk.slot):
+                    copies.append(StateCopy(chunk.slot, link.out_slot))
+                parts.append(link)
             here = self._batch(parts)
             out, _ = model.forward_all(here, cache, self._lora if here.has_adapters else None)
             every.index_copy_(0, torch.from_numpy(np.concatenate(rows)).to(model.device), out)
@@ -250,7 +249,7 @@ class ModelRunner:
         logit_rows = np.repeat(ends, sampled) - 1
         if any(chunk.num_draft_tokens for chunk in chunks):
             logit_rows -= [back for count in sampled for back in range(count - 1, -1, -1)]
-        buffer = np.empty(3 * total + 3 * sequences + len(logit_rows) + sequences * width, dtype=np.int64)
+        buffer = np.empty(3 * total + 2 * sequences + len(logit_rows) + sequences * width, dtype=np.int64)
         tokens, positions, kv_slots = buffer[: 3 * total].reshape(3, total)
         tokens[:decodes] = [chunk.token_ids[0] for chunk in chunks[:decodes]]
         positions[:decodes] = starts[:decodes]
@@ -268,27 +267,24 @@ class ModelRunner:
         rest = 3 * total
         buffer[rest : rest + sequences] = slots
         buffer[rest + sequences : rest + 2 * sequences] = adapters
-        writes = any(chunk.out_slot for chunk in chunks)
-        buffer[rest + 2 * sequences : rest + 3 * sequences] = [chunk.out_slot or chunk.slot for chunk in chunks]
-        rest += 3 * sequences
+        rest += 2 * sequences
         buffer[rest : rest + len(logit_rows)] = logit_rows
         buffer[rest + len(logit_rows) :] = tables.reshape(-1)
 
         tensor = torch.from_numpy(buffer)
         if self._model.device.type == "cuda":
             tensor = tensor.pin_memory().to(self._model.device, non_blocking=True)
-        parts = torch.split(tensor, [total] * 3 + [sequences] * 3 + [len(logit_rows), sequences * width])
+        parts = torch.split(tensor, [total] * 3 + [sequences] * 2 + [len(logit_rows), sequences * width])
         return ForwardBatch(
             token_ids=parts[0],
             positions=parts[1],
             kv_slots=parts[2],
-            block_tables=parts[7].view(sequences, width),
+            block_tables=parts[6].view(sequences, width),
             state_slots=parts[3],
             adapter_slots=parts[4],
             has_adapters=any(adapters),
             num_decodes=decodes,
             lengths=lengths,
             starts=starts,
-            logit_rows=parts[6],
-            out_slots=parts[5] if writes else None,
+            logit_rows=parts[5],
         )

@@ -177,6 +177,24 @@ def test_preempted_while_draft_tokens_are_in_flight(depth: int) -> None:
     assert counts.blocks_used == counts.slots_used == 0
 
 
+def test_preempted_and_back_in_the_same_step() -> None:
+    """Its draft tokens are in another slot, so nothing is checked, although all chunks look like decodes."""
+    engine = Engine(1, **SPECULATIVE, num_blocks=13)
+    engine.add("r", LONG, max_tokens=24, ignore_eos=True, priority=1)
+    sequence = engine.scheduler.find("r")
+    assert sequence is not None
+    while len(sequence.blocks) < 8:
+        engine.step()
+    assert sequence.drawn > 0
+    engine.add("urgent", LONG, max_tokens=2, priority=0)
+    plan = engine.step()
+    assert sequence.preemptions == 1
+    assert [chunk.is_decode for chunk in plan.chunks] == [True, True]
+    assert not plan.verifies
+    engine.run()
+    assert engine.output("r") == reference(LONG, 24)
+
+
 @DEPTHS
 @pytest.mark.parametrize("spare", [0, 1])
 def test_blocks_at_the_limit(depth: int, spare: int) -> None:
