@@ -145,6 +145,10 @@ def run(options: argparse.Namespace) -> None:
     only_warnings()
     pipeline = engine.pipeline
     if options.acceptance is not None:
+        from services.engine.executors.cuda.runner import CudaRunner
+
+        if not isinstance(pipeline._runner, CudaRunner):
+            raise SystemExit("--acceptance is imposed on a GPU's runner: use --device cuda")
         impose(pipeline._runner, options.acceptance)
     common = {
         "model": options.model,

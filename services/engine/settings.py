@@ -39,8 +39,9 @@ class EngineSettings(CommonSettings):
     """mtp: the checkpoint's own mtp layer proposes draft tokens, and steps check several at once; a request's tokens do
     not change. On a GPU as many as pay by what was measured at the start, up to draft_tokens, and none in steps of many
     requests."""
-    draft_tokens: int = Field(4, ge=1, le=4)
-    """Most draft tokens of a request in a step, with speculative=mtp; on a CPU always as many."""
+    draft_tokens: int = Field(0, ge=0, le=4)
+    """Most draft tokens of a request in a step, with speculative=mtp. 0: 4 on a GPU, 1 on a CPU, where every step has
+    as many."""
     cuda_graphs: int = Field(256, ge=0, le=256)
     """Largest decode batch that runs as a CUDA graph; 0: none."""
     programmatic_launch: bool = True
@@ -253,6 +254,7 @@ class EngineSettings(CommonSettings):
                 "max_num_seqs": sequences,
                 "token_budget": budget,
                 "adapter_slots": self.adapter_slots or ADAPTER_SLOTS,
+                "draft_tokens": self.draft_tokens or (4 if cuda else 1),
                 "mixed_prefill_tokens": self.mixed_prefill_tokens or (min(3840, budget) if cuda else budget),
             }
         )

@@ -41,21 +41,30 @@ class StepCosts:
         ValueError: a step of plain decodes is missing where one with draft tokens is given.
     """
 
-    steps: Mapping[tuple[int, int], float]
-    """(chunks, rows of a chunk): of a step of so many decodes; one row: without draft tokens."""
-    drafts: Mapping[tuple[int, int], float]
-    """(chunks, draft tokens): of drawing so many draft tokens behind a step of so many chunks."""
+    measured: Mapping[tuple[int, int], float]
+    """(chunks, draft tokens): of a step of so many decodes with so many draft tokens each, and of drawing as many
+    behind it."""
 
     def __post_init__(self) -> None:
-        if missing := {chunks for chunks, _ in self.steps} - {chunks for chunks, rows in self.steps if rows == 1}:
+        if missing := {chunks for chunks, _ in self.measured} - {
+            chunks for chunks, count in self.measured if count == 0
+        }:
             raise ValueError(f"steps of {sorted(missing)} decodes have no seconds without draft tokens")
 
     def seconds(self, chunks: int, draft_tokens: int) -> float | None:
-        """Seconds of a step of so many chunks with so many draft tokens each, and of drawing as many behind it; between
-        numbers that were measured a number between theirs. None: that was not measured."""
-        step = _between(self.steps, 1 + draft_tokens, chunks)
-        drawing = _between(self.drafts, draft_tokens, chunks) if draft_tokens else 0.0
-        return None if step is None or drawing is None else step + drawing
+        """Seconds of a step of so many chunks with so many draft tokens each, and of drawing as many behind it. Between
+        numbers that were measured it is on the line between theirs; of fewer than any, that of the fewest; None: of
+        more."""
+        counts = sorted(count for count, drafted in self.measured if drafted == draft_tokens)
+        place = bisect_left(counts, chunks)
+        if place == len(counts):
+            return None
+        above = self.measured[counts[place], draft_tokens]
+        if place == 0 or counts[place] == chunks:
+            return above
+        low, high = counts[place - 1], counts[place]
+        below = self.measured[low, draft_tokens]
+        return below + (above - below) * (chunks - low) / (high - low)
 
 
 @dataclass(slots=True)
@@ -221,18 +230,3 @@ def _needed(table: list[list[float]]) -> list[float]:
     known = [row for row in table if row[0] < math.inf]
     deeper = range(1, len(table[0]))
     return [min((_MARGIN * row[number] / row[0] for row in known), default=math.inf) for number in deeper]
-
-
-def _between(measured: Mapping[tuple[int, int], float], depth: int, chunks: int) -> float | None:
-    """Value for a number of chunks, on the line between its neighbours; of fewer than were measured that of the fewest,
-    of more there is none."""
-    counts = sorted(count for count, each in measured if each == depth)
-    place = bisect_left(counts, chunks)
-    if place == len(counts):
-        return None
-    above = measured[counts[place], depth]
-    if place == 0 or counts[place] == chunks:
-        return above
-    low, high = counts[place - 1], counts[place]
-    below = measured[low, depth]
-    return below + (above - below) * (chunks - low) / (high - low)

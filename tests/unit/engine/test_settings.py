@@ -54,8 +54,9 @@ def test_speculation_keeps_the_limits_and_has_its_own() -> None:
         assert EngineSettings(speculative="mtp").for_device(device) == EngineSettings().for_device(device).model_copy(
             update={"speculative": "mtp"}
         )
-    assert EngineSettings(draft_tokens=MOST_DRAFT_TOKENS).draft_tokens == EngineSettings().draft_tokens
-    for number in (0, MOST_DRAFT_TOKENS + 1):
+        assert EngineSettings(draft_tokens=2).for_device(device).draft_tokens == 2
+    assert EngineSettings().for_device("cuda").draft_tokens == MOST_DRAFT_TOKENS
+    for number in (-1, MOST_DRAFT_TOKENS + 1):
         with pytest.raises(ValidationError, match="draft_tokens"):
             EngineSettings(draft_tokens=number)
     with pytest.raises(ValidationError, match="batch_invariant and speculative contradict"):

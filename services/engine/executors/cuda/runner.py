@@ -30,7 +30,6 @@ from services.engine.executors.cuda.prompt_scoring import CudaPromptReader
 from services.engine.executors.cuda.sampling.mask_upload import MaskUpload
 from services.engine.executors.cuda.sampling.sampler import CudaSampler, SampleRows
 from services.engine.executors.cuda.shapes import (
-    GROUPS,
     captured_shapes,
     decode_attention,
     decode_bucket,
@@ -40,11 +39,10 @@ from services.engine.executors.cuda.shapes import (
 from services.engine.executors.cuda.speculation import CudaSpeculation, SampledChunks
 from services.engine.executors.cuda.stream import EngineStream
 from services.engine.executors.cuda.warm_up import (
-    draft_plan,
+    draft_plans,
     masks_to_try,
     measured_costs,
     sampling_plans,
-    sizes_to_try,
     warm_up_shapes,
 )
 from services.engine.executors.runner import OpenStep, StepHandle
@@ -59,8 +57,6 @@ log = structlog.get_logger(__name__)
 _CAPTURED_HEAD = 8
 """Most rows of a decode whose head is captured behind its layers: the host takes as long to launch a head as a small
 model's step has, and each captured step keeps the logits of its rows."""
-_TIMED_POSITION = 640
-"""Position of the tokens of steps that are timed."""
 _ENTRIES_A_COPY = 16384
 """New block table entries that travel with a step; more (many long cached prefixes at once) go ahead of it."""
 
@@ -268,8 +264,8 @@ class CudaRunner:
                 self._draft_graphs.capture(self._shapes, adapters=self._has_adapters)
                 sizes = draft_buckets(min(self._limits.max_num_seqs, self._limits.largest_graph))
                 self._speculation.capture(sizes)
-                position = min(_TIMED_POSITION, self._limits.max_model_len // 2)
-                self.costs = measured_costs(self.launch, self._stream, sizes, position, self._cache.block_size)
+                most, block_size = self._limits.max_model_len, self._cache.block_size
+                self.costs = measured_costs(self.launch, self._stream, sizes, most, block_size)
         self._stream.synchronize()
 
     def _launch_all(self, shapes: Sequence[StepShape], forward: DeviceForward) -> None:
@@ -284,9 +280,8 @@ class CudaRunner:
             for masks in masks_to_try(plan, self._vocab):
                 self._sample(self._queue(plan, forward), masks).result()
         if self._speculation is not None:
-            for size in sizes_to_try(self._limits.max_num_seqs):
-                for group in (1, *GROUPS):
-                    self._launch(draft_plan(size, group - 1, 1, self._cache.block_size), forward).result()
+            for plan in draft_plans(self._limits.max_num_seqs, self._cache.block_size):
+                self._launch(plan, forward).result()
 
     def _run_padding(self, shape: StepShape, forward: DeviceForward) -> None:
         rows = self._buffers.load(shape, (), 0).rows

@@ -32,7 +32,6 @@ two hundred programs for it that end at once."""
 
 GROUPS = range(2, 2 + MOST_DRAFT_TOKENS)
 """Rows of a sequence in a step with draft tokens."""
-_DRAFTING = (1, 2, 4, 8, 16, 32)
 
 
 def decode_bucket(decodes: int) -> int:
@@ -110,7 +109,7 @@ def captured_shapes(
 
 def draft_buckets(max_num_seqs: int) -> list[int]:
     """Numbers of sequences of steps with draft tokens that are captured, ascending."""
-    return [bucket for bucket in decode_buckets(min(max_num_seqs, MOST_VERIFYING)) if bucket in _DRAFTING]
+    return decode_buckets(min(max_num_seqs, MOST_VERIFYING))
 
 
 def smallest(shapes: Iterable[StepShape], wanted: StepShape) -> StepShape | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from services.engine.scheduler.step_plan import DRAFT, MOST_DRAFT_TOKENS, Chunk,
 
 _ROWS = (1, 3, 16)
 """Triton compiles variants for the integer 1 and for multiples of 16."""
-_TIMED_STEPS = 6
+_TIMED_STEPS, _TIMED_POSITION = 6, 640
 
 
 def warm_up_shapes(
@@ -69,7 +70,13 @@ def sampling_plans(max_num_seqs: int) -> Iterator[StepPlan]:
             )
 
 
-def draft_plan(chunks: int, draft_tokens: int, position: int, block_size: int) -> StepPlan:
+def draft_plans(max_num_seqs: int, block_size: int) -> Iterator[StepPlan]:
+    """Decodes with every number of draft tokens."""
+    for size, count in product(sizes_to_try(max_num_seqs), range(1 + MOST_DRAFT_TOKENS)):
+        yield _draft_plan(size, count, 1, block_size)
+
+
+def _draft_plan(chunks: int, draft_tokens: int, position: int, block_size: int) -> StepPlan:
     """Decodes in slots from 1 on, with draft tokens, behind which as many are drawn."""
     request = Request("warm-up", (0,), SamplingParams(ignore_eos=True))
     blocks = [0] * -(-(position + 2 + 2 * draft_tokens) // block_size)
@@ -85,26 +92,27 @@ def draft_plan(chunks: int, draft_tokens: int, position: int, block_size: int) -
 
 
 def measured_costs(
-    launch: Callable[[StepPlan], object], stream: EngineStream, sizes: Sequence[int], position: int, block_size: int
+    launch: Callable[[StepPlan], object],
+    stream: EngineStream,
+    sizes: Sequence[int],
+    max_model_len: int,
+    block_size: int,
 ) -> StepCosts:
     """Seconds of steps with and without draft tokens.
 
     Args:
         launch: queues a step.
         sizes: numbers of decodes.
-        position: of their newest tokens.
     """
     seconds: dict[tuple[int, int], float] = {}
-    for size in sizes:
-        for count in range(1 + MOST_DRAFT_TOKENS):
-            plan = draft_plan(size, count, position, block_size)
+    for size, count in product(sizes, range(1 + MOST_DRAFT_TOKENS)):
+        plan = _draft_plan(size, count, min(_TIMED_POSITION, max_model_len // 2), block_size)
+        launch(plan)
+        begin = stream.mark(timed=True)
+        for _ in range(_TIMED_STEPS):
             launch(plan)
-            begin = stream.mark(timed=True)
-            for _ in range(_TIMED_STEPS):
-                launch(plan)
-            seconds[size, 1 + count] = begin.until(stream.mark(timed=True)) / _TIMED_STEPS
-    drawn = {(size, count): 0.0 for size in sizes for count in range(1, 1 + MOST_DRAFT_TOKENS)}
-    return StepCosts(seconds, drawn)
+        seconds[size, count] = begin.until(stream.mark(timed=True)) / _TIMED_STEPS
+    return StepCosts(seconds)
 
 
 def masks_to_try(plan: StepPlan, vocab: int) -> tuple[RowMasks, RowMasks]:

@@ -218,8 +218,7 @@ def test_a_failed_step_ends_its_requests_and_not_those_that_came_after() -> None
 @pytest.mark.parametrize(("row", "pays"), [(0.02, True), (2.0, False)])
 def test_draft_tokens_by_the_runners_costs(row: float, pays: bool) -> None:
     """Also for the scheduler after a reset. Rows that are checked count as decodes, and outputs are the same."""
-    steps = {(1, rows): 1 + row * (rows - 1) for rows in range(1, 6)}
-    costs = StepCosts(steps, {(1, number): 0.01 * number for number in range(1, 5)})
+    costs = StepCosts({(1, drafts): 1 + (row + 0.01) * drafts for drafts in range(5)})
     bench = Bench(config=replace(CONFIG, draft_tokens=4), costs=costs)
     for name in ("r", "again"):
         bench.add(name, 30)

@@ -110,8 +110,9 @@ class RequestRules(RuleBasedStateMachine):
         self.depth = depth
         costs = None
         if further_row is not None:  # as a share of a plain step of one chunk
-            steps = {(n, rows): 1 + further_row * n * (rows - 1) for n in (1, 5) for rows in range(1, 6)}
-            costs = StepCosts(steps, {(n, number): 0.02 * number for n in (1, 5) for number in range(1, 5)})
+            costs = StepCosts(
+                {(n, drafts): 1 + (further_row * n + 0.02) * drafts for n in (1, 5) for drafts in range(5)}
+            )
         self.runner = ToyRunner(self.config, depth, costs)
         self.tiers = ToyTiers(self.runner, block_size) if tiers else None
         self.scheduler = Scheduler(self.config, depth, self.tiers, costs)

@@ -12,8 +12,7 @@ COUNTS = (1, 4, 16, 32)
 
 def costs(row: float, draft: float = 0.05) -> StepCosts:
     """A step of plain decodes takes 1, each further row of a chunk ``row`` more at 1 chunk and 4 times that at 32."""
-    steps = {(n, rows): 1 + (rows - 1) * row * (1 + 3 * n / 32) for n in COUNTS for rows in range(1, 6)}
-    return StepCosts(steps, {(n, count): draft * count for n in COUNTS for count in range(1, 5)})
+    return StepCosts({(n, count): 1 + count * (row * (1 + 3 * n / 32) + draft) for n in COUNTS for count in range(5)})
 
 
 def shares(*values: float) -> Acceptance:
@@ -39,8 +38,8 @@ def test_the_number_with_the_most_tokens_a_second() -> None:
 
 
 def test_plain_steps_unless_draft_tokens_win() -> None:
-    """By one in a hundred at least; with sequences beside it that have none, too."""
-    even = StepCosts({(1, 1): 1.0, (1, 2): 1.4, (2, 1): 1.0, (2, 2): 1.4}, {(1, 1): 0.095, (2, 1): 0.0})
+    """By two in a hundred at least; with sequences beside it that have none, too."""
+    even = StepCosts({(1, 0): 1.0, (1, 1): 1.495, (2, 0): 1.0, (2, 1): 1.4})
     half = shares(0.5, 0.0, 0.0, 0.0)
     assert DraftDepth(4, even).choose([half]) == 0, "1.5 tokens in 1.495"
     assert DraftDepth(4, even).choose([half, half]) == 1, "3 tokens in 1.4 instead of 2 in 1"
@@ -50,7 +49,7 @@ def test_plain_steps_unless_draft_tokens_win() -> None:
 
 
 def test_numbers_of_chunks_between_those_measured() -> None:
-    measured = StepCosts({(1, 1): 1.0, (1, 2): 1.2, (9, 1): 2.0, (9, 2): 4.4, (20, 1): 3.0}, {(1, 1): 0.0, (9, 1): 0.8})
+    measured = StepCosts({(1, 0): 1.0, (1, 1): 1.2, (9, 0): 2.0, (9, 1): 5.2, (20, 0): 3.0})
     assert measured.seconds(1, 0) == 1.0
     assert measured.seconds(5, 0) == pytest.approx(1.5)
     assert measured.seconds(5, 1) == pytest.approx(2.8 + 0.4)
@@ -64,7 +63,7 @@ def test_numbers_of_chunks_between_those_measured() -> None:
     assert depth.choose([right] * 10) == 0, "nor was one for more than 9 chunks"
     assert depth.choose([right] * (MOST_VERIFYING + 1)) == 0
     with pytest.raises(ValueError, match=r"steps of \[2\] decodes"):
-        StepCosts({(1, 1): 1.0, (2, 2): 1.0}, {})
+        StepCosts({(1, 0): 1.0, (2, 1): 1.0})
 
 
 def test_shares_follow_what_is_accepted() -> None:

@@ -316,8 +316,7 @@ def test_checked_tokens_stay_below_the_budget() -> None:
 def costs(alone: float, together: float) -> StepCosts:
     """A further row of a chunk costs so much of a plain step, in a step of one chunk and of four or more."""
     rows = {1: alone, 4: together, 32: together}
-    steps = {(n, number): 1 + row * (number - 1) for n, row in rows.items() for number in range(1, 6)}
-    return StepCosts(steps, {(n, number): 0.02 * number for n in rows for number in range(1, 5)})
+    return StepCosts({(n, drafts): 1 + (row + 0.02) * drafts for n, row in rows.items() for drafts in range(5)})
 
 
 def test_draft_tokens_that_cost_more_than_they_bring() -> None:
