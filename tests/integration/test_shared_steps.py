@@ -24,6 +24,7 @@ from services.trainer.runtime.worker import TrainerWorker
 from services.trainer.settings import TrainerSettings
 from tests.forked import ForkedProcess
 from tests.forked import small_worker as small_process
+from tests.integration.servers import RunningServer
 from tests.integration.small_jobs import SmallHost, curve_of, small_job, small_worker
 from tests.integration.test_worker import events_of, finished, loss_curve, until
 from tests.tokenizer_support import qwen_like_tokenizer
@@ -36,7 +37,8 @@ PAUSE = 0.05
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("small"), qwen_like_tokenizer())
+    # A smooth one: rounding that grows from step to step is not what is tested here.
+    return write_checkpoint(tmp_path_factory.mktemp("small"), qwen_like_tokenizer(), initializer_range=0.1)
 
 
 @pytest.fixture
@@ -271,6 +273,26 @@ async def test_a_drain_checkpoints_and_hands_all_back(
         await check_as_alone(checkpoint, queue, registry, await finished(queue, job.id), spec)
         messages = [event.data.get("message", "") for event in await events_of(queue, job.id)]
         assert any("resumed after step" in message for message in messages)
+
+
+async def test_a_job_that_waits_for_a_store_holds_up_no_other(
+    queue: JobQueue, registry: AdapterRegistry, start: Start, checkpoint: Path, s3: RunningServer
+) -> None:
+    """One that ends cannot publish, one that comes cannot be prepared, and one that runs goes on."""
+    specs = [small_job(0, epochs=40), small_job(1), small_job(2)]
+    jobs = [await queue.submit(spec) for spec in specs[:2]]
+    start(SmallHost(checkpoint, pause=0.02))
+    await until(queue, jobs[1].id, lambda job: job.progress.step >= 1)
+    with s3.down():
+        ended = await until(queue, jobs[1].id, lambda job: job.progress.step == job.progress.total_steps)
+        jobs.append(await queue.submit(specs[2]))
+        before = (await queue.get(jobs[0].id)).progress.step
+        await until(queue, jobs[0].id, lambda job: job.progress.step >= before + 5)
+        assert ended.state is JobState.RUNNING
+    for job, spec in zip(jobs, specs, strict=True):
+        done = await finished(queue, job.id)
+        assert done.attempts == 1
+        await check_as_alone(checkpoint, queue, registry, done, spec)
 
 
 @pytest.fixture

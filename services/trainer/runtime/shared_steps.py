@@ -65,9 +65,12 @@ class _Job:
     """Once it has been admitted, if others may join it."""
     wanted: Pass | None = None
     """Pass that it waits for; None: it has ended, or has not begun."""
+    going: bool = False
+    """Whether its course runs now. It may be waiting for a store, with the others' courses going on inside of it."""
 
     def go_on(self, error: Exception | None = None) -> None:
         """Lets the course go on: what it wanted has been computed, or has failed with an error."""
+        self.going = True
         try:
             if error is None:
                 self.wanted = self.context.run(next, self.course)
@@ -75,6 +78,8 @@ class _Job:
                 self.wanted = self.context.run(self.course.throw, error)
         except StopIteration:
             self.wanted = None
+        finally:
+            self.going = False
 
 
 class SharedSteps:
@@ -123,17 +128,22 @@ class SharedSteps:
         job.go_on()
         self._forget_ended()
 
-    def round(self) -> None:
-        """Computes what each job waits for, and lets it go on."""
+    def round(self) -> bool:
+        """Computes what each job wants and lets it go on; False if none wants anything. Also called inside of a job's
+        course that waits for a store: it has the others go on meanwhile.
+        """
         groups: dict[tuple[Sharing, bool], list[tuple[_Job, Pass]]] = {}
         for job in self._jobs:
-            if job.wanted is not None:
+            if job.wanted is not None and not job.going:
                 groups.setdefault((job.wanted.run.sharing, job.wanted.trained), []).append((job, job.wanted))
         for group in groups.values():
-            errors = self._computed(group)
-            for job, _ in group:
-                job.go_on(errors.get(job))
+            present = [(job, wanted) for job, wanted in group if job.wanted is wanted]
+            errors = self._computed(present)
+            for job, wanted in present:
+                if job.wanted is wanted:  # or it went on while another one waited
+                    job.go_on(errors.get(job))
         self._forget_ended()
+        return bool(groups)
 
     # Beside.
 
@@ -220,7 +230,7 @@ class SharedSteps:
             self._host.memory_budget.out_of_memory()
 
     def _forget_ended(self) -> None:
-        self._jobs = [job for job in self._jobs if job.wanted is not None]
+        self._jobs = [job for job in self._jobs if job.wanted is not None or job.going]
         if len(self._jobs) < 2:
             self._host.memory_budget.release_together()
 

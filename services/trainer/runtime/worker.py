@@ -227,7 +227,7 @@ class TrainerWorker:
 
     def _result(self, claimed: ClaimedJob, session: JobSession, trace: JobTrace, beside: Beside) -> Course[str]:
         """Runs the job; returns "name@n" if it published a version, else "". Raises what ends it otherwise."""
-        until_back = UntilBack(session, self._side, self._draining, self._awake, self._log)
+        until_back = UntilBack(session, self._side, self._draining, self._awake, self._log, beside.round)
         claim = Claim(claimed, session, trace, until_back, self._side, self._metrics, beside)
         beside.enter(claimed.id)
         if isinstance(claimed.spec, EvalJob):

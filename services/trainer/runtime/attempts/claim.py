@@ -23,6 +23,10 @@ class Beside(Protocol):
         """Number of the others."""
         ...
 
+    def round(self) -> bool:
+        """Lets the others go on by a step while a job waits for a store; False if none can."""
+        ...
+
     def enter(self, job_id: str) -> None:
         """A job's attempt begins.
 
