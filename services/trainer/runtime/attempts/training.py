@@ -123,6 +123,7 @@ class JobAttempt:
     def _train(self, gates: Gates) -> Course[Manifest]:
         claimed, session = self._claim.job, self._claim.session
         self._parts.registry.check_new_name(self._spec.adapter)
+        self._claim.until_back(lambda: self._parts.registry.check_kind(self._spec.adapter, "adapter"))
         if isinstance(self._spec, OfDataset) and self._spec.unread:
             raise InvalidRequest(
                 "a job on a dataset must be submitted through the gateway, which reads its rows", param="dataset"
