@@ -29,16 +29,13 @@ from tests.training_host import CountingGate, TrainingHost
 
 
 def small_job(number: int, **fields: Any) -> SftJob:
-    """Jobs of equal shape, each of its own data, rate and length.
-
-    AdamW divides by a gradient's own size, so where that is all but zero the rounding would decide: hence its ``eps``.
-    """
+    """Jobs of equal shape, each of its own data, rate and length."""
     own: dict[str, Any] = {
         "adapter": f"a{number}",
         "examples": [{"prompt": f"{n} + {number}?", "completion": f"{n + number}."} for n in range(2 + number % 3)],
         "epochs": 3 + number % 2,
         "batch_size": 2,
-        "learning_rate": 0.0004 * (1 + number),
+        "learning_rate": 0.001 * (1 + number),
         "optimizer": {"schedule": "cosine", "max_grad_norm": 0.5, "eps": 1e-3},
         "checkpoint_every": 2,
         "seed": number,

@@ -37,8 +37,8 @@ PAUSE = 0.05
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # A smooth one: rounding that grows from step to step is not what is tested here.
-    return write_checkpoint(tmp_path_factory.mktemp("small"), qwen_like_tokenizer(), initializer_range=0.1)
+    # Small weights: with larger ones a rounding grows a thousandfold in some steps, also of a job alone.
+    return write_checkpoint(tmp_path_factory.mktemp("small"), qwen_like_tokenizer(), initializer_range=0.05)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,18 @@ from services.common.jobs import SftJob
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.passes import Pass, complete, compute_together
 from services.trainer.jobs.sft import SftRun
-from tests.training_support import TrainingHost, random_adapter, without_times
+from tests.training_support import TrainingHost, random_adapter, without_times, write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def smooth(tmp_path_factory: pytest.TempPathFactory, tokenizer_files: dict[str, bytes]) -> Path:
+    """Checkpoint of small weights: with larger ones a rounding grows a thousandfold in some steps, also alone."""
+    return write_checkpoint(tmp_path_factory.mktemp("smooth"), tokenizer_files, initializer_range=0.05)
+
+
+@pytest.fixture
+def host(smooth: Path) -> TrainingHost:
+    return TrainingHost(smooth)
 
 
 def job(number: int, **fields: Any) -> SftJob:
