@@ -14,13 +14,13 @@ from cli.http.client import Client, path
 from cli.http.transfers import moving
 from cli.options import Json, Url, connected
 from cli.output import CliError, ExitCode, Output
-from services.common.adapters.manifest import instead_of
+from services.common.adapters.manifest import CONFIG, FILES, WEIGHTS, Kind, instead_of
 from services.common.adapters.names import parse_adapter_ref
 from services.common.errors import InvalidRequest
 
 app = typer.Typer(name="adapters", help="List, attach, move, merge and roll back adapters.", no_args_is_help=True)
 
-WEIGHTS, CONFIG, MANIFEST = "adapter_model.safetensors", "adapter_config.json", "manifest.json"
+MANIFEST = "manifest.json"
 _OF_THE_MOMENT = ("object", "id", "size_bytes", "current", "attached")
 """Fields of a version that are not in its manifest."""
 Ref = Annotated[str, typer.Argument(metavar="NAME[@VERSION]", help="An adapter, e.g. polite or polite@3.")]
@@ -57,12 +57,16 @@ def _origin(version: dict[str, Any]) -> str:
 
 @app.command("list")
 def list_adapters(url: Url = None, as_json: Json = False) -> None:
-    """Every adapter with its current version."""
+    """Every adapter and drafter with its current version."""
 
     def work(client: Client, output: Output) -> None:
         answer = client.get("/v1/adapters")
-        rows = [[one["name"], str(one["current"]), one.get("attached") or ""] for one in answer["data"]]
-        output.table(answer, ["adapter", "current", "attached"], rows, empty="No adapters yet: train or upload one.")
+        rows = [
+            [one["name"], one.get("kind", "adapter"), str(one["current"]), one.get("attached") or ""]
+            for one in answer["data"]
+        ]
+        columns = ["name", "kind", "current", "attached"]
+        output.table(answer, columns, rows, empty="No adapters yet: train or upload one.")
 
     connected(url, as_json, work)
 
@@ -140,17 +144,20 @@ def detach(
 
 @app.command()
 def upload(
-    directory: Annotated[Path, typer.Argument(help=f"Directory with {WEIGHTS} and {CONFIG} (PEFT).")],
+    directory: Annotated[
+        Path, typer.Argument(help=f"Directory with {WEIGHTS} and {CONFIG} (PEFT), or {' and '.join(FILES['drafter'])}.")
+    ],
     name: Annotated[str, typer.Option(help="The adapter that gets a new version.")],
     attach_it: Annotated[bool, typer.Option("--attach", help="Attach it, too.")] = False,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Publish a PEFT adapter as a new version; refused if it does not bind to the served model."""
+    """Publish a PEFT adapter, or a drafter, as a new version; refused if it does not bind to the served model."""
 
     def work(client: Client, output: Output) -> None:
         split(name)
-        files = {part: directory / part for part in (WEIGHTS, CONFIG)}
+        is_drafter = any((directory / part).is_file() for part in FILES["drafter"])
+        files = {part: directory / part for part in FILES["drafter" if is_drafter else "adapter"]}
         for file in files.values():
             if not file.is_file():
                 raise CliError(instead_of(file) or f"{file} does not exist", ExitCode.USAGE)
@@ -167,11 +174,11 @@ def upload(
 @app.command()
 def download(
     ref: Ref,
-    directory: Annotated[Path, typer.Argument(help="Where to put the PEFT files; made if it is missing.")],
+    directory: Annotated[Path, typer.Argument(help="Where to put the files; made if it is missing.")],
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Save a version's PEFT files and its manifest."""
+    """Save a version's files and its manifest."""
 
     def work(client: Client, output: Output) -> None:
         name, version = split(ref)
@@ -182,8 +189,8 @@ def download(
         except OSError as error:
             raise CliError(f"cannot write to {directory}: {error}", ExitCode.USAGE) from error
         with moving(output, f"fetching {name}@{version}", None) as moved:
-            save(client, name, version, directory, on_block=moved)
-        answer = {"adapter": f"{name}@{version}", "directory": str(directory), "files": [WEIGHTS, CONFIG, MANIFEST]}
+            saved = save(client, name, version, directory, on_block=moved)
+        answer = {"adapter": f"{name}@{version}", "directory": str(directory), "files": [*saved, MANIFEST]}
         output.result(answer, f"saved [green]{name}@{version}[/] in {directory}")
 
     connected(url, as_json, work)
@@ -196,18 +203,19 @@ def save(
     directory: Path,
     *,
     on_block: Callable[[int], None] = lambda _: None,
-) -> str:
-    """PEFT's files and the manifest of a version (default: the current one) into a directory that exists; returns
-    "name@n". The manifest says which base model they belong to and what their digests are."""
+) -> list[str]:
+    """The files and the manifest of a version (default: the current one) into a directory that exists; returns the
+    files' names. The manifest says which base model they belong to and what their digests are."""
     if version is None:
         version = int(client.get(path("v1", "adapters", name))["current"])
-    for part in (WEIGHTS, CONFIG):
-        place = directory / part
-        client.download(path("v1", "adapters", name, "download"), place, on_block=on_block, version=version, file=part)
     listed = client.get(path("v1", "adapters", name, "versions"))["data"]
     manifest = next((one for one in listed if one["version"] == version), None)
     if manifest is None:
-        raise CliError(f"{name}@{version} was removed meanwhile")
+        raise CliError(f"there is no {name}@{version}")
+    kind: Kind = "drafter" if manifest.get("kind") == "drafter" else "adapter"
+    for part in FILES[kind]:
+        place = directory / part
+        client.download(path("v1", "adapters", name, "download"), place, on_block=on_block, version=version, file=part)
     text = json.dumps({key: value for key, value in manifest.items() if key not in _OF_THE_MOMENT}, indent=1)
     (directory / MANIFEST).write_text(text, encoding="utf-8")
-    return f"{name}@{version}"
+    return list(FILES[kind])

@@ -20,8 +20,8 @@ from services.common.errors import AdapterRejected, InvalidRequest
 from services.engine.models.config import ModelConfig
 from services.engine.models.lora.binding import ADAPTER_DTYPES, PEFT_PREFIX, bind_adapter, prefix_of, sort_tensors
 from services.engine.models.lora.peft_config import CONFIG_FILE, WEIGHTS_FILE, AdapterSettings, parse_config
-from services.engine.models.lora.peft_file import read_tensors
 from services.engine.models.lora.targets import TARGET_MODULES
+from services.engine.models.weights.tensor_file import read_tensors
 
 Form: TypeAlias = Literal["text", "multimodal"]
 FORMS: tuple[Form, ...] = get_args(Form)

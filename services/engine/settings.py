@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from pydantic import ByteSize, Field, field_validator, model_validator
 
+from services.common.adapters.names import parse_adapter_ref
+from services.common.errors import InvalidRequest
 from services.common.settings import CommonSettings
 from services.common.shutdown import CLOSE_SECONDS
 
@@ -42,6 +44,10 @@ class EngineSettings(CommonSettings):
     draft_tokens: int = Field(0, ge=0, le=4)
     """Most draft tokens of a request in a step, with speculative=mtp. 0: 4 on a GPU, 1 on a CPU, where every step has
     as many."""
+    drafter: str = ""
+    """Weights for the mtp layer in the place of the checkpoint's: a directory with drafter.safetensors and drafter.json
+    (with a / in it), or a drafter in the store, "name@n", or "name", whose current version is followed. Empty: the
+    checkpoint's own."""
     cuda_graphs: int = Field(256, ge=0, le=256)
     """Largest decode batch that runs as a CUDA graph; 0: none."""
     programmatic_launch: bool = True
@@ -198,6 +204,16 @@ class EngineSettings(CommonSettings):
     def _empty_directory_is_none(cls, value: Any) -> Any:
         return None if value == "" else value
 
+    @field_validator("drafter")
+    @classmethod
+    def _named_drafter(cls, value: str) -> str:
+        if value and "/" not in value:
+            try:
+                parse_adapter_ref(value)
+            except InvalidRequest as error:
+                raise ValueError(f"{error.message}; a directory has a / in it, as in ./{value}") from error
+        return value
+
     @field_validator("tiers")
     @classmethod
     def _known_tiers(cls, value: str) -> str:
@@ -218,6 +234,11 @@ class EngineSettings(CommonSettings):
             raise ValueError(
                 "batch_invariant and speculative contradict each other: what a row is computed with would depend on "
                 "the draft tokens; set TEMPER_SPECULATIVE=none or TEMPER_BATCH_INVARIANT=false"
+            )
+        if self.drafter and self.speculative == "none":
+            raise ValueError(
+                f"drafter is {self.drafter!r}, and nothing drafts with speculative=none: set TEMPER_SPECULATIVE=mtp, "
+                "or leave TEMPER_DRAFTER out"
             )
         if self.adapter_slots == 1:
             raise ValueError("adapter_slots must be 0 (automatic) or at least 2: a swap needs one slot more")
@@ -258,6 +279,16 @@ class EngineSettings(CommonSettings):
                 "mixed_prefill_tokens": self.mixed_prefill_tokens or (min(3840, budget) if cuda else budget),
             }
         )
+
+    @property
+    def drafter_directory(self) -> Path | None:
+        """Directory of the drafter's files; None: it is in the store, or there is none."""
+        return Path(self.drafter).expanduser() if "/" in self.drafter else None
+
+    @property
+    def followed_drafter(self) -> tuple[str, int | None] | None:
+        """Name and version (None: the current one) of the drafter in the store; None: it is not there."""
+        return parse_adapter_ref(self.drafter) if self.drafter and "/" not in self.drafter else None
 
     def termination_seconds(self, trainer_drain_seconds: float) -> float:
         """Longest time from SIGTERM to exit, which Kubernetes' terminationGracePeriodSeconds has to allow."""

@@ -22,6 +22,7 @@ from services.common.errors import CheckpointRejected, InvalidRequest
 from services.common.pb import engine_pb2 as pb
 from services.common.storage.object_store import ObjectStore
 from services.common.text.tokenizer import TextCodec
+from services.engine.adapters.drafter import FollowedDrafter
 from services.engine.adapters.loader import AdapterLoader
 from services.engine.adapters.manager import AdapterManager
 from services.engine.adapters.slot_table import AdapterConfig
@@ -41,6 +42,7 @@ from services.engine.models.lora.binding import AdapterBinder, BoundAdapter, bin
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.targets import target_shapes
 from services.engine.models.registry import load_model, read_config
+from services.engine.models.weights.drafter import read_directory, read_drafter, stage_files
 from services.engine.observability.events import EventStream
 from services.engine.observability.status import TierStatus
 from services.engine.scheduler.config import SchedulerConfig
@@ -88,6 +90,8 @@ class Engine:
     adapters: AdapterManager
     bind: Callable[[Mapping[str, bytes]], BoundAdapter]
     """Reads an adapter's files strictly, without loading them."""
+    read_drafter: Callable[[Mapping[str, bytes]], Mapping[str, torch.Tensor]]
+    """The same of a drafter's."""
     loop: EngineLoop
     tiers: TierManager | None
     sessions: ConversationSessionManager
@@ -184,12 +188,14 @@ def build_engine(
     log.info("checkpoint identified", digest=base_digest)
     bind = partial(bind_adapter, config=model.config, max_rank=settings.max_lora_rank)
     binder = AdapterBinder(model.config, max_rank=settings.max_lora_rank)
+    drafter = _drafter(settings, registry, model, base_digest, step_queue(executor.runner, device))
     adapters = AdapterManager(
         registry,
         adapter_events,
         AdapterLoader(registry, lora, binder.bind, base_digest=base_digest, events=stream),
         AdapterConfig(settings.adapter_slots, settings.adapter_poll_seconds, settings.adapter_wait_seconds),
         stream,
+        drafter,
     )
     gate = build_gate(executor.runner, device, settings.tpot_slo_ms / 1000)
     tiers = build_tiers(
@@ -245,6 +251,7 @@ def build_engine(
         gate,
         adapters,
         bind,
+        partial(read_drafter, config=model.config, base_digest=base_digest),
         loop,
         tiers,
         sessions,
@@ -351,6 +358,23 @@ def _load(planned: _Planned, hardware: Device) -> CausalLM:
     )
     log.info("weights loaded", bytes=model.nbytes())
     return model
+
+
+def _drafter(
+    settings: EngineSettings, registry: AdapterRegistry, model: CausalLM, base_digest: str, queue: Queue
+) -> FollowedDrafter | None:
+    """Drafter in the store that is to be followed, if there is one; one in a directory is loaded at once.
+
+    Raises:
+        AdapterRejected: the directory's files are no drafter of this model.
+    """
+    stage = partial(stage_files, config=model.config, stage=model.stage_drafter, base_digest=base_digest, queue=queue)
+    if (directory := settings.drafter_directory) is not None:
+        stage(read_directory(directory))()
+        log.info("drafter loaded", directory=str(directory))
+    if (followed := settings.followed_drafter) is None:
+        return None
+    return FollowedDrafter(registry, *followed, stage, base_digest=base_digest)
 
 
 def _lora_slots(settings: EngineSettings, model: CausalLM) -> LoraSlots:

@@ -120,6 +120,7 @@ async def _serve(
         loop,
         engine.adapters,
         engine.bind,
+        engine.read_drafter,
         engine.constraints,
         engine.codec,
         training.described(engine.description),

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from services.common.adapters.manifest import DRAFTER_CONFIG, DRAFTER_WEIGHTS
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import CONFIG, WEIGHTS, AdapterRegistry
 from services.common.errors import AdapterRejected, Conflict, InvalidRequest, ModelNotFound, NotFound
@@ -44,6 +45,29 @@ def test_publish_and_read(registry: AdapterRegistry) -> None:
     with pytest.raises(ModelNotFound):
         registry.files(AdapterVersion("math", 3))
     assert registry.versions("none") == []
+
+
+def test_a_drafter_is_a_version_of_another_kind(registry: AdapterRegistry) -> None:
+    drafter = {DRAFTER_WEIGHTS: b"weights", DRAFTER_CONFIG: b"{}"}
+    registry.publish("math", files("1"), base_digest=BASE)
+    first = registry.publish("sharp", drafter, base_digest=BASE)
+    candidate = registry.publish("sharp", {**drafter, DRAFTER_CONFIG: b"{ }"}, base_digest=BASE, current=False)
+    assert (first.kind, first.rank, registry.kind("sharp"), registry.kind("math")) == (
+        "drafter",
+        None,
+        "drafter",
+        "adapter",
+    )
+    assert registry.kind("none") is None
+    registry.set_current(candidate.ref)
+    pointers = registry.pointers()
+    assert (pointers.drafters, pointers.adapters, pointers.current) == ({"sharp"}, {"math": 1}, {"math": 1, "sharp": 2})
+    for name, other in (("sharp", files()), ("math", drafter)):
+        with pytest.raises(InvalidRequest, match=f"{name} is the name of a"):
+            registry.publish(name, other, base_digest=BASE)
+    with pytest.raises(InvalidRequest, match="sharp@1 is a drafter"):
+        registry.attach(first.ref)
+    assert registry.attached() is None
 
 
 def test_equal_files_have_equal_digests(registry: AdapterRegistry) -> None:

@@ -6,16 +6,26 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.common.adapters.evidence import GateEvidence
 from services.common.adapters.names import AdapterVersion
-from services.common.errors import AdapterRejected
+from services.common.errors import AdapterRejected, InvalidRequest
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
+DRAFTER_WEIGHTS = "drafter.safetensors"
+DRAFTER_CONFIG = "drafter.json"
+DRAFTER_FORMAT = 1
+"""Version of the layout of both; a later one may have other tensors."""
+Kind: TypeAlias = Literal["adapter", "drafter"]
+"""What a version is: a LoRA adapter, or weights of the mtp layer, which drafts."""
+FILES: Mapping[Kind, tuple[str, str]] = {
+    "adapter": (WEIGHTS, CONFIG),
+    "drafter": (DRAFTER_WEIGHTS, DRAFTER_CONFIG),
+}
 PICKLED = (".bin", ".pt", ".pth")
 """Name endings of weights that torch.save wrote: reading them would run what is in them."""
 SAFE_ONLY = (
@@ -98,6 +108,7 @@ class Manifest(BaseModel):
 
     name: str
     version: int
+    kind: Kind = "adapter"
     digest: str
     """SHA-256 over the files' digests: the identity of the weights in cache keys."""
     base_digest: str
@@ -125,26 +136,66 @@ class Manifest(BaseModel):
     def size_bytes(self) -> int:
         return sum(entry.size for entry in self.files.values())
 
+    def check_adapter(self, param: str = "adapter") -> None:
+        """Raises InvalidRequest if the version is a drafter: nothing answers with one."""
+        if self.kind != "adapter":
+            raise InvalidRequest(
+                f"{self.ref} is a drafter, which proposes tokens and answers nothing: name an adapter; an engine "
+                "drafts with it by TEMPER_DRAFTER",
+                param=param,
+            )
+
 
 def files_digest(entries: Mapping[str, FileEntry]) -> str:
     lines = "\n".join(f"{filename}:{entry.sha256}" for filename, entry in sorted(entries.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
+def kind_of(files: Mapping[str, object]) -> Kind:
+    """Kind of a version with these files. Raises AdapterRejected."""
+    for kind, names in FILES.items():
+        if set(files) == set(names):
+            return kind
+    said = " or ".join(f"{weights} and {config}" for weights, config in FILES.values())
+    raise AdapterRejected(f"a version has exactly the files {said}, got {sorted(files)}")
+
+
 def stated_rank(files: Mapping[str, bytes]) -> int | None:
-    """Checks the set of files; the rank that adapter_config.json states. Raises AdapterRejected."""
-    if set(files) != {WEIGHTS, CONFIG}:
-        raise AdapterRejected(f"an adapter has exactly the files {WEIGHTS} and {CONFIG}, got {sorted(files)}")
+    """Rank that adapter_config.json states; None: it states none, or the files are a drafter's. Raises
+    AdapterRejected."""
+    if CONFIG not in files:
+        return None
     rank = parsed_config(files[CONFIG]).get("r")
     return rank if isinstance(rank, int) else None
 
 
-def parsed_config(data: bytes) -> dict[str, Any]:
-    """The object in adapter_config.json. Raises AdapterRejected."""
+def drafter_base(config: bytes, name: str = DRAFTER_CONFIG) -> str:
+    """Digest of the base model that a drafter.json names.
+
+    Args:
+        name: of the file, for messages.
+
+    Raises:
+        AdapterRejected: it is no JSON object, of a later format, or names none.
+    """
+    stated = parsed_config(config, name)
+    if stated.get("format") != DRAFTER_FORMAT:
+        raise AdapterRejected(
+            f"{name}: format is {stated.get('format')!r}, and this release reads {DRAFTER_FORMAT}: take a release "
+            "that knows it, or train the drafter again"
+        )
+    digest = stated.get("base_digest")
+    if not isinstance(digest, str) or not digest:
+        raise AdapterRejected(f"{name}: base_digest must be the digest of the base model, got {digest!r}")
+    return digest
+
+
+def parsed_config(data: bytes, name: str = CONFIG) -> dict[str, Any]:
+    """The object in adapter_config.json, or in the file ``name``. Raises AdapterRejected."""
     try:
         config = json.loads(data)
     except ValueError as error:
-        raise AdapterRejected(f"{CONFIG} is not JSON: {error}") from error
+        raise AdapterRejected(f"{name} is not JSON: {error}") from error
     if not isinstance(config, dict):
-        raise AdapterRejected(f"{CONFIG} must be a JSON object")
+        raise AdapterRejected(f"{name} must be a JSON object")
     return config

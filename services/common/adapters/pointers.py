@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from services.common.adapters.keys import attachment_key, current_key, removing_prefix
-from services.common.adapters.manifest import Manifest
+from services.common.adapters.manifest import Kind, Manifest
 from services.common.adapters.names import AdapterVersion, check_adapter_name, parse_adapter_ref
-from services.common.errors import Conflict, ModelNotFound, Unavailable
+from services.common.errors import Conflict, InvalidRequest, ModelNotFound, Unavailable
 from services.common.storage.object_store import ObjectNotFound, ObjectStore, PreconditionFailed
 from services.common.storage.record_versions import FIELD, POINTER
 
@@ -31,6 +31,13 @@ class Pointers:
     attached: AdapterVersion | None
     current: Mapping[str, int]
     fingerprint: str
+    drafters: frozenset[str] = frozenset()
+    """Names among the current ones that are drafters'."""
+
+    @property
+    def adapters(self) -> dict[str, int]:
+        """Current version of each name that is an adapter's."""
+        return {name: number for name, number in self.current.items() if name not in self.drafters}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +65,8 @@ class AdapterPointers(ABC):
     def __init__(self, store: ObjectStore, served_model_name: str) -> None:
         self._store = store
         self._attachment = attachment_key(served_model_name)
-        self._pointer_cache: dict[str, tuple[str, int]] = {}
-        """name → (etag, version) of CURRENT as last read; replaced as a whole, so readers need no lock."""
+        self._pointer_cache: dict[str, tuple[str, int, Kind]] = {}
+        """name → (etag, version, kind) of CURRENT as last read; replaced as a whole, so readers need no lock."""
 
     @property
     def store(self) -> ObjectStore:
@@ -100,7 +107,7 @@ class AdapterPointers(ABC):
     def pointers(self) -> Pointers:
         """All pointers, for polling: unchanged ones cost one HEAD each."""
         cache = self._pointer_cache
-        fresh: dict[str, tuple[str, int]] = {}
+        fresh: dict[str, tuple[str, int, Kind]] = {}
         for name in self._store.list_dirs("adapters/"):
             etag = self._store.head(current_key(name))
             if etag is None:
@@ -111,23 +118,45 @@ class AdapterPointers(ABC):
                 continue
             pointer = self._read_json(current_key(name))
             if pointer is not None:
-                fresh[name] = (pointer[1], int(pointer[0]["version"]))
+                fresh[name] = (pointer[1], int(pointer[0]["version"]), _kind_of(pointer[0]))
         self._pointer_cache = fresh
         attached = self.attached()
-        current = {name: version for name, (_, version) in fresh.items()}
+        current = {name: version for name, (_, version, _) in fresh.items()}
+        drafters = frozenset(name for name, (_, _, kind) in fresh.items() if kind == "drafter")
         fingerprint = hashlib.sha256(json.dumps([str(attached), sorted(current.items())]).encode()).hexdigest()
-        return Pointers(attached=attached, current=current, fingerprint=fingerprint)
+        return Pointers(attached=attached, current=current, fingerprint=fingerprint, drafters=drafters)
+
+    def kind(self, name: str) -> Kind | None:
+        """Kind of the versions of a name; None: it has none."""
+        pointer = self._read_json(current_key(check_adapter_name(name)))
+        if pointer is not None:
+            return _kind_of(pointer[0])
+        candidates = self.versions(name)
+        return candidates[0].kind if candidates else None
+
+    def check_kind(self, name: str, kind: Kind) -> None:
+        """Raises InvalidRequest if the versions of a name are of another kind than the one that is to be made."""
+        found = self.kind(name)
+        if found is not None and found != kind:
+            other = f"{'an' if found == 'adapter' else 'a'} {found}"
+            raise InvalidRequest(
+                f"{name} is the name of {other}, and this would be {'an' if kind == 'adapter' else 'a'} {kind}: "
+                "choose another name",
+                param="adapter",
+            )
 
     # Moving.
 
-    def advance(self, version: AdapterVersion) -> None:
+    def advance(self, manifest: Manifest) -> None:
         """Makes a new version current, unless it or a newer one has been before."""
-        number = version.version
+        number = manifest.version
 
         def target(pointer: _Pointer) -> _Pointer | None:
-            return None if number <= _newest_of(pointer) else {**pointer, "version": number, "newest": number}
+            if number <= _newest_of(pointer):
+                return None
+            return {**pointer, **_of_kind(manifest.kind), "version": number, "newest": number}
 
-        self._move(version.name, target)
+        self._move(manifest.name, target)
 
     def set_current(self, version: AdapterVersion, *, only_from: int | None = None, by: str | None = None) -> int:
         """Moves the adapter's pointer, also backwards, and returns the number that was current; 0: none was.
@@ -140,7 +169,7 @@ class AdapterPointers(ABC):
             ModelNotFound: there is no such version.
             Conflict: it is being removed, or another version is current than ``only_from``.
         """
-        self._check_kept(version)
+        kind = self._check_kept(version).kind
         before = 0
 
         def target(pointer: _Pointer) -> _Pointer | None:
@@ -160,7 +189,7 @@ class AdapterPointers(ABC):
             move |= {} if by is None else {"by": by}
             moves = [*pointer.get("moves", []), move][-_MOVES:]
             newest = max(_newest_of(pointer), version.version)
-            return {"version": version.version, "newest": newest, "moves": moves}
+            return {**_of_kind(kind), "version": version.version, "newest": newest, "moves": moves}
 
         undo = self._move(version.name, target)
         self._check_still_kept(version, current_key(version.name), undo)
@@ -211,6 +240,7 @@ class AdapterPointers(ABC):
         Raises:
             ModelNotFound: there is no such version.
             Conflict: it is being removed.
+            InvalidRequest: it is a drafter.
         """
 
         def wanted(now: AdapterVersion | None) -> bool:
@@ -222,7 +252,7 @@ class AdapterPointers(ABC):
         self, version: AdapterVersion, wanted: Callable[[AdapterVersion | None], bool]
     ) -> AdapterVersion | None:
         """Attaches the version if that is ``wanted`` instead of what is attached; returns what is attached then."""
-        self._check_kept(version)
+        self._check_attachable(version)
         for _ in range(RACES):
             seen = self.attachment()
             if not wanted(seen.version):
@@ -237,8 +267,9 @@ class AdapterPointers(ABC):
         Raises:
             ModelNotFound: there is no such version.
             Conflict: it is being removed.
+            InvalidRequest: it is a drafter.
         """
-        self._check_kept(version)
+        self._check_attachable(version)
         attached = _attaching(version)
         if not self._swap(self._attachment, seen.pointer, json.dumps(attached).encode()):
             return False
@@ -265,11 +296,17 @@ class AdapterPointers(ABC):
                 return before, moved
         raise Unavailable(f"the pointer of adapter {name!r} kept moving; retry")
 
-    def _check_kept(self, version: AdapterVersion) -> None:
-        """Raises ModelNotFound if there is no such version, Conflict if somebody is removing it right now."""
-        self.manifest(version)
+    def _check_attachable(self, version: AdapterVersion) -> None:
+        """Raises InvalidRequest of a drafter, and what _check_kept raises."""
+        self._check_kept(version).check_adapter()
+
+    def _check_kept(self, version: AdapterVersion) -> Manifest:
+        """The version's manifest. Raises ModelNotFound if there is no such version, Conflict if somebody is removing it
+        right now."""
+        manifest = self.manifest(version)
         if self._store.list(removing_prefix(version)):
             raise Conflict(f"{version} is being removed by retention: choose another version", param="version")
+        return manifest
 
     def _check_still_kept(self, version: AdapterVersion, key: str, moved: tuple[_Pointer, _Pointer] | None) -> None:
         """Called once a pointer has been moved to a version. Whoever removes a version says so first and then looks at
@@ -309,6 +346,15 @@ def _attaching(version: AdapterVersion | None) -> _Pointer:
     has read the one before does not take it for that."""
     ref = None if version is None else str(version)
     return POINTER.stamped({"adapter": ref, "at": round(time.time(), 6)})
+
+
+def _of_kind(kind: Kind) -> _Pointer:
+    """What a pointer says of its versions' kind: nothing of adapters, as those of earlier releases."""
+    return {} if kind == "adapter" else {"kind": kind}
+
+
+def _kind_of(pointer: Mapping[str, Any]) -> Kind:
+    return "drafter" if pointer.get("kind") == "drafter" else "adapter"
 
 
 def _newest_of(pointer: Mapping[str, Any]) -> int:

@@ -2,7 +2,7 @@
 
 Layout, under one bucket:
     adapters/{name}/versions/{n:08d}/claim              who took this number (If-None-Match)
-    adapters/{name}/versions/{n:08d}/adapter_*          the PEFT files (If-None-Match)
+    adapters/{name}/versions/{n:08d}/adapter_*          the PEFT files (If-None-Match); of a drafter drafter.*
     adapters/{name}/versions/{n:08d}/manifest.json      written last (If-None-Match): the version exists from here on
     adapters/{name}/versions/{n:08d}/canaries/{id}.json the canary by which it became current, with its evidence
     adapters/{name}/versions/{n:08d}/removing-{id}      somebody removes it (services/common/adapters/retention.py)
@@ -40,6 +40,7 @@ from services.common.adapters.manifest import (
     FileEntry,
     Lineage,
     files_digest,
+    kind_of,
     parsed_config,
     stated_rank,
 )
@@ -154,7 +155,7 @@ class AdapterRegistry(AdapterPointers):
         does not undo a rollback made in between. Concurrent publishers get distinct numbers.
 
         Args:
-            files: adapter_model.safetensors and adapter_config.json.
+            files: adapter_model.safetensors and adapter_config.json, or drafter.safetensors and drafter.json.
             current: False: it stays a candidate, which answers only who names it, until a canary or a rollback to it
                 makes it current.
             fence: called right before the manifest and right before the pointer is written; raises if the caller
@@ -162,10 +163,11 @@ class AdapterRegistry(AdapterPointers):
 
         Raises:
             AdapterRejected: the set of files or adapter_config.json is malformed.
-            InvalidRequest: no adapter may have this name.
+            InvalidRequest: no adapter may have this name, or its versions are of another kind.
         """
         self.check_new_name(name)
-        rank = stated_rank(files)
+        kind, rank = kind_of(files), stated_rank(files)
+        self.check_kind(name, kind)
         version = self._claim(name, job_id)
         manifest = self._read_manifest(version)
         if manifest is None:
@@ -173,6 +175,7 @@ class AdapterRegistry(AdapterPointers):
             manifest = Manifest(
                 name=name,
                 version=version.version,
+                kind=kind,
                 digest=files_digest(entries),
                 base_digest=base_digest,
                 files=entries,
@@ -191,7 +194,7 @@ class AdapterRegistry(AdapterPointers):
         if current:
             if fence is not None:
                 fence()
-            self.advance(version)
+            self.advance(manifest)
         return manifest
 
     def keep_canary(self, version: AdapterVersion, canary_id: str, record: str) -> None:

@@ -13,6 +13,7 @@ import structlog
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import AdapterRejected, NotFound, Unavailable
+from services.engine.adapters.drafter import FollowedDrafter
 from services.engine.adapters.placement import NoFreeSlot
 from services.engine.adapters.slot_table import Resident, SlotTable
 from services.engine.observability.events import AdapterPhaseDone, EventStream
@@ -45,6 +46,7 @@ class Aliases:
         ensure: loads a version into a slot unless it is in one, for whoever asks; raises NoFreeSlot, AdapterRejected,
             ModelNotFound, Unavailable.
         flipped: called with the lock held once aliases mean something new.
+        drafter: follows the pointers, too; None: there is none to follow.
     """
 
     def __init__(
@@ -56,8 +58,10 @@ class Aliases:
         ensure: Callable[[AdapterChoice, AdapterVersion], bool],
         flipped: Callable[[], None],
         events: EventStream,
+        drafter: FollowedDrafter | None = None,
     ) -> None:
         self._registry = registry
+        self._drafter = drafter
         self._changed = changed
         self._table = table
         self._ensure = ensure
@@ -93,6 +97,8 @@ class Aliases:
     def refresh(self, loop: Loop) -> bool:
         """Reads and applies the pointers; False: a version that should be live has no slot yet."""
         pointers = self._registry.pointers()
+        if self._drafter is not None:
+            self._drafter.refresh(pointers, lambda write: _at_boundary(loop, write))
         if pointers.fingerprint == self._applied:
             return True
         self._applied = None
@@ -162,8 +168,13 @@ class Aliases:
                 self._flipped()
 
         began = time.monotonic()
-        try:
-            loop.call_at_boundary(flip).result(_FLIP_SECONDS)
-        except TimeoutError as error:
-            raise Unavailable("the engine loop did not reach a step boundary") from error
+        _at_boundary(loop, flip)
         self._events.emit(AdapterPhaseDone("flip", time.monotonic() - began))
+
+
+def _at_boundary(loop: Loop, function: Callable[[], None]) -> None:
+    """Has the loop thread run a function between two steps. Raises Unavailable: it came to no boundary."""
+    try:
+        loop.call_at_boundary(function).result(_FLIP_SECONDS)
+    except TimeoutError as error:
+        raise Unavailable("the engine loop did not reach a step boundary") from error

@@ -73,6 +73,8 @@ class AdapterLoader:
 
     def _manifest(self, version: AdapterVersion) -> Manifest:
         manifest = self._registry.manifest(version)
+        if manifest.kind != "adapter":
+            raise AdapterRejected(f"{version} is a drafter, which answers nothing: name an adapter")
         if manifest.base_digest and manifest.base_digest != self._base_digest:
             raise AdapterRejected(
                 f"{version} belongs to another base model (digest {manifest.base_digest[:12]}, this engine serves "

@@ -22,6 +22,7 @@ from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import ModelNotFound, NotFound, Overloaded, TemperError, Unavailable
 from services.engine.adapters.aliases import Aliases, Loop
+from services.engine.adapters.drafter import FollowedDrafter
 from services.engine.adapters.loader import AdapterLoader
 from services.engine.adapters.placement import NoFreeSlot, Placement
 from services.engine.adapters.private_versions import PrivateVersions
@@ -57,6 +58,7 @@ class AdapterManager:
         adapter_events: events of publications and attachments; None: the store is only polled.
         loader: its slots 1 to ``limits.num_slots`` are this manager's.
         events: stream for swaps and failures.
+        drafter: what drafts, if it follows a name; None: it stays as it was loaded.
     """
 
     def __init__(
@@ -66,8 +68,10 @@ class AdapterManager:
         loader: AdapterLoader,
         limits: AdapterConfig,
         events: EventStream | None = None,
+        drafter: FollowedDrafter | None = None,
     ) -> None:
         self._registry = registry
+        self.drafter = drafter
         self._loader = loader
         self._limits = limits
         self.num_slots = limits.num_slots
@@ -100,6 +104,7 @@ class AdapterManager:
             ensure=self._placement.ensure_loaded,
             flipped=lambda: self._failures.clear(),
             events=self._events,
+            drafter=drafter,
         )
         self._wanted: dict[AdapterChoice, None] = {}
         """Choices that requests wait for, oldest first."""
@@ -252,7 +257,7 @@ class AdapterManager:
                 str(self._aliases.attached or ""),
                 tuple(LoadedAdapter(resident.pin, resident.requests) for _, resident in published),
                 tuple(v.name if self._aliases.current.get(v.name) == v.version else str(v) for v, _ in published),
-                tuple(sorted({_asked_for(choice) for choice in self._wanted if choice.name is not None})),
+                tuple(sorted({str(choice) for choice in self._wanted if choice.name is not None})),
             )
 
     def _pin_private(self, version: PrivateVersion) -> AdapterPin:
@@ -338,7 +343,7 @@ class AdapterManager:
                 self._syncs.extend(unfinished)
                 for choice in settled:
                     self._wanted.pop(choice, None)
-                asked = {_choice(sync.version) for sync in unfinished if sync.version is not None}
+                asked = {AdapterChoice.of(sync.version) for sync in unfinished if sync.version is not None}
                 self._table.retain({*self._wanted, *asked, *self._aliases.waiting})
                 if self._wanted and len(self._table.queue) < queued:
                     self._signal(look=False)  # versions that gave way to those that now have a slot take requests again
@@ -375,7 +380,7 @@ class AdapterManager:
             return False
         try:
             if sync.version is not None:
-                self._placement.ensure_loaded(_choice(sync.version), sync.version)
+                self._placement.ensure_loaded(AdapterChoice.of(sync.version), sync.version)
         except NoFreeSlot:
             return False
         except TemperError as problem:
@@ -422,17 +427,9 @@ class AdapterManager:
         return True
 
 
-def _choice(version: AdapterVersion) -> AdapterChoice:
-    return AdapterChoice(name=version.name, version=version.version)
-
-
-def _asked_for(choice: AdapterChoice) -> str:
-    return f"{choice.name}" if choice.version is None else f"{choice.name}@{choice.version}"
-
-
 def _not_found(choice: AdapterChoice) -> ModelNotFound:
     return ModelNotFound(
-        f"there is no model or adapter {_asked_for(choice)!r}; GET /v1/models and /v1/adapters list them", param="model"
+        f"there is no model or adapter {str(choice)!r}; GET /v1/models and /v1/adapters list them", param="model"
     )
 
 

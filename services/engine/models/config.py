@@ -196,6 +196,10 @@ class ModelConfig(ABC):
         matrices |= {"embed_tokens.weight", "lm_head.weight"}
         return 4 * sum(math.prod(shape) for name, shape in self.tensor_shapes().items() if name not in matrices)
 
+    def mtp_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the layer that predicts the token after next, with its "mtp." prefix; {}: there is none."""
+        return {}
+
     def mtp_linear_shapes(self) -> dict[str, tuple[int, int]]:
         """Shapes [out, in] of the linear maps of the layer that predicts the token after next; {}: there is none."""
         return {}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
+from services.common.adapters.names import AdapterVersion
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterPin:
@@ -36,6 +38,14 @@ class AdapterChoice:
     name: str | None = None
     version: int | None = None
     """Version number; None: the current one."""
+
+    @classmethod
+    def of(cls, version: AdapterVersion) -> AdapterChoice:
+        """Choice of one version."""
+        return cls(name=version.name, version=version.version)
+
+    def __str__(self) -> str:
+        return f"{self.name}" if self.version is None else f"{self.name}@{self.version}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,9 @@ import grpc
 import structlog
 from grpc import aio
 from grpc_health.v1 import health_pb2_grpc
+from torch import Tensor
 
+from services.common.adapters.manifest import kind_of
 from services.common.errors import InvalidRequest, TemperError, Unavailable
 from services.common.pb import adapters_pb2, adapters_pb2_grpc, engine_pb2_grpc
 from services.common.pb import engine_pb2 as pb
@@ -62,6 +64,8 @@ class Serving:
     adapters: AdapterManager
     bind: Callable[[Mapping[str, bytes]], BoundAdapter]
     """Reads an adapter's files strictly; raises AdapterRejected."""
+    read_drafter: Callable[[Mapping[str, bytes]], Mapping[str, Tensor]]
+    """The same of a drafter's."""
     constraints: ConstraintCompiler
     codec: TextCodec
     model: pb.Model
@@ -355,9 +359,16 @@ class AdaptersService(adapters_pb2_grpc.AdaptersServicer):
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "an adapter may have at most 4 GiB")
             files.setdefault(chunk.name, bytearray()).extend(chunk.data)
         try:
-            bound = await asyncio.to_thread(self._serving.bind, {name: bytes(data) for name, data in files.items()})
+            return await asyncio.to_thread(self._read, {name: bytes(data) for name, data in files.items()})
         except TemperError as error:
             return adapters_pb2.ValidateResponse(error=to_message(error))
+
+    def _read(self, files: Mapping[str, bytes]) -> adapters_pb2.ValidateResponse:
+        """Size of an adapter or a drafter. Raises AdapterRejected."""
+        if kind_of(files) == "drafter":
+            tensors = self._serving.read_drafter(files)
+            return adapters_pb2.ValidateResponse(parameters=sum(tensor.numel() for tensor in tensors.values()))
+        bound = self._serving.bind(files)
         return adapters_pb2.ValidateResponse(
             rank=bound.rank, parameters=sum(t.a.numel() + t.b.numel() for t in bound.targets.values())
         )

@@ -35,7 +35,7 @@ async def _adapters(adapters: AdapterServices) -> tuple[str | None, dict[str, in
                 name, version = parse_adapter_ref(text)
                 current[name] = max(current.get(name, 0), version or 0)
         return adapters.engines.attached, current
-    return (None if pointers.attached is None else str(pointers.attached)), dict(pointers.current)
+    return (None if pointers.attached is None else str(pointers.attached)), pointers.adapters
 
 
 def _model(

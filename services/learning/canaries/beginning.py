@@ -51,6 +51,7 @@ def _compared(
     registry: AdapterRegistry, candidate: AdapterVersion, policy: CanaryPolicy, base_digest: str
 ) -> NewCanary:
     manifest = registry.manifest(candidate)
+    manifest.check_adapter("version")
     if base_digest and manifest.base_digest and manifest.base_digest != base_digest:
         raise AdapterRejected(
             f"{candidate} belongs to base model {manifest.base_digest[:12]}, the engines serve {base_digest[:12]}",

@@ -62,7 +62,7 @@ class Publisher:
     def complete(self, manifest: Manifest, fence: Callable[[], None]) -> None:
         """Ends a publish that may have died between the manifest and the pointer. Raises like publish."""
         fence()
-        self._registry.advance(manifest.ref)
+        self._registry.advance(manifest)
 
     def serve(self, manifest: Manifest, *, attach: bool, fence: Callable[[], None]) -> bool:
         """Attaches the version if asked and waits until the engine beside serves it; returns whether it is attached.

@@ -69,6 +69,7 @@ class SessionStorage:
         name, number = parse_adapter_ref(ref)
         version = self._registry.current(name) if number is None else AdapterVersion(name, number)
         manifest = self._registry.manifest(version)
+        manifest.check_adapter("start_from")
         self._check_base(str(version), manifest.base_digest)
         return Snapshot(self._registry.files(version), {}, 0, version)
 

@@ -155,7 +155,15 @@ class EngineUnderTest:
         loop = self.engine.loop
         engine = self.engine
         serving = Serving(
-            loop, engine.adapters, engine.bind, engine.constraints, engine.codec, engine.description, 64, lambda: ""
+            loop,
+            engine.adapters,
+            engine.bind,
+            engine.read_drafter,
+            engine.constraints,
+            engine.codec,
+            engine.description,
+            64,
+            lambda: "",
         )
         state = ProcessHealth()
         state.serving(Vitals.of(loop))

@@ -63,6 +63,18 @@ def test_speculation_keeps_the_limits_and_has_its_own() -> None:
         EngineSettings(speculative="mtp", batch_invariant=True)
 
 
+def test_a_drafter_is_a_directory_or_a_name() -> None:
+    here = EngineSettings(speculative="mtp", drafter="./sharp")
+    assert (here.drafter_directory, here.followed_drafter) == (Path("sharp"), None)
+    for text, followed in (("sharp", ("sharp", None)), ("sharp@3", ("sharp", 3)), ("", None)):
+        named = EngineSettings(speculative="mtp", drafter=text)
+        assert (named.drafter_directory, named.followed_drafter) == (None, followed)
+    with pytest.raises(ValidationError, match="TEMPER_SPECULATIVE=mtp"):
+        EngineSettings(drafter="sharp")
+    with pytest.raises(ValidationError, match=r"as in \./no name"):
+        EngineSettings(speculative="mtp", drafter="no name")
+
+
 def test_the_kernel_cache_is_a_full_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert EngineSettings().kernel_cache_dir == tmp_path / ".cache/temper/triton"

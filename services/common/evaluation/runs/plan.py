@@ -172,6 +172,7 @@ def _adapter(ref: str, registry: AdapterRegistry, base_digest: str, field: str) 
         name, number = parse_adapter_ref(ref)
         version = registry.current(name) if number is None else AdapterVersion(name, number)
         manifest = registry.manifest(version)
+        manifest.check_adapter()
     except TemperError as error:
         error.param = field
         raise

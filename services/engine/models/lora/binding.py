@@ -16,8 +16,8 @@ from services.engine.models.config import ModelConfig
 from services.engine.models.lora.peft_config import CONFIG_FILE as CONFIG_FILE
 from services.engine.models.lora.peft_config import WEIGHTS_FILE as WEIGHTS_FILE
 from services.engine.models.lora.peft_config import AdapterSettings, parse_config
-from services.engine.models.lora.peft_file import header_end, read_tensors
 from services.engine.models.lora.targets import target_shapes
+from services.engine.models.weights.tensor_file import header_end, read_tensors
 
 PEFT_PREFIX = "base_model.model."
 """Prefix that PEFT writes before a module's path in the class it wraps; ModelConfig.module_prefix is the next part."""

@@ -209,7 +209,7 @@ class Qwen3_5Config(ModelConfig):  # noqa: N801
         return {"fc": (self.hidden_size, 2 * self.hidden_size)} | linears
 
     def mtp_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of the layer that predicts the token after next, with its "mtp." prefix."""
+        """See ModelConfig."""
         shapes: dict[str, tuple[int, ...]] = {
             "mtp.fc.weight": (self.hidden_size, 2 * self.hidden_size),
             "mtp.norm.weight": (self.hidden_size,),

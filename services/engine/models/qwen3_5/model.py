@@ -25,6 +25,7 @@ from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.layers import decoder_layer
 from services.engine.models.qwen3_5.loading.loader import load_checkpoint
+from services.engine.models.qwen3_5.loading.mtp import staged, taken_apart
 from services.engine.models.qwen3_5.replaced import replaced
 from services.engine.models.qwen3_5.step import Step
 from services.engine.models.qwen3_5.training import plain
@@ -143,13 +144,25 @@ class Qwen3_5(CausalLM):  # noqa: N801
     @torch.inference_mode()
     def draft(self, hidden: Tensor, next_ids: Tensor, step: Step, cache: CacheBuffers) -> Tensor:
         """See CausalLM."""
-        mtp, eps = self.weights.mtp, self.config.rms_norm_eps
-        if mtp is None:
+        weights, eps = self.weights.mtp, self.config.rms_norm_eps
+        if weights is None:
             raise ValueError("the mtp layer is not loaded")
-        embedded = rms_norm(F.embedding(next_ids, self.weights.embedding), mtp.embedding_norm, eps)
-        x = F.linear(torch.cat((embedded, rms_norm(hidden, mtp.hidden_norm, eps)), dim=-1), mtp.fc.dense())
-        x = decoder_layer(x, mtp.layer, self.config, step, (cache.keys[-1], cache.values[-1]), None)
-        return rms_norm(x, mtp.final_norm, eps)
+        embedded = rms_norm(F.embedding(next_ids, self.weights.embedding), weights.embedding_norm, eps)
+        x = F.linear(torch.cat((embedded, rms_norm(hidden, weights.hidden_norm, eps)), dim=-1), weights.fc.dense())
+        x = decoder_layer(x, weights.layer, self.config, step, (cache.keys[-1], cache.values[-1]), None)
+        return rms_norm(x, weights.final_norm, eps)
+
+    def drafter_tensors(self) -> dict[str, Tensor]:
+        """See CausalLM."""
+        if self.weights.mtp is None:
+            return super().drafter_tensors()
+        return taken_apart(self.config, self.weights.mtp)
+
+    def stage_drafter(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+        """See CausalLM."""
+        if self.weights.mtp is None:
+            return super().stage_drafter(tensors)
+        return staged(self.config, self.weights.mtp, tensors)
 
     def _final_norm(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weights.final_norm, self.config.rms_norm_eps)

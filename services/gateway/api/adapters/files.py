@@ -14,7 +14,16 @@ from pydantic_core import from_json
 from safetensors import SafetensorError, deserialize
 from starlette.datastructures import FormData, UploadFile
 
-from services.common.adapters.manifest import PICKLED, SAFE_ONLY, is_pickled
+from services.common.adapters.manifest import (
+    DRAFTER_CONFIG,
+    DRAFTER_WEIGHTS,
+    FILES,
+    PICKLED,
+    SAFE_ONLY,
+    drafter_base,
+    is_pickled,
+    kind_of,
+)
 from services.common.adapters.names import check_adapter_name
 from services.common.adapters.registry import CONFIG, WEIGHTS
 from services.common.errors import AdapterRejected, InvalidRequest
@@ -30,7 +39,9 @@ async def read_form(form: FormData) -> tuple[str, dict[str, bytes]]:
         InvalidRequest: a part is missing, unknown or given twice.
         AdapterRejected: a file is empty, far too large, or by its name weights of torch.save.
     """
-    known = ("name", WEIGHTS, CONFIG)
+    drafter = any(part in form for part in FILES["drafter"]) and not any(part in form for part in FILES["adapter"])
+    parts = FILES["drafter" if drafter else "adapter"]
+    known = ("name", *parts)
     for key in form:
         if key.endswith(PICKLED):
             raise AdapterRejected(f"{key[:80]}: {SAFE_ONLY}", param=key)
@@ -44,15 +55,15 @@ async def read_form(form: FormData) -> tuple[str, dict[str, bytes]]:
     name = form["name"]
     if not isinstance(name, str):
         raise InvalidRequest("the part 'name' must be a plain form field, not a file", param="name")
-    files = {filename: await _read_file(form[filename], filename) for filename in (WEIGHTS, CONFIG)}
+    files = {filename: await _read_file(form[filename], filename) for filename in parts}
     return check_adapter_name(name), files
 
 
 async def _read_file(part: UploadFile | str, filename: str) -> bytes:
     if isinstance(part, str):
         raise InvalidRequest(f"the part {filename!r} must be a file", param=filename)
-    if filename == CONFIG and (part.size or 0) > MAX_CONFIG_BYTES:
-        raise AdapterRejected(f"{CONFIG} is over {MAX_CONFIG_BYTES} bytes", param=CONFIG)
+    if filename in (CONFIG, DRAFTER_CONFIG) and (part.size or 0) > MAX_CONFIG_BYTES:
+        raise AdapterRejected(f"{filename} is over {MAX_CONFIG_BYTES} bytes", param=filename)
     data = await part.read()
     if not data:
         raise AdapterRejected(f"{filename} is empty", param=filename)
@@ -63,8 +74,12 @@ def check_files(files: dict[str, bytes]) -> None:
     """Parses both files. Blocking: copies the tensors once.
 
     Raises:
-        AdapterRejected: the config is not a PEFT LoRA config, or the weights are not whole safetensors.
+        AdapterRejected: the config is not a PEFT LoRA config or a drafter's, or the weights are not whole safetensors.
     """
+    if kind_of(files) == "drafter":
+        drafter_base(files[DRAFTER_CONFIG])
+        _check_weights(files[DRAFTER_WEIGHTS], DRAFTER_WEIGHTS)
+        return
     try:
         config: Any = from_json(files[CONFIG], allow_inf_nan=False)
     except ValueError as error:
@@ -73,14 +88,18 @@ def check_files(files: dict[str, bytes]) -> None:
         raise AdapterRejected(f"{CONFIG} must be a JSON object", param=CONFIG)
     if config.get("peft_type") != "LORA":
         raise AdapterRejected(f"{CONFIG}: peft_type must be 'LORA', got {config.get('peft_type')!r}", param=CONFIG)
+    _check_weights(files[WEIGHTS], WEIGHTS)
+
+
+def _check_weights(data: bytes, name: str) -> None:
     try:
-        tensors = deserialize(files[WEIGHTS])  # type: ignore[no-untyped-call]
+        tensors = deserialize(data)  # type: ignore[no-untyped-call]
     except SafetensorError as error:
-        if is_pickled(files[WEIGHTS]):
-            raise AdapterRejected(f"{WEIGHTS} is a file of torch.save: {SAFE_ONLY}", param=WEIGHTS) from error
-        raise AdapterRejected(f"{WEIGHTS} is corrupt: {error}", param=WEIGHTS) from error
+        if is_pickled(data):
+            raise AdapterRejected(f"{name} is a file of torch.save: {SAFE_ONLY}", param=name) from error
+        raise AdapterRejected(f"{name} is corrupt: {error}", param=name) from error
     if not 0 < len(tensors) <= MAX_TENSORS:
-        raise AdapterRejected(f"{WEIGHTS} has {len(tensors)} tensors", param=WEIGHTS)
+        raise AdapterRejected(f"{name} has {len(tensors)} tensors", param=name)
 
 
 _PIECE = 2**20

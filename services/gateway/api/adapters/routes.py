@@ -11,6 +11,7 @@ from fastapi import Query, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.formparsers import MultiPartException
 
+from services.common.adapters.manifest import FILES, kind_of
 from services.common.adapters.names import NAME_SCHEMA, AdapterVersion, check_adapter_name
 from services.common.adapters.registry import CONFIG, WEIGHTS, AdapterRegistry, Manifest, Pointers
 from services.common.errors import AdapterRejected, Conflict, InvalidRequest, NotFound
@@ -49,10 +50,10 @@ routes = Routes("adapters")
 _UPLOAD = multipart(
     {
         "name": {"type": "string", **NAME_SCHEMA},
-        WEIGHTS: {"type": "string", "format": "binary", "minLength": 1},
-        CONFIG: {"type": "string", "format": "binary", "minLength": 1},
+        **{part: {"type": "string", "format": "binary", "minLength": 1} for parts in FILES.values() for part in parts},
     },
-    required=("name", WEIGHTS, CONFIG),
+    required=("name",),
+    either=tuple(FILES.values()),
 )
 VersionQuery = Annotated[int | None, Query(ge=1, lt=2**53)]
 
@@ -62,6 +63,7 @@ def _summary(name: str, number: int, pointers: Pointers) -> dict[str, Any]:
     return {
         "object": "adapter",
         "name": name,
+        "kind": "drafter" if name in pointers.drafters else "adapter",
         "current": number,
         "version": f"{name}@{number}",
         "attached": None if attached is None else str(attached),
@@ -88,7 +90,7 @@ async def _pick(adapters: AdapterServices, name: str, version: int | None) -> Ad
 
 @routes.get("/v1/adapters", Permission(ANY_KEY))
 async def list_adapters(adapters: Adapters) -> dict[str, Any]:
-    """Every adapter with its current version."""
+    """Every adapter and drafter with its current version."""
     pointers = await adapters.threads.run(adapters.registry.pointers)
     return {
         "object": "list",
@@ -104,9 +106,12 @@ async def list_adapters(adapters: Adapters) -> dict[str, Any]:
     openapi_extra=_UPLOAD,
 )
 async def upload_adapter(request: Request, adapters: Adapters, once: Once) -> Any:
-    """Publishes a version from PEFT files, after an engine has bound them strictly to the base model."""
+    """Publishes a version from PEFT files, or of a drafter from its own, after an engine has bound them strictly to the
+    base model."""
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
-        raise InvalidRequest(f"send multipart/form-data with the parts name, {WEIGHTS} and {CONFIG}")
+        raise InvalidRequest(
+            f"send multipart/form-data with the parts name, {WEIGHTS} and {CONFIG}, or {' and '.join(FILES['drafter'])}"
+        )
     try:
         form = await request.form(max_files=4, max_fields=8)
     except MultiPartException as error:
@@ -128,6 +133,7 @@ async def upload_adapter(request: Request, adapters: Adapters, once: Once) -> An
 
 async def _publish(adapters: AdapterServices, name: str, files: dict[str, bytes]) -> dict[str, Any]:
     adapters.registry.check_new_name(name)
+    await adapters.threads.run(adapters.registry.check_kind, name, kind_of(files))
     digest = adapters.engines.served.info.digest
     await adapters.threads.run(check_files, files)
     await adapters.engines.validate_adapter(files)
@@ -218,6 +224,7 @@ async def attach_adapter(name: AdapterPath, adapters: Adapters, once: Once, body
                 f"{picked} belongs to base model {manifest.base_digest[:12]}, the engines serve {info.digest[:12]}",
                 param="adapter",
             )
+        manifest.check_adapter()
         await adapters.threads.run(adapters.registry.attach, picked)
         return await _synced(adapters, str(picked))
 

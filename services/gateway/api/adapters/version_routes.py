@@ -40,6 +40,7 @@ async def merge_adapters(
     With an Idempotency-Key, sending it again returns the same job.
     """
     adapters.registry.check_new_name(name)
+    await adapters.threads.run(adapters.registry.check_kind, name, "adapter")
     sent = MergeJob(adapter=name, **body.model_dump())
     sha = await asyncio.to_thread(spec_sha, sent)
     job = None if idempotency_key is None else await adapters.queue.submitted(idempotency_key, sha, key_id=owner())
@@ -67,6 +68,7 @@ async def _pinned(adapters: AdapterServices, sent: MergeJob) -> MergeJob:
             raise InvalidRequest(f"{ref} is among the sources more than once: add its weights up", param="sources")
     info = adapters.engines.served.info
     for index, manifest in enumerate(manifests):
+        manifest.check_adapter(f"sources[{index}].adapter")
         if manifest.base_digest and manifest.base_digest != info.digest:
             raise AdapterRejected(
                 f"{manifest.ref} belongs to base model {manifest.base_digest[:12]}, the engines serve "

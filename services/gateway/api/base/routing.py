@@ -166,12 +166,16 @@ class Routes:
 
 
 def multipart(
-    properties: Mapping[str, Mapping[str, Any]], required: Sequence[str], together: Sequence[str] = ()
+    properties: Mapping[str, Mapping[str, Any]],
+    required: Sequence[str],
+    together: Sequence[str] = (),
+    either: Sequence[Sequence[str]] = (),
 ) -> dict[str, Any]:
     """`openapi_extra` of a route that reads a form with these parts itself.
 
     Args:
         together: parts that are all given, or none of them.
+        either: groups of parts, all of exactly one of which are given.
     """
     schema: dict[str, Any] = {
         "type": "object",
@@ -181,4 +185,12 @@ def multipart(
     }
     if together:
         schema["dependentRequired"] = {part: [other for other in together if other != part] for part in together}
+    if either:
+        schema["oneOf"] = [
+            {
+                "required": list(parts),
+                "not": {"anyOf": [{"required": [part]} for group in either if group is not parts for part in group]},
+            }
+            for parts in either
+        ]
     return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}

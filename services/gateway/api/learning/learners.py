@@ -108,7 +108,9 @@ async def _allowed(services: LearnerServices, policy: LearnerPolicy) -> LearnerP
         NotFound: a data set that it mixes in is not there.
         InvalidRequest: no adapter may have the name.
     """
-    services.training.registry.check_new_name(policy.adapter)
+    registry = services.training.registry
+    registry.check_new_name(policy.adapter)
+    await services.training.threads.run(registry.check_kind, policy.adapter, "adapter")
     await name_owner(services.datasets, policy.name)
     if policy.anchor is not None:
         await check_readable(services.datasets, policy.anchor.dataset, "anchor.dataset")

@@ -113,6 +113,7 @@ async def check_references(training: TrainingServices, spec: TrainingSpec) -> No
             scored where an engine may not send them.
     """
     training.registry.check_new_name(spec.adapter)
+    await training.threads.run(training.registry.check_kind, spec.adapter, "adapter")
     start = await _start(training, spec)
     try:
         await _check_start(training, spec, start)
@@ -257,8 +258,11 @@ def _check_scorers(granted: Sequence[Granted], spec: TrainingSpec) -> None:
 
 
 async def _manifest(training: TrainingServices, version: AdapterVersion, param: str) -> Manifest:
+    """Manifest of a version of an adapter."""
     try:
-        return await training.threads.run(training.registry.manifest, version)
+        manifest = await training.threads.run(training.registry.manifest, version)
+        manifest.check_adapter()
     except TemperError as error:
         error.param = param
         raise
+    return manifest

@@ -19,12 +19,12 @@ from services.common.errors import AdapterRejected
 from services.common.jobs import LoraSettings
 from services.engine.models.lora import binding as lora_binding
 from services.engine.models.lora.binding import AdapterBinder, BoundAdapter, bind_adapter
-from services.engine.models.lora.peft_file import read_tensors
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.targets import target_shapes
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.lora.upload import AdapterUpload
 from services.engine.models.registry import read_config
+from services.engine.models.weights.tensor_file import read_tensors
 
 _TINY = read_config(Path(__file__).parents[4] / "models" / "tiny")
 CONFIG = replace(_TINY, layer_types=_TINY.layer_types[:4])

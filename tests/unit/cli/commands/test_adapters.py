@@ -47,7 +47,9 @@ def test_download_leaves_no_half_file_behind(tmp_path: Path) -> None:
         return Reply({"error": {"message": "gone"}}, 404)
 
     target = tmp_path / "out"
-    with serving(routes(GET_v1_adapters_polite_download=download)) as (url, _):
+    listed = Reply({"data": [{"name": "polite", "version": 3}]})
+    answers = routes(GET_v1_adapters_polite_download=download, GET_v1_adapters_polite_versions=listed)
+    with serving(answers) as (url, _):
         assert temper("adapters", "download", "polite@3", str(target), url=url).exit_code == 1
     assert sorted(file.name for file in target.iterdir()) == ["adapter_model.safetensors"]
 
@@ -56,6 +58,27 @@ def test_upload_needs_both_files(tmp_path: Path) -> None:
     result = temper("adapters", "upload", str(tmp_path), "--name", "polite", url="http://127.0.0.1:9")
     assert result.exit_code == 2
     assert "adapter_model.safetensors does not exist" in result.stderr
+
+
+def test_a_drafter_is_moved_by_its_own_files(tmp_path: Path) -> None:
+    listed = Reply({"data": [{"name": "sharp", "version": 1, "kind": "drafter"}]})
+    answers = routes(
+        GET_v1_adapters_sharp_download=Reply(b"bytes", content_type="application/octet-stream"),
+        GET_v1_adapters_sharp_versions=listed,
+        POST_v1_adapters=Reply({"version": 2}, 201),
+        GET_v1_adapters=Reply({"data": [{"name": "sharp", "kind": "drafter", "current": 1, "attached": None}]}),
+    )
+    with serving(answers) as (url, requests):
+        saved = temper("adapters", "download", "sharp@1", str(tmp_path), url=url)
+        sent = temper("adapters", "upload", str(tmp_path), "--name", "sharp", url=url)
+        shown = temper("adapters", "list", url=url)
+    assert saved.exit_code == sent.exit_code == shown.exit_code == 0, saved.stderr + sent.stderr + shown.stderr
+    names = ["drafter.json", "drafter.safetensors", "manifest.json"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == names
+    body = next(seen.body for seen in requests if seen.method == "POST")
+    assert b'name="drafter.json"' in body
+    assert b"adapter_config" not in body
+    assert "drafter" in shown.stdout
 
 
 def test_rollback_of_a_name_moves_its_pointer() -> None:

@@ -40,6 +40,7 @@ ATTACHED = AdapterChoice(attached=True)
 class FakeManifest:
     digest: str
     base_digest: str = "base"
+    kind: str = "adapter"
 
 
 TIMEOUT = 30.0

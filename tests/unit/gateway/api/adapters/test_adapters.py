@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from services.common.adapters.manifest import DRAFTER_CONFIG, DRAFTER_WEIGHTS
 from services.common.adapters.registry import CONFIG, WEIGHTS
 from tests.unit.gateway.conftest import MODEL, Running
 
@@ -38,7 +39,7 @@ def test_life_of_an_adapter(running: Running, http: httpx.Client) -> None:
     assert running.engine.syncs >= 2
 
     assert http.get("/v1/adapters").json()["data"] == [
-        {"object": "adapter", "name": "bot", "current": 2, "version": "bot@2", "attached": None}
+        {"object": "adapter", "name": "bot", "kind": "adapter", "current": 2, "version": "bot@2", "attached": None}
     ]
     assert [v["id"] for v in http.get("/v1/adapters/bot/versions").json()["data"]] == ["bot@1", "bot@2"]
     assert http.get("/v1/adapters/bot").json()["manifest"]["id"] == "bot@2"
@@ -52,6 +53,59 @@ def test_life_of_an_adapter(running: Running, http: httpx.Client) -> None:
     assert http.post("/v1/adapters/bot/detach").status_code == 200
     assert http.delete("/v1/adapters/bot").json()["deleted"] is True
     assert http.get("/v1/adapters/bot").status_code == 404
+
+
+def drafter_files(**changes: object) -> dict[str, bytes]:
+    described = {"format": 1, "base_digest": "d" * 64, **changes}
+    return {DRAFTER_WEIGHTS: weights(), DRAFTER_CONFIG: json.dumps(described).encode()}
+
+
+def test_a_drafter_is_a_version_that_answers_nothing(http: httpx.Client) -> None:
+    answer = upload(http, "sharp", drafter_files())
+    assert (answer.status_code, answer.json().get("kind"), answer.json().get("rank")) == (201, "drafter", None)
+    assert upload(http, "sharp", drafter_files()).json()["id"] == "sharp@2"
+    assert http.post("/v1/adapters/sharp/rollback").json()["current"] == "sharp@1"
+    upload(http, "bot")
+    kinds = {one["name"]: one["kind"] for one in http.get("/v1/adapters").json()["data"]}
+    assert kinds == {"sharp": "drafter", "bot": "adapter"}
+    assert [model["id"] for model in http.get("/v1/models").json()["data"]] == [MODEL, "bot"]
+    assert http.get("/v1/adapters/sharp/download", params={"file": DRAFTER_CONFIG}).json()["format"] == 1
+
+    attach = http.post("/v1/adapters/sharp/attach")
+    assert attach.status_code == 400
+    assert "is a drafter" in attach.json()["error"]["message"]
+    sources = [{"adapter": "bot"}, {"adapter": "sharp"}]
+    merge = http.post("/v1/adapters/both/merge", json={"sources": sources})
+    assert (merge.status_code, merge.json()["error"]["param"]) == (400, "sources[1].adapter")
+
+
+def test_a_name_has_versions_of_one_kind(http: httpx.Client) -> None:
+    upload(http, "sharp", drafter_files())
+    upload(http, "bot")
+    for name, sent in (("sharp", None), ("bot", drafter_files())):
+        answer = upload(http, name, sent)
+        assert answer.status_code == 400
+        assert f"{name} is the name of a" in answer.json()["error"]["message"]
+    merge = http.post("/v1/adapters/sharp/merge", json={"sources": [{"adapter": "bot"}]})
+    assert "is the name of a drafter" in merge.json()["error"]["message"]
+    job = {"adapter": "sharp", "examples": [{"prompt": "a", "completion": "b"}]}
+    assert "is the name of a drafter" in http.post("/v1/train/sft", json=job).json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        ({**drafter_files(), CONFIG: config()}, DRAFTER_WEIGHTS),
+        ({DRAFTER_WEIGHTS: weights()}, DRAFTER_CONFIG),
+        (drafter_files(format=2), "format is 2"),
+        (drafter_files(base_digest=None), "base_digest"),
+        ({**drafter_files(), DRAFTER_WEIGHTS: b"torn"}, DRAFTER_WEIGHTS),
+    ],
+)
+def test_what_is_no_drafter_is_refused(http: httpx.Client, files: dict[str, bytes], named: str) -> None:
+    answer = upload(http, "sharp", files)
+    assert answer.status_code in (400, 422)
+    assert named in answer.json()["error"]["message"]
 
 
 def test_download(running: Running, http: httpx.Client) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
-from services.engine.models.lora.peft_file import read_tensors
+from services.engine.models.weights.tensor_file import read_tensors
 
 
 def file(header: Any, data: bytes = b"") -> bytes:

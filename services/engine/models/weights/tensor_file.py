@@ -35,7 +35,7 @@ def read_tensors(data: bytes) -> dict[str, Tensor]:
     Layout: github.com/huggingface/safetensors#format. The whole of the data must belong to exactly one tensor each.
 
     Raises:
-        ValueError: the file is not of that layout, or a tensor has a dtype that no adapter has.
+        ValueError: the file is not of that layout, or a tensor has a dtype that no weights have.
     """
     header, begin = _header(data)
     with warnings.catch_warnings():

@@ -1,0 +1,181 @@
+"""The mtp layer's weights as a drafter has them: tensors by canonical name, made into weights and taken apart again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from services.engine.models.qwen3_5.config import Qwen3_5Config
+from services.engine.models.qwen3_5.moe_config import DOWN, GATE_UP, Qwen3_5MoeConfig
+from services.engine.models.qwen3_5.weights import AttentionWeights, ExpertWeights, LayerWeights, MtpWeights
+from services.engine.models.weights.matrix import DenseMatrix, Fp8Matrix, Int4Matrix, Matrix, quantize
+
+_LAYER = "mtp.layers.0."
+_ROUTER = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
+
+
+def built(config: Qwen3_5Config, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> MtpWeights:
+    """Weights of these tensors, dense, and differentiable in them.
+
+    Args:
+        tensors: all of config.mtp_shapes(), on one device.
+        dtype: of the matrices.
+    """
+
+    def norm(name: str) -> Tensor:
+        return 1.0 + tensors[name].float()
+
+    def matrix(*names: str) -> DenseMatrix:
+        parts = [tensors[name].to(dtype).flatten(0, -2) for name in names]
+        return DenseMatrix(parts[0] if len(parts) == 1 else torch.cat(parts))
+
+    def group(name: str) -> DenseMatrix:
+        parts = []
+        for module in groups[name]:
+            part = tensors[f"{_LAYER}{module}.weight"]
+            order = config.output_order(module)
+            rows = part if order is None else part.index_select(0, torch.tensor(order, device=part.device))
+            parts.append(rows.to(dtype))
+        return DenseMatrix(parts[0] if len(parts) == 1 else torch.cat(parts))
+
+    groups = config.linear_groups(_full(config))
+    experts = None
+    if isinstance(config, Qwen3_5MoeConfig):
+        experts = ExpertWeights(
+            count=config.num_experts,
+            per_token=config.experts_per_token,
+            router=matrix(*(_LAYER + name for name in _ROUTER)),
+            gate_up=matrix(_LAYER + GATE_UP),
+            down=matrix(_LAYER + DOWN),
+        )
+    qk_norm = [
+        norm(f"{_LAYER}self_attn.{name}.weight").expand(count, -1)
+        for name, count in (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads))
+    ]
+    return MtpWeights(
+        embedding_norm=norm("mtp.pre_fc_norm_embedding.weight"),
+        hidden_norm=norm("mtp.pre_fc_norm_hidden.weight"),
+        fc=matrix("mtp.fc.weight"),
+        layer=LayerWeights(
+            input_norm=norm(_LAYER + "input_layernorm.weight"),
+            mixer=AttentionWeights(group("in"), torch.cat(qk_norm), group("out")),
+            post_norm=norm(_LAYER + "post_attention_layernorm.weight"),
+            gate_up=group("gate_up"),
+            down=group("down"),
+            experts=experts,
+        ),
+        final_norm=norm("mtp.norm.weight"),
+    )
+
+
+def taken_apart(config: Qwen3_5Config, weights: MtpWeights) -> dict[str, Tensor]:
+    """The tensors that built() would make these weights of, float32 on the CPU; of quantized matrices as decoded."""
+
+    def plain(tensor: Tensor) -> Tensor:
+        return tensor.detach().to("cpu", torch.float32, copy=True)
+
+    layer, shapes = weights.layer, config.mtp_shapes()
+    mixer = _attention(layer)
+    found = {
+        "mtp.fc.weight": plain(weights.fc.dense()),
+        "mtp.norm.weight": plain(weights.final_norm) - 1.0,
+        "mtp.pre_fc_norm_embedding.weight": plain(weights.embedding_norm) - 1.0,
+        "mtp.pre_fc_norm_hidden.weight": plain(weights.hidden_norm) - 1.0,
+        _LAYER + "input_layernorm.weight": plain(layer.input_norm) - 1.0,
+        _LAYER + "post_attention_layernorm.weight": plain(layer.post_norm) - 1.0,
+        _LAYER + "self_attn.q_norm.weight": plain(mixer.qk_norm[0]) - 1.0,
+        _LAYER + "self_attn.k_norm.weight": plain(mixer.qk_norm[-1]) - 1.0,
+    }
+    of_group = {"in": mixer.in_proj, "out": mixer.out_proj, "gate_up": layer.gate_up, "down": layer.down}
+    for group, modules in config.linear_groups(_full(config)).items():
+        names = [f"{_LAYER}{module}.weight" for module in modules]
+        parts = torch.split(plain(of_group[group].dense()), [shapes[name][0] for name in names])
+        for module, name, part in zip(modules, names, parts, strict=True):
+            order = config.output_order(module)
+            found[name] = part if order is None else part[torch.argsort(torch.tensor(order))]
+    if layer.experts is not None:
+        router = plain(layer.experts.router.dense())
+        found |= {_LAYER + _ROUTER[0]: router[:-1], _LAYER + _ROUTER[1]: router[-1:]}
+        found[_LAYER + GATE_UP] = plain(layer.experts.gate_up.dense())
+        found[_LAYER + DOWN] = plain(layer.experts.down.dense())
+    return {name: found[name].reshape(shape).contiguous() for name, shape in shapes.items()}
+
+
+def staged(config: Qwen3_5Config, weights: MtpWeights, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+    """Makes everything ready to write a drafter over the mtp layer's weights.
+
+    Their tensors stay where they are, so what was captured reads the new ones. All work but the copies is done here, on
+    the host: beside a model that serves, the device may have no room for a second layer.
+
+    Args:
+        tensors: on the CPU.
+
+    Returns:
+        Function that copies, on the current stream, without waiting for the device.
+    """
+    with torch.inference_mode():
+        new = built(config, tensors, _dtype(weights.fc))
+        matrices = zip(_matrices(new), _matrices(weights), strict=True)
+        alike = [quantize(matrix.dense(), _kind(place)) for matrix, place in matrices]
+        pairs = list(
+            zip(
+                [*_norms(weights), *_tensors(_matrices(weights))],
+                [*_norms(new), *_tensors(alike)],
+                strict=True,
+            )
+        )
+    pinned = weights.final_norm.device.type == "cuda"
+    ready = [(place, new.contiguous().pin_memory() if pinned else new) for place, new in pairs]
+
+    @torch.inference_mode()
+    def write() -> None:
+        for place, new in ready:
+            place.copy_(new, non_blocking=True)
+
+    return write
+
+
+def _full(config: Qwen3_5Config) -> int:
+    """A layer whose linear maps are fused as the mtp layer's."""
+    return config.layer_types.index("full_attention")
+
+
+def _attention(layer: LayerWeights) -> AttentionWeights:
+    if not isinstance(layer.mixer, AttentionWeights):
+        raise TypeError("the mtp layer is one of full attention")
+    return layer.mixer
+
+
+def _matrices(weights: MtpWeights) -> list[Matrix]:
+    layer = weights.layer
+    found = [weights.fc, layer.mixer.in_proj, layer.mixer.out_proj, layer.gate_up, layer.down]
+    if layer.experts is not None:
+        found += [layer.experts.router, layer.experts.gate_up, layer.experts.down]
+    return found
+
+
+def _norms(weights: MtpWeights) -> list[Tensor]:
+    layer = weights.layer
+    outside = [weights.embedding_norm, weights.hidden_norm, weights.final_norm]
+    return [*outside, layer.input_norm, layer.post_norm, _attention(layer).qk_norm]
+
+
+def _tensors(matrices: Sequence[Matrix]) -> list[Tensor]:
+    """What the matrices are stored in, one behind the other."""
+    found: list[Tensor] = []
+    for matrix in matrices:
+        found += [matrix.weight] if isinstance(matrix.weight, Tensor) else matrix.weight.tensors()
+    return found
+
+
+def _kind(matrix: Matrix) -> str:
+    return {Fp8Matrix: "fp8", Int4Matrix: "int4"}.get(type(matrix), "none")
+
+
+def _dtype(matrix: Matrix) -> torch.dtype:
+    """The model's."""
+    if isinstance(matrix, Fp8Matrix | Int4Matrix):
+        return matrix.dtype
+    return matrix.dense().dtype

@@ -1,0 +1,135 @@
+"""A drafter's files: weights of the mtp layer by canonical name, and whose they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from services.common.adapters.manifest import (
+    DRAFTER_CONFIG,
+    DRAFTER_FORMAT,
+    DRAFTER_WEIGHTS,
+    drafter_base,
+    kind_of,
+)
+from services.common.errors import AdapterRejected
+from services.engine.models.config import ModelConfig
+from services.engine.models.weights.tensor_file import read_tensors
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def read_drafter(files: Mapping[str, bytes], config: ModelConfig, base_digest: str) -> dict[str, Tensor]:
+    """Tensors of a drafter, as views of its file.
+
+    Args:
+        config: of the model that it is to draft for.
+        base_digest: of that model.
+
+    Raises:
+        AdapterRejected: it is of another base model or a later format; a tensor is missing, unknown, misshaped, of
+            another dtype or has numbers that are not finite; or a file is missing or corrupt.
+    """
+    if kind_of(files) != "drafter":
+        raise AdapterRejected(f"a drafter has the files {DRAFTER_WEIGHTS} and {DRAFTER_CONFIG}, got {sorted(files)}")
+    base = drafter_base(files[DRAFTER_CONFIG])
+    if base != base_digest:
+        raise AdapterRejected(
+            f"the drafter belongs to another base model (digest {base[:12]}, this engine serves {base_digest[:12]}): "
+            "train one on this model"
+        )
+    try:
+        tensors = read_tensors(files[DRAFTER_WEIGHTS])
+    except ValueError as error:
+        raise AdapterRejected(f"{DRAFTER_WEIGHTS} is corrupt: {error}") from error
+    shapes = config.mtp_shapes()
+    if not shapes:
+        raise AdapterRejected("the served model's architecture has no mtp layer, so it takes no drafter")
+    for name in shapes.keys() - tensors.keys():
+        raise AdapterRejected(f"tensor {name} is missing from {DRAFTER_WEIGHTS}")
+    for name, tensor in tensors.items():
+        _check(name, tensor, shapes)
+    return tensors
+
+
+def _check(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    if name not in shapes:
+        raise AdapterRejected(f"tensor {name} of {DRAFTER_WEIGHTS} is not part of the mtp layer")
+    if tuple(tensor.shape) != shapes[name]:
+        raise AdapterRejected(
+            f"tensor {name} of {DRAFTER_WEIGHTS} has shape {list(tensor.shape)}, this model's has {list(shapes[name])}"
+        )
+    if tensor.dtype not in _FLOATS:
+        raise AdapterRejected(f"tensor {name} of {DRAFTER_WEIGHTS} is {tensor.dtype}: only plain floats are read")
+    if not bool(tensor.isfinite().all()):
+        raise AdapterRejected(f"tensor {name} of {DRAFTER_WEIGHTS} has numbers that are not finite")
+
+
+def stage_files(
+    files: Mapping[str, bytes],
+    *,
+    config: ModelConfig,
+    stage: Callable[[Mapping[str, Tensor]], Callable[[], None]],
+    base_digest: str,
+    queue: Callable[[], AbstractContextManager[object]],
+) -> Callable[[], None]:
+    """Reads a drafter and makes it ready to be written over the model's mtp layer.
+
+    Args:
+        config: of the model.
+        stage: its stage_drafter().
+        queue: context in which work goes to where the model's steps are.
+
+    Returns:
+        Function that writes; to be called between two steps.
+
+    Raises:
+        AdapterRejected: see read_drafter().
+        InvalidRequest: the model has no mtp layer loaded.
+    """
+    write = stage(read_drafter(files, config, base_digest))
+
+    def queued() -> None:
+        with queue():
+            write()
+
+    return queued
+
+
+def read_directory(path: Path) -> dict[str, bytes]:
+    """A drafter's files from a directory. Raises AdapterRejected: one cannot be read."""
+    files = {}
+    for name in (DRAFTER_WEIGHTS, DRAFTER_CONFIG):
+        try:
+            files[name] = (path / name).read_bytes()
+        except OSError as error:
+            raise AdapterRejected(f"{path / name} cannot be read: {error.strerror}", param="drafter") from error
+    return files
+
+
+def drafter_files(tensors: Mapping[str, Tensor], base_digest: str, provenance: Mapping[str, Any]) -> dict[str, bytes]:
+    """Files of a drafter.
+
+    Args:
+        tensors: of the mtp layer, by canonical name.
+        base_digest: of the model that it drafts for.
+        provenance: what it comes of, in JSON.
+    """
+    described = {
+        "format": DRAFTER_FORMAT,
+        "base_digest": base_digest,
+        "shapes": {name: list(tensor.shape) for name, tensor in sorted(tensors.items())},
+        "provenance": dict(provenance),
+    }
+    weights = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+    return {
+        DRAFTER_WEIGHTS: save(weights, metadata={"format": "pt"}),
+        DRAFTER_CONFIG: json.dumps(described, indent=1, sort_keys=True).encode(),
+    }

@@ -1,0 +1,121 @@
+"""Drafters on a model: their files, and writing one over the mtp layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from models.tiny.recipe.data import DIRECTORY
+from services.common.adapters.manifest import DRAFTER_CONFIG, DRAFTER_WEIGHTS
+from services.common.errors import AdapterRejected, InvalidRequest
+from services.engine.models.footprint import Storage
+from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.models.weights.drafter import drafter_files, read_directory, read_drafter
+
+BASE = "b" * 64
+
+
+def tiny(*, mtp: bool = True, storage: Storage | None = None) -> Qwen3_5:
+    return Qwen3_5.from_directory(DIRECTORY, dtype="float32", device="cpu", mtp=mtp, storage=storage or Storage())
+
+
+@pytest.fixture(scope="module")
+def model() -> Qwen3_5:
+    return tiny()
+
+
+def shifted(tensors: dict[str, Tensor], seed: int = 3) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator) for name, tensor in tensors.items()}
+
+
+def test_the_layer_is_taken_apart_into_what_the_checkpoint_has(model: Qwen3_5) -> None:
+    expected = load_file(DIRECTORY / "model-mtp.safetensors")
+    found = model.drafter_tensors()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor.float(), msg=name, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8", "int4"])
+def test_a_drafter_is_written_where_the_layer_is(quantization: str) -> None:
+    served = tiny(storage=Storage(quantization))  # type: ignore[arg-type]
+    assert served.weights.mtp is not None
+    layer = served.weights.mtp
+    before = layer.fc.dense().clone()
+    addresses = [tensor.data_ptr() for tensor in (layer.final_norm, *_stored(layer.fc), *_stored(layer.layer.gate_up))]
+    new = shifted(served.drafter_tensors())
+    write = served.stage_drafter(new)
+    assert torch.equal(layer.fc.dense(), before)  # nothing happens before it is called
+    write()
+    assert [
+        tensor.data_ptr() for tensor in (layer.final_norm, *_stored(layer.fc), *_stored(layer.layer.gate_up))
+    ] == addresses
+    found = served.drafter_tensors()
+    tolerance = {"none": 1e-6, "fp8": 0.1, "int4": 0.2}[quantization]
+    for name, tensor in new.items():
+        assert (found[name] - tensor).abs().max() <= tolerance * tensor.abs().max() + 1e-6, name
+
+
+def _stored(matrix: object) -> list[Tensor]:
+    weight = matrix.weight  # type: ignore[attr-defined]
+    return [weight] if isinstance(weight, Tensor) else list(weight.tensors())
+
+
+def test_a_model_without_its_layer_takes_none() -> None:
+    bare = tiny(mtp=False)
+    for call in (bare.drafter_tensors, lambda: bare.stage_drafter({})):
+        with pytest.raises(InvalidRequest, match="TEMPER_SPECULATIVE=mtp"):
+            call()
+
+
+def test_files_come_back(model: Qwen3_5, tmp_path: Path) -> None:
+    tensors = model.drafter_tensors()
+    files = drafter_files(tensors, BASE, {"job": "j"})
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    assert read_directory(tmp_path) == files
+    found = read_drafter(files, model.config, BASE)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    with pytest.raises(AdapterRejected, match="another base model"):
+        read_drafter(files, model.config, "c" * 64)
+    (tmp_path / DRAFTER_CONFIG).unlink()
+    with pytest.raises(AdapterRejected, match=DRAFTER_CONFIG):
+        read_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement", "message"),
+    [
+        ("mtp.fc.weight", None, "mtp.fc.weight is missing"),
+        ("mtp.fc.weight", torch.zeros(3, 4), r"mtp.fc.weight .* shape \[3, 4\]"),
+        ("mtp.norm.weight", torch.full((96,), float("nan")), "not finite"),
+        ("mtp.norm.weight", torch.zeros(96, dtype=torch.int64), "only plain floats"),
+        ("mtp.other.weight", torch.zeros(2), "not part of the mtp layer"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_its_name(
+    model: Qwen3_5, name: str, replacement: Tensor | None, message: str
+) -> None:
+    tensors = model.drafter_tensors()
+    if replacement is None:
+        del tensors[name]
+    else:
+        if name in tensors and "shape" not in message:
+            replacement = replacement[:1].expand(tensors[name].shape)
+        tensors[name] = replacement
+    with pytest.raises(AdapterRejected, match=message):
+        read_drafter(drafter_files(tensors, BASE, {}), model.config, BASE)
+
+
+def test_a_torn_file_is_refused(model: Qwen3_5) -> None:
+    files = drafter_files(model.drafter_tensors(), BASE, {})
+    with pytest.raises(AdapterRejected, match="corrupt"):
+        read_drafter({**files, DRAFTER_WEIGHTS: files[DRAFTER_WEIGHTS][:-4]}, model.config, BASE)
+    with pytest.raises(AdapterRejected, match="format is 9"):
+        read_drafter({**files, DRAFTER_CONFIG: b'{"format": 9}'}, model.config, BASE)
