@@ -285,14 +285,16 @@ def test_reads_and_draft_tokens_on_the_device() -> None:
     scored = prompt("a", 70, prompt_logprobs=2, pooling=Pooling.MEAN)
     second = prompt("b", 30)
     chunks = [chunk(scored, 0, 70, 3, 5, (20, 10), (33, 11)), chunk(second, 0, 30, 4, 20, (8, 12))]
-    plan = StepPlan(chunks, reads=[PromptRead(0, 0, 70)])
+    plan = StepPlan(chunks, reads=[PromptRead(0, 0, 70)], drafts=True, num_draft_tokens=3)
     fused = Fused(speculative=True)
     plain = Plain(random_model(TINY, torch.float32, mtp=True), speculative=True)
     (ours,), (theirs,) = (
         fused.run([plan]),
         plain.run([replace(plan, chunks=[c._replace(snapshots=()) for c in chunks])]),
     )
-    assert list(ours.draft_token_ids) == list(theirs.draft_token_ids)
+    assert list(ours.accepted) == list(theirs.accepted) == [1, 1]
+    assert fused.runner._speculation is not None
+    assert fused.runner._speculation._slots.drafts[[3, 4], :3].tolist() == plain.drafts([3, 4])
     assert [token.token_id for token in ours.tokens] == [token.token_id for token in theirs.tokens]
     (mine,), (other,) = ours.reports, theirs.reports
     assert mine.scores is not None
