@@ -18,6 +18,7 @@ from services.common.text.tokenizer import TextCodec
 from services.engine.models.lora.binding import bind_adapter
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.models.weights.drafter import drafter_files
 from services.trainer.jobs.base import JobRun, RunState
 from services.trainer.memory.budget import MemoryBudget
 from services.trainer.runtime.local_checkpoints import Checkpoint, decode, encode
@@ -86,6 +87,7 @@ class TrainingHost:
 
     def __init__(self, directory: Path, *, max_train_tokens: int = 512, train_memory_bytes: int = 2**31) -> None:
         self.model = Qwen3_5.from_directory(directory, dtype=torch.float32, device=CPU)
+        self.checkpoint = directory
         self.codec = TextCodec.from_directory(directory)
         self.base_digest = "test"
         self.gate = CountingGate()
@@ -93,6 +95,16 @@ class TrainingHost:
         self.max_lora_rank = 32
         self.train_memory_bytes = train_memory_bytes
         self.memory_budget = MemoryBudget(train_memory_bytes)
+
+        self.published: dict[AdapterVersion, Mapping[str, bytes]] = {}
+
+    def checkpoint_drafter(self) -> Mapping[str, torch.Tensor]:
+        """Of a checkpoint that has an mtp layer."""
+        return self.model.checkpoint_drafter(self.checkpoint)
+
+    def adapter_files(self, version: AdapterVersion) -> Mapping[str, bytes]:
+        """Files of a version that a test has put into `published`."""
+        return self.published[version]
 
     def sync_adapters(self, version: AdapterVersion | None, timeout: float) -> None:
         """There is nothing to sync."""
@@ -108,6 +120,17 @@ def random_adapter(host: TrainingHost, *, rank: int = 4, seed: int = 1, scale: f
         if "lora_B" in name:
             tensors[name] = (torch.randn(tensor.shape, generator=generator) * scale).to(tensor.dtype)
     return files | {"adapter_model.safetensors": save(tensors)}
+
+
+def random_drafter(host: TrainingHost, seed: int = 2) -> dict[str, bytes]:
+    """Files of a drafter of random numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = host.model.config.mtp_shapes()
+    tensors = {
+        name: torch.randn(shape, generator=generator) * (0.1 if len(shape) == 1 else shape[-1] ** -0.5)
+        for name, shape in shapes.items()
+    }
+    return drafter_files(tensors, host.base_digest, {})
 
 
 def gradients(lora: LoraParams) -> dict[str, torch.Tensor]:
