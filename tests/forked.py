@@ -91,6 +91,13 @@ def pod_worker() -> None:
     pod_worker.main()
 
 
+def small_worker() -> None:
+    """A worker process of `tests.integration.small_jobs`."""
+    from tests.integration import small_jobs
+
+    small_jobs.main()
+
+
 def command_line(*words: str) -> None:
     """`temper` with these words behind it."""
     from cli.main import run

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,18 +11,15 @@ from peft import PeftModel
 from safetensors.torch import load, save
 from transformers import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
-from services.common.adapters.names import AdapterVersion
 from services.common.jobs import LoraSettings
-from services.common.text.tokenizer import TextCodec
 from services.engine.models.lora.binding import bind_adapter
 from services.engine.models.lora.trainable import LoraParams
-from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.models.weights.drafter import drafter_files
 from services.trainer.jobs.base import JobRun, RunState
-from services.trainer.memory.budget import MemoryBudget
 from services.trainer.runtime.local_checkpoints import Checkpoint, decode, encode
-
-CPU = torch.device("cpu")
+from tests.training_host import CPU
+from tests.training_host import CountingGate as CountingGate
+from tests.training_host import TrainingHost as TrainingHost
 
 
 def write_checkpoint(directory: Path, tokenizer_files: Mapping[str, bytes], *, seed: int = 0, **config: Any) -> Path:
@@ -55,59 +51,6 @@ def write_checkpoint(directory: Path, tokenizer_files: Mapping[str, bytes], *, s
     for name, data in tokenizer_files.items():
         (directory / name).write_bytes(data)
     return directory
-
-
-class CountingGate:
-    """Lets everything through and counts."""
-
-    def __init__(self) -> None:
-        self.entered = 0
-        self.inside = False
-        self.gave_way = 0
-
-    @contextlib.contextmanager
-    def training(self) -> Iterator[None]:
-        if self.inside:
-            raise RuntimeError("the gate was entered twice")
-        self.entered += 1
-        self.inside = True
-        try:
-            yield
-        finally:
-            self.inside = False
-
-    def give_way(self) -> None:
-        if not self.inside:
-            raise RuntimeError("give_way outside of training()")
-        self.gave_way += 1
-
-
-class TrainingHost:
-    """PolicyHost over a checkpoint directory, without an engine."""
-
-    def __init__(self, directory: Path, *, max_train_tokens: int = 512, train_memory_bytes: int = 2**31) -> None:
-        self.model = Qwen3_5.from_directory(directory, dtype=torch.float32, device=CPU)
-        self.checkpoint = directory
-        self.codec = TextCodec.from_directory(directory)
-        self.base_digest = "test"
-        self.gate = CountingGate()
-        self.max_train_tokens = max_train_tokens
-        self.max_lora_rank = 32
-        self.train_memory_bytes = train_memory_bytes
-        self.memory_budget = MemoryBudget(train_memory_bytes)
-
-        self.published: dict[AdapterVersion, Mapping[str, bytes]] = {}
-
-    def checkpoint_drafter(self) -> Mapping[str, torch.Tensor]:
-        """Of a checkpoint that has an mtp layer."""
-        return self.model.checkpoint_drafter(self.checkpoint)
-
-    def adapter_files(self, version: AdapterVersion) -> Mapping[str, bytes]:
-        """Files of a version that a test has put into `published`."""
-        return self.published[version]
-
-    def sync_adapters(self, version: AdapterVersion | None, timeout: float) -> None:
-        """There is nothing to sync."""
 
 
 def random_adapter(host: TrainingHost, *, rank: int = 4, seed: int = 1, scale: float = 0.05) -> dict[str, bytes]:

@@ -70,7 +70,7 @@ TRAINING = Group(
         Alert(
             "TemperJobStuck",
             f"time() - {ours('temper_trainer_progress_timestamp_seconds')} > {_STUCK_SECONDS}\n"
-            f"and on ({BY}, pod) {ours('temper_trainer_running')} == 1",
+            f"and on ({BY}, pod) {ours('temper_trainer_running')} > 0",
             5,
             "warning",
             "A job does not advance",
@@ -118,7 +118,7 @@ TRAINING = Group(
         Alert(
             "TemperTrainerStarves",
             f"rate({ours('temper_trainer_gate_wait_seconds_total')}[15m]) > 0.85\n"
-            f"and on ({BY}, pod) min_over_time({ours('temper_trainer_running')}[15m]) == 1",
+            f"and on ({BY}, pod) min_over_time({ours('temper_trainer_running')}[15m]) > 0",
             30,
             "info",
             "Training hardly gets the device",

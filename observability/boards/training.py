@@ -113,7 +113,7 @@ _JOB = Row(
             (
                 Query(
                     f"(time() - {chosen('temper_trainer_progress_timestamp_seconds')}) "
-                    f"* on (namespace, pod) {chosen('temper_trainer_running')}",
+                    f"* on (namespace, pod) ({chosen('temper_trainer_running')} > bool 0)",
                     "{{pod}}",
                 ),
             ),

@@ -13,7 +13,8 @@ _STEP_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 12
 
 
 OUTCOMES = ("succeeded", "failed", "cancelled", "requeued", "crashed", "lost", "unsettled")
-"""Outcomes of an attempt. requeued: at a shutdown; lost: another trainer has the job; unsettled: a fault of ours."""
+"""Outcomes of an attempt. requeued: handed back, at a shutdown or because it cannot run beside others; lost: another
+trainer has the job; unsettled: a fault of ours."""
 _SHOWN = {"loss": "loss", "reward": "reward_mean", "kl": "kl", "tokens_per_second": "tokens_per_second"}
 """Gauge of the running job → what a step calls it."""
 
@@ -28,7 +29,11 @@ class TrainerMetrics:
         # From the start on, at zero: the first increase of a series that was not there is none to Prometheus.
         for outcome in OUTCOMES:
             self.jobs.labels(outcome)
-        self.running = Gauge("temper_trainer_running", "1 while a job runs here.", registry=registry)
+        self.running = Gauge(
+            "temper_trainer_running",
+            "Jobs that run here now; more than one take their steps together.",
+            registry=registry,
+        )
         self._progress = Gauge(
             "temper_trainer_progress_timestamp_seconds",
             "When the running job began or finished its last step, unix seconds; 0 when none ever ran.",
@@ -53,6 +58,7 @@ class TrainerMetrics:
         self.step_seconds = Histogram(
             "temper_trainer_step_seconds", "Wall time of an optimizer step.", buckets=_STEP_BUCKETS, registry=registry
         )
+        self._jobs = 0
         self.sessions = Gauge("temper_trainer_sessions", "Training sessions that are open here.", registry=registry)
         self.session_calls = Counter(
             "temper_trainer_session_calls_total",
@@ -69,14 +75,16 @@ class TrainerMetrics:
         )
 
     def job_began(self, kind: str) -> None:
-        """A job of this kind runs from now on."""
-        self.job_ended()
-        self.running.set(1)
+        """A job of this kind runs from now on, too."""
+        if self._jobs == 0:
+            self._forget()
+        self._jobs += 1
+        self.running.set(self._jobs)
         self._progress.set(time.time())
         self._step.labels(kind).set(0)
 
     def progress(self, kind: str, progress: JobProgress, metrics: Mapping[str, float]) -> None:
-        """The running job has come so far; ``metrics`` are those of its newest step, none before the first."""
+        """A running job has come so far; ``metrics`` are those of its newest step, none before the first."""
         self._progress.set(time.time())
         self._step.labels(kind).set(progress.step)
         self._total_steps.labels(kind).set(progress.total_steps)
@@ -86,7 +94,12 @@ class TrainerMetrics:
         self._tokens.labels(kind).inc(round(metrics.get("tokens_per_second", 0.0) * metrics.get("train_seconds", 0.0)))
 
     def job_ended(self) -> None:
-        """No job runs now; its numbers are of the past."""
-        self.running.set(0)
+        """A job runs no more; with the last one its numbers are of the past."""
+        self._jobs -= 1
+        self.running.set(self._jobs)
+        if self._jobs == 0:
+            self._forget()
+
+    def _forget(self) -> None:
         for gauge in (self._step, self._total_steps, *self._shown.values()):
             gauge.clear()

@@ -63,7 +63,7 @@ class Microbatch:
 
 def pack(documents: Sequence[Document], max_tokens: int, device: torch.device) -> list[Microbatch]:
     """Few microbatches of at most ``max_tokens`` inputs; a longer document is alone in one. Deterministic."""
-    chosen = _best_fit([document.length - 1 for document in documents], max_tokens)
+    chosen = best_fit([document.length - 1 for document in documents], max_tokens)
     return [Microbatch.of([documents[index] for index in indices], device) for indices in chosen]
 
 
@@ -73,11 +73,11 @@ def pack_together(examples: Sequence[Sequence[Document]], max_tokens: int, devic
     for documents in examples:
         together = sum(document.length - 1 for document in documents) <= max_tokens
         pieces += [documents] if together else [[document] for document in documents]
-    chosen = _best_fit([sum(document.length - 1 for document in piece) for piece in pieces], max_tokens)
+    chosen = best_fit([sum(document.length - 1 for document in piece) for piece in pieces], max_tokens)
     return [Microbatch.of([document for index in indices for document in pieces[index]], device) for indices in chosen]
 
 
-def _best_fit(sizes: Sequence[int], most: int) -> list[list[int]]:
+def best_fit(sizes: Sequence[int], most: int) -> list[list[int]]:
     """Best-fit decreasing: indices of the sizes of each bin, in order; a size over ``most`` is alone."""
     order = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
     bins: list[list[int]] = []

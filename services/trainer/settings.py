@@ -31,6 +31,11 @@ class TrainerSettings(CommonSettings):
     restart they go on where they were."""
     forge_key_file: Path | None = None
     """Ed25519 private key (PEM) that records of forge jobs are signed with; unset: they are not signed."""
+    trainer_jobs_a_step: int = Field(32, ge=1)
+    """Small sft jobs of different adapters that take their optimizer steps together, in one forward and backward; 1:
+    one job runs after another."""
+    trainer_tokens_a_step: int = Field(16384, ge=2)
+    """Tokens that the steps of jobs taken together may read in all. A job whose own step reads more runs alone."""
     trainer_drain_seconds: float = Field(20.0, gt=0)
     """Time for which a draining trainer tries to hand its job back in order."""
     rollout_sequences: int = Field(64, ge=1)

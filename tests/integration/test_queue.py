@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from services.common.errors import Conflict, InvalidRequest, NotFound
-from services.common.jobs import JobProgress, JobState
+from services.common.jobs import DpoJob, JobProgress, JobState
 from services.common.queue import lua as scripts
 from services.common.queue.depth import QueueDepth
 from services.common.queue.job_queue import JobConsumer, JobLost, JobQueue
@@ -427,3 +427,33 @@ async def test_the_age_is_that_of_the_oldest_that_waits(queue: JobQueue, raw: re
     assert 990 < (await queue.depth()).oldest_queued_seconds < 1060
     await queue.cancel(old.id)
     assert (await queue.depth()).oldest_queued_seconds < 60
+
+
+async def test_an_owner_that_has_jobs_takes_only_what_it_can_run_beside_them(
+    queue: JobQueue, consumers: Consumers, raw: redis.Redis
+) -> None:
+    consumer, other = consumers("a"), consumers("b")
+    assert consumer.claim_beside({"sft"}) is None, "there is no queue yet"
+    first, second = [await queue.submit(sft(name)) for name in ("one", "two")]
+    again = await queue.submit(sft("one"))
+    pairs = [{"prompt": "1+1", "chosen": "2", "rejected": "3"}]
+    dpo = await queue.submit(DpoJob.model_validate({"adapter": "three", "examples": pairs}))
+    last = await queue.submit(sft("four"))
+    assert must_claim(consumer).id == first.id
+    beside = consumer.claim_beside({"sft"})
+    assert beside is not None
+    assert beside.id == second.id
+    assert consumer.claim_beside({"sft"}) is None, "the next of its adapter waits, and behind it is one of another kind"
+    assert (await queue.get(again.id)).state is JobState.QUEUED
+    consumer.requeue(beside, "no room")
+    taken = consumer.claim_beside({"sft"})
+    assert taken is not None
+    assert taken.id == second.id, "what was handed back comes first"
+    assert must_claim(other).id == dpo.id
+    raw.xadd(scripts.STREAM, {"spec": sft("five").model_dump_json()})
+    found = [consumer.claim_beside({"sft"}) for _ in range(3)]
+    assert [one.spec.adapter if one else None for one in found] == ["four", "five", None]
+    assert found[0] is not None
+    assert found[0].id == last.id
+    raw.xadd(scripts.STREAM, {"spec": "no JSON"})
+    assert consumer.claim_beside({"sft"}) is None

@@ -6,7 +6,7 @@ services/common/queue/delivery.py has what every queue's consumer does; here is 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from pydantic import ValidationError
@@ -60,6 +60,19 @@ class JobConsumer(Delivery[Job, Spec]):
 
     def record(self, values: Any) -> Job | None:
         return job_from_fields(values)
+
+    def claim_beside(self, kinds: Collection[str]) -> ClaimedJob | None:
+        """Takes an abandoned or handed-back job, else the oldest waiting one if it is of one of these kinds, for an
+        owner that has others. Does not wait, so a job that is submitted goes to an owner that waits for one in `claim`.
+        """
+        while True:
+            entry = self._abandoned()
+            if entry is None and self._next_kind() in kinds:
+                entry = self._waiting(0)
+            if entry is None:
+                return None
+            if (claimed := self._begin(*entry)) is not None:
+                return claimed
 
     def adopt_waiting(self) -> None:
         """Makes jobs of new valid specs in the stream without claiming them, so that they are seen while they wait."""
@@ -126,6 +139,9 @@ class JobConsumer(Delivery[Job, Spec]):
         self._finish(claimed, JobState.SUCCEEDED, "", result_adapter)
 
     # Parts.
+
+    def _next_kind(self) -> str:
+        return str(self._run(scripts.NEXT_KIND, [scripts.STREAM], [scripts.GROUP]))
 
     def _adopt(self, entry: str, fields: Mapping[str, str], *, waiting: bool = False) -> str | None:
         """Makes a job of a spec that somebody XADDed; None if it is not a valid one, then a dead letter at delivery."""

@@ -244,6 +244,23 @@ return {'claimed', tostring(fence), tostring(attempts)}
 """
 )
 
+NEXT_KIND = """
+-- KEYS stream; ARGV group. Kind of the job that nobody has been given yet and that is next; '' if there is none.
+local last = '0-0'
+for _, group in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
+  local found = {}
+  for i = 1, #group, 2 do found[group[i]] = group[i + 1] end
+  if found['name'] == ARGV[1] then last = found['last-delivered-id'] end
+end
+local entry = redis.call('XRANGE', KEYS[1], '(' .. last, '+', 'COUNT', 1)[1]
+if not entry then return '' end
+local fields = {}
+for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
+if fields['job'] then return redis.call('HGET', JOBS .. fields['job'], 'kind') or '' end
+local valid, spec = pcall(cjson.decode, fields['spec'] or '')
+return valid and type(spec) == 'table' and type(spec['kind']) == 'string' and spec['kind'] or ''
+"""
+
 BURY_ENTRY = (
     _PRELUDE
     + """

@@ -123,6 +123,10 @@ class Arena:
             self._cut(graphs)
         return self._graphs if 0 < graphs <= self.graph_bytes else None
 
+    def rest(self) -> int:
+        """See WorkingMemory."""
+        return self.nbytes - self.graph_bytes
+
     def out_of_memory(self) -> None:
         """See WorkingMemory."""
         gc.collect()  # a traceback's frames hold tensors in circles

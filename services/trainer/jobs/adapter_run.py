@@ -122,7 +122,7 @@ class TrainingRun(ABC):
         self._make_forwards()
         self._finished = 0
         self._num_tokens = 0
-        self._watch = StepTimer(host.model.device)
+        self.watch = StepTimer(host.model.device)
         """Timer of the step under way."""
 
     @property
@@ -195,27 +195,45 @@ class TrainingRun(ABC):
 
     def step(self, index: int, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
         """See JobRun.step."""
-        if index != self._finished or index >= self._total_steps:
-            raise ValueError(f"step {index} asked for after {self._finished} of {self._total_steps} finished steps")
-        self._watch = StepTimer(self._host.model.device)
-        what = f"step {index}"
+        what = self._begin_step(index)
         with self._within_plan(what):
             metrics = self._before(index, interrupt)
         started = time.perf_counter()
-        self._optimizer.zero_grad()
+        self.zero_grad()
         with self._within_plan(what):
             found, tokens = self._accumulate(index, interrupt)
-            with self._host.gate.training(), self._watch.part("optimizer"):
-                found |= self._optimizer.step(index) if tokens else self._optimizer.rest(index)
-        self._optimizer.zero_grad()
+            return metrics | self._end_step(index, found, tokens, started)
+
+    def _begin_step(self, index: int) -> str:
+        """Words for step ``index``, whose timer runs from now on."""
+        if index != self._finished or index >= self._total_steps:
+            raise ValueError(f"step {index} asked for after {self._finished} of {self._total_steps} finished steps")
+        self.watch = StepTimer(self._host.model.device)
+        return f"step {index}"
+
+    def _end_step(self, index: int, found: Mapping[str, float], tokens: int, started: float) -> dict[str, float]:
+        """Applies the gradients of step ``index``; returns all of its metrics.
+
+        Args:
+            found: metrics by now.
+            tokens: inputs that were read for the gradients; 0: the adapter stays as it is.
+            started: when the step began, of time.perf_counter().
+        """
+        with self._host.gate.training(), self.watch.part("optimizer"):
+            metrics = dict(found) | (self._optimizer.step(index) if tokens else self._optimizer.rest(index))
+        self.zero_grad()
         self._finished = index + 1
         self._num_tokens += tokens
-        metrics |= found | self._watch.seconds()
+        metrics |= self.watch.seconds()
         seconds = time.perf_counter() - started
         metrics["train_seconds"] = seconds
         metrics["num_tokens"] = float(self._num_tokens)
         metrics["tokens_per_second"] = tokens / max(seconds, 1e-9)
         return metrics
+
+    def zero_grad(self) -> None:
+        """Forgets accumulated gradients, also those of an interrupted step."""
+        self._optimizer.zero_grad()
 
     @contextmanager
     def _within_plan(self, what: str) -> Iterator[None]:
@@ -242,7 +260,7 @@ class TrainingRun(ABC):
 
     def _give_memory_back(self) -> None:
         """Gives cached memory back to the device, so that the engine beside this job is not the next to find none."""
-        self._optimizer.zero_grad()
+        self.zero_grad()
         self._make_forwards()
         self._host.memory_budget.out_of_memory()
 
@@ -277,7 +295,7 @@ class TrainingRun(ABC):
     @abstractmethod
     def _accumulate(self, index: int, interrupt: Callable[[], None]) -> tuple[dict[str, float], int]:
         """Leaves the step's gradients in the masters; returns its metrics and how many inputs it read: with none they
-        stay as they are. What it computes is in parts of ``_watch``."""
+        stay as they are. What it computes is in parts of ``watch``."""
 
     def _examined(self, lengths: Sequence[int], *, least: int = 1) -> list[int]:
         """Indices of the examples that `examine` looks at, of examples of these lengths: about two microbatches."""
@@ -286,9 +304,9 @@ class TrainingRun(ABC):
     def _pack(self, documents: Sequence[Document]) -> list[Microbatch]:
         return pack(documents, microbatch_tokens(self._spec, self._host), self._host.model.device)
 
-    def _backward(self, loss: Tensor) -> None:
+    def add_gradients(self, loss: Tensor) -> None:
         """Adds the gradients of a microbatch, on this thread: the one that holds the gate and gives way."""
-        with self._watch.part("backward"), torch.autograd.set_multithreading_enabled(False):
+        with self.watch.part("backward"), torch.autograd.set_multithreading_enabled(False):
             torch.autograd.backward(loss)
 
 
@@ -306,19 +324,16 @@ class AdapterRun(TrainingRun):
     def _first_masters(self, parent: Mapping[str, bytes] | None, teacher: TeacherWork | None) -> TrainingMemory:
         spec, host = self._spec, self._host
         self._lora = starting_adapter(spec.lora, host, parent)
-        return check_fits(
-            host.model.config,
-            Workload(
-                adapter_numbers=self._lora.num_parameters(),
-                rank=self._lora.rank,
-                tokens=self._largest,
-                itemsize=host.model.dtype.itemsize,
-                recompute=spec.effective_recompute,
-                fused=host.model.device.type == "cuda",
-                teacher=teacher,
-            ),
-            host.train_memory_bytes,
+        self._workload = Workload(
+            adapter_numbers=self._lora.num_parameters(),
+            rank=self._lora.rank,
+            tokens=self._largest,
+            itemsize=host.model.dtype.itemsize,
+            recompute=spec.effective_recompute,
+            fused=host.model.device.type == "cuda",
+            teacher=teacher,
         )
+        return check_fits(host.model.config, self._workload, host.train_memory_bytes)
 
     def _place(self) -> list[Tensor]:
         self._lora = lora = self._lora.on(self._host.model.device)

@@ -62,7 +62,7 @@ class DpoRun(PreferenceRun):
         for microbatch in microbatches:
             interrupt()
             with self._host.gate.training():
-                with self._watch.part("forward"):
+                with self.watch.part("forward"):
                     logprobs = self._sequence_logprobs(microbatch, self._lora)
                     sources = [document.source for document in microbatch.documents]
                     here = dict(zip(sources, logprobs, strict=True))
@@ -70,7 +70,7 @@ class DpoRun(PreferenceRun):
                     # constant: the pair's loss is taken once for each of them, and each time the gradient is its own.
                     touched = [pair for pair in pairs if any(document.source in here for document in pair)]
                     losses = self._losses({**policy, **here}, references, touched)
-                self._backward(losses.sum() / len(pairs))
+                self.add_gradients(losses.sum() / len(pairs))
             policy |= by_source(microbatch, logprobs)
         self._keep_references(references)
         inputs = sum(microbatch.num_tokens for microbatch in microbatches)

@@ -113,12 +113,9 @@ class DraftRun(ExampleRun):
         provenance = {"model": base_model_name, "target": self._job.target, "steps": self._finished}
         return drafter_files(tensors, self._host.base_digest, provenance)
 
-    def examine(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """See JobRun.examine. Where examples are held out, it is of those."""
-        if not self._held_out:
-            return super().examine(interrupt)
-        with self._within_plan("looking at the examples that are held out"):
-            return self._evaluate(self._held_out, interrupt)
+    def _to_examine(self) -> list[Sequence[Document]]:
+        """Where examples are held out, those."""
+        return list(self._held_out) or super()._to_examine()
 
     def _first_masters(self, parent: Mapping[str, bytes] | None, teacher: TeacherWork | None) -> TrainingMemory:
         model = self._host.model
@@ -164,9 +161,9 @@ class DraftRun(ExampleRun):
         for microbatch in microbatches:
             interrupt()
             with self._host.gate.training():
-                with self._watch.part("forward"):
+                with self.watch.part("forward"):
                     loss = self._compare(microbatch, totals, sums)
-                self._backward(loss)
+                self.add_gradients(loss)
         return self._metrics(sums), sum(microbatch.num_tokens for microbatch in microbatches)
 
     def _evaluate(self, examples: Sequence[Sequence[Document]], interrupt: Callable[[], None]) -> dict[str, float]:

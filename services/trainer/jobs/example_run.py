@@ -13,7 +13,7 @@ from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.adapter_run import TrainingRun, microbatch_tokens
 from services.trainer.packing import largest_microbatch, shuffled
 
-_EXAMINED = ("loss", "token_accuracy", "accuracy", "margin", "acceptance")
+_EXAMINED = ("loss", "token_accuracy", "accuracy", "margin", *(f"acceptance{end}" for end in ("", "_2", "_3", "_4")))
 """Metrics of an evaluation that tell how well a job's own examples are known."""
 
 
@@ -57,6 +57,9 @@ class ExampleRun(TrainingRun):
             notes=notes,
         )
 
+        inputs = sorted((sum(document.length - 1 for document in example) for example in examples), reverse=True)
+        self.step_tokens = sum(inputs[: size + smallest_step - 1])
+        """Tokens that an optimizer step reads, at most."""
         self._settings |= {"epochs": passes, "batch_size": size}
         self._defaults = {"epochs": usual, **self._defaults}
 
@@ -86,16 +89,28 @@ class ExampleRun(TrainingRun):
             return {}
         started = time.perf_counter()
         with self._within_plan("the evaluation"):
-            found = {f"eval_{name}": value for name, value in self._evaluate(self._held_out, interrupt).items()}
-        return found | {"eval_seconds": time.perf_counter() - started}
+            return as_evaluated(self._evaluate(self._held_out, interrupt), started)
 
     def examine(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
         """See JobRun.examine."""
-        lengths = [sum(document.length for document in example) for example in self._examples]
-        chosen = [self._examples[index] for index in self._examined(lengths, least=self._smallest_step)]
         with self._within_plan("looking at the examples"):
-            return {name: value for name, value in self._evaluate(chosen, interrupt).items() if name in _EXAMINED}
+            return as_examined(self._evaluate(self._to_examine(), interrupt))
+
+    def _to_examine(self) -> list[Sequence[Document]]:
+        """The examples that `examine` looks at."""
+        lengths = [sum(document.length for document in example) for example in self._examples]
+        return [self._examples[index] for index in self._examined(lengths, least=self._smallest_step)]
 
     @abstractmethod
     def _evaluate(self, examples: Sequence[Sequence[Document]], interrupt: Callable[[], None]) -> dict[str, float]:
         """Metrics on these examples; computes without gradients."""
+
+
+def as_evaluated(found: Mapping[str, float], started: float) -> dict[str, float]:
+    """Metrics of an evaluation that began at ``started`` of time.perf_counter(), as `evaluate` names them."""
+    return {f"eval_{name}": value for name, value in found.items()} | {"eval_seconds": time.perf_counter() - started}
+
+
+def as_examined(found: Mapping[str, float]) -> dict[str, float]:
+    """Those metrics of an evaluation that `examine` tells."""
+    return {name: value for name, value in found.items() if name in _EXAMINED}

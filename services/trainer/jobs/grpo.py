@@ -143,7 +143,7 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
     def _receive(self, number: int, found: list[Completion], interrupt: Callable[[], None]) -> None:
         chosen = self._sampler.chosen(number)
         prompts = [prompt for prompt in chosen for _ in range(self._generate.completions)]
-        with self._watch.waiting("score"):
+        with self.watch.waiting("score"):
             rewards = self._score(prompts, found, interrupt)
         self._enter(Round(number, self._generate.temperature, chosen, found, rewards))
 

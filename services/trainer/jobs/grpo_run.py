@@ -189,7 +189,7 @@ class GrpoRun(AdapterRun):
     def _replay(self, rollouts: Set[int], lora: LoraParams | None, interrupt: Callable[[], None]) -> dict[int, Tensor]:
         if not rollouts:
             return {}
-        with self._watch.waiting("replay"):
+        with self.watch.waiting("replay"):
             return replay(self._host, [self._rollouts[at] for at in sorted(rollouts)], lora, interrupt)
 
     def _score_start(self, interrupt: Callable[[], None]) -> None:
@@ -200,7 +200,7 @@ class GrpoRun(AdapterRun):
         found = {}
         for microbatch in self._pack([self._rollouts[at].document for at in wanted]):
             interrupt()
-            with self._host.gate.training(), self._watch.part("forward"), torch.no_grad():
+            with self._host.gate.training(), self.watch.part("forward"), torch.no_grad():
                 logprobs = self._logprobs(microbatch, with_adapter=True).cpu()
             for document, part in zip(microbatch.documents, torch.split(logprobs, _sizes(microbatch)), strict=True):
                 found[document.source] = part.clone()
@@ -222,7 +222,7 @@ class GrpoRun(AdapterRun):
             interrupt()
             with self._host.gate.training():
                 reference = self._base_logprobs(microbatch) if job.beta > 0 else None
-                with self._watch.part("forward"):
+                with self.watch.part("forward"):
                     logprobs = self._logprobs(microbatch, with_adapter=True)
                     if job.exact_forward:
                         values = _rows(self._values, microbatch)
@@ -252,7 +252,7 @@ class GrpoRun(AdapterRun):
                         correction=correction,
                         unbiased_kl=job.unbiased_kl,
                     )
-                self._backward(part.loss)
+                self.add_gradients(part.loss)
                 sums += torch.stack(
                     [part.loss.detach(), part.ratio, part.clipped_low, part.clipped_high, part.drift, part.kl]
                 )
@@ -301,7 +301,7 @@ class GrpoRun(AdapterRun):
         """[N] log-probabilities under the model without adapter, by whoever has those of the policy."""
         if self._job.exact_forward:
             return _rows(self._reference, microbatch)
-        with self._watch.part("reference"), torch.no_grad():
+        with self.watch.part("reference"), torch.no_grad():
             return self._logprobs(microbatch, with_adapter=False)
 
     def _logprobs(self, microbatch: Microbatch, *, with_adapter: bool) -> Tensor:

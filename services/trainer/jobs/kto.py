@@ -88,11 +88,11 @@ class KtoRun(PreferenceRun):
         for microbatch in microbatches:
             interrupt()
             with self._host.gate.training():
-                with self._watch.part("forward"):
+                with self.watch.part("forward"):
                     logprobs = self._sequence_logprobs(microbatch, self._lora)
                     log_ratios = logprobs - gathered(references, microbatch.documents)
                     losses = self._losses(log_ratios, microbatch.documents, reference_point)
-                self._backward(losses.sum() / len(documents))
+                self.add_gradients(losses.sum() / len(documents))
             policy |= by_source(microbatch, logprobs)
         self._keep_references(references)
         inputs = sum(microbatch.num_tokens for microbatch in microbatches)

@@ -132,7 +132,7 @@ class OpdRun(RoundRun[TokenizedPrompt]):
         if not members:
             return metrics, 0
         device = self._host.model.device
-        watch, sums = self._watch, _Sums()
+        watch, sums = self.watch, _Sums()
         gap = SamplerGap(device)
         inputs = 0
         for microbatch in self._pack([member.document for member in members]):
@@ -148,7 +148,7 @@ class OpdRun(RoundRun[TokenizedPrompt]):
                     else:
                         first = self._rounds.in_first_epoch(index)
                         loss = self._policy_gradient(microbatch, hidden, own, total, sums, gap if first else None)
-                self._backward(loss)
+                self.add_gradients(loss)
             inputs += microbatch.num_tokens
         return metrics | sums.means(total) | gap.metrics(), inputs
 

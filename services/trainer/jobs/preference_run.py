@@ -97,7 +97,7 @@ class PreferenceRun(ExampleRun, AdapterRun):
         scores: Scores = {}
         for microbatch in microbatches:
             interrupt()
-            with self._host.gate.training(), self._watch.part(part), torch.no_grad():
+            with self._host.gate.training(), self.watch.part(part), torch.no_grad():
                 scores |= by_source(microbatch, self._sequence_logprobs(microbatch, lora))
         return scores
 

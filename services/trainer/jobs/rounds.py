@@ -129,10 +129,10 @@ class RoundRun(AdapterRun, Generic[P]):
     def _begin(self, number: int, interrupt: Callable[[], None]) -> dict[str, float]:
         """Samples a round; returns the metric of its speed."""
         requests = self._requests(number)
-        found = self._sampler.sample(self._lora, requests, self._sampling_temperature, self._watch, interrupt)
+        found = self._sampler.sample(self._lora, requests, self._sampling_temperature, self.watch, interrupt)
         self._receive(number, found, interrupt)
         self._number = number
-        return sampling_rate(found, self._watch)
+        return sampling_rate(found, self.watch)
 
     @abstractmethod
     def _requests(self, number: int) -> list[RolloutRequest]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-
-import torch
+from dataclasses import replace
 
 from kernels.token_logprobs import TokenScores
 from services.common.jobs import DraftJob, SftExample, SftJob
 from services.common.jobs.documents import Document
 from services.common.jobs.kinds.sft import example_documents
 from services.trainer.host.policy_host import PolicyHost
-from services.trainer.jobs.adapter_run import AdapterRun
-from services.trainer.jobs.example_run import ExampleRun
-from services.trainer.losses import negative_log_likelihood
+from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
+from services.trainer.jobs.example_run import ExampleRun, as_evaluated, as_examined
+from services.trainer.jobs.passes import Course, Pass, Sharing
+from services.trainer.memory.estimate import estimate
 from services.trainer.packing import Microbatch, apply_limit, some
 
 
@@ -60,38 +61,65 @@ class SftRun(ExampleRun, AdapterRun):
         """The documents of step ``index``."""
         return [document for example in self.chosen(index) for document in example]
 
+    @property
+    def sharing(self) -> Sharing:
+        """See SharedRun."""
+        return Sharing(self.lora.layout, self._spec.effective_recompute, microbatch_tokens(self._spec, self._host))
+
+    @property
+    def shared_working(self) -> int:
+        """See SharedRun."""
+        work = replace(self._workload, tokens=max(self._largest, microbatch_tokens(self._spec, self._host)))
+        memory = estimate(self._host.model.config, work)
+        return memory.total - memory.adapter
+
+    def stepping(self, index: int) -> Course[dict[str, float]]:
+        """See SharedRun."""
+        what = self._begin_step(index)
+        started = time.perf_counter()
+        work = self._step_pass(index)
+        with self._within_plan(what):
+            yield work
+            metrics = self._end_step(index, work.found, work.inputs, started)
+        if self._held_out and self._evaluates_after(index):
+            metrics |= yield from self._evaluating()
+        return metrics
+
+    def _evaluating(self) -> Course[dict[str, float]]:
+        """`evaluate` as a course."""
+        started = time.perf_counter()
+        work = self._pass(self._held_out, trained=False)
+        with self._within_plan("the evaluation"):
+            yield work
+        return as_evaluated(work.found, started)
+
+    def examining(self) -> Course[dict[str, float]]:
+        """See SharedRun."""
+        work = self._pass(self._to_examine(), trained=False)
+        with self._within_plan("looking at the examples"):
+            yield work
+        return as_examined(work.found)
+
     def _accumulate(self, index: int, interrupt: Callable[[], None]) -> tuple[dict[str, float], int]:
-        documents = self.batch(index)
-        total = sum(document.num_trained for document in documents)
-        device = self._host.model.device
-        loss = torch.zeros((), device=device)
-        correct = torch.zeros((), device=device)
-        inputs = 0
-        for microbatch in self._pack(documents):
-            interrupt()
-            with self._host.gate.training():
-                with self._watch.part("forward"):
-                    scores = self._scores(microbatch)
-                    part = negative_log_likelihood(scores.logprobs, total)
-                self._backward(part)
-                loss += part.detach()
-                correct += scores.hits.sum()
-            inputs += microbatch.num_tokens
-        return {"loss": float(loss), "token_accuracy": float(correct) / total}, inputs
+        work = self._step_pass(index)
+        work.alone(interrupt)
+        return work.found, work.inputs
 
     def _evaluate(self, examples: Sequence[Sequence[Document]], interrupt: Callable[[], None]) -> dict[str, float]:
+        work = self._pass(examples, trained=False)
+        work.alone(interrupt)
+        return work.found
+
+    def _step_pass(self, index: int) -> Pass:
+        return self._pass(self.chosen(index), trained=True)
+
+    def _pass(self, examples: Sequence[Sequence[Document]], *, trained: bool) -> Pass:
         documents = [document for example in examples for document in example]
         total = sum(document.num_trained for document in documents)
-        loss = correct = 0.0
-        for microbatch in self._pack(documents):
-            interrupt()
-            with self._host.gate.training(), torch.no_grad():
-                scores = self._scores(microbatch)
-                loss += float(negative_log_likelihood(scores.logprobs, total))
-                correct += float(scores.hits.sum())
-        return {"loss": loss, "token_accuracy": correct / total}
+        return Pass(self, self._host, self._pack(documents), total, trained=trained)
 
-    def _scores(self, microbatch: Microbatch) -> TokenScores:
+    def scores(self, microbatch: Microbatch) -> TokenScores:
+        """See ScoredRun."""
         hidden = self._scored_hidden(microbatch, self._lora)
         return self._host.model.token_scores(hidden, microbatch.targets, give_way=self._host.gate.give_way)
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from services.engine.models.training_arena import GraphMemory
 
 _JOB = "the running job"
+_TOGETHER = f"{_JOB}s' shared steps"
 
 
 class MemoryTaken(Unavailable):
@@ -79,6 +80,10 @@ class WorkingMemory(Protocol):
         """
         ...
 
+    def rest(self) -> int | None:
+        """Bytes for all but captured steps; None: as many as are not needed for those."""
+        ...
+
     def out_of_memory(self) -> None:
         """There was none left in the middle of a step: what nobody uses goes to the device, for serving to have it."""
         ...
@@ -95,6 +100,9 @@ class HostMemory:
         """See WorkingMemory."""
 
     def begin(self, graphs: int, rest: int, *, alone: bool) -> None:
+        """See WorkingMemory."""
+
+    def rest(self) -> None:
         """See WorkingMemory."""
 
     def out_of_memory(self) -> None:
@@ -145,11 +153,39 @@ class MemoryBudget:
             self._needs[_JOB] = need
             return graphs
 
-    def release_job(self) -> None:
-        """The job has ended, or gave up waiting."""
+    def hold_job(self, job_id: str) -> None:
+        """The job that has reserved last keeps that while another one is prepared beside it."""
+        with self._lock:
+            if _JOB in self._needs:
+                self._needs[f"{_JOB} {job_id}"] = self._needs.pop(_JOB)
+
+    def release_job(self, job_id: str = "") -> None:
+        """The job has ended, or gave up waiting.
+
+        Args:
+            job_id: as it was held; empty: it was not.
+        """
         with self._lock:
             self._job_waits = False
             self._needs.pop(_JOB, None)
+            self._needs.pop(f"{_JOB} {job_id}", None)
+
+    def reserve_together(self, working: int) -> bool:
+        """The jobs that are held are to be computed in one forward, which works in so many bytes; they may if this is
+        true, until `release_together`. Never among captured steps."""
+        with self._lock:
+            others = [need for owner, need in self._needs.items() if owner != _TOGETHER]
+            need, rest = MemoryNeed(0, working), self._memory.rest()
+            resident = sum(held.resident for held in others)
+            if _sum([*others, need]) > self.total or (rest is not None and resident + working > rest):
+                return False
+            self._needs[_TOGETHER] = need
+            return True
+
+    def release_together(self) -> None:
+        """No two jobs are computed in one forward any more."""
+        with self._lock:
+            self._needs.pop(_TOGETHER, None)
 
     def settle(self) -> None:
         """Between two pieces of work, by the trainer's thread: if nobody holds anything, its memory is as it was."""
@@ -226,10 +262,14 @@ def _captured(needs: Iterable[MemoryNeed]) -> int:
 def _held(needs: dict[str, MemoryNeed]) -> str:
     if not needs:
         return "nothing is held"
-    sessions = [need for owner, need in needs.items() if owner != _JOB]
+    sessions = [need for owner, need in needs.items() if not owner.startswith(_JOB)]
+    jobs = [need for owner, need in needs.items() if owner.startswith(_JOB)]
     parts = []
     if sessions:
         parts.append(f"{len(sessions)} open session(s) hold {mib(sum(need.resident for need in sessions))}")
-    if _JOB in needs:
-        parts.append(f"{_JOB} holds {mib(needs[_JOB].resident)} and {mib(needs[_JOB].peak)} to compute")
+    if jobs:
+        resident, peak = sum(need.resident for need in jobs), max(need.peak for need in jobs)
+        running = sum(not owner.startswith(_TOGETHER) for owner in needs if owner.startswith(_JOB))
+        who = f"{_JOB} holds" if running <= 1 else f"{running} running jobs hold"
+        parts.append(f"{who} {mib(resident)} and {mib(peak)} to compute")
     return " and ".join(parts)

@@ -35,6 +35,18 @@ class Draining(Exception):
     """This process is shutting down: hand the job back."""
 
 
+class NotBeside(Exception):
+    """The job cannot run beside those that run here: hand it back, for this trainer to take later or another one now.
+
+    Args:
+        reason: for the job's user.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 class JobSession:
     """Context manager: heartbeats run from ``start``, or from entering it, until it is left.
 
@@ -80,6 +92,11 @@ class JobSession:
             self._wake.notify_all()
         if self._thread.ident is not None:
             self._thread.join()
+
+    @property
+    def closed(self) -> bool:
+        """Whether nobody says any more that the owner is alive."""
+        return self._closed
 
     @property
     def lost(self) -> bool:

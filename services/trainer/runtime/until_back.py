@@ -28,6 +28,7 @@ class UntilBack:
         side: work that the thread does in the pauses.
         draining: set when the process shuts down.
         awake: set when the thread has something to do in a pause.
+        meanwhile: lets jobs that run at the same time go on by a step; False if none can.
     """
 
     def __init__(
@@ -37,12 +38,14 @@ class UntilBack:
         draining: threading.Event,
         awake: threading.Event,
         log: structlog.stdlib.BoundLogger,
+        meanwhile: Callable[[], bool] = lambda: False,
     ) -> None:
         self._session = session
         self._side = side
         self._draining = draining
         self._awake = awake
         self._log = log
+        self._meanwhile = meanwhile
 
     def __call__(
         self,
@@ -74,8 +77,9 @@ class UntilBack:
             pause = min(2 * pause, longest)
 
     def _pause(self, seconds: float) -> None:
-        """Waits, and does side work meanwhile."""
+        """Waits, and does side work meanwhile, or lets other jobs go on."""
         until = time.monotonic() + seconds
         while not self._draining.is_set() and (left := until - time.monotonic()) > 0:
             self._awake.clear()
-            work_or_wait(self._side, self._awake, left)
+            if not self._meanwhile():
+                work_or_wait(self._side, self._awake, left)

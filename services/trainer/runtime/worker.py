@@ -1,5 +1,5 @@
 """The trainer thread: claims jobs, has each attempted (`attempts`) and writes its end, through every failure that a
-job can outlive: claim → attempt → succeed, fail, retry or hand back.
+job can outlive: claim → attempt → succeed, fail, retry or hand back. Small jobs run at the same time (`shared_steps`).
 """
 
 from __future__ import annotations
@@ -26,29 +26,35 @@ from services.common.telemetry.tracing import NO_TRACER, Tracer
 from services.trainer.evaluation.run import Evaluations
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import Prepare
+from services.trainer.jobs.passes import Course
 from services.trainer.memory.kernel_limits import refusal_of
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.parent_versions import ParentVersions
-from services.trainer.runtime.attempts.claim import Claim
+from services.trainer.runtime.attempts.claim import Beside, Claim
 from services.trainer.runtime.attempts.evaluation import EvaluationAttempt
 from services.trainer.runtime.attempts.forge import Forge, ForgeAttempt
 from services.trainer.runtime.attempts.training import JobAttempt, Parts
 from services.trainer.runtime.checkpoint import CheckpointStore
 from services.trainer.runtime.claims import JobClaims
 from services.trainer.runtime.interleaving import NoSideWork, SideWork, work_or_wait
-from services.trainer.runtime.job_link import Draining, JobCancelled, JobSession
+from services.trainer.runtime.job_link import Draining, JobCancelled, JobSession, NotBeside
 from services.trainer.runtime.job_trace import JobTrace
 from services.trainer.runtime.publish import Publisher, VersionRetention
+from services.trainer.runtime.shared_steps import SHARED_KINDS, SharedSteps, StepLimits
 from services.trainer.runtime.until_back import BACKOFF_SECONDS, UntilBack
 from services.trainer.settings import TrainerSettings
 
 _IDLE_SECONDS = 1.0
+_LOOK_SECONDS = 0.25
+"""Between two looks for jobs to take beside those that run, where the last one found none."""
+_ANSWER_SECONDS = 0.1
+"""Time that those wait for the queue's answer."""
 _PASSING = (Unavailable, Overloaded, DeadlineExceeded)
 """Errors that another attempt may not meet again."""
 
 
 class TrainerWorker:
-    """Runs jobs beside an engine, one after another, in a thread of its own.
+    """Runs jobs beside an engine in a thread of its own: one after another, and those that can share steps together.
 
     Args:
         host: the engine beside it.
@@ -88,11 +94,12 @@ class TrainerWorker:
         self._checkpoints = CheckpointStore(store, settings.checkpoint_dir, keep=settings.checkpoints_kept)
         self._draining = threading.Event()
         self._deadline = float("inf")
-        self._current: str | None = None
+        self._limits = StepLimits(settings.trainer_jobs_a_step, settings.trainer_tokens_a_step)
         self._log = structlog.get_logger("trainer").bind(owner=owner)
         self._side: SideWork = side if side is not None else NoSideWork()
         self._awake = threading.Event()
         self._side.bind(self._awake.set)
+        self._running = self._nothing()
         self._evaluations = Evaluations.of(store, registry, host)
         self._parts = Parts(
             host=host,
@@ -118,8 +125,8 @@ class TrainerWorker:
 
     @property
     def current_job(self) -> str | None:
-        """Id of the job that runs here now."""
-        return self._current
+        """Id of the job that runs here now; of several, of the one that began first."""
+        return self._running.first
 
     @property
     def alive(self) -> bool:
@@ -180,27 +187,49 @@ class TrainerWorker:
         if (found := claims.take()) is not None:
             self._work(*found)  # which hands it back
 
+    def _nothing(self) -> SharedSteps:
+        return SharedSteps(self._host, self._limits, self._side, self._draining)
+
     def _work(self, claimed: ClaimedJob, session: JobSession) -> None:
-        self._current = claimed.id
+        """Runs a job, and those that come meanwhile and share its steps, to their ends."""
+        self._running = running = self._nothing()
+        self._begin(running, claimed, session)
+        looked = float("-inf")
+        while running.active:
+            while running.has_room and not self._draining.is_set() and time.monotonic() - looked > _LOOK_SECONDS:
+                found = self._claims.take_beside(SHARED_KINDS, _ANSWER_SECONDS)
+                if found is None:
+                    looked = time.monotonic()
+                else:
+                    self._begin(running, *found)
+            running.round()
+
+    def _begin(self, running: SharedSteps, claimed: ClaimedJob, session: JobSession) -> None:
+        last = claimed.attempt >= self._settings.job_max_attempts
+        running.begin(claimed, session, self._course(claimed, session, running), last=last)
+
+    def _course(self, claimed: ClaimedJob, session: JobSession, beside: Beside) -> Course[None]:
+        """One claimed job from its claim to its written end."""
         self._metrics.job_began(claimed.spec.kind)
         log = self._log.bind(job=claimed.id, attempt=claimed.attempt, adapter=claimed.spec.adapter)
         trace = JobTrace(self._tracer, claimed.job, claimed.attempt, claimed.traceparent)
         with trace.span:
-            log.info("job.claimed", kind=claimed.spec.kind)
+            log.info("job.claimed", kind=claimed.spec.kind, beside=beside.others())
             try:
-                outcome = self._outcome(partial(self._result, claimed, session, trace), claimed, session, log)
+                attempt = self._result(claimed, session, trace, beside)
+                outcome = yield from self._outcome(attempt, claimed, session, log)
                 trace.ended(outcome)
             finally:
-                self._host.memory_budget.release_job()
-                self._current = None
+                self._host.memory_budget.release_job(claimed.id)
                 self._metrics.job_ended()
             self._metrics.jobs.labels(outcome).inc()
             log.info("job.done", outcome=outcome)
 
-    def _result(self, claimed: ClaimedJob, session: JobSession, trace: JobTrace) -> str:
+    def _result(self, claimed: ClaimedJob, session: JobSession, trace: JobTrace, beside: Beside) -> Course[str]:
         """Runs the job; returns "name@n" if it published a version, else "". Raises what ends it otherwise."""
-        until_back = UntilBack(session, self._side, self._draining, self._awake, self._log)
-        claim = Claim(claimed, session, trace, until_back, self._side, self._metrics)
+        until_back = UntilBack(session, self._side, self._draining, self._awake, self._log, beside.round)
+        claim = Claim(claimed, session, trace, until_back, self._side, self._metrics, beside)
+        beside.enter(claimed.id)
         if isinstance(claimed.spec, EvalJob):
             EvaluationAttempt(self._evaluations, claim).run(claimed.spec)
             return ""
@@ -209,14 +238,14 @@ class TrainerWorker:
                 raise InvalidRequest("this engine forges no models", param="kind")
             ForgeAttempt(self._forge, claim).run(claimed.spec)
             return ""
-        return str(JobAttempt(self._parts, claim, claimed.spec, self._log).run())
+        return str((yield from JobAttempt(self._parts, claim, claimed.spec, self._log).run()))
 
     def _outcome(
-        self, attempt: Callable[[], str], claimed: ClaimedJob, session: JobSession, log: structlog.stdlib.BoundLogger
-    ) -> str:
+        self, attempt: Course[str], claimed: ClaimedJob, session: JobSession, log: structlog.stdlib.BoundLogger
+    ) -> Course[str]:
         try:
             with session:
-                return self._run_and_settle(attempt, claimed, session, log)
+                return (yield from self._run_and_settle(attempt, claimed, session, log))
         except JobLost:
             return "lost"
         except Exception:
@@ -225,18 +254,23 @@ class TrainerWorker:
             return "unsettled"
 
     def _run_and_settle(
-        self, attempt: Callable[[], str], claimed: ClaimedJob, session: JobSession, log: structlog.stdlib.BoundLogger
-    ) -> str:
+        self, attempt: Course[str], claimed: ClaimedJob, session: JobSession, log: structlog.stdlib.BoundLogger
+    ) -> Course[str]:
         """Runs the job and writes its end. Returns the outcome's name. Raises JobLost."""
         consumer = self._consumer
         try:
-            version = attempt()
+            version = yield from attempt
         except JobLost:
             raise
         except JobCancelled:
             self._settle(session, lambda: consumer.cancelled(claimed))
             self._discard(claimed, published=False)
             return "cancelled"
+        except NotBeside as error:
+            log.info("job.requeued", reason=error.reason)
+            reason = error.reason
+            self._settle(session, lambda: consumer.requeue(claimed, reason))
+            return "requeued"
         except Draining:
             self._settle(session, lambda: consumer.requeue(claimed))
             return "requeued"

@@ -28,8 +28,8 @@ KIND_RUN = """
 from services.trainer.jobs.sft import SftRun
 
 class ImitationRun(SftRun):
-    def _backward(self, loss):
-        super()._backward(2 * loss)
+    def add_gradients(self, loss):
+        super().add_gradients(2 * loss)
 
 prepare = ImitationRun.prepare
 """

@@ -13,6 +13,7 @@ from services.common.errors import InvalidRequest
 from services.common.jobs import DraftJob, GrpoJob, JobBase, PublishingSpec
 from services.common.jobs.examples import ExampleJob
 from services.trainer.jobs.base import JobRun, RunState
+from services.trainer.jobs.passes import Course, examination_of
 from services.trainer.runtime.attempts.acceptance import Acceptance
 
 _KEY = "lesson_before"
@@ -34,10 +35,10 @@ class LearningCheck:
         self._before: dict[str, float] | None = None
         self._found: dict[str, float] = {}
 
-    def begin(self, run: JobRun, interrupt: Callable[[], None]) -> None:
+    def begin(self, run: JobRun, interrupt: Callable[[], None]) -> Course[None]:
         """Examines the policy that the job starts from, unless a checkpoint has told what was found then."""
         if self._before is None:
-            self._before = run.examine(interrupt)
+            self._before = yield from examination_of(run, interrupt)
 
     def saw(self, metrics: Mapping[str, float]) -> None:
         """Takes the metrics of a step: the first ones of a job that samples for itself say what it starts from."""
@@ -46,10 +47,10 @@ class LearningCheck:
                 if name in metrics:
                     self._before.setdefault(name, metrics[name])
 
-    def end(self, run: JobRun, newest: Mapping[str, float], interrupt: Callable[[], None]) -> dict[str, float]:
+    def end(self, run: JobRun, newest: Mapping[str, float], interrupt: Callable[[], None]) -> Course[dict[str, float]]:
         """Metrics of both evaluations: each value with `_before` and `_after` behind its name."""
         before = self._before or {}
-        after = run.examine(interrupt) if "loss" in before else newest
+        after = (yield from examination_of(run, interrupt)) if "loss" in before else newest
         for name in before.keys() & after.keys():
             self._found |= {f"{name}_before": before[name], f"{name}_after": after[name]}
         return dict(self._found)

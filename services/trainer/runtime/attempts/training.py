@@ -24,6 +24,8 @@ from services.common.queue.consumer import JobConsumer
 from services.trainer.evaluation.run import Evaluations
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import JobRun, Prepare
+from services.trainer.jobs.passes import Course, steps_of
+from services.trainer.memory.budget import MemoryTaken
 from services.trainer.parent_versions import ParentVersion, ParentVersions, continued, sampled_elsewhere
 from services.trainer.runtime.attempts.acceptance import NotPublished
 from services.trainer.runtime.attempts.claim import Claim
@@ -88,11 +90,11 @@ class JobAttempt:
         self._spec = spec
         self._log = log
 
-    def run(self) -> AdapterVersion:
-        """The version that came of the job.
+    def run(self) -> Course[AdapterVersion]:
+        """The version that came of the job; wants those passes computed that may be computed together with others'.
 
         Raises:
-            JobLost, JobCancelled, Draining: it does not go on here.
+            JobLost, JobCancelled, Draining, NotBeside: it does not go on here.
             Exception: it failed.
         """
         claimed, session, spec = self._claim.job, self._claim.session, self._spec
@@ -100,7 +102,7 @@ class JobAttempt:
         gates = Gates(parts.evaluations, parts.training_hashes, self._claim, spec)
         manifest = self._claim.until_back(lambda: self._parts.registry.published(spec.adapter, claimed.id))
         if manifest is None:
-            done = self._train(gates)
+            done = yield from self._train(gates)
         else:
             done = manifest
             if becomes_current(spec):
@@ -118,7 +120,7 @@ class JobAttempt:
             session.event("log", {"message": f"removed by retention: {', '.join(removed)}"})
         return done.ref
 
-    def _train(self, gates: Gates) -> Manifest:
+    def _train(self, gates: Gates) -> Course[Manifest]:
         claimed, session = self._claim.job, self._claim.session
         self._parts.registry.check_new_name(self._spec.adapter)
         self._claim.until_back(lambda: self._parts.registry.check_kind(self._spec.adapter, self._spec.makes))
@@ -129,7 +131,7 @@ class JobAttempt:
         with self._claim.trace.part("prepare"):
             parents = self._parts.parents.read(claimed, self._spec, self._claim.until_back)
             warnings = gates.begin([one.version for one in parents])
-            run = self._claim.until_back(lambda: self._prepared(self._spec, parents))
+            run = self._prepared(parents)
         learning = LearningCheck(self._spec)
         notes = Notes(session, run)
         notes.tell(*run.notes, *warnings, continued(self._spec, parents), sampled_elsewhere(self._spec, parents))
@@ -148,7 +150,7 @@ class JobAttempt:
             except InvalidRequest as error:
                 self._log.warning("checkpoint.refused", job=claimed.id, error=error.message)
                 session.event("log", {"message": f"checkpoint refused, starting over: {error.message}"})
-                run = self._claim.until_back(lambda: self._prepared(self._spec, parents))
+                run = self._prepared(parents)
                 learning = LearningCheck(self._spec)
         if before := learning.acceptance.begin(run, session.check):
             session.event("eval", {"step": 0, **before})
@@ -167,7 +169,7 @@ class JobAttempt:
             fence=int(claimed.fence),
         )
         try:
-            metrics = self._steps(run, writer, start, learning)
+            metrics = yield from self._steps(run, writer, start, learning)
             notes.tell(learning.note(run, metrics))
             notes.record(metrics)
             metrics |= learning.acceptance.check(run, metrics if start < run.total_steps else None, session.check)
@@ -178,12 +180,28 @@ class JobAttempt:
         finally:
             writer.close()
 
-    def _prepared(self, spec: PublishingSpec, parents: Sequence[ParentVersion]) -> JobRun:
-        if isinstance(spec, MergeJob):
-            return self._parts.prepare(spec, self._parts.host, None, parents)
-        return self._parts.prepare(spec, self._parts.host, parents[0].files if parents else None)
+    def _prepared(self, parents: Sequence[ParentVersion]) -> JobRun:
+        """A run of the job, admitted beside the others that run here. Raises NotBeside, and what prepare raises."""
+        job_id, budget = self._claim.job.id, self._parts.host.memory_budget
+        budget.release_job(job_id)
+        run = self._claim.until_back(lambda: self._attempted(self._spec, parents))
+        budget.hold_job(job_id)
+        self._claim.beside.admit(job_id, run)
+        return run
 
-    def _steps(self, run: JobRun, writer: CheckpointWriter, start: int, learning: LearningCheck) -> dict[str, float]:
+    def _attempted(self, spec: PublishingSpec, parents: Sequence[ParentVersion]) -> JobRun:
+        try:
+            if isinstance(spec, MergeJob):
+                return self._parts.prepare(spec, self._parts.host, None, parents)
+            return self._parts.prepare(spec, self._parts.host, parents[0].files if parents else None)
+        except MemoryTaken as error:
+            if self._claim.beside.others():
+                raise self._claim.beside.refused(error.message) from error
+            raise
+
+    def _steps(
+        self, run: JobRun, writer: CheckpointWriter, start: int, learning: LearningCheck
+    ) -> Course[dict[str, float]]:
         """Runs the remaining steps; returns the newest metrics. Raises JobLost, JobCancelled, Draining."""
         claimed, session = self._claim.job, self._claim.session
         total = run.total_steps
@@ -195,12 +213,12 @@ class JobAttempt:
         self._claim.report(beginning, {})
         pauses = self._claim.pauses()
         try:
-            learning.begin(run, pauses)
+            yield from learning.begin(run, pauses)
             for index in range(start, total):
                 session.check()
                 began = time.monotonic()
                 with self._claim.trace.step(index, total):
-                    newest = run.step(index, pauses)
+                    newest = yield from steps_of(run, index, pauses)
                 took = time.monotonic() - began
                 done = index + 1
                 seconds = took if seconds is None else (1 - _ETA_WEIGHT) * seconds + _ETA_WEIGHT * took
@@ -215,7 +233,7 @@ class JobAttempt:
                 if done % self._spec.checkpoint_every == 0 and done < total:
                     writer.submit(Checkpoint(done, run.state()))
                     saved = done
-            metrics |= learning.end(run, metrics, pauses)
+            metrics |= yield from learning.end(run, metrics, pauses)
         except Draining:
             if done > saved:
                 writer.submit(Checkpoint(done, run.state()))

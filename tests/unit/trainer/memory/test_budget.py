@@ -108,6 +108,9 @@ class Pools:
         self.begun.append((graphs, rest, alone))
         return "graphs" if 0 < graphs <= self.room else None
 
+    def rest(self) -> int:
+        return 100 - self.room
+
     def out_of_memory(self) -> None:
         """Nothing to give back."""
 
@@ -152,6 +155,36 @@ def test_the_memory_ends_when_nobody_holds_any() -> None:
     assert pools.ended == 1
     budget.reserve_session("a", MemoryNeed(10, 5))
     assert pools.begun[-1] == (0, 15, True)
+
+
+def test_jobs_that_run_at_the_same_time_hold_their_own_and_work_in_one_place() -> None:
+    budget = MemoryBudget(100)
+    budget.reserve_job(MemoryNeed(20, 10))
+    budget.hold_job("a")
+    budget.reserve_job(MemoryNeed(20, 10))
+    budget.hold_job("b")
+    assert budget.reserve_together(60)
+    with pytest.raises(MemoryTaken, match=r"2 running jobs hold 0.0 MiB"):
+        budget.reserve_job(MemoryNeed(1, 10))
+    budget.release_job("b")
+    budget.reserve_job(MemoryNeed(20, 10))
+    budget.hold_job("c")
+    assert not budget.reserve_together(61)
+    with pytest.raises(DoesNotFit):
+        budget.reserve_session("s", MemoryNeed(1, 0))
+    budget.release_together()
+    budget.reserve_session("s", MemoryNeed(50, 10))
+    budget.release_job("a")
+    budget.release_job("c")
+    assert set(budget.held()) == {"s"}
+
+
+def test_shared_steps_compute_outside_of_what_captured_steps_take() -> None:
+    budget = MemoryBudget(100, Pools(50))
+    budget.reserve_job(MemoryNeed(20, 0, captured=10))
+    budget.hold_job("a")
+    assert budget.reserve_together(30)
+    assert not budget.reserve_together(31), "50 are for captured steps, 20 for the job"
 
 
 @given(st.integers(0, 60), st.integers(0, 60), st.integers(0, 60))

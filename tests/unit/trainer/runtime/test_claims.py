@@ -22,6 +22,10 @@ class Consumer:
     def __init__(self) -> None:
         self.claims = self.beats = 0
         self.broken = 0
+        self.beside: list[str] = []
+        """Ids of jobs that may run beside others."""
+        self.slow = threading.Event()
+        self.slow.set()
 
     def forget_dead_consumers(self) -> None:
         """There are none."""
@@ -35,6 +39,10 @@ class Consumer:
             return SimpleNamespace(id="job-1", attempt=1)
         time.sleep(min(seconds, BEAT))
         return None
+
+    def claim_beside(self, kinds: frozenset[str]) -> Any:
+        assert self.slow.wait(20)
+        return SimpleNamespace(id=self.beside.pop(0), attempt=1) if self.beside and "sft" in kinds else None
 
     def heartbeat(self, claimed: Any) -> bool:
         self.beats += 1
@@ -118,3 +126,50 @@ def test_a_drain_leaves_the_session_to_whoever_hands_the_job_back() -> None:
 
     world.trainer(work)
     assert world.is_silent()
+
+
+SFT = frozenset({"sft"})
+
+
+def test_jobs_are_claimed_beside_the_first_as_long_as_there_are_any() -> None:
+    world = World()
+    world.consumer.beside = ["job-2", "job-3"]
+
+    def work() -> None:
+        assert world.woken.wait(20)
+        first = world.claims.take()
+        assert first is not None
+        found = [world.claims.take_beside(SFT, 20) for _ in range(3)]
+        assert [one and one[0].id for one in found] == ["job-2", "job-3", None]
+        assert not world.is_silent()
+        for one in (first, found[0]):
+            assert one is not None
+            one[1].close()
+        assert not world.is_silent(), "the third is kept alive"
+
+    world.trainer(work)
+    world.claims._thread.join(20)
+    assert world.is_silent(), "and with the trainer it dies"
+
+
+def test_a_queue_that_does_not_answer_holds_nothing_up_and_loses_nothing() -> None:
+    world = World()
+    world.consumer.beside = ["job-2"]
+
+    def work() -> None:
+        assert world.woken.wait(20)
+        assert world.claims.take() is not None
+        world.woken.clear()
+        world.consumer.slow.clear()
+        assert world.claims.take_beside(SFT, BEAT) is None
+        began = time.monotonic()
+        assert world.claims.take_beside(SFT, 20) is None, "the look before is still under way"
+        assert time.monotonic() - began < 10
+        world.claims.want()  # the first has ended meanwhile
+        world.consumer.slow.set()
+        assert world.woken.wait(20)
+        found = world.claims.take()
+        assert found is not None
+        assert found[0].id == "job-2"
+
+    world.trainer(work)

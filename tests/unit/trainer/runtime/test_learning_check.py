@@ -11,6 +11,7 @@ from services.common.queue.records import SPEC
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.adapter_run import evenly
 from services.trainer.jobs.base import RunState
+from services.trainer.jobs.passes import complete
 from services.trainer.runtime.attempts.learning_check import LearningCheck
 from tests.training_support import TrainingHost
 
@@ -28,12 +29,12 @@ def trained(host: TrainingHost, kind: str, **fields: Any) -> tuple[dict[str, flo
     spec = SPEC.validate_python({"kind": kind, "adapter": "greeter", **DATA[kind], **fields})
     run = prepare_run(spec, host, None)
     learning = LearningCheck(spec)
-    learning.begin(run, lambda: None)
+    complete(learning.begin(run, lambda: None))
     metrics: dict[str, float] = {}
     for index in range(run.total_steps):
         metrics |= run.step(index)
         learning.saw(metrics)
-    found = learning.end(run, metrics, lambda: None)
+    found = complete(learning.end(run, metrics, lambda: None))
     return found, learning.note(run, metrics)
 
 
@@ -68,14 +69,14 @@ def test_a_resumed_job_knows_what_it_started_from(host: TrainingHost) -> None:
     spec = SPEC.validate_python({"kind": "sft", "adapter": "greeter", **DATA["sft"]})
     run = prepare_run(spec, host, None)
     first = LearningCheck(spec)
-    first.begin(run, lambda: None)
+    complete(first.begin(run, lambda: None))
     run.step(0)
     state = first.stamp(run.state())
     resumed = LearningCheck(spec)
     resumed.restore(state)
-    resumed.begin(run, lambda: pytest.fail("examined again"))
+    assert next(resumed.begin(run, lambda: None), None) is None, "examined again"
     start = prepare_run(spec, host, None).examine()["loss"]
-    assert resumed.end(run, {}, lambda: None)["loss_before"] == pytest.approx(start)
+    assert complete(resumed.end(run, {}, lambda: None))["loss_before"] == pytest.approx(start)
 
 
 def test_checkpoints_of_others(host: TrainingHost) -> None:
@@ -83,7 +84,7 @@ def test_checkpoints_of_others(host: TrainingHost) -> None:
     run = prepare_run(spec, host, None)
     old = LearningCheck(spec)
     old.restore(RunState({}, {"step": 3}))
-    assert old.end(run, {}, lambda: None) == {}
+    assert complete(old.end(run, {}, lambda: None)) == {}
     assert old.note(run, {}) is None
     with pytest.raises(InvalidRequest, match="unreadable"):
         LearningCheck(spec).restore(RunState({}, {"lesson_before": 3}))
