@@ -81,6 +81,8 @@ class Engine:
     """Parts of a serving engine."""
 
     model: CausalLM
+    checkpoint: Path
+    """Directory that the model was loaded from."""
     teacher: CausalLM | None
     """Second model, which jobs may distil from."""
     codec: TextCodec
@@ -244,6 +246,7 @@ def build_engine(
     second = None if teacher is None else teacher.model
     return Engine(
         model,
+        settings.model,
         second,
         codec,
         base_digest,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from services.common.errors import InvalidRequest
-from services.common.jobs.base import Pace, ServedLimits
+from services.common.jobs.base import JobBase, Pace, ServedLimits
 from services.common.jobs.documents import Document, chat_documents, pair_document, placed, text_document
 from services.common.jobs.examples import EVALUATES, ExampleJob
 from services.common.jobs.fields.acceptance import Better, publish_if_rule
@@ -83,28 +83,35 @@ class SftJob(ExampleJob[SftExample]):
 
     def check_tokens(self, served: ServedLimits) -> None:
         """See JobBase. The documents are those that the trainer makes."""
-        limit = served.max_train_tokens
+        check_documents(served, self, self.overlong)
 
-        def left(name: str, document: Document) -> bool:
-            if not limit or document.length <= limit:
-                return True
-            if self.overlong == "error":
-                raise over_limit(name, document.length, limit, "shorten it, or choose overlong 'drop' or 'truncate'")
-            return self.overlong == "truncate" and any(document.trained[:limit])
 
-        def fits(name: str, example: SftExample) -> bool:
-            check_conversation(name, example.messages, example.tools, messages="messages")
-            check_conversation(name, example.prompt, None, messages="prompt")
-            field, _, index = name.removesuffix("]").partition("[")
-            documents = example_documents(served.codec, self, example, int(index), field=field)
-            kept = [left(name, document) for document in documents]
-            return any(kept)
+def check_documents(
+    served: ServedLimits, job: ExampleJob[SftExample], overlong: Literal["error", "drop", "truncate"]
+) -> None:
+    """Makes the documents of every example, as the trainer will. Raises as JobBase.check_tokens says."""
+    limit = served.max_train_tokens
 
-        check_split(served, self, fits)
+    def left(name: str, document: Document) -> bool:
+        if not limit or document.length <= limit:
+            return True
+        if overlong == "error":
+            raise over_limit(name, document.length, limit, "shorten it, or choose overlong 'drop' or 'truncate'")
+        return overlong == "truncate" and any(document.trained[:limit])
+
+    def fits(name: str, example: SftExample) -> bool:
+        check_conversation(name, example.messages, example.tools, messages="messages")
+        check_conversation(name, example.prompt, None, messages="prompt")
+        field, _, index = name.removesuffix("]").partition("[")
+        documents = example_documents(served.codec, job, example, int(index), field=field)
+        kept = [left(name, document) for document in documents]
+        return any(kept)
+
+    check_split(served, job, fits)
 
 
 def example_documents(
-    codec: TextCodec, spec: SftJob, example: SftExample, source: int, *, field: str = "examples"
+    codec: TextCodec, spec: JobBase, example: SftExample, source: int, *, field: str = "examples"
 ) -> list[Document]:
     """The documents of one example: one, or one an assistant turn where the template rewrites earlier turns.
 

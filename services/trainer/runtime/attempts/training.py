@@ -123,7 +123,7 @@ class JobAttempt:
     def _train(self, gates: Gates) -> Course[Manifest]:
         claimed, session = self._claim.job, self._claim.session
         self._parts.registry.check_new_name(self._spec.adapter)
-        self._claim.until_back(lambda: self._parts.registry.check_kind(self._spec.adapter, "adapter"))
+        self._claim.until_back(lambda: self._parts.registry.check_kind(self._spec.adapter, self._spec.makes))
         if isinstance(self._spec, OfDataset) and self._spec.unread:
             raise InvalidRequest(
                 "a job on a dataset must be submitted through the gateway, which reads its rows", param="dataset"
@@ -173,7 +173,7 @@ class JobAttempt:
             notes.tell(learning.note(run, metrics))
             notes.record(metrics)
             metrics |= learning.acceptance.check(run, metrics if start < run.total_steps else None, session.check)
-            files = run.lora.to_files(self._parts.settings.served_model_name)
+            files = run.files(self._parts.settings.served_model_name)
             evidence = self._decided(gates, run, files, writer, notes, metrics) if gates.asked else ()
             with self._claim.trace.part("publish"):
                 return self._publish(run, files, writer, gates, parents, metrics, evidence)
@@ -251,14 +251,16 @@ class JobAttempt:
         metrics: Mapping[str, float],
     ) -> tuple[GateEvidence, ...]:
         """Has the gates decide on the result. Raises NotPublished, and what Gates.decide raises."""
-        total = run.total_steps
+        total, lora = run.total_steps, run.lora
+        if lora is None:
+            raise InvalidRequest("suites are answered by adapters: a drafter has no gates on them", param=PUBLISH)
         writer.submit(Checkpoint(total, run.state()))  # a later attempt goes on with the answers to these weights
         digest = digest_of(files)
         notes.evaluation = gates.evaluation(digest)
         notes.record(metrics)
         try:
             with self._claim.trace.part("evaluate"):
-                evidence = gates.decide(run.lora, digest, total)
+                evidence = gates.decide(lora, digest, total)
         except Draining:
             writer.flush(self._remaining())
             raise
