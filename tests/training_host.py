@@ -54,6 +54,7 @@ class TrainingHost:
         self.max_lora_rank = 32
         self.train_memory_bytes = train_memory_bytes
         self.memory_budget = MemoryBudget(train_memory_bytes)
+        self.drafter: str | None = None
         self.published: dict[AdapterVersion, Mapping[str, bytes]] = {}
 
     def checkpoint_drafter(self) -> Mapping[str, torch.Tensor]:

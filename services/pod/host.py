@@ -53,6 +53,12 @@ class PodHost:
             memory = Arena(self.model.device, self.train_memory_bytes, graphs if fits else 0)
         object.__setattr__(self, "memory_budget", MemoryBudget(self.train_memory_bytes, memory))
 
+    @property
+    def drafter(self) -> str | None:
+        """See services.trainer.host.policy_host.PolicyHost."""
+        followed = self.adapters.drafter
+        return None if followed is None else followed.name
+
     def checkpoint_drafter(self) -> Mapping[str, Tensor]:
         """See services.trainer.host.policy_host.PolicyHost."""
         return self.model.checkpoint_drafter(self.checkpoint)

@@ -11,7 +11,7 @@ import pytest
 from models.tiny.recipe.data import held_out_items
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry
-from services.common.jobs import DraftJob, JobState, SftJob
+from services.common.jobs import DraftJob, GrpoJob, Job, JobState, SftJob
 from services.common.queue.job_queue import JobQueue
 from services.engine.requests.adapter import AdapterChoice
 from services.trainer.jobs import prepare_run
@@ -109,6 +109,65 @@ async def test_an_adapter_blunts_the_drafter_and_a_draft_job_sharpens_it(
     assert better(sharp, blunt, 0.2), (blunt, sharp)
     manifest = registry.manifest(AdapterVersion("sharp", 1))
     assert (manifest.kind, manifest.base_digest, manifest.job_id) == ("drafter", pod.engine.base_digest, done.id)
+
+
+async def following(queue: JobQueue, adapter: str) -> Job:
+    """The draft job that follows on a job of this adapter, once that has ended."""
+    (made,) = await queue.list(adapter=adapter)
+    assert made.state is JobState.SUCCEEDED, made.reason
+    (job,) = await queue.list(kind="draft")
+    said = [str(event.data.get("message")) for event in await events(queue, made.id)]
+    assert f"job {job.id} refreshes the drafter sharp for {adapter}@1" in said
+    assert (job.adapter, job.metadata) == ("sharp", {"refreshes_for": made.id})
+    return await until(queue, job.id, lambda job: job.state.terminal)
+
+
+async def test_an_sft_job_has_the_drafter_refreshed(
+    queue: JobQueue, registry: AdapterRegistry, start: Start, pod: Pod
+) -> None:
+    start()
+    spec = SftJob.model_validate(
+        {"adapter": "sailor", "examples": EXAMPLES[:16], "epochs": 2, "lora": {"rank": 4}, "draft": True}
+    )
+    await until(queue, (await queue.submit(spec)).id, lambda job: job.state.terminal)
+    done = await following(queue, "sailor")
+    assert (done.state, done.result_adapter) == (JobState.SUCCEEDED, "sharp@1"), done.reason
+    assert done.metrics["acceptance_after"] > done.metrics["acceptance_before"]
+    assert pod.engine.adapters.drafter is not None
+    assert str(pod.engine.adapters.drafter.version) == "sharp@1"
+
+
+async def test_a_job_that_samples_has_it_refreshed_on_what_its_version_answers(
+    queue: JobQueue, registry: AdapterRegistry, start: Start, pod: Pod
+) -> None:
+    start()
+    prompts: list[Any] = [*ASKED[:3], {"prompt_token_ids": pod.engine.codec.encode("Say 7")}]
+    reward = [{"type": "regex", "pattern": pattern} for pattern in ("e", "a", "[0-9]")]
+    generate = {
+        "prompts": prompts,
+        "rounds": 1,
+        "completions": 4,
+        "max_tokens": 12,
+        "temperature": 3.0,
+        "reward": reward,
+    }
+    spec = GrpoJob.model_validate({"adapter": "bot", "lora": {"rank": 4}, "generate": generate, "draft": True})
+    await until(queue, (await queue.submit(spec)).id, lambda job: job.state.terminal)
+    done = await following(queue, "bot")
+    assert (done.state, done.result_adapter) == (JobState.SUCCEEDED, "sharp@1"), done.reason
+    assert "4 of the examples were answered by bot@1 first" in done.notes
+
+
+async def test_a_job_does_not_wait_for_a_drafter_that_nobody_follows(
+    queue: JobQueue, registry: AdapterRegistry, start: Start, pod: Pod
+) -> None:
+    pod.engine.adapters.drafter = None
+    start()
+    spec = SftJob.model_validate({"adapter": "sailor", "examples": EXAMPLES[:2], "draft": True})
+    done = await until(queue, (await queue.submit(spec)).id, lambda job: job.state.terminal)
+    assert (done.state, done.attempts) == (JobState.FAILED, 1)
+    assert "follows no drafter" in (done.reason or "")
+    assert registry.versions("sailor") == []
 
 
 async def test_drained_in_the_middle_it_ends_as_if_it_had_not_been(

@@ -36,6 +36,11 @@ class PolicyHost(Protocol):
         """The one copy of the frozen weights."""
         ...
 
+    @property
+    def drafter(self) -> str | None:
+        """Name of the drafter that the engine follows; None: it follows none."""
+        ...
+
     def checkpoint_drafter(self) -> Mapping[str, Tensor]:
         """Tensors of the mtp layer of the served checkpoint, see CausalLM.checkpoint_drafter(), which says what is
         raised."""

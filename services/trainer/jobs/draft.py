@@ -16,15 +16,18 @@ from torch import Tensor
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import DraftJob
-from services.common.jobs.documents import Document
+from services.common.jobs.documents import Document, completion_document, placed
+from services.common.jobs.fields.drafter import DraftExample
+from services.common.jobs.kinds.draft import as_sft, asked_ids
 from services.engine.models.weights.drafter import drafter_files, read_drafter
 from services.trainer.host.policy_host import PolicyHost
+from services.trainer.host.rollouts import RolloutRequest, RolloutSampling
 from services.trainer.jobs.adapter_run import under
 from services.trainer.jobs.example_run import ExampleRun
 from services.trainer.jobs.sft import sft_documents
 from services.trainer.losses import divergence_loss
 from services.trainer.memory.estimate import DrafterWork, TeacherWork, TrainingMemory, check_drafter_fits
-from services.trainer.packing import Microbatch
+from services.trainer.packing import Microbatch, overlong, some
 from services.trainer.sampling.teacher import Teacher
 
 _MASTERS = "drafter."
@@ -53,21 +56,59 @@ def _learnable(document: Document) -> bool:
     return any(document.trained[2:])
 
 
-def _documents(host: PolicyHost, spec: DraftJob, held: bool) -> tuple[list[list[Document]], list[str]]:
-    """Documents of the examples that are trained on or held out, and notes. Raises InvalidRequest: none has anything to
-    learn from."""
-    train, held_out, field = spec.split
-    chosen, name = (held_out, field) if held else (train, "examples")
-    if held and not chosen:
-        return [], []
-    found, notes = sft_documents(host, spec, chosen, name)
+def _documents(
+    host: PolicyHost, spec: DraftJob, examples: Sequence[tuple[int, DraftExample]], field: str
+) -> tuple[list[list[Document]], list[str]]:
+    """Documents of each example, and notes: those that have no answer are answered by the target first.
+
+    Raises:
+        InvalidRequest: an example cannot be rendered, or none has anything to learn from.
+        Unavailable, DeadlineExceeded: the engine does not answer.
+    """
+    read = [(index, as_sft(example)) for index, example in examples]
+    answered = [(index, example) for index, example in read if example is not None]
+    found, notes = sft_documents(host, spec, answered, field) if answered else ([], [])
+    asked = [(index, example) for index, example in examples if not example.answered]
+    if asked:
+        said, more = _answers(host, spec, asked, field)
+        found, notes = found + said, notes + more
     kept = [learnt for documents in found if (learnt := [one for one in documents if _learnable(one)])]
     if not kept:
         raise InvalidRequest(
-            f"none of the {name} has an answer of two tokens or more: there is no token after next to propose",
-            param=name,
+            f"none of the {field} has an answer of two tokens or more: there is no token after next to propose",
+            param=field,
         )
     return kept, notes
+
+
+def _answers(
+    host: PolicyHost, spec: DraftJob, asked: Sequence[tuple[int, DraftExample]], field: str
+) -> tuple[list[list[Document]], list[str]]:
+    """The same of prompts. The seeds are the job's, so a resumed one has equal answers."""
+    requests, sources, dropped = [], [], []
+    for index, example in asked:
+        with placed(f"{field}[{index}]"):
+            prompt = tuple(asked_ids(host.codec, spec, example))
+        room = host.max_train_tokens - len(prompt) - spec.max_tokens
+        if room < 0 and spec.overlong != "error":
+            dropped.append(index)
+            continue
+        if room < 0:
+            limit = host.max_train_tokens
+            raise overlong(f"{field}[{index}]", limit - room, limit, "shorten it, or lower max_tokens")
+        host.rollouts.check(len(prompt), spec.max_tokens)
+        requests.append(RolloutRequest(prompt, spec.seed + index))
+        sources.append(index)
+    sampling = RolloutSampling(spec.temperature, spec.max_tokens)
+    said = host.rollouts.generate(requests, sampling, spec.target_version, gentle=True) if requests else []
+    documents = [
+        [completion_document(request.prompt, completion.token_ids, index)]
+        for request, completion, index in zip(requests, said, sources, strict=True)
+    ]
+    notes = [f"{len(said)} of the {field} were answered by {spec.target} first"] if said else []
+    if dropped:
+        notes.append(f"{len(dropped)} prompts with too little room for an answer dropped: {field} {some(dropped)}")
+    return documents, notes
 
 
 class DraftRun(ExampleRun):
@@ -96,9 +137,12 @@ class DraftRun(ExampleRun):
             InvalidRequest, DoesNotFit, AdapterRejected, Unavailable: as `prepare_run` says.
         """
         teacher = Teacher.of_version(spec.target_version, host, "target")
-        examples, notes = _documents(host, spec, held=False)
-        held_out, more = _documents(host, spec, held=True)
-        notes += [f"evaluation: {note}" for note in more]
+        chosen, held, field = spec.split
+        examples, notes = _documents(host, spec, chosen, "examples")
+        held_out: list[list[Document]] = []
+        if held:
+            held_out, more = _documents(host, spec, held, field)
+            notes += [f"evaluation: {note}" for note in more]
         return cls(spec, host, parent, teacher=teacher, examples=examples, held_out=held_out, notes=notes)
 
     @property

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
@@ -12,13 +13,27 @@ from services.common.adapters.manifest import Kind
 from services.common.adapters.names import BASE, SAMPLER_SCHEMA, AdapterVersion, parse_adapter_version
 from services.common.errors import InvalidRequest
 from services.common.jobs.base import Pace, Recompute, ServedLimits
+from services.common.jobs.documents import placed, prompt_tokens
 from services.common.jobs.examples import EVALUATES, ExampleJob
 from services.common.jobs.fields.acceptance import Better, PublishIf, publish_if_rule
+from services.common.jobs.fields.drafter import DraftExample
 from services.common.jobs.fields.gates import AttachIf, contradiction
 from services.common.jobs.fields.lora import LoraSettings
-from services.common.jobs.kinds.sft import SftExample, check_documents
+from services.common.jobs.fields.prompts import PromptFields
+from services.common.jobs.kinds.grpo import GrpoJob
+from services.common.jobs.kinds.opd import OpdJob
+from services.common.jobs.kinds.sft import SftExample, SftJob, check_documents
+from services.common.jobs.token_checks import check_conversation, check_room, check_vocabulary
 from services.common.validation.json_rules import Rules, has, left_out, only_with
 
+if TYPE_CHECKING:
+    from services.common.text.tokenizer import TextCodec
+
+_USUAL_TOKENS = 256
+_MOST_EXAMPLES = 1000
+"""Most texts of a job that its drafter is refreshed on."""
+_SPLITS = 10
+"""Texts of which a tenth is held out."""
 _OF_ADAPTERS = ("lora", "recompute", "gradient_checkpointing", "attach_if")
 MOST_DEPTH = 4
 
@@ -27,10 +42,10 @@ def _asks_for_suites(condition: PublishIf | None) -> bool:
     return condition is not None and condition.asks
 
 
-class DraftJob(ExampleJob[SftExample]):
+class DraftJob(ExampleJob[DraftExample]):
     """Training of a drafter: weights of the mtp layer, which proposes tokens that the model then verifies. It learns to
     say what the model says behind these texts, an adapter's words included if `target` names one. The texts themselves
-    are not learnt."""
+    are not learnt; a prompt without an answer is answered by the target first."""
 
     evaluated: ClassVar[Mapping[str, Better]] = {"eval_loss": "lower", "eval_acceptance": "higher"}
     pace: ClassVar[Pace] = Pace(1e-4, epochs=3, least_steps=30)
@@ -60,6 +75,10 @@ class DraftJob(ExampleJob[SftExample]):
     depth: int = Field(1, ge=1, le=MOST_DEPTH)
     """Tokens that are proposed in a row. Each further one is learnt behind what the layer itself made of the one
     before."""
+    max_tokens: int = Field(256, ge=1)
+    """Most tokens of the answer that the target gives to an example without one."""
+    temperature: float = Field(1.0, ge=0, le=100)
+    """Sampling temperature of these answers; 0 is greedy."""
     overlong: Literal["error", "drop", "truncate"] = "error"
     """Handling of an example over the token limit."""
     attach: Literal[False] = False
@@ -94,4 +113,76 @@ class DraftJob(ExampleJob[SftExample]):
 
     def check_tokens(self, served: ServedLimits) -> None:
         """See JobBase. The documents are those that the trainer makes."""
-        check_documents(served, self, self.overlong)
+        check_documents(served, self, self.overlong, read=as_sft, asked=self._check_prompt)
+
+    def _check_prompt(self, served: ServedLimits, name: str, example: DraftExample) -> bool:
+        """Whether an answer fits behind the prompt of an example. Raises InvalidRequest."""
+        check_conversation(name, example.messages, example.tools, messages="messages")
+        check_vocabulary(served, name, example.prompt_token_ids or ())
+        with placed(name):
+            tokens = asked_ids(served.codec, self, example)
+        if (
+            self.overlong == "drop"
+            and served.max_train_tokens
+            and len(tokens) + self.max_tokens > served.max_train_tokens
+        ):
+            return False
+        check_room(served, name, len(tokens), self.max_tokens)
+        return True
+
+
+def as_sft(example: DraftExample) -> SftExample | None:
+    """The example as one of sft; None: the target has to answer it first."""
+    if not example.answered:
+        return None
+    return SftExample.model_construct(
+        prompt=example.prompt,
+        completion=example.completion,
+        messages=example.messages,
+        text=example.text,
+        tools=example.tools,
+    )
+
+
+def asked_ids(codec: TextCodec, spec: DraftJob, example: DraftExample) -> list[int]:
+    """Tokens of the prompt of an example that the target answers first. Raises InvalidRequest."""
+    if example.prompt_token_ids is not None:
+        return example.prompt_token_ids
+    return prompt_tokens(codec, spec, example.messages or example.prompt or "", example.tools)
+
+
+def refresh(
+    spec: SftJob | GrpoJob | OpdJob, version: AdapterVersion, drafter: str, *, metadata: Mapping[str, str]
+) -> DraftJob:
+    """The draft job that follows on a job: of an sft job's examples, of the prompts of the others.
+
+    Args:
+        version: that came of the job.
+        drafter: name of the drafter.
+    """
+    most_tokens = _USUAL_TOKENS
+    if isinstance(spec, SftJob):
+        found = [example.model_dump(mode="json", exclude_none=True) for example in spec.examples]
+    else:
+        prompts: Sequence[PromptFields] = spec.prompts if isinstance(spec, OpdJob) else spec.scored_groups
+        if isinstance(spec, OpdJob):
+            most_tokens = min(most_tokens, spec.max_tokens)
+        elif spec.generate is not None:
+            prompts, most_tokens = spec.generate.prompts, min(most_tokens, spec.generate.max_tokens)
+        fields = {"prompt", "messages", "prompt_token_ids", "tools"}
+        found = [prompt.model_dump(mode="json", include=fields, exclude_none=True) for prompt in prompts]
+    texts = list({json.dumps(one, sort_keys=True): one for one in found}.values())
+    step = -(-len(texts) // _MOST_EXAMPLES)
+    body = {
+        "adapter": drafter,
+        "target": str(version),
+        "examples": texts[::step],
+        "max_tokens": most_tokens,
+        "overlong": "drop",
+        "prompt_format": spec.prompt_format,
+        "chat_template_kwargs": spec.chat_template_kwargs,
+        "max_tokens_per_microbatch": spec.max_tokens_per_microbatch,
+        "seed": spec.seed,
+        "metadata": dict(metadata),
+    }
+    return DraftJob.model_validate(body | ({"eval_fraction": 0.1} if len(texts) >= _SPLITS else {}))

@@ -17,8 +17,10 @@ from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry, Manifest
 from services.common.errors import InvalidRequest, NewerSchema
 from services.common.evaluation.contamination.store import TrainingHashes
-from services.common.jobs import JobProgress, MergeJob, PublishingSpec
+from services.common.jobs import GrpoJob, JobProgress, MergeJob, OpdJob, PublishingSpec, SftJob
 from services.common.jobs.fields.dataset import OfDataset
+from services.common.jobs.fields.drafter import RefreshesDrafter
+from services.common.jobs.kinds.draft import refresh
 from services.common.jobs.record import NOT_PUBLISHED
 from services.common.queue.consumer import JobConsumer
 from services.trainer.evaluation.run import Evaluations
@@ -36,6 +38,10 @@ from services.trainer.runtime.job_link import Draining, JobCancelled, JobSession
 from services.trainer.runtime.publish import Publisher, VersionRetention
 from services.trainer.settings import TrainerSettings
 
+_NO_DRAFTER = (
+    "this engine follows no drafter: start it with TEMPER_SPECULATIVE=mtp and TEMPER_DRAFTER set to a name, or leave "
+    "draft out"
+)
 _ETA_WEIGHT = 0.2
 """Weight of the newest step in the moving average of step times."""
 
@@ -116,12 +122,34 @@ class JobAttempt:
                 cancellable=False,
             )
         session.event("published", {"adapter": str(done.ref), "attached": attached, "digest": done.digest})
+        if isinstance(spec, RefreshesDrafter) and spec.draft:
+            self._refresh_drafter(done)
         if removed := self._parts.retention.after_publish(spec.adapter):
             session.event("log", {"message": f"removed by retention: {', '.join(removed)}"})
         return done.ref
 
+    def _refresh_drafter(self, done: Manifest) -> None:
+        """Queues the draft job that follows on this one, once."""
+        claimed, session, spec, drafter = self._claim.job, self._claim.session, self._spec, self._parts.host.drafter
+        if drafter is None or not isinstance(spec, SftJob | GrpoJob | OpdJob):
+            session.event("log", {"message": f"the drafter is not refreshed: {_NO_DRAFTER}", "note": True})
+            return
+        following = refresh(spec, done.ref, drafter, metadata={"refreshes_for": claimed.id})
+        job_id = self._claim.until_back(
+            lambda: self._parts.consumer.submit(
+                following,
+                idempotency_key=f"draft-for-{claimed.id}",
+                traceparent=claimed.traceparent,
+                key_id=claimed.job.key_id or "",
+            ),
+            cancellable=False,
+        )
+        session.event("log", {"message": f"job {job_id} refreshes the drafter {drafter} for {done.ref}"})
+
     def _train(self, gates: Gates) -> Course[Manifest]:
         claimed, session = self._claim.job, self._claim.session
+        if isinstance(self._spec, RefreshesDrafter) and self._spec.draft and self._parts.host.drafter is None:
+            raise InvalidRequest(f"draft: {_NO_DRAFTER}", param="draft")
         self._parts.registry.check_new_name(self._spec.adapter)
         self._claim.until_back(lambda: self._parts.registry.check_kind(self._spec.adapter, self._spec.makes))
         if isinstance(self._spec, OfDataset) and self._spec.unread:

@@ -77,7 +77,8 @@ def test_each_kind_gets_what_it_learns_from(running: Running, http: httpx.Client
     assert isinstance(kto, KtoJob)
     assert isinstance(grpo, GrpoJob)
     assert isinstance(draft, DraftJob)
-    assert (draft.examples, draft.eval_examples) == (sft.examples, sft.eval_examples)
+    assert [one.completion for one in draft.examples] == ["4", "blue", "good"]
+    assert [one.completion for one in draft.eval_examples] == ["8"]
     for spec in (draft, sft, dpo, kto, grpo):
         assert (spec.dataset, spec.dataset_digest) == ("thumbs@1", manifest.digest)
     assert [one.completion for one in sft.examples] == ["4", "blue", "good"]
