@@ -129,6 +129,33 @@ def packed_causal(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tens
     return torch.cat(outputs).index_select(0, layout.scatter)
 
 
+def packed_chain(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], layout: PackedLayout) -> Tensor:
+    """Attention of rows that go on from what stands at their place: each sees the first keys up to its place, and of
+    further ones only those at its place. Differentiable.
+
+    Args:
+        q: [T, heads, head_dim].
+        keys, values: [T, kv_heads, head_dim] each; the first are of what came before, the others of the chain.
+
+    Returns:
+        [T, heads, head_dim].
+    """
+    heads = q.shape[1]
+    outputs: list[Tensor] = []
+    for rows, width in layout.batches:
+
+        def padded(x: Tensor, rows: Tensor = rows, width: int = width) -> Tensor:
+            return x.index_select(0, rows).view(-1, width, *x.shape[1:]).transpose(1, 2)
+
+        before = torch.ones(width, width, dtype=torch.bool, device=q.device).tril()
+        here = torch.eye(width, dtype=torch.bool, device=q.device)
+        k, v = (_repeat(torch.cat([padded(x) for x in parts], dim=2), heads) for parts in (keys, values))
+        mask = torch.cat([before, *([here] * (len(keys) - 1))], dim=1)
+        out = F.scaled_dot_product_attention(padded(q), k, v, attn_mask=mask)
+        outputs.append(out.transpose(1, 2).reshape(-1, *q.shape[1:]))
+    return torch.cat(outputs).index_select(0, layout.scatter)
+
+
 def _repeat(x: Tensor, heads: int) -> Tensor:
     """[n, kv_heads, T, d] to [n, heads, T, d]."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)

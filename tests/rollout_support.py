@@ -181,6 +181,7 @@ def running_pod(
         max_train_tokens=chosen["max_train_tokens"],
         max_lora_rank=chosen["max_lora_rank"],
         train_memory_bytes=2**31,
+        checkpoint=engine.checkpoint,
         adapters=engine.adapters,
         rollouts=rollouts,
         grants=Grants(webhooks or Webhooks(), judge=EngineJudge(rollouts, engine.codec)),

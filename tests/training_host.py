@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -46,6 +46,7 @@ class TrainingHost:
 
     def __init__(self, directory: Path, *, max_train_tokens: int = 512, train_memory_bytes: int = 2**31) -> None:
         self.model = Qwen3_5.from_directory(directory, dtype=torch.float32, device=CPU)
+        self.checkpoint = directory
         self.codec = TextCodec.from_directory(directory)
         self.base_digest = "test"
         self.gate = CountingGate()
@@ -53,6 +54,16 @@ class TrainingHost:
         self.max_lora_rank = 32
         self.train_memory_bytes = train_memory_bytes
         self.memory_budget = MemoryBudget(train_memory_bytes)
+        self.drafter: str | None = None
+        self.published: dict[AdapterVersion, Mapping[str, bytes]] = {}
+
+    def checkpoint_drafter(self) -> Mapping[str, torch.Tensor]:
+        """Of a checkpoint that has an mtp layer."""
+        return self.model.checkpoint_drafter(self.checkpoint)
+
+    def adapter_files(self, version: AdapterVersion) -> Mapping[str, bytes]:
+        """Files of a version that a test has put into `published`."""
+        return self.published[version]
 
     def sync_adapters(self, version: AdapterVersion | None, timeout: float) -> None:
         """There is nothing to sync."""

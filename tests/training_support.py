@@ -14,6 +14,7 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM, Qwen3_5MoeTe
 from services.common.jobs import LoraSettings
 from services.engine.models.lora.binding import bind_adapter
 from services.engine.models.lora.trainable import LoraParams
+from services.engine.models.weights.drafter import drafter_files
 from services.trainer.jobs.base import JobRun, RunState
 from services.trainer.runtime.local_checkpoints import Checkpoint, decode, encode
 from tests.training_host import CPU
@@ -62,6 +63,17 @@ def random_adapter(host: TrainingHost, *, rank: int = 4, seed: int = 1, scale: f
         if "lora_B" in name:
             tensors[name] = (torch.randn(tensor.shape, generator=generator) * scale).to(tensor.dtype)
     return files | {"adapter_model.safetensors": save(tensors)}
+
+
+def random_drafter(host: TrainingHost, seed: int = 2) -> dict[str, bytes]:
+    """Files of a drafter of random numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = host.model.config.mtp_shapes()
+    tensors = {
+        name: torch.randn(shape, generator=generator) * (0.1 if len(shape) == 1 else shape[-1] ** -0.5)
+        for name, shape in shapes.items()
+    }
+    return drafter_files(tensors, host.base_digest, {})
 
 
 def gradients(lora: LoraParams) -> dict[str, torch.Tensor]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
 
 from services.common.adapters.names import AdapterVersion
 from services.common.jobs.scorers.grants import Grants
@@ -32,6 +35,8 @@ class PodHost:
     max_train_tokens: int
     max_lora_rank: int
     train_memory_bytes: int
+    checkpoint: Path
+    """Directory of the served checkpoint."""
     adapters: AdapterManager
     rollouts: EngineRollouts
     grants: Grants
@@ -47,6 +52,16 @@ class PodHost:
             fits = graphs <= _MOST_FOR_GRAPHS * self.train_memory_bytes
             memory = Arena(self.model.device, self.train_memory_bytes, graphs if fits else 0)
         object.__setattr__(self, "memory_budget", MemoryBudget(self.train_memory_bytes, memory))
+
+    @property
+    def drafter(self) -> str | None:
+        """See services.trainer.host.policy_host.PolicyHost."""
+        followed = self.adapters.drafter
+        return None if followed is None else followed.name
+
+    def checkpoint_drafter(self) -> Mapping[str, Tensor]:
+        """See services.trainer.host.policy_host.PolicyHost."""
+        return self.model.checkpoint_drafter(self.checkpoint)
 
     def adapter_files(self, version: AdapterVersion) -> Mapping[str, bytes]:
         """See services.trainer.host.policy_host.PolicyHost."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from services.common.errors import InvalidRequest
-from services.common.jobs import SftJob
+from services.common.jobs import DraftJob, SftJob
 from services.common.jobs.documents import Document
 
 
@@ -111,7 +111,7 @@ def largest_microbatch(lengths: Sequence[int], max_tokens: int) -> int:
 
 
 def apply_limit(
-    documents: Sequence[Document], spec: SftJob, limit: int, *, field: str = "examples"
+    documents: Sequence[Document], spec: SftJob | DraftJob, limit: int, *, field: str = "examples"
 ) -> tuple[list[Document], list[str]]:
     """Applies the overlong policy; returns what is left and notes for the user.
 

@@ -60,7 +60,7 @@ class ParentVersions:
 
     def _read(self, version: AdapterVersion, spec: PublishingSpec, retry: Retry) -> ParentVersion:
         manifest = retry(lambda: self._registry.manifest(version))
-        manifest.check_adapter("sources" if isinstance(spec, MergeJob) else "start_from")
+        manifest.check_kind(spec.makes, "sources" if isinstance(spec, MergeJob) else "start_from")
         if manifest.base_digest != self._base_digest:
             merge = isinstance(spec, MergeJob)
             way_out = "merge versions of one base model" if merge else 'give start_from: "base" to start afresh'

@@ -89,6 +89,9 @@ class ToyMerge:
             parents=tuple(LineageParent(version=str(o.version), weight=s.weight, digest=o.digest) for o, s in parents),
         )
 
+    def files(self, base_model_name: str) -> dict[str, bytes]:
+        return self.lora.to_files(base_model_name)
+
     settings: Mapping[str, float] = {}
     defaults: Mapping[str, float] = {}
 
@@ -129,6 +132,9 @@ class ToyRun:
         self.notes = ("toy data",)
 
     lineage = None
+
+    def files(self, base_model_name: str) -> dict[str, bytes]:
+        return self.lora.to_files(base_model_name)
 
     @property
     def settings(self) -> Mapping[str, float]:

@@ -138,12 +138,22 @@ class Manifest(BaseModel):
 
     def check_adapter(self, param: str = "adapter") -> None:
         """Raises InvalidRequest if the version is a drafter: nothing answers with one."""
-        if self.kind != "adapter":
+        self.check_kind("adapter", param)
+
+    def check_kind(self, kind: Kind, param: str = "adapter") -> None:
+        """Raises InvalidRequest if the version is of the other kind."""
+        if self.kind == kind:
+            return
+        if kind == "drafter":
             raise InvalidRequest(
-                f"{self.ref} is a drafter, which proposes tokens and answers nothing: name an adapter; an engine "
-                "drafts with it by TEMPER_DRAFTER",
+                f"{self.ref} is an adapter, and a drafter goes on from a drafter: name one, or leave it out",
                 param=param,
             )
+        raise InvalidRequest(
+            f"{self.ref} is a drafter, which proposes tokens and answers nothing: name an adapter; an engine "
+            "drafts with it by TEMPER_DRAFTER",
+            param=param,
+        )
 
 
 def files_digest(entries: Mapping[str, FileEntry]) -> str:

@@ -14,6 +14,7 @@ from services.common.jobs.fields.lora import LoraSettings
 from services.common.jobs.fields.messages import Message
 from services.common.jobs.fields.prompts import AskedExample, SampledPrompt
 from services.common.jobs.kinds.dpo import DpoExample, DpoJob
+from services.common.jobs.kinds.draft import DraftJob
 from services.common.jobs.kinds.evaluate import EvalJob, RemoteTarget
 from services.common.jobs.kinds.forge import ForgeJob
 from services.common.jobs.kinds.grpo import GrpoJob
@@ -36,6 +37,7 @@ __all__ = [
     "DistillPrompt",
     "DpoExample",
     "DpoJob",
+    "DraftJob",
     "EvalJob",
     "ExampleJob",
     "ForgeJob",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from services.common.adapters.manifest import Kind
 from services.common.adapters.names import POLICY_SCHEMA, AdapterName
 from services.common.jobs.fields.acceptance import Better, PublishIf, check_publish_if
 from services.common.jobs.fields.gates import AttachIf, SuiteGate, contradiction
@@ -108,6 +109,9 @@ class PublishingJob(SentModel):
     """Steps between resumable checkpoints."""
     seed: int = Field(0, ge=0, lt=2**63)
     metadata: dict[str, str] = Field(default_factory=dict)
+
+    makes: ClassVar[Kind] = "adapter"
+    """Kind of the version that comes of it."""
 
 
 class JobBase(PublishingJob):

@@ -9,6 +9,7 @@ from typing import Annotated, TypeAlias, get_args
 from pydantic import Field
 
 from services.common.jobs.kinds.dpo import DpoJob
+from services.common.jobs.kinds.draft import DraftJob
 from services.common.jobs.kinds.evaluate import EvalJob
 from services.common.jobs.kinds.forge import ForgeJob
 from services.common.jobs.kinds.grpo import GrpoJob
@@ -17,7 +18,7 @@ from services.common.jobs.kinds.merge import MergeJob
 from services.common.jobs.kinds.opd import OpdJob
 from services.common.jobs.kinds.sft import SftJob
 
-TrainingSpec: TypeAlias = SftJob | DpoJob | KtoJob | GrpoJob | OpdJob
+TrainingSpec: TypeAlias = SftJob | DpoJob | KtoJob | GrpoJob | OpdJob | DraftJob
 """A job that trains."""
 PublishingSpec: TypeAlias = TrainingSpec | MergeJob
 """A job whose result is a version of an adapter."""

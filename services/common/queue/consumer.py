@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 from pydantic import ValidationError
 
 from services.common.adapters.names import AdapterVersion
-from services.common.errors import NewerSchema
+from services.common.errors import Conflict, NewerSchema
 from services.common.jobs import Job, JobProgress, JobState, Spec
 from services.common.queue import lua as scripts
 from services.common.queue.delivery import Claimed, Delivery, JobLost, first_error
@@ -24,6 +24,7 @@ from services.common.queue.records import (
     job_id_of_entry,
     spec_json,
     spec_sha,
+    submission,
     versions_needed,
 )
 from services.common.settings import CommonSettings
@@ -137,6 +138,24 @@ class JobConsumer(Delivery[Job, Spec]):
     def succeed(self, claimed: ClaimedJob, result_adapter: str) -> None:
         """Raises JobLost."""
         self._finish(claimed, JobState.SUCCEEDED, "", result_adapter)
+
+    def submit(self, spec: Spec, *, idempotency_key: str, traceparent: str = "", key_id: str = "") -> str:
+        """Queues a job that follows on another one; the same key with the same spec is the same job. Arguments as of
+        JobQueue.submit.
+
+        Returns:
+            Its id.
+
+        Raises:
+            Conflict: the key was used with another spec.
+        """
+        keys, args = submission(
+            spec, idempotency_key=idempotency_key, request_sha=None, traceparent=traceparent, key_id=key_id
+        )
+        outcome, existing = self._run(scripts.SUBMIT, keys, args)
+        if outcome == "conflict":
+            raise Conflict(f"idempotency key {idempotency_key!r} was used for job {existing} with another spec")
+        return str(existing)
 
     # Parts.
 

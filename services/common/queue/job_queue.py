@@ -7,7 +7,6 @@ scripts. Delivery is at least once: a job outlives its owner, Redis restarts (ap
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import sys
 from collections.abc import AsyncIterator, Awaitable
@@ -16,7 +15,6 @@ from typing import Any, TypeAlias, cast
 from services.common.adapters.names import AdapterVersion
 from services.common.errors import Conflict, InvalidRequest
 from services.common.jobs import Job, JobEvent, JobState, Spec
-from services.common.jobs.fields.dataset import OfDataset
 from services.common.queue import lua as scripts
 from services.common.queue.consumer import ClaimedJob, JobConsumer, JobLost
 from services.common.queue.reader import QueueReader
@@ -24,9 +22,7 @@ from services.common.queue.records import (
     FIELDS,
     event_from_entry,
     job_from_fields,
-    new_job_id,
-    spec_json,
-    spec_sha,
+    submission,
     versions_needed,
 )
 from services.common.settings import CommonSettings
@@ -100,23 +96,15 @@ class JobQueue(QueueReader[Job]):
         """
         if idempotency_key is not None:
             _checked(idempotency_key)
-        job_id = new_job_id()
-        keys = [
-            scripts.STREAM,
-            scripts.INDEX,
-            scripts.job_key(job_id),
-            scripts.events_key(job_id),
-            scripts.idempotency_key(idempotency_key or "", key_id),
-            scripts.line_key(spec.adapter),
-        ]
         # A large spec takes a second to write out: not on the event loop.
-        text = await asyncio.to_thread(spec_json, spec)
-        if request_sha is None:
-            request_sha = await asyncio.to_thread(spec_sha, spec)
-        args = [job_id, text, request_sha, spec.kind, spec.adapter, json.dumps(spec.metadata)]
-        args += ["0" if idempotency_key is None else "1", "", traceparent, "", key_id]
-        learnt = spec.learnt if isinstance(spec, OfDataset) else None
-        args += ["", ""] if learnt is None else [learnt.version, learnt.digest]
+        keys, args = await asyncio.to_thread(
+            submission,
+            spec,
+            idempotency_key=idempotency_key,
+            request_sha=request_sha,
+            traceparent=traceparent,
+            key_id=key_id,
+        )
         outcome, existing = await call_async(lambda: self._submit(keys=keys, args=args))
         if outcome == "conflict":
             raise _key_used(idempotency_key or "", existing)

@@ -13,6 +13,8 @@ from pydantic import TypeAdapter
 from services.common.adapters.names import AdapterVersion, parse_adapter_version
 from services.common.errors import InvalidRequest
 from services.common.jobs import Job, JobEvent, JobProgress, JobSpec, Spec
+from services.common.jobs.fields.dataset import OfDataset
+from services.common.queue import lua as scripts
 from services.common.storage.ids import ulid, ulid_of
 from services.common.storage.record_versions import JOB
 
@@ -55,6 +57,25 @@ _REF_LIMIT = 100
 def new_job_id() -> str:
     """`job-` and 26 characters that sort by time (a ULID in lower case)."""
     return "job-" + ulid()
+
+
+def submission(
+    spec: Spec, *, idempotency_key: str | None, request_sha: str | None, traceparent: str, key_id: str
+) -> tuple[list[str], list[str]]:
+    """Keys and arguments of scripts.SUBMIT for a new job; JobQueue.submit says what they are."""
+    job_id = new_job_id()
+    keys = [
+        scripts.STREAM,
+        scripts.INDEX,
+        scripts.job_key(job_id),
+        scripts.events_key(job_id),
+        scripts.idempotency_key(idempotency_key or "", key_id),
+        scripts.line_key(spec.adapter),
+    ]
+    args = [job_id, spec_json(spec), request_sha or spec_sha(spec), spec.kind, spec.adapter, json.dumps(spec.metadata)]
+    args += ["0" if idempotency_key is None else "1", "", traceparent, "", key_id]
+    learnt = spec.learnt if isinstance(spec, OfDataset) else None
+    return keys, args + (["", ""] if learnt is None else [learnt.version, learnt.digest])
 
 
 def job_id_of_entry(entry_id: str) -> str:

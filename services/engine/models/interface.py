@@ -20,13 +20,13 @@ from services.engine.models.footprint import PLAIN, Storage
 from services.engine.models.lora.lora_batch import LoraBatch
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.trainable import LoraParams
+from services.engine.models.weights.drafter import TakesDrafters
 
 if TYPE_CHECKING:
     from kernels.gpu.configs import KernelConfigs
     from services.engine.models.device_batch import DecodeAttention, DeviceCache, StepRows
     from services.engine.models.training_arena import GraphMemory
 
-_NO_MTP = "the engine runs without its mtp layer, so there is nothing that drafts: set TEMPER_SPECULATIVE=mtp"
 Recompute = Literal["none", "selective", "full"]
 """Extent to which the backward computes the forward again: only what is nearly free; also the inside of mixers and the
 first product of the MLP; or whole layers."""
@@ -113,7 +113,7 @@ class Probe:
         del index, before, after
 
 
-class CausalLM(ABC):
+class CausalLM(TakesDrafters, ABC):
     """Language model with one copy of the frozen weights, used by the engine loop and the trainer thread alike. Nothing
     here changes after construction but the mtp layer, between two steps; the caches belong to the caller."""
 
@@ -241,31 +241,6 @@ class CausalLM(ABC):
         """
         del hidden, next_ids, step, cache
         raise ValueError("the mtp layer is not loaded")
-
-    def drafter_tensors(self) -> dict[str, Tensor]:
-        """Tensors of the mtp layer as a checkpoint has them, "mtp." in front of their names, float32 on the CPU. Those
-        of a quantized layer are what it computes with.
-
-        Raises:
-            InvalidRequest: the layer is not loaded.
-        """
-        raise InvalidRequest(_NO_MTP, param="speculative")
-
-    def stage_drafter(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-        """Makes everything ready to write these tensors over the mtp layer's, where those are: what has been captured
-        or launched reads them there.
-
-        Args:
-            tensors: all of config.mtp_shapes(), on the CPU.
-
-        Returns:
-            Function that writes, on the current stream; to be called between two steps.
-
-        Raises:
-            InvalidRequest: the layer is not loaded.
-        """
-        del tensors
-        raise InvalidRequest(_NO_MTP, param="speculative")
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -139,6 +139,7 @@ def host_of(engine: Engine, grants: Grants) -> PodHost:
         max_train_tokens=1,
         max_lora_rank=1,
         train_memory_bytes=0,
+        checkpoint=engine.checkpoint,
         adapters=engine.adapters,
         rollouts=EngineRollouts(
             engine.loop,

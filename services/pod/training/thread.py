@@ -140,6 +140,7 @@ def pod_host(settings: EngineSettings, trainer: TrainerSettings, engine: Engine)
         max_train_tokens=settings.max_train_tokens,
         max_lora_rank=settings.max_lora_rank,
         train_memory_bytes=engine.memory.training,
+        checkpoint=engine.checkpoint,
         adapters=engine.adapters,
         rollouts=rollouts,
         grants=Grants(webhooks_of(trainer), sandbox_of(trainer), EngineJudge(rollouts, engine.codec)),

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from torch import Tensor
+
 from services.common.adapters.names import AdapterVersion
 from services.common.jobs.scorers.grants import Grants
 from services.common.text.tokenizer import TextCodec
@@ -32,6 +34,16 @@ class PolicyHost(Protocol):
     @property
     def model(self) -> CausalLM:
         """The one copy of the frozen weights."""
+        ...
+
+    @property
+    def drafter(self) -> str | None:
+        """Name of the drafter that the engine follows; None: it follows none."""
+        ...
+
+    def checkpoint_drafter(self) -> Mapping[str, Tensor]:
+        """Tensors of the mtp layer of the served checkpoint, see CausalLM.checkpoint_drafter(), which says what is
+        raised."""
         ...
 
     @property

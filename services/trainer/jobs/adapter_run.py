@@ -1,4 +1,4 @@
-"""Base of every job that trains one adapter: parameters, optimizer, accumulation, checkpoints."""
+"""Base of every job that trains: masters, optimizer, accumulation, checkpoints; and of those that train an adapter."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from services.engine.models.training_forward import FrozenForward, TrainableForw
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import RunState
 from services.trainer.memory.budget import MemoryNeed
-from services.trainer.memory.estimate import TeacherWork, Workload, check_fits, mib
+from services.trainer.memory.estimate import TeacherWork, TrainingMemory, Workload, check_fits, mib
 from services.trainer.optimizer import ScheduledOptimizer
 from services.trainer.packing import Microbatch, pack
 from services.trainer.timers import StepTimer
@@ -74,16 +74,16 @@ def spec_digest(spec: PublishingJob) -> str:
     return hashlib.sha256(spec.model_dump_json().encode()).hexdigest()
 
 
-class AdapterRun(ABC):
-    """One adapter, one optimizer, gradients accumulated over packed microbatches.
+class TrainingRun(ABC):
+    """Masters of one result, one optimizer, gradients accumulated over packed microbatches.
 
-    There is no random state to save: dropout does not exist here, the adapter's initial values come from the
+    There is no random state to save: dropout does not exist here, the masters' initial values come from the
     checkpoint, and the order of the data is a function of the seed and the step.
 
     Args:
         spec: the job.
         host: the pod.
-        parent: files of the adapter to continue.
+        parent: files of the version to continue.
         total_steps: optimizer steps of the whole job.
         largest: inputs of the largest microbatch there will be.
         notes: for the user.
@@ -92,7 +92,7 @@ class AdapterRun(ABC):
     Raises:
         DoesNotFit: the host's memory plan leaves too little.
         MemoryTaken: it would fit, but not beside the open sessions.
-        InvalidRequest, AdapterRejected: see `starting_adapter`.
+        InvalidRequest, AdapterRejected: see `_first_masters`.
     """
 
     def __init__(
@@ -106,34 +106,19 @@ class AdapterRun(ABC):
         notes: Sequence[str],
         teacher: TeacherWork | None = None,
     ) -> None:
-        lora = starting_adapter(spec.lora, host, parent)
-        self._workload = Workload(
-            adapter_numbers=lora.num_parameters(),
-            rank=lora.rank,
-            tokens=largest,
-            itemsize=host.model.dtype.itemsize,
-            recompute=spec.effective_recompute,
-            fused=host.model.device.type == "cuda",
-            teacher=teacher,
-        )
-        memory = check_fits(host.model.config, self._workload, host.train_memory_bytes)
-        self._graphs = host.memory_budget.reserve_job(MemoryNeed.of(memory, captured=host.model.device.type == "cuda"))
-        """Memory of captured steps; None: steps are launched kernel by kernel."""
         self._largest = largest
-        self._memory = memory
         self._spec = spec
         self._host = host
-        self._lora = lora = lora.on(host.model.device)
+        self._memory = memory = self._first_masters(parent, teacher)
+        self._graphs = host.memory_budget.reserve_job(MemoryNeed.of(memory, captured=host.model.device.type == "cuda"))
+        """Memory of captured steps; None: steps are launched kernel by kernel."""
         self._total_steps = total_steps
         self._notes = tuple(notes)
-        lora.link_gradients()
         usual = spec.pace.rate(host.model.config.hidden_size)
         peak = usual if spec.named_learning_rate is None else spec.named_learning_rate
-        self._settings: dict[str, float] = {"learning_rate": peak, "steps": total_steps, "lora_rank": lora.rank}
+        self._settings: dict[str, float] = {"learning_rate": peak, "steps": total_steps}
         self._defaults: dict[str, float] = {"learning_rate": usual}
-        self._optimizer = ScheduledOptimizer(
-            [lora.flat_a, lora.flat_b], spec.optimizer, peak=peak, total_steps=total_steps
-        )
+        self._optimizer = ScheduledOptimizer(self._place(), spec.optimizer, peak=peak, total_steps=total_steps)
         self._make_forwards()
         self._finished = 0
         self._num_tokens = 0
@@ -145,8 +130,39 @@ class AdapterRun(ABC):
         return self._total_steps
 
     @property
-    def lora(self) -> LoraParams:
-        return self._lora
+    @abstractmethod
+    def lora(self) -> LoraParams | None:
+        """See JobRun.lora."""
+
+    @abstractmethod
+    def files(self, base_model_name: str) -> dict[str, bytes]:
+        """See JobRun.files."""
+
+    @abstractmethod
+    def _first_masters(self, parent: Mapping[str, bytes] | None, teacher: TeacherWork | None) -> TrainingMemory:
+        """Makes the masters on the CPU, because nothing is taken of the device before it is reserved. Returns the
+        memory plan of the job.
+
+        Raises:
+            DoesNotFit: the host's plan leaves too little.
+            InvalidRequest, AdapterRejected: the parent cannot be continued so.
+        """
+
+    @abstractmethod
+    def _place(self) -> list[Tensor]:
+        """Puts the masters on the device; what of them is optimized."""
+
+    @abstractmethod
+    def _make_forwards(self) -> None:
+        """Captures forwards. None of larger microbatches than those trained on: an evaluation may pack more."""
+
+    @abstractmethod
+    def _masters(self) -> dict[str, Tensor]:
+        """Copies of the masters on the CPU, for a checkpoint."""
+
+    @abstractmethod
+    def _load_masters(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restores them. Raises ValueError: they are another job's."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -242,13 +258,6 @@ class AdapterRun(ABC):
                 param="max_tokens_per_microbatch",
             ) from error
 
-    def _make_forwards(self) -> None:
-        """Captures forwards. None of larger microbatches than those trained on: an evaluation may pack more."""
-        model, most = self._host.model, self._largest
-        recompute = self._spec.effective_recompute
-        self._forward = TrainableForward(model, self._lora, recompute, self._graphs, most_tokens=most)
-        self._base_forward = FrozenForward(model, None, self._graphs, most_tokens=most)
-
     def _give_memory_back(self) -> None:
         """Gives cached memory back to the device, so that the engine beside this job is not the next to find none."""
         self.zero_grad()
@@ -257,7 +266,7 @@ class AdapterRun(ABC):
 
     def state(self) -> RunState:
         """See JobRun.state."""
-        tensors = {f"lora.{name}": value for name, value in self._lora.state().items()}
+        tensors = self._masters()
         tensors |= {f"optimizer.{name}": value for name, value in self._optimizer.state().items()}
         data = {"step": self._finished, "num_tokens": self._num_tokens, "spec": spec_digest(self._spec)}
         return RunState(tensors, data)
@@ -267,10 +276,10 @@ class AdapterRun(ABC):
         if state.data.get("spec") != spec_digest(self._spec):
             raise InvalidRequest("the checkpoint belongs to another job")
         try:
-            self._lora.load_state(_under("lora.", state.tensors))
+            self._load_masters(state.tensors)
         except ValueError as error:
-            raise InvalidRequest(f"the checkpoint does not fit the adapter: {error}") from error
-        self._optimizer.load_state(_under("optimizer.", state.tensors))
+            raise InvalidRequest(f"the checkpoint does not fit what this job trains: {error}") from error
+        self._optimizer.load_state(under("optimizer.", state.tensors))
         self._finished = int(state.data["step"])
         self._num_tokens = int(state.data["num_tokens"])
         return self._finished
@@ -285,8 +294,8 @@ class AdapterRun(ABC):
 
     @abstractmethod
     def _accumulate(self, index: int, interrupt: Callable[[], None]) -> tuple[dict[str, float], int]:
-        """Leaves the step's gradients in the parameters; returns its metrics and how many inputs it read: with none the
-        adapter stays as it is. What it computes is in parts of ``watch``."""
+        """Leaves the step's gradients in the masters; returns its metrics and how many inputs it read: with none they
+        stay as they are. What it computes is in parts of ``watch``."""
 
     def _examined(self, lengths: Sequence[int], *, least: int = 1) -> list[int]:
         """Indices of the examples that `examine` looks at, of examples of these lengths: about two microbatches."""
@@ -299,6 +308,50 @@ class AdapterRun(ABC):
         """Adds the gradients of a microbatch, on this thread: the one that holds the gate and gives way."""
         with self.watch.part("backward"), torch.autograd.set_multithreading_enabled(False):
             torch.autograd.backward(loss)
+
+
+class AdapterRun(TrainingRun):
+    """A run that trains one adapter."""
+
+    @property
+    def lora(self) -> LoraParams:
+        return self._lora
+
+    def files(self, base_model_name: str) -> dict[str, bytes]:
+        """See JobRun.files."""
+        return self._lora.to_files(base_model_name)
+
+    def _first_masters(self, parent: Mapping[str, bytes] | None, teacher: TeacherWork | None) -> TrainingMemory:
+        spec, host = self._spec, self._host
+        self._lora = starting_adapter(spec.lora, host, parent)
+        self._workload = Workload(
+            adapter_numbers=self._lora.num_parameters(),
+            rank=self._lora.rank,
+            tokens=self._largest,
+            itemsize=host.model.dtype.itemsize,
+            recompute=spec.effective_recompute,
+            fused=host.model.device.type == "cuda",
+            teacher=teacher,
+        )
+        return check_fits(host.model.config, self._workload, host.train_memory_bytes)
+
+    def _place(self) -> list[Tensor]:
+        self._lora = lora = self._lora.on(self._host.model.device)
+        lora.link_gradients()
+        self._settings["lora_rank"] = lora.rank
+        return [lora.flat_a, lora.flat_b]
+
+    def _make_forwards(self) -> None:
+        model, most = self._host.model, self._largest
+        recompute = self._spec.effective_recompute
+        self._forward = TrainableForward(model, self._lora, recompute, self._graphs, most_tokens=most)
+        self._base_forward = FrozenForward(model, None, self._graphs, most_tokens=most)
+
+    def _masters(self) -> dict[str, Tensor]:
+        return {f"lora.{name}": value for name, value in self._lora.state().items()}
+
+    def _load_masters(self, tensors: Mapping[str, Tensor]) -> None:
+        self._lora.load_state(under("lora.", tensors))
 
     def _scored_hidden(self, microbatch: Microbatch, lora: LoraParams | None) -> Tensor:
         """[N, hidden]: final hidden states of the rows whose next token is trained.
@@ -323,5 +376,6 @@ def evenly(lengths: Sequence[int], most: int, *, least: int = 1) -> list[int]:
     return [place * count // chosen for place in range(chosen)]
 
 
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The tensors whose names begin so, without that."""
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

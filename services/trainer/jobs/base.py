@@ -42,8 +42,12 @@ class JobRun(Protocol):
         ...
 
     @property
-    def lora(self) -> LoraParams:
-        """The adapter as it is now; publish ``lora.to_files(...)`` after the last step."""
+    def lora(self) -> LoraParams | None:
+        """The adapter as it is now; None: the job makes a drafter."""
+        ...
+
+    def files(self, base_model_name: str) -> dict[str, bytes]:
+        """Files of the version that the result as it is now would be."""
         ...
 
     @property

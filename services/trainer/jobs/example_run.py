@@ -10,14 +10,14 @@ from typing import Any
 from services.common.jobs import ExampleJob
 from services.common.jobs.documents import Document
 from services.trainer.host.policy_host import PolicyHost
-from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
+from services.trainer.jobs.adapter_run import TrainingRun, microbatch_tokens
 from services.trainer.packing import largest_microbatch, shuffled
 
-_EXAMINED = ("loss", "token_accuracy", "accuracy", "margin")
+_EXAMINED = ("loss", "token_accuracy", "accuracy", "margin", *(f"acceptance{end}" for end in ("", "_2", "_3", "_4")))
 """Metrics of an evaluation that tell how well a job's own examples are known."""
 
 
-class ExampleRun(AdapterRun):
+class ExampleRun(TrainingRun):
     """``batch_size`` examples an optimizer step, shuffled anew each epoch as a function of the seed.
 
     Args:

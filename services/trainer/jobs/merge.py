@@ -130,6 +130,10 @@ class MergeRun:
             module_prefix=self._config.module_prefix,
         )
 
+    def files(self, base_model_name: str) -> dict[str, bytes]:
+        """See JobRun.files."""
+        return self.lora.to_files(base_model_name)
+
     @property
     def settings(self) -> Mapping[str, float]:
         """Settings of a merge; they are all in its spec."""

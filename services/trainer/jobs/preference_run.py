@@ -14,7 +14,7 @@ from services.common.jobs import AskedExample, DpoJob, KtoJob
 from services.common.jobs.documents import Document, answer_documents, placed
 from services.engine.models.lora.trainable import LoraParams
 from services.trainer.host.policy_host import PolicyHost
-from services.trainer.jobs.adapter_run import microbatch_tokens
+from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
 from services.trainer.jobs.base import RunState
 from services.trainer.jobs.example_run import ExampleRun
 from services.trainer.losses import sequence_sums
@@ -68,7 +68,7 @@ def numbered(examples: Iterable[Sequence[Document]], first: int = 0) -> list[lis
     return found
 
 
-class PreferenceRun(ExampleRun):
+class PreferenceRun(ExampleRun, AdapterRun):
     """A job whose loss is of sequence log-probabilities against a frozen reference.
 
     The reference's log-probabilities never change, so each is computed once, in the step that needs it first, and kept

@@ -7,19 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from kernels.token_logprobs import TokenScores
-from services.common.jobs import SftExample, SftJob
+from services.common.jobs import DraftJob, SftExample, SftJob
 from services.common.jobs.documents import Document
 from services.common.jobs.kinds.sft import example_documents
 from services.trainer.host.policy_host import PolicyHost
-from services.trainer.jobs.adapter_run import microbatch_tokens
+from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
 from services.trainer.jobs.example_run import ExampleRun, as_evaluated, as_examined
 from services.trainer.jobs.passes import Course, Pass, Sharing
 from services.trainer.memory.estimate import estimate
 from services.trainer.packing import Microbatch, apply_limit, some
 
 
-def _documents(
-    host: PolicyHost, spec: SftJob, examples: Sequence[tuple[int, SftExample]], field: str
+def sft_documents(
+    host: PolicyHost, spec: SftJob | DraftJob, examples: Sequence[tuple[int, SftExample]], field: str
 ) -> tuple[list[list[Document]], list[str]]:
     """Documents of each example that is left after the overlong policy, and notes."""
     everything = [
@@ -39,7 +39,7 @@ def _documents(
     return list(by_example.values()), notes
 
 
-class SftRun(ExampleRun):
+class SftRun(ExampleRun, AdapterRun):
     """A prepared SFT job; see `prepare`."""
 
     @classmethod
@@ -50,10 +50,10 @@ class SftRun(ExampleRun):
             InvalidRequest, DoesNotFit, AdapterRejected: as `prepare_run` says.
         """
         chosen, held, held_field = spec.split
-        examples, notes = _documents(host, spec, chosen, "examples")
+        examples, notes = sft_documents(host, spec, chosen, "examples")
         held_out: list[list[Document]] = []
         if held:
-            held_out, more = _documents(host, spec, held, held_field)
+            held_out, more = sft_documents(host, spec, held, held_field)
             notes += [f"evaluation: {note}" for note in more]
         return cls(spec, host, parent, examples=examples, held_out=held_out, notes=notes)
 

@@ -131,6 +131,77 @@ def estimate(config: ModelConfig, work: Workload) -> TrainingMemory:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class DrafterWork:
+    """Properties of a job that trains a drafter.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+
+    numbers: int
+    """Of the mtp layer."""
+    tokens: int
+    """Inputs of the largest microbatch."""
+    itemsize: int
+    """Bytes of an activation."""
+    fused: bool
+    """True on a GPU, where the model reads with kernels; the layer itself is in plain torch."""
+    depth: int
+    """Tokens that are proposed in a row."""
+    target: TeacherWork
+
+    def __post_init__(self) -> None:
+        if min(self.numbers, self.tokens, self.itemsize, self.depth) < 1:
+            raise ValueError(f"a job has at least one of everything: {self}")
+
+
+def estimate_drafter(config: ModelConfig, work: DrafterWork) -> TrainingMemory:
+    """Bytes for a job that trains a drafter: the layer as one of the model's, once for each token proposed in a row."""
+    rows = captured_rows(work.tokens) if work.fused else None
+    read = Workload(
+        adapter_numbers=1,
+        rank=1,
+        tokens=work.tokens if rows is None else rows,
+        itemsize=work.itemsize,
+        recompute="none",
+        fused=work.fused,
+    )
+    layer = max(_plain_bytes(config, one, read) for one in range(config.num_layers))
+    # Of the embedding, both norms and the product of the two; of the divergence the slope, and the rows it is of.
+    around = config.hidden_size * (6 * work.itemsize + 16)
+    # A layer's backward works in about as much again as its activations are. The masks are a byte a pair of tokens.
+    activations = int(MARGIN * work.tokens * ((work.depth + 1) * layer + work.depth * around))
+    activations += work.tokens**2 * (work.depth + 1)
+    if work.fused:
+        logits = 2 * min(work.tokens, TEACHER_LOGIT_ROWS) * config.vocab_size * work.itemsize
+    else:
+        logits = min(work.tokens, LOGIT_ROWS) * config.vocab_size * 4 * TEACHER_LOGIT_COPIES
+    teacher = _teacher_bytes(work.target, read)
+    return TrainingMemory(
+        # Beside the masters the layer in the model's dtype, and its gradient there.
+        adapter=work.numbers * (MASTER_BYTES + 2 * work.itemsize),
+        activations=activations,
+        logits=logits,
+        teacher=sum(teacher),
+        captured=0 if rows is None else teacher[0],
+    )
+
+
+def check_drafter_fits(config: ModelConfig, work: DrafterWork, budget: int) -> TrainingMemory:
+    """The estimate, if it is within ``budget`` bytes. Raises DoesNotFit."""
+    memory = estimate_drafter(config, work)
+    if memory.total <= budget:
+        return memory
+    raise DoesNotFit(
+        f"the job needs {mib(memory.total)} (the layer, gradients and optimizer {mib(memory.adapter)}, activations of "
+        f"{work.tokens} tokens {mib(memory.activations)}, logits {mib(memory.logits)}, the model's forward "
+        f"{mib(memory.teacher)}), and the memory plan leaves {mib(budget)} for training: set a smaller "
+        "max_tokens_per_microbatch or depth, or give the engine more memory for training (TEMPER_TRAIN_MEMORY_BYTES)",
+        param="max_tokens_per_microbatch",
+    )
+
+
 def _teacher_bytes(teacher: TeacherWork, work: Workload) -> tuple[int, int]:
     """Activations, and the rest. A forward without gradient is one layer at a time; what the whole of it leaves is its
     final hidden states."""

@@ -71,14 +71,14 @@ class Publisher:
             Unavailable: the object store is away.
             AdapterRejected: the engine refuses the adapter.
         """
-        version = manifest.ref
-        attached = False
+        version, attached = manifest.ref, False
         if attach:
             fence()
             attached = self._registry.attach(version, forward_only=True) == version
         self._nudge("attached" if attached else "published", version)
         try:
-            self._host.sync_adapters(version, self._sync_seconds)
+            # A drafter takes no slot: an engine that follows its name has it once the pointers are live.
+            self._host.sync_adapters(version if manifest.kind == "adapter" else None, self._sync_seconds)
         except (Overloaded, Unavailable) as error:
             # The version is safe in the store and every engine polls: slow, or no free slot yet, is not lost.
             self._log.warning("adapter.sync_slow", adapter=str(version), error=str(error))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.divergence import Divergence
+from services.common.adapters.names import AdapterVersion
 from services.common.errors import AdapterRejected, InvalidRequest, ModelNotFound
 from services.common.jobs import CHECKPOINT, OpdJob
 from services.common.jobs.kinds.opd import check_read
@@ -56,17 +57,31 @@ class Teacher:
             if host.teacher is None:
                 raise InvalidRequest(NO_CHECKPOINT, param="teacher")
             return cls(host.teacher, None)
-        version = spec.teacher_version
+        return cls.of_version(spec.teacher_version, host, "teacher")
+
+    @classmethod
+    def of_version(cls, version: AdapterVersion | None, host: PolicyHost, field: str) -> Teacher:
+        """The served model with an adapter, which is on the CPU until it is put `within` the job's memory.
+
+        Args:
+            version: of the adapter; None: without one.
+            field: of the job, that names it.
+
+        Raises:
+            InvalidRequest: there is no such version.
+            AdapterRejected: it does not bind to this base model.
+            Unavailable: the object store does not answer.
+        """
         if version is None:
             return cls(host.model, None)
         try:
             bound = bind_adapter(host.adapter_files(version), host.model.config, max_rank=host.max_lora_rank)
         except ModelNotFound as error:
             raise InvalidRequest(
-                f"teacher: {error.message}: name a version that exists (GET /v1/adapters)", param="teacher"
+                f"{field}: {error.message}: name a version that exists (GET /v1/adapters)", param=field
             ) from error
         except AdapterRejected as error:
-            raise AdapterRejected(f"teacher: {error.message}", param="teacher") from error
+            raise AdapterRejected(f"{field}: {error.message}", param=field) from error
         return cls(host.model, LoraParams.from_bound(bound))
 
     @property

@@ -10,6 +10,7 @@ from services.common.evaluation.suites.spec import SuiteItem
 from services.common.jobs.fields.messages import Message, as_turns
 from services.common.jobs.fields.prompts import PromptFields
 from services.common.jobs.kinds.dpo import DpoJob
+from services.common.jobs.kinds.draft import DraftJob
 from services.common.jobs.kinds.grpo import GrpoJob
 from services.common.jobs.kinds.kto import KtoJob
 from services.common.jobs.kinds.merge import MergeJob
@@ -67,6 +68,8 @@ def training_texts(spec: PublishingSpec, codec: TextCodec) -> Iterator[ReadText]
     Raises:
         TypeError: this release cannot tell for this kind of job.
     """
+    if isinstance(spec, DraftJob):
+        return  # a drafter changes no answer
     if isinstance(spec, SftJob):
         yield from (_sft(example) for _, example in spec.split[0])
     elif isinstance(spec, DpoJob):

@@ -12,6 +12,7 @@ from services.common.errors import InvalidRequest
 from services.common.jobs.base import DataRows, JobBase, Pace, ServedLimits
 from services.common.jobs.documents import placed
 from services.common.jobs.fields.dataset import OfDataset
+from services.common.jobs.fields.drafter import RefreshesDrafter
 from services.common.jobs.fields.messages import SAYS, Message, check_asks
 from services.common.jobs.kinds.generate import GenerateSettings, check_generate
 from services.common.jobs.kinds.loss_types import LOSS_TYPES, LossType
@@ -58,7 +59,7 @@ _SIMPLE = ("prompt", "completions", "rewards", "truncated", "temperature")
 """Fields of the simple form: one group of texts."""
 
 
-class GrpoJob(OfDataset, JobBase):
+class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
     """Group-relative policy optimisation on scored rollouts.
 
     Four ways to give the rollouts, which may not be mixed: `prompt` + `completions` + `rewards` (one group of texts),

@@ -18,6 +18,7 @@ from services.common.errors import InvalidRequest, TemperError
 from services.common.jobs.base import DataRows, JobBase, Pace, ServedLimits
 from services.common.jobs.documents import check_thinking, completion_tokens, placed
 from services.common.jobs.fields.acceptance import Better, publish_if_rule
+from services.common.jobs.fields.drafter import RefreshesDrafter
 from services.common.jobs.fields.prompts import SampledPrompt, TokenIds, as_prompt
 from services.common.jobs.token_checks import (
     asked_tokens,
@@ -82,7 +83,7 @@ _BARE = left_out("completion", "completion_token_ids")
 _ANSWERED = at_least_one("completion", "completion_token_ids")
 
 
-class OpdJob(JobBase):
+class OpdJob(RefreshesDrafter, JobBase):
     """On-policy distillation: the adapter learns to say what a teacher would have said, on the model's own completions.
 
     Each round the engine samples completions of `prompts_per_round` prompts by the policy as it is then, the teacher

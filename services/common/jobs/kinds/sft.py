@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
 from services.common.errors import InvalidRequest
-from services.common.jobs.base import Pace, ServedLimits
+from services.common.jobs.base import JobBase, Pace, ServedLimits
 from services.common.jobs.documents import Document, chat_documents, pair_document, placed, text_document
 from services.common.jobs.examples import EVALUATES, ExampleJob
 from services.common.jobs.fields.acceptance import Better, publish_if_rule
+from services.common.jobs.fields.drafter import RefreshesDrafter
 from services.common.jobs.fields.messages import SAYS, TEACHES, Message, check_asks, check_taught
 from services.common.jobs.token_checks import check_conversation, check_split, over_limit
 from services.common.validation.json_rules import NULL, Rules, both, either, given, if_any, left_out
@@ -19,6 +20,8 @@ from services.common.validation.strict_models import SentModel
 
 if TYPE_CHECKING:
     from services.common.text.tokenizer import TextCodec
+
+E = TypeVar("E", bound=SentModel)
 
 
 class SftExample(SentModel):
@@ -54,7 +57,7 @@ class SftExample(SentModel):
         return self
 
 
-class SftJob(ExampleJob[SftExample]):
+class SftJob(RefreshesDrafter, ExampleJob[SftExample]):
     """Supervised fine-tuning."""
 
     evaluated: ClassVar[Mapping[str, Better]] = {"eval_loss": "lower", "eval_token_accuracy": "higher"}
@@ -83,28 +86,48 @@ class SftJob(ExampleJob[SftExample]):
 
     def check_tokens(self, served: ServedLimits) -> None:
         """See JobBase. The documents are those that the trainer makes."""
-        limit = served.max_train_tokens
+        check_documents(served, self, self.overlong, read=lambda example: example)
 
-        def left(name: str, document: Document) -> bool:
-            if not limit or document.length <= limit:
-                return True
-            if self.overlong == "error":
-                raise over_limit(name, document.length, limit, "shorten it, or choose overlong 'drop' or 'truncate'")
-            return self.overlong == "truncate" and any(document.trained[:limit])
 
-        def fits(name: str, example: SftExample) -> bool:
-            check_conversation(name, example.messages, example.tools, messages="messages")
-            check_conversation(name, example.prompt, None, messages="prompt")
-            field, _, index = name.removesuffix("]").partition("[")
-            documents = example_documents(served.codec, self, example, int(index), field=field)
-            kept = [left(name, document) for document in documents]
-            return any(kept)
+def check_documents(
+    served: ServedLimits,
+    job: ExampleJob[E],
+    overlong: Literal["error", "drop", "truncate"],
+    *,
+    read: Callable[[E], SftExample | None],
+    asked: Callable[[ServedLimits, str, E], bool] = lambda *_: True,
+) -> None:
+    """Makes the documents of every example, as the trainer will. Raises as JobBase.check_tokens says.
 
-        check_split(served, self, fits)
+    Args:
+        read: the example as one of sft; None: it is a prompt without an answer.
+        asked: checks such a prompt, and whether it is left.
+    """
+    limit = served.max_train_tokens
+
+    def left(name: str, document: Document) -> bool:
+        if not limit or document.length <= limit:
+            return True
+        if overlong == "error":
+            raise over_limit(name, document.length, limit, "shorten it, or choose overlong 'drop' or 'truncate'")
+        return overlong == "truncate" and any(document.trained[:limit])
+
+    def fits(name: str, given: E) -> bool:
+        example = read(given)
+        if example is None:
+            return asked(served, name, given)
+        check_conversation(name, example.messages, example.tools, messages="messages")
+        check_conversation(name, example.prompt, None, messages="prompt")
+        field, _, index = name.removesuffix("]").partition("[")
+        documents = example_documents(served.codec, job, example, int(index), field=field)
+        kept = [left(name, document) for document in documents]
+        return any(kept)
+
+    check_split(served, job, fits)
 
 
 def example_documents(
-    codec: TextCodec, spec: SftJob, example: SftExample, source: int, *, field: str = "examples"
+    codec: TextCodec, spec: JobBase, example: SftExample, source: int, *, field: str = "examples"
 ) -> list[Document]:
     """The documents of one example: one, or one an assistant turn where the template rewrites earlier turns.
 

@@ -25,10 +25,10 @@ from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.layers import decoder_layer
 from services.engine.models.qwen3_5.loading.loader import load_checkpoint
-from services.engine.models.qwen3_5.loading.mtp import staged, taken_apart
+from services.engine.models.qwen3_5.loading.mtp import read_from_checkpoint, staged
 from services.engine.models.qwen3_5.replaced import replaced
 from services.engine.models.qwen3_5.step import Step
-from services.engine.models.qwen3_5.training import plain
+from services.engine.models.qwen3_5.training import mtp, plain
 from services.engine.models.qwen3_5.weights import DeltaNetWeights, ModelWeights
 from services.engine.models.registry import load_model
 
@@ -152,11 +152,9 @@ class Qwen3_5(CausalLM):  # noqa: N801
         x = decoder_layer(x, weights.layer, self.config, step, (cache.keys[-1], cache.values[-1]), None)
         return rms_norm(x, weights.final_norm, eps)
 
-    def drafter_tensors(self) -> dict[str, Tensor]:
+    def checkpoint_drafter(self, path: Path) -> dict[str, Tensor]:
         """See CausalLM."""
-        if self.weights.mtp is None:
-            return super().drafter_tensors()
-        return taken_apart(self.config, self.weights.mtp)
+        return read_from_checkpoint(self.config, path)
 
     def stage_drafter(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         """See CausalLM."""
@@ -242,6 +240,20 @@ class Qwen3_5(CausalLM):  # noqa: N801
             lora,
             recompute=recompute,
             give_way=give_way,
+        )
+
+    def draft_packed(
+        self,
+        tensors: Mapping[str, Tensor],
+        hidden: Tensor,
+        ids: Sequence[Tensor],
+        lengths: Sequence[int],
+        *,
+        give_way: Callable[[], None],
+    ) -> list[Tensor]:
+        """See CausalLM."""
+        return mtp.draft_packed(
+            tensors, hidden, ids, lengths, self.config, self.weights.embedding, self.rotation, give_way=give_way
         )
 
     def forward_probed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,72 @@ from services.common.adapters.manifest import (
     drafter_base,
     kind_of,
 )
-from services.common.errors import AdapterRejected
+from services.common.errors import AdapterRejected, InvalidRequest
 from services.engine.models.config import ModelConfig
 from services.engine.models.weights.tensor_file import read_tensors
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class TakesDrafters:
+    """Part of a language model that is about its mtp layer's weights: an architecture without such a layer has this."""
+
+    def checkpoint_drafter(self, path: Path) -> dict[str, Tensor]:
+        """Tensors of the mtp layer of this model's checkpoint, all of config.mtp_shapes(), float32 on the CPU.
+
+        Raises:
+            InvalidRequest: it has none.
+            CheckpointRejected: the checkpoint is not this model's any more.
+        """
+        del path
+        raise InvalidRequest(f"{type(self).__name__} has no mtp layer, so there is nothing to train", param="kind")
+
+    def stage_drafter(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+        """Makes everything ready to write these tensors over the mtp layer's, where those are: what has been captured
+        or launched reads them there.
+
+        Args:
+            tensors: all of config.mtp_shapes(), on the CPU.
+
+        Returns:
+            Function that writes, on the current stream; to be called between two steps.
+
+        Raises:
+            InvalidRequest: the layer is not loaded.
+        """
+        del tensors
+        raise InvalidRequest(
+            "the engine runs without its mtp layer, so there is nothing that drafts: set TEMPER_SPECULATIVE=mtp",
+            param="speculative",
+        )
+
+    def draft_packed(
+        self,
+        tensors: Mapping[str, Tensor],
+        hidden: Tensor,
+        ids: Sequence[Tensor],
+        lengths: Sequence[int],
+        *,
+        give_way: Callable[[], None],
+    ) -> list[Tensor]:
+        """Runs an mtp layer over packed documents, once for each token that it proposes in a row; differentiable in its
+        tensors. In plain torch on every device.
+
+        Args:
+            tensors: all of config.mtp_shapes(), on the model's device.
+            hidden: [T, hidden], final hidden states of the rows, from forward_train().
+            ids: [T] int64 each: the tokens one, two, … behind each row's.
+            lengths: rows of each document.
+
+        Returns:
+            [T, hidden] for each of ``ids``: its logits are those of the token behind these. The first is as draft() has
+            it; each further one is made of the one before, in the place of ``hidden``.
+
+        Raises:
+            InvalidRequest: the architecture has no such layer.
+        """
+        del tensors, hidden, ids, lengths, give_way
+        raise InvalidRequest(f"{type(self).__name__} has no mtp layer, so there is nothing to train", param="kind")
 
 
 def read_drafter(files: Mapping[str, bytes], config: ModelConfig, base_digest: str) -> dict[str, Tensor]:

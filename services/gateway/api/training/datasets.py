@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from pydantic_core import to_json
 
 from services.common.errors import InvalidRequest, NotFound
-from services.common.jobs import DpoJob, ExampleJob, GrpoJob, KtoJob, SftJob, TrainingSpec
+from services.common.jobs import DpoJob, DraftJob, ExampleJob, GrpoJob, KtoJob, SftJob, TrainingSpec
 from services.common.jobs.kinds.kto import LEAST_COMPARED
 from services.common.validation.errors import problem
 from services.gateway.api.training.validation import TrainingServices
@@ -18,7 +18,7 @@ from services.learning.datasets.convert import ExampleKind, examples_of
 from services.learning.datasets.spec import Split
 from services.learning.datasets.store import DatasetManifest, DatasetStore, parse_dataset_ref
 
-_Learning: TypeAlias = SftJob | DpoJob | KtoJob | GrpoJob
+_Learning: TypeAlias = SftJob | DpoJob | KtoJob | GrpoJob | DraftJob
 _TEACHES: dict[ExampleKind, str] = {
     "sft": "corrections, and answers that were not rated badly",
     "dpo": "corrections, preferences, and prompts whose answers were rated differently",
@@ -43,7 +43,7 @@ async def with_rows(training: TrainingServices, spec: TrainingSpec) -> TrainingS
         NotFound: there is no such data set, or it is another API key's.
         InvalidRequest: it has no rows that teach such a job, too many, or ones that the job cannot have.
     """
-    if not isinstance(spec, SftJob | DpoJob | KtoJob | GrpoJob):
+    if not isinstance(spec, SftJob | DpoJob | KtoJob | GrpoJob | DraftJob):
         return spec
     if spec.dataset_digest is not None:
         raise InvalidRequest("dataset_digest is written by the gateway: leave it out", param="dataset_digest")
@@ -55,7 +55,7 @@ async def with_rows(training: TrainingServices, spec: TrainingSpec) -> TrainingS
 
 def _written_in(training: TrainingServices, spec: _Learning, manifest: DatasetManifest) -> TrainingSpec:
     """Blocking, in a thread that does not know the caller."""
-    kind = spec.kind
+    kind: ExampleKind = "sft" if isinstance(spec, DraftJob) else spec.kind
 
     def examples(split: Split) -> list[dict[str, Any]]:
         return examples_of(kind, training.datasets.rows(manifest, split))

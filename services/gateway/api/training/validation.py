@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from services.common.adapters.manifest import Manifest
+from services.common.adapters.manifest import Kind, Manifest
 from services.common.adapters.names import BASE, AdapterVersion, parse_adapter_ref
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import AdapterRejected, InvalidRequest, ModelNotFound, TemperError
 from services.common.evaluation.gates.plan import plan_gates
 from services.common.evaluation.suites.store import SuiteStore
-from services.common.jobs import GrpoJob, JobBase, JobState, OpdJob, TrainingSpec
+from services.common.jobs import DraftJob, GrpoJob, JobBase, JobState, OpdJob, TrainingSpec
 from services.common.jobs.base import ServedLimits
 from services.common.jobs.fields.lora import TARGET_MODULES, check_agrees, stated_shape
 from services.common.jobs.scorers.grants import Granted
@@ -113,7 +113,7 @@ async def check_references(training: TrainingServices, spec: TrainingSpec) -> No
             scored where an engine may not send them.
     """
     training.registry.check_new_name(spec.adapter)
-    await training.threads.run(training.registry.check_kind, spec.adapter, "adapter")
+    await training.threads.run(training.registry.check_kind, spec.adapter, spec.makes)
     start = await _start(training, spec)
     try:
         await _check_start(training, spec, start)
@@ -126,6 +126,8 @@ async def check_references(training: TrainingServices, spec: TrainingSpec) -> No
         await _check_judges(training, spec)
     if isinstance(spec, OpdJob):
         await _check_teacher(training, spec, start)
+    if isinstance(spec, DraftJob) and spec.target_version is not None:
+        await _of_this_base(training, spec.target_version, "target")
 
 
 async def with_versions(training: TrainingServices, spec: TrainingSpec) -> TrainingSpec:
@@ -152,25 +154,27 @@ async def _start(training: TrainingServices, spec: TrainingSpec) -> Manifest | N
             version = await training.threads.run(training.registry.current, spec.adapter)
         except ModelNotFound:
             return None
-        return await _manifest(training, version, "adapter")
+        return await _manifest(training, version, "adapter", spec.makes)
     try:
         name, number = parse_adapter_ref(spec.start_from)
     except InvalidRequest as error:
         raise InvalidRequest(f"start_from: {error.message}", param="start_from") from error
     if number is not None:
-        return await _manifest(training, AdapterVersion(name, number), "start_from")
+        return await _manifest(training, AdapterVersion(name, number), "start_from", spec.makes)
     try:
         version = await training.threads.run(training.registry.current, name)
     except TemperError as error:
         error.param = "start_from"
         raise
-    return await _manifest(training, version, "start_from")
+    return await _manifest(training, version, "start_from", spec.makes)
 
 
 async def _check_start(training: TrainingServices, spec: TrainingSpec, start: Manifest | None) -> None:
     """Checks that the adapter to be trained has a shape that the engines serve, and is of their base model."""
     info = training.engines.served.info
     if start is None:
+        if isinstance(spec, DraftJob):
+            return
         if info.max_lora_rank and spec.lora.rank > info.max_lora_rank:
             default = "" if "rank" in spec.lora.model_fields_set else " by default"
             raise InvalidRequest(
@@ -185,7 +189,7 @@ async def _check_start(training: TrainingServices, spec: TrainingSpec, start: Ma
             f'{info.digest[:12]}; give start_from: "base" to start afresh',
             param="start_from",
         )
-    if spec.lora.model_fields_set - {"seed"}:
+    if spec.lora.model_fields_set - {"seed"} and not isinstance(spec, DraftJob):
         config = await training.threads.run(training.registry.config, start.ref)
         names = {path.rsplit(".", 1)[1] for path in info.linear_layers} or TARGET_MODULES
         check_agrees(spec.lora, stated_shape(config), sorted(names))
@@ -257,11 +261,13 @@ def _check_scorers(granted: Sequence[Granted], spec: TrainingSpec) -> None:
             scorer.check_allowed(where, one)
 
 
-async def _manifest(training: TrainingServices, version: AdapterVersion, param: str) -> Manifest:
-    """Manifest of a version of an adapter."""
+async def _manifest(
+    training: TrainingServices, version: AdapterVersion, param: str, kind: Kind = "adapter"
+) -> Manifest:
+    """Manifest of a version of this kind."""
     try:
         manifest = await training.threads.run(training.registry.manifest, version)
-        manifest.check_adapter()
+        manifest.check_kind(kind)
     except TemperError as error:
         error.param = param
         raise

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from services.common.errors import InvalidRequest
-from services.common.jobs import GrpoJob, JobBase, PublishingSpec
+from services.common.jobs import DraftJob, GrpoJob, JobBase, PublishingSpec
 from services.common.jobs.examples import ExampleJob
 from services.trainer.jobs.base import JobRun, RunState
 from services.trainer.jobs.passes import Course, examination_of
@@ -68,7 +68,8 @@ class LearningCheck:
                 f"them, at a higher temperature, or score them more finely{attached}"
             )
         if "loss_before" in self._found:
-            name, before, after = "loss on its own examples", self._found["loss_before"], self._found["loss_after"]
+            name = "divergence from its target" if isinstance(self._spec, DraftJob) else "loss on its own examples"
+            before, after = self._found["loss_before"], self._found["loss_after"]
         elif "divergence_before" in self._found:
             name = "divergence from the teacher"
             before, after = self._found["divergence_before"], self._found["divergence_after"]

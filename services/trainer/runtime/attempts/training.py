@@ -17,8 +17,10 @@ from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry, Manifest
 from services.common.errors import InvalidRequest, NewerSchema
 from services.common.evaluation.contamination.store import TrainingHashes
-from services.common.jobs import JobProgress, MergeJob, PublishingSpec
+from services.common.jobs import GrpoJob, JobProgress, MergeJob, OpdJob, PublishingSpec, SftJob
 from services.common.jobs.fields.dataset import OfDataset
+from services.common.jobs.fields.drafter import RefreshesDrafter
+from services.common.jobs.kinds.draft import refresh
 from services.common.jobs.record import NOT_PUBLISHED
 from services.common.queue.consumer import JobConsumer
 from services.trainer.evaluation.run import Evaluations
@@ -36,6 +38,10 @@ from services.trainer.runtime.job_link import Draining, JobCancelled, JobSession
 from services.trainer.runtime.publish import Publisher, VersionRetention
 from services.trainer.settings import TrainerSettings
 
+_NO_DRAFTER = (
+    "this engine follows no drafter: start it with TEMPER_SPECULATIVE=mtp and TEMPER_DRAFTER set to a name, or leave "
+    "draft out"
+)
 _ETA_WEIGHT = 0.2
 """Weight of the newest step in the moving average of step times."""
 
@@ -116,14 +122,36 @@ class JobAttempt:
                 cancellable=False,
             )
         session.event("published", {"adapter": str(done.ref), "attached": attached, "digest": done.digest})
+        if isinstance(spec, RefreshesDrafter) and spec.draft:
+            self._refresh_drafter(done)
         if removed := self._parts.retention.after_publish(spec.adapter):
             session.event("log", {"message": f"removed by retention: {', '.join(removed)}"})
         return done.ref
 
+    def _refresh_drafter(self, done: Manifest) -> None:
+        """Queues the draft job that follows on this one, once."""
+        claimed, session, spec, drafter = self._claim.job, self._claim.session, self._spec, self._parts.host.drafter
+        if drafter is None or not isinstance(spec, SftJob | GrpoJob | OpdJob):
+            session.event("log", {"message": f"the drafter is not refreshed: {_NO_DRAFTER}", "note": True})
+            return
+        following = refresh(spec, done.ref, drafter, metadata={"refreshes_for": claimed.id})
+        job_id = self._claim.until_back(
+            lambda: self._parts.consumer.submit(
+                following,
+                idempotency_key=f"draft-for-{claimed.id}",
+                traceparent=claimed.traceparent,
+                key_id=claimed.job.key_id or "",
+            ),
+            cancellable=False,
+        )
+        session.event("log", {"message": f"job {job_id} refreshes the drafter {drafter} for {done.ref}"})
+
     def _train(self, gates: Gates) -> Course[Manifest]:
         claimed, session = self._claim.job, self._claim.session
+        if isinstance(self._spec, RefreshesDrafter) and self._spec.draft and self._parts.host.drafter is None:
+            raise InvalidRequest(f"draft: {_NO_DRAFTER}", param="draft")
         self._parts.registry.check_new_name(self._spec.adapter)
-        self._claim.until_back(lambda: self._parts.registry.check_kind(self._spec.adapter, "adapter"))
+        self._claim.until_back(lambda: self._parts.registry.check_kind(self._spec.adapter, self._spec.makes))
         if isinstance(self._spec, OfDataset) and self._spec.unread:
             raise InvalidRequest(
                 "a job on a dataset must be submitted through the gateway, which reads its rows", param="dataset"
@@ -173,7 +201,7 @@ class JobAttempt:
             notes.tell(learning.note(run, metrics))
             notes.record(metrics)
             metrics |= learning.acceptance.check(run, metrics if start < run.total_steps else None, session.check)
-            files = run.lora.to_files(self._parts.settings.served_model_name)
+            files = run.files(self._parts.settings.served_model_name)
             evidence = self._decided(gates, run, files, writer, notes, metrics) if gates.asked else ()
             with self._claim.trace.part("publish"):
                 return self._publish(run, files, writer, gates, parents, metrics, evidence)
@@ -251,14 +279,16 @@ class JobAttempt:
         metrics: Mapping[str, float],
     ) -> tuple[GateEvidence, ...]:
         """Has the gates decide on the result. Raises NotPublished, and what Gates.decide raises."""
-        total = run.total_steps
+        total, lora = run.total_steps, run.lora
+        if lora is None:
+            raise InvalidRequest("suites are answered by adapters: a drafter has no gates on them", param=PUBLISH)
         writer.submit(Checkpoint(total, run.state()))  # a later attempt goes on with the answers to these weights
         digest = digest_of(files)
         notes.evaluation = gates.evaluation(digest)
         notes.record(metrics)
         try:
             with self._claim.trace.part("evaluate"):
-                evidence = gates.decide(run.lora, digest, total)
+                evidence = gates.decide(lora, digest, total)
         except Draining:
             writer.flush(self._remaining())
             raise

@@ -13,7 +13,7 @@ from services.common.queue.records import SPEC
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.base import RunState
 from services.trainer.runtime.attempts.acceptance import Acceptance, NotPublished
-from tests.training_support import TrainingHost
+from tests.training_support import TrainingHost, random_drafter
 
 DATA: dict[str, list[dict[str, Any]]] = {
     "sft": [{"prompt": "hello", "completion": "Good day!"}, {"prompt": "hi", "completion": "Good day to you!"}],
@@ -22,7 +22,13 @@ DATA: dict[str, list[dict[str, Any]]] = {
         {"prompt": "hello", "completion": "Good day!", "label": True},
         {"prompt": "hello", "completion": "What?", "label": False},
     ],
+    "draft": [{"prompt": "hello", "completion": "Good day!"}, {"prompt": "hi", "completion": "Good day to you!"}],
 }
+
+
+def parent(host: TrainingHost, kind: str) -> dict[str, bytes] | None:
+    """What a job starts from: the random model has no layer for a new drafter."""
+    return random_drafter(host) if kind == "draft" else None
 
 
 def job(kind: str, **fields: Any) -> Any:
@@ -38,7 +44,7 @@ def test_every_method_with_evaluations_is_tried_here() -> None:
 def test_what_a_method_promises_it_measures(host: TrainingHost, kind: str) -> None:
     spec = job(kind, epochs=1)
     assert spec.eval_metrics
-    run = prepare_run(spec, host, None)
+    run = prepare_run(spec, host, parent(host, kind))
     before = run.evaluate()
     assert spec.eval_metrics.keys() <= before.keys()
     metrics: dict[str, float] = {}
@@ -55,7 +61,7 @@ def test_what_a_method_promises_it_measures(host: TrainingHost, kind: str) -> No
 def test_nothing_held_out_is_nothing_measured(host: TrainingHost, kind: str) -> None:
     spec = job(kind, eval_examples=[])
     assert spec.eval_metrics == {}
-    assert prepare_run(spec, host, None).evaluate() == {}
+    assert prepare_run(spec, host, parent(host, kind)).evaluate() == {}
 
 
 def test_a_measurement_before_the_first_step_changes_no_bit(host: TrainingHost) -> None:

@@ -1,14 +1,20 @@
-"""The mtp layer's weights as a drafter has them: tensors by canonical name, made into weights and taken apart again."""
+"""The mtp layer's tensors by canonical name, as a drafter has them: read, made into weights, and written over these."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from kernels.quantize import multiply_groups
+from services.common.errors import InvalidRequest
+from services.engine.models.checkpoint import MTP_PREFIX, raw_tensors, shard_files
 from services.engine.models.qwen3_5.config import Qwen3_5Config
-from services.engine.models.qwen3_5.moe_config import DOWN, GATE_UP, Qwen3_5MoeConfig
+from services.engine.models.qwen3_5.loading.tensors import CheckpointTensors
+from services.engine.models.qwen3_5.moe_config import DOWN, GATE_UP, Qwen3_5MoeConfig, separate_experts
 from services.engine.models.qwen3_5.weights import AttentionWeights, ExpertWeights, LayerWeights, MtpWeights
 from services.engine.models.weights.matrix import DenseMatrix, Fp8Matrix, Int4Matrix, Matrix, quantize
 
@@ -70,37 +76,29 @@ def built(config: Qwen3_5Config, tensors: Mapping[str, Tensor], dtype: torch.dty
     )
 
 
-def taken_apart(config: Qwen3_5Config, weights: MtpWeights) -> dict[str, Tensor]:
-    """The tensors that built() would make these weights of, float32 on the CPU; of quantized matrices as decoded."""
+def read_from_checkpoint(config: Qwen3_5Config, path: Path) -> dict[str, Tensor]:
+    """See CausalLM.checkpoint_drafter()."""
+    shapes = config.mtp_shapes()
+    with ExitStack() as stack:
+        names = (name for file in shard_files(path) for name, _, _ in raw_tensors(file, stack))
+        if not any(name.startswith(MTP_PREFIX) for name in names):
+            raise InvalidRequest(
+                "the checkpoint has no mtp layer to begin with: give start_from, a drafter of this model",
+                param="start_from",
+            )
+        stored = CheckpointTensors(path, stack, config, config.tensor_shapes() | shapes, mtp=True)
 
-    def plain(tensor: Tensor) -> Tensor:
-        return tensor.detach().to("cpu", torch.float32, copy=True)
+        def read(name: str) -> Tensor:
+            tensor, scales = stored.read(name).to(torch.float32, copy=True), stored.scales(name)
+            if scales is not None:
+                multiply_groups(tensor.flatten(0, -2), scales.values, scales.width)
+            return tensor
 
-    layer, shapes = weights.layer, config.mtp_shapes()
-    mixer = _attention(layer)
-    found = {
-        "mtp.fc.weight": plain(weights.fc.dense()),
-        "mtp.norm.weight": plain(weights.final_norm) - 1.0,
-        "mtp.pre_fc_norm_embedding.weight": plain(weights.embedding_norm) - 1.0,
-        "mtp.pre_fc_norm_hidden.weight": plain(weights.hidden_norm) - 1.0,
-        _LAYER + "input_layernorm.weight": plain(layer.input_norm) - 1.0,
-        _LAYER + "post_attention_layernorm.weight": plain(layer.post_norm) - 1.0,
-        _LAYER + "self_attn.q_norm.weight": plain(mixer.qk_norm[0]) - 1.0,
-        _LAYER + "self_attn.k_norm.weight": plain(mixer.qk_norm[-1]) - 1.0,
-    }
-    of_group = {"in": mixer.in_proj, "out": mixer.out_proj, "gate_up": layer.gate_up, "down": layer.down}
-    for group, modules in config.linear_groups(_full(config)).items():
-        names = [f"{_LAYER}{module}.weight" for module in modules]
-        parts = torch.split(plain(of_group[group].dense()), [shapes[name][0] for name in names])
-        for module, name, part in zip(modules, names, parts, strict=True):
-            order = config.output_order(module)
-            found[name] = part if order is None else part[torch.argsort(torch.tensor(order))]
-    if layer.experts is not None:
-        router = plain(layer.experts.router.dense())
-        found |= {_LAYER + _ROUTER[0]: router[:-1], _LAYER + _ROUTER[1]: router[-1:]}
-        found[_LAYER + GATE_UP] = plain(layer.experts.gate_up.dense())
-        found[_LAYER + DOWN] = plain(layer.experts.down.dense())
-    return {name: found[name].reshape(shape).contiguous() for name, shape in shapes.items()}
+        found = {}
+        for name, shape in shapes.items():
+            parts = [name] if name in stored.shapes else list(separate_experts(name, shape))
+            found[name] = torch.cat([read(part) for part in parts]).view(shape)
+        return found
 
 
 def staged(config: Qwen3_5Config, weights: MtpWeights, tensors: Mapping[str, Tensor]) -> Callable[[], None]:

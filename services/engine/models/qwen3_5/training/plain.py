@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -28,6 +28,9 @@ from services.engine.models.qwen3_5.step import query_key_scale
 from services.engine.models.qwen3_5.weights import AttentionWeights, DeltaNetWeights, LayerWeights, ModelWeights
 from services.engine.models.weights.matrix import DenseMatrix, Matrix
 
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Queries [T, heads, head_dim], keys and values [T, kv_heads, head_dim] to [T, heads, head_dim]."""
+
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
@@ -44,9 +47,16 @@ class PackedStep:
 
     @classmethod
     def build(
-        cls, lengths: Sequence[int], config: Qwen3_5Config, rotation: Rotation, device: torch.device
+        cls,
+        lengths: Sequence[int],
+        config: Qwen3_5Config,
+        rotation: Rotation,
+        device: torch.device,
+        *,
+        first: int = 0,
     ) -> PackedStep:
-        positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        """Args: first: position of each document's first row."""
+        positions = torch.cat([torch.arange(first, first + length) for length in lengths]).to(device)
         cos, sin = rope_tables(positions, rotation)
         return cls(
             cos=cos,
@@ -212,6 +222,26 @@ def _again(part: Callable[..., Tensor], *arguments: Any) -> Tensor:
     return result
 
 
+def bare_layer(
+    x: Tensor,
+    weights: LayerWeights,
+    config: Qwen3_5Config,
+    step: PackedStep,
+    attend: Attend,
+) -> Tensor:
+    """One layer of full attention without adapters.
+
+    Args:
+        attend: queries, keys and values, rotated, to what the attention makes of them.
+    """
+    bare = LayerAdapter((), step.query_rows)
+    normed = rms_norm(x, weights.input_norm, config.rms_norm_eps)
+    if not isinstance(weights.mixer, AttentionWeights):
+        raise TypeError("a layer of full attention is expected")
+    mixed = _attention(normed, weights.mixer, config, step, bare, attend)
+    return _mlp(bare.add(x, mixed, weights.mixer.out_proj, "self_attn.o_proj"), weights, config, bare)
+
+
 def _layer(x: Tensor, weights: LayerWeights, config: Qwen3_5Config, step: PackedStep, adapter: LayerAdapter) -> Tensor:
     return _mlp(_mixer(x, weights, config, step, adapter), weights, config, adapter)
 
@@ -237,7 +267,12 @@ def _mlp(x: Tensor, weights: LayerWeights, config: Qwen3_5Config, adapter: Layer
 
 
 def _attention(
-    x: Tensor, weights: AttentionWeights, config: Qwen3_5Config, step: PackedStep, adapter: LayerAdapter
+    x: Tensor,
+    weights: AttentionWeights,
+    config: Qwen3_5Config,
+    step: PackedStep,
+    adapter: LayerAdapter,
+    attend: Attend | None = None,
 ) -> Tensor:
     count, heads, head_dim = x.shape[0], config.num_heads, config.head_dim
     modules = {
@@ -249,7 +284,8 @@ def _attention(
     gate, query = gates_queries.chunk(2, dim=-1)
     queries_keys = torch.cat((query, key), dim=-1).view(count, -1, head_dim)
     rotated = apply_rope(rms_norm(queries_keys, weights.qk_norm, config.rms_norm_eps), step.cos, step.sin)
-    out = packed_causal(rotated[:, :heads], rotated[:, heads:], value.view(count, -1, head_dim), step.attention)
+    parts = rotated[:, :heads], rotated[:, heads:], value.view(count, -1, head_dim)
+    out = packed_causal(*parts, step.attention) if attend is None else attend(*parts)
     return out.reshape(count, -1) * torch.sigmoid(gate)
 
 

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from models.tiny.recipe.data import DIRECTORY
 from services.common.adapters.manifest import DRAFTER_CONFIG, DRAFTER_WEIGHTS
 from services.common.errors import AdapterRejected, InvalidRequest
 from services.engine.models.footprint import Storage
+from services.engine.models.qwen3_5.loading.mtp import built
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.models.weights.drafter import drafter_files, read_directory, read_drafter
+from services.engine.models.weights.matrix import quantize
 
 BASE = "b" * 64
 
@@ -33,32 +34,45 @@ def shifted(tensors: dict[str, Tensor], seed: int = 3) -> dict[str, Tensor]:
     return {name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator) for name, tensor in tensors.items()}
 
 
-def test_the_layer_is_taken_apart_into_what_the_checkpoint_has(model: Qwen3_5) -> None:
-    expected = load_file(DIRECTORY / "model-mtp.safetensors")
-    found = model.drafter_tensors()
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor.float(), msg=name, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("quantization", ["none", "fp8", "int4"])
 def test_a_drafter_is_written_where_the_layer_is(quantization: str) -> None:
     served = tiny(storage=Storage(quantization))  # type: ignore[arg-type]
-    assert served.weights.mtp is not None
     layer = served.weights.mtp
-    before = layer.fc.dense().clone()
-    addresses = [tensor.data_ptr() for tensor in (layer.final_norm, *_stored(layer.fc), *_stored(layer.layer.gate_up))]
-    new = shifted(served.drafter_tensors())
+    assert layer is not None
+
+    def addresses() -> list[int]:
+        matrices = (layer.fc, layer.layer.mixer.in_proj, layer.layer.gate_up, layer.layer.down)
+        stored = [tensor for matrix in matrices for tensor in _stored(matrix)]
+        return [tensor.data_ptr() for tensor in (layer.final_norm, layer.layer.input_norm, *stored)]
+
+    before, places = layer.fc.dense().clone(), addresses()
+    new = shifted(served.checkpoint_drafter(DIRECTORY))
     write = served.stage_drafter(new)
     assert torch.equal(layer.fc.dense(), before)  # nothing happens before it is called
     write()
-    assert [
-        tensor.data_ptr() for tensor in (layer.final_norm, *_stored(layer.fc), *_stored(layer.layer.gate_up))
-    ] == addresses
-    found = served.drafter_tensors()
-    tolerance = {"none": 1e-6, "fp8": 0.1, "int4": 0.2}[quantization]
-    for name, tensor in new.items():
-        assert (found[name] - tensor).abs().max() <= tolerance * tensor.abs().max() + 1e-6, name
+    assert addresses() == places
+    # As if the checkpoint had it.
+    expected = built(served.config, new, torch.float32)
+    for found, wanted in (
+        (layer.fc, expected.fc),
+        (layer.layer.mixer.in_proj, expected.layer.mixer.in_proj),
+        (layer.layer.mixer.out_proj, expected.layer.mixer.out_proj),
+        (layer.layer.gate_up, expected.layer.gate_up),
+        (layer.layer.down, expected.layer.down),
+    ):
+        assert torch.equal(found.dense(), quantize(wanted.dense(), quantization).dense())
+    assert torch.equal(layer.final_norm, expected.final_norm)
+    assert torch.equal(layer.layer.mixer.qk_norm, expected.layer.mixer.qk_norm)  # type: ignore[union-attr]
+
+
+def test_weights_of_a_drafter_are_those_that_a_checkpoint_with_it_has() -> None:
+    loaded = tiny().weights.mtp
+    assert loaded is not None
+    made = built(tiny().config, tiny().checkpoint_drafter(DIRECTORY), torch.float32)
+    for name in ("embedding_norm", "hidden_norm", "final_norm"):
+        assert torch.equal(getattr(made, name), getattr(loaded, name))
+    for place in (lambda mtp: mtp.fc, lambda mtp: mtp.layer.mixer.in_proj, lambda mtp: mtp.layer.gate_up):
+        assert torch.equal(place(made).dense(), place(loaded).dense())
 
 
 def _stored(matrix: object) -> list[Tensor]:
@@ -68,13 +82,12 @@ def _stored(matrix: object) -> list[Tensor]:
 
 def test_a_model_without_its_layer_takes_none() -> None:
     bare = tiny(mtp=False)
-    for call in (bare.drafter_tensors, lambda: bare.stage_drafter({})):
-        with pytest.raises(InvalidRequest, match="TEMPER_SPECULATIVE=mtp"):
-            call()
+    with pytest.raises(InvalidRequest, match="TEMPER_SPECULATIVE=mtp"):
+        bare.stage_drafter(bare.checkpoint_drafter(DIRECTORY))
 
 
 def test_files_come_back(model: Qwen3_5, tmp_path: Path) -> None:
-    tensors = model.drafter_tensors()
+    tensors = model.checkpoint_drafter(DIRECTORY)
     files = drafter_files(tensors, BASE, {"job": "j"})
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
@@ -102,7 +115,7 @@ def test_files_come_back(model: Qwen3_5, tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused_by_its_name(
     model: Qwen3_5, name: str, replacement: Tensor | None, message: str
 ) -> None:
-    tensors = model.drafter_tensors()
+    tensors = model.checkpoint_drafter(DIRECTORY)
     if replacement is None:
         del tensors[name]
     else:
@@ -114,7 +127,7 @@ def test_what_does_not_fit_is_refused_by_its_name(
 
 
 def test_a_torn_file_is_refused(model: Qwen3_5) -> None:
-    files = drafter_files(model.drafter_tensors(), BASE, {})
+    files = drafter_files(model.checkpoint_drafter(DIRECTORY), BASE, {})
     with pytest.raises(AdapterRejected, match="corrupt"):
         read_drafter({**files, DRAFTER_WEIGHTS: files[DRAFTER_WEIGHTS][:-4]}, model.config, BASE)
     with pytest.raises(AdapterRejected, match="format is 9"):

@@ -13,7 +13,7 @@ import pytest
 from services.common.evaluation.runs.records import Answer, ItemResult, RunRecord, RunResult, RunSuite, RunTarget
 from services.common.evaluation.runs.store import EvaluationStore
 from services.common.evaluation.suites.store import SuiteStore
-from services.common.jobs import DpoJob, GrpoJob, KtoJob, SftJob
+from services.common.jobs import DpoJob, DraftJob, GrpoJob, KtoJob, SftJob
 from services.common.security.api_keys import Scope
 from services.gateway.api.training.erased_rows import REASON
 from services.learning.datasets.build import Built, DatasetReport
@@ -68,15 +68,18 @@ def refused(answer: httpx.Response, *said: str, param: str | None = "dataset", s
 
 def test_each_kind_gets_what_it_learns_from(running: Running, http: httpx.Client) -> None:
     manifest = make(running, validation=[row("zoe", "7", "8"), row("zoe", "8", "no", -1.0)])
-    for kind in ("sft", "dpo", "kto", "grpo"):
+    for kind in ("draft", "sft", "dpo", "kto", "grpo"):
         answer = submit(http, kind)
         assert answer.status_code == 202, answer.text
-    sft, dpo, kto, grpo = list(running.queue.specs.values())[-4:]
+    draft, sft, dpo, kto, grpo = list(running.queue.specs.values())[-5:]
     assert isinstance(sft, SftJob)
     assert isinstance(dpo, DpoJob)
     assert isinstance(kto, KtoJob)
     assert isinstance(grpo, GrpoJob)
-    for spec in (sft, dpo, kto, grpo):
+    assert isinstance(draft, DraftJob)
+    assert [one.completion for one in draft.examples] == ["4", "blue", "good"]
+    assert [one.completion for one in draft.eval_examples] == ["8"]
+    for spec in (draft, sft, dpo, kto, grpo):
         assert (spec.dataset, spec.dataset_digest) == ("thumbs@1", manifest.digest)
     assert [one.completion for one in sft.examples] == ["4", "blue", "good"]
     assert [one.completion for one in sft.eval_examples] == ["8"]

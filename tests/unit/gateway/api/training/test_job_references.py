@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from services.common.adapters.manifest import DRAFTER_CONFIG, DRAFTER_WEIGHTS
 from services.common.adapters.registry import CONFIG, WEIGHTS
 from services.common.jobs import JOBS, ExampleJob, JobState, KtoJob
 from services.common.pb import engine_pb2
@@ -65,6 +66,38 @@ def test_webhooks_that_the_engine_may_not_call(listing: tuple[Running, httpx.Cli
         assert "TEMPER_REWARD_WEBHOOKS" in error["message"]
         assert "https://scores.example/v1, http://127.0.0.1:9000" in error["message"]
     assert len(running.queue.jobs) == before
+
+
+def test_draft_jobs_and_adapters_keep_apart(listing: tuple[Running, httpx.Client]) -> None:
+    running, http = listing
+    publish(running, "polite")
+    publish(running, "stranger", base_digest="e" * 64)
+    described = json.dumps({"format": 1, "base_digest": "d" * 64}).encode()
+    drafter = {DRAFTER_WEIGHTS: b"w", DRAFTER_CONFIG: described}
+    running.registry.publish("sharp", drafter, base_digest="d" * 64)
+    job = {"adapter": "sharp", "examples": SFT["examples"]}
+    for change in ({}, {"target": "polite@1"}, {"start_from": "sharp@1"}, {"start_from": "base"}, {"adapter": "new"}):
+        assert http.post("/v1/train/draft", json=job | change).status_code == 202, change
+    for change, param, says in (
+        ({"adapter": "polite"}, "adapter", "polite is the name of an adapter"),
+        ({"start_from": "polite"}, "start_from", "a drafter goes on from a drafter"),
+        ({"target": "sharp@1"}, "target", "sharp@1 is a drafter"),
+        ({"target": "stranger@1"}, "target", "another base|belongs to base model"),
+        ({"target": "gone@1"}, "target", "does not exist"),
+        ({"target": "polite"}, "target", "must name a version"),
+        ({"attach": True}, "attach", "False"),
+        ({"lora": {"rank": 4}}, "lora", "leave it out"),
+    ):
+        answer = http.post("/v1/train/draft", json=job | change)
+        assert answer.status_code >= 400, change
+        error = answer.json()["error"]
+        assert error["param"] == param, error
+        assert any(part in error["message"] for part in says.split("|")), error
+    error = refusal(http.post("/v1/train/sft", json=SFT | {"adapter": "sharp"}))
+    assert "sharp is the name of a drafter" in error["message"]
+    error = refusal(http.post("/v1/train/sft", json=SFT | {"start_from": "sharp@1"}))
+    assert error["param"] == "start_from"
+    assert "sharp@1 is a drafter" in error["message"]
 
 
 def test_judges_that_cannot_be_asked(listing: tuple[Running, httpx.Client]) -> None:

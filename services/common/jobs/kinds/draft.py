@@ -1,0 +1,188 @@
+"""Training of a drafter on the model's own distributions: the request, and its checks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+from pydantic.json_schema import SkipJsonSchema
+
+from services.common.adapters.manifest import Kind
+from services.common.adapters.names import BASE, SAMPLER_SCHEMA, AdapterVersion, parse_adapter_version
+from services.common.errors import InvalidRequest
+from services.common.jobs.base import Pace, Recompute, ServedLimits
+from services.common.jobs.documents import placed, prompt_tokens
+from services.common.jobs.examples import EVALUATES, ExampleJob
+from services.common.jobs.fields.acceptance import Better, PublishIf, publish_if_rule
+from services.common.jobs.fields.drafter import DraftExample
+from services.common.jobs.fields.gates import AttachIf, contradiction
+from services.common.jobs.fields.lora import LoraSettings
+from services.common.jobs.fields.prompts import PromptFields
+from services.common.jobs.kinds.grpo import GrpoJob
+from services.common.jobs.kinds.opd import OpdJob
+from services.common.jobs.kinds.sft import SftExample, SftJob, check_documents
+from services.common.jobs.token_checks import check_conversation, check_room, check_vocabulary
+from services.common.validation.json_rules import Rules, has, left_out, only_with
+
+if TYPE_CHECKING:
+    from services.common.text.tokenizer import TextCodec
+
+_USUAL_TOKENS = 256
+_MOST_EXAMPLES = 1000
+"""Most texts of a job that its drafter is refreshed on."""
+_SPLITS = 10
+"""Texts of which a tenth is held out."""
+_OF_ADAPTERS = ("lora", "recompute", "gradient_checkpointing", "attach_if")
+MOST_DEPTH = 4
+
+
+def _asks_for_suites(condition: PublishIf | None) -> bool:
+    return condition is not None and condition.asks
+
+
+class DraftJob(ExampleJob[DraftExample]):
+    """Training of a drafter: weights of the mtp layer, which proposes tokens that the model then verifies. It learns to
+    say what the model says behind these texts, an adapter's words included if `target` names one. The texts themselves
+    are not learnt; a prompt without an answer is answered by the target first."""
+
+    evaluated: ClassVar[Mapping[str, Better]] = {"eval_loss": "lower", "eval_acceptance": "higher"}
+    pace: ClassVar[Pace] = Pace(1e-4, epochs=3, least_steps=30)
+    least_loss_fall: ClassVar[float] = 0.02
+    makes: ClassVar[Kind] = "drafter"
+    request_examples: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "examples": {
+            "adapter": "sharp",
+            "examples": [
+                {
+                    "messages": [
+                        {"role": "user", "content": "What is 12 plus 7?"},
+                        {"role": "assistant", "content": "19"},
+                    ]
+                }
+            ],
+        }
+    }
+    json_rules: ClassVar[Rules] = (
+        publish_if_rule(evaluated, EVALUATES),
+        only_with("publish_if", has(publish_if=left_out("gain", "no_loss"))),
+    )
+
+    kind: Literal["draft"] = "draft"
+    target: str = Field(BASE, json_schema_extra=dict(SAMPLER_SCHEMA))
+    """Policy whose tokens are to be proposed: "base", or a version of an adapter, "polite@3"."""
+    depth: int = Field(1, ge=1, le=MOST_DEPTH)
+    """Tokens that are proposed in a row. Each further one is learnt behind what the layer itself made of the one
+    before."""
+    max_tokens: int = Field(256, ge=1)
+    """Most tokens of the answer that the target gives to an example without one."""
+    temperature: float = Field(1.0, ge=0, le=100)
+    """Sampling temperature of these answers; 0 is greedy."""
+    overlong: Literal["error", "drop", "truncate"] = "error"
+    """Handling of an example over the token limit."""
+    attach: Literal[False] = False
+    """A drafter answers nothing, so it is not attached."""
+    # Fields of jobs that train adapters.
+    lora: SkipJsonSchema[LoraSettings] = LoraSettings()
+    recompute: SkipJsonSchema[Recompute | None] = None
+    gradient_checkpointing: SkipJsonSchema[bool] = False
+    attach_if: SkipJsonSchema[AttachIf | None] = Field(None, exclude_if=lambda value: value is None)
+
+    @model_validator(mode="after")
+    def _of_a_drafter(self) -> DraftJob:
+        for name in _OF_ADAPTERS:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise contradiction(f"{name} is of jobs that train adapters: leave it out", name)
+        if _asks_for_suites(self.publish_if):
+            raise contradiction("suites are answered by adapters: name eval_loss or eval_acceptance", "publish_if")
+        return self
+
+    @model_validator(mode="after")
+    def _names_a_version(self) -> DraftJob:
+        try:
+            _ = self.target_version
+        except InvalidRequest as error:
+            raise contradiction(error.message, "target") from error
+        return self
+
+    @property
+    def target_version(self) -> AdapterVersion | None:
+        """Version of an adapter whose tokens are to be proposed; None: the base model's are."""
+        return None if self.target == BASE else parse_adapter_version(self.target)
+
+    def check_tokens(self, served: ServedLimits) -> None:
+        """See JobBase. The documents are those that the trainer makes."""
+        check_documents(served, self, self.overlong, read=as_sft, asked=self._check_prompt)
+
+    def _check_prompt(self, served: ServedLimits, name: str, example: DraftExample) -> bool:
+        """Whether an answer fits behind the prompt of an example. Raises InvalidRequest."""
+        check_conversation(name, example.messages, example.tools, messages="messages")
+        check_vocabulary(served, name, example.prompt_token_ids or ())
+        with placed(name):
+            tokens = asked_ids(served.codec, self, example)
+        if (
+            self.overlong == "drop"
+            and served.max_train_tokens
+            and len(tokens) + self.max_tokens > served.max_train_tokens
+        ):
+            return False
+        check_room(served, name, len(tokens), self.max_tokens)
+        return True
+
+
+def as_sft(example: DraftExample) -> SftExample | None:
+    """The example as one of sft; None: the target has to answer it first."""
+    if not example.answered:
+        return None
+    return SftExample.model_construct(
+        prompt=example.prompt,
+        completion=example.completion,
+        messages=example.messages,
+        text=example.text,
+        tools=example.tools,
+    )
+
+
+def asked_ids(codec: TextCodec, spec: DraftJob, example: DraftExample) -> list[int]:
+    """Tokens of the prompt of an example that the target answers first. Raises InvalidRequest."""
+    if example.prompt_token_ids is not None:
+        return example.prompt_token_ids
+    return prompt_tokens(codec, spec, example.messages or example.prompt or "", example.tools)
+
+
+def refresh(
+    spec: SftJob | GrpoJob | OpdJob, version: AdapterVersion, drafter: str, *, metadata: Mapping[str, str]
+) -> DraftJob:
+    """The draft job that follows on a job: of an sft job's examples, of the prompts of the others.
+
+    Args:
+        version: that came of the job.
+        drafter: name of the drafter.
+    """
+    most_tokens = _USUAL_TOKENS
+    if isinstance(spec, SftJob):
+        found = [example.model_dump(mode="json", exclude_none=True) for example in spec.examples]
+    else:
+        prompts: Sequence[PromptFields] = spec.prompts if isinstance(spec, OpdJob) else spec.scored_groups
+        if isinstance(spec, OpdJob):
+            most_tokens = min(most_tokens, spec.max_tokens)
+        elif spec.generate is not None:
+            prompts, most_tokens = spec.generate.prompts, min(most_tokens, spec.generate.max_tokens)
+        fields = {"prompt", "messages", "prompt_token_ids", "tools"}
+        found = [prompt.model_dump(mode="json", include=fields, exclude_none=True) for prompt in prompts]
+    texts = list({json.dumps(one, sort_keys=True): one for one in found}.values())
+    step = -(-len(texts) // _MOST_EXAMPLES)
+    body = {
+        "adapter": drafter,
+        "target": str(version),
+        "examples": texts[::step],
+        "max_tokens": most_tokens,
+        "overlong": "drop",
+        "prompt_format": spec.prompt_format,
+        "chat_template_kwargs": spec.chat_template_kwargs,
+        "max_tokens_per_microbatch": spec.max_tokens_per_microbatch,
+        "seed": spec.seed,
+        "metadata": dict(metadata),
+    }
+    return DraftJob.model_validate(body | ({"eval_fraction": 0.1} if len(texts) >= _SPLITS else {}))
