@@ -46,7 +46,8 @@ def submit(
         int | None,
         typer.Option(
             min=1,
-            show_default="sft and draft 3, or as many as make 30 steps; dpo and kto 1, or 20 steps; grpo and opd 1 a round",
+            show_default="sft and draft 3, or as many as make 30 steps; dpo and kto 1, or 20 steps; "
+            "grpo and opd 1 a round",
         ),
     ] = None,
     attach: Annotated[bool | None, typer.Option("--attach/--no-attach", help="Answer with the result at once.")] = None,
