@@ -53,6 +53,9 @@ class EngineSettings(CommonSettings):
     Empty: for the GPU itself."""
     cache_dir: Path = Path("~/.cache/temper")
     """Compiled GPU kernels are kept here, so that only the first start compiles them, and what `temper tune` found."""
+    kernel_archives: Path | None = None
+    """Directory of archives of compiled kernels (`temper kernels pack`). A start whose cache_dir has no kernels yet
+    unpacks the archive that fits its card and Triton; unset: it compiles."""
     tune: Literal["off", "kept", "start"] = "kept"
     """Configurations of GPU kernels. kept: those that `temper tune` found for this GPU, driver and model, else the
     table's. start: as kept, and a start that finds none searches first, for tune_seconds. off: the table's."""

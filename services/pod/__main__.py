@@ -1,21 +1,25 @@
 """`python -m services.pod`: engine and trainer of one device, configured by TEMPER_* (services/engine/settings.py).
 
-`python -m services.pod tune`, for `temper tune`: a search for faster kernels instead of an engine. One JSON object a
-line on standard output, as of services.adapter_tools: progress, at the end the result or an error.
+`python -m services.pod tune`, for `temper tune`: a search for faster kernels instead of an engine. `… pack-kernels
+DESTINATION [sm90]`, for `temper kernels pack`: an archive of compiled kernels. One JSON object a line on standard
+output, as of services.adapter_tools: progress, at the end the result or an error.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
-from services.common.errors import TemperError
+from services.common.errors import InvalidRequest, TemperError
 from services.common.security.tls import Certificates
 from services.common.shutdown import end_on_signals
 from services.common.telemetry.logging import configure_logging
 from services.common.telemetry.recent_logs import RecentLogs
+from services.engine.executors.kernel_archive import pack
 from services.engine.server.health import HealthServer, ProcessHealth
 from services.engine.settings import EngineSettings
 from services.pod.preflight import check_all, check_model_directory, check_tls, read_settings, use_kernel_cache
@@ -37,29 +41,54 @@ async def _run(
     await serve(settings, trainer, stop, health, certificates, recent)
 
 
+def _emit(event: str, **fields: Any) -> None:
+    sys.stdout.write(json.dumps({"event": event, **fields}) + "\n")
+    sys.stdout.flush()
+
+
+def pack_kernels(destination: str, card: str = "") -> int:
+    """Packs the compiled kernels of this machine. Returns the exit status, 1 with an error event.
+
+    Args:
+        card: class of cards, "sm90"; empty: the only one whose kernels are here.
+    """
+    try:
+        settings, _ = read_settings()
+        cache = use_kernel_cache(settings)
+        if card and not re.fullmatch(r"sm[0-9]{2,3}", card):
+            raise InvalidRequest(
+                f"{card!r} is no class of cards: sm and its compute capability, e.g. sm90", param="card"
+            )
+        path, manifest = pack(cache, Path(destination), int(card[2:]) if card else None)
+    except TemperError as error:
+        _emit("error", message=error.message, code=error.code)
+        return 1
+    except OSError as error:
+        _emit("error", message=f"{destination} cannot be written: {error.strerror}", code="invalid_request")
+        return 1
+    size = path.stat().st_size
+    _emit("result", file=str(path), arch=manifest.arch, triton=manifest.triton, kernels=manifest.kernels, bytes=size)
+    return 0
+
+
 def tune() -> int:
     """Tunes the kernels to this machine's GPU. Returns the exit status, 1 with an error event."""
-
-    def emit(event: str, **fields: Any) -> None:
-        sys.stdout.write(json.dumps({"event": event, **fields}) + "\n")
-        sys.stdout.flush()
-
     try:
         settings, trainer = read_settings()
         configure_logging(settings, trainer, service="tune")
         end_on_signals()
         use_kernel_cache(settings)
         check_model_directory(settings)
-        emit("progress", stage="loading the model", done=0, total=0)
+        _emit("progress", stage="loading the model", done=0, total=0)
         # Imported after the checks: torch takes seconds.
         from services.pod.engine import tune_engine
 
         def told(seconds: float, found: str) -> None:
-            emit("progress", stage=found or "measuring", done=round(seconds, 1), total=settings.tune_seconds)
+            _emit("progress", stage=found or "measuring", done=round(seconds, 1), total=settings.tune_seconds)
 
         outcome, path = tune_engine(settings, told)
     except TemperError as error:
-        emit("error", message=error.message, code=error.code)
+        _emit("error", message=error.message, code=error.code)
         return 1
     bands = [
         {"rows": band.rows, "microseconds": round(1e6 * band.seconds, 1), "gain": round(band.gain, 4)}
@@ -67,7 +96,7 @@ def tune() -> int:
         if band.seconds
     ]
     kept = None if path is None else str(path)
-    emit("result", bands=bands, seconds=round(outcome.seconds, 1), candidates=outcome.trials, file=kept)
+    _emit("result", bands=bands, seconds=round(outcome.seconds, 1), candidates=outcome.trials, file=kept)
     return 0
 
 
@@ -97,4 +126,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["pack-kernels"]:
+        raise SystemExit(pack_kernels(*sys.argv[2:]))
     raise SystemExit(tune() if sys.argv[1:] == ["tune"] else main())

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Literal
 
@@ -15,6 +16,7 @@ import torch
 from kernels.gpu.launch.device import DeviceLimits, limits_of, named
 from kernels.gpu.launch.resources import Excess, excess_of
 from services.common.errors import DoesNotFit, InvalidRequest
+from services.engine.executors.kernel_archive import unpack_fitting
 from services.engine.models.config import ModelConfig
 from services.engine.settings import EngineSettings
 
@@ -126,6 +128,16 @@ def check_device(settings: EngineSettings, device: Device) -> None:
             "another directory",
             param="cache_dir",
         ) from error
+
+
+def unpack_kernels(settings: EngineSettings, device: Device) -> None:
+    """Fills an empty cache of compiled kernels from an archive that fits the device, if there is one."""
+    if device.kind == "cuda" and settings.kernel_archives is not None:
+        # Imported here: a pod without a GPU needs no Triton. It knows where it looks, whoever has said so.
+        import triton
+
+        arch = 10 * device.capability[0] + device.capability[1]
+        unpack_fitting(settings.kernel_archives, Path(triton.knobs.cache.dir), arch, device.triton)
 
 
 def _check_gpu(settings: EngineSettings, device: Device) -> None:

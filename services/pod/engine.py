@@ -48,7 +48,7 @@ from services.engine.observability.status import TierStatus
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.server.conversation_session_manager import ConversationSessionManager
 from services.engine.settings import EngineSettings
-from services.pod.device import Device, check_device, kernels_fit, with_quantization
+from services.pod.device import Device, check_device, kernels_fit, unpack_kernels, with_quantization
 from services.pod.memory import device_bytes, limit_allocations, plan, state_slots, storage, teacher_storage
 from services.pod.runner import Gate, Queue, build_gate, build_runner, gpu_tuning, prefill_alignment, step_queue
 from services.pod.teacher import load_teacher, second_config
@@ -165,6 +165,7 @@ def build_engine(
     stream = events or EventStream()
     hardware = Device.of(settings)
     check_device(settings, hardware)
+    unpack_kernels(settings, hardware)
     device = hardware.torch
     codec = TextCodec.from_directory(settings.model)
     planned = _plan(settings, hardware, codec, None if guest is None else guest.nbytes)

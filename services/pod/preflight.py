@@ -10,6 +10,7 @@ import socket
 import time
 import urllib.parse
 from collections.abc import Callable
+from pathlib import Path
 
 import redis
 import structlog
@@ -108,15 +109,15 @@ def check_model_directory(settings: EngineSettings) -> None:
             raise CheckpointRejected(f"TEMPER_MODEL={settings.model}: there is no {name} in that directory")
 
 
-def use_kernel_cache(settings: EngineSettings) -> None:
-    """Sets the directory where Triton keeps compiled kernels. Triton reads the variable when it is imported, so this
-    comes first. A TRITON_CACHE_DIR that is already set stays.
+def use_kernel_cache(settings: EngineSettings) -> Path:
+    """Sets the directory where Triton keeps compiled kernels, and returns it. Triton reads the variable when it is
+    imported, so this comes first. A TRITON_CACHE_DIR that is already set stays.
 
     Raises:
         InvalidRequest: the directory cannot be determined.
     """
     try:
-        os.environ.setdefault("TRITON_CACHE_DIR", str(settings.kernel_cache_dir))
+        return Path(os.environ.setdefault("TRITON_CACHE_DIR", str(settings.kernel_cache_dir)))
     except ValueError as error:
         raise InvalidRequest(str(error), param="cache_dir") from error
 

@@ -23,6 +23,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     ),
     "pull": ("pull Qwen/Qwen3.5-4B", "pull s3://models/qwen3.5-4b --directory /models/qwen3.5-4b"),
     "tune": ("tune --model /models/qwen3.5-4b --quantization fp8",),
+    "kernels pack": ("kernels pack /opt/temper/kernels --card sm90",),
     "chat": ("chat", "chat 'What is 3 + 4?' --adapter polite@3", "chat - --no-think", "chat --store"),
     "agent": ("agent", "agent --workspace ."),
     "run": ("run --prompt 'Which file is the longest?' --workspace . --json",),

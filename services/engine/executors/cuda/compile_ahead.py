@@ -31,6 +31,7 @@ from triton.runtime import driver
 
 from kernels.gpu.launch.compiler import prepare_compiler
 from services.engine.executors.compiler_pool import CompilerPool
+from services.engine.executors.kernel_archive import MARKER
 
 log = structlog.get_logger(__name__)
 
@@ -195,7 +196,7 @@ def compile_ahead(launch: Callable[[], None], pool: Executor | None = None) -> i
         log.warning("kernels did not compile ahead", kernels=len(failed), of=len(jobs), first=failed[0])
     else:
         marker.parent.mkdir(parents=True, exist_ok=True)
-        marker.touch()
+        marker.write_text(str(target.arch))  # for whoever packs the kernels of one architecture
     return len(jobs) - len(failed)
 
 
@@ -204,7 +205,7 @@ def _marker(variants: Sequence[Variant], target: GPUTarget) -> Path:
     digest = hashlib.sha256(f"{triton.__version__} {target}".encode())
     for identity in sorted(variant.identity() for variant in variants):
         digest.update(identity.encode())
-    return Path(triton.knobs.cache.dir) / f"compiled-{digest.hexdigest()[:32]}"
+    return Path(triton.knobs.cache.dir) / f"{MARKER}{digest.hexdigest()[:32]}"
 
 
 class Target:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from services.engine.executors.kernel_archive import pack, unpack_fitting
 
 SCRIPT = """
 import os
@@ -100,12 +103,20 @@ def environment(cache: Path) -> dict[str, str]:
 
 
 def test_what_a_run_launches_is_compiled_once(tmp_path: Path) -> None:
+    """And not at all where the kernels come from an archive."""
+    cache, other = tmp_path / "cache", tmp_path / "other"
     command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path), timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(cache), timeout=200)
     names = ["prefill_kernel", "_write_tables_kernel", "_copy_states_kernel", "_prepare_kernel", "dot_kernel"]
     names.append("_decode_kernel")
     assert done.stdout.splitlines() == ["6 0", str(names), "[]"], done.stderr
-    assert len(list(tmp_path.rglob("*.cubin"))) == 6
+    assert len(list(cache.rglob("*.cubin"))) == 6
+    _, manifest = pack(cache, tmp_path)
+    assert (manifest.arch, manifest.kernels) == (90, 6)
+    shutil.rmtree(cache)
+    assert unpack_fitting(tmp_path, other, 90, manifest.triton) is not None
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(other), timeout=200)
+    assert done.stdout.splitlines() == ["0 0", str(names), "[]"], done.stderr
 
 
 def test_every_launch_of_an_engine_is_compiled_ahead(tmp_path: Path) -> None:
