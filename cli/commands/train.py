@@ -38,13 +38,16 @@ def submit(
     start_from: Annotated[str | None, typer.Option(help='"name", "name@3" or "base".')] = None,
     learning_rate: Annotated[
         float | None,
-        typer.Option(show_default="at 4B: sft 2e-4, dpo and kto 2e-5, grpo 4e-5, opd 1e-4; higher for smaller models"),
+        typer.Option(
+            show_default="at 4B: sft 2e-4, dpo and kto 2e-5, grpo 4e-5, opd and draft 1e-4; higher for smaller models"
+        ),
     ] = None,
     epochs: Annotated[
         int | None,
         typer.Option(
             min=1,
-            show_default="sft 3, or as many as make 30 steps; dpo and kto 1, or 20 steps; grpo and opd 1 a round",
+            show_default="sft and draft 3, or as many as make 30 steps; dpo and kto 1, or 20 steps; "
+            "grpo and opd 1 a round",
         ),
     ] = None,
     attach: Annotated[bool | None, typer.Option("--attach/--no-attach", help="Answer with the result at once.")] = None,

@@ -29,6 +29,8 @@ _SHOWN = (
     "eval_divergence",
     "eval_loss",
     "token_accuracy",
+    "acceptance",
+    "eval_acceptance",
     "grad_norm",
     "tokens_per_second",
     "gate_items_done",

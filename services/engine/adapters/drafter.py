@@ -45,6 +45,8 @@ class FollowedDrafter:
         self._base_digest = base_digest
         self._tried: str | None = None
         """The manifest's digest that was loaded or refused last; empty: there was no version."""
+        self._digest = ""
+        """Digest of the version that drafts."""
         self.version: AdapterVersion | None = None
         """Version that drafts; None: the checkpoint's own layer does."""
 
@@ -63,6 +65,8 @@ class FollowedDrafter:
         except NotFound:
             manifest = None
         seen = "" if manifest is None else manifest.digest
+        if manifest is not None and seen == self._digest:
+            self.version = manifest.ref  # of equal files
         if seen == self._tried:
             return
         if manifest is None:
@@ -81,7 +85,7 @@ class FollowedDrafter:
             return
         at_boundary(write)
         log.info("drafter loaded", version=str(version), before=str(self.version or "the checkpoint's own"))
-        self.version = version
+        self.version, self._digest = version, manifest.digest
 
     def _check(self, manifest: Manifest) -> None:
         if manifest.kind != "drafter":

@@ -72,14 +72,14 @@ async def _exists(adapters: AdapterServices, version: AdapterVersion) -> bool:
     """True if there is such a version. While the object store is away: if an engine has it."""
     try:
         async with asyncio.timeout(_PATIENCE):
-            await adapters.threads.run(adapters.registry.manifest, version)
+            manifest = await adapters.threads.run(adapters.registry.manifest, version)
+            return manifest.kind == "adapter"
     except ModelNotFound:
         return False
     except (Unavailable, TimeoutError) as error:
         log.warning("a version is looked for in the engines", error=str(error) or "the object store hangs")
         statuses = [client.status for client in adapters.engines.clients if client.status is not None]
         return any(str(version) in status.loaded_adapters for status in statuses)
-    return True
 
 
 @routes.get("/v1/models", Permission(ANY_KEY))

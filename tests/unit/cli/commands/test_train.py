@@ -278,8 +278,8 @@ def test_unequal_rewards_are_refused_here(tmp_path: Path) -> None:
 
 def test_help_tells_the_defaults_of_training() -> None:
     told = " ".join(temper("train", "submit", "--help").stdout.replace("│", " ").split())
-    assert "at 4B: sft 2e-4, dpo and kto 2e-5, grpo 4e-5, opd 1e-4; higher for smaller models" in told
-    assert "sft 3, or as many as make 30 steps; dpo and kto 1, or 20 steps" in told
+    assert "at 4B: sft 2e-4, dpo and kto 2e-5, grpo 4e-5, opd and draft 1e-4; higher for smaller models" in told
+    assert "sft and draft 3, or as many as make 30 steps; dpo and kto 1, or 20 steps" in told
 
 
 def test_a_misspelt_kind_is_named(tmp_path: Path) -> None:

@@ -74,6 +74,15 @@ def test_it_follows_the_pointer_forwards_and_back(world: World) -> None:
     assert world.layer.written == [b"one", b"two", b"one"]
 
 
+def test_equal_files_are_not_loaded_again(world: World) -> None:
+    drafter = world.following()
+    world.publish(b"one")
+    world.look(drafter)
+    world.publish(b"one")
+    assert world.look(drafter) == "sharp@2"
+    assert world.layer.written == [b"one"]
+
+
 def test_one_that_is_named_with_its_version_stays(world: World) -> None:
     world.publish(b"one")
     drafter = world.following(number=1)

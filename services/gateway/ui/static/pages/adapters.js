@@ -40,7 +40,7 @@ function Node({ node, chosen, choose }) {
     <li>
       <button class="node" aria-pressed=${version.id === chosen} onClick=${() => choose(version.id)}>
         <strong>${version.id}</strong>
-        ${version.attached && html`<${Chip}>attached<//>`}${version.current && html`<${Chip}>current<//>`}
+        ${version.kind === "drafter" && html`<${Chip}>drafter<//>`}${version.attached && html`<${Chip}>attached<//>`}${version.current && html`<${Chip}>current<//>`}
         <span class="muted">${outside ? `from ${version.parent} · ` : ""}${version.metrics.loss === undefined ? "" : `loss ${number(version.metrics.loss)} · `}${moment(version.created_at)}</span>
       </button>
       ${children.length > 0 && html`<ul class="tree">${children.map((child) => html`<${Node} key=${child.version.id} node=${child} chosen=${chosen} choose=${choose} />`)}</ul>`}
@@ -117,15 +117,16 @@ function Version({ version, found, actions }) {
   const mayRuns = useMay("train", "admin");
   const metrics = Object.entries(version.metrics).filter(([name]) => !name.endsWith("seconds"));
   const download = () => attempt(() => save(`${pathOf(version.name)}/download`, `${version.id}.tar.gz`, { version: version.version }));
+  const answers = version.kind !== "drafter";
   const buttons = html`
-    <a class="button" href=${`#/chat?model=${encodeURIComponent(version.id)}&beside=${encodeURIComponent(version.parent ?? "base")}`}>Compare in the chat</a>
-    ${mayAttach && (version.attached ? html`<button onClick=${() => actions.detach(version.name)}>Detach</button>` : html`<button onClick=${() => actions.attach(version)}>Attach</button>`)}
+    ${answers && html`<a class="button" href=${`#/chat?model=${encodeURIComponent(version.id)}&beside=${encodeURIComponent(version.parent ?? "base")}`}>Compare in the chat</a>`}
+    ${answers && mayAttach && (version.attached ? html`<button onClick=${() => actions.detach(version.name)}>Detach</button>` : html`<button onClick=${() => actions.attach(version)}>Attach</button>`)}
     ${mayDownload && html`<button onClick=${download}>Download</button>`}
   `;
   return html`
     <${Card} title=${version.id} actions=${buttons}>
       <${Figures}>
-        <${Figure} label="Rank" value=${version.rank} />
+        ${answers && html`<${Figure} label="Rank" value=${version.rank} />`}
         <${Figure} label="Size" value=${bytes(version.size_bytes)} />
         <${Figure} label="Made" value=${moment(version.created_at)} />
         <${Figure} label="From" value=${version.parent ?? "the base"} />

@@ -69,6 +69,7 @@ def test_a_drafter_is_a_version_that_answers_nothing(http: httpx.Client) -> None
     kinds = {one["name"]: one["kind"] for one in http.get("/v1/adapters").json()["data"]}
     assert kinds == {"sharp": "drafter", "bot": "adapter"}
     assert [model["id"] for model in http.get("/v1/models").json()["data"]] == [MODEL, "bot"]
+    assert [http.get(f"/v1/models/{name}").status_code for name in ("bot@1", "sharp@1", "sharp")] == [200, 404, 404]
     assert http.get("/v1/adapters/sharp/download", params={"file": DRAFTER_CONFIG}).json()["format"] == 1
 
     attach = http.post("/v1/adapters/sharp/attach")
