@@ -21,6 +21,7 @@ from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import CheckpointRejected, InvalidRequest
 from services.common.pb import engine_pb2 as pb
 from services.common.storage.object_store import ObjectStore
+from services.common.telemetry.stopwatch import Stopwatch, rate
 from services.common.text.tokenizer import TextCodec
 from services.engine.adapters.drafter import FollowedDrafter
 from services.engine.adapters.loader import AdapterLoader
@@ -351,7 +352,7 @@ def _plan(settings: EngineSettings, hardware: Device, codec: TextCodec, availabl
 
 
 def _load(planned: _Planned, hardware: Device) -> CausalLM:
-    settings = planned.settings
+    settings, watch = planned.settings, Stopwatch()
     model = load_model(
         settings.model,
         dtype=planned.dtype,
@@ -360,7 +361,8 @@ def _load(planned: _Planned, hardware: Device) -> CausalLM:
         mtp=settings.speculative == "mtp",
         kernels=hardware.kernels(),
     )
-    log.info("weights loaded", bytes=model.nbytes())
+    seconds = watch.lap()
+    log.info("weights loaded", bytes=model.nbytes(), seconds=seconds, gb_per_second=rate(model.nbytes(), seconds))
     return model
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import structlog
 import torch
 
+from services.common.telemetry.stopwatch import Stopwatch
 from services.engine.compute_sharing.device_order import StreamGate
 from services.engine.compute_sharing.host_lock import SliceGate
 from services.engine.executors.cpu.cache_transfer import CpuCacheTransfer
@@ -75,8 +76,9 @@ def build_runner(
                 _search(tuning)
             else:
                 log.info("kernels are not tuned to this GPU: `temper tune` does that, in a minute")
+        watch = Stopwatch()
         runner.warm_up()
-    log.info("graphs captured", graphs=runner.captures)
+    log.info("graphs captured", graphs=runner.captures, seconds_with_kernels=watch.lap())
     return DeviceExecutor(runner, lambda identity: CudaCacheTransfer(device_cache, runner.stream, identity))
 
 

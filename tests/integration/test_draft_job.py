@@ -65,7 +65,7 @@ def answers(pod: Pod, adapter: AdapterChoice, temperature: float) -> tuple[list[
     pod.settle()
     after = pod.engine.loop.status().counts
     drafted = after.num_draft_tokens - before.num_draft_tokens
-    assert drafted > 40
+    assert drafted >= 20
     return found, (after.num_accepted_tokens - before.num_accepted_tokens) / drafted
 
 

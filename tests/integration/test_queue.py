@@ -103,6 +103,17 @@ async def test_idempotency(queue: JobQueue, raw: redis.Redis) -> None:
     assert len({job.id for job in many}) == 1
 
 
+async def test_a_job_that_follows_on_another_is_submitted_once(queue: JobQueue, consumers: Consumers) -> None:
+    first, again = consumers("a"), consumers("b")
+    made = first.submit(sft(), idempotency_key="draft-for-job", key_id="key-1", traceparent="00-ab")
+    assert again.submit(sft(), idempotency_key="draft-for-job", key_id="key-1") == made
+    (job,) = await queue.list()
+    assert (job.id, job.state, job.key_id) == (made, JobState.QUEUED, "key-1")
+    with pytest.raises(Conflict, match=made):
+        again.submit(sft(epochs=9), idempotency_key="draft-for-job", key_id="key-1")
+    assert must_claim(first).id == made
+
+
 async def test_a_key_stands_for_the_request_and_not_for_what_was_made_of_it(queue: JobQueue) -> None:
     assert await queue.submitted("k", "request") is None
     job = await queue.submit(sft(), idempotency_key="k", request_sha="request")

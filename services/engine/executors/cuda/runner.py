@@ -20,6 +20,7 @@ from kernels.gpu.copies.block_tables import write_tables
 from kernels.gpu.launch.trusted_constants import trust_constants
 from kernels.gpu.sampling.sample import ROW_WORDS
 from kernels.gpu.segments import TILE
+from services.common.telemetry.stopwatch import Stopwatch
 from services.engine.constraints.masks import NO_MASKS, RowMasks
 from services.engine.executors.cuda.block_tables import TableEntries, TableShadow
 from services.engine.executors.cuda.buffers import LoadedStep, StepBuffers, StepShape
@@ -244,12 +245,12 @@ class CudaRunner:
             compilers: a CompilerPool to compile on; None: a pool for this call, if anything is not compiled yet.
         """
         trust_constants()
-        shapes = self.warm_up_shapes
+        watch, shapes = Stopwatch(), self.warm_up_shapes
         # Each kernel once is enough to load it, and a few layers need as much memory as all: nothing of a layer stays.
         few = self.forward.one_of_each_layer()
         with self._stream.active():
             compiled = compile_ahead(lambda: self._launch_all(shapes, few), compilers)
-            log.info("kernels compiled", kernels=compiled)
+            log.info("kernels compiled", kernels=compiled, seconds=watch.lap())
             with compiled_here() as late:
                 self._launch_all(shapes, few)
                 for shape in (shapes[0], shapes[-1]):
@@ -257,7 +258,7 @@ class CudaRunner:
         if late:
             log.warning("kernels were not compiled ahead", kernels=sorted(set(late)), count=len(late))
         self._stream.synchronize()
-        log.info("kernels loaded")
+        log.info("kernels loaded", seconds=watch.lap())
         if self._shapes:
             self._graphs.capture(self._shapes, adapters=self._has_adapters)
             if self._speculation is not None:
