@@ -114,8 +114,7 @@ class CudaRunner:
         self._sampled = sampled = most_decode_rows(limits.max_num_seqs, speculative=limits.speculative)
         self._cache = cache
         self._lora = lora
-        self._has_adapters = lora.num_slots > 1
-        self._stream = EngineStream(device)
+        self._has_adapters, self._stream = lora.num_slots > 1, EngineStream(device)
         max_blocks = -(-limits.max_model_len // cache.block_size)
         self._tables = torch.zeros(cache.num_slots, -(-max_blocks // 4) * 4, dtype=torch.int32, device=device)
         self._shadow = TableShadow(cache.num_slots, self._tables.shape[1])
@@ -263,10 +262,10 @@ class CudaRunner:
             self._graphs.capture(self._shapes, adapters=self._has_adapters)
             if self._speculation is not None:
                 self._draft_graphs.capture(self._shapes, adapters=self._has_adapters)
-                sizes = draft_buckets(min(self._limits.max_num_seqs, self._limits.largest_graph))
+                limits, block_size = self._limits, self._cache.block_size
+                sizes = draft_buckets(min(limits.max_num_seqs, limits.largest_graph))
                 self._speculation.capture(sizes)
-                most, block_size = self._limits.max_model_len, self._cache.block_size
-                self.costs = measured_costs(self.launch, self._stream, sizes, most, block_size)
+                self.costs = measured_costs(self.launch, self._stream, sizes, limits.max_model_len, block_size)
         self._stream.synchronize()
 
     def _launch_all(self, shapes: Sequence[StepShape], forward: DeviceForward) -> None:
