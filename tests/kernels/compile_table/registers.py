@@ -13,6 +13,8 @@ _REGISTER = re.compile(r"\bUR(\d+)\b")
 _DESCRIPTOR = re.compile(r"gdesc\[UR(\d+)\]")
 _WRITERS = ("U", "R2UR", "S2UR", "CS2UR", "VOTEU", "LDCU", "REDUX", "CREDUX")
 """Beginnings of instructions that write their first operand behind predicates, if it is a uniform register at all."""
+_BLACKWELL = "UTC"
+"""Beginning of the tensor cores' instructions from compute capability 10.0 on."""
 _PREDICATE = re.compile(r"U?P[0-9T]")
 _READERS = ("UTMA", "UBLK", "UCGA")
 """Those that only read, though they begin alike: the copy engine's."""
@@ -36,7 +38,7 @@ def unwritten(disassembly: str) -> dict[int, str]:
                 written |= {int(first[1]) + place for place in range(_width(operation))}
                 del operands[0]
             text = ",".join(operands)
-        for number in _read(text, operands):
+        for number in _read(operation, text, operands):
             readers.setdefault(number, " ".join(match[0].split()))
     return {number: readers[number] for number in sorted(readers.keys() - written)}
 
@@ -51,9 +53,12 @@ def _width(operation: str) -> int:
     return 4 if ".128" in operation else 2 if ".64" in operation or ".WIDE" in operation else 1
 
 
-def _read(text: str, operands: list[str]) -> set[int]:
+def _read(operation: str, text: str, operands: list[str]) -> set[int]:
     numbers: set[int] = set()
-    if descriptor := _DESCRIPTOR.search(text):
+    if operation.startswith(_BLACKWELL):
+        # A descriptor each of A, unless it is in tensor memory, and of B.
+        numbers = {int(start) + place for start in _DESCRIPTOR.findall(text) for place in range(2)}
+    elif descriptor := _DESCRIPTOR.search(text):
         # Two descriptors, two registers each. With A in registers only the second one is looked at.
         start, text = int(descriptor[1]), text.replace(descriptor[0], "")
         held = re.fullmatch(r"R\d+(\.\w+)?", operands[1]) is not None

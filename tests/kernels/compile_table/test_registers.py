@@ -46,6 +46,8 @@ def test_a_register_that_nothing_writes_is_named_with_who_reads_it() -> None:
         ("VOTEU.ANY UR36, UPT, P0", set()),
         ("HGMMA.64x16x16.F32.BF16 R24, gdesc[UR36], R24", {36, 37, 38, 39}),
         ("HGMMA.64x16x16.F32.BF16 R24, R44, gdesc[UR36], R24, gsb0", {38, 39}),
+        ("UTCHMMA gdesc[UR36], gdesc[UR40], tmem[UR7], tmem[UR26], idesc[UR27], UPT", {7, 26, 27, 36, 37, 40, 41}),
+        ("UTCHMMA tmem[UR24], gdesc[UR28], tmem[UR7], tmem[UR26], idesc[UR27], UPT", {7, 24, 26, 27, 28, 29}),
         ("UTMALDG.2D [UR36], [UR40]", {36, 40}),
         ("LDG.E R98, desc[UR40][R8.64]", {40}),
         ("UMOV UR4, URZ", set()),
