@@ -21,6 +21,7 @@ from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import CheckpointRejected, InvalidRequest
 from services.common.pb import engine_pb2 as pb
 from services.common.storage.object_store import ObjectStore
+from services.common.telemetry.stopwatch import Stopwatch, rate
 from services.common.text.tokenizer import TextCodec
 from services.engine.adapters.drafter import FollowedDrafter
 from services.engine.adapters.loader import AdapterLoader
@@ -351,7 +352,7 @@ def _plan(settings: EngineSettings, hardware: Device, codec: TextCodec, availabl
 
 
 def _load(planned: _Planned, hardware: Device) -> CausalLM:
-    settings = planned.settings
+    settings, watch = planned.settings, Stopwatch()
     model = load_model(
         settings.model,
         dtype=planned.dtype,
@@ -360,7 +361,8 @@ def _load(planned: _Planned, hardware: Device) -> CausalLM:
         mtp=settings.speculative == "mtp",
         kernels=hardware.kernels(),
     )
-    log.info("weights loaded", bytes=model.nbytes())
+    seconds = watch.lap()
+    log.info("weights loaded", bytes=model.nbytes(), seconds=seconds, gb_per_second=rate(model.nbytes(), seconds))
     return model
 
 
@@ -432,7 +434,7 @@ def _limits(
             prefix_cache=settings.prefix_cache,
             mixed_prefill_tokens=settings.mixed_prefill_tokens,
             prefill_alignment=prefill_alignment(settings),
-            speculative=settings.speculative == "mtp",
+            draft_tokens=settings.draft_tokens if settings.speculative == "mtp" else 0,
             block_bytes=memory.kv // memory.num_blocks,
             slot_bytes=memory.states // state_slots(settings),
             token_seconds=2 * config.parameters() / _RATE[device.type],

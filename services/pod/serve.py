@@ -23,6 +23,7 @@ from services.common.shutdown import StopSignals, end_now
 from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.prometheus import serve as serve_metrics
 from services.common.telemetry.recent_logs import RecentLogs
+from services.common.telemetry.stopwatch import process_seconds
 from services.common.telemetry.tracing import Tracer, open_tracer
 from services.engine.kv_cache.keys import Tier
 from services.engine.observability.events import EventStream
@@ -151,6 +152,7 @@ async def _serve(
         model=settings.served_model_name,
         device=engine.description.device,
         seconds=round(time.monotonic() - started, 1),
+        process_seconds=process_seconds(),
     )
     try:
         reason = await _watch(stop, lambda: _dead_thread(engine, training), settings.exit_with_parent, parent)

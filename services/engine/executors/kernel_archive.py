@@ -171,7 +171,7 @@ def unpack_fitting(archives: Path, cache: Path, arch: int, triton: str) -> Path 
         except (OSError, ValueError) as error:
             log.warning("kernels.archive_refused", archive=str(archive), error=str(error))
             continue
-        log.info("kernels.unpacked", archive=archive.name, kernels=count, seconds=round(time.monotonic() - began, 2))
+        log.info("kernels unpacked", archive=archive.name, kernels=count, seconds=round(time.monotonic() - began, 2))
         return archive
     log.info("kernels.no_archive_fits", archives=str(archives), arch=arch, triton=triton)
     return None

@@ -22,6 +22,8 @@ class Counts:
     slots_total: int
     preemptions: int
     """Preemptions since the start."""
+    num_drafts: int = 0
+    """Chunks with draft tokens."""
     num_draft_tokens: int = 0
     """Draft tokens that were verified since the start."""
     num_accepted_tokens: int = 0
