@@ -35,6 +35,7 @@ TIMEOUT = 60.0
 class _Manifest:
     digest: str
     base_digest: str = ""
+    kind: str = "adapter"
 
 
 @dataclass

@@ -36,7 +36,15 @@ async def serve(engine: InProcessEngine) -> None:
     health = HealthReporter(state)
     built = engine.engine
     serving = Serving(
-        loop, built.adapters, built.bind, built.constraints, built.codec, built.description, 4096, lambda: ""
+        loop,
+        built.adapters,
+        built.bind,
+        built.read_drafter,
+        built.constraints,
+        built.codec,
+        built.description,
+        4096,
+        lambda: "",
     )
     server = make_server(serving, health.servicer, 64 * 2**20)
     port = bind(server, "127.0.0.1", 0)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -14,6 +15,10 @@ from torch import Tensor
 from benchmarks.kernels.timing import Case, Tensors, Work
 from kernels.gpu.attention.pages import KvPages
 from kernels.gpu.segments import Segments
+
+if TYPE_CHECKING:
+    from kernels.gpu.delta.waiting_writes import WaitingWrites
+
 
 KEY_HEADS, VALUE_HEADS, HEAD = 16, 32, 128
 CONV_DIM, VALUE_SIZE, KERNEL = 8192, 4096, 4
@@ -66,29 +71,41 @@ def exact_delta(m: _Mixer, rows: slice, state: Tensor) -> Tensor:
     return (o / (o.square().mean(-1, keepdim=True) + EPS).sqrt() * m.norm.double() * F.silu(z)).flatten(1)
 
 
+def _states(
+    t: Tensors, m: _Mixer, sequences: int, dtype: torch.dtype, room: int
+) -> tuple[list[Tensor], list[WaitingWrites | None]]:
+    """States of sequences in slots from 1 on, as many copies as push each other out of the caches, and what waits
+    beside them; room 0: nothing does."""
+    from kernels.gpu.delta.waiting_writes import WaitingWrites
+
+    shape = (sequences + 1, VALUE_HEADS, HEAD, HEAD)
+    copies = t.copies(sequences * VALUE_HEADS * HEAD * HEAD * dtype.itemsize)
+    states = [t.normal(*shape, scale=0.1, dtype=dtype) for _ in range(copies)]
+    waiting: list[WaitingWrites | None] = [None] * copies
+    for index in range(copies if room else 0):
+        waiting[index] = writes = WaitingWrites.allocate(
+            sequences + 1,
+            heads=VALUE_HEADS,
+            key_dim=HEAD,
+            value_dim=HEAD,
+            room=room,
+            dtype=m.mixed.dtype,
+            device=t.device,
+        )
+        writes.clear()
+    return states, waiting
+
+
 def delta_step(rows: int, dtype: torch.dtype, room: int = 0) -> Case:
     """``room``: of writes that wait; 0: states are written back."""
 
     def make(t: Tensors) -> Work:
         from kernels.gpu.delta.step import gated_delta_step
-        from kernels.gpu.delta.waiting_writes import WaitingWrites
 
         m = _Mixer(t, rows)
         nbytes = rows * VALUE_HEADS * HEAD * HEAD * dtype.itemsize
-        states = [t.normal(rows + 1, VALUE_HEADS, HEAD, HEAD, scale=0.1, dtype=dtype) for _ in range(t.copies(nbytes))]
+        states, waiting = _states(t, m, rows, dtype, room)
         slots, before = t.ints(range(1, rows + 1)), states[0][1 : min(rows, 2) + 1].clone()
-        waiting: list[WaitingWrites | None] = [None] * len(states)
-        for index in range(len(states) if room else 0):
-            waiting[index] = writes = WaitingWrites.allocate(
-                rows + 1,
-                heads=VALUE_HEADS,
-                key_dim=HEAD,
-                value_dim=HEAD,
-                room=room,
-                dtype=m.mixed.dtype,
-                device=t.device,
-            )
-            writes.clear()
         return Work(
             [
                 partial(
@@ -108,37 +125,40 @@ def delta_step(rows: int, dtype: torch.dtype, room: int = 0) -> Case:
     return Case("gated_delta_step", f"rows={rows} state={str(dtype).removeprefix('torch.')}{waits}", make)
 
 
-def delta_verify(sequences: int, length: int, warps: int) -> Case:
-    """Answers of ``length`` tokens, a draft token in each, into other slots; ``warps`` of a program."""
+def delta_verify(sequences: int, group: int, warps: int) -> Case:
+    """Tokens of each sequence with draft tokens, every other step with room for its writes; ``warps`` of a program."""
 
     def make(t: Tensors) -> Work:
         from kernels.gpu.delta.verify import gated_delta_verify
 
-        rows = sequences * length
+        rows = sequences * group
         m = _Mixer(t, rows)
         nbytes = sequences * VALUE_HEADS * HEAD * HEAD * 4
-        shape = (2 * sequences + 1, VALUE_HEADS, HEAD, HEAD)
-        states = [t.normal(*shape, scale=0.1, dtype=torch.float32) for _ in range(t.copies(nbytes))]
-        slots = range(1, sequences + 1)
-        segments = Segments.build(
-            [length] * sequences,
-            [9] * sequences,
-            slots,
-            [0] * sequences,
-            t.device,
-            out_slots=[slot + sequences for slot in slots],
-        )
+        states, waiting = _states(t, m, sequences, torch.float32, room=8)
+        slots = t.ints([slot for slot in range(1, sequences + 1) for _ in range(group)])
+        before = states[0][1].double()
         return Work(
             [
-                partial(gated_delta_verify, m.mixed, m.projected, *m.parameters(), state, segments, num_warps=warps)
-                for state in states
+                partial(
+                    gated_delta_verify,
+                    m.mixed,
+                    m.projected,
+                    *m.parameters(),
+                    state,
+                    slots,
+                    late,
+                    group,
+                    num_warps=warps,
+                )
+                for state, late in zip(states, waiting, strict=True)
+                if late is not None
             ],
-            2 * nbytes + 2 * rows * (WIDTH + VALUE_SIZE),
+            round(1.5 * nbytes) + 2 * rows * (WIDTH + VALUE_SIZE),
             8 * rows * VALUE_HEADS * HEAD * HEAD,
-            lambda result: (result[:length], exact_delta(m, slice(0, length), states[0][1])),
+            lambda result: (result[:group], exact_delta(m, slice(0, group), before)),
         )
 
-    return Case("gated_delta_verify", f"{sequences}x{length} warps={warps}", make)
+    return Case("gated_delta_verify", f"{sequences}x{group} warps={warps}", make)
 
 
 def conv_step(rows: int) -> Case:

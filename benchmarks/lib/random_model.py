@@ -46,6 +46,8 @@ class RandomWeights:
     """With the layer that predicts the token after next."""
     invariant: bool = False
     """Products do not depend on how many rows they have."""
+    draft_head: bool = False
+    """The mtp layer has an int4 copy of the head."""
 
     def build(self) -> ModelWeights:
         """All layers, logits of order one, decays from fast to slow."""
@@ -57,10 +59,10 @@ class RandomWeights:
             head = self._stored(embedding, "fp8")
         elif not config.tie_word_embeddings:
             head = self._matrix(config.vocab_size, config.hidden_size, "none")
-        mtp = self._mtp_layer() if self.mtp else None
+        mtp = self._mtp_layer(embedding) if self.mtp else None
         return ModelWeights(embedding, layers, self._ones(config.hidden_size), head, mtp, self.kernels)
 
-    def _mtp_layer(self) -> MtpWeights:
+    def _mtp_layer(self, embedding: Tensor) -> MtpWeights:
         hidden = self.config.hidden_size
         return MtpWeights(
             embedding_norm=self._ones(hidden),
@@ -68,6 +70,7 @@ class RandomWeights:
             fc=self._matrix(hidden, 2 * hidden),
             layer=self._layer("full_attention"),
             final_norm=self._ones(hidden),
+            head=self._stored(embedding, "int4") if self.draft_head else None,
         )
 
     def _layer(self, kind: LayerType) -> LayerWeights:

@@ -157,10 +157,7 @@ class CountedRunner:
     def __init__(self, runner: Runner, audit: TokenAudit) -> None:
         self._runner = runner
         self._audit = audit
-
-    @property
-    def depth(self) -> int:
-        return self._runner.depth
+        self.depth, self.costs = runner.depth, runner.costs
 
     def launch(self, plan: StepPlan) -> StepHandle:
         self._audit.launched(plan)

@@ -1,61 +1,60 @@
 """Speculation with a chosen share of right draft tokens, for its speed where no trained mtp layer is at hand.
 
-What a draft token costs does not depend on whether it is right; what follows from it does. So the share is imposed
-where the host reads the results: a sampled token is replaced by the draft token for it, or by another token. The text
-means nothing.
+What a draft token costs does not depend on whether it is right; what follows from it does. So the share is imposed on
+the device, between sampling and checking: the token sampled before a draft token is replaced by that draft token, or by
+another one. The text means nothing.
 """
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from services.engine.executors.runner import OpenStep, Runner, StepHandle
-from services.engine.scheduler.step_plan import StepPlan, StepResult
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from services.engine.executors.cuda.buffers import LoadedStep
+    from services.engine.executors.cuda.runner import CudaRunner
+    from services.engine.executors.cuda.speculation import CudaSpeculation, SampledChunks
+
+_DRAWS = 4096
 
 
 class ChosenAcceptance:
-    """A runner whose draft tokens are right as often as wanted.
+    """Draws that decide whether draft tokens are right.
 
     Args:
-        share: of the draft tokens, 0 to 1.
+        share: of the draft tokens behind right ones, 0 to 1.
+        rows: most rows of a step.
     """
 
-    def __init__(self, runner: Runner, share: float, seed: int = 0) -> None:
-        self._runner, self._share = runner, share
-        self._random = random.Random(seed)
+    def __init__(self, speculation: CudaSpeculation, share: float, rows: int, device: torch.device) -> None:
+        self._accept = speculation.accept
+        generator = torch.Generator().manual_seed(0)
+        self._right = (torch.rand(_DRAWS, rows, generator=generator) < share).to(device)
+        self._turn = 0
 
-    @property
-    def depth(self) -> int:
-        return self._runner.depth
-
-    def launch(self, plan: StepPlan) -> StepHandle:
-        """Launches the step as it is."""
-        return _Handle(self, plan, self._runner.launch(plan))
-
-    def open(self, plan: StepPlan) -> OpenStep:
-        """Not supported: nothing is drafted for constrained requests."""
-        raise ValueError(f"no request here is constrained, but a step of {len(plan.chunks)} chunks is")
-
-    def imposed(self, plan: StepPlan, result: StepResult) -> StepResult:
-        """The result with the wanted tokens in front of the draft tokens' own rows."""
-        tokens = list(result.tokens)
-        at = 0
-        for chunk in plan.chunks:
-            if chunk.num_draft_tokens:
-                draft = chunk.token_ids[-1]
-                right = self._random.random() < self._share
-                if right or tokens[at].token_id == draft:
-                    tokens[at] = tokens[at]._replace(token_id=draft if right else max(draft - 1, 1))
-            at += chunk.sampled_rows
-        return replace(result, tokens=tokens)
+    def accept(self, step: LoadedStep, sampling: Tensor, words: Tensor, chunks: SampledChunks, results: Tensor) -> None:
+        """Accepts the tokens of a step behind the draws."""
+        if chunks.group > 1:
+            self._turn = (self._turn + 1) % _DRAWS
+            rows, group = chunks.decodes * chunks.group, chunks.group
+            drafts = step.rows.tokens[:rows].view(-1, group)[:, 1:]
+            sampled = results[:rows].view(-1, group, results.shape[1])[:, :-1, 0]
+            right = self._right[self._turn, :rows].view(-1, group)[:, 1:]
+            sampled.copy_(torch.where(right, drafts, drafts ^ 1))
+        self._accept(step, sampling, words, chunks, results)
 
 
-@dataclass(frozen=True, slots=True)
-class _Handle:
-    runner: ChosenAcceptance
-    plan: StepPlan
-    handle: StepHandle
+def impose(runner: CudaRunner, share: float) -> None:
+    """Makes a share of a runner's draft tokens right from now on.
 
-    def result(self) -> StepResult:
-        return self.runner.imposed(self.plan, self.handle.result())
+    Raises:
+        ValueError: it draws none.
+    """
+    speculation = runner._speculation
+    if speculation is None:
+        raise ValueError("--acceptance needs --set speculative=mtp")
+    speculation.accept = ChosenAcceptance(  # type: ignore[method-assign]
+        speculation, share, runner._sampled, runner.stream.device
+    ).accept

@@ -59,6 +59,7 @@ class NullRunner:
     """Samples token 5 for every row, at once."""
 
     depth = 2
+    costs = None
 
     def launch(self, plan: StepPlan) -> CompletedStep:
         return CompletedStep(StepResult([SampledToken(5, -0.5) for chunk in plan.chunks if chunk.samples]))

@@ -54,7 +54,15 @@ def _made(
     kind = resolve_dtype(dtype, place) if isinstance(dtype, str) else dtype
     torch.manual_seed(0)
     made = RandomWeights(
-        config, place, storage.quantization, workspace, kind, mtp=mtp, invariant=storage.invariant, kernels=kernels
+        config,
+        place,
+        storage.quantization,
+        workspace,
+        kind,
+        mtp=mtp,
+        invariant=storage.invariant,
+        draft_head=mtp and storage.has_draft_head(config, kind.itemsize),
+        kernels=kernels,
     )
     model = Qwen3_5(config, made.build())
     if place.type == "cuda":

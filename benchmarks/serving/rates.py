@@ -116,7 +116,7 @@ def run(options: argparse.Namespace) -> None:
     stages = Stages(time.time())
     # Imported after Triton's cache is chosen.
     from benchmarks.lib.in_process import InProcessEngine, only_warnings, settings_for
-    from benchmarks.serving.acceptance import ChosenAcceptance
+    from benchmarks.serving.acceptance import impose
     from benchmarks.serving.floor import beside_floor, measured_bandwidth
     from benchmarks.serving.random_engine import made_on_the_device
     from benchmarks.serving.swaps import measure_swaps
@@ -145,7 +145,11 @@ def run(options: argparse.Namespace) -> None:
     only_warnings()
     pipeline = engine.pipeline
     if options.acceptance is not None:
-        pipeline._runner = ChosenAcceptance(pipeline._runner, options.acceptance)
+        from services.engine.executors.cuda.runner import CudaRunner
+
+        if not isinstance(pipeline._runner, CudaRunner):
+            raise SystemExit("--acceptance is imposed on a GPU's runner: use --device cuda")
+        impose(pipeline._runner, options.acceptance)
     common = {
         "model": options.model,
         "lora": options.lora,
@@ -176,6 +180,9 @@ def run(options: argparse.Namespace) -> None:
                 if after.num_draft_tokens > before.num_draft_tokens:
                     right = after.num_accepted_tokens - before.num_accepted_tokens
                     report["acceptance"] = round(right / (after.num_draft_tokens - before.num_draft_tokens), 4)
+                    drafts = after.num_drafts - before.num_drafts
+                    report["accepted_length"] = round(1 + right / drafts, 3)
+                    report["draft_tokens"] = round((after.num_draft_tokens - before.num_draft_tokens) / drafts, 3)
                 left = options.seconds - (time.perf_counter() - began)
                 if options.swaps:
                     report["swaps"] = measure_swaps(engine, case, options.swaps, seconds=left)

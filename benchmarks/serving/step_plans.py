@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.lib.cases import Case
 from benchmarks.lib.in_process import InProcessEngine
-from services.engine.scheduler.step_plan import StepPlan
+from services.engine.scheduler.step_plan import Chunk, StepPlan
 from services.engine.settings import EngineSettings
 
 
@@ -21,15 +21,17 @@ def describe(plan: StepPlan) -> str:
     """A plan in one line.
 
     Returns:
-        The rows that decode, then each prefill chunk as request:from-to, then copies.
+        The requests that decode, with the number of draft tokens that are checked, then each prefill chunk as
+        request:from-to, the number of draft tokens to draw behind each, then copies.
     """
     decodes = plan.num_decodes
     parts = [f"{plan.num_tokens} tokens"]
     if decodes:
-        parts.append("decode " + " ".join(chunk.request.request_id for chunk in plan.chunks[:decodes]))
+        parts.append("decode " + " ".join(_decode(chunk) for chunk in plan.chunks[:decodes]))
     for chunk in plan.chunks[decodes:]:
-        kind = "verify" if chunk.verifies else "prefill"
-        parts.append(f"{kind} {chunk.request.request_id}:{chunk.start}-{chunk.start + len(chunk.token_ids)}")
+        parts.append(f"prefill {chunk.request.request_id}:{chunk.start}-{chunk.start + len(chunk.token_ids)}")
+    if plan.num_draft_tokens:
+        parts.append(f"draw {plan.num_draft_tokens}")
     for name, copies in (
         ("restore", plan.copies_before),
         ("snapshot", plan.copies_after),
@@ -38,6 +40,11 @@ def describe(plan: StepPlan) -> str:
         if copies:
             parts.append(f"{name} " + " ".join(f"{copy.source}->{copy.target}" for copy in copies))
     return "; ".join(parts)
+
+
+def _decode(chunk: Chunk) -> str:
+    checked = f"+{chunk.num_draft_tokens}" if chunk.num_draft_tokens else ""
+    return chunk.request.request_id + checked
 
 
 def dump(engine: InProcessEngine, case: Case, *, repeats: int = 1) -> list[StepPlan]:

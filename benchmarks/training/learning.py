@@ -146,6 +146,8 @@ def spec(method: str, seed: int) -> dict[str, Any]:
 def right(host: PodHost, run: JobRun, items: Sequence[Item]) -> float:
     """Share of the questions that the adapter, as it is now, answers exactly right, greedily."""
     requests = [RolloutRequest(tuple(host.codec.encode_chat(list(item.messages))), 0) for item in items]
+    if run.lora is None:
+        raise ValueError("the job has no adapter that answers")
     with host.rollouts.policy(run.lora) as policy:
         completions = host.rollouts.generate(requests, RolloutSampling(temperature=0.0, max_tokens=16), policy)
     texts = [host.codec.decode(completion.token_ids).strip() for completion in completions]
@@ -212,7 +214,7 @@ def learn(host: PodHost, method: str, seed: int, every: int) -> tuple[Curve, dic
         seconds += time.perf_counter() - began
         if (index + 1) % every == 0 or index + 1 == run.total_steps:
             points.append(Point.now(index + 1, host, run, held_out))
-    return Curve(method, seed, tuple(points), seconds), run.lora.to_files("")
+    return Curve(method, seed, tuple(points), seconds), run.files("")
 
 
 @contextmanager

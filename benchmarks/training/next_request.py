@@ -69,7 +69,7 @@ class NextRequest:
         manifest = self._publisher.publish(
             self._adapter,
             f"job-{next(self._jobs)}",
-            run.lora.to_files(""),
+            run.files(""),
             parent=None,
             metrics=metrics,
             fence=lambda: None,

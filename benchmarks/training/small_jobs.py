@@ -121,7 +121,7 @@ class Ways:
 
     def _ended(self, runs: list[SharedRun]) -> None:
         """Makes the files of the versions, and ends the jobs as the trainer's worker does."""
-        self._timed("files", lambda: [run.lora.to_files("base") for run in runs])
+        self._timed("files", lambda: [run.files("base") for run in runs])
         budget = self._pod.host.memory_budget
         for name in ["alone", *map(str, range(len(self._specs)))]:
             budget.release_job(name)

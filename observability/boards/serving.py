@@ -269,7 +269,7 @@ _MEMORY = Row(
         ),
         Panel(
             "Draft tokens that were accepted",
-            "With speculation on; below a half it costs more than it saves.",
+            "With speculation on, of those that were checked. None are drawn where they cost more than they save.",
             (
                 Query(
                     f"{total(rate(chosen('vllm:spec_decode_num_accepted_tokens_total')), 'pod')} / "

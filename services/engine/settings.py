@@ -38,8 +38,12 @@ class EngineSettings(CommonSettings):
     batch_invariant: bool = False
     """Greedy output of a request does not depend on other requests on the GPU; costs speed."""
     speculative: Literal["none", "mtp"] = "none"
-    """mtp: the checkpoint's own mtp layer proposes a draft token, and steps verify it; the tokens of a request do not
-    change. Meant for few requests on a GPU; costs a second state slot a sequence and the overlap of steps."""
+    """mtp: the checkpoint's own mtp layer proposes draft tokens, and steps check several at once; a request's tokens do
+    not change. On a GPU as many as pay by what was measured at the start, up to draft_tokens, and none in steps of many
+    requests."""
+    draft_tokens: int = Field(0, ge=0, le=4)
+    """Most draft tokens of a request in a step, with speculative=mtp. 0: 4 on a GPU, 1 on a CPU, where every step has
+    as many."""
     drafter: str = ""
     """Weights for the mtp layer in the place of the checkpoint's: a directory with drafter.safetensors and drafter.json
     (with a / in it), or a drafter in the store, "name@n", or "name", whose current version is followed. Empty: the
@@ -264,20 +268,17 @@ class EngineSettings(CommonSettings):
 
     def for_device(self, device: Literal["cpu", "cuda"]) -> EngineSettings:
         """Settings with every 0 that means "by device" filled in."""
-        # Imported here: who only reads settings waits for no NumPy.
-        from services.engine.scheduler.step_plan import MOST_VERIFIED
-
         cuda = device == "cuda"
         sequences = self.max_num_seqs or (256 if cuda else 64)
-        rows = MOST_VERIFIED if self.speculative != "none" else 1
         if self.token_budget and not self.max_num_seqs:
-            sequences = min(sequences, max(1, self.token_budget // rows))
-        budget = self.token_budget or max(rows * sequences, 8192 if cuda else 512)
+            sequences = min(sequences, self.token_budget)
+        budget = self.token_budget or max(sequences, 8192 if cuda else 512)
         return self.model_copy(
             update={
                 "max_num_seqs": sequences,
                 "token_budget": budget,
                 "adapter_slots": self.adapter_slots or ADAPTER_SLOTS,
+                "draft_tokens": self.draft_tokens or (4 if cuda else 1),
                 "mixed_prefill_tokens": self.mixed_prefill_tokens or (min(3840, budget) if cuda else budget),
             }
         )

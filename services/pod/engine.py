@@ -434,7 +434,7 @@ def _limits(
             prefix_cache=settings.prefix_cache,
             mixed_prefill_tokens=settings.mixed_prefill_tokens,
             prefill_alignment=prefill_alignment(settings),
-            speculative=settings.speculative == "mtp",
+            draft_tokens=settings.draft_tokens if settings.speculative == "mtp" else 0,
             block_bytes=memory.kv // memory.num_blocks,
             slot_bytes=memory.states // state_slots(settings),
             token_seconds=2 * config.parameters() / _RATE[device.type],

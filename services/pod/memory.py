@@ -24,7 +24,7 @@ from services.engine.models.footprint import (
 )
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.targets import target_shapes
-from services.engine.scheduler.step_plan import MOST_VERIFIED
+from services.engine.scheduler.step_plan import most_sampled_rows
 from services.engine.settings import ADAPTER_SLOTS, EngineSettings
 from services.pod.device import Device, with_quantization
 from services.pod.fit_advice import fit_advice
@@ -113,7 +113,12 @@ def storage(settings: EngineSettings, device: Device) -> Storage:
         settings: with_quantization().
     """
     kind = _filled_in(settings.quantization)
-    return Storage(kind, float8_head=kind != "none" and device.has_float8, invariant=settings.batch_invariant)
+    return Storage(
+        kind,
+        float8_head=kind != "none" and device.has_float8,
+        invariant=settings.batch_invariant,
+        int4_draft_head=settings.speculative != "none" and device.kind == "cuda",
+    )
 
 
 def teacher_storage(settings: EngineSettings, device: Device) -> Storage:
@@ -141,7 +146,7 @@ def formats(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, d
         mtp=settings.speculative == "mtp",
         kv_float8=settings.kv_cache_dtype == "fp8",
         state_itemsize=2 if settings.state_dtype == "bfloat16" else 4,
-        waiting_writes=waiting_writes(settings, device.kind),
+        waiting_writes=waiting_writes(device.kind),
     )
 
 
@@ -170,10 +175,7 @@ def footprint(
     taught = 0 if teacher is None else _teacher_bytes(teacher, settings, dtype, device)
     stored = formats(config, settings, dtype, device)
     logits = 4 * config.vocab_size
-    # With speculation two rows of a sequence are sampled, and more are computed.
-    sampled, answers = settings.max_num_seqs, settings.max_num_seqs
-    if settings.speculative != "none":
-        sampled, answers = 2 * sampled, MOST_VERIFIED * answers
+    sampled = _sampled_rows(settings)
     weights, block = weight_bytes(config, stored), block_bytes(config, settings.block_size, stored)
     slot = slot_bytes(config, stored)
     adapter_slot = LoraSlots.bytes_per_slot(config, settings.max_lora_rank, dtype)
@@ -188,10 +190,14 @@ def footprint(
     decoded = 0
     if settings.quantization != "none":  # for a long prefill or for training, one at a time
         decoded = config.hidden_size * max(widest_output(config), config.vocab_size) * dtype.itemsize
-    partial = answers * config.num_heads * _SPLITS * (config.head_dim + 2) * 4
+    partial = sampled * config.num_heads * _SPLITS * (config.head_dim + 2) * 4
     tables = slots * -(-context // settings.block_size) * 4
     activations = _ACTIVATION_COPIES * settings.token_budget * row
     uploads = LoraSlots.upload_bytes(config, settings.max_lora_rank)
+    verified = 0
+    if settings.speculative != "none":  # inputs of the convolutions; steps are filled up to less than twice their size
+        layout = config.cache_layout
+        verified = most_sampled_rows(2 * rows) * layout.state_layers * layout.conv_channels * dtype.itemsize
     captured = min(settings.cuda_graphs, rows)
     return Footprint(
         weights=weights,
@@ -204,6 +210,7 @@ def footprint(
         + partial
         + tables
         + uploads
+        + verified
         + (_STAGING if settings.tiers and settings.prefix_cache else 0),
         # Counts of tokens for the penalties and biases of every row, both as wide as the vocabulary; a mask's bits.
         sampler=sampled * (2 * logits + _SAMPLER_ROW + config.vocab_size // 8),
@@ -218,8 +225,8 @@ def _graph_bytes(config: ModelConfig, settings: EngineSettings, captured: int, r
     prefill = min(_CAPTURED_PREFILL, settings.token_budget)
     rows = max(captured + min(settings.mixed_prefill_tokens, _CAPTURED_PREFILL), prefill)
     if settings.speculative != "none":
-        # Outputs of two graphs a shape, which nothing shares.
-        rows = 2 * max(rows, MOST_VERIFIED * captured)
+        # Outputs of two graphs a shape, which nothing shares: of checking and of drawing.
+        rows = 2 * max(rows, most_sampled_rows(captured))
     decoded = config.hidden_size * row if settings.quantization == "int4" else 0
     return _GRAPH_FIXED + rows * _GRAPH_COPIES * row + decoded
 
@@ -230,24 +237,25 @@ def snapshots(settings: EngineSettings, footprint: Footprint, budget: int, kind:
     if kind == "cpu":
         return _SNAPSHOTS_ON_CPU
     fixed = footprint.weights + footprint.workspace + footprint.sampler + footprint.graphs + footprint.teacher
-    left = budget - fixed - _running_slots(settings) * footprint.slot - settings.adapter_slots * footprint.adapter_slot
+    left = budget - fixed - settings.max_num_seqs * footprint.slot - settings.adapter_slots * footprint.adapter_slot
     return min(_MOST_SNAPSHOTS, max(_LEAST_SNAPSHOTS, int(left * _SNAPSHOT_SHARE) // footprint.slot))
 
 
 def state_slots(settings: EngineSettings) -> int:
-    """Number of state slots to allocate: scratch, one a sequence (two with speculation), and the prefix cache's
-    snapshots."""
-    return 1 + _running_slots(settings) + (settings.state_snapshots if settings.prefix_cache else 0)
+    """Number of state slots to allocate: scratch, one a sequence, and the prefix cache's snapshots."""
+    return 1 + settings.max_num_seqs + (settings.state_snapshots if settings.prefix_cache else 0)
 
 
-def waiting_writes(settings: EngineSettings, kind: str) -> int:
-    """Most writes that a recurrent state on a GPU is late. Speculation goes back to the state before a rejected draft
-    token, so it needs complete states."""
-    return WAITING_WRITES if kind == "cuda" and settings.speculative == "none" else 0
+def waiting_writes(kind: str) -> int:
+    """Most writes that a recurrent state on a GPU is late."""
+    return WAITING_WRITES if kind == "cuda" else 0
 
 
-def _running_slots(settings: EngineSettings) -> int:
-    return settings.max_num_seqs * (1 if settings.speculative == "none" else 2)
+def _sampled_rows(settings: EngineSettings) -> int:
+    """Most sampled rows of a step."""
+    if settings.speculative == "none":
+        return settings.max_num_seqs
+    return most_sampled_rows(settings.max_num_seqs)
 
 
 def plan(
@@ -301,7 +309,7 @@ def _fitted(
         except DoesNotFit:
             most = count
             continue
-        running = _running_slots(chosen) * made.states // state_slots(chosen)
+        running = chosen.max_num_seqs * made.states // state_slots(chosen)
         roomy = 2 * running <= made.unclaimed - (made.states - running)
         if roomy and (_training_bytes(settings) is not None or made.training >= _job(config, dtype, _LEAST_TOKENS)):
             return chosen, made
@@ -322,9 +330,8 @@ def _by_size(
     if not budget:
         token = _ACTIVATION_COPIES * widest_output(config) * dtype.itemsize
         most = int(_STEP_SHARE * available) // token
-        rows = MOST_VERIFIED if settings.speculative != "none" else 1
         budget = next((tokens for tokens in _STEP_TOKENS if tokens <= most), _STEP_TOKENS[-1])
-        budget = max(budget, rows * settings.max_num_seqs)
+        budget = max(budget, settings.max_num_seqs)
     if not slots:
         slot = LoraSlots.bytes_per_slot(config, settings.max_lora_rank, dtype)
         slots = min(ADAPTER_SLOTS, max(_LEAST_ADAPTERS, int(_ADAPTER_SHARE * available) // slot))

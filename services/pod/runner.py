@@ -101,6 +101,7 @@ def gpu_tuning(
     """Runner and caches on a GPU, before anything is captured; arguments as of build_runner()."""
     # Imported here: a pod without a GPU needs no Triton.
     from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
+    from services.engine.executors.cuda.shapes import verified_rows
     from services.engine.executors.tuning.start import Tuning
     from services.engine.models.device_batch import DeviceCache
 
@@ -115,7 +116,8 @@ def gpu_tuning(
         kv_dtype=torch.float8_e4m3fn if settings.kv_cache_dtype == "fp8" else None,
         state_dtype=torch.bfloat16 if settings.state_dtype == "bfloat16" else torch.float32,
         mtp=speculative,
-        waiting_writes=waiting_writes(settings, model.device.type),
+        waiting_writes=waiting_writes(model.device.type),
+        verified_rows=verified_rows(settings.max_num_seqs) if speculative else 0,
     )
     pdl = settings.programmatic_launch and model.kernel_configs().device.programmatic_launch
     runner = CudaRunner(

@@ -18,6 +18,7 @@ from kernels.gpu.configs import KernelConfigs
 from services.common.jobs import LoraSettings
 from services.engine.executors.compiler_pool import CompilerPool
 from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
+from services.engine.executors.cuda.shapes import verified_rows
 from services.engine.models.batch import CacheBuffers
 from services.engine.models.config import ModelConfig
 from services.engine.models.device_batch import DeviceCache
@@ -238,15 +239,17 @@ def cuda_runner(
     largest_graph: int = 0,
     late: bool | None = None,
     waiting_writes: int | None = None,
+    verified: bool = True,
 ) -> CudaRunner:
     """The GPU's runner, warmed up on a GPU, with caches as others may have left them.
 
     Args:
         late: whether decodes let writes to states wait; None: by their number.
-        waiting_writes: None: a few, or none with speculation.
+        waiting_writes: None: a few, or all that can wait with speculation.
+        verified: room for rows with draft tokens, with speculation.
     """
     if waiting_writes is None:
-        waiting_writes = 0 if limits.speculative else 3
+        waiting_writes = 8 if limits.draft_tokens else 3
     device_cache = DeviceCache.allocate(
         model.config,
         model.dtype,
@@ -256,8 +259,9 @@ def cuda_runner(
         num_slots=limits.num_slots,
         kv_dtype=kv_dtype,
         state_dtype=state_dtype,
-        mtp=limits.speculative,
+        mtp=bool(limits.draft_tokens),
         waiting_writes=waiting_writes,
+        verified_rows=verified_rows(limits.max_num_seqs) if limits.draft_tokens and verified else 0,
     )
     runner = CudaRunner(
         model,
@@ -269,7 +273,7 @@ def cuda_runner(
             limits.max_model_len,
             largest_graph=largest_graph,
             mixed_tokens=limits.mixed_prefill_tokens or 0,
-            speculative=limits.speculative,
+            speculative=bool(limits.draft_tokens),
         ),
         options or RunnerOptions(),
         eos_token_ids=sorted(limits.eos_token_ids),

@@ -92,6 +92,11 @@ class Plain:
         self.logits.clear()
         return [self.runner.execute(plan) for plan in plans]
 
+    def drafts(self, slots: Sequence[int]) -> list[list[int]]:
+        """Draft tokens of the last step."""
+        assert self.runner._speculation is not None
+        return [list(self.runner._speculation._answers[slot].drafts) for slot in slots]
+
     def states(self, slots: Sequence[int]) -> list[Tensor]:
         return [pool[list(slots)] for pool in (*self.cache.conv_states, *self.cache.recurrent_states)]
 
@@ -179,18 +184,19 @@ def test_prompts_are_read_through_snapshots() -> None:
 
 
 def test_draft_tokens_behind_a_prompt_with_snapshots() -> None:
-    """The draft tokens read the mtp layer's keys of all rows; one that is right is as likely as without snapshots."""
+    """The draft tokens read the mtp layer's keys of all rows, and are those of prompts without snapshots."""
     request, second = prompt("a", 50), prompt("b", 30)
     chunks = [chunk(request, 0, 50, 3, 5), chunk(second, 0, 30, 4, 20)]
     marked = [chunks[0]._replace(snapshots=((20, 10), (33, 11))), chunks[1]._replace(snapshots=((8, 12),))]
-    results: list[StepResult] = []
+    drafts: list[list[list[int]]] = []
     caches: list[CacheBuffers] = []
     for each in (chunks, marked):
         plain = Plain(random_model(TINY, torch.float32, mtp=True), speculative=True)
-        results += plain.run([StepPlan(each)])
+        plain.run([StepPlan(each, drafts=True, num_draft_tokens=3)])
+        drafts.append(plain.drafts([3, 4]))
         caches.append(plain.cache)
-    assert list(results[0].draft_token_ids) == list(results[1].draft_token_ids)
-    assert min(results[1].draft_token_ids) >= 0
+    assert drafts[0] == drafts[1]
+    assert [len(each) for each in drafts[0]] == [3, 3]
     for pool, other in zip((*caches[0].keys, *caches[0].values), (*caches[1].keys, *caches[1].values), strict=True):
         torch.testing.assert_close(pool[5:8], other[5:8], atol=2e-5, rtol=1e-5)
 
@@ -219,7 +225,7 @@ class Fused:
         self, *, adapters: int = 0, speculative: bool = False, largest_graph: int = 0, waiting_writes: int | None = None
     ) -> None:
         model = random_model(TINY, torch.float32, DEVICE, mtp=speculative)
-        limits = replace(LIMITS, speculative=speculative, mixed_prefill_tokens=256)
+        limits = replace(LIMITS, draft_tokens=3 if speculative else 0, mixed_prefill_tokens=256)
         lora = random_adapters(model, adapters)
         self.runner = cuda_runner(model, limits, lora, largest_graph=largest_graph, waiting_writes=waiting_writes)
         self.cache = self.runner._cache
@@ -279,14 +285,16 @@ def test_reads_and_draft_tokens_on_the_device() -> None:
     scored = prompt("a", 70, prompt_logprobs=2, pooling=Pooling.MEAN)
     second = prompt("b", 30)
     chunks = [chunk(scored, 0, 70, 3, 5, (20, 10), (33, 11)), chunk(second, 0, 30, 4, 20, (8, 12))]
-    plan = StepPlan(chunks, reads=[PromptRead(0, 0, 70)])
+    plan = StepPlan(chunks, reads=[PromptRead(0, 0, 70)], drafts=True, num_draft_tokens=3)
     fused = Fused(speculative=True)
     plain = Plain(random_model(TINY, torch.float32, mtp=True), speculative=True)
     (ours,), (theirs,) = (
         fused.run([plan]),
         plain.run([replace(plan, chunks=[c._replace(snapshots=()) for c in chunks])]),
     )
-    assert list(ours.draft_token_ids) == list(theirs.draft_token_ids)
+    assert list(ours.accepted) == list(theirs.accepted) == [1, 1]
+    assert fused.runner._speculation is not None
+    assert fused.runner._speculation._slots.drafts[[3, 4], :3].tolist() == plain.drafts([3, 4])
     assert [token.token_id for token in ours.tokens] == [token.token_id for token in theirs.tokens]
     (mine,), (other,) = ours.reports, theirs.reports
     assert mine.scores is not None

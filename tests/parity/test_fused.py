@@ -79,7 +79,7 @@ def test_prompts_are_read() -> None:
 
 def test_prompts_are_read_beside_draft_tokens() -> None:
     """Of the first only log-probabilities are wanted, of the second a vector as well."""
-    limits = replace(LIMITS, token_budget=16, speculative=True)
+    limits = replace(LIMITS, token_budget=16, draft_tokens=2)
     models = (random_model(TINY, torch.float32, device, mtp=True) for device in ("cpu", DEVICE))
     run = InStep(*models, limits)
     run.compares_logits = False

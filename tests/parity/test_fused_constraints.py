@@ -94,7 +94,7 @@ def outputs(runner: Runner, limits: SchedulerConfig) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("speculative", [False, True])
 def test_overlapping_steps_have_the_tokens_of_the_plain_runner(speculative: bool) -> None:
-    limits = replace(LIMITS, speculative=True, num_slots=20) if speculative else LIMITS
+    limits = replace(LIMITS, draft_tokens=2, num_slots=20) if speculative else LIMITS
     plain_model = random_model(TINY, torch.float32, mtp=speculative)
     plain = ModelRunner(
         plain_model,
@@ -106,7 +106,7 @@ def test_overlapping_steps_have_the_tokens_of_the_plain_runner(speculative: bool
     )
     model = random_model(TINY, torch.float32, DEVICE, mtp=speculative)
     fused = cuda_runner(model, limits, random_adapters(model, 0))
-    assert fused.depth == (1 if speculative else 2)
+    assert fused.depth == 2
     expected = outputs(plain, limits)
     assert outputs(fused, limits) == expected
     for number, request in enumerate(asked()):

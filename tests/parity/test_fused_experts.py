@@ -56,8 +56,9 @@ def test_quantized_experts(kind: str) -> None:
 
 
 def test_the_mtp_layer_has_experts() -> None:
-    limits = replace(LIMITS, token_budget=16, speculative=True)
+    limits = replace(LIMITS, token_budget=16, draft_tokens=2)
     models = (random_model(TINY_EXPERTS, torch.float32, device, mtp=True) for device in ("cpu", DEVICE))
     run = InStep(*models, limits)
     run.run(requests(2, 6, tokens=3))
     assert run.steps >= 2
+    assert run.drafts >= 2

@@ -1,7 +1,9 @@
-"""Speculation on the GPU's runner: the plain runner's tokens and drafts, and the tokens of a run without any."""
+"""Speculation on the GPU's runner, with two plans in flight: the tokens of a run without any."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,79 +11,171 @@ import pytest
 import torch
 
 import tests.kernels.gpu.interpreter  # noqa: F401
+from services.engine.executors.runner import StepHandle
+from services.engine.requests.outputs import Finished
 from services.engine.requests.request import Request
 from services.engine.requests.sampling_params import SamplingParams
-from services.engine.scheduler.step_plan import Chunk, StepPlan
+from services.engine.scheduler.config import SchedulerConfig
+from services.engine.scheduler.scheduler import Scheduler
+from services.engine.scheduler.step_plan import DRAFT, PENDING, Chunk, StepPlan
 from tests.parity.fused_models import TINY, cuda_runner, random_adapters, random_model
-from tests.parity.in_step import InStep
 from tests.parity.test_fused import DEVICE, LIMITS, requests
 
-SPECULATIVE = replace(LIMITS, speculative=True, num_slots=20)
+SPECULATIVE = replace(LIMITS, draft_tokens=3, num_slots=20)
 
 
-class Steered(InStep):
-    """Every other draft token is the token that will be sampled: it is known from a run without draft tokens."""
+class Ahead:
+    """Scheduler and runner with two plans in flight. With ``outputs`` most draft tokens are those that will be sampled:
+    they are known from a run without draft tokens."""
 
-    def __init__(self, *args: Any, outputs: dict[str, list[int]], **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._outputs = outputs
-        self.kinds: set[str] = set()
+    def __init__(
+        self,
+        limits: SchedulerConfig,
+        outputs: dict[str, list[int]] | None = None,
+        *,
+        graphs: int = 0,
+        adapters: int = 0,
+        **options: Any,
+    ) -> None:
+        model = random_model(TINY, torch.float32, DEVICE, mtp=limits.draft_tokens > 0)
+        self.runner = cuda_runner(model, limits, random_adapters(model, adapters), largest_graph=graphs, **options)
+        # Without the costs: what is right in a test that steers does not depend on what a step takes.
+        self.scheduler = Scheduler(limits, self.runner.depth)
+        self._outputs = outputs or {}
+        self.steps = 0
+        self.rows: set[int] = set()
+        """Numbers of rows that chunks of decodes had."""
 
-    def _step(self, plan: StepPlan) -> Any:
-        result = super()._step(plan)
-        self.kinds |= {"decode" if c.is_decode else "draft" if c.num_draft_tokens else "other" for c in plan.chunks}
-        sampled = iter(result.tokens)
-        drafts = []
-        for chunk, draft in zip((c for c in plan.chunks if c.samples), result.draft_token_ids, strict=True):
-            first, *_ = [next(sampled) for _ in range(chunk.sampled_rows)]
-            right = chunk.num_draft_tokens and first.token_id == chunk.token_ids[-1]
-            output = self._outputs[chunk.request.request_id]
-            at = chunk.output_count + 1 + right
-            drafts.append(output[at] if draft >= 0 and at < len(output) and at % 3 else draft)
-        return replace(result, draft_token_ids=drafts)
+    def run(self, asked: Sequence[Request], *, arrivals: int = 99) -> dict[str, Finished]:
+        """All requests, ``arrivals`` new ones a step."""
+        coming = list(asked)
+        results: dict[str, Finished] = {}
+        in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
+        while coming or self.scheduler.has_work:
+            for request in coming[:arrivals]:
+                self.scheduler.add(request)
+            del coming[:arrivals]
+            plan = self.scheduler.schedule(0.0) if len(in_flight) < 2 else None
+            if plan is not None:
+                in_flight.append((plan, self.runner.launch(plan)))
+                self.steps += 1
+                self.rows |= {len(chunk.token_ids) for chunk in plan.chunks if chunk.is_decode}
+                self._steer(plan)
+            if in_flight and (plan is None or len(in_flight) == 2):
+                done, handle = in_flight.popleft()
+                for update in self.scheduler.update(done, handle.result(), 0.0):
+                    if update.finished is not None:
+                        assert update.error is None
+                        results[update.request_id] = update.finished
+        self.scheduler.discard()
+        self.scheduler.check_integrity()
+        return results
+
+    def _steer(self, plan: StepPlan) -> None:
+        """Replaces two of three draft tokens behind the step."""
+        if plan.num_draft_tokens == 0:
+            return
+        self.runner.stream.synchronize()
+        slots = self.runner._speculation._slots
+        for chunk in plan.chunks:
+            if not chunk.samples or chunk.request.request_id not in self._outputs:
+                continue
+            known = self._outputs[chunk.request.request_id]
+            count = int(slots.computed[chunk.slot]) - len(chunk.request.prompt_token_ids) + 1
+            for place in range(plan.num_draft_tokens):
+                if count + place < len(known) and (count + place) % 3:
+                    slots.drafts[chunk.slot, place] = known[count + place]
 
 
-def steered(made: list[Request], *, graphs: int = 0, adapters: int = 0, arrivals: int = 99) -> Steered:
-    plain, fused = (random_model(TINY, torch.float32, device, mtp=True) for device in ("cpu", DEVICE))
-    without = InStep(random_model(TINY, torch.float32), random_model(TINY, torch.float32, DEVICE), LIMITS)
-    if adapters:
-        without = InStep(
-            random_model(TINY, torch.float32), random_model(TINY, torch.float32, DEVICE), LIMITS, adapters=adapters
-        )
-    expected = {name: list(done.output_ids) for name, done in without.run(made, arrivals=arrivals).items()}
-    run = Steered(plain, fused, SPECULATIVE, outputs=expected, largest_graph=graphs, adapters=adapters)
-    results = run.run(made, arrivals=arrivals)
-    assert {name: list(done.output_ids) for name, done in results.items()} == expected
-    assert run.steps < without.steps
-    counts = run.scheduler.counts()
+def steered(
+    made: list[Request], limits: SchedulerConfig = SPECULATIVE, *, arrivals: int = 99, adapters: int = 0, **options: Any
+) -> Ahead:
+    plain = Ahead(replace(limits, draft_tokens=0), adapters=adapters)
+    expected = plain.run(made, arrivals=arrivals)
+    known = {name: list(done.output_ids) for name, done in expected.items()}
+    ahead = Ahead(limits, known, adapters=adapters, **options)
+    results = ahead.run(made, arrivals=arrivals)
+    assert {name: list(done.output_ids) for name, done in results.items()} == known
+    for name, done in results.items():
+        assert done.finish_reason == expected[name].finish_reason
+        assert list(done.sampling_logprobs) == pytest.approx(list(expected[name].sampling_logprobs), abs=1e-3)
+    assert ahead.steps < plain.steps
+    counts = ahead.scheduler.counts()
     assert 0 < counts.num_accepted_tokens < counts.num_draft_tokens
-    return run
+    return ahead
 
 
-def test_states_that_are_behind_are_refused() -> None:
+def mixture(tokens: int) -> list[Request]:
+    """Greedy, with noise, with log-probabilities, with a token to stop at, and one that nothing is drafted for."""
+    made = requests(3, 5, 2, 4, 2, tokens=tokens)
+    changes: list[dict[str, Any]] = [
+        {},
+        {"seed": 4, "temperature": 0.8},
+        {"temperature": 0.0, "top_logprobs": 2},
+        {"temperature": 0.0, "stop_token_ids": frozenset(range(30, 36))},
+        {"temperature": 0.0, "presence_penalty": 0.5},
+    ]
+    return [
+        replace(one, sampling=SamplingParams(**{"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True} | change))
+        for one, change in zip(made, changes, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 3])
+def test_draft_tokens_right_and_wrong(draft_tokens: int) -> None:
+    """Prompts come while others answer."""
+    limits = replace(SPECULATIVE, draft_tokens=draft_tokens, max_num_seqs=3)
+    ahead = steered(mixture(7), limits, arrivals=2)
+    assert {1, 1 + draft_tokens} <= ahead.rows
+
+
+def test_states_at_the_end_of_answers_are_kept() -> None:
+    """The next turns of conversations go on from them, wherever in a run of accepted tokens the answers ended."""
+    limits = replace(SPECULATIVE, block_size=4, max_num_seqs=2, num_blocks=90)
+    first = [replace(one, session=one.request_id) for one in mixture(9)[2:4]]
+    plain = Ahead(replace(limits, draft_tokens=0))
+    answers = plain.run(first)
+    more = [
+        replace(
+            one,
+            request_id=f"more {one.request_id}",
+            prompt_token_ids=(*one.prompt_token_ids, *answers[one.request_id].output_ids, 7, 8),
+            sampling=SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True),
+            arrival=9,
+        )
+        for one in first
+    ]
+    expected = Ahead(replace(limits, draft_tokens=0, prefix_cache=False)).run(more)
+    known = {name: list(done.output_ids) for name, done in (answers | expected).items()}
+    ahead = Ahead(limits, known)
+    assert {name: list(done.output_ids) for name, done in ahead.run(first).items()} == {
+        name: known[name] for name in answers
+    }
+    results = ahead.run(more)
+    for one, before in zip(more, first, strict=True):
+        done = results[one.request_id]
+        assert list(done.output_ids) == known[one.request_id]
+        assert done.cached_tokens == len(before.prompt_token_ids) + len(known[before.request_id]) - 1
+
+
+def test_caches_without_room_for_draft_tokens_are_refused() -> None:
     model = random_model(TINY, torch.float32, mtp=True)
-    with pytest.raises(ValueError, match="waiting_writes=0"):
-        cuda_runner(model, SPECULATIVE, random_adapters(model, 0), waiting_writes=3)
-
-
-def test_draft_tokens_right_and_wrong() -> None:
-    """Prompts beside answers, one answer that nothing is drafted for, greedy and with noise."""
-    made = requests(3, 5, tokens=6)
-    made[1] = replace(made[1], sampling=SamplingParams(seed=4, temperature=0.8, max_tokens=6, ignore_eos=True))
-    edited = SamplingParams(temperature=0.0, presence_penalty=0.5, max_tokens=4, ignore_eos=True)
-    made.append(replace(requests(2, 2, 4)[2], sampling=edited))
-    run = steered(made, arrivals=2)
-    assert run.kinds == {"decode", "draft", "other"}
+    with pytest.raises(ValueError, match="waiting writes and verified rows"):
+        cuda_runner(model, SPECULATIVE, random_adapters(model, 0), verified=False)
 
 
 @pytest.mark.cuda
 def test_graphs() -> None:
     lengths = [1 + 13 * n % 90 for n in range(12)]
-    run = steered(requests(*lengths, tokens=20, adapters=(0, 1, 2) * 4), graphs=4, adapters=2, arrivals=3)
-    captured = run.runner.captures
-    run.run(requests(7, 9, tokens=1))
-    assert run.runner.captures == captured
-    assert run.runner.replays > run.steps // 2
+    made = requests(*lengths, tokens=20, adapters=(0, 1, 2) * 4)
+    ahead = steered(made, graphs=4, adapters=2, arrivals=3)
+    captured = ahead.runner.captures
+    ahead.run(requests(7, 9, tokens=1))
+    assert ahead.runner.captures == captured
+    assert ahead.runner.replays > ahead.steps // 2
+    costs = ahead.runner.costs
+    assert costs is not None
+    assert all(0 < costs.seconds(chunks, count) < 1 for chunks in range(1, 5) for count in range(5))
 
 
 @pytest.mark.cuda
@@ -91,21 +185,25 @@ def test_launching_never_waits_for_the_device(graphs: int) -> None:
 
     model = random_model(TINY, torch.bfloat16, DEVICE, mtp=True)
     runner = cuda_runner(model, SPECULATIVE, random_adapters(model, 1), largest_graph=graphs)
-    first, other = requests(5, 70, tokens=8)
+    first, other = requests(5, 70, tokens=40)
     blocks, more = [1, 2], [3, 4, 5, 6, 7]
+    drawing = {"drafts": True, "num_draft_tokens": 2}
     plans = [
-        StepPlan([Chunk(first, first.prompt_token_ids, 0, blocks, 1, True, [], 0)]),
+        StepPlan([Chunk(first, first.prompt_token_ids, 0, blocks, 1, True, [], 0)], **drawing),
+        StepPlan([Chunk(first, (PENDING, DRAFT, DRAFT), 5, blocks, 1, True, [], 1, num_draft_tokens=2)], **drawing),
         StepPlan(
             [
-                Chunk(first, (7, 8), 5, blocks, 1, True, [7], 1, num_draft_tokens=1, out_slot=2),
+                Chunk(first, (PENDING,), 6, blocks, 1, True, [], 2),
                 Chunk(other, other.prompt_token_ids, 0, more, 3, True, [], 0),
-            ]
+            ],
+            **drawing,
         ),
         StepPlan(
             [
-                Chunk(other, (9,), 70, more, 3, True, [9], 1),
-                Chunk(first, (7, 8, 9), 5, blocks, 1, True, [7, 8], 2, num_draft_tokens=1, out_slot=2),
-            ]
+                Chunk(first, (PENDING,), 7, blocks, 1, True, [], 3),
+                Chunk(other, (PENDING, DRAFT), 70, more, 3, True, [], 1, num_draft_tokens=1),
+            ],
+            **drawing,
         ),
     ]
     for plan in plans:
@@ -115,5 +213,5 @@ def test_launching_never_waits_for_the_device(graphs: int) -> None:
             handle = runner.launch(plan)
         result = handle.result()
         assert all(token.error is None for token in result.tokens)
-        assert len(result.draft_token_ids) == len(plan.chunks)
-        assert min(result.draft_token_ids) >= 0
+        assert len(result.accepted) == len(plan.chunks)
+        assert min(result.accepted) >= 1

@@ -60,7 +60,7 @@ def make_runner(
     cache = model.allocate_cache(config.num_blocks, config.block_size, config.num_slots)
     spoil(cache)
     return ModelRunner(
-        model, cache, lora, num_slots=config.num_slots, eos_token_ids=[EOS], speculative=config.speculative
+        model, cache, lora, num_slots=config.num_slots, eos_token_ids=[EOS], speculative=config.draft_tokens > 0
     )
 
 
@@ -114,7 +114,7 @@ def serve(
     if lora is None:
         lora = LoraSlots(model.config, 1, 4, model.dtype, model.device)
     runner = make_runner(model, config, lora, options)
-    scheduler = Scheduler(config, runner.depth)
+    scheduler = Scheduler(config, runner.depth, costs=runner.costs)
     finished: dict[str, Finished] = {}
     for update in updates_of(scheduler, runner, requests, arrivals):
         if update.finished is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -13,21 +14,26 @@ from torch import Tensor
 from models.tiny.recipe.data import DIRECTORY, END, SKILLS, chat_template, held_out_items, prompt_text
 from models.tiny.recipe.train_mtp import Mtp
 from services.common.errors import CheckpointRejected
-from services.engine.executors.cpu.mtp import MtpDrafter
+from services.engine.executors.cpu.runner import ModelRunner
+from services.engine.executors.cpu.speculation import CpuSpeculation
 from services.engine.models.checkpoint import checkpoint_digest
+from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.observability.status import Counts
 from services.engine.requests.adapter import AdapterPin
 from services.engine.requests.outputs import Finished
 from services.engine.requests.request import Request
 from services.engine.requests.sampling_params import SamplingParams
-from services.engine.scheduler.step_plan import Chunk
+from services.engine.scheduler.config import SchedulerConfig
+from services.engine.scheduler.scheduler import Scheduler
+from services.engine.scheduler.step_plan import PENDING, Chunk, StepPlan, StepResult
 from tests.parity.conftest import Pair
-from tests.parity.fused_models import random_adapters
+from tests.parity.fused_models import random_adapters, spoil
 from tests.parity.reference import Driver, make_checkpoint
-from tests.parity.test_scheduled_generation import MAX_TOKENS, prompts, serve
+from tests.parity.test_scheduled_generation import EOS, MAX_TOKENS, make_runner, prompts, serve
 
-ROOM = {"token_budget": 64, "num_slots": 40, "speculative": True}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=50)
+ROOM = {"token_budget": 64, "draft_tokens": 4}
 
 
 def random_mtp(reference: Mtp, seed: int = 5) -> dict[str, Tensor]:
@@ -76,29 +82,60 @@ def test_the_layer_is_transformers_layer(name: str, tmp_path: Path) -> None:
         assert (torch.cat(rows) - expected).abs().max() < 2e-4
 
 
+@torch.no_grad()
+def test_further_draft_tokens_are_of_the_layer_fed_its_own_output(tmp_path: Path) -> None:
+    """Greedy ones, against the layer of transformers' parts run over all rows again. Blocks end among them."""
+    pair, layer = make_pair("grouped", tmp_path)
+    reference, model = pair.reference, pair.model
+    cache = model.allocate_cache(12, 4, 5)
+    spoil(cache)
+    lora = LoraSlots(model.config, 1, 4, model.dtype, model.device)
+    runner = ModelRunner(model, cache, lora, num_slots=5, eos_token_ids=[], speculative=True)
+    generator = torch.Generator().manual_seed(2)
+    requests = [
+        Request(f"r{length}", tuple(torch.randint(0, 211, (length,), generator=generator).tolist()), GREEDY)
+        for length in (13, 18)
+    ]
+    blocks = [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10]]
+    chunks = [
+        Chunk(request, request.prompt_token_ids, 0, blocks[slot - 1], slot, True, [], 0)
+        for slot, request in enumerate(requests, 1)
+    ]
+    result = runner.launch(StepPlan(chunks, drafts=True, num_draft_tokens=4)).result()
+    assert runner._speculation is not None
+    for request, slot, token in zip(requests, (1, 2), result.tokens, strict=True):
+        tokens = torch.tensor([*request.prompt_token_ids, token.token_id])[None]
+        hidden = reference.model(input_ids=tokens[:, :-1]).last_hidden_state
+        drafts: list[int] = []
+        for _ in range(4):
+            rotation = reference.model.rotary_emb(hidden, torch.arange(hidden.shape[1])[None])
+            out = layer(reference.model.embed_tokens(tokens[:, 1:]), hidden, rotation)[:, -1:]
+            drafts.append(int(reference.lm_head(out).argmax()))
+            tokens = torch.cat((tokens, torch.tensor([[drafts[-1]]])), dim=1)
+            hidden = torch.cat((hidden, out), dim=1)
+        assert list(runner._speculation._answers[slot].drafts) == drafts
+
+
 class Oracle:
-    """Replaces what the layer drafted by the token that will be sampled, about every other time."""
+    """Replaces what the layer drafted by the tokens that will be sampled, more often than not."""
 
     def __init__(self, known: list[Finished]) -> None:
         self._known = {result.request.request_id: list(result.output_ids) for result in known}
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        plain = MtpDrafter.draft
+        plain = CpuSpeculation._draw
 
-        def draft(drafter: MtpDrafter, hidden: Tensor, step: object, chunks: list[Chunk], tokens: list) -> list[int]:
-            drafts = plain(drafter, hidden, step, chunks, tokens)
-            sampled = iter(tokens)
-            ours = []
-            for chunk, drafted in zip((c for c in chunks if c.samples), drafts, strict=True):
-                drawn = [next(sampled).token_id for _ in range(chunk.sampled_rows)]
-                right = chunk.num_draft_tokens and drawn[0] == chunk.token_ids[-1]
-                count = chunk.output_count + 1 + right
+        def draw(speculation: CpuSpeculation, out: Tensor, chunks: list[Chunk], count: int) -> None:
+            plain(speculation, out, chunks, count)
+            for chunk in chunks:
+                answer = speculation._answers[chunk.slot]
                 output = self._known[chunk.request.request_id]
-                use = drafted >= 0 and count < len(output) and hash((count, chunk.request.arrival)) % 5 < 3
-                ours.append(output[count] if use else drafted)
-            return ours
+                for place in range(count):
+                    number = chunk.output_count + place
+                    if number < len(output) and hash((number, chunk.request.arrival)) % 4:
+                        answer.drafts[place] = output[number]
 
-        monkeypatch.setattr(MtpDrafter, "draft", draft)
+        monkeypatch.setattr(CpuSpeculation, "_draw", draw)
 
 
 def requests(**sampling: object) -> list[Request]:
@@ -120,23 +157,46 @@ def requests(**sampling: object) -> list[Request]:
     return made
 
 
+@pytest.fixture(scope="module")
+def expected(grouped: Pair) -> list[Finished]:
+    """What the requests get without speculation."""
+    return serve(grouped.model, requests(), arrivals=13, lora=random_adapters(grouped.model, 2))[0]
+
+
 @pytest.mark.parametrize(
     ("arrivals", "changes", "oracle"),
     [
         (13, {}, True),
+        (13, {"draft_tokens": 1}, True),
+        (13, {"draft_tokens": 2}, True),
+        (13, {"draft_tokens": 3}, True),
         (13, {}, False),
         (1, {}, True),
         (2, {"token_budget": 32, "mixed_prefill_tokens": 8}, True),
         (13, {"num_blocks": 10}, True),
-        (3, {"num_blocks": 34, "block_size": 4, "num_slots": 18}, True),
+        (3, {"num_blocks": 34, "block_size": 4, "num_slots": 10}, True),
     ],
-    ids=["at once", "bad drafts", "one by one", "small chunks", "few blocks", "few small blocks"],
+    ids=[
+        "at once",
+        "one",
+        "two",
+        "three",
+        "bad drafts",
+        "one by one",
+        "small chunks",
+        "few blocks",
+        "few small blocks",
+    ],
 )
 def test_tokens_are_the_same(
-    grouped: Pair, arrivals: int, changes: dict[str, int], oracle: bool, monkeypatch: pytest.MonkeyPatch
+    grouped: Pair,
+    expected: list[Finished],
+    arrivals: int,
+    changes: dict[str, int],
+    oracle: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = grouped.model
-    expected, _ = serve(model, requests(), arrivals=arrivals, lora=random_adapters(model, 2))
     if oracle:
         Oracle(expected).install(monkeypatch)
     counts: list[Counts] = []
@@ -151,7 +211,49 @@ def test_tokens_are_the_same(
     assert counts[0].num_draft_tokens > 20
     assert (preemptions > 0) == ("num_blocks" in changes)
     if oracle:
-        assert 0.4 < counts[0].num_accepted_tokens / counts[0].num_draft_tokens < 0.8
+        assert 0.3 < counts[0].num_accepted_tokens / counts[0].num_draft_tokens < 0.9
+
+
+@pytest.mark.parametrize("oracle", [True, False])
+def test_with_plans_in_flight(
+    grouped: Pair, expected: list[Finished], oracle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans that do not know what was accepted, nor whether the request has ended: the runner does. Each runs when the
+    next one is made."""
+    model = grouped.model
+    if oracle:
+        Oracle(expected).install(monkeypatch)
+    wanted = {result.request.request_id: result for result in expected}
+    some = [request for request in requests() if not request.sampling.edits_logits]
+    config = SchedulerConfig(
+        max_num_seqs=8,
+        token_budget=64,
+        block_size=16,
+        num_blocks=200,
+        num_slots=24,
+        max_model_len=512,
+        eos_token_ids=frozenset({EOS}),
+        draft_tokens=3,
+    )
+    runner = make_runner(model, config, random_adapters(model, 2))
+    scheduler = Scheduler(config, 2)
+    for request in some:
+        scheduler.add(request)
+    flights: deque[tuple[StepPlan, StepResult]] = deque()
+    ended = pending = 0
+    while scheduler.has_work or flights:
+        plan = scheduler.schedule(0.0) if len(flights) < 2 else None
+        if plan is not None:
+            pending += sum(chunk.token_ids[0] == PENDING and chunk.num_draft_tokens > 0 for chunk in plan.chunks)
+            flights.append((plan, runner.launch(plan).result()))
+            continue
+        for update in scheduler.update(*flights.popleft(), 0.0):
+            if update.finished is not None:
+                ended += 1
+                assert list(update.finished.output_ids) == list(wanted[update.request_id].output_ids)
+        scheduler.check_integrity()
+    assert ended == len(some)
+    assert pending > 20
 
 
 def test_a_checkpoint_without_the_layer(tmp_path: Path) -> None:
@@ -172,8 +274,10 @@ def test_a_checkpoint_without_the_layer(tmp_path: Path) -> None:
         Qwen3_5.from_directory(tmp_path, dtype="float32", device="cpu", mtp=True)
 
 
-def test_the_tiny_model_drafts_well() -> None:
-    """Held-out prompts of every skill, greedy and at temperature 1: most drafts of the trained layer are right."""
+@pytest.mark.parametrize(("draft_tokens", "share"), [(1, 0.85), (3, 0.45)])
+def test_the_tiny_model_drafts_well(draft_tokens: int, share: float) -> None:
+    """Held-out prompts of every skill, greedy and at temperature 1: most first draft tokens of the trained layer are
+    right. It was trained for these alone."""
     tokenizer, template = Tokenizer.from_file(str(DIRECTORY / "tokenizer.json")), chat_template()
     end = tokenizer.token_to_id(END)
     model = Qwen3_5.from_directory(DIRECTORY, dtype="float32", device="cpu", mtp=True)
@@ -188,8 +292,8 @@ def test_the_tiny_model_drafts_well() -> None:
     room = {"token_budget": 256, "num_slots": 40}
     expected, _ = serve(model, made, arrivals=99, **room)
     counts: list[Counts] = []
-    results, _ = serve(model, made, arrivals=99, counts=counts, speculative=True, **room)
+    results, _ = serve(model, made, arrivals=99, counts=counts, draft_tokens=draft_tokens, **room)
     for result, wanted in zip(results, expected, strict=True):
         assert list(result.output_ids) == list(wanted.output_ids)
-    assert counts[0].num_draft_tokens > 250
-    assert counts[0].num_accepted_tokens / counts[0].num_draft_tokens > 0.85
+    assert counts[0].num_drafts > 150
+    assert counts[0].num_accepted_tokens / counts[0].num_draft_tokens > share

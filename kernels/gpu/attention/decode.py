@@ -143,12 +143,21 @@ def _from_pairs(pairs):
 
 
 @triton.jit
-def _store(out, gate, acc, row, first_head, out_stride, gate_stride, DIM, member, column, inside):
-    """Gates acc [rows of member, columns] and writes it."""
-    at = (first_head + member)[:, None] * DIM + column[None, :]
-    g = tl.load(gate + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
+def _places(row, first_head, member, stride, DIM, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """[members, 1]: where the columns of each member begin, in rows of ``stride``. Members are the heads of a group in
+    one row after the other."""
+    if ROWS == 1:
+        return (row * stride + (first_head + member) * DIM)[:, None]
+    else:  # noqa: RET505 (Triton compiles what follows a return)
+        return ((row + member // GROUP) * stride + (first_head + member % GROUP) * DIM)[:, None]
+
+
+@triton.jit
+def _store(acc, out, gate, out_places, gate_places, column, inside):
+    """Gates acc [members, columns] and writes it."""
+    g = tl.load(gate + gate_places + column[None, :], mask=inside, other=0.0).to(tl.float32)
     result = acc / (1.0 + tl.exp(-g))
-    tl.store(out + row * out_stride + at, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + out_places + column[None, :], result.to(out.dtype.element_ty), mask=inside)
 
 
 # Numbers that change with the step or the settings must not compile another variant.
@@ -180,6 +189,7 @@ def _decode_kernel(
     max_keys,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     FP8: tl.constexpr,
@@ -192,11 +202,13 @@ def _decode_kernel(
     PDL: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64) * ROWS
     split = tl.program_id(2)
     if PDL:
         gdc_launch_dependents()
     context = tl.load(positions + row) + 1
+    for other in tl.static_range(1, ROWS):
+        context = tl.maximum(context, tl.load(positions + row + other) + 1)
     slot = tl.load(slots + row).to(tl.int64)
     # Equal shares in whole steps.
     times = tl.cdiv(tl.cdiv(context, max_keys), usual_splits)
@@ -225,15 +237,20 @@ def _decode_kernel(
         prefetch_l2(keys + place[:, None] * width + line[None, :])
         prefetch_l2(values + place[:, None] * width + line[None, :])
         gdc_wait()
-    wanted = (member < GROUP)[:, None] & real[None, :]
+    wanted = (member < ROWS * GROUP)[:, None] & real[None, :]
     first_head = kv_head * GROUP
-    query = q + (row * (KV_HEADS * GROUP) + first_head + member)[:, None] * DIM
+    query = q + _places(row, first_head, member, KV_HEADS * GROUP * DIM, DIM, GROUP, ROWS)
+    if ROWS > 1:
+        limit = tl.load(positions + row + member // GROUP, mask=member < ROWS * GROUP, other=0) + 1
+        limit = tl.minimum(limit, end)[:, None]
+    else:
+        limit = end
     if FP8:
         # Pages are read as pairs of e4m3 numbers: two bytes are what tensor core operands are moved in. Dimensions of
         # even and odd number are apart in all products. Normed queries fit float16, to which e4m3 converts in one step.
         pair_column = tl.arange(0, BLOCK_DIM // 2)
         real_pair = pair_column < DIM // 2
-        wanted_pair = (member < GROUP)[:, None] & real_pair[None, :]
+        wanted_pair = (member < ROWS * GROUP)[:, None] & real_pair[None, :]
         even_queries = tl.load(query + 2 * pair_column[None, :], mask=wanted_pair, other=0.0).to(tl.float16)
         odd_queries = tl.load(query + 2 * pair_column[None, :] + 1, mask=wanted_pair, other=0.0).to(tl.float16)
         even = tl.zeros([BLOCK_GROUP, BLOCK_DIM // 2], tl.float32)
@@ -262,10 +279,12 @@ def _decode_kernel(
             k = _load(keys + at, real, BLOCK_DIM > DIM)
             v = _load(values + at, real, BLOCK_DIM > DIM)
             scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where((first + lane < end)[None, :], scores, float("-inf"))
+        scores = tl.where((first + lane)[None, :] < limit, scores, float("-inf"))
         new = tl.maximum(highest, tl.max(scores, axis=1))
-        weight = tl.exp2(scores - new[:, None])
-        correction = tl.exp2(highest - new)
+        # A row may end before this split does, or before it begins.
+        least = tl.where(new == float("-inf"), 0.0, new) if ROWS > 1 else new
+        weight = tl.exp2(scores - least[:, None])
+        correction = tl.exp2(highest - least)
         if FP8:
             total = total * correction + tl.sum(weight * (1.0 / value_scale)[None, :], axis=1)
             even = tl.dot(weight.to(tl.float16), even_v, even * correction[:, None])
@@ -278,25 +297,15 @@ def _decode_kernel(
     if FP8:
         acc = tl.interleave(even, odd)
     if share >= context:
-        _store(
-            out,
-            gate,
-            acc / total[:, None],
-            row,
-            first_head,
-            out_stride,
-            gate_stride,
-            DIM,
-            member,
-            column,
-            wanted,
-        )
+        out_places = _places(row, first_head, member, out_stride, DIM, GROUP, ROWS)
+        gate_places = _places(row, first_head, member, gate_stride, DIM, GROUP, ROWS)
+        _store(acc / total[:, None], out, gate, out_places, gate_places, column, wanted)
         return
-    pair = row * KV_HEADS + kv_head
-    own = (pair * num_splits + split) * GROUP + member
+    pair = row // ROWS * KV_HEADS + kv_head
+    own = (pair * num_splits + split) * (ROWS * GROUP) + member
     tl.store(partial + own[:, None] * DIM + column[None, :], acc, mask=wanted)
-    tl.store(statistics + own * 2, highest, mask=member < GROUP)
-    tl.store(statistics + own * 2 + 1, total, mask=member < GROUP)
+    tl.store(statistics + own * 2, highest, mask=member < ROWS * GROUP)
+    tl.store(statistics + own * 2 + 1, total, mask=member < ROWS * GROUP)
     # All threads' stores come before the count, and the count before the last one's loads (release, acquire).
     tl.debug_barrier()
     used = tl.cdiv(context, share)
@@ -304,13 +313,13 @@ def _decode_kernel(
         return
     tl.store(arrived + pair, 0)
     member = tl.arange(0, MERGE_GROUP)
-    of_group = member < GROUP
+    of_group = member < ROWS * GROUP
     highest = tl.full([MERGE_GROUP], float("-inf"), tl.float32)
     total = tl.zeros([MERGE_GROUP], tl.float32)
     merged = tl.zeros([MERGE_GROUP, BLOCK_DIM], tl.float32)
     for step in tl.range(0, used, MERGE_STEP):
         part = step + tl.arange(0, MERGE_STEP)
-        at = (pair * num_splits + part)[:, None] * GROUP + member[None, :]
+        at = (pair * num_splits + part)[:, None] * (ROWS * GROUP) + member[None, :]
         some = (part < used)[:, None] & of_group[None, :]
         top = tl.load(statistics + at * 2, mask=some, other=float("-inf"), cache_modifier=".cg")
         sums = tl.load(statistics + at * 2 + 1, mask=some, other=0.0, cache_modifier=".cg")
@@ -327,7 +336,9 @@ def _decode_kernel(
         merged = merged * correction[:, None] + tl.sum(parts * factor[:, :, None], axis=0)
         highest = new
     wanted = of_group[:, None] & real[None, :]
-    _store(out, gate, merged / total[:, None], row, first_head, out_stride, gate_stride, DIM, member, column, wanted)
+    out_places = _places(row, first_head, member, out_stride, DIM, GROUP, ROWS)
+    gate_places = _places(row, first_head, member, gate_stride, DIM, GROUP, ROWS)
+    _store(merged / total[:, None], out, gate, out_places, gate_places, column, wanted)
 
 
 def paged_decode(
@@ -342,6 +353,7 @@ def paged_decode(
     workspace: DecodeWorkspace | None = None,
     out: Tensor | None = None,
     config: DecodeConfig | None = None,
+    together: int = 1,
     pdl: bool = False,
 ) -> Tensor:
     """``softmax(q kᵀ / √head_dim) v · sigmoid(gate)`` for one position a row, against its pages.
@@ -355,13 +367,15 @@ def paged_decode(
         kv: pages that already hold the new position.
         tables: [num_slots, max_blocks] int32.
         slots: [B] int32: row of ``tables``. Padded rows: slot 0, position 0.
-        positions: [B] int32: context length - 1.
+        positions: [B] int32: context length - 1. Of rows that belong together the first one's slot counts, and each
+            sees its own context.
         num_splits: most splits of a row, see decode_splits().
         workspace: with at least B rows and exactly num_splits splits. None: a fresh one, if num_splits > 1.
         out: [B, heads · head_dim], where to write the result.
-        config: decode_config() for the tensors' device if None.
+        config: decode_config() for the tensors' device and B / together rows if None.
+        together: consecutive rows that are positions of one sequence, whose pages are read once for all of them.
         pdl: launch before the kernels ahead have finished (kernels.gpu.launch.programmatic): they may write no more of
-            ``slots``, ``positions``, ``tables`` and the pages than the newest position.
+            ``slots``, ``positions``, ``tables`` and the pages than the newest positions.
 
     Returns:
         [B, heads · head_dim] in q's dtype.
@@ -377,6 +391,8 @@ def paged_decode(
             f"paged_decode: {rows} rows, slots {tuple(slots.shape)}, positions {tuple(positions.shape)}, "
             f"projected {tuple(projected.shape)}"
         )
+    if together < 1 or rows % together:
+        raise ValueError(f"paged_decode: {rows} rows are not of sequences with {together} each")
     if not 1 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"paged_decode: num_splits must be 1 to {MAX_SPLITS}, got {num_splits}")
     if out is None:
@@ -390,8 +406,9 @@ def paged_decode(
         raise ValueError(
             f"paged_decode: workspace {tuple(workspace.partial.shape)} is not for {rows} rows, {num_splits} splits"
         )
-    chosen = config or decode_config(kv, rows, limits_of(q.device))
-    _decode_kernel[(kv.kv_heads, rows, num_splits)](
+    sequences, members = rows // together, together * group
+    chosen = config or decode_config(kv, sequences, limits_of(q.device))
+    _decode_kernel[(kv.kv_heads, sequences, num_splits)](
         q,
         projected,
         kv.keys.view(torch.uint16) if kv.quantized else kv.keys,
@@ -415,14 +432,15 @@ def paged_decode(
         chosen.max_keys,
         KV_HEADS=kv.kv_heads,
         GROUP=group,
+        ROWS=together,
         DIM=dim,
         PAGE=kv.block_size,
         FP8=kv.quantized,
-        BLOCK_GROUP=max(_DOT_ROWS, triton.next_power_of_2(group)),
+        BLOCK_GROUP=max(_DOT_ROWS, triton.next_power_of_2(members)),
         BLOCK_KEYS=chosen.block_keys,
         BLOCK_DIM=max(32 if kv.quantized else 16, triton.next_power_of_2(dim)),
-        MERGE_STEP=max(1, min(chosen.merge, _MERGED // triton.next_power_of_2(group))),
-        MERGE_GROUP=triton.next_power_of_2(group),
+        MERGE_STEP=max(1, min(chosen.merge, _MERGED // triton.next_power_of_2(members))),
+        MERGE_GROUP=triton.next_power_of_2(members),
         STAGES=chosen.stages,
         PDL=pdl,
         num_warps=chosen.warps,

@@ -235,7 +235,7 @@ def conv_decode(
     Raises:
         ValueError: shapes do not fit.
     """
-    kernel, channels = _check(projected, weight, state)
+    kernel, channels = check_convolution(projected, weight, state)
     rows = slots.shape[0]
     if out is None:
         out = torch.empty(rows, channels, dtype=projected.dtype, device=projected.device)
@@ -289,7 +289,7 @@ def conv_prefill(
     Raises:
         ValueError: shapes do not fit.
     """
-    kernel, channels = _check(projected, weight, state)
+    kernel, channels = check_convolution(projected, weight, state)
     if out is None:
         out = torch.empty(projected.shape[0], channels, dtype=projected.dtype, device=projected.device)
     if segments.max_tiles:
@@ -321,7 +321,8 @@ def conv_prefill(
     return out
 
 
-def _check(projected: Tensor, weight: Tensor, state: Tensor) -> tuple[int, int]:
+def check_convolution(projected: Tensor, weight: Tensor, state: Tensor) -> tuple[int, int]:
+    """Kernel size and channels of a convolution; raises ValueError if the shapes do not fit."""
     kernel, channels = weight.shape
     if kernel < 2 or tuple(state.shape[1:]) != (kernel - 1, channels) or projected.shape[1] < channels:
         raise ValueError(

@@ -24,9 +24,10 @@ from kernels.gpu.delta.waiting_writes import (
     NONE,
     WaitingWrites,
     add_pairs,
-    add_write,
     none_waits,
     products_of_writes,
+    put_write,
+    set_span,
     settled,
     span_of,
 )
@@ -282,7 +283,8 @@ def _late_step_kernel(
         read = faded * read + written_read
         o = faded * o + written_o
     delta, o = write_and_output(token, read, o, mixer.scale)
-    add_write(waiting, place, first, end, token, delta, j, KEY_DIM, VALUE_DIM, ROOM, BLOCK_K)
+    put_write(waiting, place, end, token, delta, j, KEY_DIM, VALUE_DIM, ROOM, BLOCK_K)
+    set_span(waiting, place, j, first, end + 1, VALUE_DIM)
     store_normed(o, token, row, head, j, mixer, VALUE_DIM)
 
 

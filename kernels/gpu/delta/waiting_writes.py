@@ -170,11 +170,10 @@ def products_of_writes(
 
 
 @triton.jit
-def add_write(
+def put_write(
     waiting,
     place,
-    first,
-    end,
+    at,
     token,
     delta,
     j,
@@ -183,13 +182,12 @@ def add_write(
     ROOM: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Adds one waiting write."""
+    """Puts a write at one of the places of those that wait; it does once set_span() says so."""
     i = tl.arange(0, BLOCK_K)
-    here = place * ROOM + end
+    here = place * ROOM + at
     tl.store(waiting.keys + here * KEY_DIM + i, token.k.to(waiting.keys.dtype.element_ty), mask=i < KEY_DIM)
     tl.store(waiting.deltas + here * VALUE_DIM + j, delta, mask=j < VALUE_DIM)
     tl.store(waiting.decays + here, token.log_decay)
-    set_span(waiting, place, j, first, end + 1, VALUE_DIM)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kernels.gpu.elementary import INTERPRETED
 
-PARAMETERS = tl.constexpr(16)
+PARAMETERS = tl.constexpr(32)
 """int32 words of one row of the parameter table, one row a state slot. Floats are stored as their bits."""
 FLAGS = tl.constexpr(0)
 TEMPERATURE = tl.constexpr(1)
@@ -28,6 +28,11 @@ EDIT_ROW = tl.constexpr(9)
 SEED_LOW = tl.constexpr(10)
 SEED_HIGH = tl.constexpr(11)
 ALTERNATIVES = tl.constexpr(12)
+MOST_OUTPUT = tl.constexpr(13)
+"""Output tokens at which the request ends, for `kernels.gpu.sampling.draft_tokens`."""
+STOPS = tl.constexpr(16)
+"""First of the words with the request's stop tokens, -1 where there are fewer; for the same."""
+MOST_STOPS = tl.constexpr(16)
 
 GREEDY = tl.constexpr(1)
 FILTERED = tl.constexpr(2)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.engine.constraints.masks import RowMasks
+from services.engine.scheduler.draft_depth import StepCosts
 from services.engine.scheduler.step_plan import StepPlan, StepResult
 
 
@@ -42,6 +43,11 @@ class Runner(Protocol):
     @property
     def depth(self) -> int:
         """Plans that may be in flight: 1 if ``launch`` computes, 2 if it only queues work on a device."""
+        ...
+
+    @property
+    def costs(self) -> StepCosts | None:
+        """Seconds of its steps with and without draft tokens; None: it has not measured them."""
         ...
 
     def launch(self, plan: StepPlan) -> StepHandle:

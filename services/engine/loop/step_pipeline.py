@@ -81,7 +81,7 @@ class StepPipeline:
         """Steps in flight, oldest first; the gate is held while there are any."""
         self._collected = 0.0
         """Time of the latest results."""
-        self.scheduler = Scheduler(config, runner.depth, tiers)
+        self.scheduler = Scheduler(config, runner.depth, tiers, runner.costs)
         self.stalled = False
         """True if all requests wait for a tier, so that advancing is useless before it sends an event."""
         self.steps = 0
@@ -170,7 +170,7 @@ class StepPipeline:
             self._tiers.settle()
             self._tiers.take_events()
             self._tiers.resend_all()
-        self.scheduler = Scheduler(self._config, self._runner.depth, self._tiers)
+        self.scheduler = Scheduler(self._config, self._runner.depth, self._tiers, self._runner.costs)
         return updates
 
     def count_failure(self, error: Exception) -> None:
@@ -237,7 +237,7 @@ class StepPipeline:
         self.scheduler.measured(plan, computed)
         self.failures_in_a_row = 0
         self.steps += 1
-        decodes = plan.num_decodes + plan.num_verified
+        decodes = plan.num_decode_tokens
         self._events.emit(
             StepDone(
                 seconds=now - max(step.began, before),

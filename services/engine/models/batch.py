@@ -35,8 +35,6 @@ class ForwardBatch:
     """[S] tokens of each sequence already in the cache. 0: the state slot holds garbage and must be treated as zero."""
     logit_rows: Tensor
     """[R] int64: rows of the flat batch whose hidden state is returned."""
-    out_slots: Tensor | None = None
-    """[S] int64: where the new states go; None: to state_slots. Decodes write where they read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,9 @@ from services.engine.models.config import ModelConfig
 class StepRows:
     """The rows of one step: decodes first, then prefill segments. All int32.
 
-    Padding has slot 0 and position 0; its results mean nothing and change nothing but scratch memory.
+    With draft tokens decodes come in groups of rows, of which the first ones have a token, and there are no segments.
+    Padding and a group's other rows have slot 0 and position 0; their results mean nothing and change nothing but
+    scratch memory.
     """
 
     tokens: Tensor
@@ -34,18 +36,18 @@ class StepRows:
     active_adapters: Tensor
     """[1 + n]: how many distinct LoRA slots the step uses, then these slots (see kernels.gpu.lora.batch.LoraRows)."""
     decodes: int
-    """The first rows: one token each, of sequences that continue from the cache."""
+    """The first rows, of sequences that continue from the cache."""
     segments: Segments | None
     """The other rows; None: there are none."""
-    short: bool = False
-    """The segments have a few tokens each, answers with draft tokens in them: they are computed as decodes are."""
+    group: int = 1
+    """Rows of a sequence among the decodes: its newest token and draft tokens behind it."""
     next_ids: Tensor | None = None
     """[T]: the token behind each row's, for the mtp layer; what the step samples itself is filled in later."""
 
     @property
     def mixed(self) -> bool:
         """True if some rows are computed as decodes are and others as prefills are."""
-        return self.decodes > 0 and self.segments is not None and not self.short
+        return self.decodes > 0 and self.segments is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,9 @@ class DeviceCache:
     waiting: WaitingWrites | None = None
     """Writes that are not in ``recurrent`` yet, [linear layers, num_slots, ...]; None: states are always written
     back."""
+    verified: Tensor | None = None
+    """[linear layers, rows, conv_dim], model dtype: inputs of the convolution in rows with draft tokens, until it is
+    known which of them count; None: there are no draft tokens."""
 
     @property
     def num_slots(self) -> int:
@@ -97,6 +102,7 @@ class DeviceCache:
         state_dtype: torch.dtype = torch.float32,
         mtp: bool = False,
         waiting_writes: int = 0,
+        verified_rows: int = 0,
     ) -> DeviceCache:
         """Zeroed caches. Both numbers count the scratch block and slot.
 
@@ -105,6 +111,7 @@ class DeviceCache:
             kv_dtype: of the pages: float8_e4m3fn, or None for the model's.
             mtp: with pages for the mtp layer.
             waiting_writes: of a state, until it is written back; 0: it always is.
+            verified_rows: most rows of a step with draft tokens; 0: there are none.
         """
         layout = config.cache_layout
         linear = layout.state_layers
@@ -131,6 +138,9 @@ class DeviceCache:
                 device=device,
             )
             if waiting_writes
+            else None,
+            verified=torch.zeros(linear, verified_rows, layout.conv_channels, dtype=dtype, device=device)
+            if verified_rows
             else None,
         )
 

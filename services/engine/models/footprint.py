@@ -30,6 +30,12 @@ class Storage:
     """The head is an fp8 matrix of its own, also where the embedding is tied to it."""
     invariant: bool = False
     """Products do not depend on how many rows they have."""
+    int4_draft_head: bool = False
+    """The mtp layer draws draft tokens through an int4 copy of the head, which is read in a quarter of the time."""
+
+    def has_draft_head(self, config: ModelConfig, itemsize: int) -> bool:
+        """True if a model of numbers of ``itemsize`` bytes that has the mtp layer has that copy."""
+        return self.int4_draft_head and itemsize == 2 and config.hidden_size % GROUP == 0
 
     def check(self, config: ModelConfig) -> None:
         """Raises InvalidRequest if groups of numbers do not divide the inputs of a matrix."""
@@ -86,6 +92,8 @@ def weight_bytes(config: ModelConfig, formats: Formats) -> int:
         shapes += config.mtp_linear_shapes().values()
         stacks += config.mtp_expert_shapes().values()
         total += config.mtp_vector_bytes(formats.itemsize)
+        if formats.storage.has_draft_head(config, formats.itemsize):
+            total += matrix_bytes(config.vocab_size, config.hidden_size, formats.itemsize, "int4")
     shapes += [(count * out, into) for count, out, into in stacks]
     total += sum(matrix_bytes(out, into, formats.itemsize, formats.storage.quantization) for out, into in shapes)
     embedding = config.vocab_size * config.hidden_size * formats.itemsize

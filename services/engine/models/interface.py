@@ -72,7 +72,11 @@ class DeviceForward(Protocol):
         ...
 
     def draft(self, x: Tensor, rows: StepRows, attention: DecodeAttention | None) -> Tensor:
-        """Output of the mtp layer, [T, hidden], for draft_logits()."""
+        """Output of the mtp layer behind layers(), [T, hidden], for draft_logits()."""
+        ...
+
+    def draft_on(self, y: Tensor, rows: StepRows, attention: DecodeAttention | None) -> Tensor:
+        """Output of the mtp layer behind its own output of some rows, one token further, [C, hidden]."""
         ...
 
     def draft_logits(self, y: Tensor) -> Tensor:

@@ -254,10 +254,9 @@ class StateCollector(Collector):
             family = GaugeMetricFamily(name, text, labels=VLLM_LABELS)
             family.add_metric([self._model_name, VLLM_ENGINE], value)
             yield family
-        drafted = counts.num_draft_tokens
         counters: dict[str, tuple[str, int]] = {
-            "vllm:spec_decode_num_drafts": ("Chunks with draft tokens.", drafted),
-            "vllm:spec_decode_num_draft_tokens": ("Draft tokens.", drafted),
+            "vllm:spec_decode_num_drafts": ("Chunks with draft tokens.", counts.num_drafts),
+            "vllm:spec_decode_num_draft_tokens": ("Draft tokens.", counts.num_draft_tokens),
             "vllm:spec_decode_num_accepted_tokens": ("Draft tokens that were accepted.", counts.num_accepted_tokens),
         }
         for name, (text, count) in counters.items():
@@ -279,6 +278,13 @@ class StateCollector(Collector):
         )
         attached.add_metric([snapshot.attached or "base"], 1)
         yield attached
+        drafter = GaugeMetricFamily(
+            "temper_engine_drafter",
+            '1: the version of the followed drafter; "own" if there is none.',
+            labels=["drafter"],
+        )
+        drafter.add_metric([snapshot.drafter or "own"], 1)
+        yield drafter
         yield GaugeMetricFamily(
             "temper_engine_adapters_loaded", "Published versions in slots.", value=len(snapshot.loaded)
         )

@@ -22,6 +22,8 @@ class Counts:
     slots_total: int
     preemptions: int
     """Preemptions since the start."""
+    num_drafts: int = 0
+    """Chunks with draft tokens."""
     num_draft_tokens: int = 0
     """Draft tokens that were verified since the start."""
     num_accepted_tokens: int = 0
@@ -46,6 +48,8 @@ class AdapterSnapshot:
     """Names of ``loaded`` as clients use them: "name" for the name's current version, else "name@n"."""
     waiting: tuple[str, ...] = ()
     """Adapters that requests wait for, "name" or "name@n" as requested."""
+    drafter: str = ""
+    """Version of the followed drafter that drafts; empty: the checkpoint's own layer, or one of a directory."""
 
 
 @dataclass(frozen=True, slots=True)

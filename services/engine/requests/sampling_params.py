@@ -22,6 +22,10 @@ class ConstraintKind(enum.Enum):
     CHOICES = "choices"
 
 
+MOST_STOP_TOKENS = 8
+"""Most stop tokens of its own that a request with draft tokens has."""
+
+
 @dataclass(frozen=True, slots=True)
 class Constraint:
     """Constraint: the language of an answer. Constraints that differ only in ``param`` are compiled once."""
@@ -213,12 +217,17 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    def stops(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """Tokens that end the output."""
+        return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | eos_token_ids
+
     @property
     def draftable(self) -> bool:
         """True if draft tokens may be proposed. They are not proposed for forced tokens, which steps take one by one as
         the replayed ones were sampled, nor where a token depends on a mask, which is made when the token before it is
-        known."""
-        return not self.edits_logits and not self.forced_ids and not self.masked
+        known, nor to requests with more stop tokens than a runner looks for itself."""
+        few = len(self.stop_token_ids) <= MOST_STOP_TOKENS
+        return few and not self.edits_logits and not self.forced_ids and not self.masked
 
     @property
     def edits_logits(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest
-from services.engine.scheduler.step_plan import MOST_VERIFIED
+from services.engine.scheduler.step_plan import MOST_DRAFT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class SchedulerConfig:
     """Alignment of prefill chunks. Above 1: they end at multiples of this many positions or where the known tokens end,
     and never leave a single token, which would run as a decode. If the kernels compute in tiles of as many tokens, a
     prompt's bits then do not depend on how it was split."""
-    speculative: bool = False
-    """Speculative decoding: the runner proposes draft tokens, which steps verify. A running sequence has two state
-    slots, and one plan is in flight."""
+    draft_tokens: int = 0
+    """Most draft tokens of a sequence in a step, which the runner proposes and the next step checks. 0: there is no
+    speculation."""
     block_bytes: int = 1
     """Size of a KV block, for the priorities of the prefix cache."""
     slot_bytes: int = 1
@@ -70,8 +70,12 @@ class SchedulerConfig:
             raise ValueError(
                 f"token_budget {self.token_budget} is below max_num_seqs {self.max_num_seqs}: decodes would starve"
             )
-        if self.speculative:
-            self._check_speculation()
+        if not 0 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
+            raise ValueError(f"draft_tokens must be between 0 and {MOST_DRAFT_TOKENS}, got {self.draft_tokens}")
+        if self.draft_tokens and self.prefill_alignment > 1:
+            raise ValueError(
+                "draft_tokens must be 0 with a prefill_alignment above 1: rows are computed several at once"
+            )
         if self.token_budget - (self.max_num_seqs - 1) < self.least_prefill:
             raise ValueError(
                 f"token_budget {self.token_budget} leaves less than {self.least_prefill} tokens beside "
@@ -88,19 +92,6 @@ class SchedulerConfig:
             )
         if self.num_blocks < 2:
             raise ValueError(f"num_blocks must be at least 2 (block 0 is scratch), got {self.num_blocks}")
-
-    def _check_speculation(self) -> None:
-        if self.token_budget < MOST_VERIFIED * self.max_num_seqs:
-            raise ValueError(
-                f"token_budget {self.token_budget} is below {MOST_VERIFIED} times max_num_seqs {self.max_num_seqs}, "
-                "which speculation needs: raise it or lower max_num_seqs"
-            )
-        if self.num_slots <= 2 * self.max_num_seqs:
-            raise ValueError(
-                f"num_slots {self.num_slots} must be above 2 * max_num_seqs {self.max_num_seqs} with speculation"
-            )
-        if self.prefill_alignment > 1:
-            raise ValueError("speculation computes tokens in chunks of any length: it needs prefill_alignment 1")
 
     @property
     def least_tail(self) -> int:

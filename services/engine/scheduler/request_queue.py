@@ -56,7 +56,13 @@ class RequestQueue:
                 param="forced_ids",
             )
         self._added += 1
-        sequence = Sequence(request, max_output, self._added, self._config.eos_token_ids)
+        sequence = Sequence(
+            request,
+            max_output,
+            self._added,
+            self._config.eos_token_ids,
+            speculative=self._config.draft_tokens > 0,
+        )
         self._by_id[request.request_id] = sequence
         insort(self.waiting, sequence, key=_rank)
         if request.deadline is not None:
@@ -107,13 +113,14 @@ class RequestQueue:
             there = len(sequence.request.prompt_token_ids) + len(sequence.output_ids)
             if sequence.ended or sequence.computed >= sequence.known or sequence.known != there + sequence.pending:
                 raise IntegrityError(f"{sequence.request.request_id} has ended, miscounts or has nothing to compute")
-            if sequence.known > sequence.known_at_end:
+            # With draft tokens accepted, the last plans in flight may turn out to be in vain.
+            if sequence.known - (sequence.pending if sequence.draftable else 0) > sequence.known_at_end:
                 raise IntegrityError(f"{sequence.request.request_id} is planned past its last token")
         for sequence in self.waiting:
-            if sequence.blocks or sequence.slot or sequence.computed:
+            if sequence.blocks or sequence.slot or sequence.computed or sequence.uncertain:
                 raise IntegrityError(f"{sequence.request.request_id} waits but holds blocks or a slot")
         for sequence in self.running:
-            if len(sequence.blocks) * self._config.block_size < sequence.computed or not sequence.slot:
+            if len(sequence.blocks) * self._config.block_size < sequence.most_computed or not sequence.slot:
                 raise IntegrityError(f"{sequence.request.request_id} runs without its blocks or slot")
 
 

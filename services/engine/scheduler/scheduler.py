@@ -30,6 +30,7 @@ from services.engine.requests.outputs import SampledToken, SequenceUpdate
 from services.engine.requests.request import FinishReason, Request
 from services.engine.scheduler.admission import Admission, Admissions
 from services.engine.scheduler.config import SchedulerConfig
+from services.engine.scheduler.draft_depth import StepCosts
 from services.engine.scheduler.draft_tokens import Speculation
 from services.engine.scheduler.pending_prefixes import PendingPrefixes
 from services.engine.scheduler.request_queue import RequestQueue
@@ -56,11 +57,14 @@ class Scheduler:
     Args:
         depth: plans that may be in flight, i.e. scheduled and neither updated nor failed.
         tiers: offload below the device; None: there is none. ``take_commands`` has the commands for it.
+        costs: of the runner's steps, for the number of draft tokens; None: they are not known.
     """
 
-    def __init__(self, config: SchedulerConfig, depth: int = 1, tiers: TierManager | None = None) -> None:
-        if depth < 1 or (config.speculative and depth > 1):
-            raise ValueError(f"depth must be at least 1, and 1 with speculation, got {depth}")
+    def __init__(
+        self, config: SchedulerConfig, depth: int = 1, tiers: TierManager | None = None, costs: StepCosts | None = None
+    ) -> None:
+        if depth < 1:
+            raise ValueError(f"depth must be at least 1, got {depth}")
         self.config = config
         self._depth = depth
         self._now = 0.0
@@ -77,7 +81,7 @@ class Scheduler:
         )
         self._expired: list[SequenceUpdate] = []
         self._in_flight = StepsInFlight(self._memory, self._prefixes)
-        self._speculation = Speculation(self._memory)
+        self._speculation = Speculation(config, self._memory, costs)
         self._masks = MaskMaker()
         self._preemptions = 0
 
@@ -88,17 +92,17 @@ class Scheduler:
 
     def counts(self) -> Counts:
         blocks = self._memory.blocks
-        running, speculates = len(self._queue.running), self.config.speculative
         return Counts(
-            running=running,
+            running=len(self._queue.running),
             waiting=len(self._queue.waiting),
             blocks_used=blocks.used,
             blocks_cached=blocks.idle,
             blocks_total=blocks.total,
-            slots_used=sum(1 + (s.spare_slot > 0) for s in self._queue.running) if speculates else running,
+            slots_used=len(self._queue.running),
             slots_cached=self._memory.num_snapshots,
             slots_total=self._memory.num_slots,
             preemptions=self._preemptions,
+            num_drafts=self._speculation.num_drafts,
             num_draft_tokens=self._speculation.num_draft_tokens,
             num_accepted_tokens=self._speculation.num_accepted_tokens,
             evicted_bytes=self._memory.cache.evicted_bytes,
@@ -109,7 +113,9 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request; raises as RequestQueue.add does."""
-        self._prefixes.add(self._queue.add(request))
+        sequence = self._queue.add(request)
+        self._speculation.begin(sequence, len(self._queue) - 1)
+        self._prefixes.add(sequence)
 
     def abort(self, request_id: str, keep_tokens: int = 0) -> SequenceUpdate | None:
         """Ends a request and frees what it holds.
@@ -159,6 +165,7 @@ class Scheduler:
                 return None
             queue = self._queue
             raise IntegrityError(f"{len(queue.running)} running and {len(queue.waiting)} waiting, but no step to run")
+        self._speculation.plan(step, self._queue.running)
         self._in_flight.add(step)
         return step.finish()
 
@@ -192,17 +199,11 @@ class Scheduler:
                 flight then, and ``fail`` ends it.
         """
         step = self._in_flight.oldest(plan)
-        step.check(result, speculative=self.config.speculative)
+        step.check(result, speculative=self.config.draft_tokens > 0)
         self._now = now
         self._in_flight.land(succeeded=True)
         updates = step.prompt_updates(result.reports, self._end_broken) if plan.reads else []
-        if self.config.speculative:
-            for sequence, tokens in self._speculation.verified(step, plan, result):
-                for token in tokens:
-                    if not sequence.ended:
-                        self._append(sequence, token, now, updates)
-            return updates
-        for sequence, token in zip(step.sampling, result.tokens, strict=True):
+        for sequence, token in self._speculation.taken(step, plan, result):
             if not sequence.ended:
                 self._append(sequence, token, now, updates)
         return updates
@@ -265,10 +266,7 @@ class Scheduler:
             IntegrityError: something is leaked, shared or lost.
         """
         self._queue.check()
-        pending = sum(sequence.pending for sequence in self._queue)
-        sampled = self._in_flight.num_sampling
-        if pending != sampled:
-            raise IntegrityError(f"{pending} tokens are pending, the steps in flight sample {sampled}")
+        self._in_flight.check(self._queue)
         self._memory.check(self._queue.running, self._in_flight.restores)
 
     # Planning.
@@ -289,8 +287,6 @@ class Scheduler:
 
     def _add_decodes(self, step: StepBuilder) -> list[Sequence]:
         """Plans the sequences with one token to compute (a decode, or the end of a prompt); returns those with more."""
-        if self.config.speculative:
-            return self._speculation.add_answers(step, self._queue.running, self._grow)
         partial: list[Sequence] = []
         block_size = self.config.block_size
         # Preemption takes the end of the list, never what was planned: decodes are planned in rank order.
@@ -298,8 +294,11 @@ class Scheduler:
             known = sequence.known
             if known - sequence.computed != 1:
                 partial.append(sequence)
-            elif known < sequence.known_at_end and (known <= len(sequence.blocks) * block_size or self._grow(sequence)):
-                step.add(sequence, known)
+            elif known < sequence.known_at_end:
+                # Most tokens that its blocks must cover, see SequenceMemory.grow().
+                tokens = known + sequence.uncertain
+                if tokens <= len(sequence.blocks) * block_size or self._grow(sequence):
+                    step.add(sequence, known)
         return [sequence for sequence in partial if sequence.slot]
 
     def _grow(self, sequence: Sequence) -> bool:

@@ -13,7 +13,8 @@ from services.engine.kv_cache.radix_tree import PrefixMatch
 from services.engine.requests.outputs import Finished, SampledToken, SequenceUpdate
 from services.engine.requests.prompt_scoring import PromptProgress, PromptRead, PromptReport
 from services.engine.requests.request import FinishReason, Request
-from services.engine.scheduler.step_plan import MOST_VERIFIED, PENDING, Chunk
+from services.engine.scheduler.draft_depth import Acceptance
+from services.engine.scheduler.step_plan import PENDING, Chunk
 
 Rank = tuple[int, int, int]
 
@@ -32,18 +33,20 @@ class Sequence:
 
     Plans may be in flight; everything here is as it will be when they have run. ``computed`` tokens have their KV and
     state in the cache. The ``known`` tokens are prompt and output; the steps in flight sample the last ``pending`` of
-    them.
+    them. Draft tokens in flight count as rejected: if they are accepted, up to ``uncertain`` more tokens are computed
+    and known.
     """
 
     __slots__ = (
         "_min_tokens",
         "_stops",
+        "acceptance",
         "blocks",
         "cached_from",
         "cached_tokens",
         "computed",
-        "draft_token",
         "draftable",
+        "drawn",
         "ended",
         "first_token_at",
         "held_up",
@@ -74,10 +77,18 @@ class Sequence:
         "short",
         "slot",
         "snapshot_positions",
-        "spare_slot",
+        "uncertain",
     )
 
-    def __init__(self, request: Request, max_output: int, number: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        request: Request,
+        max_output: int,
+        number: int,
+        eos_token_ids: frozenset[int],
+        *,
+        speculative: bool = False,
+    ) -> None:
         self.request = request
         self.namespace: Namespace = namespace_of(request.pin.digest, request.cache_salt)
         """Cache namespace: it shares prefixes with requests of the same one."""
@@ -86,19 +97,21 @@ class Sequence:
         self.max_output = max_output
         sampling = request.sampling
         self._min_tokens = sampling.min_tokens
-        self._stops = sampling.stop_token_ids if sampling.ignore_eos else sampling.stop_token_ids | eos_token_ids
+        self._stops = sampling.stops(eos_token_ids)
         self.rank: Rank = (request.priority, request.arrival, number)
         """Rank: the lower one goes first; unique."""
         self.output_ids: list[int] = []
         self.sampling_logprobs = array("f")
         self.blocks: list[int] = []
         self.slot = 0
-        self.spare_slot = 0
-        """State slot that a chunk with a draft token writes to, with speculation; it and ``slot`` change roles if the
-        draft token is accepted."""
-        self.draft_token = -1
-        """Draft token proposed for the next position, or -1."""
-        self.draftable = sampling.draftable
+        self.draftable = speculative and sampling.draftable
+        """True if the runner may accept draft tokens for it, and computes nothing behind its last token."""
+        self.acceptance: Acceptance | None = None
+        """How many of its draft tokens are accepted; None: it gets none, for good."""
+        self.drawn = 0
+        """Draft tokens that the plan before the next one draws for it."""
+        self.uncertain = 0
+        """Draft tokens of its chunks in flight."""
         self.matcher = cast(OutputMatcher | None, request.matcher)
         """Matcher of the constraint; it has taken all tokens but the pending ones. None: there is no constraint."""
         self.known = len(request.prompt_token_ids)
@@ -187,6 +200,7 @@ class Sequence:
             samples,
             self.output_ids,
             output_count,
+            self.max_output,
             next_id=PENDING if samples else self.tokens(end, end + 1)[0],
             masked=samples and matcher is not None and matcher.may_mask(output_count),
             snapshots=snapshots,
@@ -207,45 +221,45 @@ class Sequence:
         return self.known - self.computed
 
     @property
-    def takes_draft(self) -> bool:
-        """True if there is a draft token and a token behind it is still wanted."""
-        return (
-            self.draft_token >= 0
-            and self.spare_slot > 0
-            and self.uncomputed < MOST_VERIFIED
-            and self.known + 1 < self.known_at_end
-        )
+    def drafting(self) -> bool:
+        """True if it may get draft tokens now or later."""
+        return self.acceptance is not None
 
-    def verify(self) -> Chunk:
-        """Plans all uncomputed tokens and, if it is of use, the draft token behind them.
+    @property
+    def most_computed(self) -> int:
+        """Most tokens that may be computed when the plans in flight have run: what its blocks must cover."""
+        return min(self.computed + self.uncertain, self.known_at_end - 1)
 
-        With a draft token nothing counts as computed before the results are in; see ``accept``.
+    @property
+    def most_draft_tokens(self) -> int:
+        """Most draft tokens behind the newest planned one that may still be wanted: no row reaches beyond the end."""
+        return self.known_at_end - self.known - self.uncertain
+
+    def accept(self, num_draft_tokens: int, accepted: int) -> None:
+        """Learns how many tokens of a chunk count; they are pending until they are taken.
+
+        Args:
+            num_draft_tokens: the chunk's.
+            accepted: at least 1.
         """
-        end = self.known
-        if not self.takes_draft:
-            return self.advance(end)
-        chunk = Chunk(
-            self.request,
-            [*self.tokens(self.computed, end), self.draft_token],
-            self.computed,
-            self.blocks,
-            self.slot,
-            True,
-            self.output_ids,
-            len(self.output_ids),
-            num_draft_tokens=1,
-            out_slot=self.spare_slot,
-        )
-        self.known = end + 1
-        self.pending += 1
-        return chunk
+        self.known += accepted - 1
+        self.pending += accepted - 1
+        # A preempted sequence starts again only when nothing samples for it any more: a slot is still the chunk's.
+        if self.slot:
+            self.computed += accepted - 1
+            self.uncertain -= num_draft_tokens
 
-    def accept(self, chunk: Chunk) -> None:
-        """Accepts the draft token of a chunk: its tokens are computed, and one more is sampled."""
-        self.computed = chunk.start + len(chunk.token_ids)
-        self.slot, self.spare_slot = self.spare_slot, self.slot
-        self.known += 1
-        self.pending += 1
+    def computed_at_end(self) -> int | None:
+        """Number of tokens that the state in its slot is behind, if it ended or gave way now; None: that is not known,
+        because draft tokens are in flight.
+
+        The runner computes nothing behind the last token of a request that may have draft tokens, so the state lacks
+        that one. Of others the next plan in flight computes the last token, too.
+        """
+        output = self.output_ids
+        if self.draftable and output and (output[-1] in self._stops or len(output) >= self.max_output):
+            return len(self.request.prompt_token_ids) + len(output) - 1
+        return None if self.uncertain else self.computed
 
     def take(self, token: SampledToken, now: float) -> tuple[SequenceUpdate | None, Ending | None]:
         """Takes the oldest pending token. Returns its update, and how the request ends with it; either may be None."""

@@ -72,7 +72,6 @@ class SequenceMemory:
         self._caching = config.prefix_cache
         self._unit = config.prefill_alignment
         self._least_tail = config.least_tail
-        self._speculative = config.speculative
         self._clock = clock
         self.cost = ComputeCost(config.token_seconds, config.attention_cost)
         self._blocks = BlockPool(config.num_blocks)
@@ -189,8 +188,6 @@ class SequenceMemory:
             return Allocation.NO_MEMORY, None
         sequence.slot = slot
         sequence.prefix_match = None
-        if self._speculative and sequence.draftable:
-            sequence.spare_slot = self._take_slot() or 0
         sequence.blocks = [*table[:whole], *self._blocks.take(needed)]
         sequence.computed = 0 if node is None else node.end
         sequence.snapshot_positions = self._snapshot_positions(sequence, path, limit, shared)
@@ -214,20 +211,22 @@ class SequenceMemory:
         return self._policy.positions(sequence.computed, last, (*shared, *branch), sequence.request.boundaries)
 
     def grow(self, sequence: Sequence) -> bool:
-        """Gives a sequence the block of its newest token, if it does not have it; False: there is none."""
-        return self._grow(sequence, sequence.known)
+        """Gives a sequence the blocks of its newest token, wherever it may be; False: there are too few."""
+        return self.covers(sequence, min(sequence.known + sequence.uncertain, sequence.known_at_end - 1))
 
-    def grow_for_draft(self, sequence: Sequence) -> bool:
-        """Same as grow, for a draft token behind the newest one."""
-        return self._grow(sequence, sequence.known + 1)
-
-    def _grow(self, sequence: Sequence, tokens: int) -> bool:
-        if tokens <= len(sequence.blocks) * self._block_size:
+    def covers(self, sequence: Sequence, tokens: int) -> bool:
+        """Gives a sequence the blocks of so many tokens, unless it has them; False: there are too few."""
+        missing = self.blocks_for(tokens) - len(sequence.blocks)
+        if missing <= 0:
             return True
-        if not self._reserve(1):
+        if not self._reserve(missing):
             return False
-        sequence.blocks += self._blocks.take(1)
+        sequence.blocks += self._blocks.take(missing)
         return True
+
+    def room(self, sequence: Sequence) -> int:
+        """Number of tokens that a sequence's blocks have room for behind all that may be computed."""
+        return len(sequence.blocks) * self._block_size - sequence.computed - sequence.uncertain
 
     def free(self, sequence: Sequence, pending: InFlightNodes | None, *, keep: bool) -> Node | None:
         """Frees the memory of a sequence.
@@ -241,12 +240,13 @@ class SequenceMemory:
         """
         node = None
         tokens_so_far = sequence.all_tokens()
-        computed = sequence.computed
+        computed = sequence.computed_at_end() if keep else None
         # States behind answers were computed token by token, not in tiles: their bits differ, so an exact cache drops
         # them.
         least = 1 if sequence.request.session is not None else 2 * self._block_size
-        worthwhile = self._caching and self._unit == 1 and computed >= least and sequence.request.pooling is None
-        if keep and worthwhile and sequence.slot and computed * TOKEN_BYTES <= len(tokens_so_far):
+        worthwhile = self._caching and self._unit == 1 and sequence.request.pooling is None
+        known = computed is not None and least <= computed and computed * TOKEN_BYTES <= len(tokens_so_far)
+        if computed is not None and known and worthwhile and sequence.slot:
             tokens = tokens_so_far[: computed * TOKEN_BYTES]
             node = self._cache.insert(sequence.namespace, tokens, sequence.blocks, sequence.slot, pending)
             node.transient = sequence.request.sampling.forces
@@ -254,14 +254,12 @@ class SequenceMemory:
             if pending is None:
                 self.confirmed(node)
         self._blocks.release(sequence.blocks)
-        for slot in (sequence.slot, sequence.spare_slot):
-            if slot:
-                self._slots.release(slot)
+        if sequence.slot:
+            self._slots.release(sequence.slot)
         # A plan in flight may still look at the old list.
         sequence.blocks = []
-        sequence.slot = sequence.spare_slot = 0
-        sequence.draft_token = -1
-        sequence.computed = 0
+        sequence.slot = sequence.computed = 0
+        sequence.drawn = sequence.uncertain = 0
         return node
 
     def restored(self, restore: Restore) -> None:
@@ -314,7 +312,7 @@ class SequenceMemory:
         running = list(sequences)
         held = [block for sequence in running for block in sequence.blocks]
         held += [block for restore in restores for block in restore.held]
-        slots = [slot for sequence in running for slot in (sequence.slot, sequence.spare_slot) if slot]
+        slots = [sequence.slot for sequence in running]
         copied: list[int] = []
         if self.offload is not None:
             copied += self.offload.held_blocks()

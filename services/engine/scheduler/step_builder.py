@@ -10,7 +10,7 @@ from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.prompt_scoring import PromptRead, PromptReport
 from services.engine.scheduler.sequence import Sequence
 from services.engine.scheduler.sequence_memory import Restore, Snapshot
-from services.engine.scheduler.step_plan import Chunk, StateCopy, StepPlan, StepResult
+from services.engine.scheduler.step_plan import DRAFT, Chunk, StateCopy, StepPlan, StepResult
 
 
 class StepBuilder:
@@ -38,6 +38,9 @@ class StepBuilder:
         """True if a sequence of the step has output and decodes its next token."""
         self.masked = False
         """True if a token is sampled under a mask."""
+        self.drafts = False
+        self.num_draft_tokens = 0
+        """As of the plan."""
         self.sequences: list[Sequence] = []
         """Sequences of the chunks, in their order: decodes first, once the plan is finished."""
         self.sampling: list[Sequence] = []
@@ -47,7 +50,6 @@ class StepBuilder:
         self.plan: StepPlan | None = None
         self._reads: list[tuple[Chunk, tuple[int, int]]] = []
         self._chunks: list[Chunk] = []
-        self._verifying: list[tuple[Sequence, Chunk]] = []
         self._prefills: list[tuple[Sequence, Chunk]] = []
 
     def add(self, sequence: Sequence, end: int, snapshots: SequenceABC[Snapshot] = ()) -> None:
@@ -68,16 +70,35 @@ class StepBuilder:
         if chunk.output_count:
             self.decodes_output = True
 
-    def add_verified(self, sequence: Sequence) -> None:
-        """Plans all uncomputed tokens of an answer: several, or one and a draft token behind it."""
-        chunk = sequence.verify()
-        self.budget -= len(chunk.token_ids)
-        self._verifying.append((sequence, chunk))
-        self.decodes_output = True
+    def add_drafts(self, place: int, count: int) -> None:
+        """Puts draft tokens behind the decode at a place."""
+        chunk = self._chunks[place]
+        token_ids = (*chunk.token_ids, *(DRAFT,) * count)
+        self._chunks[place] = chunk._replace(token_ids=token_ids, num_draft_tokens=count)
+        self.sequences[place].uncertain += count
 
     @property
     def has_chunks(self) -> bool:
-        return bool(self._chunks or self._verifying or self._prefills)
+        return bool(self._chunks or self._prefills)
+
+    @property
+    def decodes_only(self) -> bool:
+        return not self._prefills
+
+    @property
+    def planned(self) -> list[Sequence]:
+        """Sequences of a step that is not finished, decodes first."""
+        return [*self.sequences, *(sequence for sequence, _ in self._prefills)]
+
+    def planned_sampling(self) -> list[Sequence]:
+        """Those of ``planned`` whose chunk samples."""
+        return [*self.sequences, *(sequence for sequence, chunk in self._prefills if chunk.samples)]
+
+    @property
+    def uncertain(self) -> int:
+        """Draft tokens whose sequence still runs."""
+        pairs = zip(self.sequences, self._chunks, strict=True)
+        return sum(chunk.num_draft_tokens for sequence, chunk in pairs if sequence.slot and not sequence.ended)
 
     def masked_rows(self) -> list[tuple[int, Sequence]]:
         """(sampled row, sequence) of each sequence whose token is sampled under a mask and still wanted."""
@@ -92,11 +113,9 @@ class StepBuilder:
 
     def finish(self) -> StepPlan:
         """Finished step plan, decodes first."""
-        # A sequence that resumes after a preemption may have only a few tokens of its answer to compute.
-        others = sorted(self._verifying + self._prefills, key=lambda pair: not pair[1].verifies)
-        self.sampling = [*self.sequences, *(sequence for sequence, chunk in others if chunk.samples)]
-        self.sequences += [sequence for sequence, _ in others]
-        self._chunks += [chunk for _, chunk in others]
+        self.sampling = self.planned_sampling()
+        self.sequences = self.planned
+        self._chunks += [chunk for _, chunk in self._prefills]
         self.plan = StepPlan(
             chunks=self._chunks,
             copies_before=[restore.state for restore in self.restores],
@@ -104,6 +123,8 @@ class StepBuilder:
             block_copies=[restore.block for restore in self.restores if restore.block is not None],
             reads=self._placed_reads() if self._reads else (),
             masked=self.masked,
+            drafts=self.drafts,
+            num_draft_tokens=self.num_draft_tokens,
         )
         return self.plan
 
@@ -113,10 +134,21 @@ class StepBuilder:
         if plan is None:
             raise ValueError("a result came before the plan was finished")
         rows = sum(chunk.sampled_rows for chunk in plan.chunks) if speculative else len(self.sampling)
-        if len(result.tokens) != rows or (speculative and len(result.draft_token_ids) != len(self.sampling)):
+        if len(result.tokens) != rows:
             raise ValueError(f"the step returned {len(result.tokens)} tokens for {rows} sampling rows")
+        if speculative:
+            self._check_accepted(plan, result.accepted)
         if len(result.reports) != len(plan.reads):
             raise ValueError(f"the step returned {len(result.reports)} reports for {len(plan.reads)} reads")
+
+    def _check_accepted(self, plan: StepPlan, accepted: SequenceABC[int]) -> None:
+        chunks = [chunk for chunk in plan.chunks if chunk.samples]
+        if len(accepted) != len(chunks):
+            raise ValueError(f"the step says of {len(accepted)} chunks how many tokens count, {len(chunks)} sample")
+        for sequence, chunk, count in zip(self.sampling, chunks, accepted, strict=True):
+            name, most = sequence.request.request_id, chunk.sampled_rows
+            if not (sequence.ended and count == 0) and not 1 <= count <= most:
+                raise ValueError(f"accepted must be between 1 and {most} for {name}, which goes on, got {count}")
 
     def prompt_updates(
         self, reports: SequenceABC[PromptReport], end: Callable[[Sequence], SequenceUpdate]

@@ -3,14 +3,16 @@
 The scheduler owns blocks, slots and positions. The runner turns a StepPlan into tensors, runs the
 model and the sampler, and returns a StepResult with one entry for every chunk that asked for a token.
 
-A plan may be made while the one before it still runs. A sequence whose newest token is sampled by that step decodes the
-token ``PENDING``, which the runner takes from where the sampler leaves it on the device.
+A plan may be made while the ones before it still run. A sequence whose newest token is sampled by such a step decodes
+the token ``PENDING``, which the runner takes from where the sampler leaves it on the device.
 
-With speculation a chunk may end with a draft token, a proposal for the token that it will sample. The draft token is
-accepted if the sampled token, drawn with the request's own noise as always, is the same. Then the token sampled behind
-it counts too, so a request's tokens are the same with and without draft tokens. A chunk with a draft token writes its
-state to another slot than it read. If the draft token is rejected, the old state is still there, and the accepted
-tokens are computed again with the next chunk.
+With speculation the runner draws draft tokens behind a step, proposals for the next tokens of each answer, and keeps
+them. The next step's chunk of the answer may end with some of them (``DRAFT``), and a token is sampled behind each of
+its tokens. A draft token is accepted if the token sampled before it, drawn with the request's own noise as always, is
+the same; then the one sampled behind it counts too. So a request's tokens are the same with and without draft tokens.
+The runner decides that without the host: it knows how many tokens of a slot are computed, and rolls the state back to
+the last accepted token. The plan's positions and counts are the least ones, as if all draft tokens in flight were
+rejected; the host learns from ``StepResult.accepted`` how many there are.
 """
 
 from __future__ import annotations
@@ -25,17 +27,30 @@ from services.engine.requests.outputs import SampledToken
 from services.engine.requests.prompt_scoring import PromptRead, PromptReport
 from services.engine.requests.request import Request
 
-MOST_VERIFIED = 4
-"""Most tokens of a chunk with a draft token, the draft token included. Tokens behind rejected draft tokens are computed
-again, so a chunk grows until it reaches this limit and goes without a draft token."""
+MOST_DRAFT_TOKENS = 4
+"""Most draft tokens of a chunk."""
+
+MOST_VERIFYING = 32
+"""Most chunks of a step with draft tokens."""
+
+
+def most_sampled_rows(max_num_seqs: int) -> int:
+    """Most sampled rows of a step with speculation."""
+    return max(max_num_seqs, min(max_num_seqs, MOST_VERIFYING) * (1 + MOST_DRAFT_TOKENS))
+
 
 FIRST_SNAPSHOT = 8
 """Least tokens from the start of a chunk to its first snapshot: kernels read the last few tokens of the convolution
 from the slot that they write at the end."""
 
+NO_LIMIT = 2**31 - 1
+
 PENDING = -1
 """Token id in ``Chunk.token_ids`` for the token that the previous step samples for the same slot, not known on the
 host."""
+
+DRAFT = -2
+"""Token id in ``Chunk.token_ids`` for a draft token that the previous step leaves on the device for the same slot."""
 
 
 class Chunk(NamedTuple):
@@ -50,9 +65,11 @@ class Chunk(NamedTuple):
 
     request: Request
     token_ids: Sequence[int]
-    """Token ids; ``(PENDING,)`` for a decode whose token the unfinished step before it samples."""
+    """Token ids; a decode whose token the unfinished step before it samples is of ``(PENDING,)``, with draft tokens of
+    ``(PENDING, DRAFT, ...)``. Its first token may also be known and draft tokens follow."""
     start: int
-    """Position of the first token = number of tokens whose KV and state are already in the cache."""
+    """Position of the first token = number of tokens whose KV and state are already in the cache. Of a pending token
+    the least one, see above."""
     blocks: Sequence[int]
     """Block table of the sequence, never containing block 0 (scratch)."""
     slot: int
@@ -63,10 +80,14 @@ class Chunk(NamedTuple):
     flight."""
     output_count: int
     """Tokens generated before this step, a pending one included: for min_tokens and the seed's counter."""
+    max_output: int = NO_LIMIT
+    """Number of output tokens at which the request ends. The runner computes nothing behind that of a request that may
+    have draft tokens (``SamplingParams.draftable``), nor behind its stop tokens."""
     num_draft_tokens: int = 0
-    """Number of draft tokens at the end of ``token_ids``: 0 or 1. Each adds a sampled row."""
+    """Number of draft tokens at the end of ``token_ids``. Each adds a sampled row."""
     out_slot: int = 0
-    """State slot to write to; 0: ``slot``. Otherwise the convolution and recurrent state of ``slot`` stay unchanged."""
+    """State slot to write to; 0: ``slot``. Otherwise the convolution and recurrent state of ``slot`` stay unchanged.
+    Only segments() have one."""
     next_id: int = PENDING
     """Token behind a chunk that does not sample."""
     masked: bool = False
@@ -88,20 +109,11 @@ class Chunk(NamedTuple):
     @property
     def rows(self) -> list[Chunk]:
         """Chunks of the sampled rows, one for each; they differ only in the output count."""
-        if not self.num_draft_tokens:
-            return [self] if self.samples else []
-        return [self, self._replace(output_count=self.output_count + 1)]
-
-    @property
-    def verifies(self) -> bool:
-        """True if it decodes several tokens of an answer: with a draft token, or again the tokens behind a rejected
-        one."""
-        length = len(self.token_ids)
-        return self.samples and 1 < length <= MOST_VERIFIED and self.start >= len(self.request.prompt_token_ids)
+        return [self._replace(output_count=self.output_count + row) for row in range(self.sampled_rows)]
 
     @property
     def is_decode(self) -> bool:
-        return self.samples and len(self.token_ids) == 1 and self.start > 0
+        return self.samples and self.start > 0 and len(self.token_ids) == 1 + self.num_draft_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +135,8 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Step plan: one iteration. ``chunks`` has decodes first, then those that verify, then prefill chunks."""
+    """Step plan: one iteration. ``chunks`` has decodes first, then prefill chunks. A step with draft tokens has decodes
+    only, at most MOST_VERIFYING."""
 
     chunks: Sequence[Chunk]
     copies_before: Sequence[StateCopy] = ()
@@ -136,20 +149,28 @@ class StepPlan:
     """Prompt rows to read beside the sampled ones."""
     masked: bool = False
     """True if a chunk is masked: the runner gets the masks after the plan."""
+    drafts: bool = False
+    """True if the mtp layer runs over the rows of the step: its keys and values of them are wanted later."""
+    num_draft_tokens: int = 0
+    """Draft tokens to draw behind each chunk that samples, for the next step; 0 without ``drafts``."""
 
     @property
     def num_decodes(self) -> int:
         return bisect_left(self.chunks, True, key=lambda chunk: not chunk.is_decode)
 
     @property
-    def num_verified(self) -> int:
-        """Number of tokens of the chunks that verify."""
-        return sum(len(chunk.token_ids) for chunk in self.chunks[self.num_decodes :] if chunk.verifies)
+    def num_decode_tokens(self) -> int:
+        """Number of tokens of the decodes, draft tokens included."""
+        return sum(len(chunk.token_ids) for chunk in self.chunks[: self.num_decodes])
+
+    @property
+    def verifies(self) -> bool:
+        """True if it has draft tokens."""
+        return any(chunk.num_draft_tokens for chunk in self.chunks)
 
     @property
     def num_tokens(self) -> int:
-        decodes = self.num_decodes
-        return decodes + sum(len(chunk.token_ids) for chunk in self.chunks[decodes:])
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +178,10 @@ class StepResult:
     """Result of a step, in the order of the plan's chunks that sample."""
 
     tokens: Sequence[SampledToken]
-    """Sampled tokens, one for each sampled row: two for a chunk with a draft token."""
-    draft_token_ids: Sequence[int] = ()
-    """Draft tokens, with speculation: for each chunk that samples, the proposal behind its accepted tokens, or -1."""
+    """Sampled tokens, one for each sampled row: those of a chunk with draft tokens that count come first."""
+    accepted: Sequence[int] = ()
+    """With speculation: for each chunk that samples, how many of its tokens count; 0: its request ended in a step
+    before. Without: empty, and every token counts."""
     reports: Sequence[PromptReport] = ()
     """Report for each of the plan's reads."""
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from services.engine.kv_cache.block_pool import IntegrityError
 from services.engine.kv_cache.radix_tree import InFlightNodes
 from services.engine.scheduler.pending_prefixes import PendingPrefixes
+from services.engine.scheduler.sequence import Sequence
 from services.engine.scheduler.sequence_memory import Restore, SequenceMemory
 from services.engine.scheduler.step_builder import StepBuilder
 from services.engine.scheduler.step_plan import StepPlan
@@ -37,10 +39,20 @@ class StepsInFlight:
         """Nodes of the youngest step; None: no step is in flight."""
         return self._steps[-1].pending if self._steps else None
 
-    @property
-    def num_sampling(self) -> int:
-        """Number of tokens that will be sampled and are still wanted."""
-        return sum(not sequence.ended for step in self._steps for sequence in step.sampling)
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Compares what the steps sample and check with what the sequences say.
+
+        Raises:
+            IntegrityError: a token is lost, or waited for by nobody.
+        """
+        pairs = [(sequence.pending, sequence.uncertain) for sequence in sequences]
+        pending, uncertain = (sum(column) for column in zip(*pairs, strict=True)) if pairs else (0, 0)
+        sampled = sum(not sequence.ended for step in self._steps for sequence in step.sampling)
+        if pending != sampled:
+            raise IntegrityError(f"{pending} tokens are pending, the steps in flight sample {sampled}")
+        checked = sum(step.uncertain for step in self._steps)
+        if uncertain != checked:
+            raise IntegrityError(f"{uncertain} draft tokens are uncertain, the steps in flight check {checked}")
 
     @property
     def restores(self) -> list[Restore]:

@@ -35,6 +35,7 @@ from services.engine.executors.cuda import runner as runner_module
 from services.engine.executors.cuda.cache_transfer import CudaCacheTransfer
 from services.engine.executors.cuda.compile_ahead import Target, Variant, recorded
 from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
+from services.engine.executors.cuda.shapes import verified_rows
 from services.engine.executors.cuda.warm_up import sampling_plans
 from services.engine.models.device_batch import DeviceCache
 from services.engine.models.footprint import Quantization
@@ -52,6 +53,7 @@ from services.engine.scheduler.step_plan import StepPlan
 from services.pod.memory import WAITING_WRITES
 
 _CPU = torch.device("cpu")
+_SEQUENCES = 256
 _LAYERS: Any = ("linear_attention", "linear_attention", "full_attention")
 """One of each kind of layer behind another launches every kernel."""
 DENSE = replace(Qwen3_5Config.from_dict(config_of("qwen3.5-4b")), layer_types=_LAYERS)
@@ -169,6 +171,7 @@ def _model(start: Start, kernels: KernelConfigs) -> Qwen3_5:
         empty=True,
         kernels=kernels,
         mtp=start.speculative,
+        draft_head=start.speculative,
         invariant=start.batch_invariant,
     )
     weights = made.build()
@@ -189,9 +192,10 @@ def _serve(start: Start, kernels: KernelConfigs) -> None:
         kv_dtype=torch.float8_e4m3fn if start.kv_float8 else None,
         state_dtype=torch.bfloat16 if start.state_bfloat16 else torch.float32,
         mtp=start.speculative,
-        waiting_writes=0 if start.speculative else WAITING_WRITES,
+        waiting_writes=WAITING_WRITES,
+        verified_rows=verified_rows(_SEQUENCES) if start.speculative else 0,
     )
-    limits = RunnerLimits(256, 8192, 1024, largest_graph=256, mixed_tokens=3840, speculative=start.speculative)
+    limits = RunnerLimits(_SEQUENCES, 8192, 1024, largest_graph=256, mixed_tokens=3840, speculative=start.speculative)
     lora = LoraSlots(start.config, 9, start.rank, torch.bfloat16, _CPU, invariant=start.batch_invariant)
     # On a GPU adapters reach their slots by a kernel.
     lora._upload = AdapterUpload(lora.target_buffers(), lora._output_order, lora.upload_bytes(start.config, start.rank))

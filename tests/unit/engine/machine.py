@@ -6,12 +6,23 @@ block table, slot, start or snapshot shows up as a wrong history, and the sample
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from services.engine.executors.runner import CompletedStep
 from services.engine.requests.outputs import SampledToken
 from services.engine.requests.request import Request
 from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
-from services.engine.scheduler.step_plan import FIRST_SNAPSHOT, PENDING, Chunk, StepPlan, StepResult
+from services.engine.scheduler.draft_depth import StepCosts
+from services.engine.scheduler.step_plan import (
+    DRAFT,
+    FIRST_SNAPSHOT,
+    MOST_VERIFYING,
+    PENDING,
+    Chunk,
+    StepPlan,
+    StepResult,
+)
 from tests.unit.engine.toy_reads import toy_reports
 
 VOCAB = 50
@@ -50,18 +61,37 @@ def request(name: str, prompt: tuple[int, ...], **changes: object) -> Request:
     return Request(name, prompt, SamplingParams(**sampling), **changes)
 
 
+@dataclass
+class Live:
+    """What the runner knows of the sequence in a slot."""
+
+    request_id: str
+    computed: int
+    """Tokens in its state."""
+    newest: int
+    """Newest token, which is not in the state."""
+    ended: bool = False
+    drafts: list[int] = field(default_factory=list)
+    drawn_in: int = 0
+    """Step behind which the draft tokens were drawn."""
+
+
 class ToyRunner:
     """Executes plans at their launch and fails on every violation of the plan's contract.
 
     With a depth above 1 it is what a device with a queue is to the host: plans run in the order of their launch, tokens
-    that an unfinished step samples are taken from the slot, and the host gets to know them later.
+    that an unfinished step samples are taken from the slot, and the host gets to know them later. The same goes for
+    draft tokens and for how many of them are accepted.
     """
 
-    def __init__(self, config: SchedulerConfig, depth: int = 1) -> None:
+    def __init__(self, config: SchedulerConfig, depth: int = 1, costs: StepCosts | None = None) -> None:
         self.config = config
+        self.costs = costs
         self._depth = depth
-        self.last_tokens: dict[int, tuple[str, int]] = {}
-        """Newest token of each slot, with its sequence."""
+        self.live: dict[int, Live] = {}
+        """By slot."""
+        self.unfollowed: set[str] = set()
+        """Requests that the mtp layer has not seen all tokens of."""
         self.kv: dict[tuple[int, int], tuple[tuple[str, str], int]] = {}
         self.states: dict[int, tuple[tuple[str, str], tuple[int, ...]]] = {}
         self.computed_tokens = 0
@@ -81,8 +111,7 @@ class ToyRunner:
         assert len(plan.chunks) <= self.config.max_num_seqs
         decodes = [chunk.is_decode for chunk in plan.chunks]
         assert decodes == sorted(decodes, reverse=True), "decodes come first"
-        verifying = [chunk.verifies for chunk in plan.chunks[sum(decodes) :]]
-        assert verifying == sorted(verifying, reverse=True) or not self.config.speculative
+        self._check_drafts(plan)
         slots = [slot for chunk in plan.chunks for slot in (chunk.slot, chunk.out_slot) if slot]
         ids = [chunk.request.request_id for chunk in plan.chunks]
         assert len(set(slots)) == len(slots)
@@ -103,21 +132,43 @@ class ToyRunner:
             assert copy.source in slots
             assert copy.target not in slots
             self.states[copy.target] = self.states[copy.source]
-        sampled = [histories for histories in ran if histories]
-        asked = [row.request for chunk in plan.chunks for row in chunk.rows]
-        behind_which = [history for histories in sampled for history in histories]
-        tokens = [SampledToken(behind(*row), -0.5) for row in zip(asked, behind_which, strict=True)]
-        if not self.config.speculative:
+        sampled = [(tokens, accepted) for tokens, accepted in ran if tokens]
+        tokens = [SampledToken(token, -0.5) for row, _ in sampled for token in row]
+        if not self.config.draft_tokens:
             return StepResult(tokens, reports=reports)
-        return StepResult(tokens, [self._draft(histories) for histories in sampled], reports)
+        for chunk in plan.chunks:
+            if chunk.samples:
+                self._draw(self.live[chunk.slot], chunk, plan.num_draft_tokens)
+        return StepResult(tokens, [accepted for _, accepted in sampled], reports)
 
-    def _draft(self, histories: list[tuple[int, ...]]) -> int:
-        """Right about every other time, sometimes none."""
-        history = histories[0]
-        for longer in histories[1:]:
-            history = longer if longer[-1] == next_token(history) else history
-        draft = next_token((*history, next_token(history)))
-        return (draft, draft, draft + 1, 1, -1)[hash((history, 17)) % 5]
+    def _draw(self, live: Live, chunk: Chunk, count: int) -> None:
+        """Draws draft tokens, of which most are right."""
+        live.drafts, live.drawn_in = [], self.steps
+        if live.ended or not chunk.request.sampling.draftable:
+            return
+        history = (*self.states[chunk.slot][1], live.newest)
+        for _ in range(count):
+            right = next_token(history)
+            live.drafts.append((right, right, right, right + 1)[hash((history, 17)) % 4])
+            history = (*history, live.drafts[-1])
+
+    def _check_drafts(self, plan: StepPlan) -> None:
+        assert plan.num_draft_tokens <= self.config.draft_tokens
+        assert plan.drafts or not plan.num_draft_tokens
+        assert self.config.draft_tokens or not plan.drafts
+        if plan.verifies:
+            assert plan.num_decodes == len(plan.chunks) <= MOST_VERIFYING
+        for chunk in plan.chunks:
+            name = chunk.request.request_id
+            if not plan.drafts:
+                self.unfollowed.add(name)
+            if chunk.num_draft_tokens:
+                live = self.live[chunk.slot]
+                assert live.request_id == name
+                assert live.drawn_in == self.steps - 1, "the draft tokens are not those of the step before"
+                assert chunk.num_draft_tokens <= len(live.drafts) or live.ended
+                assert chunk.request.sampling.draftable
+                assert name not in self.unfollowed
 
     def _check_snapshots(self, plan: StepPlan, live: list[int], targets: list[int]) -> None:
         """Checks the snapshots' positions in their chunks, and that nothing else in the step uses their slots."""
@@ -155,66 +206,101 @@ class ToyRunner:
         resumed = {copy.target for copy in plan.copies_before}
         answers = any(chunk.is_decode and chunk.output_count and chunk.slot not in resumed for chunk in plan.chunks)
         if answers and self.config.mixed_prefill_tokens is not None:
-            assert plan.num_tokens - plan.num_decodes - plan.num_verified <= self.config.mixed_prefill_tokens
+            assert plan.num_tokens - plan.num_decode_tokens <= self.config.mixed_prefill_tokens
 
-    def _run(self, chunk: Chunk, written: set[int]) -> list[tuple[int, ...]]:
-        """The histories behind which tokens are sampled."""
-        size = self.config.block_size
-        end = chunk.start + len(chunk.token_ids)
-        output = list(chunk.output_ids)
-        if list(chunk.token_ids) == [PENDING]:
-            owner_id, newest = self.last_tokens[chunk.slot]
-            assert owner_id == chunk.request.request_id
+    def _run(self, chunk: Chunk, written: set[int]) -> tuple[list[int], int]:
+        """The tokens sampled behind a chunk's rows, and how many of them count."""
+        given = tuple(chunk.token_ids[: len(chunk.token_ids) - chunk.num_draft_tokens])
+        assert list(chunk.token_ids[len(given) :]) == [DRAFT] * chunk.num_draft_tokens
+        assert not chunk.out_slot
+        prompt = chunk.request.prompt_token_ids
+        assert chunk.max_output == min(chunk.request.sampling.max_tokens, self.config.max_model_len - len(prompt))
+        output, start, drafts = list(chunk.output_ids), chunk.start, []
+        if given == (PENDING,):
+            live = self.live[chunk.slot]
+            assert live.request_id == chunk.request.request_id
             assert self._depth > 1
             assert len(output) < chunk.output_count < len(output) + self._depth
-            # Those between are in the state already; only the newest enters it now.
-            output = answer(chunk.request, chunk.output_count)
-            assert output[-1] == newest
-            token_ids = (newest,)
+            assert start == len(prompt) + chunk.output_count - 1
+            if live.ended:
+                return [0] * chunk.sampled_rows, 0
+            # The plan has the least position; those between are in the state already, only the newest enters it now.
+            ahead, start = live.computed - start, live.computed
+            assert ahead >= 0
+            assert ahead == 0 or chunk.request.sampling.draftable
+            output = answer(chunk.request, chunk.output_count + ahead)
+            assert output[-1] == live.newest
+            given = (live.newest,)
         else:
             assert chunk.output_count == len(output)
-            token_ids = tuple(chunk.token_ids)
-        assert chunk.num_draft_tokens <= self.config.speculative
-        assert (chunk.num_draft_tokens > 0) == (chunk.out_slot > 0)
-        known = (*chunk.request.prompt_token_ids, *output)
         if chunk.num_draft_tokens:
-            assert chunk.verifies
-            assert not chunk.request.sampling.edits_logits
-            assert chunk.request.sampling.draftable
-            assert len(output) + 2 <= min(
-                chunk.request.sampling.max_tokens, self.config.max_model_len - len(chunk.request.prompt_token_ids)
-            )
-            known = (*known, token_ids[-1])
+            drafts = self.live[chunk.slot].drafts[: chunk.num_draft_tokens]
+        known = (*prompt, *output)
+        self._compute(chunk, given, start, known, written)
+        if not chunk.samples:
+            assert chunk.next_id == known[start + len(given)]
+            return [], 0
+        return self._sample(chunk, known, drafts)
+
+    def _compute(
+        self, chunk: Chunk, given: tuple[int, ...], start: int, known: tuple[int, ...], written: set[int]
+    ) -> None:
+        """Computes the tokens that are given, checking what is there of those before them."""
+        size = self.config.block_size
+        end = start + len(given)
         namespace = (chunk.request.pin.digest, chunk.request.cache_salt)
         assert 0 not in chunk.blocks
         assert 0 < chunk.slot < self.config.num_slots
         assert end <= len(chunk.blocks) * size
         assert end <= len(known)
-        assert token_ids == known[chunk.start : end]
+        assert given == known[start:end]
         assert chunk.samples == (end == len(known))
         if self.config.prefill_alignment > 1 and not (chunk.is_decode and chunk.output_count):
-            assert chunk.start % self.config.prefill_alignment == 0
+            assert start % self.config.prefill_alignment == 0
             assert end % self.config.prefill_alignment == 0 or chunk.samples
             assert not chunk.is_decode, "the tail of a prompt would not be computed as the rest of it"
         history: tuple[int, ...] = ()
-        if chunk.start:
+        if start:
             owner, history = self.states[chunk.slot]
             assert owner == namespace
-        assert history == known[: chunk.start], "the state is of another history"
-        for position in range(chunk.start):
+        assert history == known[:start], "the state is of another history"
+        for position in range(start):
             assert self.kv[chunk.blocks[position // size], position % size] == (namespace, known[position])
-        for position in range(chunk.start, end):
+        for position in range(start, end):
             block = chunk.blocks[position // size]
             self.kv[block, position % size] = (namespace, known[position])
             written.add(block)
-        others = set(chunk.blocks[chunk.start // size : -(-end // size)])
+        others = set(chunk.blocks[start // size : -(-end // size)])
         assert others <= written
         for position, slot in chunk.snapshots:
             self.states[slot] = (namespace, known[:position])
-        self.states[chunk.out_slot or chunk.slot] = (namespace, known[:end])
-        self.computed_tokens += len(chunk.token_ids)
-        if not chunk.samples:
-            assert chunk.next_id == known[end]
-            return []
-        self.last_tokens[chunk.slot] = chunk.request.request_id, behind(chunk.request, known)
-        return [known[: len(known) - back] for back in range(chunk.num_draft_tokens, -1, -1)]
+        self.states[chunk.slot] = (namespace, known[:end])
+        self.computed_tokens += len(given)
+
+    def _sample(self, chunk: Chunk, known: tuple[int, ...], drafts: list[int]) -> tuple[list[int], int]:
+        """Samples behind all that is known, and behind each draft token that is right. Wrong ones leave keys behind."""
+        asked, size = chunk.request, self.config.block_size
+        namespace = (asked.pin.digest, asked.cache_salt)
+        prompt = len(asked.prompt_token_ids)
+        tokens, right = [behind(asked, known)], True
+        for position, draft in enumerate(drafts, len(known)):
+            assert position < prompt + chunk.max_output - 1, "nothing is wanted behind it"
+            right = right and draft == tokens[-1] and not self._ends(chunk, len(known) + 1 - prompt, draft)
+            block = chunk.blocks[position // size]
+            self.kv[block, position % size] = (namespace if right else ("wrong", str(position)), draft)
+            if right:
+                known = (*known, draft)
+                self.states[chunk.slot] = (namespace, known)
+                tokens.append(behind(asked, known))
+        accepted = len(tokens)
+        self.live[chunk.slot] = Live(
+            asked.request_id, len(known), tokens[-1], self._ends(chunk, len(known) + 1 - prompt, tokens[-1])
+        )
+        return [*tokens, *[0] * (chunk.sampled_rows - accepted)], accepted
+
+    def _ends(self, chunk: Chunk, count: int, token: int) -> bool:
+        """True if the runner computes nothing behind a request's output token of that number."""
+        sampling = chunk.request.sampling
+        if not self.config.draft_tokens or not sampling.draftable:
+            return False
+        return count >= chunk.max_output or token in sampling.stops(self.config.eos_token_ids)

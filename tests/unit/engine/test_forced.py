@@ -100,7 +100,7 @@ def test_the_token_of_a_chunk() -> None:
     assert VOCAB > EOS
 
 
-@pytest.mark.parametrize("changes", [{}, {"speculative": True, "num_slots": 16}])
+@pytest.mark.parametrize("changes", [{}, {"draft_tokens": 4}])
 def test_given_tokens_end_where_they_end(changes: dict[str, Any]) -> None:
     """Stop tokens among them end nothing, and the sequence that draws beside them is not disturbed."""
     engine = Engine(eos_token_ids=frozenset({7, 13}), **changes)

@@ -6,6 +6,7 @@ from typing import Literal
 import pytest
 from pydantic import ValidationError
 
+from services.engine.scheduler.step_plan import MOST_DRAFT_TOKENS
 from services.engine.settings import EngineSettings
 from services.pod.tiers import tier_limits
 
@@ -48,9 +49,16 @@ def test_what_is_given_stays(given: dict[str, int], device: Literal["cpu", "cuda
     assert filled.token_budget >= filled.max_num_seqs > 0
 
 
-def test_speculation_checks_several_tokens_a_sequence() -> None:
-    assert EngineSettings(speculative="mtp", max_num_seqs=1024).for_device("cpu").token_budget == 4096
-    assert EngineSettings(speculative="mtp", token_budget=40).for_device("cpu").max_num_seqs == 10
+def test_speculation_keeps_the_limits_and_has_its_own() -> None:
+    for device in ("cpu", "cuda"):
+        assert EngineSettings(speculative="mtp").for_device(device) == EngineSettings().for_device(device).model_copy(
+            update={"speculative": "mtp"}
+        )
+        assert EngineSettings(draft_tokens=2).for_device(device).draft_tokens == 2
+    assert EngineSettings().for_device("cuda").draft_tokens == MOST_DRAFT_TOKENS
+    for number in (-1, MOST_DRAFT_TOKENS + 1):
+        with pytest.raises(ValidationError, match="draft_tokens"):
+            EngineSettings(draft_tokens=number)
     with pytest.raises(ValidationError, match="batch_invariant and speculative contradict"):
         EngineSettings(speculative="mtp", batch_invariant=True)
 

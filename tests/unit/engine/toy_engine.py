@@ -5,6 +5,7 @@ from __future__ import annotations
 from services.engine.requests.adapter import AdapterPin
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.scheduler.config import SchedulerConfig
+from services.engine.scheduler.draft_depth import StepCosts
 from services.engine.scheduler.scheduler import Scheduler
 from services.engine.scheduler.step_plan import StepPlan
 from tests.unit.engine.machine import ToyRunner, request
@@ -17,7 +18,9 @@ LONG = tuple(range(1, 20))
 class Engine:
     """A scheduler with a toy model behind it."""
 
-    def __init__(self, depth: int = 1, **changes: int | bool | frozenset[int] | None) -> None:
+    def __init__(
+        self, depth: int = 1, costs: StepCosts | None = None, **changes: int | bool | frozenset[int] | None
+    ) -> None:
         defaults: dict[str, int | bool | frozenset[int] | None] = {
             "max_num_seqs": 4,
             "token_budget": 32,
@@ -28,8 +31,8 @@ class Engine:
             "snapshot_interval": 1000,
         }
         self.config = SchedulerConfig(**{**defaults, **changes})
-        self.scheduler = Scheduler(self.config, depth)
-        self.runner = ToyRunner(self.config, depth)
+        self.scheduler = Scheduler(self.config, depth, costs=costs)
+        self.runner = ToyRunner(self.config, depth, costs)
         self.updates: dict[str, list[SequenceUpdate]] = {}
 
     def add(self, name: str, prompt: tuple[int, ...], **changes: object) -> None:

@@ -37,7 +37,7 @@ def toy_reports(plan: StepPlan, states: Mapping[int, tuple[tuple[str, str], tupl
     offsets, histories = [], []
     for chunk in plan.chunks:
         offsets.append(len(histories))
-        _, known = states[chunk.out_slot or chunk.slot]
+        _, known = states[chunk.slot]
         histories += [known[: chunk.start + place + 1] for place in range(len(chunk.token_ids))]
     for read in plan.reads:
         chunk = plan.chunks[read.chunk]

@@ -24,9 +24,11 @@ CONFIGS = {name: Qwen3_5Config.from_dict(data) for name, data in DENSE.items()}
 def test_counts_what_weights_take(size: str, quantization: Quantization) -> None:
     """A layer of each kind in its true shape; the memory is never touched."""
     config = replace(CONFIGS[size], vocab_size=512, layer_types=("linear_attention", "full_attention"))
-    made = RandomWeights(config, torch.device("cpu"), quantization, None, empty=True).build()
-    stored = Formats(2, Storage(quantization, float8_head=quantization != "none"))
-    assert weight_bytes(config, stored) == made.nbytes()
+    made = RandomWeights(config, torch.device("cpu"), quantization, None, empty=True)
+    storage = Storage(quantization, float8_head=quantization != "none", int4_draft_head=True)
+    assert weight_bytes(config, Formats(2, storage)) == made.build().nbytes()
+    drafting = replace(made, mtp=True, draft_head=True).build()
+    assert weight_bytes(config, Formats(2, storage, mtp=True)) == drafting.nbytes()
 
 
 @pytest.mark.parametrize(("size", "billions"), zip(CONFIGS, (0.752, 1.882, 4.206, 8.954, 26.896), strict=True))

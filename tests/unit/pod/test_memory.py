@@ -13,6 +13,7 @@ import torch
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import CheckpointRejected, DoesNotFit, InvalidRequest
 from services.common.storage.object_store import ObjectStore
+from services.engine.executors.cuda.shapes import verified_rows
 from services.engine.models.footprint import Formats, Quantization, Storage, block_bytes, slot_bytes, weight_bytes
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.model import Qwen3_5
@@ -150,13 +151,28 @@ def test_counts_the_mtp_layer(quantization: Quantization) -> None:
     assert sum(page.keys.nbytes + page.values.nbytes for page in device_cache.pages) == kv
 
 
-def test_speculation_takes_two_states_a_sequence() -> None:
+def test_speculation_takes_rows_and_no_states() -> None:
     plain, mtp = (settings(speculative=kind).for_device("cuda") for kind in ("none", "mtp"))
-    assert state_slots(mtp) == state_slots(plain) + plain.max_num_seqs
+    assert state_slots(mtp) == state_slots(plain)
     assert formats(QWEN_4B, mtp, BF16, H200).mtp
-    more, less = (footprint(QWEN_4B, given, BF16, H200) for given in (mtp, plain))
-    assert more.weights - less.weights == pytest.approx(241e6, rel=0.01)
-    assert more.block == less.block * 9 // 8
+    assert formats(QWEN_4B, mtp, BF16, H200).waiting_writes == formats(QWEN_4B, plain, BF16, H200).waiting_writes > 0
+    few, few_mtp = (
+        footprint(QWEN_4B, settings(max_num_seqs=8, speculative=kind).for_device("cuda"), BF16, H200)
+        for kind in ("none", "mtp")
+    )
+    assert few_mtp.sampler == 5 * few.sampler, "each of 8 sequences has five rows at most"
+    many, many_mtp = (
+        footprint(QWEN_4B, settings(max_num_seqs=256, speculative=kind).for_device("cuda"), BF16, H200)
+        for kind in ("none", "mtp")
+    )
+    assert many_mtp.sampler == many.sampler, "of 32 at most, together fewer than 256"
+    inputs = verified_rows(256) * 24 * 8192 * 2
+    more = many_mtp.workspace - many.workspace
+    assert inputs <= more < 4 * inputs, "of the convolutions, until it is known which rows count"
+    with_layer, without = (footprint(QWEN_4B, given, BF16, H200) for given in (mtp, plain))
+    head = 248320 * 2560 * (0.5 + 3 / 128)
+    assert with_layer.weights - without.weights == pytest.approx(241e6 + head, rel=0.01), "and an int4 copy of the head"
+    assert with_layer.block == without.block * 9 // 8
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int4"])

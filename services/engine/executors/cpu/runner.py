@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 
 from services.engine.constraints.masks import NO_MASKS, RowMasks
-from services.engine.executors.cpu.mtp import MtpDrafter
 from services.engine.executors.cpu.prompt_scoring import read_prompts
 from services.engine.executors.cpu.sampler import Sampler
+from services.engine.executors.cpu.speculation import CpuSpeculation
 from services.engine.executors.runner import CompletedStep
 from services.engine.models.batch import CacheBuffers, ForwardBatch
 from services.engine.requests.outputs import SampledToken
@@ -88,7 +88,7 @@ class ModelRunner:
         lora: stacked adapter slots; slot 0 is the base.
         num_slots: state slots of the cache.
         eos_token_ids: what min_tokens masks.
-        speculative: draft a token for the next step of each request; the model has its mtp layer.
+        speculative: plans may have draft tokens; the model has its mtp layer.
     """
 
     def __init__(
@@ -107,14 +107,19 @@ class ModelRunner:
         self._tables = BlockTables(num_slots)
         salt = secrets.randbits(64)
         self._sampler = Sampler(eos_token_ids, model.device, salt)
-        # The same noise for the draft tokens: then they are the tokens that will be drawn, as far as the mtp layer is
-        # right.
-        self._drafter = MtpDrafter(model, cache, Sampler(eos_token_ids, model.device, salt)) if speculative else None
+        self._speculation: CpuSpeculation | None = None
+        if speculative:
+            same_noise = Sampler(eos_token_ids, model.device, salt)
+            self._speculation = CpuSpeculation(model, cache, same_noise, self._batch, eos_token_ids)
 
     @property
     def depth(self) -> int:
         """A CPU computes in ``launch``: there is nothing to overlap."""
         return 1
+
+    @property
+    def costs(self) -> None:
+        """Nothing is measured: a CPU checks as many draft tokens as the settings say."""
 
     def launch(self, plan: StepPlan) -> CompletedStep:
         return CompletedStep(self.execute(plan))
@@ -134,12 +139,16 @@ class ModelRunner:
             sources, targets = zip(*((copy.source, copy.target) for copy in plan.block_copies), strict=True)
             self._model.copy_blocks(self._cache, sources, targets)
         self._copy(plan.copies_before)
+        speculation = self._speculation
+        if speculation is not None:
+            plan = replace(plan, chunks=[speculation.resolved(chunk) for chunk in plan.chunks])
         batch = self._batch(plan.chunks)
+        states = self._states(plan.chunks)
         lora = self._lora if batch.has_adapters else None
         if any(chunk.snapshots for chunk in plan.chunks):
             every, step = self._forward_links(batch, plan.chunks)
             hidden = every.index_select(0, batch.logit_rows)
-        elif self._drafter is not None or plan.reads:
+        elif plan.drafts or plan.reads:
             every, step = self._model.forward_all(batch, self._cache, lora)
             hidden = every.index_select(0, batch.logit_rows)
         else:
@@ -148,16 +157,44 @@ class ModelRunner:
         rows = [row for chunk in plan.chunks for row in chunk.rows]
         logits = self._model.logits(hidden) if rows else None
         reports = read_prompts(self._model, every, plan) if plan.reads else ()
-        drafter = self._drafter
-        if drafter is None:
+        if speculation is None:
             return lambda masks: StepResult(self._sample(logits, rows, masks), reports=reports)
 
         def sample(masks: RowMasks) -> StepResult:
             tokens = self._sample(logits, rows, masks)
+            accepted = speculation.accepted(plan.chunks, tokens)
             with torch.inference_mode():
-                return StepResult(tokens, drafter.draft(every, step, plan.chunks, tokens), reports)
+                self._roll_back(states, plan.chunks, accepted)
+                if plan.drafts:
+                    speculation.draft(every, step, plan.chunks, tokens, accepted, plan.num_draft_tokens)
+            return StepResult(tokens, accepted, reports)
 
         return sample
+
+    def _states(self, chunks: Sequence[Chunk]) -> Sequence[Sequence[torch.Tensor]]:
+        """Copies of the states that chunks with draft tokens continue from; of others nothing."""
+        pools = (*self._cache.conv_states, *self._cache.recurrent_states)
+        return [[pool[chunk.slot].clone() for pool in pools] if chunk.num_draft_tokens else () for chunk in chunks]
+
+    def _roll_back(
+        self, states: Sequence[Sequence[torch.Tensor]], chunks: Sequence[Chunk], accepted: Sequence[int]
+    ) -> None:
+        """Takes rejected draft tokens out of the states: those of before the step continue with what was accepted."""
+        counts = iter(accepted)
+        again: list[Chunk] = []
+        pools = (*self._cache.conv_states, *self._cache.recurrent_states)
+        for chunk, before in zip(chunks, states, strict=True):
+            rejected = chunk.sampled_rows - next(counts) if chunk.samples else 0
+            if not rejected or chunk.slot == 0:
+                continue
+            for pool, state in zip(pools, before, strict=True):
+                pool[chunk.slot] = state
+            kept = chunk.token_ids[: len(chunk.token_ids) - rejected]
+            again.append(chunk._replace(token_ids=kept, num_draft_tokens=0))
+        if again:
+            again.sort(key=lambda chunk: not chunk.is_decode)
+            batch = self._batch(again)
+            self._model.forward(batch, self._cache, self._lora if batch.has_adapters else None)
 
     def _forward_links(self, batch: ForwardBatch, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, Any]:
         """The model's forward_all() of a batch whose chunks have snapshots: all of them up to their first one, then up
@@ -175,12 +212,11 @@ class ModelRunner:
             for chunk, chain, begin in zip(chunks, chains, begins[:-1], strict=True):
                 if turn >= len(chain):
                     continue
-                link, live, offset = chain[turn], chunk.out_slot or chunk.slot, chain[turn].start - chunk.start
+                link, offset = chain[turn], chain[turn].start - chunk.start
                 rows.append(np.arange(begin + offset, begin + offset + len(link.token_ids)))
-                if link.out_slot not in (0, live):
-                    copies.append(StateCopy(live, link.out_slot))
-                ends = (live, 0) if turn else (chunk.slot, chunk.out_slot)
-                parts.append(link._replace(slot=ends[0], out_slot=ends[1]))
+                if link.out_slot not in (0, chunk.slot):
+                    copies.append(StateCopy(chunk.slot, link.out_slot))
+                parts.append(link)
             here = self._batch(parts)
             out, _ = model.forward_all(here, cache, self._lora if here.has_adapters else None)
             every.index_copy_(0, torch.from_numpy(np.concatenate(rows)).to(model.device), out)
@@ -213,7 +249,7 @@ class ModelRunner:
         logit_rows = np.repeat(ends, sampled) - 1
         if any(chunk.num_draft_tokens for chunk in chunks):
             logit_rows -= [back for count in sampled for back in range(count - 1, -1, -1)]
-        buffer = np.empty(3 * total + 3 * sequences + len(logit_rows) + sequences * width, dtype=np.int64)
+        buffer = np.empty(3 * total + 2 * sequences + len(logit_rows) + sequences * width, dtype=np.int64)
         tokens, positions, kv_slots = buffer[: 3 * total].reshape(3, total)
         tokens[:decodes] = [chunk.token_ids[0] for chunk in chunks[:decodes]]
         positions[:decodes] = starts[:decodes]
@@ -231,27 +267,24 @@ class ModelRunner:
         rest = 3 * total
         buffer[rest : rest + sequences] = slots
         buffer[rest + sequences : rest + 2 * sequences] = adapters
-        writes = any(chunk.out_slot for chunk in chunks)
-        buffer[rest + 2 * sequences : rest + 3 * sequences] = [chunk.out_slot or chunk.slot for chunk in chunks]
-        rest += 3 * sequences
+        rest += 2 * sequences
         buffer[rest : rest + len(logit_rows)] = logit_rows
         buffer[rest + len(logit_rows) :] = tables.reshape(-1)
 
         tensor = torch.from_numpy(buffer)
         if self._model.device.type == "cuda":
             tensor = tensor.pin_memory().to(self._model.device, non_blocking=True)
-        parts = torch.split(tensor, [total] * 3 + [sequences] * 3 + [len(logit_rows), sequences * width])
+        parts = torch.split(tensor, [total] * 3 + [sequences] * 2 + [len(logit_rows), sequences * width])
         return ForwardBatch(
             token_ids=parts[0],
             positions=parts[1],
             kv_slots=parts[2],
-            block_tables=parts[7].view(sequences, width),
+            block_tables=parts[6].view(sequences, width),
             state_slots=parts[3],
             adapter_slots=parts[4],
             has_adapters=any(adapters),
             num_decodes=decodes,
             lengths=lengths,
             starts=starts,
-            logit_rows=parts[6],
-            out_slots=parts[5] if writes else None,
+            logit_rows=parts[5],
         )

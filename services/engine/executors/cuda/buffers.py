@@ -30,14 +30,18 @@ Words = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Capacities of one step: rows [0, decodes) are decodes, rows [decodes, rows) prefill segments."""
+    """Capacities of one step: rows [0, decodes) are decodes, rows [decodes, rows) prefill segments.
+
+    Raises:
+        ValueError: the capacities contradict each other.
+    """
 
     decodes: int
     rows: int
     segments: int = 0
     tiles: int = 0
-    short: bool = False
-    """All segments have a few tokens and are computed as decodes are (see StepRows.short)."""
+    group: int = 1
+    """Rows of each sequence among the decodes: its newest token and draft tokens behind it."""
     chains: int = 0
     """Sequences among the segments, where that is known: a chunk with snapshots has several. 0: any number of them."""
 
@@ -47,17 +51,24 @@ class StepShape:
             raise ValueError(f"malformed {self}")
         if (prefill > 0) != (self.segments > 0) or (prefill > 0) != (self.tiles > 0):
             raise ValueError(f"{self}: a prefill needs segments and tiles")
+        if self.group < 1 or self.decodes % self.group or (self.group > 1 and prefill > 0):
+            raise ValueError(f"{self}: a step with draft tokens has groups of rows, and no prefill")
 
     @classmethod
-    def of(cls, decodes: int, lengths: Sequence[int], *, short: bool = False, chains: int = 0) -> StepShape:
-        """Shape that fits exactly these decodes and segment lengths."""
+    def of(cls, decodes: int, lengths: Sequence[int], *, chains: int = 0) -> StepShape:
+        """Shape that fits exactly these decodes, of one row each, and segment lengths."""
         tiles = sum(-(-length // TILE) for length in lengths)
-        return cls(decodes, decodes + sum(lengths), len(lengths), tiles, short, chains)
+        return cls(decodes, decodes + sum(lengths), len(lengths), tiles, chains=chains)
+
+    @classmethod
+    def of_groups(cls, sequences: int, group: int) -> StepShape:
+        """Shape of so many decodes with ``group`` rows each."""
+        return cls(sequences * group, sequences * group, group=group)
 
     def holds(self, other: StepShape) -> bool:
         """True if a step of the other shape can run in this one."""
         return (
-            self.short == other.short
+            self.group == other.group
             and (self.decodes > 0) == (other.decodes > 0)
             and (self.segments > 0) == (other.segments > 0)
             and self.decodes >= other.decodes
@@ -99,7 +110,7 @@ class LoadedStep:
     block_copies: Tensor
     """[n, 2] int32, for DeviceCache.copy_blocks()."""
     extra: Tensor
-    """Words that the caller added, int32."""
+    """Words that the caller added, int32; they begin at a multiple of 16 bytes."""
 
 
 class StepBuffers:
@@ -151,7 +162,7 @@ class StepBuffers:
 
         Args:
             shape: holds the chunks.
-            chunks: the first ``decodes`` of them are decodes.
+            chunks: the first ``decodes`` of them are decodes, of at most ``shape.group`` rows.
             entries: new entries of the block tables.
             extra: int32 words that the caller wants on the device with the step.
         """
@@ -164,7 +175,7 @@ class StepBuffers:
         end = sections.words
         parts: list[tuple[int, int]] = []
         prefills = len(chunks) > decodes
-        sampled = sampled_rows(chunks, decodes, shape.decodes)
+        sampled = sampled_rows(chunks, decodes, shape)
         logits: Words = np.array(sampled if prefills else (), dtype=np.int32)
         pairs = [_pairs(copies) for copies in (copies_before, copies_after, block_copies)]
         for words in (logits, *pairs, entries, extra):
@@ -229,7 +240,7 @@ class StepBuffers:
             active_adapters=parts[4],
             decodes=shape.decodes,
             segments=segments,
-            short=shape.short,
+            group=shape.group,
             next_ids=parts[-1] if self._next_ids else None,
         )
 
@@ -238,13 +249,14 @@ def _pairs(copies: Sequence[StateCopy] | Sequence[BlockCopy]) -> Words:
     return np.array([(copy.source, copy.target) for copy in copies], dtype=np.int32)
 
 
-def sampled_rows(chunks: Sequence[Chunk], decodes: int, first_row: int) -> list[int]:
-    """Rows of the batch that are sampled, in the order of the chunks."""
-    rows = list(range(decodes))
-    end = first_row
+def sampled_rows(chunks: Sequence[Chunk], decodes: int, shape: StepShape) -> list[int]:
+    """Rows of the batch that are sampled: all of the decodes' groups, then those of the other chunks."""
+    rows = list(range(decodes * shape.group))
+    end = shape.decodes
     for chunk in chunks[decodes:]:
         end += len(chunk.token_ids)
-        rows += range(end - chunk.sampled_rows, end)
+        if chunk.samples:
+            rows.append(end - 1)
     return rows
 
 
@@ -263,13 +275,17 @@ def _fill_next(next_ids: Words, chunks: Sequence[Chunk], decodes: int, first_row
 def _fill(host: Words, sections: _Sections, shape: StepShape, chunks: Sequence[Chunk], decodes: int) -> bool:
     """Writes rows and segments; everything beyond the chunks becomes padding. Returns whether a row has an adapter."""
     tokens, positions, slots, adapters, active = (host[place] for place in sections.places[:5])
-    running = chunks[:decodes]
-    tokens[:decodes] = [chunk.token_ids[0] for chunk in running]
-    positions[:decodes] = [chunk.start for chunk in running]
-    slots[:decodes] = [chunk.slot for chunk in running]
-    adapters[:decodes] = [chunk.request.pin.slot for chunk in running]
+    running, group = chunks[:decodes], shape.group
+    end = decodes * group
+    if group > 1:
+        _fill_groups(host, sections, running, group)
+    else:
+        tokens[:end] = [chunk.token_ids[0] for chunk in running]
+        positions[:end] = [chunk.start for chunk in running]
+        slots[:end] = [chunk.slot for chunk in running]
+        adapters[:end] = [chunk.request.pin.slot for chunk in running]
     for column in (tokens, positions, slots, adapters):
-        column[decodes : shape.decodes] = 0
+        column[end : shape.decodes] = 0
     distinct = {chunk.request.pin.slot for chunk in chunks} - {0}
     active[0] = len(distinct)
     active[1 : 1 + len(distinct)] = sorted(distinct)
@@ -307,6 +323,19 @@ def _fill(host: Words, sections: _Sections, shape: StepShape, chunks: Sequence[C
     tile_segment[tile:] = -1
     tile_row[tile:] = at
     return bool(distinct)
+
+
+def _fill_groups(host: Words, sections: _Sections, chunks: Sequence[Chunk], group: int) -> None:
+    """Rows of decodes with draft tokens; slot 0 where a group has more rows than its chunk tokens."""
+    end = len(chunks) * group
+    tokens, positions, slots, adapters = (host[place][:end].reshape(-1, group) for place in sections.places[:4])
+    lengths = np.array([len(chunk.token_ids) for chunk in chunks])[:, None]
+    held = np.arange(group) < lengths
+    tokens[held] = [token for chunk in chunks for token in chunk.token_ids]
+    tokens[~held] = 0
+    positions[:] = np.array([chunk.start for chunk in chunks])[:, None] + np.arange(group)
+    slots[:] = np.where(held, np.array([chunk.slot for chunk in chunks])[:, None], 0)
+    adapters[:] = np.array([chunk.request.pin.slot for chunk in chunks])[:, None]
 
 
 def _fill_chains(column: Words, chunks: Sequence[Chunk]) -> None:

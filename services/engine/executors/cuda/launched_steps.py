@@ -9,9 +9,9 @@ from torch import Tensor
 
 from services.engine.constraints.masks import RowMasks
 from services.engine.executors.cuda.buffers import LoadedStep, StepShape
-from services.engine.executors.cuda.mtp import DraftRows
 from services.engine.executors.cuda.prompt_scoring import Reports
 from services.engine.executors.cuda.sampling.sampler import SampleRows
+from services.engine.executors.cuda.speculation import SampledChunks
 from services.engine.executors.cuda.stream import Arrival
 from services.engine.models.interface import DeviceForward
 from services.engine.scheduler.step_plan import StepResult
@@ -29,9 +29,12 @@ class QueuedStep:
     logits: Tensor | None
     """None: nothing is sampled."""
     sampling: SampleRows
-    drafting: DraftRows | None
-    samples: int
-    """Chunks that sample."""
+    chunks: SampledChunks | None
+    """Chunks that sample; None: without speculation."""
+    drafts: bool
+    """The mtp layer runs over the rows of the step."""
+    num_draft_tokens: int
+    """Draft tokens to draw behind each of the chunks."""
     reports: Reports | None
     """Prompt rows that are scored or pooled; None: none are."""
 

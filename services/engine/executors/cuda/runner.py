@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import structlog
 import torch
 from torch import Tensor
 
-from kernels.gpu.attention.decode import DecodeWorkspace, decode_splits
 from kernels.gpu.copies.block_tables import write_tables
 from kernels.gpu.launch.trusted_constants import trust_constants
 from kernels.gpu.sampling.sample import ROW_WORDS
@@ -24,27 +23,38 @@ from kernels.gpu.segments import TILE
 from services.common.telemetry.stopwatch import Stopwatch
 from services.engine.constraints.masks import NO_MASKS, RowMasks
 from services.engine.executors.cuda.block_tables import TableEntries, TableShadow
-from services.engine.executors.cuda.buffers import StepBuffers, StepShape, sampled_rows
+from services.engine.executors.cuda.buffers import LoadedStep, StepBuffers, StepShape
 from services.engine.executors.cuda.compile_ahead import compile_ahead, compiled_here
 from services.engine.executors.cuda.graphs import StepGraphs, StepOutput
 from services.engine.executors.cuda.launched_steps import LaunchedStep, OpenedStep, QueuedStep
-from services.engine.executors.cuda.mtp import DraftRows, fill_next_ids, sample_draft_tokens
 from services.engine.executors.cuda.prompt_scoring import CudaPromptReader
 from services.engine.executors.cuda.sampling.mask_upload import MaskUpload
-from services.engine.executors.cuda.sampling.sampler import CudaSampler
-from services.engine.executors.cuda.shapes import attention_buckets, captured_shapes, decode_bucket
+from services.engine.executors.cuda.sampling.sampler import CudaSampler, SampleRows
+from services.engine.executors.cuda.shapes import (
+    captured_shapes,
+    decode_attention,
+    decode_bucket,
+    draft_buckets,
+    most_decode_rows,
+)
+from services.engine.executors.cuda.speculation import CudaSpeculation, SampledChunks
 from services.engine.executors.cuda.stream import EngineStream
-from services.engine.executors.cuda.warm_up import masks_to_try, sampling_plans, warm_up_shapes
+from services.engine.executors.cuda.warm_up import (
+    draft_plans,
+    masks_to_try,
+    measured_costs,
+    sampling_plans,
+    warm_up_shapes,
+)
 from services.engine.executors.runner import OpenStep, StepHandle
 from services.engine.models.device_batch import DecodeAttention, DeviceCache, StepRows
 from services.engine.models.interface import CausalLM, DeviceForward
 from services.engine.models.lora.slots import LoraSlots
+from services.engine.scheduler.draft_depth import StepCosts
 from services.engine.scheduler.step_plan import Chunk, StepPlan, StepResult, split_at_snapshots
 
 log = structlog.get_logger(__name__)
 
-_INVARIANT_BATCH = 64
-"""Decode attention is cut as for this batch size, or a larger one, where a row's bits must not depend on the batch."""
 _CAPTURED_HEAD = 8
 """Most rows of a decode whose head is captured behind its layers: the host takes as long to launch a head as a small
 model's step has, and each captured step keeps the logits of its rows."""
@@ -64,7 +74,7 @@ class RunnerLimits:
     mixed_tokens: int = 0
     """Prefill tokens of a step that also decodes, to capture; 0: capture none."""
     speculative: bool = False
-    """Draft a token for the next step of each request; the model and the cache have its mtp layer."""
+    """Draft tokens for the next steps of requests; the model and the cache have its mtp layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +95,6 @@ class CudaRunner:
         cache: the scheduler owns which blocks and slots mean what.
         lora: stacked adapter slots; slot 0 is the base.
         eos_token_ids: what min_tokens masks.
-
-    With speculation one step is in flight at a time: where the next one starts depends on what this one accepts.
     """
 
     def __init__(
@@ -99,24 +107,28 @@ class CudaRunner:
         *,
         eos_token_ids: Sequence[int],
     ) -> None:
-        if limits.speculative and cache.waiting is not None:
-            raise ValueError("speculation reads states as they are: nothing of them may wait (waiting_writes=0)")
         device, config = model.device, model.config
         self._limits = limits
         self._vocab = config.vocab_size
-        self.depth = 1 if limits.speculative else 2
-        sampled = limits.max_num_seqs * (2 if limits.speculative else 1)
+        self.depth = 2
+        self._sampled = sampled = most_decode_rows(limits.max_num_seqs, speculative=limits.speculative)
         self._cache = cache
         self._lora = lora
-        self._has_adapters = lora.num_slots > 1
-        self._stream = EngineStream(device)
+        self._has_adapters, self._stream = lora.num_slots > 1, EngineStream(device)
         max_blocks = -(-limits.max_model_len // cache.block_size)
         self._tables = torch.zeros(cache.num_slots, -(-max_blocks // 4) * 4, dtype=torch.int32, device=device)
         self._shadow = TableShadow(cache.num_slots, self._tables.shape[1])
-        self._sampler = CudaSampler(eos_token_ids, cache.num_slots, config.vocab_size, sampled, device, pdl=options.pdl)
+        self._sampler = CudaSampler(
+            eos_token_ids,
+            cache.num_slots,
+            config.vocab_size,
+            sampled,
+            device,
+            pdl=options.pdl,
+            speculative=limits.speculative,
+        )
         self._reader = CudaPromptReader(self._stream, config.vocab_size, limits.max_num_seqs)
         self._masks = MaskUpload(self._stream, sampled, config.vocab_size)
-        # With speculation the second is for the draft tokens.
         self._results = [self._stream.host_buffer(sampled * ROW_WORDS) for _ in range(2)]
         self._turn = 0
         self._shapes = captured_shapes(
@@ -126,7 +138,13 @@ class CudaRunner:
             limits.mixed_tokens,
             speculative=limits.speculative,
         )
-        self._attention = _attention(model, cache, limits, options)
+        self._attention = decode_attention(
+            model,
+            cache,
+            limits.max_num_seqs,
+            speculative=limits.speculative,
+            batch_invariant=options.batch_invariant,
+        )
         self.forward = model.device_forward(
             cache,
             lora,
@@ -144,7 +162,7 @@ class CudaRunner:
             limits.token_budget // TILE + segments,
         )
         words = max(StepBuffers.words(shape, adapter_slots) for shape in (*self._shapes, largest))
-        extra = 32 * limits.max_num_seqs + 4 * cache.num_slots + 2 * _ENTRIES_A_COPY
+        extra = 32 * sampled + 4 * cache.num_slots + 2 * _ENTRIES_A_COPY
         self._buffers = StepBuffers(
             self._stream,
             capacity=words + extra + 64,
@@ -154,11 +172,26 @@ class CudaRunner:
         )
         self._graphs = StepGraphs(self._stream, self._run_shape)
         self._draft_graphs = StepGraphs(self._stream, self._draft_shape, beside=self._graphs)
+        self.costs: StepCosts | None = None
+        """See Runner; measured by warm_up()."""
+        self._speculation: CudaSpeculation | None = None
+        if limits.speculative:
+            self._speculation = CudaSpeculation(
+                self.forward,
+                self._sampler,
+                cache,
+                self._stream,
+                lambda rows: self._attention[decode_bucket(rows)],
+                hidden=config.hidden_size,
+                max_num_seqs=limits.max_num_seqs,
+                graphs=self._graphs,
+            )
 
     @property
     def captures(self) -> int:
         """CUDA graphs captured since the start: none after warm_up()."""
-        return self._graphs.captures + self._draft_graphs.captures
+        drafting = 0 if self._speculation is None else self._speculation.captures
+        return self._graphs.captures + self._draft_graphs.captures + drafting
 
     @property
     def replays(self) -> int:
@@ -173,7 +206,7 @@ class CudaRunner:
     @property
     def decode_sizes(self) -> list[int]:
         """Numbers of rows of the steps of decodes alone that are captured, ascending."""
-        return sorted(shape.rows for shape in self._shapes if shape.decodes == shape.rows)
+        return sorted(shape.rows for shape in self._shapes if shape.decodes == shape.rows and shape.group == 1)
 
     @property
     def warm_up_shapes(self) -> list[StepShape]:
@@ -200,7 +233,7 @@ class CudaRunner:
     def run_decodes(self, rows: int, forward: DeviceForward, *, adapters: bool) -> Tensor:
         """Launches layers and head of the decodes that were placed; logits [rows, vocab]. Can be captured."""
         x = self._layers(self._buffers.keep(StepShape(rows, rows)), forward, adapters)
-        return forward.logits(x[: self._limits.max_num_seqs])
+        return forward.logits(x[: self._sampled])
 
     @torch.inference_mode()
     def warm_up(self, compilers: Executor | None = None) -> None:
@@ -227,8 +260,12 @@ class CudaRunner:
         log.info("kernels loaded", seconds=watch.lap())
         if self._shapes:
             self._graphs.capture(self._shapes, adapters=self._has_adapters)
-            if self._limits.speculative:
+            if self._speculation is not None:
                 self._draft_graphs.capture(self._shapes, adapters=self._has_adapters)
+                limits, block_size = self._limits, self._cache.block_size
+                sizes = draft_buckets(min(limits.max_num_seqs, limits.largest_graph))
+                self._speculation.capture(sizes)
+                self.costs = measured_costs(self.launch, self._stream, sizes, limits.max_model_len, block_size)
         self._stream.synchronize()
 
     def _launch_all(self, shapes: Sequence[StepShape], forward: DeviceForward) -> None:
@@ -242,16 +279,19 @@ class CudaRunner:
         for plan in sampling_plans(self._limits.max_num_seqs):
             for masks in masks_to_try(plan, self._vocab):
                 self._sample(self._queue(plan, forward), masks).result()
+        if self._speculation is not None:
+            for plan in draft_plans(self._limits.max_num_seqs, self._cache.block_size):
+                self._launch(plan, forward).result()
 
     def _run_padding(self, shape: StepShape, forward: DeviceForward) -> None:
         rows = self._buffers.load(shape, (), 0).rows
         x = self._layers(rows, forward, adapters=False)
         if self._has_adapters:
             x = self._layers(rows, forward, adapters=True)
-        forward.logits(x[: self._limits.max_num_seqs])
+        forward.logits(x[: self._sampled])
         self._reader.warm_up(forward, x)
         if self._limits.speculative:
-            forward.draft_logits(self._draft(x, rows, forward)[: self._limits.max_num_seqs])
+            forward.draft_logits(self._draft(x, rows, forward)[: self._sampled])
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -284,27 +324,25 @@ class CudaRunner:
 
     def _queue(self, plan: StepPlan, forward: DeviceForward) -> QueuedStep:
         chunks = plan.chunks
-        decodes = 0
-        while decodes < len(chunks) and chunks[decodes].is_decode:
-            decodes += 1
-        short = self._limits.speculative and decodes < len(chunks)
-        short = short and all(chunk.verifies for chunk in chunks[decodes:])
-        if short:  # decodes are segments of one row among those of a few
-            decodes = 0
+        decodes = plan.num_decodes
+        group = max((len(chunk.token_ids) for chunk in chunks[:decodes]), default=1)
         prefills = chunks[decodes:]
         lengths = [len(link.token_ids) for link in split_at_snapshots(prefills)]
-        wanted = StepShape.of(decodes, lengths, short=short, chains=len(prefills))
+        if group > 1:
+            wanted = StepShape.of_groups(decodes, group)
+        else:
+            wanted = StepShape.of(decodes, lengths, chains=len(prefills))
         captured = self._graphs.find(wanted)
+        shape = captured or wanted
         entries = self._entries(chunks)
-        sampled = [row for chunk in chunks for row in chunk.rows]
-        sampling = self._sampler.prepare(sampled)
+        sampling = self._sampler.prepare([chunk for chunk in chunks if chunk.samples], group)
+        sampled: SampledChunks | None = None
         extra = sampling.step
-        drafting: DraftRows | None = None
-        if self._limits.speculative and any(chunk.request.sampling.draftable for chunk in chunks):
-            drafting = DraftRows.of(chunks, sampled_rows(chunks, decodes, (captured or wanted).decodes))
-            extra = np.concatenate((extra.reshape(-1), drafting.words.reshape(-1)))
+        if self._speculation is not None:
+            sampled = SampledChunks.of(chunks, decodes, shape, self._cache.block_size)
+            extra = np.concatenate((sampled.words.reshape(-1), extra.reshape(-1)))
         step = self._buffers.load(
-            captured or wanted,
+            shape,
             chunks,
             decodes,
             entries=entries,
@@ -316,6 +354,8 @@ class CudaRunner:
         write_tables(self._tables, step.table_entries)
         self._cache.copy_blocks(step.block_copies)
         self._cache.copy_states(step.copies_before)
+        if self._speculation is not None and sampled is not None:
+            self._speculation.place(step, _sampling_words(step, sampling), sampled)
         out = (
             self._graphs.replay(captured, step.has_adapters)
             if captured
@@ -325,15 +365,16 @@ class CudaRunner:
         self._cache.copy_states(step.copies_after)
         reports = None
         if plan.reads:
-            reports = self._reader.launch(forward, x, plan, decodes, (captured or wanted).decodes)
+            reports = self._reader.launch(forward, x, plan, decodes, shape.decodes)
         logits = None
-        if sampled and out.logits is not None:
+        if step.num_logits and out.logits is not None:
             logits = out.logits[: step.num_logits]
-        elif sampled:
+        elif step.num_logits:
             chosen = x[: step.num_logits] if step.logit_rows is None else x.index_select(0, step.logit_rows)
             logits = forward.logits(chosen)
-        samples = sum(chunk.samples for chunk in chunks)
-        return QueuedStep(forward, step, captured, x, logits, sampling, drafting, samples, reports)
+        return QueuedStep(
+            forward, step, captured, x, logits, sampling, sampled, plan.drafts, plan.num_draft_tokens, reports
+        )
 
     def _entries(self, chunks: Sequence[Chunk]) -> TableEntries:
         """New entries of the block tables that go with a step; what is too much for one copy has been sent."""
@@ -344,44 +385,39 @@ class CudaRunner:
         return entries
 
     def _sample(self, queued: QueuedStep, masks: RowMasks) -> LaunchedStep:
-        """Queues the sampling of a step, and its draft tokens."""
-        words, reports = None, queued.reports
+        """Queues the sampling of a step."""
+        if self._speculation is not None and queued.chunks is not None:
+            return self._sample_and_draft(self._speculation, queued, queued.chunks, masks)
+        if queued.logits is None:
+            return LaunchedStep(self._stream.mark(), None, queued.reports)
+        step = _sampling_words(queued.step, queued.sampling)
+        words = self._sampler.launch(queued.logits, queued.sampling, step, self._masks.send(masks)).words
+        host = self._fetch(words)
+        return LaunchedStep(self._stream.mark(), lambda: StepResult(self._sampler.read(host)), queued.reports)
+
+    def _sample_and_draft(
+        self, speculation: CudaSpeculation, queued: QueuedStep, chunks: SampledChunks, masks: RowMasks
+    ) -> LaunchedStep:
+        """Queues the sampling of a step, and behind the copy of its results what prepares the next one."""
+        step, sampling, forward = queued.step, queued.sampling, queued.forward
+        read = None
         if queued.logits is not None:
-            sampling = queued.sampling
-            step = queued.step.extra[: sampling.step.size].view(3, -1)
-            words = self._sampler.launch(queued.logits, sampling, step, self._masks.send(masks)).words
-        if queued.drafting is not None:
-            return replace(self._launch_draft_tokens(queued, words, queued.drafting), reports=reports)
-        if words is None:
-            return LaunchedStep(self._stream.mark(), None, reports)
-        host = self._fetch(words)
-        # Requests whose logits are edited or tokens given only: nothing is drafted.
-        none = [-1] * queued.samples if self._limits.speculative else ()
-        return LaunchedStep(self._stream.mark(), lambda: StepResult(self._sampler.read(host), none), reports)
-
-    def _launch_draft_tokens(self, queued: QueuedStep, words: Tensor | None, drafting: DraftRows) -> LaunchedStep:
-        """The mtp layer over all rows of a step, and a draft token for each request whose token it sampled.
-
-        Args:
-            words: what the sampler left; None: nothing was sampled.
-        """
-        step, forward, sampling, captured = queued.step, queued.forward, queued.sampling, queued.captured
-        if words is not None and step.rows.next_ids is not None:
-            fill_next_ids(step.rows.next_ids, step.logit_rows, words[:, 0])
-        replay = self._draft_graphs.replay
-        out = replay(captured, step.has_adapters).x if captured else self._draft(queued.x, step.rows, forward)
-        if words is None:
-            return LaunchedStep(self._stream.mark(), None)
-        host = self._fetch(words)
-        if not drafting.places:
-            drafts = drafting.read(())
-            return LaunchedStep(self._stream.mark(), lambda: StepResult(self._sampler.read(host), drafts))
-        tail = step.extra[sampling.step.size :].view(drafting.words.shape)
-        drawn = self._fetch(sample_draft_tokens(forward, self._sampler, out, tail, words[:, 0], sampling).words)
-        return LaunchedStep(
-            self._stream.mark(),
-            lambda: StepResult(self._sampler.read(host), drafting.read(self._sampler.read(drawn))),
-        )
+            words = _sampling_words(step, sampling)
+            masked = self._masks.send(chunks.masks(masks))
+            results = self._sampler.launch(queued.logits, sampling, words, masked).words
+            sampled = step.extra[: chunks.words.size].view(chunks.words.shape)
+            speculation.accept(step, words, sampled, chunks, results)
+            host = self._fetch(results)
+            read = lambda: speculation.read(host, chunks)  # noqa: E731
+        launched = LaunchedStep(self._stream.mark(), read, queued.reports)
+        if queued.logits is not None:
+            speculation.settle(step, chunks)
+        if queued.drafts:
+            replay, captured = self._draft_graphs.replay, queued.captured
+            out = replay(captured, step.has_adapters).x if captured else self._draft(queued.x, step.rows, forward)
+            if queued.logits is not None:
+                speculation.draft(out, chunks, sampling, queued.num_draft_tokens)
+        return launched
 
     def _fetch(self, words: Tensor) -> Tensor:
         """Queues the copy of results to the host."""
@@ -394,7 +430,7 @@ class CudaRunner:
         x = self._layers(self._buffers.keep(shape), self.forward, adapters)
         if shape.decodes < shape.rows or shape.rows > _CAPTURED_HEAD:
             return StepOutput(x)
-        return StepOutput(x, self.forward.logits(x[: self._limits.max_num_seqs]))
+        return StepOutput(x, self.forward.logits(x[: self._sampled]))
 
     def _draft_shape(self, shape: StepShape, adapters: bool) -> StepOutput:
         return StepOutput(self._draft(self._graphs.output(shape, adapters).x, self._buffers.keep(shape), self.forward))
@@ -406,32 +442,9 @@ class CudaRunner:
         return forward.draft(x, rows, self._attention_of(rows))
 
     def _attention_of(self, rows: StepRows) -> DecodeAttention | None:
-        count = rows.tokens.shape[0] if rows.short else rows.decodes
-        return self._attention[decode_bucket(count)] if count else None
+        return self._attention[decode_bucket(rows.decodes)] if rows.decodes else None
 
 
-def _attention(
-    model: CausalLM, cache: DeviceCache, limits: RunnerLimits, options: RunnerOptions
-) -> dict[int, DecodeAttention]:
-    """Decode attention by batch bucket. Buckets with as many splits share a workspace."""
-    config, device, kernels = model.config, model.device, model.kernel_configs()
-    buckets = attention_buckets(limits.max_num_seqs, speculative=limits.speculative)
-    # An invariant row is cut as in a large batch whatever batch it is in.
-    alike = max(buckets[-1], _INVARIANT_BATCH)
-    splits = {
-        bucket: decode_splits(alike if options.batch_invariant else bucket, config.num_kv_heads, kernels.device)
-        for bucket in buckets
-    }
-    workspaces = {
-        count: DecodeWorkspace.allocate(
-            max(bucket for bucket in buckets if splits[bucket] == count),
-            config.num_heads,
-            config.num_kv_heads,
-            count,
-            config.head_dim,
-            device,
-        )
-        for count in set(splits.values())
-    }
-    chosen = kernels.decode(cache.pages[0], alike) if options.batch_invariant and cache.pages else None
-    return {bucket: DecodeAttention(splits[bucket], workspaces[splits[bucket]], chosen) for bucket in buckets}
+def _sampling_words(step: LoadedStep, sampling: SampleRows) -> Tensor:
+    """[3, R] int32: SampleRows.step on the device, the last of the step's extra words."""
+    return step.extra[step.extra.numel() - sampling.step.size :].view(3, -1)

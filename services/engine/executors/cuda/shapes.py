@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kernels.gpu.attention.decode import DecodeWorkspace, decode_splits
 from kernels.gpu.segments import TILE
 from services.engine.executors.cuda.buffers import StepShape
-from services.engine.scheduler.step_plan import MOST_VERIFIED
+from services.engine.models.device_batch import DecodeAttention, DeviceCache
+from services.engine.models.interface import CausalLM
+from services.engine.scheduler.step_plan import MOST_DRAFT_TOKENS, MOST_VERIFYING
 
 _DECODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _PREFILL_TOKENS = (64, 128, 256, 512, 1024, 1536, 2048)
@@ -16,6 +19,8 @@ _MIXED_DECODES = (8, 32, 64, 128, 256)
 _MIXED_TOKENS = (128, 512, 1024, 2048)
 """Prompt tokens of captured mixed steps. With adapters the launches of 2,048 tokens took the host 57 ms beside an H200
 that needed 38; 3,840, the most that a step with decodes holds by default, take that 63."""
+_INVARIANT_BATCH = 64
+"""Decode attention is cut as for this batch size, or a larger one, where a row's bits must not depend on the batch."""
 INVARIANT_ALIGNMENT = TILE
 """Prefill kernels compute tiles of a segment: cut at their multiples, a prompt is computed the same in any chunks."""
 _SEGMENTS = ((2, 4), (16, 24))
@@ -25,10 +30,8 @@ between the two numbers are not free, as each may need a tile of its own: where 
 two hundred programs for it that end at once."""
 
 
-_VERIFIED = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Answers of a step that checks draft tokens."""
-_FEW_VERIFIED = 4
-"""Number of answers up to which the products of all rows take as long as one row's: their rows need no close count."""
+GROUPS = range(2, 2 + MOST_DRAFT_TOKENS)
+"""Rows of a sequence in a step with draft tokens."""
 
 
 def decode_bucket(decodes: int) -> int:
@@ -41,9 +44,42 @@ def decode_buckets(max_num_seqs: int) -> list[int]:
     return sorted({decode_bucket(count) for count in range(1, max_num_seqs + 1)})
 
 
-def attention_buckets(max_num_seqs: int, *, speculative: bool) -> list[int]:
-    """The numbers of rows that decode attention is launched with, in buckets, ascending."""
-    return decode_buckets(decode_bucket(max_num_seqs) * (MOST_VERIFIED if speculative else 1))
+def verified_rows(max_num_seqs: int) -> int:
+    """Most rows of a step with draft tokens, padding included."""
+    return decode_bucket(min(max_num_seqs, MOST_VERIFYING)) * (1 + MOST_DRAFT_TOKENS)
+
+
+def most_decode_rows(max_num_seqs: int, *, speculative: bool) -> int:
+    """Most rows of a step that are decodes, padding included."""
+    most = decode_bucket(max_num_seqs)
+    return max(most, verified_rows(max_num_seqs)) if speculative else most
+
+
+def decode_attention(
+    model: CausalLM, cache: DeviceCache, max_num_seqs: int, *, speculative: bool, batch_invariant: bool
+) -> dict[int, DecodeAttention]:
+    """Decode attention by the number of rows, in buckets. Those with as many splits share a workspace."""
+    config, device, kernels = model.config, model.device, model.kernel_configs()
+    buckets = decode_buckets(most_decode_rows(max_num_seqs, speculative=speculative))
+    # An invariant row is cut as in a large batch whatever batch it is in.
+    alike = max(buckets[-1], _INVARIANT_BATCH)
+    splits = {
+        bucket: decode_splits(alike if batch_invariant else bucket, config.num_kv_heads, kernels.device)
+        for bucket in buckets
+    }
+    workspaces = {
+        count: DecodeWorkspace.allocate(
+            max(bucket for bucket in buckets if splits[bucket] == count),
+            config.num_heads,
+            config.num_kv_heads,
+            count,
+            config.head_dim,
+            device,
+        )
+        for count in set(splits.values())
+    }
+    chosen = kernels.decode(cache.pages[0], alike) if batch_invariant and cache.pages else None
+    return {bucket: DecodeAttention(splits[bucket], workspaces[splits[bucket]], chosen) for bucket in buckets}
 
 
 def captured_shapes(
@@ -54,7 +90,7 @@ def captured_shapes(
     Args:
         largest_batch: decodes; 0: none.
         mixed_tokens: prefill tokens of a step that also decodes.
-        speculative: with steps that check draft tokens.
+        speculative: with steps of draft tokens.
     """
     if largest_batch == 0:
         return []
@@ -67,15 +103,13 @@ def captured_shapes(
     mixed = sorted(tokens for tokens in sizes if 0 < tokens <= token_budget and tokens % TILE == 0)
     shapes += [_prefill(bucket, tokens, held[-1]) for tokens in mixed for bucket in _MIXED_DECODES if bucket <= most]
     if speculative:
-        for answers in sorted({min(count, most) for count in _VERIFIED}):
-            least = MOST_VERIFIED if answers <= _FEW_VERIFIED else 2
-            shapes += [short_shape(answers, tokens) for tokens in range(least, MOST_VERIFIED + 1)]
+        shapes += [StepShape.of_groups(size, group) for size in draft_buckets(most) for group in GROUPS]
     return sorted(shapes, key=lambda shape: -shape.rows)
 
 
-def short_shape(answers: int, tokens: int) -> StepShape:
-    """A step that checks draft tokens, of so many tokens an answer on average, at most."""
-    return StepShape(0, answers * tokens, answers, answers, short=True)
+def draft_buckets(max_num_seqs: int) -> list[int]:
+    """Numbers of sequences of steps with draft tokens that are captured, ascending."""
+    return decode_buckets(min(max_num_seqs, MOST_VERIFYING))
 
 
 def smallest(shapes: Iterable[StepShape], wanted: StepShape) -> StepShape | None:

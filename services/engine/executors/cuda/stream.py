@@ -23,6 +23,13 @@ class Arrival:
         if self._event is not None:
             self._event.synchronize()
 
+    def until(self, later: Arrival) -> float:
+        """Seconds of the device from here to a later point, both timed; waits for that."""
+        if self._event is None or later._event is None:
+            raise ValueError("only points on a device's stream are timed")
+        later.wait()
+        return float(self._event.elapsed_time(later._event)) / 1e3
+
     def hold(self, stream: EngineStream) -> None:
         """Makes another stream wait: what is queued to it from now on begins behind this point."""
         if self._event is not None and stream.stream is not None:
@@ -46,11 +53,11 @@ class EngineStream:
         """[words] int32 on the host, from and to which copies are asynchronous."""
         return torch.zeros(words, dtype=torch.int32, pin_memory=self.stream is not None)
 
-    def mark(self) -> Arrival:
-        """Point behind all that is queued now."""
+    def mark(self, *, timed: bool = False) -> Arrival:
+        """Point behind all that is queued now; ``timed``: for Arrival.until()."""
         if self.stream is None:
             return Arrival(None)
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(blocking=True, enable_timing=timed)  # type: ignore[no-untyped-call]
         event.record(self.stream)
         return Arrival(event)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,16 @@ import numpy as np
 from kernels.gpu.segments import TILE
 from services.engine.constraints.masks import NO_MASKS, RowMasks
 from services.engine.executors.cuda.buffers import StepShape
-from services.engine.executors.cuda.shapes import short_shape
+from services.engine.executors.cuda.shapes import GROUPS
+from services.engine.executors.cuda.stream import EngineStream
 from services.engine.requests.request import Request
 from services.engine.requests.sampling_params import SamplingParams
-from services.engine.scheduler.step_plan import Chunk, StepPlan
+from services.engine.scheduler.draft_depth import StepCosts
+from services.engine.scheduler.step_plan import DRAFT, MOST_DRAFT_TOKENS, Chunk, StepPlan
 
 _ROWS = (1, 3, 16)
 """Triton compiles variants for the integer 1 and for multiples of 16."""
+_TIMED_STEPS, _TIMED_POSITION = 6, 640
 
 
 def warm_up_shapes(
@@ -39,8 +43,13 @@ def warm_up_shapes(
     extra = [StepShape.of(0, [size]) for size in sizes]
     extra += [StepShape.of(min(decodes, max_num_seqs), [9]) for decodes in _ROWS if token_budget > 25]
     if speculative:
-        extra += [short_shape(answers, 2) for answers in _ROWS if answers <= max_num_seqs]
+        extra += [StepShape.of_groups(size, group) for size in sizes_to_try(max_num_seqs) for group in GROUPS]
     return [*shapes, *extra]
+
+
+def sizes_to_try(max_num_seqs: int) -> list[int]:
+    """Numbers of rows or chunks with which kernels are launched."""
+    return [size for size in _ROWS if size <= max_num_seqs]
 
 
 def sampling_plans(max_num_seqs: int) -> Iterator[StepPlan]:
@@ -50,9 +59,7 @@ def sampling_plans(max_num_seqs: int) -> Iterator[StepPlan]:
     filters: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.9}, {"top_k": 3, "top_p": 0.9, "min_p": 0.01})
     features = [replace(plain, **edit, **filtered) for edit in edits for filtered in filters]
     features += [replace(plain, temperature=0.0), replace(plain, top_logprobs=2)]
-    for rows in _ROWS:
-        if rows > max_num_seqs:
-            return
+    for rows in sizes_to_try(max_num_seqs):
         for sampling in features:
             # Block 0 is scratch.
             yield StepPlan(
@@ -61,6 +68,51 @@ def sampling_plans(max_num_seqs: int) -> Iterator[StepPlan]:
                     for slot in range(1, rows + 1)
                 ]
             )
+
+
+def draft_plans(max_num_seqs: int, block_size: int) -> Iterator[StepPlan]:
+    """Decodes with every number of draft tokens."""
+    for size, count in product(sizes_to_try(max_num_seqs), range(1 + MOST_DRAFT_TOKENS)):
+        yield _draft_plan(size, count, 1, block_size)
+
+
+def _draft_plan(chunks: int, draft_tokens: int, position: int, block_size: int) -> StepPlan:
+    """Decodes in slots from 1 on, with draft tokens, behind which as many are drawn."""
+    request = Request("warm-up", (0,), SamplingParams(ignore_eos=True))
+    blocks = [0] * -(-(position + 2 + 2 * draft_tokens) // block_size)
+    tokens = (0, *[DRAFT] * draft_tokens)
+    return StepPlan(
+        [
+            Chunk(request, tokens, position, blocks, slot, True, [], 1, num_draft_tokens=draft_tokens)
+            for slot in range(1, chunks + 1)
+        ],
+        drafts=draft_tokens > 0,
+        num_draft_tokens=draft_tokens,
+    )
+
+
+def measured_costs(
+    launch: Callable[[StepPlan], object],
+    stream: EngineStream,
+    sizes: Sequence[int],
+    max_model_len: int,
+    block_size: int,
+) -> StepCosts:
+    """Seconds of steps with and without draft tokens.
+
+    Args:
+        launch: queues a step.
+        sizes: numbers of decodes.
+    """
+    seconds: dict[tuple[int, int], float] = {}
+    for size, count in product(sizes, range(1 + MOST_DRAFT_TOKENS)):
+        plan = _draft_plan(size, count, min(_TIMED_POSITION, max_model_len // 2), block_size)
+        launch(plan)
+        begin = stream.mark(timed=True)
+        for _ in range(_TIMED_STEPS):
+            launch(plan)
+        seconds[size, count] = begin.until(stream.mark(timed=True)) / _TIMED_STEPS
+    return StepCosts(seconds)
 
 
 def masks_to_try(plan: StepPlan, vocab: int) -> tuple[RowMasks, RowMasks]:

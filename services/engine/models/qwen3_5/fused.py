@@ -23,6 +23,7 @@ from kernels.gpu.copies.embedding import gather_tokens
 from kernels.gpu.delta import chunk as gated_delta_chunk
 from kernels.gpu.delta.chunk import ChunkConfig
 from kernels.gpu.delta.conv1d import conv_decode, conv_prefill
+from kernels.gpu.delta.conv_verify import conv_verify
 from kernels.gpu.delta.step import gated_delta_step
 from kernels.gpu.delta.verify import gated_delta_verify
 from kernels.gpu.linear.skinny import Convolution, Norm
@@ -124,7 +125,8 @@ class FusedForward:
             lora = self._adapters(index, rows) if adapters else {}
             mixer = layer.mixer
             conv = None
-            if isinstance(mixer, DeltaNetWeights) and rows.segments is None and mixer.in_proj.convolves(x.shape[0]):
+            alone = rows.segments is None and rows.group == 1
+            if isinstance(mixer, DeltaNetWeights) and alone and mixer.in_proj.convolves(x.shape[0]):
                 conv = Convolution(self._cache.conv[linear], mixer.conv, rows.slots)
             norm = Norm(layer.input_norm, eps)
             projected = mixer.in_proj.project(x, norm=norm, lora=lora.get("in"), conv=conv, pdl=pdl)
@@ -151,16 +153,22 @@ class FusedForward:
         """Runs the mtp layer behind layers(), on what that returned and ``rows.next_ids``; adapters play no part.
 
         Returns:
-            [T, hidden], for draft_logits().
+            [T, hidden], for draft_logits() and draft_on().
         """
+        return self._draft(self.normed(x), rows, attention)
+
+    def draft_on(self, y: Tensor, rows: StepRows, attention: DecodeAttention | None) -> Tensor:
+        """Runs the mtp layer behind itself, on what draft() or draft_on() returned for some rows, one token further."""
+        return self._draft(rms_norm(y, self._mtp.final_norm, self._config.rms_norm_eps, pdl=self._pdl), rows, attention)
+
+    def _draft(self, hidden: Tensor, rows: StepRows, attention: DecodeAttention | None) -> Tensor:
         mtp, eps, pdl = self._mtp, self._config.rms_norm_eps, self._pdl
         if rows.next_ids is None:
             raise ValueError("a step without the tokens behind its rows")
         embedded = gather_tokens(rows.next_ids, self._last_tokens, rows.slots, self._weights.embedding)
-        both = torch.empty(len(x), 2 * x.shape[1], dtype=x.dtype, device=x.device)
-        rms_norm(embedded, mtp.embedding_norm, eps, out=both[:, : x.shape[1]], pdl=pdl)
-        hidden = self.normed(x)
-        rms_norm(hidden, mtp.hidden_norm, eps, out=both[:, x.shape[1] :], pdl=pdl)
+        both = torch.empty(len(hidden), 2 * hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
+        rms_norm(embedded, mtp.embedding_norm, eps, out=both[:, : hidden.shape[1]], pdl=pdl)
+        rms_norm(hidden, mtp.hidden_norm, eps, out=both[:, hidden.shape[1] :], pdl=pdl)
         y = Residual(mtp.fc.project(both, pdl=pdl))
         mixer = mtp.layer.mixer
         projected = mixer.in_proj.project(y, norm=Norm(mtp.layer.input_norm, eps), pdl=pdl)
@@ -172,7 +180,8 @@ class FusedForward:
 
     def draft_logits(self, y: Tensor) -> Tensor:
         """Logits [R, vocab] of the draft tokens from draft()'s output for some rows, [R, hidden]."""
-        return self._weights.head.project(y, norm=Norm(self._mtp.final_norm, self._config.rms_norm_eps), pdl=self._pdl)
+        head = self._mtp.head or self._weights.head
+        return head.project(y, norm=Norm(self._mtp.final_norm, self._config.rms_norm_eps), pdl=self._pdl)
 
     @property
     def _mtp(self) -> MtpWeights:
@@ -216,8 +225,8 @@ class FusedForward:
         pages: KvPages,
     ) -> Tensor:
         eps, tables = self._config.rms_norm_eps, self._tables
-        # Each row of a short segment sees the rows before it in the pages, where they have been written by then.
-        decodes = len(projected) if rows.short else rows.decodes
+        # Each row of a group sees the rows before it in the pages, where they have been written by then.
+        decodes = rows.decodes
         q = qk_norm_rope_write(
             projected,
             weights.qk_norm,
@@ -246,11 +255,12 @@ class FusedForward:
                     rows.positions[:decodes],
                     attention.splits,
                     workspace=attention.workspace,
-                    config=attention.config or self._kernels.decode(pages, decodes),
+                    config=attention.config or self._kernels.decode(pages, decodes // rows.group),
                     out=out[:decodes],
+                    together=rows.group,
                     pdl=pdl,
                 )
-        if rows.segments is not None and not rows.short:
+        if rows.segments is not None:
             paged_prefill(
                 q, projected, pages, tables, rows.segments, out=out, device=self._kernels.device, pdl=self._pdl
             )
@@ -279,7 +289,9 @@ class FusedForward:
             mixed = torch.empty(mixed.shape, dtype=projected.dtype, device=projected.device)
         out = torch.empty(len(projected), config.value_size, dtype=projected.dtype, device=projected.device)
         parameters = (weights.negative_a, weights.dt_bias, weights.norm, config.rms_norm_eps)
-        if decodes:
+        if decodes and rows.group > 1:
+            self._verify(projected, mixed, out, parameters, weights, rows, linear)
+        elif decodes:
             here, slots = projected[:decodes], rows.slots[:decodes]
             with self._decoding(rows) as pdl:
                 if not convolved:
@@ -298,9 +310,6 @@ class FusedForward:
                 )
         if rows.segments is not None:
             conv_prefill(projected, weights.conv, conv, rows.segments, out=mixed, pdl=self._pdl)
-        if rows.segments is not None and rows.short:
-            gated_delta_verify(mixed, projected, *parameters, recurrent, rows.segments, out=out, pdl=self._pdl)
-        elif rows.segments is not None:
             gated_delta_chunk.gated_delta_prefill(
                 mixed,
                 projected,
@@ -315,3 +324,22 @@ class FusedForward:
             )
         self._side_stream.join()
         return out
+
+    def _verify(
+        self,
+        projected: Tensor,
+        mixed: Tensor,
+        out: Tensor,
+        parameters: tuple[Tensor, Tensor, Tensor, float],
+        weights: DeltaNetWeights,
+        rows: StepRows,
+        linear: int,
+    ) -> None:
+        """Convolution and rule of rows in groups. Their states do not move on before it is known which tokens count."""
+        cache, group, pdl = self._cache, rows.group, self._pdl
+        if cache.waiting is None or cache.verified is None:
+            raise ValueError("draft tokens need a cache with waiting writes and verified rows")
+        kept = cache.verified[linear]
+        conv_verify(projected, weights.conv, cache.conv[linear], rows.slots, kept, group, out=mixed, pdl=pdl)
+        state, waiting = cache.recurrent[linear], cache.waiting[linear]
+        gated_delta_verify(mixed, projected, *parameters, state, rows.slots, waiting, group, out=out, pdl=pdl)

@@ -107,11 +107,11 @@ def _delta_net(
     if step.prefill is not None:
         part = step.prefill
         mixed, new = causal_conv_packed(qkv[count:], weights.conv, part.conv, part.states.take(conv))
-        part.new_states.put(conv, new)
+        part.states.put(conv, new)
         queries_keys, v = split_heads(mixed, config, step.qk_scale)
         q, k = queries_keys.unbind(1)
         out, state = chunk_gated_delta(q, k, v, g[count:], beta[count:], part.chunks, part.states.take(recurrent))
-        part.new_states.put(recurrent, state)
+        part.states.put(recurrent, state)
         outputs.append(out)
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     gate = z.view(-1, heads, config.linear_value_dim)

@@ -79,7 +79,6 @@ class PrefillPart:
     """The other sequences, packed."""
 
     states: StateRows
-    new_states: StateRows
     conv: ConvLayout
     chunks: ChunkLayout
     segments: Sequence[Segment]
@@ -153,7 +152,6 @@ def _prefill_part(batch: ForwardBatch, block_size: int, config: Qwen3_5Config) -
     states = StateRows.of(batch.state_slots[count:])
     return PrefillPart(
         states=states,
-        new_states=states if batch.out_slots is None else StateRows.of(batch.out_slots[count:]),
         conv=ConvLayout.build(lengths, config.conv_kernel, device),
         chunks=ChunkLayout.build(lengths, device),
         segments=segments,

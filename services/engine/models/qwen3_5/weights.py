@@ -87,6 +87,8 @@ class MtpWeights:
     layer: LayerWeights
     """Full attention, with keys and values of its own."""
     final_norm: Tensor
+    head: Matrix | None = None
+    """[vocab, hidden]: copy of the model's head to draw draft tokens through; None: the model's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class ModelWeights:
         layers = self.layers
         if self.mtp is not None:
             tensors += [self.mtp.embedding_norm, self.mtp.hidden_norm, self.mtp.final_norm]
-            matrices.append(self.mtp.fc)
+            matrices += [self.mtp.fc] if self.mtp.head is None else [self.mtp.fc, self.mtp.head]
             layers = (*layers, self.mtp.layer)
         for layer in layers:
             tensors += [layer.input_norm, layer.post_norm]

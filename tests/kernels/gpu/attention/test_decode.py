@@ -71,6 +71,43 @@ def test_a_row_has_the_same_bits_in_any_batch_and_every_time(device: torch.devic
     assert torch.equal(alone[0], whole[2])
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("together", [2, 3, 5])
+def test_rows_of_a_sequence_together(together: int, fp8: bool, device: torch.device) -> None:
+    """Each sees its own context, also where splits of the last one's lie behind it; the last sequence's last rows are
+    padding, and so are all of another."""
+    contexts, heads, splits, dim = [together, 33, 41, 130], 4, 3, 32
+    dtype = torch.bfloat16 if fp8 else torch.float32
+    case = paged(contexts, 2, dim, dtype, device, fp8=fp8)
+    torch.manual_seed(5)
+    rows = together * (len(contexts) + 1)
+    q = torch.randn(rows, heads, dim).to(device, dtype)
+    projected = torch.randn(rows, 2 * heads * dim).to(device, dtype)
+    starts = [context - together for context in contexts]
+    positions = [start + index for start in starts for index in range(together)] + [0] * together
+    slots = [slot for slot in (1, 2, 3, 4, 0) for _ in range(together)]
+    positions[4 * together - 1] = slots[4 * together - 1] = 0
+    ints = {"dtype": torch.int32, "device": device}
+    out = paged_decode(
+        q,
+        projected,
+        case.kv,
+        case.tables,
+        torch.tensor(slots, **ints),
+        torch.tensor(positions, **ints),
+        splits,
+        config=_CONFIG,
+        together=together,
+    )
+    tolerance = 1e-2 if fp8 else 1e-5
+    for index, start in enumerate(starts):
+        held = together - (index == 3)
+        here = slice(index * together, index * together + held)
+        expected = exact_attention(q[here], projected[here, : heads * dim], case.keys[index], case.values[index], start)
+        torch.testing.assert_close(out[here].double().cpu(), expected, atol=tolerance, rtol=tolerance)
+    assert out[: 4 * together].isfinite().all()
+
+
 def test_splits_follow_the_batch() -> None:
     assert [decode_splits(batch, 4, named("sm90")) for batch in (1, 16, 64, 256)] == [32, 16, 4, 4]
 

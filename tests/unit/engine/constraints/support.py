@@ -21,6 +21,7 @@ from services.engine.requests.outputs import SampledToken
 from services.engine.requests.request import Request
 from services.engine.requests.sampling_params import Constraint, ConstraintKind, SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
+from services.engine.scheduler.draft_depth import StepCosts
 from services.engine.scheduler.step_plan import PENDING, Chunk, StepPlan, StepResult
 
 TINY = Path(__file__).resolve().parents[4] / "models" / "tiny"
@@ -112,6 +113,7 @@ class RandomRunner:
 
     config: SchedulerConfig
     depth: int
+    costs: StepCosts | None = None
     log: list[str] = field(default_factory=list)
     unsealed: StepPlan | None = None
     newest: dict[int, tuple[str, int]] = field(default_factory=dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from services.engine.observability.events import EngineEvent, EventStream, StepD
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import FinishReason
 from services.engine.scheduler.config import SchedulerConfig
+from services.engine.scheduler.draft_depth import StepCosts
 from services.engine.scheduler.step_plan import PENDING, StepPlan, StepResult
 from tests.unit.engine.machine import ToyRunner, reference, request
 from tests.unit.engine.toy_tiers import ToyTiers
@@ -25,8 +27,15 @@ PROMPT = (1, 2, 3)
 class Bench(ToyRunner):
     """Runner, gate, observer and clock in one, with a log of what happened in which order."""
 
-    def __init__(self, depth: int = 2, *, tiers: bool = False) -> None:
-        super().__init__(CONFIG, depth)
+    def __init__(
+        self,
+        depth: int = 2,
+        *,
+        tiers: bool = False,
+        config: SchedulerConfig = CONFIG,
+        costs: StepCosts | None = None,
+    ) -> None:
+        super().__init__(config, depth, costs)
         self.tiers = ToyTiers(self, CONFIG.block_size) if tiers else None
         self.during_step: Callable[[], None] = lambda: None
         self.log: list[str] = []
@@ -39,7 +48,7 @@ class Bench(ToyRunner):
         self.stats: list[StepDone] = []
         self.plans: list[StepPlan] = []
         self.updates: dict[str, list[SequenceUpdate]] = {}
-        self.pipeline = StepPipeline(CONFIG, self, self, EventStream(self.listen), lambda: self.now, self.tiers)
+        self.pipeline = StepPipeline(config, self, self, EventStream(self.listen), lambda: self.now, self.tiers)
 
     def launch(self, plan: StepPlan) -> Step:
         number = self.launches
@@ -204,6 +213,23 @@ def test_a_failed_step_ends_its_requests_and_not_those_that_came_after() -> None
         bench.advance()
     assert bench.output("lucky") == reference(PROMPT, 3)
     assert not bench.held
+
+
+@pytest.mark.parametrize(("row", "pays"), [(0.02, True), (2.0, False)])
+def test_draft_tokens_by_the_runners_costs(row: float, pays: bool) -> None:
+    """Also for the scheduler after a reset. Rows that are checked count as decodes, and outputs are the same."""
+    costs = StepCosts({(1, drafts): 1 + (row + 0.01) * drafts for drafts in range(5)})
+    bench = Bench(config=replace(CONFIG, draft_tokens=4), costs=costs)
+    for name in ("r", "again"):
+        bench.add(name, 30)
+        del bench.plans[:], bench.stats[:]
+        while bench.pipeline.busy:
+            bench.advance()
+        assert bench.output(name) == reference(PROMPT, 30)
+        assert any(plan.verifies for plan in bench.plans) is pays
+        assert max(stats.decodes for stats in bench.stats) == (5 if pays else 1)
+        assert [stats.prefill_tokens for stats in bench.stats] == [3, *[0] * (len(bench.stats) - 1)]
+        bench.pipeline.reset(ValueError("a bug"), TemperError("sorry"))
 
 
 def test_reset_waits_for_what_is_in_flight_and_starts_with_clean_books() -> None:

@@ -15,11 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from services.common.errors import CheckpointRejected, InvalidRequest
 from services.engine.models.checkpoint import checkpoint_digest
-from services.engine.models.footprint import Formats, block_bytes, slot_bytes
+from services.engine.models.footprint import Formats, Storage, block_bytes, slot_bytes, weight_bytes
 from services.engine.models.interface import resolve_dtype
 from services.engine.models.qwen3_5.model import Qwen3_5
-from services.engine.models.registry import read_config
+from services.engine.models.registry import load_model, read_config
 from tests.parity.reference import Driver, make_checkpoint, prompt
+
+TINY = Path(__file__).parents[4] / "models" / "tiny"
 
 Edit = Callable[[dict[str, Any]], None]
 
@@ -223,3 +225,21 @@ def test_resolve_dtype() -> None:
     assert resolve_dtype("auto", "cuda") == resolve_dtype("bfloat16", "cpu") == torch.bfloat16
     with pytest.raises(InvalidRequest, match="dtype must be"):
         resolve_dtype("int8", "cpu")
+
+
+def test_draft_tokens_have_a_copy_of_the_head() -> None:
+    """In a quarter of its bytes, of a bfloat16 model with the mtp layer, if it is asked for."""
+    storage = Storage(int4_draft_head=True)
+    model = load_model(TINY, dtype="bfloat16", device="cpu", storage=storage, mtp=True)
+    assert isinstance(model, Qwen3_5)
+    assert model.weights.mtp is not None
+    copy, head = model.weights.mtp.head, model.head()
+    assert copy is not None
+    assert copy.nbytes < 0.3 * head.nbytes
+    assert (copy.dense() - head).norm() < 0.15 * head.norm()
+    assert model.nbytes() == weight_bytes(model.config, Formats(2, storage, head_copy=True, mtp=True))
+    for dtype, asked in (("float32", storage), ("bfloat16", Storage())):
+        other = load_model(TINY, dtype=dtype, device="cpu", storage=asked, mtp=True)
+        assert isinstance(other, Qwen3_5)
+        assert other.weights.mtp is not None
+        assert other.weights.mtp.head is None

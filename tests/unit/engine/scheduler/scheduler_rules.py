@@ -16,6 +16,7 @@ from services.engine.adapters.slot_table import SlotTable
 from services.engine.requests.adapter import BASE_PIN, AdapterChoice, AdapterPin
 from services.engine.requests.request import Pooling, Request
 from services.engine.scheduler.config import SchedulerConfig
+from services.engine.scheduler.draft_depth import StepCosts
 from services.engine.scheduler.scheduler import Scheduler
 from services.engine.scheduler.step_plan import StepPlan, StepResult
 from tests.unit.engine.machine import ToyRunner, request
@@ -54,7 +55,9 @@ def claim(version: AdapterVersion) -> AdapterChoice:
 class RequestRules(RuleBasedStateMachine):
     @initialize(
         max_num_seqs=st.integers(1, 5),
-        depth=st.sampled_from([0, 0, 1, 2, 2, 3]),
+        depth=st.sampled_from([1, 2, 2, 3]),
+        draft_tokens=st.sampled_from([0, 0, 1, 3, 4]),
+        further_row=st.sampled_from([None, 0.02, 0.4]),
         extra_budget=st.integers(0, 20),
         alignment=st.sampled_from([1, 1, 2, 4]),
         mixed=st.none() | st.integers(0, 9),
@@ -71,6 +74,8 @@ class RequestRules(RuleBasedStateMachine):
         self,
         max_num_seqs: int,
         depth: int,
+        draft_tokens: int,
+        further_row: float | None,
         extra_budget: int,
         alignment: int,
         mixed: int | None,
@@ -83,11 +88,8 @@ class RequestRules(RuleBasedStateMachine):
         tiers: bool,
         short: int,
     ) -> None:
-        speculative = depth == 0
-        if speculative:
-            depth, alignment = 1, 1
-            extra_budget += 3 * max_num_seqs
-            extra_slots += max_num_seqs
+        if draft_tokens:
+            alignment = 1
         least = 1 if alignment == 1 else alignment + 1
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -100,15 +102,20 @@ class RequestRules(RuleBasedStateMachine):
             max_model_len=max_model_len,
             eos_token_ids=frozenset({7, 13}),
             prefix_cache=prefix_cache,
-            speculative=speculative,
+            draft_tokens=draft_tokens,
             snapshot_interval=interval,
             short_prefill=short,
             long_beside_short=3,
         )
         self.depth = depth
-        self.runner = ToyRunner(self.config, depth)
+        costs = None
+        if further_row is not None:  # as a share of a plain step of one chunk
+            costs = StepCosts(
+                {(n, drafts): 1 + (further_row * n + 0.02) * drafts for n in (1, 5) for drafts in range(5)}
+            )
+        self.runner = ToyRunner(self.config, depth, costs)
         self.tiers = ToyTiers(self.runner, block_size) if tiers else None
-        self.scheduler = Scheduler(self.config, depth, self.tiers)
+        self.scheduler = Scheduler(self.config, depth, self.tiers, costs)
         self.flight: list[tuple[StepPlan, StepResult]] = []
         """Launched, oldest first; the scheduler does not know the results yet."""
         self.steps = 0

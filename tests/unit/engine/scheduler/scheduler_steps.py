@@ -17,4 +17,4 @@ def land(engine: Engine, launched: tuple[StepPlan, StepResult]) -> None:
     engine.scheduler.check_integrity()
 
 
-SPECULATIVE: dict[str, int | bool | frozenset[int] | None] = {"speculative": True, "token_budget": 40, "num_slots": 16}
+SPECULATIVE: dict[str, int | bool | frozenset[int] | None] = {"draft_tokens": 4, "token_budget": 40}

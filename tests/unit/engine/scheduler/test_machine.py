@@ -19,7 +19,19 @@ def _chunk(name: str, end: int, slot: int, blocks: list[int], *, start: int = 0,
     samples = end == len(PROMPT)
     next_id = -1 if samples else PROMPT[end]
     asked = request(name, PROMPT)
-    return Chunk(asked, PROMPT[start:end], start, blocks, slot, samples, [], 0, next_id=next_id, **changes)
+    return Chunk(
+        asked,
+        PROMPT[start:end],
+        start,
+        blocks,
+        slot,
+        samples,
+        [],
+        0,
+        asked.sampling.max_tokens,
+        next_id=next_id,
+        **changes,
+    )
 
 
 def test_a_second_request_goes_on_behind_a_snapshot_inside_of_a_block() -> None:

@@ -6,11 +6,8 @@ import pytest
 
 from services.common.errors import TemperError
 from services.engine.kv_cache.block_pool import IntegrityError
-from services.engine.requests.request import FinishReason
 from services.engine.scheduler.scheduler import Scheduler
-from services.engine.scheduler.step_plan import MOST_VERIFIED
 from tests.unit.engine.machine import reference
-from tests.unit.engine.scheduler.scheduler_steps import SPECULATIVE
 from tests.unit.engine.toy_engine import LONG, Engine, shape
 
 
@@ -85,6 +82,9 @@ def test_prefill_limits_that_would_starve_prompts_are_refused(changes: dict[str,
         ({"num_blocks": 1}, "num_blocks"),
         ({"block_size": 0}, "block_size"),
         ({"max_model_len": 0}, "max_model_len"),
+        ({"draft_tokens": 5}, "draft_tokens must be between 0 and 4"),
+        ({"draft_tokens": -1}, "draft_tokens must be between 0 and 4"),
+        ({"draft_tokens": 1, "prefill_alignment": 4}, "draft_tokens must be 0 with a prefill_alignment"),
     ],
 )
 def test_contradicting_limits_are_refused(changes: dict[str, int], message: str) -> None:
@@ -136,68 +136,3 @@ def test_requests_that_ended_are_not_kept_until_their_deadlines() -> None:
         engine.step()
     assert engine.scheduler.counts().running == 1
     assert len(engine.scheduler._queue._deadlines) < 80
-
-
-def test_right_draft_tokens_give_two_tokens_a_step() -> None:
-    engine = Engine(**SPECULATIVE)
-    engine.add("r", LONG, max_tokens=30, ignore_eos=True)
-    plans = engine.run()
-    assert engine.output("r") == reference(LONG, 30)
-    counts = engine.scheduler.counts()
-    assert 0 < counts.num_accepted_tokens < counts.num_draft_tokens
-    # One token from the prompt, one from each other step, one more for each right draft token.
-    assert len(plans) - 1 == 29 - counts.num_accepted_tokens
-    lengths = [len(chunk.token_ids) for plan in plans for chunk in plan.chunks if chunk.start >= len(LONG)]
-    assert max(lengths) <= MOST_VERIFIED
-
-
-def test_a_stop_inside_an_accepted_run() -> None:
-    """The token behind a right draft token is dropped if that one ends the request, for every possible end."""
-    for length in range(1, 12):
-        ending = reference(LONG, length)[-1]
-        engine = Engine(**SPECULATIVE)
-        engine.add("r", LONG, max_tokens=30, stop_token_ids=frozenset({ending}))
-        engine.run()
-        output = engine.output("r")
-        assert output == reference(LONG, len(output))
-        assert output.index(ending) == len(output) - 1
-        assert engine.updates["r"][-1].finish_reason is FinishReason.STOP
-        engine = Engine(**SPECULATIVE)
-        engine.add("r", LONG, max_tokens=length, ignore_eos=True)
-        engine.run()
-        assert engine.output("r") == reference(LONG, length)
-        assert engine.updates["r"][-1].finish_reason is FinishReason.LENGTH
-
-
-def test_nothing_is_drafted_where_logits_are_edited() -> None:
-    engine = Engine(**SPECULATIVE)
-    engine.add("r", LONG, max_tokens=10, ignore_eos=True, presence_penalty=0.5)
-    plans = engine.run()
-    assert engine.output("r") == reference(LONG, 10)
-    assert engine.scheduler.counts().num_draft_tokens == 0
-    assert all(chunk.is_decode for plan in plans[2:] for chunk in plan.chunks)
-
-
-def test_two_slots_a_sequence() -> None:
-    engine = Engine(**SPECULATIVE)
-    engine.add("r", LONG, max_tokens=30, ignore_eos=True)
-    slots = {chunk.slot for _ in range(12) for chunk in engine.step().chunks}
-    assert len(slots) == 2
-    assert engine.scheduler.counts().slots_used == 2
-    assert engine.scheduler.abort("r") is not None
-    assert engine.scheduler.counts().slots_used == 0
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"token_budget": 15}, "4 times max_num_seqs"),
-        ({"num_slots": 8}, r"above 2 \* max_num_seqs"),
-        ({"prefill_alignment": 4}, "prefill_alignment 1"),
-    ],
-)
-def test_what_speculation_needs(changes: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Engine(**(SPECULATIVE | changes))
-    with pytest.raises(ValueError, match="1 with speculation"):
-        Scheduler(Engine(**SPECULATIVE).config, depth=2)

@@ -184,12 +184,7 @@ class SchedulerMachine(RequestRules):
         self._pin_waiting()
         before = {s.request.request_id: s for s in self.scheduler._queue.running}
         prompts = {s.request.request_id: len(s.request.prompt_token_ids) for s in before.values()}
-        decoding = [
-            s
-            for name, s in before.items()
-            if prompts[name] < s.known < s.known_at_end
-            and (s.uncomputed == 1 or (s.uncomputed <= 4 and self._answers(s)))
-        ]
+        decoding = [s for name, s in before.items() if prompts[name] < s.known < s.known_at_end and s.uncomputed == 1]
         preemptions = self.scheduler.counts().preemptions
         refused = {s.request.request_id for s in self.scheduler._queue.waiting if s.held_up}
         plan = self.scheduler.schedule(self.now)
@@ -212,9 +207,6 @@ class SchedulerMachine(RequestRules):
         for pin in {chunk.request.pin for chunk in plan.chunks} - {BASE_PIN}:
             assert self.weights[pin.slot] == pin.digest
 
-    def _answers(self, sequence: Sequence) -> bool:
-        return self.config.speculative and sequence.computed >= len(sequence.request.prompt_token_ids)
-
     def _check_fairness(
         self,
         plan: StepPlan,
@@ -235,7 +227,7 @@ class SchedulerMachine(RequestRules):
         # The best-ranked sequence always advances: so each becomes the best-ranked one some day, and ends.
         best = min([*running.values(), *waiting], key=lambda s: s.rank)
         if best.request.request_id in running:
-            assert best.request.request_id in planned or best.known == best.known_at_end
+            assert best.request.request_id in planned or best.known >= best.known_at_end
         # Only those are overtaken who wait for what one of better rank computes or a tier loads, and by short ones of
         # no worse priority those who lack more; these not once they have been refused a seat or memory.
         started = [running[name] for name in planned - before]
@@ -315,7 +307,9 @@ def test_who_gave_way_is_not_overtaken_by_shorter_ones_that_did_too() -> None:
     state = SchedulerMachine()
     state.start(
         max_num_seqs=3,
-        depth=0,
+        depth=1,
+        draft_tokens=4,
+        further_row=None,
         extra_budget=0,
         alignment=1,
         mixed=None,

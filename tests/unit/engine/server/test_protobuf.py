@@ -56,13 +56,14 @@ def test_an_update_on_the_wire() -> None:
 def test_the_gauges_that_routers_read() -> None:
     counts = Counts(
         running=2, waiting=1, blocks_used=25, blocks_cached=5, blocks_total=100, slots_used=2, slots_cached=1,
-        slots_total=9, preemptions=0, num_draft_tokens=10, num_accepted_tokens=7,
+        slots_total=9, preemptions=0, num_drafts=4, num_draft_tokens=10, num_accepted_tokens=7,
     )  # fmt: skip
     snapshot = AdapterSnapshot(
         "a@2",
         (LoadedAdapter(AdapterPin("a@1", "d", 1), 2), LoadedAdapter(AdapterPin("a@2", "e", 2), 0)),
         serving=("a@1", "a"),
         waiting=("b", "c@7"),
+        drafter="sharp@3",
     )
     metrics = EngineMetrics(CollectorRegistry())
     metrics.registry.register(
@@ -78,11 +79,12 @@ def test_the_gauges_that_routers_read() -> None:
         'vllm:num_requests_running{engine="0",model_name="qwen"} 2.0',
         'vllm:num_requests_waiting{engine="0",model_name="qwen"} 4.0',
         'vllm:kv_cache_usage_perc{engine="0",model_name="qwen"} 0.25',
-        'vllm:spec_decode_num_drafts_total{engine="0",model_name="qwen"} 10.0',
+        'vllm:spec_decode_num_drafts_total{engine="0",model_name="qwen"} 4.0',
         'vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="qwen"} 10.0',
         'vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="qwen"} 7.0',
         'temper_engine_adapter_requests{adapter="a@1"} 2.0',
         'temper_engine_attached_adapter{adapter="a@2"} 1.0',
+        'temper_engine_drafter{drafter="sharp@3"} 1.0',
         "temper_engine_training 1.0",
     ):
         assert line in text

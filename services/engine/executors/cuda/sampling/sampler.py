@@ -62,6 +62,8 @@ class CudaSampler:
         max_rows: most rows of a step.
         config: how the kernels are cut; None: as measured best.
         pdl: launch kernels before the one ahead has finished.
+        speculative: a slot may have several rows in a step, of which the first ones count: ``last_tokens`` is left to
+            kernels.gpu.sampling.draft_tokens.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class CudaSampler:
         *,
         config: SamplingConfig | None = None,
         pdl: bool = False,
+        speculative: bool = False,
     ) -> None:
         self._device = device
         self._max_rows = max_rows
@@ -84,17 +87,33 @@ class CudaSampler:
         self._turn = 0
         self.last_tokens = torch.zeros(num_slots, dtype=torch.int32, device=device)
         """[num_slots]: the token sampled last for each state slot."""
+        self._newest = torch.zeros_like(self.last_tokens) if speculative else self.last_tokens
 
-    def prepare(self, chunks: Sequence[Chunk]) -> SampleRows:
-        """Sampling inputs of the chunks that sample, in row order; enqueues copies only for requests that are new."""
-        if len(chunks) > self._max_rows:
-            raise ValueError(f"{len(chunks)} rows to sample, the most is {self._max_rows}")
+    @property
+    def parameters(self) -> Tensor:
+        """[num_slots, PARAMETER_WORDS] int32: the parameters of the request in each slot."""
+        return self._tables.parameters
+
+    def prepare(self, chunks: Sequence[Chunk], group: int = 1) -> SampleRows:
+        """Sampling inputs of the chunks that sample, in row order; enqueues copies only for requests that are new.
+
+        Args:
+            group: rows of each chunk; those at its end that it has no tokens for get slot 0.
+        """
+        if len(chunks) * group > self._max_rows:
+            raise ValueError(f"{len(chunks) * group} rows to sample, the most is {self._max_rows}")
         features = self._tables.seat(chunks)
-        step = np.empty((3, len(chunks)), dtype=np.int32)
-        step[0] = [chunk.slot for chunk in chunks]
-        step[1] = [chunk.output_count for chunk in chunks]
-        step[2] = [chunk.forced_id for chunk in chunks] if features.forced else -1
-        return SampleRows(step, features)
+        columns = np.empty((3, len(chunks), 1), dtype=np.int32)
+        columns[0, :, 0] = [chunk.slot for chunk in chunks]
+        columns[1, :, 0] = [chunk.output_count for chunk in chunks]
+        columns[2, :, 0] = [chunk.forced_id for chunk in chunks] if features.forced else -1
+        if group == 1:
+            return SampleRows(columns[:, :, 0], features)
+        rows = np.repeat(columns, group, axis=2)
+        place = np.arange(group, dtype=np.int32)
+        rows[1] += place
+        rows[0][place >= np.array([chunk.sampled_rows for chunk in chunks])[:, None]] = 0
+        return SampleRows(rows.reshape(3, -1), features)
 
     @torch.inference_mode()
     def launch(
@@ -121,7 +140,7 @@ class CudaSampler:
             step,
             self._tables.parameters,
             self._buffers,
-            self.last_tokens,
+            self._newest,
             words,
             words=self._tables.words if features.edits else None,
             biases=self._tables.biases if features.biases else None,

@@ -21,7 +21,7 @@ from kernels.gpu.sampling import rows as layout
 from kernels.gpu.sampling.sample import MOST_ALTERNATIVES, PARAMETER_WORDS
 from services.engine.requests.request import Request
 from services.engine.requests.sampling_params import SamplingParams
-from services.engine.scheduler.step_plan import Chunk
+from services.engine.scheduler.step_plan import NO_LIMIT, Chunk
 
 _MIN_TEMPERATURE = 1e-5
 """Smallest temperature, as in services/engine/executors/cpu/sampling_params.py."""
@@ -36,6 +36,8 @@ class _Tenant:
     flags: int
     selections: int
     alternatives: bool
+    max_output: int
+    """See Chunk."""
     edit_row: int | None
     next_count: int
     """Output count of the next step if the counts on the device go on."""
@@ -155,7 +157,14 @@ class SamplingTables:
             top_k, top_p = 0 < params.top_k < self._vocab, params.top_p < 1.0
             selections = 5 if top_k and top_p else 3 if top_k or top_p else 0
         return _Tenant(
-            chunk.request, flags, selections, bool(params.top_logprobs), row, chunk.output_count + 1, self._steps
+            chunk.request,
+            flags,
+            selections,
+            bool(params.top_logprobs),
+            chunk.max_output,
+            row,
+            chunk.output_count + 1,
+            self._steps,
         )
 
     def _free_edit_row(self) -> int:
@@ -209,6 +218,12 @@ class SamplingTables:
         row.view(np.uint32)[layout.SEED_LOW.value] = seed & 0xFFFFFFFF
         row.view(np.uint32)[layout.SEED_HIGH.value] = seed >> 32
         row[layout.ALTERNATIVES.value] = min(params.top_logprobs or 0, self._vocab, MOST_ALTERNATIVES)
+        row[layout.MOST_OUTPUT.value] = tenant.max_output if params.draftable else NO_LIMIT
+        stops = sorted(params.stops(self._eos)) if params.draftable else []
+        first, most = layout.STOPS.value, layout.MOST_STOPS.value
+        if len(stops) > most:
+            raise ValueError(f"{len(stops)} tokens that end an answer, at most {most} are looked for")
+        row[first : first + most] = [*stops, *[-1] * (most - len(stops))]
 
     def _write_words(self, row: int, chunk: Chunk) -> None:
         """Counts and marks of a request that comes in or comes back."""
@@ -222,7 +237,7 @@ class SamplingTables:
         if params.repetition_penalty != 1.0:
             words = dict.fromkeys(chunk.request.prompt_token_ids, layout.IN_PROMPT.value)
         if params.min_tokens > 0:
-            for token in params.stop_token_ids | (frozenset() if params.ignore_eos else self._eos):
+            for token in params.stops(self._eos):
                 words[token] = words.get(token, 0) | layout.MASKED_EARLY.value
         for token in chunk.output_ids[: chunk.output_count]:
             words[token] = words.get(token, 0) + 1

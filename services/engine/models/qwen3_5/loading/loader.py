@@ -87,7 +87,7 @@ class _Builder:
     def build(self) -> ModelWeights:
         layers = tuple(self._layer(f"layers.{index}.", kind) for index, kind in enumerate(self._config.layer_types))
         embedding = self._copy("embed_tokens.weight", self._dtype)
-        mtp = self._mtp_layer() if self._mtp else None
+        mtp = self._mtp_layer(embedding) if self._mtp else None
         head = self._head(embedding)
         weights = ModelWeights(embedding, layers, self._norm("norm.weight"), head, mtp, self._kernels)
         if self._uploader is not None:
@@ -103,13 +103,18 @@ class _Builder:
             embedding = _in_memory_order(embedding)
         return self._stored(embedding, kind)
 
-    def _mtp_layer(self) -> MtpWeights:
+    def _mtp_layer(self, embedding: Tensor) -> MtpWeights:
+        config, head = self._config, None
+        if self._storage.has_draft_head(config, self._dtype.itemsize):
+            tied = config.tie_word_embeddings
+            head = self._stored(embedding, "int4") if tied else self._matrix("lm_head.weight", kind="int4")
         return MtpWeights(
             embedding_norm=self._norm("mtp.pre_fc_norm_embedding.weight"),
             hidden_norm=self._norm("mtp.pre_fc_norm_hidden.weight"),
             fc=self._matrix("mtp.fc.weight"),
             layer=self._layer("mtp.layers.0.", "full_attention"),
             final_norm=self._norm("mtp.norm.weight"),
+            head=head,
         )
 
     def _layer(self, prefix: str, kind: LayerType) -> LayerWeights:

@@ -6,11 +6,13 @@ import pytest
 
 from services.engine.executors.cuda.buffers import StepShape
 from services.engine.executors.cuda.shapes import (
-    attention_buckets,
+    GROUPS,
     captured_shapes,
     decode_bucket,
     decode_buckets,
+    most_decode_rows,
     smallest,
+    verified_rows,
 )
 from services.engine.executors.cuda.warm_up import sampling_plans, warm_up_shapes
 
@@ -54,19 +56,30 @@ def test_no_more_than_can_run(largest: int, sequences: int, decodes: set[int]) -
 
 
 @pytest.mark.parametrize("sequences", [1, 3, 5, 20, 64, 100, 256])
-def test_shapes_of_answers_with_draft_tokens(sequences: int) -> None:
-    shapes = [shape for shape in captured_shapes(256, sequences, 8192, 512, speculative=True) if shape.short]
+def test_shapes_of_decodes_with_draft_tokens(sequences: int) -> None:
+    shapes = captured_shapes(256, sequences, 8192, 512, speculative=True)
     assert len(set(shapes)) == len(shapes)
-    buckets = attention_buckets(sequences, speculative=True)
-    assert all(decode_bucket(shape.rows) in buckets for shape in shapes)
-    for answers in {1, min(sequences, 3), min(sequences, 128)}:
-        for tokens in (2, 3, 4):
-            wanted = StepShape.of(0, [tokens] * answers, short=True)
+    buckets = decode_buckets(most_decode_rows(sequences, speculative=True))
+    assert all(decode_bucket(shape.decodes) in buckets for shape in shapes if shape.decodes)
+    assert max(shape.rows for shape in shapes if shape.group > 1) <= verified_rows(sequences)
+    for chunks in {1, min(sequences, 3), min(sequences, 32)}:
+        for group in GROUPS:
+            wanted = StepShape.of_groups(chunks, group)
             found = smallest(shapes, wanted)
             assert found is not None
-            assert found.rows <= 4 * wanted.rows
-            assert decode_bucket(wanted.rows) in buckets
-    assert smallest(shapes, StepShape.of(0, [2])) is None
+            assert found.group == group
+            assert found.rows < 2 * wanted.rows or chunks == 1
+    assert smallest(shapes, StepShape.of_groups(33, 2)) is None
+    plain = smallest(shapes, StepShape(1, 1))
+    assert plain is not None
+    assert plain.group == 1
+
+
+def test_groups_are_of_decodes_alone() -> None:
+    with pytest.raises(ValueError, match="groups of rows, and no prefill"):
+        StepShape(4, 70, 2, 2, group=2)
+    with pytest.raises(ValueError, match="groups of rows"):
+        StepShape(5, 5, group=2)
 
 
 def test_a_step_runs_in_the_shape_with_the_least_padding() -> None:

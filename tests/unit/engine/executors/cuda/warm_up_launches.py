@@ -26,6 +26,7 @@ from kernels.gpu.launch.compiler import prepare_compiler
 from services.engine.constraints.masks import RowMasks
 from services.engine.executors.cuda.compile_ahead import Target, Variant, _Nothing, recorded
 from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
+from services.engine.executors.cuda.shapes import verified_rows
 from services.engine.executors.cuda.warm_up import sampling_plans
 from services.engine.models.device_batch import DeviceCache
 from services.engine.models.lora.upload import AdapterUpload
@@ -74,6 +75,8 @@ def build(config: Qwen3_5Config, quantization: str, speculative: bool) -> CudaRu
         kv_dtype=None,
         state_dtype=torch.float32,
         mtp=speculative,
+        waiting_writes=8 if speculative else 0,
+        verified_rows=verified_rows(32) if speculative else 0,
     )
     limits = RunnerLimits(32, 320, 1024, largest_graph=32, mixed_tokens=128, speculative=speculative)
     lora = random_adapters(model, 2, 16)

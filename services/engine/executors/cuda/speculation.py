@@ -1,0 +1,222 @@
+"""Speculation on a CUDA device: which tokens of a step count and which draft tokens follow, decided there.
+
+The plain twin is services/engine/executors/cpu/speculation.py, the kernels are in kernels/gpu/sampling/draft_tokens.py.
+The runner tells a step's rows apart by groups: a decode has as many rows as any chunk of the step has tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels.gpu.delta.conv_verify import move_windows
+from kernels.gpu.delta.verify import cut_spans
+from kernels.gpu.sampling.draft_tokens import (
+    ACCEPTED_SHIFT,
+    CHUNK_WORDS,
+    Chain,
+    SlotTokens,
+    accept,
+    next_draft,
+    place_rows,
+)
+from services.engine.constraints.masks import RowMasks
+from services.engine.executors.cuda.buffers import LoadedStep, StepShape
+from services.engine.executors.cuda.graphs import StepGraphs, StepOutput
+from services.engine.executors.cuda.sampling.sampler import CudaSampler, SampleRows
+from services.engine.executors.cuda.shapes import decode_bucket, decode_buckets
+from services.engine.executors.cuda.stream import EngineStream
+from services.engine.models.device_batch import DecodeAttention, DeviceCache, StepRows
+from services.engine.models.interface import DeviceForward
+from services.engine.scheduler.step_plan import MOST_DRAFT_TOKENS, PENDING, Chunk, StepResult
+
+Words = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledChunks:
+    """Chunks of a step that sample."""
+
+    words: Words
+    """[C, CHUNK_WORDS], of accept(); padded to a decode_bucket()."""
+    firsts: Sequence[int]
+    """Place of each chunk's first row among those that the sampler has."""
+    places: Sequence[int]
+    """Place of each sampled row of the plan."""
+    group: int
+    """Rows of a decode."""
+    decodes: int
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], decodes: int, shape: StepShape, block_size: int) -> SampledChunks:
+        """Chunks of a step; the first ``decodes`` are decodes, with ``shape.group`` rows each."""
+        group, end, place = shape.group, shape.decodes, decodes * shape.group
+        rows = [
+            (chunk.slot, at, at, chunk.sampled_rows, len(chunk.blocks) * block_size, chunk.token_ids[0] == PENDING)
+            for at, chunk in zip(range(0, place, group), chunks[:decodes], strict=True)
+        ]
+        for chunk in chunks[decodes:]:
+            end += len(chunk.token_ids)
+            if chunk.samples:
+                rows.append((chunk.slot, end - 1, place, 1, len(chunk.blocks) * block_size, False))
+                place += 1
+        words = np.zeros((decode_bucket(len(rows)), CHUNK_WORDS), dtype=np.int32)
+        if rows:
+            words[: len(rows), : len(rows[0])] = rows
+        firsts = [row[2] for row in rows]
+        places = [first + index for first, row in zip(firsts, rows, strict=True) for index in range(row[3])]
+        return cls(words, firsts, places, group, decodes)
+
+    def masks(self, masks: RowMasks) -> RowMasks:
+        """Masks of the plan's sampled rows as those of the sampler's."""
+        return RowMasks([self.places[row] for row in masks.rows], masks.bits)
+
+
+class _Drafting:
+    """Buffers at fixed addresses from which draft tokens are drawn for so many chunks."""
+
+    def __init__(self, chunks: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.chain = Chain.allocate(chunks, device)
+        self.hidden = torch.zeros(chunks, hidden, dtype=dtype, device=device)
+        """[C, hidden]: outputs of the mtp layer behind which the next draft tokens are drawn."""
+        chain = self.chain
+        self.rows = StepRows(
+            tokens=chain.next_ids,
+            positions=chain.positions,
+            slots=chain.slots,
+            adapters=chain.no_adapters,
+            active_adapters=torch.zeros(1, dtype=torch.int32, device=device),
+            decodes=chunks,
+            segments=None,
+            next_ids=chain.next_ids,
+        )
+
+
+class CudaSpeculation:
+    """Slots' tokens on the device, and the kernels around a step that read and write them. Used by the loop thread
+    only, on the runner's stream.
+
+    Args:
+        forward: of the runner.
+        attention: of a decode batch, by its number of rows.
+        max_num_seqs: most chunks that sample.
+        graphs: of the runner, whose memory those of drafting share.
+    """
+
+    def __init__(
+        self,
+        forward: DeviceForward,
+        sampler: CudaSampler,
+        cache: DeviceCache,
+        stream: EngineStream,
+        attention: Callable[[int], DecodeAttention],
+        *,
+        hidden: int,
+        max_num_seqs: int,
+        graphs: StepGraphs,
+    ) -> None:
+        if cache.waiting is None or cache.verified is None:
+            raise ValueError("speculation needs a cache with waiting writes and verified rows")
+        self._forward, self._sampler, self._cache = forward, sampler, cache
+        self._attention = attention
+        self._waiting, self._verified = cache.waiting, cache.verified
+        self._slots = SlotTokens.allocate(sampler.last_tokens)
+        most = decode_bucket(max_num_seqs)
+        self._rejected = torch.zeros(most, dtype=torch.int32, device=stream.device)
+        self._drafting = {
+            size: _Drafting(size, hidden, cache.conv.dtype, stream.device) for size in decode_buckets(max_num_seqs)
+        }
+        self._graphs = StepGraphs(stream, self._advance_shape, beside=graphs)
+
+    @property
+    def captures(self) -> int:
+        """CUDA graphs captured since the start."""
+        return self._graphs.captures
+
+    def place(self, step: LoadedStep, sampling: Tensor, chunks: SampledChunks) -> None:
+        """Queues what fills in the rows of a step's decodes, before its layers.
+
+        Args:
+            sampling: [3, R] int32, SampleRows.step on the device.
+        """
+        rows = step.rows
+        place_rows(rows.tokens, rows.positions, rows.slots, sampling, self._slots, chunks.decodes, chunks.group)
+
+    def accept(self, step: LoadedStep, sampling: Tensor, words: Tensor, chunks: SampledChunks, results: Tensor) -> None:
+        """Queues what decides which of the sampled tokens count, and moves slots on by them.
+
+        Args:
+            words: chunks.words on the device.
+            results: [R, ≥ 4] int32, of the sampler.
+        """
+        rows = step.rows
+        if rows.next_ids is None:
+            raise ValueError("a step without the tokens behind its rows")
+        accept(
+            words,
+            results,
+            sampling,
+            rows.tokens,
+            rows.positions,
+            rows.next_ids,
+            self._sampler.parameters,
+            self._slots,
+            self._rejected,
+            self._drafting[len(words)].chain,
+            1 if chunks.group == 1 else 1 + MOST_DRAFT_TOKENS,
+        )
+
+    def settle(self, step: LoadedStep, chunks: SampledChunks) -> None:
+        """Queues what rolls the states of a step with draft tokens back to the tokens that count."""
+        if chunks.group > 1:
+            slots = step.rows.slots[: chunks.decodes * chunks.group]
+            cut_spans(self._waiting, slots, self._rejected, chunks.group)
+            move_windows(self._cache.conv, self._verified, slots, self._rejected, chunks.group)
+
+    def draft(self, out: Tensor, chunks: SampledChunks, sampling: SampleRows, count: int) -> None:
+        """Queues the drawing of draft tokens behind a step.
+
+        Args:
+            out: [T, hidden], output of the mtp layer for the rows of the step.
+            sampling: of the step; draft tokens are drawn with the noise that the tokens themselves will be drawn with.
+            count: draft tokens of each chunk.
+        """
+        features = replace(sampling.features, edits=False, biases=False, alternatives=False)
+        drawn = replace(sampling, features=features)
+        size = len(chunks.words)
+        buffers = self._drafting[size]
+        torch.index_select(out, 0, buffers.chain.rows, out=buffers.hidden)
+        for number in range(count):
+            logits = self._forward.draft_logits(buffers.hidden)
+            results = self._sampler.launch(logits, drawn, buffers.chain.step).words
+            next_draft(results, self._slots, buffers.chain, number)
+            if number + 1 < count:
+                self._advance(size)
+
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Captures the chains of so many chunks each, after they have run."""
+        self._graphs.capture([StepShape(size, size) for size in sorted(sizes, reverse=True)], adapters=False)
+
+    def read(self, host: Tensor, chunks: SampledChunks) -> StepResult:
+        """Result of a step, from the sampler's results [R, ≥ 4] on the host."""
+        tokens, flags = self._sampler.read(host), host[:, 3].tolist()
+        accepted = [flags[first] >> ACCEPTED_SHIFT & 15 for first in chunks.firsts]
+        return StepResult([tokens[place] for place in chunks.places], accepted)
+
+    def _advance(self, chunks: int) -> None:
+        captured = StepShape(chunks, chunks)
+        if self._graphs.find(captured) == captured:
+            self._graphs.replay(captured, adapters=False)
+        else:
+            self._advance_shape(captured, adapters=False)
+
+    def _advance_shape(self, shape: StepShape, adapters: bool) -> StepOutput:
+        del adapters  # they play no part in the mtp layer
+        buffers = self._drafting[shape.rows]
+        buffers.hidden.copy_(self._forward.draft_on(buffers.hidden, buffers.rows, self._attention(shape.rows)))
+        return StepOutput(buffers.hidden)
