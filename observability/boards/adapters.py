@@ -62,6 +62,13 @@ _VERSIONS = Row(
             alerts=("TemperEnginesDisagree",),
         ),
         Panel(
+            "Drafts",
+            "The version of the followed drafter that proposes tokens, by engine; own: the checkpoint's layer does.",
+            (Query(f"max by (pod, drafter) ({chosen('temper_engine_drafter')})"),),
+            kind="table",
+            width=8,
+        ),
+        Panel(
             "In slots",
             "Versions in each engine's slots and the requests pinned to them.",
             (Query(f"max by (pod, adapter) ({chosen('temper_engine_adapter_requests')})"),),

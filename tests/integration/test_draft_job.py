@@ -127,7 +127,7 @@ async def test_an_sft_job_has_the_drafter_refreshed(
 ) -> None:
     start()
     spec = SftJob.model_validate(
-        {"adapter": "sailor", "examples": EXAMPLES[:16], "epochs": 2, "lora": {"rank": 4}, "draft": True}
+        {"adapter": "sailor", "examples": EXAMPLES[:8], "epochs": 2, "lora": {"rank": 4}, "draft": True}
     )
     await until(queue, (await queue.submit(spec)).id, lambda job: job.state.terminal)
     done = await following(queue, "sailor")

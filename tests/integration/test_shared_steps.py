@@ -241,14 +241,16 @@ async def test_memory_decides_who_takes_steps_together(
     assert host.memory_budget.held() == {}
 
 
+@pytest.mark.parametrize("limit", [{"trainer_jobs_a_step": 1}, {"job_max_attempts": 1}], ids=["limit", "last attempt"])
 async def test_one_job_a_step_is_one_job_after_another(
-    queue: JobQueue, registry: AdapterRegistry, start: Start, checkpoint: Path
+    queue: JobQueue, registry: AdapterRegistry, start: Start, checkpoint: Path, limit: dict[str, int]
 ) -> None:
+    """So is the last attempt of each: what kills a process takes no others with it then."""
     specs = [small_job(number) for number in range(2)]
     jobs = [await queue.submit(spec) for spec in specs]
     host = SmallHost(checkpoint)
     forwards = Forwards(host)
-    start(host, trainer_jobs_a_step=1)
+    start(host, **limit)
     first, second = [await finished(queue, job.id) for job in jobs]
     assert set(forwards.adapters) == {1}
     assert first.finished_at is not None

@@ -11,7 +11,7 @@ from typing import Protocol
 import structlog
 
 from services.common.adapters.names import AdapterVersion
-from services.common.adapters.registry import AdapterRegistry
+from services.common.adapters.registry import AdapterRegistry, Pointers
 from services.common.errors import AdapterRejected, NotFound, Unavailable
 from services.engine.adapters.drafter import FollowedDrafter
 from services.engine.adapters.placement import NoFreeSlot
@@ -97,8 +97,12 @@ class Aliases:
     def refresh(self, loop: Loop) -> bool:
         """Reads and applies the pointers; False: a version that should be live has no slot yet."""
         pointers = self._registry.pointers()
-        if self._drafter is not None:
+        settled = self._apply(pointers, loop)
+        if self._drafter is not None:  # last: a drafter that takes long, or does not come, holds up no adapter
             self._drafter.refresh(pointers, lambda write: _at_boundary(loop, write))
+        return settled
+
+    def _apply(self, pointers: Pointers, loop: Loop) -> bool:
         if pointers.fingerprint == self._applied:
             return True
         self._applied = None

@@ -258,6 +258,7 @@ class AdapterManager:
                 tuple(LoadedAdapter(resident.pin, resident.requests) for _, resident in published),
                 tuple(v.name if self._aliases.current.get(v.name) == v.version else str(v) for v, _ in published),
                 tuple(sorted({str(choice) for choice in self._wanted if choice.name is not None})),
+                "" if self.drafter is None else str(self.drafter.version or ""),
             )
 
     def _pin_private(self, version: PrivateVersion) -> AdapterPin:

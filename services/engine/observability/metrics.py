@@ -278,6 +278,13 @@ class StateCollector(Collector):
         )
         attached.add_metric([snapshot.attached or "base"], 1)
         yield attached
+        drafter = GaugeMetricFamily(
+            "temper_engine_drafter",
+            '1: the version of the followed drafter; "own" if there is none.',
+            labels=["drafter"],
+        )
+        drafter.add_metric([snapshot.drafter or "own"], 1)
+        yield drafter
         yield GaugeMetricFamily(
             "temper_engine_adapters_loaded", "Published versions in slots.", value=len(snapshot.loaded)
         )

@@ -48,6 +48,8 @@ class AdapterSnapshot:
     """Names of ``loaded`` as clients use them: "name" for the name's current version, else "name@n"."""
     waiting: tuple[str, ...] = ()
     """Adapters that requests wait for, "name" or "name@n" as requested."""
+    drafter: str = ""
+    """Version of the followed drafter that drafts; empty: the checkpoint's own layer, or one of a directory."""
 
 
 @dataclass(frozen=True, slots=True)

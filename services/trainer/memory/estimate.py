@@ -167,7 +167,9 @@ def estimate_drafter(config: ModelConfig, work: DrafterWork) -> TrainingMemory:
         recompute="none",
         fused=work.fused,
     )
-    layer = max(_plain_bytes(config, one, read) for one in range(config.num_layers))
+    # It is one of full attention.
+    alike = [one for one in range(config.num_layers) if "self_attn.q_proj" in config.linear_shapes(one)]
+    layer = max(_plain_bytes(config, one, read) for one in alike or range(config.num_layers))
     # Of the embedding, both norms and the product of the two; of the divergence the slope, and the rows it is of.
     around = config.hidden_size * (6 * work.itemsize + 16)
     # A layer's backward works in about as much again as its activations are. The masks are a byte a pair of tokens.

@@ -36,6 +36,7 @@ _SPLITS = 10
 """Texts of which a tenth is held out."""
 _OF_ADAPTERS = ("lora", "recompute", "gradient_checkpointing", "attach_if")
 MOST_DEPTH = 4
+"""Draft tokens of a request in a step at most, and learnt unless a job says otherwise."""
 
 
 def _asks_for_suites(condition: PublishIf | None) -> bool:
@@ -72,7 +73,7 @@ class DraftJob(ExampleJob[DraftExample]):
     kind: Literal["draft"] = "draft"
     target: str = Field(BASE, json_schema_extra=dict(SAMPLER_SCHEMA))
     """Policy whose tokens are to be proposed: "base", or a version of an adapter, "polite@3"."""
-    depth: int = Field(1, ge=1, le=MOST_DEPTH)
+    depth: int = Field(MOST_DEPTH, ge=1, le=MOST_DEPTH)
     """Tokens that are proposed in a row. Each further one is learnt behind what the layer itself made of the one
     before."""
     max_tokens: int = Field(256, ge=1)

@@ -135,7 +135,9 @@ class Swaps:
 
 
 class World:
-    def __init__(self, slots: int = 3, wait_seconds: float = 5.0, turn_seconds: float = 1.0) -> None:
+    def __init__(
+        self, slots: int = 3, wait_seconds: float = 5.0, turn_seconds: float = 1.0, drafter: Any = None
+    ) -> None:
         self.swaps = Swaps()
         self.events = EventStream(self.swaps.listen)
         self.registry = FakeRegistry()
@@ -149,6 +151,7 @@ class World:
             ),
             AdapterConfig(slots, poll_seconds=60.0, wait_seconds=wait_seconds, turn_seconds=turn_seconds),
             self.events,
+            drafter,
         )
 
     def _bind(self, files: Mapping[str, bytes]) -> Any:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from services.common.adapters.manifest import DRAFTER_CONFIG, DRAFTER_WEIGHTS
-from services.common.adapters.registry import CONFIG, WEIGHTS, AdapterRegistry, Manifest
+from services.common.adapters.registry import CONFIG, WEIGHTS, AdapterRegistry, Manifest, Pointers
 from services.common.errors import AdapterRejected, Unavailable
-from services.engine.adapters.drafter import FollowedDrafter
+from services.engine.adapters.drafter import AtBoundary, FollowedDrafter
+from tests.unit.engine.adapters.adapter_world import ATTACHED
+from tests.unit.engine.adapters.adapter_world import World as AdapterWorld
 from tests.unit.gateway.fake_stores import MemoryStore
 
 
@@ -138,3 +140,32 @@ def test_a_deleted_one_drafts_on(world: World) -> None:
     assert world.look(drafter) == "sharp@1"
     world.publish(b"new")
     assert world.look(drafter) == "sharp@2"
+
+
+class Away:
+    """A drafter whose files do not come, from some moment on."""
+
+    version = None
+
+    def __init__(self) -> None:
+        self.away = False
+
+    def refresh(self, pointers: Pointers, at_boundary: AtBoundary) -> None:
+        if self.away:
+            raise Unavailable("the store is away")
+
+
+def test_one_that_does_not_come_holds_up_no_adapter() -> None:
+    drafter = Away()
+    world = AdapterWorld(drafter=drafter).start()
+    try:
+        drafter.away = True
+        world.publish("a")
+        with pytest.raises(Unavailable, match="the store is away"):
+            world.sync()
+        assert world.pin(ATTACHED).version == "a@1"
+        drafter.away = False
+        world.sync()
+    finally:
+        world.manager.stop()
+        world.loop.stop()

@@ -63,6 +63,7 @@ def test_the_gauges_that_routers_read() -> None:
         (LoadedAdapter(AdapterPin("a@1", "d", 1), 2), LoadedAdapter(AdapterPin("a@2", "e", 2), 0)),
         serving=("a@1", "a"),
         waiting=("b", "c@7"),
+        drafter="sharp@3",
     )
     metrics = EngineMetrics(CollectorRegistry())
     metrics.registry.register(
@@ -83,6 +84,7 @@ def test_the_gauges_that_routers_read() -> None:
         'vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="qwen"} 7.0',
         'temper_engine_adapter_requests{adapter="a@1"} 2.0',
         'temper_engine_attached_adapter{adapter="a@2"} 1.0',
+        'temper_engine_drafter{drafter="sharp@3"} 1.0',
         "temper_engine_training 1.0",
     ):
         assert line in text

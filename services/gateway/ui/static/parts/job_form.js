@@ -15,6 +15,7 @@ const KINDS = {
   kto: { name: "KTO: thumbs up and down", rows: "examples", sample: '{"prompt": "hello", "completion": "Good day!", "label": true}' },
   grpo: { name: "GRPO: groups with rewards", rows: "groups", sample: '{"prompt": "2 + 2?", "completions": ["4", "5"], "rewards": [1, 0]}' },
   opd: { name: "OPD: learn from a teacher", rows: "prompts", sample: '{"prompt": "What is 2 plus 2?"}' },
+  draft: { name: "Draft: keep the drafter sharp", rows: "examples", sample: '{"prompt": "What is 2 plus 2?"}' },
 };
 const NUMBERS = [["epochs", "Epochs"], ["learning_rate", "Learning rate"], ["batch_size", "Batch size"], ["seed", "Seed"], ["eval_fraction", "Share held out"], ["checkpoint_every", "Checkpoint every"]];
 const WITHOUT = { grpo: ["batch_size", "eval_fraction"], opd: ["batch_size", "eval_fraction"] };
@@ -49,6 +50,7 @@ export function JobForm() {
   const [sent, setSent] = useState(null);
   const mayAttach = useMay("attach", "admin");
   const chosen = KINDS[kind];
+  const attaches = kind !== "draft"; // a drafter answers nothing
   const rows = useMemo(() => {
     try {
       return { found: parseLines(text), error: null };
@@ -67,7 +69,7 @@ export function JobForm() {
     event.preventDefault();
     setSent({ step: "Sending", share: 0 });
     const job = await attempt(() => {
-      const body = { adapter, attach, [chosen.rows]: rows.found, ...parseMore(more) };
+      const body = { adapter, attach: attach && attaches, [chosen.rows]: rows.found, ...parseMore(more) };
       for (const [name] of NUMBERS) {
         const value = typedNumber(numbers[name]);
         if (value !== undefined && !WITHOUT[kind]?.includes(name)) body[name] = value;
@@ -96,7 +98,7 @@ export function JobForm() {
             ${NUMBERS.filter(([name]) => !WITHOUT[kind]?.includes(name)).map(([name, label]) => html`<${NumberField} key=${name} label=${label} placeholder="default" value=${numbers[name] ?? ""} change=${(value) => setNumbers({ ...numbers, [name]: value })} />`)}
           </div>
           <details><summary>Further settings</summary><${TextArea} label="Fields of the API as JSON" rows=${4} class="mono" value=${more} change=${setMore} placeholder='{"lora": {"rank": 16}}' /></details>
-          ${mayAttach && html`<${Check} label="Answer everybody with the version when it is done (attach)" checked=${attach} change=${setAttach} />`}
+          ${attaches && mayAttach && html`<${Check} label="Answer everybody with the version when it is done (attach)" checked=${attach} change=${setAttach} />`}
           ${sent && html`<div class="row" role="status"><span>${sent.step} … ${percent(sent.share)}</span><${Progress} label=${sent.step} value=${sent.share} total=${1} /></div>`}
           <div class="row"><button class="primary" type="submit" disabled=${sent !== null || !adapter || !rows.found.length}>Submit the job</button></div>
         </form>
