@@ -23,6 +23,7 @@ from services.trainer.jobs.base import JobRun
 from services.trainer.jobs.passes import Pass, SharedRun, Sharing, compute_together
 from services.trainer.runtime.interleaving import Pauses, SideWork
 from services.trainer.runtime.job_link import Draining, JobSession, NotBeside
+from services.trainer.settings import TrainerSettings
 
 SHARED_KINDS = frozenset({"sft"})
 """Kinds of jobs that may share."""
@@ -48,6 +49,12 @@ class StepLimits:
     def __post_init__(self) -> None:
         if self.jobs < 1 or self.tokens < 2:
             raise ValueError(f"at least one job and two tokens a step: {self}")
+
+    @classmethod
+    def of(cls, settings: TrainerSettings, device: torch.device) -> StepLimits:
+        """Limits of the settings, and by device where they leave it open."""
+        usual = 16384 if device.type == "cuda" else 1024
+        return cls(settings.trainer_jobs_a_step, settings.trainer_tokens_a_step or usual)
 
 
 @dataclass(eq=False, slots=True)

@@ -94,7 +94,7 @@ class TrainerWorker:
         self._checkpoints = CheckpointStore(store, settings.checkpoint_dir, keep=settings.checkpoints_kept)
         self._draining = threading.Event()
         self._deadline = float("inf")
-        self._limits = StepLimits(settings.trainer_jobs_a_step, settings.trainer_tokens_a_step)
+        self._limits = StepLimits.of(settings, host.model.device)
         self._log = structlog.get_logger("trainer").bind(owner=owner)
         self._side: SideWork = side if side is not None else NoSideWork()
         self._awake = threading.Event()
