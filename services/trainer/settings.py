@@ -35,8 +35,8 @@ class TrainerSettings(CommonSettings):
     """Small sft jobs of different adapters that take their optimizer steps together, in one forward and backward; 1:
     one job runs after another."""
     trainer_tokens_a_step: int = Field(0, ge=0)
-    """Tokens that the steps of jobs taken together may read in all. A job whose own step reads more runs alone. 0: 16,384
-    on a GPU, 1,024 on a CPU, where more are no faster together."""
+    """Tokens that the steps of jobs taken together may read in all. A job whose own step reads more runs alone.
+    0: 16,384 on a GPU, 1,024 on a CPU, where more are no faster together."""
     trainer_drain_seconds: float = Field(20.0, gt=0)
     """Time for which a draining trainer tries to hand its job back in order."""
     rollout_sequences: int = Field(64, ge=1)
