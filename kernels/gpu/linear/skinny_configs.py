@@ -62,11 +62,15 @@ def choose(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool, devic
 
 
 def _most_slots(config: SkinnyConfig, rows: int, kind: Kind, device: DeviceLimits) -> int:
-    """Adapters that expansion may take side by side: fewer than on Hopper where a thread would spill 40 bytes and more
-    with as many (tests/kernels/compile_table)."""
+    """Adapters that expansion may take side by side: fewer than was measured where a thread would spill 40 bytes and
+    more with as many (tests/kernels/compile_table)."""
     match device.capability, config.variant, kind:
         case (8, 0), "vector", "int4":
             return 2 if rows <= 4 else 4
+        case (9, _), "vector", "int4" if rows > 4:
+            return 4
+        case (9, _), "stream", "int4" if config.warps == 4:
+            return 4
         case (10, _), "tma", "none" if rows < 8:
             return 2
         case (12, _), "stream", "none":
@@ -102,10 +106,13 @@ def _by_rule(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool, dev
     if (tiles := _by_tiles(rows, outputs, inputs, kind, swiglu, device)) is not None:
         return tiles
     if rows <= 16 and inputs >= 8192 and kind == "int4":
-        # With 4 warps the loads and products of so many inputs, all in a row, take 18 s to compile.
-        return SkinnyConfig("stream", 16, 1024, warps=8, stages=4)
+        # With 4 warps the loads and products of so many inputs, all in a row, take 18 s to compile; with 4 stages a
+        # thread spills 48 bytes on Hopper.
+        return SkinnyConfig("stream", 16, 1024, warps=8, stages=3 if device.capability[0] == 9 else 4)
     if rows <= 16 and inputs % 512 == 0:
-        return (_STREAM_HOPPER if device.capability[0] == 9 else _STREAM)[kind]
+        chosen = (_STREAM_HOPPER if device.capability[0] == 9 else _STREAM)[kind]
+        # With 4 warps a thread would spill up to 64 bytes for so many rows.
+        return replace(chosen, warps=8) if kind == "none" and rows > 8 else chosen
     block_n = 128 if swiglu or outputs >= 32768 else 64
     splits = 1
     while splits < 8 and outputs // block_n * splits < device.wave(120):
