@@ -44,10 +44,10 @@ def test_nobody_there() -> None:
 
 
 def test_a_job_that_does_not_end_is_cancelled(stack: Stack) -> None:
-    """Another one has the trainer."""
+    """Another one has the trainer, of another rank, with which it does not share its steps."""
     with httpx.Client(base_url=stack.url, timeout=30) as client:
         before = client.get("/v1/adapters").json()
-        other = submit_sft(client, "smoke-other", epochs=100)
+        other = submit_sft(client, "smoke-other", epochs=100, lora={"rank": 3})
         wait_for_step(client, other, 1)
         done = smoke(stack.url, seconds=5)
         newest = client.get("/v1/train/jobs", params={"limit": 1}).json()["data"][0]
