@@ -217,11 +217,12 @@ def test_a_pointer_and_a_removal_that_see_each_other_both_give_way_or_one_does(
     check = twin._check_kept
     calls = iter([True])
 
-    def slow_check(version: AdapterVersion) -> None:
-        check(version)
+    def slow_check(version: AdapterVersion) -> Manifest:
+        manifest = check(version)
         for _ in calls:
             checked.set()
             assert announced.wait(20)
+        return manifest
 
     monkeypatch.setattr(twin, "_check_kept", slow_check)
     put = registry.store.put

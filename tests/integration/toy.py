@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class ToyHost:
     """The part of PolicyHost that the worker itself uses."""
 
     base_digest = BASE_DIGEST
+    model = SimpleNamespace(device=torch.device("cpu"))
 
     def __init__(self, crash_marker: Path | None = None) -> None:
         self.synced: list[AdapterVersion | None] = []
