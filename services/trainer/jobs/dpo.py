@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from services.common.jobs import DpoJob
 from services.common.jobs.documents import Document
 from services.trainer.host.policy_host import PolicyHost
+from services.trainer.jobs.example_run import both_parts
 from services.trainer.jobs.preference_run import PreferenceRun, Scores, answered, by_source, gathered, numbered
 from services.trainer.losses import dpo_loss
 from services.trainer.packing import Microbatch
@@ -43,14 +45,10 @@ class DpoRun(PreferenceRun):
         Raises:
             InvalidRequest, DoesNotFit, AdapterRejected: as `prepare_run` says.
         """
-        chosen, held, held_field = spec.split
-        found, notes = answered(host, spec, chosen, lambda pair: (pair.chosen, pair.rejected), "examples")
-        held_out: list[list[Document]] = []
-        if held:
-            kept, more = answered(host, spec, held, lambda pair: (pair.chosen, pair.rejected), held_field)
-            held_out = [documents for _, documents in kept]
-            notes += [f"evaluation: {note}" for note in more]
-        return cls(spec, host, parent, pairs=[documents for _, documents in found], held_out=held_out, notes=notes)
+        completions = partial(answered, host, spec, lambda pair: (pair.chosen, pair.rejected))
+        found, kept, notes = both_parts(spec.split, completions)
+        pairs, held_out = ([documents for _, documents in part] for part in (found, kept))
+        return cls(spec, host, parent, pairs=pairs, held_out=held_out, notes=notes)
 
     def _accumulate(self, index: int, interrupt: Callable[[], None]) -> tuple[dict[str, float], int]:
         if self._starts_elsewhere and not self._references:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from services.engine.models.weights.drafter import drafter_files, read_drafter
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.host.rollouts import RolloutRequest, RolloutSampling
 from services.trainer.jobs.adapter_run import under
-from services.trainer.jobs.example_run import ExampleRun
+from services.trainer.jobs.example_run import ExampleRun, both_parts
 from services.trainer.jobs.sft import sft_documents
 from services.trainer.losses import divergence_loss
 from services.trainer.memory.estimate import DrafterWork, TeacherWork, TrainingMemory, check_drafter_fits
@@ -137,12 +138,7 @@ class DraftRun(ExampleRun):
             InvalidRequest, DoesNotFit, AdapterRejected, Unavailable: as `prepare_run` says.
         """
         teacher = Teacher.of_version(spec.target_version, host, "target")
-        chosen, held, field = spec.split
-        examples, notes = _documents(host, spec, chosen, "examples")
-        held_out: list[list[Document]] = []
-        if held:
-            held_out, more = _documents(host, spec, held, field)
-            notes += [f"evaluation: {note}" for note in more]
+        examples, held_out, notes = both_parts(spec.split, partial(_documents, host, spec))
         return cls(spec, host, parent, teacher=teacher, examples=examples, held_out=held_out, notes=notes)
 
     @property

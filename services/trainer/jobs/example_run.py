@@ -5,16 +5,35 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from services.common.jobs import ExampleJob
 from services.common.jobs.documents import Document
+from services.common.jobs.examples import Numbered
+from services.common.validation.strict_models import SentModel
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.adapter_run import TrainingRun, microbatch_tokens
 from services.trainer.packing import largest_microbatch, shuffled
 
+E = TypeVar("E", bound=SentModel)
+D = TypeVar("D")
 _EXAMINED = ("loss", "token_accuracy", "accuracy", "margin", *(f"acceptance{end}" for end in ("", "_2", "_3", "_4")))
 """Metrics of an evaluation that tell how well a job's own examples are known."""
+
+
+def both_parts(
+    split: tuple[Numbered[E], Numbered[E], str], made: Callable[[Numbered[E], str], tuple[list[D], list[str]]]
+) -> tuple[list[D], list[D], list[str]]:
+    """What is made of a job's examples and of those that it holds out, and the notes on both.
+
+    Args:
+        split: of the job.
+        made: what is made of examples, the field of which is named, and notes.
+    """
+    chosen, held, field = split
+    examples, notes = made(chosen, "examples")
+    held_out, more = made(held, field) if held else ([], [])
+    return examples, held_out, [*notes, *(f"evaluation: {note}" for note in more)]
 
 
 class ExampleRun(TrainingRun):

@@ -7,6 +7,7 @@ computed first, from the whole step, and what is left is a sum, whose gradient d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from services.common.jobs import KtoExample, KtoJob
 from services.common.jobs.documents import Document, completion_document
 from services.common.jobs.kinds.kto import LEAST_COMPARED, check_held_out, check_labels
 from services.trainer.host.policy_host import PolicyHost
+from services.trainer.jobs.example_run import both_parts
 from services.trainer.jobs.preference_run import PreferenceRun, Scores, answered, by_source, gathered, numbered
 from services.trainer.losses import kto_loss, kto_reference_point
 
@@ -69,13 +71,10 @@ class KtoRun(PreferenceRun):
         Raises:
             InvalidRequest, DoesNotFit, AdapterRejected: as `prepare_run` says.
         """
-        chosen, held, held_field = spec.split
-        examples, notes = answered(host, spec, chosen, lambda example: (example.completion,), "examples")
+        _, held, held_field = split = spec.split
+        examples, held_out, notes = both_parts(split, partial(answered, host, spec, lambda each: (each.completion,)))
         check_labels([example.label for example, _ in examples])
-        held_out: list[tuple[KtoExample, list[Document]]] = []
         if held:
-            held_out, more = answered(host, spec, held, lambda example: (example.completion,), held_field)
-            notes += [f"evaluation: {note}" for note in more]
             check_held_out(len(held_out), "eval_fraction" if held_field == "examples" else held_field)
         return cls(spec, host, parent, examples=examples, held_out=held_out, notes=notes)
 

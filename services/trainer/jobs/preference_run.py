@@ -29,8 +29,8 @@ Scores: TypeAlias = dict[int, Tensor]
 def answered(
     host: PolicyHost,
     spec: DpoJob | KtoJob,
-    examples: Sequence[tuple[int, X]],
     completions: Callable[[X], Sequence[str]],
+    examples: Sequence[tuple[int, X]],
     field: str,
 ) -> tuple[list[tuple[X, list[Document]]], list[str]]:
     """The documents of each example that is left after the overlong policy, and notes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from kernels.token_logprobs import TokenScores
 from services.common.jobs import DraftJob, SftExample, SftJob
@@ -12,7 +13,7 @@ from services.common.jobs.documents import Document
 from services.common.jobs.kinds.sft import example_documents
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
-from services.trainer.jobs.example_run import ExampleRun, as_evaluated, as_examined
+from services.trainer.jobs.example_run import ExampleRun, as_evaluated, as_examined, both_parts
 from services.trainer.jobs.passes import Course, Pass, Sharing
 from services.trainer.memory.estimate import estimate
 from services.trainer.packing import Microbatch, apply_limit, some
@@ -49,12 +50,7 @@ class SftRun(ExampleRun, AdapterRun):
         Raises:
             InvalidRequest, DoesNotFit, AdapterRejected: as `prepare_run` says.
         """
-        chosen, held, held_field = spec.split
-        examples, notes = sft_documents(host, spec, chosen, "examples")
-        held_out: list[list[Document]] = []
-        if held:
-            held_out, more = sft_documents(host, spec, held, held_field)
-            notes += [f"evaluation: {note}" for note in more]
+        examples, held_out, notes = both_parts(spec.split, partial(sft_documents, host, spec))
         return cls(spec, host, parent, examples=examples, held_out=held_out, notes=notes)
 
     def batch(self, index: int) -> list[Document]:
