@@ -415,7 +415,7 @@ class CudaRunner:
         if queued.drafts:
             replay, captured = self._draft_graphs.replay, queued.captured
             out = replay(captured, step.has_adapters).x if captured else self._draft(queued.x, step.rows, forward)
-            if queued.logits is not None:
+            if queued.logits is not None and queued.num_draft_tokens:
                 speculation.draft(out, chunks, sampling, queued.num_draft_tokens)
         return launched
 

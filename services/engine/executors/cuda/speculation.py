@@ -184,7 +184,7 @@ class CudaSpeculation:
         Args:
             out: [T, hidden], output of the mtp layer for the rows of the step.
             sampling: of the step; draft tokens are drawn with the noise that the tokens themselves will be drawn with.
-            count: draft tokens of each chunk.
+            count: draft tokens of each chunk, at least 1.
         """
         features = replace(sampling.features, edits=False, biases=False, alternatives=False)
         drawn = replace(sampling, features=features)
