@@ -7,8 +7,6 @@ its turns on the device takes TEMPER_SMALL_PAUSE seconds longer.
 from __future__ import annotations
 
 import contextlib
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,15 +14,13 @@ from typing import Any
 
 import torch
 
-from services.common.adapters.registry import AdapterRegistry
 from services.common.jobs import SftJob
 from services.common.settings import CommonSettings
-from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.logging import configure_logging
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.base import JobRun
-from services.trainer.runtime.worker import TrainerWorker
 from services.trainer.settings import TrainerSettings
+from tests.integration.toy import make_worker, run_until_sigterm
 from tests.training_host import CountingGate, TrainingHost
 
 
@@ -71,13 +67,6 @@ class SmallHost(TrainingHost):
         self.gate: CountingGate = SlowGate(pause)
 
 
-def small_worker(settings: TrainerSettings, host: TrainingHost, prepare: Any = prepare_run) -> TrainerWorker:
-    """A worker on the stores of these settings."""
-    store = ObjectStore(settings)
-    registry = AdapterRegistry(store, settings.served_model_name)
-    return TrainerWorker(host, settings, store=store, registry=registry, prepare=prepare)
-
-
 def curve_of(host: TrainingHost, spec: SftJob) -> tuple[list[float], JobRun]:
     """Losses of a job that runs alone, and its run at the end."""
     run = prepare_run(spec, host, None)
@@ -95,12 +84,7 @@ def main() -> None:
     torch.set_num_threads(1)
     own, settings = SmallSettings(), TrainerSettings()
     configure_logging(settings, service="small")
-    worker = small_worker(settings, SmallHost(own.small_checkpoint, own.small_pause))
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    worker.start()
-    stop.wait()
-    raise SystemExit(0 if worker.drain() else 1)
+    run_until_sigterm(make_worker(settings, SmallHost(own.small_checkpoint, own.small_pause), prepare_run))
 
 
 if __name__ == "__main__":

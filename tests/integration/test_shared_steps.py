@@ -25,8 +25,9 @@ from services.trainer.settings import TrainerSettings
 from tests.forked import ForkedProcess
 from tests.forked import small_worker as small_process
 from tests.integration.servers import RunningServer
-from tests.integration.small_jobs import SmallHost, curve_of, small_job, small_worker
+from tests.integration.small_jobs import SmallHost, curve_of, small_job
 from tests.integration.test_worker import events_of, finished, loss_curve, until
+from tests.integration.toy import make_worker
 from tests.tokenizer_support import qwen_like_tokenizer
 from tests.training_host import TrainingHost
 from tests.training_support import write_checkpoint
@@ -78,7 +79,7 @@ def start(trainer_settings: TrainerSettings) -> Iterator[Start]:
     workers: list[TrainerWorker] = []
 
     def make(host: TrainingHost, prepare: Any = prepare_run, **fields: Any) -> TrainerWorker:
-        workers.append(small_worker(trainer_settings.model_copy(update=fields), host, prepare))
+        workers.append(make_worker(trainer_settings.model_copy(update=fields), host, prepare))
         workers[-1].start()
         return workers[-1]
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -206,10 +206,20 @@ def expected(spec: JobBase, parent: Mapping[str, bytes] | None = None) -> tuple[
     return run.lora.to_files("")[WEIGHTS], losses
 
 
-def make_worker(settings: TrainerSettings, host: ToyHost) -> TrainerWorker:
+def make_worker(settings: TrainerSettings, host: Any, prepare: Any = prepare) -> TrainerWorker:
+    """A worker on the stores of these settings."""
     store = ObjectStore(settings)
     registry = AdapterRegistry(store, settings.served_model_name)
-    return TrainerWorker(host, settings, store=store, registry=registry, prepare=prepare)  # type: ignore[arg-type]
+    return TrainerWorker(host, settings, store=store, registry=registry, prepare=prepare)
+
+
+def run_until_sigterm(worker: TrainerWorker) -> NoReturn:
+    """Runs a worker in this process, and drains it at SIGTERM: exit status 0, or 1 if its time was not enough."""
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    worker.start()
+    stop.wait()
+    raise SystemExit(0 if worker.drain() else 1)
 
 
 class ToySettings(CommonSettings):
@@ -221,12 +231,7 @@ class ToySettings(CommonSettings):
 def main() -> None:
     settings = TrainerSettings()
     configure_logging(settings, service="toy")
-    worker = make_worker(settings, ToyHost(ToySettings().toy_crash_marker))
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    worker.start()
-    stop.wait()
-    raise SystemExit(0 if worker.drain() else 1)
+    run_until_sigterm(make_worker(settings, ToyHost(ToySettings().toy_crash_marker)))
 
 
 if __name__ == "__main__":
