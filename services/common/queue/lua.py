@@ -11,11 +11,12 @@ A `Space` is one queue with its keys; the scripts are the same for all. Those of
 
 A job is in exactly one of these places: unread in the stream (queued), pending for its owner in the consumer group
 (running), only in its adapter's line (queued: paused, or delivered while an earlier job of the adapter was unfinished),
-or nowhere (terminal, or paused without a line). Jobs of one adapter run one after another, whoever runs them, so that each starts from what the one before
-made: only the head of a line may begin, and the end of its job puts the next one back into the stream. An entry handed
-back is pending with an old idle time, so that the next claim takes it first. Scripts are atomic; those of an owner
-compare the fencing token and answer LOST when it is stale. Every script may be repeated when its answer got lost: what
-an owner reports carries a number that grows, and what is not above its last one (`said`) has been written already.
+or nowhere (terminal, or paused without a line). Jobs of one adapter run one after another, whoever runs them, so that
+each starts from what the one before made: only the head of a line may begin, and the end of its job puts the next one
+back into the stream. An entry handed back is pending with an old idle time, so that the next claim takes it first.
+Scripts are atomic; those of an owner compare the fencing token and answer LOST when it is stale. Every script may be
+repeated when its answer got lost: what an owner reports carries a number that grows, and what is not above its last one
+(`said`) has been written already.
 
 Times are Redis's own clock in unix seconds, so that hosts need not agree.
 """

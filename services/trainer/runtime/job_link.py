@@ -108,8 +108,8 @@ class JobSession:
         return self._lost
 
     def check(self, *, cancellable: bool = True) -> None:
-        """Raises JobLost, JobCancelled, Draining or Paused when the job must not go on. What cannot be cancelled any more
-        is not paused, either."""
+        """Raises JobLost, JobCancelled, Draining or Paused when the job must not go on. A job that cannot be cancelled
+        any more is not paused, either."""
         if self._lost:
             raise JobLost(f"job {self._claimed.id} has another owner by now")
         if self._cancelled and cancellable:
