@@ -47,7 +47,7 @@ def test_a_supervised_job_from_its_file_to_answers(client: openai.OpenAI, stack:
     )
     assert job.fine_tuned_model is None
     client.fine_tuning.jobs.pause(job.id)
-    until(client, job.id, lambda job: job.status == "paused")
+    until(client, job.id, lambda job: job.status == "paused")  # type: ignore[comparison-overlap]
     client.fine_tuning.jobs.resume(job.id)
     done = until(client, job.id, lambda job: job.status in ("succeeded", "failed"))
     assert (done.status, done.error) == ("succeeded", None)
