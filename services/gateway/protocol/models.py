@@ -99,7 +99,7 @@ class PruneRequest(RequestModel):
 class LoadAdapterRequest(RequestModel):
     """POST /v1/load_lora_adapter, vLLM's body."""
 
-    lora_name: str = Field(min_length=1, max_length=64)
+    lora_name: Annotated[str, Field(json_schema_extra=dict(NAME_SCHEMA))]
     lora_path: str = Field(min_length=1, max_length=2000)
     """Directory below TEMPER_ADAPTERS_DIR, s3://bucket/prefix below TEMPER_ADAPTERS_S3, or a version, "name@n"."""
     load_inplace: bool = False
@@ -111,6 +111,6 @@ class LoadAdapterRequest(RequestModel):
 class UnloadAdapterRequest(RequestModel):
     """POST /v1/unload_lora_adapter, vLLM's body."""
 
-    lora_name: str = Field(min_length=1, max_length=64)
+    lora_name: Annotated[str, Field(json_schema_extra=dict(NAME_SCHEMA))]
     lora_int_id: int | None = None
     """Accepted without effect: the name says which."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from pydantic import BaseModel
 
 from services.common.errors import Conflict, InvalidRequest, NotFound, TemperError
 from services.gateway.api.adapters.loading import load, unload
@@ -16,14 +17,28 @@ from services.gateway.auth.route_permissions import ADMIN, Permission
 from services.gateway.core.errors import status_of
 from services.gateway.protocol.models import LoadAdapterRequest, UnloadAdapterRequest
 
-routes = Routes("adapters")
+
+class DynamicError(BaseModel):
+    """What went wrong, as vLLM says it; in a body that is no request, as everywhere here."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int | str | None
+
+
+class DynamicErrorBody(BaseModel):
+    """Every answer that is not a success. vLLM's errors have the fields of `error` outermost, too."""
+
+    error: DynamicError
+
+
+routes = Routes("adapters", errors=DynamicErrorBody)
 
 _TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 
-@routes.post(
-    "/v1/load_lora_adapter", Permission(ADMIN, audited=True), response_class=PlainTextResponse, responses=_TEXT
-)
+@routes.post("/v1/load_lora_adapter", Permission(ADMIN, audited=True), response_class=Response, responses=_TEXT)
 async def load_lora_adapter(request: Request, body: LoadAdapterRequest, adapters: Adapters) -> Response:
     """Serves an adapter under a name: from a directory below TEMPER_ADAPTERS_DIR, from s3://bucket/prefix, or a version
     "name@n". It is checked by an engine, kept in the object store, and answers at every gateway."""
@@ -32,9 +47,7 @@ async def load_lora_adapter(request: Request, body: LoadAdapterRequest, adapters
     return await _answered(work, f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@routes.post(
-    "/v1/unload_lora_adapter", Permission(ADMIN, audited=True), response_class=PlainTextResponse, responses=_TEXT
-)
+@routes.post("/v1/unload_lora_adapter", Permission(ADMIN, audited=True), response_class=Response, responses=_TEXT)
 async def unload_lora_adapter(request: Request, body: UnloadAdapterRequest, adapters: Adapters) -> Response:
     """Removes an adapter that was loaded by such a call. One with versions that were trained or uploaded is refused."""
     request.state.audit_targets = [body.lora_name]
