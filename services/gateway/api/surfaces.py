@@ -20,6 +20,13 @@ from services.gateway.api.responses import routes as responses
 from services.gateway.api.training import forge
 from services.gateway.api.training import routes as training
 from services.gateway.api.training import sessions as training_sessions
+from services.gateway.api.training.tinker import (
+    future_routes,
+    refused_routes,
+    run_routes,
+    service_routes,
+    training_routes,
+)
 
 API: tuple[Routes, ...] = (
     chat_completions.routes,
@@ -39,6 +46,11 @@ API: tuple[Routes, ...] = (
     adapters.routes,
     training.routes,
     training_sessions.routes,
+    service_routes.routes,
+    training_routes.routes,
+    future_routes.routes,
+    refused_routes.routes,
+    run_routes.routes,
     suites.routes,
     contamination.routes,
     forge.routes,
