@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from services.common.adapters.names import BASE, parse_adapter_ref
+from services.common.adapters.composition import Composition, Member, parse_composition
+from services.common.adapters.names import BASE
 from services.common.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from services.common.pb import engine_pb2
 from services.gateway.auth.caller import owner
@@ -15,9 +16,20 @@ from services.gateway.settings import CacheScope, GatewaySettings
 
 
 def version_ref(text: str) -> engine_pb2.AdapterRef:
-    """A named policy: "name@n", or "name" for its current version. Raises InvalidRequest."""
-    name, version = parse_adapter_ref(text)
-    return engine_pb2.AdapterRef(named=engine_pb2.NamedAdapter(name=name, version=version or 0))
+    """A named policy: "name@n", "name" for its current version, or a composition. Raises InvalidRequest."""
+    return composition_ref(parse_composition(text))
+
+
+def composition_ref(composition: Composition) -> engine_pb2.AdapterRef:
+    """The policy of adapters that answer as one."""
+    if (single := composition.single) is not None:
+        return engine_pb2.AdapterRef(named=_named(single))
+    members = [engine_pb2.ScaledAdapter(adapter=_named(member), scale=member.scale) for member in composition.members]
+    return engine_pb2.AdapterRef(composition=engine_pb2.Composition(members=members))
+
+
+def _named(member: Member) -> engine_pb2.NamedAdapter:
+    return engine_pb2.NamedAdapter(name=member.name, version=member.version or 0)
 
 
 def adapter_ref(model: str, adapter: str | None, *, served_model_name: str) -> engine_pb2.AdapterRef:
