@@ -54,7 +54,9 @@ class Member:
     def __post_init__(self) -> None:
         check_adapter_name(self.name)
         if self.scale == 0:
-            raise InvalidRequest(f"the scale of {self} is 0, so it would add nothing: leave it out", param="adapters")
+            raise InvalidRequest(
+                f"the scale of {self.ref} is 0, so it would add nothing: leave it out", param="adapters"
+            )
         if not MIN_SCALE <= abs(self.scale) <= MAX_SCALE:
             raise InvalidRequest(
                 f"the scale of {self.name} is {self.scale:g}: its magnitude must be between {MIN_SCALE:g} and "

@@ -11,6 +11,7 @@ from services.common.errors import ContextLengthExceeded, InvalidRequest, ModelN
 from services.common.pb import engine_pb2
 from services.gateway.auth.caller import owner
 from services.gateway.protocol.chat_request import ChatRequest
+from services.gateway.protocol.fields.adapters import PolicyFields
 from services.gateway.protocol.fields.sampling import SamplingFields
 from services.gateway.settings import CacheScope, GatewaySettings
 
@@ -32,6 +33,31 @@ def _named(member: Member) -> engine_pb2.NamedAdapter:
     return engine_pb2.NamedAdapter(name=member.name, version=member.version or 0)
 
 
+def policy_ref(body: PolicyFields, *, served_model_name: str) -> engine_pb2.AdapterRef:
+    """The policy that answers a request. Whether its adapters exist is for the engine to say.
+
+    Raises:
+        InvalidRequest: `adapter` or `adapters` is malformed.
+        ModelNotFound: `model` cannot be a model of this server.
+    """
+    composition = body.composition
+    if composition is None:
+        return adapter_ref(body.model, body.adapter, served_model_name=served_model_name)
+    asked = composition_ref(composition)
+    if body.model != served_model_name and adapter_ref(body.model, None, served_model_name=served_model_name) != asked:
+        raise ModelNotFound(
+            f"with `adapters` set, `model` must be {served_model_name!r} or {str(composition)!r}, not "
+            f"{body.model[:80]!r}",
+            param="model",
+        )
+    return asked
+
+
+def field_of_policy(body: PolicyFields) -> str:
+    """The field that names the policy."""
+    return next((field for field in ("adapters", "adapter") if getattr(body, field) is not None), "model")
+
+
 def adapter_ref(model: str, adapter: str | None, *, served_model_name: str) -> engine_pb2.AdapterRef:
     """The policy that answers. Whether an adapter exists is for the engine to say.
 
@@ -39,12 +65,14 @@ def adapter_ref(model: str, adapter: str | None, *, served_model_name: str) -> e
         InvalidRequest: ``adapter`` is malformed.
         ModelNotFound: ``model`` cannot be a model of this server.
     """
-    if model != served_model_name and (adapter is None or model not in (adapter, adapter.partition("@")[0])):
+    names = () if adapter is None else (adapter, adapter if "+" in adapter else adapter.partition("@")[0])
+    if model != served_model_name and model not in names:
         try:
             by_model = version_ref(model)
         except InvalidRequest as error:
+            composed = f" ({error.message})" if "+" in model or "*" in model else ""
             raise ModelNotFound(
-                f"model {model[:80]!r} does not exist: send {served_model_name!r} or the name of an adapter",
+                f"model {model[:80]!r} does not exist{composed}: send {served_model_name!r} or the name of an adapter",
                 param="model",
             ) from error
         if adapter is not None:
