@@ -20,6 +20,7 @@ from services.gateway.api.responses import routes as responses
 from services.gateway.api.training import forge
 from services.gateway.api.training import routes as training
 from services.gateway.api.training import sessions as training_sessions
+from services.gateway.api.training.fine_tuning import routes as fine_tuning
 
 API: tuple[Routes, ...] = (
     chat_completions.routes,
@@ -39,6 +40,7 @@ API: tuple[Routes, ...] = (
     adapters.routes,
     training.routes,
     training_sessions.routes,
+    fine_tuning.routes,
     suites.routes,
     contamination.routes,
     forge.routes,
