@@ -78,4 +78,5 @@ def test_a_learner_is_paused_resumed_and_asked(reader: Reader, stack: Stack, ada
     expect(timeline).to_contain_text("Cycle 1 begins", timeout=30_000)
     expect(timeline).to_contain_text("failed", timeout=30_000)  # there is nothing to learn from: the log is off
     reader.check()
+    reader.open("learning", "Learning")  # a page of a learner that is gone would say so
     httpx.delete(f"{stack.url}/v1/learners/{name}", timeout=PATIENCE).raise_for_status()

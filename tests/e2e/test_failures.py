@@ -174,7 +174,7 @@ def test_store_killed_in_the_middle_of_a_job(faulty: Stack, undisturbed: dict[in
 
 def test_every_process_killed_under_streams_and_jobs(faulty: Stack) -> None:
     """A part of `python -m benchmarks.gateway.kills`: each process once, in any order, then as the dice say."""
-    outcome = campaign(faulty, Plan(seconds=20, every=(1.5, 4), seed=3, streams=4, jobs=2))
+    outcome = campaign(faulty, Plan(seconds=8, every=(1.5, 4), seed=3, streams=4, jobs=2))
     assert outcome.breaches == []
     assert outcome.processes() == {"valkey", "s3", "engine", "gateway"}
     assert outcome.answers["whole"] > 0

@@ -139,7 +139,7 @@ async def test_what_is_deleted_meanwhile_fails_the_run_by_name_and_keeps_what_wa
     done = await ended(queue, job(targets=["base", "gone@3"]))
     assert done.state is JobState.FAILED
     assert "gone@3" in (done.reason or "")
-    submitted = await queue.submit(job(sampling={"samples": 16, "temperature": 1.0}))
+    submitted = await queue.submit(job(sampling={"samples": 3, "temperature": 1.0}))
     await until(queue, submitted.id, lambda job: job.progress.total_steps > 0)
     suites.delete(suites.get("sums").ref)
     done = await until(queue, submitted.id, lambda job: job.state.terminal)

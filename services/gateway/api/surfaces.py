@@ -20,6 +20,7 @@ from services.gateway.api.responses import routes as responses
 from services.gateway.api.training import forge
 from services.gateway.api.training import routes as training
 from services.gateway.api.training import sessions as training_sessions
+from services.gateway.api.training.fine_tuning import routes as fine_tuning
 from services.gateway.api.training.tinker import (
     future_routes,
     refused_routes,
@@ -51,6 +52,7 @@ API: tuple[Routes, ...] = (
     future_routes.routes,
     refused_routes.routes,
     run_routes.routes,
+    fine_tuning.routes,
     suites.routes,
     contamination.routes,
     forge.routes,

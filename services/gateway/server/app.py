@@ -198,7 +198,9 @@ def create_app(
         idempotency = Idempotency(RedisRecords(settings))
         sessions = TrainingSessionRouter(lambda: engines.clients, settings.engine_retry_seconds)
         forge = ForgeServices(queue, engines, batch_stores.files.objects, settings.s3_bucket, threads)
-        training = TrainingServices(settings, engines, queue, registry, suites, datasets, threads, lifecycle)
+        training = TrainingServices(
+            settings, engines, queue, registry, suites, datasets, batch_stores.files, threads, lifecycle
+        )
         runs = EvaluationStore(batch_stores.files.objects)
         erasure = Erasure(datasets, suites, runs, queue, batch_stores.files.objects, threads)
         maker = DatasetMaker(datasets, log_reader, suites)

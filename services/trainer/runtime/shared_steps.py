@@ -167,7 +167,9 @@ class SharedSteps:
         """See Beside."""
         job = self._job(job_id)
         running = [one.run for one in self._jobs if one is not job and one.run is not None]
-        shared = run if isinstance(run, SharedRun) and job.shares else None
+        # Only of a job that may share: to ask for a protocol is to read a run's properties, and not every kind has all
+        # of them before it ends.
+        shared = run if job.shares and isinstance(run, SharedRun) else None
         tokens = 0 if shared is None else shared.step_tokens + sum(one.step_tokens for one in running)
         if self.others():
             if shared is None or any(one.sharing != shared.sharing for one in running):

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, Literal, cast
 
 import pytest
 
-from services.common.jobs import DpoJob, SftJob
-from services.trainer.runtime.shared_steps import StepLimits, may_share
+from services.common.jobs import DpoJob, MergeJob, SftJob
+from services.common.queue.consumer import ClaimedJob
+from services.trainer.host.policy_host import PolicyHost
+from services.trainer.jobs.base import JobRun
+from services.trainer.jobs.passes import Pass
+from services.trainer.runtime.interleaving import SideWork
+from services.trainer.runtime.job_link import JobSession
+from services.trainer.runtime.shared_steps import SharedSteps, StepLimits, may_share
 
 EXAMPLES: list[dict[str, Any]] = [{"prompt": f"{n}+1", "completion": f"{n + 1}"} for n in range(4)]
 
@@ -35,3 +44,29 @@ def test_small_jobs_of_one_kind_share_and_none_that_would_hold_up_the_others() -
 def test_limits_under_which_nothing_could_run(jobs: int, tokens: int) -> None:
     with pytest.raises(ValueError, match="at least one job"):
         StepLimits(jobs, tokens)
+
+
+class Merging:
+    """A run that has no property before it ends."""
+
+    def __getattr__(self, name: str) -> object:
+        raise ValueError(f"{name}: nothing is merged yet")
+
+
+def test_a_run_that_does_not_share_is_asked_for_nothing() -> None:
+    """To ask whether something follows a protocol is to read its properties, in an order that no one knows."""
+    host = SimpleNamespace(memory_budget=SimpleNamespace(release_together=lambda: None))
+    steps = SharedSteps(cast(PolicyHost, host), StepLimits(2, 100), cast(SideWork, None), threading.Event())
+    admitted: list[str] = []
+
+    def course() -> Iterator[Pass]:
+        steps.admit("merge", cast(JobRun, Merging()))
+        admitted.append("merge")
+        yield from ()
+
+    sources = [{"adapter": "a@1"}, {"adapter": "b@1"}]
+    spec = MergeJob.model_validate({"adapter": "both", "sources": sources})
+    claimed = cast(ClaimedJob, SimpleNamespace(id="merge", spec=spec))
+    steps.begin(claimed, cast(JobSession, None), cast(Any, course()), last=False)
+    assert admitted == ["merge"]
+    assert not steps.active

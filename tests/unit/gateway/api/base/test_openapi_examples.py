@@ -18,6 +18,7 @@ WITHOUT = (
     "/v1/adapters/{name}/",
     "/v1/train/sessions/{session_id}/",
     "/v1/batches",
+    "/v1/fine_tuning/jobs",
     "/v1/canaries",
     "/v1/chat/completions/{completion_id}",
     "/v1/conversations/{conversation_id}",
