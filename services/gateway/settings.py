@@ -43,6 +43,11 @@ class GatewaySettings(ListenSettings, CommonSettings):
     "s3://bucket/adapters". Empty: s3:// is refused."""
     max_session_bytes: int = Field(16 * 2**30, ge=1024)
     """Largest file of a session that may be imported."""
+    tinker_base_model: str = Field("", max_length=256, pattern=r"^[A-Za-z0-9._/-]*$")
+    """Name under which Tinker's SDK knows the model, beside the served name: as the name on Hugging Face from which the
+    SDK loads the tokenizer. Empty: the served name."""
+    session_call_tokens: int = Field(65536, ge=2)
+    """Most tokens of one call of a training session, as engines have it: Tinker's SDK splits its calls by that."""
     max_in_flight: int = Field(1024, ge=1)
     """Completions (choices) in the gateway at a time; more are answered with 503 and Retry-After."""
     max_choices: int = Field(128, ge=1)

@@ -22,6 +22,13 @@ from services.gateway.api.training import forge
 from services.gateway.api.training import routes as training
 from services.gateway.api.training import sessions as training_sessions
 from services.gateway.api.training.fine_tuning import routes as fine_tuning
+from services.gateway.api.training.tinker import (
+    future_routes,
+    refused_routes,
+    run_routes,
+    service_routes,
+    training_routes,
+)
 
 API: tuple[Routes, ...] = (
     chat_completions.routes,
@@ -42,6 +49,11 @@ API: tuple[Routes, ...] = (
     dynamic_adapters.routes,
     training.routes,
     training_sessions.routes,
+    service_routes.routes,
+    training_routes.routes,
+    future_routes.routes,
+    refused_routes.routes,
+    run_routes.routes,
     fine_tuning.routes,
     suites.routes,
     contamination.routes,

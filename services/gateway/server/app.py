@@ -50,6 +50,7 @@ from services.gateway.api.surfaces import API
 from services.gateway.api.training.forge import ForgeServices
 from services.gateway.api.training.forge import tidy as tidy_forge
 from services.gateway.api.training.sessions import TrainingSessionServices
+from services.gateway.api.training.tinker.services import TinkerServices
 from services.gateway.api.training.validation import TrainingServices
 from services.gateway.auth.browsers import BrowserGuard
 from services.gateway.auth.route_permissions import PERMISSION, Permission, PermissionTable, add_keys
@@ -199,6 +200,7 @@ def create_app(
         learners = keep_learners(settings)
         work = LearnerWork(training, data, canary_store, runs)
         controller = LearnerController(learners, work, metrics.learners) if settings.learners else None
+        tinker = TinkerServices.of(training, sessions, batch_stores.files.objects)
         queues = QueueWatch({"training": queue, "batches": batch_stores.queue}, metrics)
         adapters = AdapterServices(settings, engines, registry, queue, threads)
         directory = AdapterDirectory(adapters)
@@ -210,18 +212,11 @@ def create_app(
             adapters,
             training,
             TrainingSessionServices(engines, sessions, lifecycle),
+            tinker,
             ConversationSessionRouter(engines, settings.request_timeout_seconds),
             ResponseServices(kept, keep_documents(kept), BestEffortStore(kept), background),
             BatchServices.of(settings, batch_stores, threads),
-            EvaluationServices(
-                suites,
-                runs,
-                registry,
-                engines,
-                queue,
-                datasets,
-                threads,
-            ),
+            EvaluationServices(suites, runs, registry, engines, queue, datasets, threads),
             forge,
             FeedbackServices(feedback, metrics),
             CanaryServices(canary_store, registry, engines, canaries),
@@ -247,7 +242,7 @@ def create_app(
         worker.start()
         if controller is not None:
             controller.start()
-        chores: dict[str, Chore] = {"forge": partial(tidy_forge, forge)}
+        chores: dict[str, Chore] = {"forge": partial(tidy_forge, forge), "tinker": tinker.records.tidy}
         tidying = app.state.tidying = Tidying(chores | ({"batches": worker.tidy} if settings.batch_workers > 0 else {}))
         tidying.start()
         log.info("gateway started", engines=settings.engines, model=settings.served_model_name)
@@ -264,6 +259,7 @@ def create_app(
             if following is not None:
                 await cancel_and_wait(following)
             await background.stop()
+            await tinker.samples.stop()
             await watching.stop()
             await canaries.stop()
             await engines.stop()
