@@ -31,7 +31,7 @@ class AgentOptions:
     """Options that `temper agent` and `temper run` share: each field is one (cli.options.with_options)."""
 
     model: Annotated[str | None, Option(help="Model or adapter name; default: the served model.")] = None
-    adapter: Annotated[str | None, Option(help='"name", "name@3" or "base".')] = None
+    adapter: Annotated[str | None, Option(help='"name", "name@3", "base", or several: "a@3*0.7+b".')] = None
     system: Annotated[str | None, Option(help="System message instead of the built-in one.")] = None
     temperature: Annotated[float, Option(min=0.0)] = 0.7
     max_tokens: Annotated[int | None, Option(help="Of each answer.", min=1)] = None

@@ -21,7 +21,7 @@ def chat(
         str | None, typer.Argument(help="One message; without it: a conversation. '-' reads stdin.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="Model or adapter name; default: the served model.")] = None,
-    adapter: Annotated[str | None, typer.Option(help='"name", "name@3" or "base".')] = None,
+    adapter: Annotated[str | None, typer.Option(help='"name", "name@3", "base", or several: "a@3*0.7+b".')] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.7,
     max_tokens: Annotated[int | None, typer.Option(min=1)] = None,

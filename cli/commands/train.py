@@ -172,7 +172,8 @@ def _steps(job: dict[str, Any]) -> str:
 
 def _describe(job: dict[str, Any]) -> str:
     colour = {"succeeded": "green", "failed": "red", "cancelled": "yellow"}.get(job["state"], "cyan")
-    lines = [f"[bold]{job['id']}[/]  {job['kind']} → {job['adapter']}  [{colour}]{job['state']}[/]"]
+    state = f"{job['state']}, paused" if job.get("paused") else job["state"]
+    lines = [f"[bold]{job['id']}[/]  {job['kind']} → {job['adapter']}  [{colour}]{state}[/]"]
     lines.append(f"  steps     {_steps(job)}, attempt {job.get('attempts', 0)}")
     created = datetime.datetime.fromtimestamp(job["created_at"]).strftime("%Y-%m-%d %H:%M:%S")
     lines.append(f"  created   {created}")
@@ -213,5 +214,28 @@ def cancel(job: JobId, url: Url = None, as_json: Json = False) -> None:
         state = answer["state"]
         text = f"{job} is {state}" if state in TERMINAL else f"{job} is {state}; it stops after its present step"
         output.result(answer, text)
+
+    connected(url, as_json, work)
+
+
+@app.command()
+def pause(job: JobId, url: Url = None, as_json: Json = False) -> None:
+    """Pause a job: it keeps its checkpoint, and leaves the engine to others."""
+
+    def work(client: Client, output: Output) -> None:
+        answer = client.post(path("v1", "train", "jobs", job, "pause"))
+        text = "is paused" if answer["state"] == "queued" else "pauses after its present step"
+        output.result(answer, f"{job} {text}; go on with: temper train resume {job}")
+
+    connected(url, as_json, work)
+
+
+@app.command()
+def resume(job: JobId, url: Url = None, as_json: Json = False) -> None:
+    """Let a paused job go on from its checkpoint."""
+
+    def work(client: Client, output: Output) -> None:
+        answer = client.post(path("v1", "train", "jobs", job, "resume"))
+        output.result(answer, f"{job} is {answer['state']}")
 
     connected(url, as_json, work)

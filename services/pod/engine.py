@@ -195,7 +195,7 @@ def build_engine(
     adapters = AdapterManager(
         registry,
         adapter_events,
-        AdapterLoader(registry, lora, binder.bind, base_digest=base_digest, events=stream),
+        AdapterLoader(registry, lora, binder, base_digest=base_digest, events=stream),
         AdapterConfig(settings.adapter_slots, settings.adapter_poll_seconds, settings.adapter_wait_seconds),
         stream,
         drafter,
@@ -240,6 +240,7 @@ def build_engine(
         version=VERSION,
         teacher="" if teacher is None else teacher.digest,
         tells_kept=True,
+        composes=True,
         linear_layers=target_shapes(model.config),
         teacher_vocab_size=0 if teacher is None else teacher.model.config.vocab_size,
         engine=settings.own_name,

@@ -12,7 +12,7 @@ from services.common.jobs import JobProgress
 _STEP_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
-OUTCOMES = ("succeeded", "failed", "cancelled", "requeued", "crashed", "lost", "unsettled")
+OUTCOMES = ("succeeded", "failed", "cancelled", "paused", "requeued", "crashed", "lost", "unsettled")
 """Outcomes of an attempt. requeued: handed back, at a shutdown or because it cannot run beside others; lost: another
 trainer has the job; unsettled: a fault of ours."""
 _SHOWN = {"loss": "loss", "reward": "reward_mean", "kl": "kl", "tokens_per_second": "tokens_per_second"}

@@ -20,7 +20,7 @@ import zmq
 
 from tests.e2e.adapters_for_tests import Reference
 from tests.e2e.cluster import Cluster
-from tests.stack import PATIENCE, Stack
+from tests.stack import Stack
 
 ENGINES = 4
 TIE = 1e-3
@@ -166,7 +166,7 @@ async def test_a_router_learns_from_kv_events_where_a_prompt_is(
     stored: list[int] = []
     snapshots: list[list[int]] = []
     while len(stored) < 192 or not snapshots:
-        assert events.poll(PATIENCE * 1000), (stored, snapshots)
+        assert events.poll(60_000), (stored, snapshots)
         topic, _, payload = events.recv_multipart()
         assert topic.decode().endswith(f"@{cluster.model}")
         for tag, *fields in msgspec.msgpack.decode(payload)[1]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from queue import SimpleQueue
 
 import numpy as np
@@ -24,7 +23,7 @@ from services.engine.adapters.slot_table import AdapterConfig
 from services.engine.compute_sharing.host_lock import SliceGate
 from services.engine.loop.loop import EngineLoop
 from services.engine.loop.rollout_buffer import RolloutBuffer
-from services.engine.models.lora.binding import bind_adapter
+from services.engine.models.lora.binding import AdapterBinder
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.requests.adapter import AdapterChoice
@@ -83,8 +82,7 @@ def pod(registry: Versions, slots: int, *, prefix_cache: bool, graphs: int) -> I
     model = random_model(TINY, torch.float32, DEVICE)
     lora = LoraSlots(TINY, slots + 1, 4, torch.float32, DEVICE)
     runner = cuda_runner(model, limits, lora, largest_graph=graphs)
-    bind = partial(bind_adapter, config=TINY, max_rank=4)
-    loader = AdapterLoader(registry, lora, bind, base_digest="")
+    loader = AdapterLoader(registry, lora, AdapterBinder(TINY, max_rank=4), base_digest="")
     adapters = AdapterManager(registry, None, loader, AdapterConfig(slots, 60.0, SECONDS))
     loop = EngineLoop(limits, runner, adapters, SliceGate(0.05), RolloutBuffer(1, 1.0))
     loop.start()

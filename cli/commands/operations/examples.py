@@ -37,6 +37,8 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "train status": ("train status", "train status JOB"),
     "train watch": ("train watch JOB --timeout 3600",),
     "train cancel": ("train cancel JOB",),
+    "train pause": ("train pause JOB",),
+    "train resume": ("train resume JOB",),
     "feedback give": (
         "feedback give chatcmpl-5f2d3babebe94537a14147bcd83c3b15 --down",
         "feedback give chatcmpl-5f2d3babebe94537a14147bcd83c3b15 --correct 'Good day!' --user u-17",

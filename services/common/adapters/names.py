@@ -34,15 +34,15 @@ NAME_SCHEMA: Mapping[str, Any] = {
 }
 """Names that ``check_adapter_name`` accepts, as JSON Schema says it: for descriptions, the check has the better
 messages."""
-_FREE = r"(?!base(@|$))(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
-_NUMBER = r"@0*[1-9][0-9]{0,14}"
-POLICY_SCHEMA: Mapping[str, Any] = {"pattern": f"^(base|{_FREE}({_NUMBER})?)$"}
+FREE = r"(?!base([@*+]|$))(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+NUMBER = r"@0*[1-9][0-9]{0,14}"
+POLICY_SCHEMA: Mapping[str, Any] = {"pattern": f"^(base|{FREE}({NUMBER})?)$"}
 """The same of "name", "name@n" or "base"."""
-VERSION_SCHEMA: Mapping[str, Any] = {"pattern": f"^{_FREE}{_NUMBER}$"}
+VERSION_SCHEMA: Mapping[str, Any] = {"pattern": f"^{FREE}{NUMBER}$"}
 """The same of "name@n"."""
-SAMPLER_SCHEMA: Mapping[str, Any] = {"pattern": f"^(base|{_FREE}{_NUMBER})$"}
+SAMPLER_SCHEMA: Mapping[str, Any] = {"pattern": f"^(base|{FREE}{NUMBER})$"}
 """The same of "name@n" or "base"."""
-TEACHER_SCHEMA: Mapping[str, Any] = {"pattern": f"^(base|checkpoint|{_FREE}{_NUMBER})$"}
+TEACHER_SCHEMA: Mapping[str, Any] = {"pattern": f"^(base|checkpoint|{FREE}{NUMBER})$"}
 AdapterName = Annotated[str, field_check(check_adapter_name), WithJsonSchema({"type": "string", **NAME_SCHEMA})]
 
 
@@ -75,7 +75,7 @@ def parse_adapter_ref(text: str) -> tuple[str, int | None]:
     return name, version_number(number, "adapter")
 
 
-_REF_SCHEMA = {"type": "string", "pattern": f"^{_FREE}({_NUMBER})?$"}
+_REF_SCHEMA = {"type": "string", "pattern": f"^{FREE}({NUMBER})?$"}
 AdapterRef = Annotated[str, field_check(parse_adapter_ref), WithJsonSchema(_REF_SCHEMA)]
 """"name" or "name@n"."""
 

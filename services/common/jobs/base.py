@@ -15,7 +15,7 @@ from services.common.jobs.fields.acceptance import Better, PublishIf, check_publ
 from services.common.jobs.fields.gates import AttachIf, SuiteGate, contradiction
 from services.common.jobs.fields.lora import LoraSettings
 from services.common.jobs.scorers.base import ScorerSpec
-from services.common.validation.json_rules import Rules, has, if_any, only_with, true_only_with
+from services.common.validation.json_rules import Rules, both, given, has, if_any, never, only_with, true_only_with
 from services.common.validation.strict_models import SentModel, absent
 
 if TYPE_CHECKING:
@@ -129,6 +129,8 @@ class JobBase(PublishingJob):
     lora: LoraSettings = LoraSettings()
     learning_rate: float | None = Field(None, gt=0, le=1)
     """Shorthand for optimizer.learning_rate."""
+    learning_rate_multiplier: float | None = Field(None, gt=0, le=1000, exclude_if=absent)
+    """Factor on the rate that the trainer chooses by the method and the model; only where no rate is given."""
     optimizer: OptimizerSettings = OptimizerSettings()
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the chat template for prompts that it renders, e.g. {"enable_thinking": true}."""
@@ -159,6 +161,7 @@ class JobBase(PublishingJob):
         true_only_with("gradient_checkpointing", if_any(recompute={"enum": ["full", None]})),
         only_with("attach_if", if_any(attach=True)),
         true_only_with("candidate", has(attach=False)),
+        never(both(given("learning_rate"), given("learning_rate_multiplier"))),
     )
 
     @abstractmethod
@@ -232,6 +235,12 @@ class JobBase(PublishingJob):
                 f"learning_rate is {self.learning_rate:g} and optimizer.learning_rate {inside:g}: they are the same "
                 "setting, give one of them",
                 "learning_rate",
+            )
+        if self.learning_rate_multiplier is not None and self.named_learning_rate is not None:
+            raise contradiction(
+                "learning_rate_multiplier is a factor on the rate that is chosen for you, and a rate is given: leave "
+                "one of them out",
+                "learning_rate_multiplier",
             )
         return self
 

@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from services.common.jobs.fine_tuning import FineTuning
 from services.common.jobs.registry import KINDS
-from services.common.validation.strict_models import StrictModel
+from services.common.validation.strict_models import StrictModel, absent
 
 NOT_PUBLISHED = "not published: "
 """Beginning of the reason of a job that has trained, and whose result did not fulfil its `publish_if`."""
@@ -74,6 +75,10 @@ class Job(StrictModel):
     """"name@n" that it learns from; null: it has data of its own."""
     dataset_digest: str | None = None
     """Digest of the data set as it was then."""
+    paused: bool = False
+    """It is paused: queued, but no engine takes it until it is resumed. Running still: it stops at its next step."""
+    fine_tuning: FineTuning | None = Field(None, exclude_if=absent)
+    """What it was asked for as, over OpenAI's API of fine-tuning jobs."""
     key_id: str | None = None
     """Id of the API key that submitted it; null: there were no keys."""
 

@@ -383,24 +383,30 @@ class AdapterRef(_message.Message):
     ATTACHED_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
     NAMED_FIELD_NUMBER: _builtins.int
+    COMPOSITION_FIELD_NUMBER: _builtins.int
     attached: _builtins.bool
     """The version attached to the base model's name now (the base itself if there is none)."""
     base: _builtins.bool
     """The base without an adapter."""
     @_builtins.property
     def named(self) -> Global___NamedAdapter: ...
+    @_builtins.property
+    def composition(self) -> Global___Composition:
+        """For engines whose Model has `composes`: one of an earlier release reads it as `attached`."""
+
     def __init__(
         self,
         *,
         attached: _builtins.bool = ...,
         base: _builtins.bool = ...,
         named: Global___NamedAdapter | None = ...,
+        composition: Global___Composition | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "base", b"base", "named", b"named", "ref", b"ref"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "base", b"base", "composition", b"composition", "named", b"named", "ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "base", b"base", "named", b"named", "ref", b"ref"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "base", b"base", "composition", b"composition", "named", b"named", "ref", b"ref"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_ref: _TypeAlias = _typing.Literal["attached", "base", "named"]  # noqa: Y015
+    _WhichOneofReturnType_ref: _TypeAlias = _typing.Literal["attached", "base", "named", "composition"]  # noqa: Y015
     _WhichOneofArgType_ref: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_ref) -> _WhichOneofReturnType_ref | None: ...
 
@@ -428,6 +434,54 @@ class NamedAdapter(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NamedAdapter: _TypeAlias = NamedAdapter  # noqa: Y015
+
+@_typing.final
+class Composition(_message.Message):
+    """Adapters that answer as one: the sum of what they add, each times its scale."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScaledAdapter]:
+        """1 to 16, in any order."""
+
+    def __init__(
+        self,
+        *,
+        members: _abc.Iterable[Global___ScaledAdapter] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["members", b"members"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Composition: _TypeAlias = Composition  # noqa: Y015
+
+@_typing.final
+class ScaledAdapter(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    SCALE_FIELD_NUMBER: _builtins.int
+    scale: _builtins.float
+    """Magnitude from 1e-6 to 100."""
+    @_builtins.property
+    def adapter(self) -> Global___NamedAdapter: ...
+    def __init__(
+        self,
+        *,
+        adapter: Global___NamedAdapter | None = ...,
+        scale: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "scale", b"scale"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScaledAdapter: _TypeAlias = ScaledAdapter  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
@@ -641,7 +695,7 @@ class Update(_message.Message):
     cached_tokens: _builtins.int
     """On the first update only."""
     adapter: _builtins.str
-    """"name@n" on the first update; empty for the base."""
+    """"name@n" on the first update, or "a@3*0.7+b@1" of a composition; empty for the base."""
     kept: _builtins.bool
     """True once an abort with `keep_tokens` is done: GetRollouts has the completion, cut to these tokens. Such an update
     has nothing else and follows the last one of its request.
@@ -789,6 +843,7 @@ class Model(_message.Message):
     TEACHER_VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     WEBHOOKS_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
+    COMPOSES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     digest: _builtins.str
     """Base digest: sha256 over the checkpoint's config and tensors, which adapters are bound to."""
@@ -812,6 +867,8 @@ class Model(_message.Message):
     """Vocabulary size of the second checkpoint; 0: there is none, or the engine is of an earlier release."""
     engine: _builtins.str
     """Name of the engine in metrics and logs, the same after a restart; empty: the engine is of an earlier release."""
+    composes: _builtins.bool
+    """AdapterRef may be a composition."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -845,10 +902,11 @@ class Model(_message.Message):
         teacher_vocab_size: _builtins.int = ...,
         webhooks: Global___RewardWebhooks | None = ...,
         engine: _builtins.str = ...,
+        composes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["webhooks", b"webhooks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "digest", b"digest", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "linear_layers", b"linear_layers", "max_lora_rank", b"max_lora_rank", "max_model_len", b"max_model_len", "max_train_tokens", b"max_train_tokens", "name", b"name", "parameters", b"parameters", "teacher", b"teacher", "teacher_vocab_size", b"teacher_vocab_size", "tells_kept", b"tells_kept", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size", "webhooks", b"webhooks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["composes", b"composes", "device", b"device", "digest", b"digest", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "linear_layers", b"linear_layers", "max_lora_rank", b"max_lora_rank", "max_model_len", b"max_model_len", "max_train_tokens", b"max_train_tokens", "name", b"name", "parameters", b"parameters", "teacher", b"teacher", "teacher_vocab_size", b"teacher_vocab_size", "tells_kept", b"tells_kept", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size", "webhooks", b"webhooks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1032,7 +1090,7 @@ class EngineStatus(_message.Message):
     """State slots held only by the prefix cache."""
     @_builtins.property
     def loaded_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Versions in adapter slots."""
+        """Versions in adapter slots, and compositions of versions, "a@3*0.7+b@1"."""
 
     @_builtins.property
     def memory_plan(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:

@@ -15,6 +15,7 @@ from services.common.adapters.names import AdapterVersion
 from services.common.errors import Conflict, NewerSchema
 from services.common.jobs import Job, JobProgress, JobState, Spec
 from services.common.queue import lua as scripts
+from services.common.queue import steering_lua
 from services.common.queue.delivery import Claimed, Delivery, JobLost, first_error
 from services.common.queue.records import (
     FIELDS,
@@ -95,7 +96,7 @@ class JobConsumer(Delivery[Job, Spec]):
 
     def versions_needed(self) -> set[AdapterVersion]:
         """The adapter versions that unfinished jobs name."""
-        return versions_needed(self._run(scripts.UNFINISHED, [scripts.INDEX], []))
+        return versions_needed(self._run(steering_lua.UNFINISHED, [scripts.INDEX], []))
 
     def report(
         self, claimed: ClaimedJob, progress: JobProgress, metrics: Mapping[str, float], number: int | None = None

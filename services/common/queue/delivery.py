@@ -10,7 +10,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import redis
 import structlog
@@ -25,6 +25,8 @@ from services.common.settings import CommonSettings
 from services.common.storage.redis import BLOCK_SECONDS, call, connect
 from services.common.telemetry import tracing
 
+Asked: TypeAlias = Literal["OK", "CANCEL", "PAUSE"]
+"""What a job's owner is asked to do: go on, cancel it, or hand it back for a pause."""
 _REASON_LIMIT = 2000
 _DEAD_CONSUMER_MS = 24 * 3600 * 1000
 
@@ -132,9 +134,13 @@ class Delivery(ABC, Generic[Record, Spec]):
 
     def heartbeat(self, claimed: Claimed[Record, Spec]) -> bool:
         """Says that the owner is alive; returns True if the job is to be cancelled. Raises JobLost."""
+        return self.asked(claimed) == "CANCEL"
+
+    def asked(self, claimed: Claimed[Record, Spec]) -> Asked:
+        """The same; returns what the owner is asked to do. Raises JobLost."""
         args = [claimed.fence, self._space.group, self._owner, claimed.entry]
-        answer: str = self._owned(scripts.HEARTBEAT, claimed, [self._space.stream], args)
-        return answer == "CANCEL"
+        answer: Asked = self._owned(scripts.HEARTBEAT, claimed, [self._space.stream], args)
+        return answer
 
     def cancel_requested(self, claimed: Claimed[Record, Spec]) -> bool:
         return call(lambda: self._redis.hget(self._space.job_key(claimed.id), "cancel")) == "1"

@@ -72,18 +72,18 @@ async def measure(client: redis.asyncio.Redis, space: Space) -> QueueDepth:
 async def _records(
     client: redis.asyncio.Redis, space: Space, job_ids: Sequence[str]
 ) -> dict[str, tuple[str, float, str]]:
-    """State, creation and line of the jobs that exist."""
+    """State, creation and line of the jobs that exist; a paused one does not wait for an engine."""
 
     async def read() -> Any:
         async with client.pipeline(transaction=False) as pipe:
             for job_id in job_ids:
-                pipe.hmget(space.job_key(job_id), ["state", "created_at", "adapter"])
+                pipe.hmget(space.job_key(job_id), ["state", "created_at", "adapter", "pause"])
             return await pipe.execute()
 
     answers = await call_async(read) if job_ids else []
     return {
-        job_id: (state, float(created or 0), line or "")
-        for job_id, (state, created, line) in zip(job_ids, answers, strict=True)
+        job_id: ("paused" if state == "queued" and pause == "1" else state, float(created or 0), line or "")
+        for job_id, (state, created, line, pause) in zip(job_ids, answers, strict=True)
         if state is not None
     }
 

@@ -9,13 +9,17 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeAlias, cast
+
+from redis.commands.core import AsyncScript
 
 from services.common.adapters.names import AdapterVersion
 from services.common.errors import Conflict, InvalidRequest
 from services.common.jobs import Job, JobEvent, JobState, Spec
+from services.common.jobs.fine_tuning import FineTuning
 from services.common.queue import lua as scripts
+from services.common.queue import steering_lua
 from services.common.queue.consumer import ClaimedJob, JobConsumer, JobLost
 from services.common.queue.reader import QueueReader
 from services.common.queue.records import (
@@ -37,6 +41,7 @@ _KEY_LIMIT = 256
 # Spelled out, because JobQueue has a method `list`.
 Jobs: TypeAlias = list[Job]
 Versions: TypeAlias = set[AdapterVersion]
+Events: TypeAlias = list[JobEvent]
 Entries: TypeAlias = list[tuple[str, dict[str, str]]]
 
 
@@ -49,8 +54,10 @@ class JobQueue(QueueReader[Job]):
     def __init__(self, settings: CommonSettings) -> None:
         super().__init__(settings, scripts.TRAINING)
         self._submit = self._script(scripts.SUBMIT)
-        self._cancel = self._script(scripts.CANCEL)
-        self._unfinished = self._script(scripts.UNFINISHED)
+        self._cancel = self._script(steering_lua.CANCEL)
+        self._pause = self._script(steering_lua.PAUSE)
+        self._resume = self._script(steering_lua.RESUME)
+        self._unfinished = self._script(steering_lua.UNFINISHED)
 
     def record(self, values: Any) -> Job | None:
         return job_from_fields(values)
@@ -82,6 +89,7 @@ class JobQueue(QueueReader[Job]):
         request_sha: str | None = None,
         traceparent: str = "",
         key_id: str = "",
+        fine_tuning: FineTuning | None = None,
     ) -> Job:
         """Queues a job. The same key with the same request returns the same job, for a week.
 
@@ -89,6 +97,7 @@ class JobQueue(QueueReader[Job]):
             key_id: of the API key whose job it is; empty: there are no keys.
             traceparent: of the request that submits it.
             request_sha: digest of what the client sent, when the spec was made from it; default: the spec's own.
+            fine_tuning: what it was asked for as, over OpenAI's API of fine-tuning jobs.
 
         Raises:
             Conflict: the key was used with another request.
@@ -104,6 +113,7 @@ class JobQueue(QueueReader[Job]):
             request_sha=request_sha,
             traceparent=traceparent,
             key_id=key_id,
+            fine_tuning=fine_tuning,
         )
         outcome, existing = await call_async(lambda: self._submit(keys=keys, args=args))
         if outcome == "conflict":
@@ -119,12 +129,14 @@ class JobQueue(QueueReader[Job]):
         adapter: str | None = None,
         kind: str | None = None,
         key_id: str | None = None,
+        where: Callable[[Job], bool] | None = None,
     ) -> Jobs:
         """Jobs, newest first.
 
         Args:
             key_id: of one API key only; None: everybody's.
             after: continue behind this job id (the last one of the page before).
+            where: of those only for which this holds.
 
         Raises:
             NotFound: there is no job ``after``.
@@ -136,6 +148,7 @@ class JobQueue(QueueReader[Job]):
                 and (adapter is None or job.adapter == adapter)
                 and (kind is None or job.kind == kind)
                 and (key_id is None or job.key_id == key_id)
+                and (where is None or where(job))
             )
 
         return await self._page(scripts.INDEX, limit, after, wanted)
@@ -159,11 +172,7 @@ class JobQueue(QueueReader[Job]):
             NotFound: there is no such job.
             Conflict: its result is being published.
         """
-        keys = [scripts.job_key(job_id), scripts.events_key(job_id), scripts.STREAM]
-        args = [scripts.GROUP, scripts.TRAINING.settles, reason]
-        answer = await call_async(lambda: self._cancel(keys=keys, args=args))
-        if answer == "MISSING":
-            raise self.missing(job_id)
+        answer = await self._steer(self._cancel, job_id, [scripts.GROUP, scripts.TRAINING.settles, reason])
         if answer == "LATE":
             raise Conflict(
                 f"job {job_id} has trained and is publishing its adapter: too late to cancel; when it has ended, "
@@ -171,6 +180,45 @@ class JobQueue(QueueReader[Job]):
                 param="id",
             )
         return await self.get(job_id)
+
+    async def pause(self, job_id: str) -> Job:
+        """Takes a queued job out of the queue until it is resumed, and asks the owner of a running one to hand it back,
+        with a checkpoint. One that is paused stays so.
+
+        Raises:
+            NotFound: there is no such job.
+            Conflict: it has ended, is being cancelled, or its result is being published.
+        """
+        answer = await self._steer(self._pause, job_id, [scripts.GROUP])
+        if answer != "OK":
+            why = {"ENDED": "has ended", "LATE": "has trained and is publishing its adapter"}
+            raise Conflict(f"job {job_id} {why.get(answer, 'is being cancelled')}: nothing to pause", param="id")
+        return await self.get(job_id)
+
+    async def resume(self, job_id: str) -> Job:
+        """Puts a paused job back into the queue, to go on from its checkpoint. One that is not paused stays as it is.
+
+        Raises:
+            NotFound: there is no such job.
+            Conflict: it has ended.
+        """
+        if await self._steer(self._resume, job_id, []) != "OK":
+            raise Conflict(f"job {job_id} has ended: nothing to resume", param="id")
+        return await self.get(job_id)
+
+    async def _steer(self, script: AsyncScript, job_id: str, args: Sequence[str]) -> str:
+        keys = [scripts.job_key(job_id), scripts.events_key(job_id), scripts.STREAM]
+        answer = await call_async(lambda: script(keys=keys, args=[*args]))
+        if answer == "MISSING":
+            raise self.missing(job_id)
+        return str(answer)
+
+    async def newest_events(self, job_id: str, limit: int, before: str | None = None) -> Events:
+        """A page of the job's events, newest first: those before an event's id, without it the newest."""
+        latest = "+" if before is None else f"({before}"
+        key = scripts.events_key(job_id)
+        reply: Any = await call_async(lambda: self._redis.xrevrange(key, latest, "-", count=limit))
+        return [event_from_entry(entry_id, fields) for entry_id, fields in reply]
 
     async def events(self, job_id: str, last_event_id: str | None = None) -> AsyncIterator[JobEvent]:
         """Replays the job's events behind ``last_event_id`` (None: all), then follows until it is terminal.

@@ -10,12 +10,13 @@ A `Space` is one queue with its keys; the scripts are the same for all. Those of
     temper:idempotency:{key}    "job-id request-sha", expires
 
 A job is in exactly one of these places: unread in the stream (queued), pending for its owner in the consumer group
-(running), only in its adapter's line (queued, delivered while an earlier job of the adapter was unfinished), or nowhere
-(terminal). Jobs of one adapter run one after another, whoever runs them, so that each starts from what the one before
-made: only the head of a line may begin, and the end of its job puts the next one back into the stream. An entry handed
-back is pending with an old idle time, so that the next claim takes it first. Scripts are atomic; those of an owner
-compare the fencing token and answer LOST when it is stale. Every script may be repeated when its answer got lost: what
-an owner reports carries a number that grows, and what is not above its last one (`said`) has been written already.
+(running), only in its adapter's line (queued: paused, or delivered while an earlier job of the adapter was unfinished),
+or nowhere (terminal, or paused without a line). Jobs of one adapter run one after another, whoever runs them, so that
+each starts from what the one before made: only the head of a line may begin, and the end of its job puts the next one
+back into the stream. An entry handed back is pending with an old idle time, so that the next claim takes it first.
+Scripts are atomic; those of an owner compare the fencing token and answer LOST when it is stale. Every script may be
+repeated when its answer got lost: what an owner reports carries a number that grows, and what is not above its last one
+(`said`) has been written already.
 
 Times are Redis's own clock in unix seconds, so that hosts need not agree.
 """
@@ -109,7 +110,7 @@ def idempotency_key(key: str, key_id: str = "") -> str:
     return TRAINING.idempotency_key(f"{key_id} {key}" if key_id else key)
 
 
-_PRELUDE = f"""{NOW}
+PRELUDE = f"""{NOW}
 local function emit(events, kind, data)
   redis.call('XADD', events, 'MAXLEN', '~', {EVENTS_LENGTH}, '*', 'kind', kind, 'time', now(), 'data', data)
 end
@@ -136,9 +137,19 @@ local function leave_line(job, stream)
   local line = LINES .. (redis.call('HGET', job, 'adapter') or '')
   redis.call('LREM', line, 0, redis.call('HGET', job, 'id') or '')
   local id = head(line)
-  if id and redis.call('HGET', JOBS .. id, 'entry') == '' then
+  local next = id and redis.call('HMGET', JOBS .. id, 'entry', 'pause')
+  if next and next[1] == '' and next[2] ~= '1' then
     redis.call('HSET', JOBS .. id, 'entry', redis.call('XADD', stream, '*', 'job', id))
   end
+end
+local function put_aside(job, events, stream, group)
+  local entry = redis.call('HGET', job, 'entry')
+  redis.call('HSET', job, 'state', 'queued', 'owner', '', 'entry', '')
+  if entry ~= '' then
+    redis.call('XACK', stream, group, entry)
+    redis.call('XDEL', stream, entry)
+  end
+  emit(events, 'state', cjson.encode({{state = 'queued', paused = true}}))
 end
 local function finish(job, events, stream, group, state, reason, result)
   local entry = redis.call('HGET', job, 'entry')
@@ -167,10 +178,10 @@ end
 """
 
 SUBMIT = (
-    _PRELUDE
+    PRELUDE
     + f"""
 -- KEYS stream index job events idempotency line; ARGV id spec sha kind adapter metadata has_key entry traceparent
--- schema key_id dataset dataset_digest
+-- schema key_id dataset dataset_digest fine_tuning
 -- sha: of the request, which an idempotency key stands for, as long as its job is there. entry: '' to add one, else the
 -- id of the stream entry that brought this spec. schema: '' or nothing for the present one.
 if ARGV[7] == '1' then
@@ -194,6 +205,7 @@ redis.call('HSET', KEYS[3], 'id', ARGV[1], 'spec', ARGV[2], 'kind', ARGV[4], 'ad
 if (ARGV[9] or '') ~= '' then redis.call('HSET', KEYS[3], 'traceparent', ARGV[9]) end
 if (ARGV[11] or '') ~= '' then redis.call('HSET', KEYS[3], 'key_id', ARGV[11]) end
 if (ARGV[12] or '') ~= '' then redis.call('HSET', KEYS[3], 'dataset', ARGV[12], 'dataset_digest', ARGV[13]) end
+if (ARGV[14] or '') ~= '' then redis.call('HSET', KEYS[3], 'fine_tuning', ARGV[14]) end
 redis.call('ZADD', KEYS[2], created, ARGV[1])
 if ARGV[5] ~= '' then redis.call('RPUSH', KEYS[6], ARGV[1]) end
 emit(KEYS[4], 'state', '{{"state":"queued"}}')
@@ -202,7 +214,7 @@ return {{'created', ARGV[1]}}
 )
 
 BEGIN = (
-    _PRELUDE
+    PRELUDE
     + """
 -- KEYS stream job events dead; ARGV group entry id claim owner max_attempts settled_by_owner
 local job = redis.call('HMGET', KEYS[2], 'state', 'entry', 'claim', 'cancel', 'attempts', 'fence', 'last_error',
@@ -218,6 +230,10 @@ if (tonumber(job[9] or '1') or 0) > SCHEMA then return {'newer', job[9]} end
 if state == 'running' and job[3] == ARGV[4] then return {'claimed', job[6], job[5]} end
 if job[4] == '1' and (ARGV[7] ~= '1' or redis.call('HEXISTS', KEYS[2], 'started_at') == 0) then
   finish(KEYS[2], KEYS[3], KEYS[1], ARGV[1], 'cancelled', 'cancelled on request', '')
+  return {'dropped'}
+end
+if redis.call('HGET', KEYS[2], 'pause') == '1' then
+  put_aside(KEYS[2], KEYS[3], KEYS[1], ARGV[1])
   return {'dropped'}
 end
 if attempts >= tonumber(ARGV[6]) then
@@ -262,7 +278,7 @@ return valid and type(spec) == 'table' and type(spec['kind']) == 'string' and sp
 """
 
 BURY_ENTRY = (
-    _PRELUDE
+    PRELUDE
     + """
 -- KEYS stream dead; ARGV group entry reason spec
 bury(KEYS[2], ARGV[2], '', ARGV[3], ARGV[4])
@@ -273,18 +289,18 @@ return 'OK'
 )
 
 HEARTBEAT = (
-    _PRELUDE
+    PRELUDE
     + f"""
 -- KEYS job stream; ARGV fence group owner entry. Inside the fence, or an old owner would steal its entry back.
 if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
 redis.call('XCLAIM', KEYS[2], ARGV[2], ARGV[3], 0, ARGV[4], 'JUSTID')
-if redis.call('HGET', KEYS[1], 'cancel') == '1' then return 'CANCEL' end
-return 'OK'
+local asked = redis.call('HMGET', KEYS[1], 'cancel', 'pause')
+return asked[1] == '1' and 'CANCEL' or asked[2] == '1' and 'PAUSE' or 'OK'
 """
 )
 
 REPORT = (
-    _PRELUDE
+    PRELUDE
     + f"""
 -- KEYS job events; ARGV fence number progress metrics data. number: see said.
 if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
@@ -298,7 +314,7 @@ return 'OK'
 )
 
 DESCRIBE = (
-    _PRELUDE
+    PRELUDE
     + f"""
 -- KEYS job; ARGV fence number settings notes metrics evaluation
 if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
@@ -312,7 +328,7 @@ return 'OK'
 )
 
 EVENT = (
-    _PRELUDE
+    PRELUDE
     + f"""
 -- KEYS job events; ARGV fence number kind data
 if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
@@ -323,7 +339,7 @@ return 'OK'
 )
 
 PARENT = (
-    _PRELUDE
+    PRELUDE
     + f"""
 -- KEYS job; ARGV fence parent. The first attempt's answer counts for every later one.
 if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
@@ -333,7 +349,7 @@ return redis.call('HGET', KEYS[1], 'parent')
 )
 
 STAGE = (
-    _PRELUDE
+    PRELUDE
     + f"""
 -- KEYS job events; ARGV fence stage progressed field value ... The owner's own fields; '@first' as a value: now, unless
 -- there is one already. Progressed: what was made stays, so the deliveries before this one were no failures.
@@ -357,20 +373,21 @@ return answer
 )
 
 PUBLISHING = (
-    _PRELUDE
+    PRELUDE
     + f"""
 -- KEYS job; ARGV fence. From here on the job's version may exist, so it can no longer be cancelled; a cancellation
--- that came first wins.
+-- that came first wins. A pause does not: the work is done.
 if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
 if redis.call('HGET', KEYS[1], 'publishing') == '1' then return 'OK' end
 if redis.call('HGET', KEYS[1], 'cancel') == '1' then return 'CANCEL' end
 redis.call('HSET', KEYS[1], 'publishing', '1')
+redis.call('HDEL', KEYS[1], 'pause')
 return 'OK'
 """
 )
 
 FINISH = (
-    _PRELUDE
+    PRELUDE
     + f"""
 -- KEYS job events stream dead; ARGV fence group state reason result dead id
 if redis.call('HGET', KEYS[1], 'fence') == ARGV[1] and redis.call('HGET', KEYS[1], 'state') == ARGV[3] then
@@ -384,7 +401,7 @@ return 'OK'
 )
 
 RELEASE = (
-    _PRELUDE
+    PRELUDE
     + f"""
 -- KEYS job events stream; ARGV fence group owner entry counts reason
 -- The entry stays pending but looks long abandoned: the next claim takes it, before anything newer.
@@ -398,46 +415,12 @@ if ARGV[5] == '1' then
 else
   redis.call('HINCRBY', KEYS[1], 'attempts', -1)
 end
+if redis.call('HGET', KEYS[1], 'pause') == '1' then
+  put_aside(KEYS[1], KEYS[2], KEYS[3], ARGV[2])
+  return 'OK'
+end
 redis.call('XCLAIM', KEYS[3], ARGV[2], ARGV[3], 0, ARGV[4], 'IDLE', 864000000, 'JUSTID')
 emit(KEYS[2], 'state', cjson.encode({{state = 'queued', reason = ARGV[6]}}))
 return 'OK'
 """
 )
-
-CANCEL = (
-    _PRELUDE
-    + """
--- KEYS job events stream; ARGV group settled_by_owner reason
--- With a reason, which the job ends with, its spec leaves at once: its owner has read it, and nobody else begins it.
-local state = redis.call('HGET', KEYS[1], 'state')
-if not state then return 'MISSING' end
-if (state == 'queued' or state == 'running') and redis.call('HGET', KEYS[1], 'publishing') == '1' then
-  return 'LATE'
-end
-if (state == 'queued' or state == 'running') and (ARGV[3] or '') ~= '' then
-  redis.call('HSET', KEYS[1], 'cancel_reason', ARGV[3])
-  redis.call('HDEL', KEYS[1], 'spec')
-end
-local kept = ARGV[2] == '1' and redis.call('HEXISTS', KEYS[1], 'started_at') == 1
-if state == 'queued' and not kept then
-  finish(KEYS[1], KEYS[2], KEYS[3], ARGV[1], 'cancelled', 'cancelled before it started', '')
-elseif (state == 'queued' or state == 'running') and redis.call('HGET', KEYS[1], 'cancel') ~= '1' then
-  redis.call('HSET', KEYS[1], 'cancel', '1', 'cancel_at', now())
-  emit(KEYS[2], 'log', '{"message":"cancellation requested"}')
-end
-return 'OK'
-"""
-)
-
-UNFINISHED = """
--- KEYS index. Spec and parent ('' where there is none) of every queued or running job, flat.
-local found = {}
-for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
-  local job = redis.call('HMGET', JOBS .. id, 'state', 'spec', 'parent')
-  if job[1] == 'queued' or job[1] == 'running' then
-    table.insert(found, job[2] or '')
-    table.insert(found, job[3] or '')
-  end
-end
-return found
-"""

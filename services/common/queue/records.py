@@ -14,6 +14,7 @@ from services.common.adapters.names import AdapterVersion, parse_adapter_version
 from services.common.errors import InvalidRequest
 from services.common.jobs import Job, JobEvent, JobProgress, JobSpec, Spec
 from services.common.jobs.fields.dataset import OfDataset
+from services.common.jobs.fine_tuning import FineTuning
 from services.common.queue import lua as scripts
 from services.common.storage.ids import ulid, ulid_of
 from services.common.storage.record_versions import JOB
@@ -43,6 +44,8 @@ FIELDS = (
     "key_id",
     "dataset",
     "dataset_digest",
+    "pause",
+    "fine_tuning",
     "schema",
 )
 """Fields that a Job is made of; the spec, which may be megabytes, is read only by its owner."""
@@ -60,7 +63,13 @@ def new_job_id() -> str:
 
 
 def submission(
-    spec: Spec, *, idempotency_key: str | None, request_sha: str | None, traceparent: str, key_id: str
+    spec: Spec,
+    *,
+    idempotency_key: str | None,
+    request_sha: str | None,
+    traceparent: str,
+    key_id: str,
+    fine_tuning: FineTuning | None = None,
 ) -> tuple[list[str], list[str]]:
     """Keys and arguments of scripts.SUBMIT for a new job; JobQueue.submit says what they are."""
     job_id = new_job_id()
@@ -75,7 +84,8 @@ def submission(
     args = [job_id, spec_json(spec), request_sha or spec_sha(spec), spec.kind, spec.adapter, json.dumps(spec.metadata)]
     args += ["0" if idempotency_key is None else "1", "", traceparent, "", key_id]
     learnt = spec.learnt if isinstance(spec, OfDataset) else None
-    return keys, args + (["", ""] if learnt is None else [learnt.version, learnt.digest])
+    args += ["", ""] if learnt is None else [learnt.version, learnt.digest]
+    return keys, [*args, "" if fine_tuning is None else fine_tuning.model_dump_json()]
 
 
 def job_id_of_entry(entry_id: str) -> str:
@@ -138,6 +148,8 @@ def job_from_fields(values: Sequence[str | None]) -> Job | None:
             "key_id": field["key_id"] or None,
             "dataset": field["dataset"] or None,
             "dataset_digest": field["dataset_digest"] or None,
+            "paused": field["pause"] == "1",
+            "fine_tuning": _json(field["fine_tuning"]) or None,
         }
     )
 
@@ -154,7 +166,7 @@ def versions_needed(unfinished: Sequence[str]) -> set[AdapterVersion]:
     that keeps one too many.
 
     Args:
-        unfinished: what scripts.UNFINISHED answers.
+        unfinished: what steering_lua.UNFINISHED answers.
     """
     found: set[AdapterVersion] = set()
     for spec, parent in zip(unfinished[::2], unfinished[1::2], strict=True):

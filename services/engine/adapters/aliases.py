@@ -10,6 +10,7 @@ from typing import Protocol
 
 import structlog
 
+from services.common.adapters.composition import Composition, Published, versions_of
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry, Pointers
 from services.common.errors import AdapterRejected, NotFound, Unavailable
@@ -55,7 +56,7 @@ class Aliases:
         changed: threading.Condition,
         table: SlotTable,
         *,
-        ensure: Callable[[AdapterChoice, AdapterVersion], bool],
+        ensure: Callable[[AdapterChoice, Published], bool],
         flipped: Callable[[], None],
         events: EventStream,
         drafter: FollowedDrafter | None = None,
@@ -73,16 +74,20 @@ class Aliases:
         """Fingerprint of the applied pointers; None: the latest ones are not applied as a whole."""
         self.waiting: set[AdapterChoice] = set()
         """Aliases that get another version as soon as it has a slot."""
+        self._compositions: set[AdapterChoice] = set()
+        """Compositions in slots in which a member stands for its current version."""
 
     @property
     def settled(self) -> bool:
         """True if the pointers of the last look are all live."""
         return self._applied is not None
 
-    def version_of(self, choice: AdapterChoice) -> AdapterVersion | None:
+    def version_of(self, choice: AdapterChoice) -> Published | None:
         """Version that a choice means now; None: the base, or a name that is not known yet."""
         if choice.attached:
             return self.attached
+        if choice.composition is not None:
+            return choice.composition if choice.composition.fixed else choice.composition.fix(self.current)
         if choice.name is None:
             return None
         number = choice.version or self.current.get(choice.name)
@@ -93,6 +98,33 @@ class Aliases:
         self.current.setdefault(version.name, version.version)
         # Apply the pointers again, even if they have not changed.
         self._applied = None
+
+    def find(self, choice: AdapterChoice) -> Published | None:
+        """The same as `version_of`, for the I/O thread: unknown names are looked up. Raises ModelNotFound."""
+        with self._changed:
+            version = self.version_of(choice)
+        if version is not None or not choice.named:
+            return version
+        composition = choice.composition
+        names = [choice.name] if composition is None else [one.name for one in composition.members if not one.version]
+        for name in names:
+            if name is not None and name not in self.current:
+                found = self._registry.current(name)
+                with self._changed:
+                    self.learn(found)
+        with self._changed:
+            return self.version_of(choice)
+
+    def loaded(self, choice: AdapterChoice) -> None:
+        """Notes that what a choice means is in a slot. Needs the lock."""
+        if choice.composition is not None and not choice.composition.fixed:
+            self._compositions = {one for one in self._compositions if self._resident(one)} | {choice}
+
+    def name_of(self, version: Published) -> str:
+        """Name of a version as clients use it: without the number of a current one."""
+        if isinstance(version, Composition):
+            return str(version.loosen(self.current))
+        return version.name if self.current.get(version.name) == version.version else str(version)
 
     def refresh(self, loop: Loop) -> bool:
         """Reads and applies the pointers; False: a version that should be live has no slot yet."""
@@ -119,6 +151,7 @@ class Aliases:
         if attached is not None and attached != self.attached:
             live = self._go_live(AdapterChoice(attached=True), attached)
             attached = attached if live else self.attached
+        self._compose_anew(current)
         self._flip(loop, attached, current)
         if self.waiting:
             return False
@@ -137,6 +170,28 @@ class Aliases:
             return False
         return True
 
+    def _compose_anew(self, current: Mapping[str, int]) -> None:
+        """Loads what the compositions in use will mean, so that their next requests need not wait. If that fails, the
+        requests are told why: whoever composes an adapter with others holds up none of its versions."""
+        with self._changed:
+            self._compositions = {one for one in self._compositions if self._resident(one)}
+            meanings = {one: (self.version_of(one), one.composition) for one in self._compositions}
+        for choice, (before, composition) in meanings.items():
+            after = None if composition is None else composition.fix(current)
+            if after is None or after == before:
+                continue
+            try:
+                self._ensure(choice, after)
+            except NoFreeSlot:
+                with self._changed:
+                    self._table.leave(choice)
+            except (AdapterRejected, NotFound) as error:
+                log.error("composition refused", composition=str(after), reason=error.message)
+
+    def _resident(self, choice: AdapterChoice) -> bool:
+        version = self.version_of(choice)
+        return version is not None and self._table.get(version) is not None
+
     def _is_resident(self, version: AdapterVersion) -> bool:
         with self._changed:
             return self._table.get(version) is not None
@@ -150,13 +205,16 @@ class Aliases:
                 with self._changed:
                     self._table.forget(version)
 
-    def _still_exists(self, version: AdapterVersion, resident: Resident, current: Mapping[str, int]) -> bool:
-        if version.name not in current:
+    def _still_exists(self, version: Published, resident: Resident, current: Mapping[str, int]) -> bool:
+        members = versions_of(version)
+        if any(member.name not in current for member in members):
             return False
         try:
-            return self._registry.manifest(version).digest == resident.pin.digest
+            digests = [self._registry.manifest(member).digest for member in members]
         except NotFound:
             return False
+        found = version.digest(digests) if isinstance(version, Composition) else digests[0]
+        return found == resident.pin.digest
 
     def _flip(self, loop: Loop, attached: AdapterVersion | None, current: dict[str, int]) -> None:
         """Gives aliases their new versions, on the loop thread between two steps, unless they have them."""

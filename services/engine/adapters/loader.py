@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
+from services.common.adapters.composition import Composition, Published, versions_of
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry, Manifest
 from services.common.errors import AdapterRejected
@@ -17,12 +18,33 @@ if TYPE_CHECKING:
     from services.engine.models.lora.slots import LoraSlots
 
 
+class Binder(Protocol):
+    """Binder of adapters to the model; services.engine.models.lora.binding has the one of a pod."""
+
+    def bind(self, files: Mapping[str, bytes]) -> BoundAdapter:
+        """Reads an adapter's files strictly, but need not check the values, which LoraSlots.load() does.
+
+        Raises:
+            AdapterRejected: names the tensor or field.
+        """
+        ...
+
+    def compose(self, members: Sequence[tuple[str, BoundAdapter, float]]) -> BoundAdapter:
+        """Adapter that adds what each member adds, times its scale.
+
+        Args:
+            members: name for messages, adapter and scale of each, in the order of their ranks.
+
+        Raises:
+            AdapterRejected: a value is not finite, or the ranks are too many.
+        """
+        ...
+
+
 class AdapterLoader:
     """Loads adapters. Calls block and are thread-safe; one adapter is copied at a time.
 
     Args:
-        bind: reads an adapter's files strictly, but need not check the values, which ``lora`` does; raises
-            AdapterRejected that names the tensor or field.
         base_digest: digest of the served checkpoint; adapters of another one are refused.
         events: stream for the phases of each load.
     """
@@ -31,23 +53,24 @@ class AdapterLoader:
         self,
         registry: AdapterRegistry,
         lora: LoraSlots,
-        bind: Callable[[Mapping[str, bytes]], BoundAdapter],
+        binder: Binder,
         *,
         base_digest: str,
         events: EventStream | None = None,
     ) -> None:
         self._registry = registry
         self._lora = lora
-        self._bind = bind
+        self._binder = binder
         self._base_digest = base_digest
         self._events = events or EventStream()
         self._loading = threading.Lock()
 
-    def load(self, version: AdapterVersion, slot: int) -> str:
-        """Downloads, verifies and binds a version and writes it into a slot that no request uses.
+    def load(self, version: Published, slot: int) -> str:
+        """Downloads, verifies and binds a version and writes it into a slot that no request uses. Of a composition it
+        writes the members' ranks side by side, in the order of what they are and not of their names.
 
         Returns:
-            The version's digest, for cache keys.
+            The digest, for cache keys.
 
         Raises:
             AdapterRejected: its files are corrupt, do not bind, or belong to another base model.
@@ -55,17 +78,27 @@ class AdapterLoader:
             Unavailable: the object store does not answer.
         """
         began = time.monotonic()
-        digest, files = self.files(version)
+        found = [self.files(member) for member in versions_of(version)]
         self._events.emit(AdapterPhaseDone("download", time.monotonic() - began))
-        try:
-            self.load_files(files, slot)
-        except AdapterRejected as error:
-            raise AdapterRejected(f"{version}: {error.message}", param=error.param) from error
-        return digest
+        if not isinstance(version, Composition):
+            digest, files = found[0]
+            try:
+                self.load_files(files, slot)
+            except AdapterRejected as error:
+                raise AdapterRejected(f"{version}: {error.message}", param=error.param) from error
+            return digest
+        members = sorted(zip(version.members, found, strict=True), key=lambda one: (one[1][0], one[0].scale))
+        with self._loading:
+            began = time.monotonic()
+            bound = [(member.ref, self._bind(member.ref, files), member.scale) for member, (_, files) in members]
+            self._write(slot, self._binder.compose(bound), began)
+        return version.digest([digest for digest, _ in found])
 
-    def check(self, version: AdapterVersion) -> None:
-        """Checks that the version exists and belongs to this base model. Raises as load does."""
-        self._manifest(version)
+    def check(self, version: Published) -> None:
+        """Checks that the version, or each of a composition, exists and belongs to this base model. Raises as load
+        does."""
+        for member in versions_of(version):
+            self._manifest(member)
 
     def files(self, version: AdapterVersion) -> tuple[str, Mapping[str, bytes]]:
         """Digest and files of a version, downloaded and verified. Raises as load does, but binds nothing."""
@@ -86,9 +119,17 @@ class AdapterLoader:
         """Binds an adapter's files and writes them into a slot that no request uses. Raises AdapterRejected."""
         with self._loading:
             began = time.monotonic()
-            bound = self._bind(files)
-            ready = time.monotonic()
-            self._lora.load(slot, bound)
-            done = time.monotonic()
+            self._write(slot, self._binder.bind(files), began)
+
+    def _bind(self, name: str, files: Mapping[str, bytes]) -> BoundAdapter:
+        try:
+            return self._binder.bind(files)
+        except AdapterRejected as error:
+            raise AdapterRejected(f"{name}: {error.message}", param=error.param) from error
+
+    def _write(self, slot: int, bound: BoundAdapter, began: float) -> None:
+        ready = time.monotonic()
+        self._lora.load(slot, bound)
+        done = time.monotonic()
         self._events.emit(AdapterPhaseDone("bind", ready - began))
         self._events.emit(AdapterPhaseDone("upload", done - ready))

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from services.common.adapters.composition import Published
 from services.common.adapters.events import AdapterEvents
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry
@@ -70,7 +71,6 @@ class AdapterManager:
         events: EventStream | None = None,
         drafter: FollowedDrafter | None = None,
     ) -> None:
-        self._registry = registry
         self.drafter = drafter
         self._loader = loader
         self._limits = limits
@@ -108,7 +108,7 @@ class AdapterManager:
         )
         self._wanted: dict[AdapterChoice, None] = {}
         """Choices that requests wait for, oldest first."""
-        self._awaited: dict[AdapterVersion, float] = {}
+        self._awaited: dict[Published, float] = {}
         self._failures: dict[AdapterChoice, tuple[float, TemperError]] = {}
         self._syncs: list[_Sync] = []
         self._signalled = False
@@ -164,7 +164,7 @@ class AdapterManager:
             if isinstance(choice, PrivateVersion):
                 return self._pin_private(choice)
             version = self._aliases.version_of(choice)
-            if version is None and choice.name is None:
+            if version is None and not choice.named:
                 return BASE_PIN
             resident = None if version is None else self._table.get(version)
             if version is not None and resident is not None and self._takes_requests(resident):
@@ -256,8 +256,8 @@ class AdapterManager:
             return AdapterSnapshot(
                 str(self._aliases.attached or ""),
                 tuple(LoadedAdapter(resident.pin, resident.requests) for _, resident in published),
-                tuple(v.name if self._aliases.current.get(v.name) == v.version else str(v) for v, _ in published),
-                tuple(sorted({str(choice) for choice in self._wanted if choice.name is not None})),
+                tuple(self._aliases.name_of(version) for version, _ in published),
+                tuple(sorted({str(choice) for choice in self._wanted if choice.named})),
                 "" if self.drafter is None else str(self.drafter.version or ""),
             )
 
@@ -272,7 +272,7 @@ class AdapterManager:
         if self._wanted or self._syncs or not self._aliases.settled:
             self._signal(look=True)
 
-    def _kept(self) -> set[AdapterVersion]:
+    def _kept(self) -> set[Published]:
         """Versions that keep their slots although no request is pinned to them."""
         now = time.monotonic()
         self._awaited = {v: until for v, until in self._awaited.items() if until > now}
@@ -396,30 +396,26 @@ class AdapterManager:
         try:
             if self._unreachable is not None and time.monotonic() < self._unreachable[0]:
                 raise self._unreachable[1]  # one timeout is enough, however many choices wait
-            with self._changed:
-                version = self._aliases.version_of(choice)
-            if version is None and choice.name is not None:
-                version = self._registry.current(choice.name)
-                with self._changed:
-                    self._aliases.learn(version)
+            version = self._aliases.find(choice)
             if version is not None:
                 loaded = self._placement.ensure_loaded(choice, version)
                 with self._changed:
                     resident = self._table.get(version)
+                    self._aliases.loaded(choice)
                     if not loaded and resident is not None and not self._takes_requests(resident):
                         return False
                     self._awaited[version] = time.monotonic() + _AWAITED_SECONDS
             return True
         except NoFreeSlot:
             return False
-        except NotFound:
-            failure: TemperError = _not_found(choice)
+        except NotFound as error:
+            failure: TemperError = _not_found(choice, error)
         except TemperError as error:
             failure = error
             if isinstance(error, Unavailable) and (self._unreachable is None or error is not self._unreachable[1]):
                 self._unreachable = (time.monotonic() + _FAILURE_SECONDS, error)
         except Exception as error:  # a bug must not end the thread that every later swap needs
-            log.exception("adapter load failed", adapter=choice.name, version=choice.version)
+            log.exception("adapter load failed", adapter=str(choice))
             failure = TemperError(f"loading the adapter failed: {type(error).__name__}")
         with self._changed:
             if len(self._failures) >= _REMEMBERED:
@@ -428,10 +424,9 @@ class AdapterManager:
         return True
 
 
-def _not_found(choice: AdapterChoice) -> ModelNotFound:
-    return ModelNotFound(
-        f"there is no model or adapter {str(choice)!r}; GET /v1/models and /v1/adapters list them", param="model"
-    )
+def _not_found(choice: AdapterChoice, error: NotFound) -> ModelNotFound:
+    what = f"there is no model or adapter {str(choice)!r}" if choice.composition is None else error.message
+    return ModelNotFound(f"{what}; GET /v1/models and /v1/adapters list them", param="model")
 
 
 def _settle(future: Future[None], error: TemperError | None) -> bool:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import structlog
 
-from services.common.adapters.names import AdapterVersion
+from services.common.adapters.composition import Published
 from services.common.errors import AdapterRejected, NotFound, Unavailable
 from services.engine.adapters.loader import AdapterLoader
 from services.engine.adapters.slot_table import SlotTable
@@ -40,7 +40,7 @@ class Placement:
         changed: threading.Condition,
         table: SlotTable,
         loader: AdapterLoader,
-        keep: Callable[[], Collection[AdapterVersion]],
+        keep: Callable[[], Collection[Published]],
         events: EventStream,
     ) -> None:
         self._changed = changed
@@ -48,9 +48,9 @@ class Placement:
         self._loader = loader
         self._keep = keep
         self._events = events
-        self._rejected: dict[AdapterVersion, AdapterRejected] = {}
+        self._rejected: dict[Published, AdapterRejected] = {}
 
-    def ensure_loaded(self, claim: AdapterChoice, version: AdapterVersion) -> bool:
+    def ensure_loaded(self, claim: AdapterChoice, version: Published) -> bool:
         """Loads a version into a slot unless it is in one.
 
         Args:
@@ -92,7 +92,7 @@ class Placement:
         log.info("adapter loaded", version=str(version), slot=slot, seconds=round(time.monotonic() - started, 3))
         return True
 
-    def _try(self, version: AdapterVersion, call: Callable[[], _T]) -> _T:
+    def _try(self, version: Published, call: Callable[[], _T]) -> _T:
         """Runs a part of a load; a failure is counted, and a permanent one is remembered."""
         try:
             return call()

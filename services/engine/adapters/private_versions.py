@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from services.common.adapters.names import AdapterVersion
+from services.common.adapters.composition import Published
 from services.common.errors import Overloaded
 from services.engine.requests.adapter import PrivateVersion
 
@@ -41,7 +41,7 @@ class PrivateVersions:
         table: SlotTable,
         loader: AdapterLoader,
         *,
-        keep: Callable[[], Collection[AdapterVersion]],
+        keep: Callable[[], Collection[Published]],
         freed: Callable[[], None],
         wait_seconds: float,
     ) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from services.common.adapters.names import AdapterVersion
+from services.common.adapters.composition import Published
 from services.engine.requests.adapter import BASE_PIN, AdapterChoice, AdapterPin, PrivateVersion
 
 
@@ -27,8 +27,8 @@ class AdapterConfig:
     """Least time for which a version takes new requests once it has a slot."""
 
 
-Version = AdapterVersion | PrivateVersion
-"""Version that can be in a slot."""
+Version = Published | PrivateVersion
+"""Version that can be in a slot. A composition is one: the ranks of its members lie side by side."""
 Claim = AdapterChoice | PrivateVersion
 """Claim on a slot: that of all requests with a choice, or of a job with its policy."""
 
@@ -79,17 +79,17 @@ class SlotTable:
         return self._by_version.get(version)
 
     @property
-    def published(self) -> Iterable[tuple[AdapterVersion, Resident]]:
-        """Every published version that can be requested, in slot order."""
+    def published(self) -> Iterable[tuple[Published, Resident]]:
+        """Every version, and composition of versions, that can be requested, in slot order."""
         residents = [self._by_slot[slot] for slot in sorted(self._by_slot)]
-        return [(r.version, r) for r in residents if isinstance(r.version, AdapterVersion) and not r.forgotten]
+        return [(r.version, r) for r in residents if not isinstance(r.version, PrivateVersion) and not r.forgotten]
 
     @property
     def queue(self) -> Collection[Claim]:
         """Waiting claims, oldest first."""
         return self._queue.keys()
 
-    def take(self, claim: Claim, version: Version, keep: Collection[AdapterVersion]) -> int | None:
+    def take(self, claim: Claim, version: Version, keep: Collection[Published]) -> int | None:
         """Takes a slot to load into, unless older claims need all of them: a free one, else that of the least recently
         used version without requests. Without one, the claim waits until `take`, `leave` or `retain`.
 
@@ -123,14 +123,14 @@ class SlotTable:
         }
         self._queue = kept
 
-    def takes_requests(self, resident: Resident, keep: Collection[AdapterVersion]) -> bool:
+    def takes_requests(self, resident: Resident, keep: Collection[Published]) -> bool:
         """True if a version takes new requests, i.e. it does not drain for a waiting claim."""
         return not self._queue or resident.pin.slot not in self._draining(keep)
 
     def _waiting_versions(self) -> list[Version]:
         return list(dict.fromkeys(self._queue.values()))
 
-    def _evictable(self, keep: Collection[AdapterVersion]) -> tuple[list[Resident], list[Resident]]:
+    def _evictable(self, keep: Collection[Published]) -> tuple[list[Resident], list[Resident]]:
         """Versions that may lose their slot, the least recently used first: those without requests, and those with
         some."""
         idle: list[Resident] = []
@@ -143,7 +143,7 @@ class SlotTable:
                     busy.append(resident)
         return idle, busy
 
-    def _draining(self, keep: Collection[AdapterVersion]) -> set[int]:
+    def _draining(self, keep: Collection[Published]) -> set[int]:
         """Slots whose versions take no new requests. It chooses as many as there are waiting versions, at most half of
         all slots so that the steps stay full, and further ones beside those that have drained for too long."""
         now = self._now()

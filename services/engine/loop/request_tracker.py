@@ -274,10 +274,7 @@ class RequestTracker:
 
 def _adapter_name(asked: Submission) -> str:
     """Adapter as it was asked for; empty: the base, the attached one or a private policy."""
-    choice = asked.adapter
-    if not isinstance(choice, AdapterChoice) or choice.name is None:
-        return ""
-    return choice.name if choice.version is None else f"{choice.name}@{choice.version}"
+    return str(asked.adapter) if isinstance(asked.adapter, AdapterChoice) else ""
 
 
 def _failed(name: str, error: TemperError) -> SequenceUpdate:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
+from services.common.adapters.composition import Composition, Published
 from services.common.adapters.names import AdapterVersion
 
 
@@ -17,7 +18,7 @@ class AdapterPin:
     """
 
     version: str = ""
-    """Adapter version "name@n", empty for the base."""
+    """Adapter version "name@n" or composition "a@3*0.7+b@1", empty for the base."""
     digest: str = ""
     slot: int = 0
 
@@ -31,21 +32,35 @@ BASE_PIN = AdapterPin()
 
 @dataclass(frozen=True, slots=True)
 class AdapterChoice:
-    """Adapter that a request asked for: the attached one, the base (name is None) or a name with or without a
-    version."""
+    """Adapter that a request asked for: the attached one, the base (neither name nor composition), a name with or
+    without a version, or a composition."""
 
     attached: bool = False
     name: str | None = None
     version: int | None = None
     """Version number; None: the current one."""
+    composition: Composition | None = None
 
     @classmethod
-    def of(cls, version: AdapterVersion) -> AdapterChoice:
-        """Choice of one version."""
-        return cls(name=version.name, version=version.version)
+    def of(cls, version: Published) -> AdapterChoice:
+        """Choice of one version, or of a composition."""
+        if isinstance(version, AdapterVersion):
+            return cls(name=version.name, version=version.version)
+        single = version.single
+        return cls(composition=version) if single is None else cls(name=single.name, version=single.version)
+
+    @property
+    def named(self) -> bool:
+        """True if it names adapters."""
+        return self.name is not None or self.composition is not None
 
     def __str__(self) -> str:
-        return f"{self.name}" if self.version is None else f"{self.name}@{self.version}"
+        """As clients write it; empty: the attached one or the base."""
+        if self.composition is not None:
+            return str(self.composition)
+        if self.name is None:
+            return ""
+        return self.name if self.version is None else f"{self.name}@{self.version}"
 
 
 @dataclass(frozen=True, slots=True)

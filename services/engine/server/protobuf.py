@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 
+from services.common.adapters.composition import Composition, Member
 from services.common.adapters.names import check_adapter_name
 from services.common.errors import InvalidRequest
 from services.common.pb import engine_pb2 as pb
@@ -160,12 +161,16 @@ def adapter_choice(message: pb.GenerateRequest) -> AdapterChoice:
     """Reads the adapter reference; without one the request gets the attached version.
 
     Raises:
-        InvalidRequest: the name is malformed.
+        InvalidRequest: a name is malformed, or a scale out of range.
     """
     kind = message.adapter.WhichOneof("ref")
     if kind == "named":
         named = message.adapter.named
         return AdapterChoice(name=check_adapter_name(named.name), version=named.version or None)
+    if kind == "composition":
+        given = message.adapter.composition.members
+        members = (Member(one.adapter.name, one.adapter.version or None, one.scale) for one in given)
+        return AdapterChoice.of(Composition.of(members))
     return AdapterChoice(attached=kind != "base")
 
 

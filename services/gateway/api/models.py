@@ -8,7 +8,8 @@ from datetime import UTC, datetime
 
 import structlog
 
-from services.common.adapters.names import AdapterVersion, parse_adapter_ref
+from services.common.adapters.composition import Published, parse_composition, parse_published, versions_of
+from services.common.adapters.names import AdapterVersion
 from services.common.errors import InvalidRequest, ModelNotFound, Unavailable
 from services.gateway.api.adapters.routes import Adapters, AdapterServices
 from services.gateway.api.base.routing import Routes
@@ -32,8 +33,8 @@ async def _adapters(adapters: AdapterServices) -> tuple[str | None, dict[str, in
         current: dict[str, int] = {}
         for client in adapters.engines.clients:
             for text in client.status.loaded_adapters if client.status is not None else ():
-                name, version = parse_adapter_ref(text)
-                current[name] = max(current.get(name, 0), version or 0)
+                for version in versions_of(parse_published(text)):
+                    current[version.name] = max(current.get(version.name, 0), version.version)
         return adapters.engines.attached, current
     return (None if pointers.attached is None else str(pointers.attached)), pointers.adapters
 
@@ -62,8 +63,9 @@ def _base(adapters: AdapterServices, attached: str | None) -> ModelObject:
     return _model(adapters, name, root=None, parent=None, adapter=attached, attached=False)
 
 
-def _adapter(adapters: AdapterServices, model: str, version: AdapterVersion, attached: str | None) -> ModelObject:
-    """Entry of an adapter. ``model`` is its name in a request, with or without the version."""
+def _adapter(adapters: AdapterServices, model: str, version: Published, attached: str | None) -> ModelObject:
+    """Entry of an adapter, or of several that answer together. ``model`` is its name in a request, with or without the
+    version."""
     name, parent = str(version), adapters.settings.served_model_name
     return _model(adapters, model, root=name, parent=parent, adapter=name, attached=attached == name)
 
@@ -93,14 +95,14 @@ async def list_models(adapters: Adapters) -> ModelList:
 
 @routes.get("/v1/models/{model:path}", Permission(ANY_KEY))
 async def get_model(model: str, adapters: Adapters) -> ModelObject:
-    """One of them, or a version of an adapter, "name@3"."""
+    """One of them, a version of an adapter, "name@3", or adapters that answer together, "a@3*0.7+b"."""
     attached, current = await _adapters(adapters)
     if model == adapters.settings.served_model_name:
         return _base(adapters, attached)
     if model in current:
         return _adapter(adapters, model, AdapterVersion(model, current[model]), attached)
     with suppress(InvalidRequest):
-        name, number = parse_adapter_ref(model)
-        if number is not None and await _exists(adapters, version := AdapterVersion(name, number)):
-            return _adapter(adapters, model, version, attached)
+        fixed = parse_composition(model).fix(current)
+        if fixed is not None and all([await _exists(adapters, version) for version in fixed.versions]):
+            return _adapter(adapters, model, fixed, attached)
     raise ModelNotFound(f"model {model[:80]!r} does not exist", param="model")

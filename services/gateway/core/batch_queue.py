@@ -17,6 +17,7 @@ from pydantic import Field, TypeAdapter
 from services.common.errors import Conflict
 from services.common.jobs.record import JobState
 from services.common.queue import lua as scripts
+from services.common.queue import steering_lua
 from services.common.queue.delivery import Claimed, Delivery
 from services.common.queue.reader import QueueReader
 from services.common.settings import CommonSettings
@@ -192,7 +193,7 @@ class BatchQueue(QueueReader[Batch]):
     def __init__(self, settings: CommonSettings) -> None:
         super().__init__(settings, BATCHES)
         self._submit = self._script(scripts.SUBMIT)
-        self._cancel = self._script(scripts.CANCEL)
+        self._cancel = self._script(steering_lua.CANCEL)
         self._open = self._redis.register_script(_OPEN)
         self._remove = self._redis.register_script(_FORGET)
         self.kind: Kind = "batch"

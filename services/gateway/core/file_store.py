@@ -65,7 +65,7 @@ class StoreThreads:
 
 
 PIECE_BYTES = 4 * 2**20
-Purpose = Literal["batch", "batch_output"]
+Purpose = Literal["batch", "batch_output", "fine-tune"]
 _ROOT = "files"
 _EXPIRY = "file-expiry"
 _UNFINISHED_SECONDS = 86_400

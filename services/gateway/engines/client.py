@@ -29,6 +29,7 @@ from services.gateway.engines.load_balancing import (
     InFlightRequest,
     InFlightRequests,
     Route,
+    holds,
     named_adapter,
 )
 from services.gateway.engines.prefix_index import BLOCK_TOKENS, PrefixIndex
@@ -148,7 +149,7 @@ class EngineClient:
         if self._requests.names(adapter):
             return True
         loaded = () if self.status is None else self.status.loaded_adapters
-        return any(version == adapter or (adapter.endswith("@") and version.startswith(adapter)) for version in loaded)
+        return any(holds(version, adapter) for version in loaded)
 
     # -- requests
 

@@ -108,6 +108,8 @@ class Route:
     """Number of tokens of the prompt."""
     adapter: str
     """Adapter as ``named_adapter`` finds it."""
+    composed: bool = False
+    """It is for engines that compose adapters only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +148,33 @@ class Candidate:
 
 
 def named_adapter(request: engine_pb2.GenerateRequest) -> str:
-    """The adapter that a request names, "name@n" or "name@" for the current version; empty if it names none."""
-    if request.adapter.WhichOneof("ref") != "named":
-        return ""
-    named = request.adapter.named
+    """The adapter that a request names, "name@n" or "name@" for the current version; empty if it names none. Of a
+    composition all of them, each with its scale, "a@3*0.7+b@*1.0"."""
+    kind = request.adapter.WhichOneof("ref")
+    if kind == "composition":
+        return "+".join(f"{_ref(one.adapter)}*{one.scale}" for one in request.adapter.composition.members)
+    return _ref(request.adapter.named) if kind == "named" else ""
+
+
+def _ref(named: engine_pb2.NamedAdapter) -> str:
     return f"{named.name}@{named.version or ''}"
+
+
+def holds(loaded: str, adapter: str) -> bool:
+    """True if what an engine has in a slot is the adapter, or the composition, that a request names.
+
+    Args:
+        loaded: "name@n" or "a@3*0.7+b@1", as engines tell it.
+        adapter: as ``named_adapter`` finds it.
+    """
+    have, wanted = loaded.split("+"), adapter.split("+")
+    return len(have) == len(wanted) and all(_is(one, other) for one, other in zip(have, wanted, strict=True))
+
+
+def _is(loaded: str, adapter: str) -> bool:
+    (version, _, factor), (ref, _, scale) = loaded.partition("*"), adapter.partition("*")
+    named = version == ref or (ref.endswith("@") and version.startswith(ref))
+    return named and float(factor or 1.0) == float(scale or 1.0)
 
 
 def route_of(request: engine_pb2.GenerateRequest, tokens: Sequence[int], affinity: Affinity) -> Route:
@@ -167,7 +191,7 @@ def route_of(request: engine_pb2.GenerateRequest, tokens: Sequence[int], affinit
         key = b"key\0" + affinity.cache_key.encode()
     else:
         key = b"prefix\0" + salt + b"\0" + repr(tokens[:_KEY_TOKENS]).encode()
-    return Route(key, hash_chain(tokens, salt), len(tokens), adapter)
+    return Route(key, hash_chain(tokens, salt), len(tokens), adapter, request.adapter.HasField("composition"))
 
 
 def session_key(session: str) -> bytes:

@@ -248,9 +248,13 @@ class EnginePool:
         while True:
             if self._ending is not None:
                 raise Unavailable(self._ending, retry_after=1.0)
-            usable = self._usable()
+            usable = self._usable(composes=route.composed)
             if usable:
                 return self._choose([c for c in usable if c not in avoid] or usable, route, affinity)
+            if route.composed and self._usable():
+                raise Unavailable(
+                    "the engines are of an earlier release, which composes no adapters: upgrade them, or name one"
+                )
             now = loop.time()
             if now >= deadline or now - self._last_ready > self._settings.engine_retry_seconds:
                 raise Unavailable("no engine is ready to take requests", retry_after=2.0)
@@ -261,9 +265,15 @@ class EnginePool:
             finally:
                 self._waiters.discard(waiter)
 
-    def _usable(self) -> list[EngineClient]:
-        """Engines that may be given a request now. If all that are ready fail, the one whose turn comes first."""
+    def _usable(self, *, composes: bool = False) -> list[EngineClient]:
+        """Engines that may be given a request now. If all that are ready fail, the one whose turn comes first.
+
+        Args:
+            composes: only those that compose adapters: others would answer with what is attached.
+        """
         ready = [client for client in self._clients.values() if client.ready]
+        if composes:
+            ready = [client for client in ready if client.model is not None and client.model.composes]
         admitted = [client for client in ready if client.breaker.admits]
         return admitted or sorted(ready, key=lambda client: client.breaker.badness)[:1]
 

@@ -19,7 +19,7 @@ from services.common.errors import TemperError, Unavailable
 from services.common.shutdown import cancel_and_wait
 from services.gateway.auth.caller import owner
 from services.gateway.core.metrics import GatewayMetrics
-from services.gateway.inference.engine_request import adapter_ref
+from services.gateway.inference.engine_request import policy_ref
 from services.gateway.protocol.fields.sampling import SamplingFields
 from services.learning.canaries.answers import Counts, counts_json
 from services.learning.canaries.enrolment import Enrolment, enrol
@@ -83,12 +83,12 @@ class Canaries:
         await self._tell()
 
     def enrol(self, body: SamplingFields, session: str | None) -> Enrolment | None:
-        """Part of a request in a canary; None: it has none. Raises nothing: what is wrong with a request is told
-        elsewhere."""
+        """Part of a request in a canary; None: it has none, as no composition of adapters has: what its answers say of
+        one member is not known. Raises nothing: what is wrong with a request is told elsewhere."""
         if not self._routes or time.monotonic() - self._heard > _AWAY_SECONDS:
             return None
         try:
-            ref = adapter_ref(body.model, body.adapter, served_model_name=self._served_model_name)
+            ref = policy_ref(body, served_model_name=self._served_model_name)
         except TemperError:
             return None
         route = None

@@ -5,19 +5,57 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from services.common.adapters.names import BASE, parse_adapter_ref
+from services.common.adapters.composition import Composition, Member, parse_composition
+from services.common.adapters.names import BASE
 from services.common.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from services.common.pb import engine_pb2
 from services.gateway.auth.caller import owner
 from services.gateway.protocol.chat_request import ChatRequest
+from services.gateway.protocol.fields.adapters import PolicyFields
 from services.gateway.protocol.fields.sampling import SamplingFields
 from services.gateway.settings import CacheScope, GatewaySettings
 
 
 def version_ref(text: str) -> engine_pb2.AdapterRef:
-    """A named policy: "name@n", or "name" for its current version. Raises InvalidRequest."""
-    name, version = parse_adapter_ref(text)
-    return engine_pb2.AdapterRef(named=engine_pb2.NamedAdapter(name=name, version=version or 0))
+    """A named policy: "name@n", "name" for its current version, or a composition. Raises InvalidRequest."""
+    return composition_ref(parse_composition(text))
+
+
+def composition_ref(composition: Composition) -> engine_pb2.AdapterRef:
+    """The policy of adapters that answer as one."""
+    if (single := composition.single) is not None:
+        return engine_pb2.AdapterRef(named=_named(single))
+    members = [engine_pb2.ScaledAdapter(adapter=_named(member), scale=member.scale) for member in composition.members]
+    return engine_pb2.AdapterRef(composition=engine_pb2.Composition(members=members))
+
+
+def _named(member: Member) -> engine_pb2.NamedAdapter:
+    return engine_pb2.NamedAdapter(name=member.name, version=member.version or 0)
+
+
+def policy_ref(body: PolicyFields, *, served_model_name: str) -> engine_pb2.AdapterRef:
+    """The policy that answers a request. Whether its adapters exist is for the engine to say.
+
+    Raises:
+        InvalidRequest: `adapter` or `adapters` is malformed.
+        ModelNotFound: `model` cannot be a model of this server.
+    """
+    composition = body.composition
+    if composition is None:
+        return adapter_ref(body.model, body.adapter, served_model_name=served_model_name)
+    asked = composition_ref(composition)
+    if body.model != served_model_name and adapter_ref(body.model, None, served_model_name=served_model_name) != asked:
+        raise ModelNotFound(
+            f"with `adapters` set, `model` must be {served_model_name!r} or {str(composition)!r}, not "
+            f"{body.model[:80]!r}",
+            param="model",
+        )
+    return asked
+
+
+def field_of_policy(body: PolicyFields) -> str:
+    """The field that names the policy."""
+    return next((field for field in ("adapters", "adapter") if getattr(body, field) is not None), "model")
 
 
 def adapter_ref(model: str, adapter: str | None, *, served_model_name: str) -> engine_pb2.AdapterRef:
@@ -27,12 +65,14 @@ def adapter_ref(model: str, adapter: str | None, *, served_model_name: str) -> e
         InvalidRequest: ``adapter`` is malformed.
         ModelNotFound: ``model`` cannot be a model of this server.
     """
-    if model != served_model_name and (adapter is None or model not in (adapter, adapter.partition("@")[0])):
+    names = () if adapter is None else (adapter, adapter if "+" in adapter else adapter.partition("@")[0])
+    if model != served_model_name and model not in names:
         try:
             by_model = version_ref(model)
         except InvalidRequest as error:
+            composed = f" ({error.message})" if "+" in model or "*" in model else ""
             raise ModelNotFound(
-                f"model {model[:80]!r} does not exist: send {served_model_name!r} or the name of an adapter",
+                f"model {model[:80]!r} does not exist{composed}: send {served_model_name!r} or the name of an adapter",
                 param="model",
             ) from error
         if adapter is not None:

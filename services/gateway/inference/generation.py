@@ -26,10 +26,11 @@ from services.gateway.inference.canaries import KnownAs
 from services.gateway.inference.choice import Choice, Step
 from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.engine_request import (
-    adapter_ref,
     cache_salt,
     check_messages,
     check_prompts,
+    field_of_policy,
+    policy_ref,
     session_of,
     version_ref,
 )
@@ -118,10 +119,10 @@ class Generation:
         self._started = time.monotonic()
         self._latencies = context.metrics.latencies(context.settings.served_model_name, stream=bool(body.stream))
         self._choices_per_prompt = body.choices
-        self._adapter_field = "model" if body.adapter is None else "adapter"
+        self._adapter_field = field_of_policy(body)
         _check_tokens(body, served.info.vocab_size)
         check_prompts([len(spec.prompt) for spec in specs], context.settings)
-        adapter = adapter_ref(body.model, body.adapter, served_model_name=context.settings.served_model_name)
+        adapter = policy_ref(body, served_model_name=context.settings.served_model_name)
         if self.enrolment is not None and self.enrolment.arm == "candidate":
             adapter = version_ref(self.enrolment.version)
         total = len(specs) * body.choices

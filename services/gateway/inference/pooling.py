@@ -16,7 +16,7 @@ from services.common.pb import engine_pb2
 from services.gateway.auth.caller import seconds_left
 from services.gateway.core.admission import Reservation
 from services.gateway.inference.context import InferenceContext
-from services.gateway.inference.engine_request import adapter_ref, cache_salt, check_prompts
+from services.gateway.inference.engine_request import cache_salt, check_prompts, field_of_policy, policy_ref
 from services.gateway.inference.logprobs import PromptLogprobs, check_complete
 from services.gateway.protocol.pooling import ReadingFields
 
@@ -78,7 +78,7 @@ class Pooling:
         self._context = context
         self._body = body
         self._traceparent = traceparent
-        self._adapter = adapter_ref(body.model, body.adapter, served_model_name=context.settings.served_model_name)
+        self._adapter = policy_ref(body, served_model_name=context.settings.served_model_name)
         self._salt = cache_salt(context.settings.cache_scope, body.cache_salt)
         self._deadline = int((time.time() + seconds_left(context.settings.request_timeout_seconds)) * 1000)
 
@@ -103,7 +103,7 @@ class Pooling:
             await _each(len(requests), places(self._context, len(requests)), one)
         except ModelNotFound as error:
             # The engine does not know where the name stood.
-            error.param = "model" if self._body.adapter is None else "adapter"
+            error.param = field_of_policy(self._body)
             raise
         self._context.count_tokens("prompt", self.prompt_tokens)
         self._context.count_tokens("cached", self.cached_tokens)

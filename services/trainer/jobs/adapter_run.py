@@ -115,7 +115,8 @@ class TrainingRun(ABC):
         self._total_steps = total_steps
         self._notes = tuple(notes)
         usual = spec.pace.rate(host.model.config.hidden_size)
-        peak = usual if spec.named_learning_rate is None else spec.named_learning_rate
+        chosen = usual * (spec.learning_rate_multiplier or 1.0)
+        peak = chosen if spec.named_learning_rate is None else spec.named_learning_rate
         self._settings: dict[str, float] = {"learning_rate": peak, "steps": total_steps}
         self._defaults: dict[str, float] = {"learning_rate": usual}
         self._optimizer = ScheduledOptimizer(self._place(), spec.optimizer, peak=peak, total_steps=total_steps)

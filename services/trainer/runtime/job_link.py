@@ -35,6 +35,10 @@ class Draining(Exception):
     """This process is shutting down: hand the job back."""
 
 
+class Paused(Draining):
+    """The user asked this job to pause: hand it back, and the queue keeps it."""
+
+
 class NotBeside(Exception):
     """The job cannot run beside those that run here: hand it back, for this trainer to take later or another one now.
 
@@ -69,6 +73,7 @@ class JobSession:
         self._closed = False
         self._lost = False
         self._cancelled = False
+        self._paused = False
         self._away = False
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="job-session", daemon=True)
@@ -103,13 +108,16 @@ class JobSession:
         return self._lost
 
     def check(self, *, cancellable: bool = True) -> None:
-        """Raises JobLost, JobCancelled or Draining when the job must not go on."""
+        """Raises JobLost, JobCancelled, Draining or Paused when the job must not go on. A job that cannot be cancelled
+        any more is not paused, either."""
         if self._lost:
             raise JobLost(f"job {self._claimed.id} has another owner by now")
         if self._cancelled and cancellable:
             raise JobCancelled
         if self._draining.is_set():
             raise Draining
+        if self._paused and cancellable:
+            raise Paused
 
     def fence(self) -> None:
         """Proves the ownership right now. Raises JobLost or Unavailable."""
@@ -153,7 +161,9 @@ class JobSession:
         while True:
             try:
                 if time.monotonic() >= due:
-                    self._cancelled = self._consumer.heartbeat(self._claimed) or self._cancelled
+                    asked = self._consumer.asked(self._claimed)
+                    self._cancelled = asked == "CANCEL" or self._cancelled
+                    self._paused = asked == "PAUSE"
                     due = time.monotonic() + self._interval
                     self._consumer.adopt_waiting()
                 self._write_pending()

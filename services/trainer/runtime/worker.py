@@ -37,7 +37,7 @@ from services.trainer.runtime.attempts.training import JobAttempt, Parts
 from services.trainer.runtime.checkpoint import CheckpointStore
 from services.trainer.runtime.claims import JobClaims
 from services.trainer.runtime.interleaving import NoSideWork, SideWork, work_or_wait
-from services.trainer.runtime.job_link import Draining, JobCancelled, JobSession, NotBeside
+from services.trainer.runtime.job_link import Draining, JobCancelled, JobSession, NotBeside, Paused
 from services.trainer.runtime.job_trace import JobTrace
 from services.trainer.runtime.publish import Publisher, VersionRetention
 from services.trainer.runtime.shared_steps import SHARED_KINDS, SharedSteps, StepLimits
@@ -271,6 +271,9 @@ class TrainerWorker:
             reason = error.reason
             self._settle(session, lambda: consumer.requeue(claimed, reason))
             return "requeued"
+        except Paused:
+            self._settle(session, lambda: consumer.requeue(claimed, "paused"))
+            return "paused"
         except Draining:
             self._settle(session, lambda: consumer.requeue(claimed))
             return "requeued"

@@ -23,6 +23,7 @@ from services.common.pb import engine_pb2 as pb
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.server.health import HealthReporter, ProcessHealth, Vitals
 from services.engine.server.service import Serving, bind, make_server
+from services.gateway.inference.engine_request import version_ref
 from services.pod.engine import Engine
 
 T = TypeVar("T")
@@ -61,7 +62,7 @@ def request(prompt: Sequence[int] = (5, 6, 7, 8), *, adapter: str | None = None,
     """A greedy request of 8 tokens unless told otherwise.
 
     Args:
-        adapter: None: what is attached; "base", "name" or "name@n".
+        adapter: None: what is attached; "base", "name", "name@n" or a composition.
         fields: of the request or of its sampling parameters.
     """
     outer = {name: fields.pop(name) for name in _OUTER if name in fields}
@@ -71,8 +72,7 @@ def request(prompt: Sequence[int] = (5, 6, 7, 8), *, adapter: str | None = None,
     elif adapter == "base":
         ref = pb.AdapterRef(base=True)
     else:
-        name, _, version = adapter.partition("@")
-        ref = pb.AdapterRef(named=pb.NamedAdapter(name=name, version=int(version or 0)))
+        ref = version_ref(adapter)
     outer.setdefault("request_id", f"request-{next(_numbers)}")
     return pb.GenerateRequest(prompt_token_ids=list(prompt), sampling=sampling, adapter=ref, **outer)
 

@@ -190,3 +190,40 @@ async def test_an_outage_of_the_store_does_not_stop_serving(
         assert caught.value.code().name == "UNAVAILABLE"
     await engine.publish("skill", seed=2)
     assert (await sync(engine)).attached == "skill@2"
+
+
+async def test_compositions_answer_beside_their_members_and_follow_them(engine: EngineUnderTest) -> None:
+    """Over three slots: two compositions, and a member by itself. `a+a`, so to say, is `a` twice as strong."""
+    await engine.publish("a", seed=1, attach=False)
+    await engine.publish("b", seed=2, attach=False)
+    stream = engine.stream()
+    refs = ["a", "b+a", "a*2", "a+b", "base"]
+    names = [await stream.submit(request(PROMPT, adapter=ref, max_tokens=40)) for ref in refs]
+    alone, both, twice, turned, base = [await stream.answer(name) for name in names]
+    assert [a.adapter for a in (alone, both, twice, turned, base)] == ["a@1", "a@1+b@1", "a@1*2", "a@1+b@1", ""]
+    assert both.token_ids == turned.token_ids
+    assert len({tuple(a.token_ids) for a in (alone, both, twice, base)}) == 4
+    again = await engine.generate(request(PROMPT, adapter="a@1+b@1", max_tokens=40))
+    assert again.token_ids == both.token_ids
+
+    running = await stream.submit(request(PROMPT, adapter="a+b", max_tokens=300))
+    await stream.tokens(running, 10)
+    await engine.publish("a", seed=3, attach=False)
+    assert "a@2+b@1" in [loaded.version for loaded in (await sync(engine)).loaded], (
+        "loaded before a request asks for it"
+    )
+    newer = await engine.generate(request(PROMPT, adapter="a+b", max_tokens=40))
+    old = await stream.answer(running)
+    assert (old.adapter, newer.adapter) == ("a@1+b@1", "a@2+b@1")
+    assert old.token_ids[:40] == both.token_ids
+    assert newer.token_ids != both.token_ids
+
+
+async def test_a_composition_over_the_largest_rank_is_refused_with_the_numbers(engine: EngineUnderTest) -> None:
+    for number in range(3):
+        await engine.publish(f"n{number}", seed=number, attach=False)
+    refused = await engine.stream().run(request(PROMPT, adapter="n0+n1+n2"))
+    assert refused.error is not None
+    assert refused.error.code == pb.ERROR_CODE_ADAPTER_REJECTED
+    assert "n0@1 has rank 4, n1@1 4, n2@1 4: together 12" in refused.error.message
+    assert "TEMPER_MAX_LORA_RANK is 8" in refused.error.message

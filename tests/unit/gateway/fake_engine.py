@@ -104,6 +104,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
     keep_after: float | None = 0.0
     """Seconds until it says that it has kept a rollout; None: it never does."""
     tells_kept: bool = True
+    composes: bool = True
     dies_on_abort: bool = False
     digest: str = "d" * 64
     name: str = ""
@@ -140,7 +141,11 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
 
     def adapter_of(self, request: engine_pb2.GenerateRequest) -> str:
         """The version that answers."""
-        if request.adapter.WhichOneof("ref") == "named":
+        kind = request.adapter.WhichOneof("ref")
+        if kind == "composition":
+            members = request.adapter.composition.members
+            return "+".join(f"{one.adapter.name}@{one.adapter.version or 1}*{one.scale:g}" for one in members)
+        if kind == "named":
             return f"{request.adapter.named.name}@{request.adapter.named.version or 1}"
         return self.attached if request.adapter.attached else ""
 
@@ -228,6 +233,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
             max_lora_rank=self.max_lora_rank,
             tokenizer_digest=self.codec.digest,
             tells_kept=self.tells_kept,
+            composes=self.composes,
             engine=self.name,
             linear_layers=self.linear_layers,
             webhooks=self.webhooks,

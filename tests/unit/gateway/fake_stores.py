@@ -11,7 +11,9 @@ from services.common.adapters.names import AdapterVersion
 from services.common.errors import Conflict, NotFound, Unavailable
 from services.common.jobs import Job, JobEvent, JobState, Spec
 from services.common.jobs.fields.dataset import OfDataset
+from services.common.jobs.fine_tuning import FineTuning
 from services.common.queue.depth import QueueDepth
+from services.common.queue.job_queue import Events
 from services.common.queue.records import spec_json, spec_sha, versions_needed
 from services.common.storage.object_store import ObjectNotFound, PreconditionFailed, StoredObject
 
@@ -109,6 +111,7 @@ class MemoryQueue:
         request_sha: str | None = None,
         traceparent: str = "",
         key_id: str = "",
+        fine_tuning: FineTuning | None = None,
     ) -> Job:
         sha = request_sha or spec_sha(spec)
         if idempotency_key is not None and (known := await self.submitted(idempotency_key, sha, key_id=key_id)):
@@ -124,6 +127,8 @@ class MemoryQueue:
             key_id=key_id or None,
             dataset=None if learnt is None else learnt.version,
             dataset_digest=None if learnt is None else learnt.digest,
+            metadata=spec.metadata,
+            fine_tuning=fine_tuning,
         )
         self.jobs[job.id], self.specs[job.id] = job, spec
         self.entries[job.id] = [self._event(job.id, 1, "state", {"state": "queued"})]
@@ -154,7 +159,9 @@ class MemoryQueue:
     def missing(self, job_id: str) -> NotFound:
         return NotFound(f"job {job_id!r} does not exist")
 
-    async def list(self, *, limit=50, after=None, state=None, adapter=None, kind=None, key_id=None) -> list[Job]:
+    async def list(
+        self, *, limit=50, after=None, state=None, adapter=None, kind=None, key_id=None, where=None
+    ) -> list[Job]:
         self._check()
         found = [
             job
@@ -163,6 +170,7 @@ class MemoryQueue:
             and (adapter is None or job.adapter == adapter)
             and (kind is None or job.kind == kind)
             and (key_id is None or job.key_id == key_id)
+            and (where is None or where(job))
         ]
         first = 0 if after is None else 1 + [job.id for job in found].index(after)
         return found[first : first + limit]
@@ -174,6 +182,18 @@ class MemoryQueue:
         job = (await self.get(job_id)).model_copy(update={"state": JobState.CANCELLED, "reason": reason or None})
         self.jobs[job_id] = job
         return job
+
+    async def pause(self, job_id: str) -> Job:
+        self.jobs[job_id] = (await self.get(job_id)).model_copy(update={"paused": True})
+        return self.jobs[job_id]
+
+    async def resume(self, job_id: str) -> Job:
+        self.jobs[job_id] = (await self.get(job_id)).model_copy(update={"paused": False})
+        return self.jobs[job_id]
+
+    async def newest_events(self, job_id: str, limit: int, before: str | None = None) -> Events:
+        newest = [entry for entry in reversed(self.entries[job_id]) if before is None or entry.id < before]
+        return newest[:limit]
 
     async def events(self, job_id: str, last_event_id: str | None = None) -> AsyncIterator[JobEvent]:
         seen = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -174,6 +174,55 @@ class AdapterBinder:
             self._known.clear()
         self._known[key] = replace(first, targets={}, data=b"")
         return first
+
+    def compose(self, members: Sequence[tuple[str, BoundAdapter, float]]) -> BoundAdapter:
+        """See compose()."""
+        return compose(members, self._config, max_rank=self._max_rank)
+
+
+def compose(members: Sequence[tuple[str, BoundAdapter, float]], config: ModelConfig, *, max_rank: int) -> BoundAdapter:
+    """Adapter that adds what each member adds, times its scale: at each layer the ranks of the members that have it
+    lie side by side, A under A and B beside B, as in PEFT's add_weighted_adapter(combination_type="cat").
+
+    Args:
+        members: name for messages, adapter and scale of each, in the order of their ranks.
+
+    Raises:
+        AdapterRejected: a value is not finite, or the ranks of a layer are over ``max_rank``.
+    """
+    parts: dict[str, list[tuple[str, BoundTarget, float]]] = {}
+    for name, bound, scale in members:
+        try:
+            bound.check_finite()
+        except AdapterRejected as error:
+            raise AdapterRejected(f"{name}: {error.message}") from error
+        for path, target in bound.targets.items():
+            parts.setdefault(path, []).append((name, target, scale))
+    widest = max(parts, key=lambda path: sum(target.rank for _, target, _ in parts[path]))
+    rank = sum(target.rank for _, target, _ in parts[widest])
+    if rank > max_rank:
+        (first, target, _), *others = sorted(parts[widest], key=lambda part: part[0])
+        ranks = ", ".join([f"{first} has rank {target.rank}", *(f"{name} {one.rank}" for name, one, _ in others)])
+        raise AdapterRejected(
+            f"{ranks}: together {rank} at {widest}, TEMPER_MAX_LORA_RANK is {max_rank}: leave adapters out, merge them "
+            "into one of a lower rank, or raise it"
+        )
+    return BoundAdapter(
+        targets={path: _side_by_side(parts[path]) for path in target_shapes(config) if path in parts},
+        rank=rank,
+        alpha=float(rank),
+        use_rslora=False,
+        target_modules=name_targets(parts, config),
+        module_prefix=config.module_prefix,
+    )
+
+
+def _side_by_side(parts: Sequence[tuple[str, BoundTarget, float]]) -> BoundTarget:
+    """B holds the scales, in float32: what a slot rounds is rounded once, as of a single adapter."""
+    largest = torch.finfo(torch.float32).max
+    columns = [(part.b.float() * (part.scale * scale)).clamp_(-largest, largest) for _, part, scale in parts]
+    a = torch.cat([part.a for _, part, _ in parts])
+    return BoundTarget(a, torch.cat(columns, dim=1), float(a.shape[0]), 1.0)
 
 
 class _Later(Mapping[str, BoundTarget]):

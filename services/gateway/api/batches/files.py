@@ -1,4 +1,4 @@
-"""/v1/files: the input and the results of batches.
+"""/v1/files: the input and the results of batches, and what fine-tuning jobs learn from.
 
 An upload goes from the network to a temporary file on disk, within a limit, and from there to the object store."""
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 import unicodedata
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 from urllib.parse import quote
@@ -21,11 +21,13 @@ from services.common.errors import InvalidRequest, NotFound, PayloadTooLarge
 from services.gateway.api.base.routing import Routes, multipart
 from services.gateway.api.batches.stores import Batches, BatchServices
 from services.gateway.auth.caller import principal_of
-from services.gateway.auth.route_permissions import INFERENCE, Permission
+from services.gateway.auth.route_permissions import INFERENCE, TRAIN, Permission
 from services.gateway.core.file_store import FileInfo, NewFile, Purpose, new_file_id
 from services.gateway.protocol.batches import EXPIRY_SECONDS, DeletedFile, ExpiresAfter, FileList, FileObject
 
 _PARTS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
+_PURPOSES: Mapping[str, Purpose] = {"batch": "batch", "fine-tune": "fine-tune"}
+"""Purposes of uploads."""
 _SLACK = 64 * 1024
 """Bytes that a body may have besides the file."""
 _BLOCK = 2**20
@@ -91,11 +93,11 @@ def read_upload(form: FormData, limit: int) -> Upload:
             raise InvalidRequest(f"the part {key!r} is given twice", param=key)
     purpose = _text(form, "purpose")
     if purpose is None:
-        raise InvalidRequest("Missing part: 'purpose'. It is 'batch'.", param="purpose")
-    if purpose != "batch":
+        raise InvalidRequest("Missing part: 'purpose'. It is 'batch' or 'fine-tune'.", param="purpose")
+    if purpose not in _PURPOSES:
         raise InvalidRequest(
-            f"purpose {purpose[:40]!r} is not supported, only 'batch': training takes its examples in the request, at "
-            "/v1/train, and images and other attachments are not read",
+            f"purpose {purpose[:40]!r} is not supported, only 'batch' and 'fine-tune': images and other attachments "
+            "are not read",
             param="purpose",
         )
     seconds = _seconds(_text(form, "expires_after[anchor]"), _text(form, "expires_after[seconds]"))
@@ -107,7 +109,7 @@ def read_upload(form: FormData, limit: int) -> Upload:
         raise InvalidRequest("the file is empty", param="file")
     if file.size > limit:
         raise _too_large(limit)
-    return Upload(file, clean_name(file.filename or ""), "batch", seconds)
+    return Upload(file, clean_name(file.filename or ""), _PURPOSES[purpose], seconds)
 
 
 def clean_name(name: str) -> str:
@@ -148,7 +150,7 @@ routes = Routes("files")
 _UPLOAD = multipart(
     {
         "file": {"type": "string", "format": "binary", "minLength": 1},
-        "purpose": {"type": "string", "enum": ["batch"]},
+        "purpose": {"type": "string", "enum": [*_PURPOSES]},
         "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
         "expires_after[seconds]": {"type": "integer", "minimum": EXPIRY_SECONDS[0], "maximum": EXPIRY_SECONDS[1]},
     },
@@ -157,9 +159,9 @@ _UPLOAD = multipart(
 )
 
 
-@routes.post("/v1/files", Permission(INFERENCE, upload=True), openapi_extra=_UPLOAD)
+@routes.post("/v1/files", Permission(INFERENCE | TRAIN, upload=True), openapi_extra=_UPLOAD)
 async def upload_file(request: Request, stores: Batches) -> FileObject:
-    """Keeps a file of requests for a batch: JSONL with the purpose "batch"."""
+    """Keeps a file: JSONL with the purpose "batch", requests for a batch, or "fine-tune", examples to learn from."""
     limit = stores.settings.max_file_bytes
     form = await receive_form(request, limit)
     try:
@@ -179,7 +181,7 @@ async def upload_file(request: Request, stores: Batches) -> FileObject:
     return FileObject.of(info)
 
 
-@routes.get("/v1/files", Permission(INFERENCE))
+@routes.get("/v1/files", Permission(INFERENCE | TRAIN))
 async def list_files(
     request: Request,
     stores: Batches,
@@ -224,7 +226,7 @@ def _page(
     return found
 
 
-@routes.get("/v1/files/{file_id}", Permission(INFERENCE))
+@routes.get("/v1/files/{file_id}", Permission(INFERENCE | TRAIN))
 async def get_file(request: Request, file_id: str, stores: Batches) -> FileObject:
     """What is known of a file."""
     return FileObject.of(await stores.threads.run(stores.files.get, principal_of(request).id, file_id))
@@ -232,7 +234,7 @@ async def get_file(request: Request, file_id: str, stores: Batches) -> FileObjec
 
 @routes.get(
     "/v1/files/{file_id}/content",
-    Permission(INFERENCE),
+    Permission(INFERENCE | TRAIN),
     response_class=Response,
     responses={200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
 )
@@ -261,7 +263,7 @@ async def _content(stores: BatchServices, owner: str, info: FileInfo, first: byt
         yield await stores.threads.run(stores.files.piece, owner, info, number)
 
 
-@routes.delete("/v1/files/{file_id}", Permission(INFERENCE))
+@routes.delete("/v1/files/{file_id}", Permission(INFERENCE | TRAIN))
 async def delete_file(request: Request, file_id: str, stores: Batches) -> DeletedFile:
     """Removes a file. A batch that still reads it fails, and keeps what has run."""
     await stores.threads.run(stores.files.delete, principal_of(request).id, file_id)

@@ -27,7 +27,7 @@ from services.gateway.core.sse import ChunkTemplate, event
 from services.gateway.inference.chat import chat_generation, prompt_length
 from services.gateway.inference.choice import Choice, Step
 from services.gateway.inference.context import InferenceContext
-from services.gateway.inference.engine_request import adapter_ref
+from services.gateway.inference.engine_request import policy_ref
 from services.gateway.inference.generation import Generation, reserve, traceparent_of
 from services.gateway.protocol.chat_request import ChatRequest
 from services.gateway.protocol.messages.context_edits import ContextManagement
@@ -212,7 +212,7 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
 async def count_message_tokens(request: Request, body: CountTokensRequest, context: Inference) -> TokenCount:
     """How many tokens the prompt of such a message has: usage.input_tokens + usage.cache_read_input_tokens of it."""
     chat = as_chat(body)
-    adapter_ref(chat.model, None, served_model_name=context.settings.served_model_name)
+    policy_ref(chat, served_model_name=context.settings.served_model_name)
     reservation = reserve(context, chat, prompts=1)
     with named_as_sent():
         return await within(reservation, request, _count(context, chat, body.context_management))

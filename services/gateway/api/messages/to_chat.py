@@ -119,6 +119,8 @@ def chat_form(body: ConversationFields) -> dict[str, Any]:
     if all(message["role"] == "system" for message in messages):
         raise InvalidRequest("messages say nothing: send a turn of the user", param="messages")
     form: dict[str, Any] = {"model": body.model, "messages": messages}
+    if body.adapters is not None:
+        form["adapters"] = [one.model_dump() for one in body.adapters]
     if messages[-1]["role"] == "assistant":
         form |= {"continue_final_message": True, "add_generation_prompt": False}
     if body.tools:

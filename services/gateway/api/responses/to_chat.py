@@ -268,9 +268,9 @@ def conversation(
 
 
 _SAME = (
-    *("model", "adapter", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "logit_bias", "stop", "cache_salt", "priority", "chat_template_kwargs", "stream"),
-    *("parallel_tool_calls", "service_tier", "prompt_cache_key", "user"),
+    *("model", "adapter", "adapters", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty"),
+    *("frequency_penalty", "repetition_penalty", "logit_bias", "stop", "cache_salt", "priority"),
+    *("chat_template_kwargs", "stream", "parallel_tool_calls", "service_tier", "prompt_cache_key", "user"),
 )
 """Fields that both APIs have, with one meaning."""
 _RENAMED: Mapping[str, tuple[str, ...]] = {

@@ -25,7 +25,7 @@ from services.gateway.auth.caller import owner, sees
 from services.gateway.auth.route_permissions import TRAIN, TRAIN_OR_ADMIN, Permission
 from services.gateway.core.file_store import StoreThreads
 from services.gateway.engines.pool import EnginePool
-from services.gateway.protocol.forge import DeletedForge, ForgeList, ForgeObject
+from services.gateway.protocol.training.forge import DeletedForge, ForgeList, ForgeObject
 
 _KIND: str = ForgeJob.model_fields["kind"].default
 

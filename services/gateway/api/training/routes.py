@@ -16,7 +16,7 @@ from services.common.telemetry import tracing
 from services.gateway.api.base.idempotency import IdempotencyKey
 from services.gateway.api.base.routing import Routes
 from services.gateway.api.training.rollouts import resolve_rollouts
-from services.gateway.api.training.submission import checked, submitted
+from services.gateway.api.training.submission import cancelled, checked, found, submitted
 from services.gateway.api.training.validation import Training, TrainingServices
 from services.gateway.auth.caller import check_attach, may_attach, owner, sees
 from services.gateway.auth.route_permissions import TRAIN, TRAIN_OR_ADMIN, Permission
@@ -70,14 +70,6 @@ def _attaching(spec: TrainingSpec) -> TrainingSpec:
     return spec.model_copy(update={"attach": False})
 
 
-async def _found(training: TrainingServices, job_id: str) -> Job:
-    """Job that the caller may see. Raises NotFound, also if it is another key's."""
-    job = await training.queue.get(job_id)
-    if not sees(job.key_id):
-        raise training.queue.missing(job_id)
-    return job
-
-
 def _add_submissions() -> None:
     for kind, model in JOBS.items():
         declare = routes.post(
@@ -104,7 +96,7 @@ async def list_jobs(
     """The caller's jobs, newest first; everybody's for an admin. `after` is the last id of the page before."""
     try:
         if after is not None:
-            await _found(training, after)
+            await found(training, after)
         whose = None if sees(None) else owner()
         jobs = await training.queue.list(limit=limit, after=after, state=state, adapter=adapter, key_id=whose)
     except NotFound as error:
@@ -116,14 +108,28 @@ async def list_jobs(
 @routes.get("/v1/train/jobs/{job_id}", Permission(TRAIN_OR_ADMIN))
 async def get_job(job_id: str, training: Training) -> Job:
     """One job with its state, progress and newest metrics."""
-    return await _found(training, job_id)
+    return await found(training, job_id)
 
 
 @routes.post("/v1/train/jobs/{job_id}/cancel", Permission(TRAIN_OR_ADMIN, audited=True))
 async def cancel_job(job_id: str, training: Training) -> Job:
     """Cancels a queued job at once, a running one at its next step."""
-    await _found(training, job_id)
-    return await training.queue.cancel(job_id)
+    return await cancelled(training, await found(training, job_id))
+
+
+@routes.post("/v1/train/jobs/{job_id}/pause", Permission(TRAIN_OR_ADMIN, audited=True))
+async def pause_job(job_id: str, training: Training) -> Job:
+    """Keeps a queued job from being begun; has a running one stop at its next step, with a checkpoint, and leave the
+    engine to others. Later jobs of its adapter wait for it."""
+    await found(training, job_id)
+    return await training.queue.pause(job_id)
+
+
+@routes.post("/v1/train/jobs/{job_id}/resume", Permission(TRAIN_OR_ADMIN, audited=True))
+async def resume_job(job_id: str, training: Training) -> Job:
+    """Puts a paused job back into the queue, to go on from its checkpoint."""
+    await found(training, job_id)
+    return await training.queue.resume(job_id)
 
 
 @routes.get("/v1/train/jobs/{job_id}/events", Permission(TRAIN_OR_ADMIN), response_class=Response)
@@ -133,7 +139,7 @@ async def follow_job(
     last_event_id: Annotated[str | None, Header(max_length=64, pattern=r"^(0|[0-9]+-[0-9]+)?$")] = None,
 ) -> Response:
     """The job's events as SSE: those after Last-Event-ID (all without it), then new ones until the job has ended."""
-    await _found(training, job_id)  # a missing job is a 404 only before the stream begins
+    await found(training, job_id)  # a missing job is a 404 only before the stream begins
     events = training.queue.events(job_id, last_event_id or None)
     return EventStream(_follow(training, events), keep_alive=training.settings.keep_alive_seconds)
 

@@ -1,11 +1,13 @@
-"""A training job as it goes into the queue: with its data and with versions in place of names, and checked."""
+"""A training job as it goes into the queue, with its data and with versions in place of names, and checked; and as it
+is found and cancelled there."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-from services.common.jobs import Job, TrainingSpec
+from services.common.jobs import Job, JobState, TrainingSpec
+from services.common.jobs.record import checkpoints_of
 from services.gateway.api.training.datasets import with_rows
 from services.gateway.api.training.erased_rows import has_erased_rows, withdrawn
 from services.gateway.api.training.validation import (
@@ -14,6 +16,7 @@ from services.gateway.api.training.validation import (
     check_training_job,
     with_versions,
 )
+from services.gateway.auth.caller import sees
 
 
 async def checked(training: TrainingServices, spec: TrainingSpec) -> TrainingSpec:
@@ -50,3 +53,23 @@ async def without_erased(training: TrainingServices, job: Job) -> Job:
         return job
     await withdrawn(training.queue, job)
     return await training.queue.get(job.id)
+
+
+async def found(training: TrainingServices, job_id: str) -> Job:
+    """Job that the caller may see. Raises NotFound, also if it is another key's."""
+    job = await training.queue.get(job_id)
+    if not sees(job.key_id):
+        raise training.queue.missing(job_id)
+    return job
+
+
+async def cancelled(training: TrainingServices, job: Job) -> Job:
+    """Cancels a job. One that waits with a checkpoint has no owner who would remove it.
+
+    Raises:
+        Conflict: see JobQueue.cancel.
+    """
+    ended = await training.queue.cancel(job.id)
+    if job.state is JobState.QUEUED and job.started_at is not None and ended.state is JobState.CANCELLED:
+        await training.threads.run(training.files.objects.delete_prefix, checkpoints_of(job.id))
+    return ended

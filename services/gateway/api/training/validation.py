@@ -29,7 +29,7 @@ from services.common.jobs.token_checks import check_free
 from services.common.queue.job_queue import JobQueue
 from services.gateway.api.base.routing import provided
 from services.gateway.core.admission import Lifecycle
-from services.gateway.core.file_store import StoreThreads
+from services.gateway.core.file_store import FileStore, StoreThreads
 from services.gateway.engines.pool import EnginePool, ServedModel
 from services.gateway.inference.prompts import check_template_kwargs
 from services.gateway.settings import GatewaySettings
@@ -49,6 +49,8 @@ class TrainingServices:
     """Registry of adapters. It blocks, as the suites and data sets do, so they are only called in ``threads``."""
     suites: SuiteStore
     datasets: DatasetStore
+    files: FileStore
+    """Files that clients upload, and the object store under them. It blocks, too."""
     threads: StoreThreads
     lifecycle: Lifecycle
     checks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_CHECKS))

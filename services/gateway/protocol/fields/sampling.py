@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from services.common.adapters.names import POLICY_SCHEMA
 from services.common.validation.json_rules import Rules, at_most_one, has, if_any, only_with, true_only_with, where
+from services.gateway.protocol.fields.adapters import PolicyFields
 from services.gateway.protocol.fields.base import JsonObject, RequestModel, TokenId, contradiction
 from services.gateway.protocol.fields.structured_outputs import UNCONSTRAINED, ConstraintFields
 
@@ -122,19 +122,6 @@ class StreamOptions(RequestModel):
     """Accepted and ignored: chunks are never padded."""
 
     json_rules: ClassVar[Rules] = (true_only_with("continuous_usage_stats", has(include_usage=True)),)
-
-
-class PolicyFields(RequestModel):
-    """Policy and priority of a request. null is the same as leaving a field out."""
-
-    model: str = Field(min_length=1, max_length=256)
-    """The base model's name (the attached adapter answers, if one is), an adapter, or "adapter@version"."""
-    adapter: str | None = Field(None, min_length=1, max_length=256, json_schema_extra=dict(POLICY_SCHEMA))
-    """Chooses the policy whatever `model` says: "name", "name@version", or "base" for the model without adapter."""
-    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
-    """Only requests with the same salt share cached prompt state."""
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
-    """Lower is served first; default 0."""
 
 
 class SamplerFields(PolicyFields):

@@ -19,6 +19,7 @@ from services.common.validation.json_rules import (
     only_with,
     where,
 )
+from services.gateway.protocol.fields.adapters import ModelFields
 from services.gateway.protocol.fields.base import CacheControl, JsonObject, RequestModel, contradiction, unsupported
 from services.gateway.protocol.fields.sampling import MAX_STOP_STRINGS, StopString
 from services.gateway.protocol.fields.tools import NOT_ALONE, check_hosted
@@ -255,11 +256,9 @@ _ELSEWHERE: Mapping[str, str] = {
 }
 
 
-class ConversationFields(RequestModel):
+class ConversationFields(ModelFields):
     """Fields of the prompt, which are all that counting its tokens needs. null is the same as leaving out."""
 
-    model: str = Field(min_length=1, max_length=256)
-    """The base model's name (answers with the attached adapter, if one is), an adapter, or "adapter@version"."""
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     """Consecutive turns of one role are one turn."""
     system: str | Texts | None = None

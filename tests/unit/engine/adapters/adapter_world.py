@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -139,6 +139,7 @@ class World:
         self, slots: int = 3, wait_seconds: float = 5.0, turn_seconds: float = 1.0, drafter: Any = None
     ) -> None:
         self.swaps = Swaps()
+        self.max_members = 16
         self.events = EventStream(self.swaps.listen)
         self.registry = FakeRegistry()
         self.lora = FakeLora()
@@ -146,19 +147,22 @@ class World:
         self.manager = AdapterManager(
             cast(Any, self.registry),
             None,
-            AdapterLoader(
-                cast(Any, self.registry), cast(Any, self.lora), self._bind, base_digest="base", events=self.events
-            ),
+            AdapterLoader(cast(Any, self.registry), cast(Any, self.lora), self, base_digest="base", events=self.events),
             AdapterConfig(slots, poll_seconds=60.0, wait_seconds=wait_seconds, turn_seconds=turn_seconds),
             self.events,
             drafter,
         )
 
-    def _bind(self, files: Mapping[str, bytes]) -> Any:
+    def bind(self, files: Mapping[str, bytes]) -> Any:
         name = files["weights"].decode()
         if name in self.registry.corrupt:
             raise AdapterRejected("tensor x is missing")
         return name
+
+    def compose(self, members: Sequence[tuple[str, Any, float]]) -> Any:
+        if len(members) > self.max_members:
+            raise AdapterRejected("the ranks are too many")
+        return " ".join(f"{bound}*{scale:g}" for _, bound, scale in members)
 
     def start(self) -> World:
         self.manager.start(self.loop)

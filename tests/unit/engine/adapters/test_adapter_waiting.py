@@ -212,7 +212,7 @@ def test_a_sync_waits_for_pointers_that_are_not_live_whatever_else_is_asked_for_
 
 def test_a_bug_in_waiting_for_events_does_not_end_the_thread() -> None:
     registry, nudges, loop = FakeRegistry(), FailingNudges(), FakeLoop()
-    loader = AdapterLoader(cast(Any, registry), cast(Any, FakeLora()), lambda files: cast(Any, files), base_digest="")
+    loader = AdapterLoader(cast(Any, registry), cast(Any, FakeLora()), cast(Any, None), base_digest="")
     manager = AdapterManager(cast(Any, registry), nudges, loader, AdapterConfig(2, 0.1, 5.0))
     manager.start(loop)
     until(lambda: nudges.waits > 2)

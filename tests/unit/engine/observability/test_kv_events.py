@@ -179,7 +179,7 @@ def test_batches_that_are_not_kept_any_more_are_a_gap(context: zmq.Context[zmq.S
         replay.connect(publisher.replay_address)
         for _ in range(4):
             publisher.listen(CacheChanged([]))
-        numbers = []
+        numbers: list[int] = []
         while not numbers or numbers[-1] < 4:
             numbers = [number for number, _ in earlier(replay, 0)]
         assert numbers == [3, 4]

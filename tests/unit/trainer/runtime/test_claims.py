@@ -44,9 +44,9 @@ class Consumer:
         assert self.slow.wait(20)
         return SimpleNamespace(id=self.beside.pop(0), attempt=1) if self.beside and "sft" in kinds else None
 
-    def heartbeat(self, claimed: Any) -> bool:
+    def asked(self, claimed: Any) -> str:
         self.beats += 1
-        return False
+        return "OK"
 
     def adopt_waiting(self) -> None:
         """There is nothing."""

@@ -69,7 +69,9 @@ def test_a_drafter_is_a_version_that_answers_nothing(http: httpx.Client) -> None
     kinds = {one["name"]: one["kind"] for one in http.get("/v1/adapters").json()["data"]}
     assert kinds == {"sharp": "drafter", "bot": "adapter"}
     assert [model["id"] for model in http.get("/v1/models").json()["data"]] == [MODEL, "bot"]
-    assert [http.get(f"/v1/models/{name}").status_code for name in ("bot@1", "sharp@1", "sharp")] == [200, 404, 404]
+    asked = ("bot@1", "sharp@1", "sharp", "bot*0.5", "bot+nope", "bot@1+sharp@1", "bot@2*0.5")
+    assert [http.get(f"/v1/models/{name}").status_code for name in asked] == [200, 404, 404, 200, 404, 404, 404]
+    assert http.get("/v1/models/bot*0.5").json()["adapter"] == "bot@1*0.5"
     assert http.get("/v1/adapters/sharp/download", params={"file": DRAFTER_CONFIG}).json()["format"] == 1
 
     attach = http.post("/v1/adapters/sharp/attach")

@@ -47,7 +47,8 @@ def test_each_key_sees_its_own(tmp_path: Path, start: Starter) -> None:
             input_file_id=batch.input_file_id, endpoint="/v1/chat/completions", completion_window="24h"
         )
     with pytest.raises(openai.PermissionDeniedError):
-        as_key(running, trainer).client.files.list()
+        as_key(running, trainer).client.batches.list()
+    assert as_key(running, trainer).client.files.list().data == []
     # The key is revoked: what it submitted runs no more.
     waiting = mine.upload(b'{"custom_id":"a","method":"POST","url":"/v1/chat/completions","body":{}}')
     keys.change("one", revoked_at=datetime.now(UTC))

@@ -53,7 +53,7 @@ def test_pages(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"purpose": "fine-tune"}, "purpose"),
+        ({"purpose": "vision"}, "purpose"),
         ({"purpose": "batch_output"}, "purpose"),
         ({"extra": "1"}, "extra"),
         ({"expires_after[anchor]": "created_at"}, "expires_after[seconds]"),
