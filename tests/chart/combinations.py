@@ -145,7 +145,7 @@ AXES: Mapping[str, Mapping[str, Values]] = {
     },
     "tiers": {
         "host": {},
-        "none": {"engine": {"tiers": {"names": ""}}},
+        "none": {"engine": {"tiers": {"names": ""}, "kvEvents": {"enabled": True, "from": OUTSIDE}}},
         "node's disk": {"engine": {"tiers": {"names": "host,disk", "hostBytes": "1Gi", "diskBytes": "100Gi"}}},
         "all": {
             "engine": {
@@ -156,6 +156,7 @@ AXES: Mapping[str, Mapping[str, Values]] = {
                     "storeBytes": "40Gi",
                 },
                 "persistence": {"size": "100Gi", "storageClassName": "fast"},
+                "kvEvents": {"enabled": True},
             }
         },
     },

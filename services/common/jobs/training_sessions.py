@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from operator import not_
 from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import AfterValidator, Field, TypeAdapter, WithJsonSchema, model_validator
@@ -33,9 +34,9 @@ from services.common.validation.json_rules import (
     left_out,
     true_only_with,
 )
-from services.common.validation.strict_models import SentModel
+from services.common.validation.strict_models import SentModel, absent
 
-Loss: TypeAlias = Literal["cross_entropy", "importance_sampling", "ppo", "cispo"]
+Loss: TypeAlias = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
 MAX_SEQ = 2**53 - 1
 MAX_DATA = 4096
 """Data of one call; how many tokens they may have together is the engine's setting."""
@@ -45,7 +46,8 @@ _LOSS_FIELDS: dict[Loss, frozenset[str]] = {
     "cross_entropy": frozenset(),
     "importance_sampling": frozenset(),
     "ppo": frozenset({"clip_low", "clip_high"}),
-    "cispo": frozenset({"cap"}),
+    "cispo": frozenset({"floor", "cap"}),
+    "dro": frozenset({"beta"}),
 }
 _SESSION = re.compile(r"ts-([0-9a-f]{12})-([0-9a-f]{12})")
 _FUTURE = re.compile(r"tf-([0-9a-f]{12})-([0-9a-f]{12})-([0-9a-f]{1,14})-([0-9a-f]{6})")
@@ -77,6 +79,8 @@ class OpenSession(SentModel):
     """"name" or "name@n" to start from; its shape is kept."""
     checkpoint: CheckpointName | None = None
     """Checkpoint of a session to start from: the adapter together with its optimizer."""
+    fresh_optimizer: bool = Field(False, exclude_if=not_)
+    """Leave the checkpoint's optimizer: its moments begin at 0, and steps are counted from 0."""
     lora: LoraSettings = LoraSettings()
     """Shape and seed of a new adapter. What is given must agree with an adapter or checkpoint to start from."""
     ttl_seconds: float | None = Field(None, gt=0)
@@ -114,11 +118,13 @@ class Datum(SentModel):
     advantages: list[Factor] | None = None
     logprobs: list[Annotated[float, Field(ge=-1e9, le=1e-3)]] | None = None
     """Log-probabilities of the policy that sampled: ``sampling_logprobs`` of a response."""
+    score_all: bool = Field(False, exclude_if=not_)
+    """Score the tokens of weight 0, too: the loss and its gradient are the same."""
 
     json_rules: ClassVar[Rules] = (
         either(given("targets"), has(token_ids={"minItems": 2})),
         either(given("targets"), if_any(weights=either(NULL, {"prefixItems": [{"const": 0}]}))),
-        if_any(weights=either(NULL, contains({"not": {"const": 0}}))),
+        either(has(score_all=True), if_any(weights=either(NULL, contains({"not": {"const": 0}})))),
     )
 
     @model_validator(mode="after")
@@ -137,7 +143,7 @@ class Datum(SentModel):
                     "i; give targets where it should belong to the token after it)",
                     "weights",
                 )
-        if self.weights is not None and not any(self.weights):
+        if self.weights is not None and not self.score_all and not any(self.weights):
             raise _wrong("all weights are 0: nothing would be scored", "weights")
         return self
 
@@ -158,6 +164,11 @@ class Datum(SentModel):
             return [1.0] * len(self.inputs)
         return self._aligned(self.weights)
 
+    @property
+    def scored(self) -> list[bool]:
+        """Whether each predicted token gets a log-probability."""
+        return [self.score_all or weight != 0 for weight in self.effective_weights]
+
     def aligned(self, name: Literal["advantages", "logprobs"]) -> list[float]:
         """Value of each predicted token. Raises ValueError if the list was not given."""
         values = getattr(self, name)
@@ -177,12 +188,16 @@ class Datum(SentModel):
 class LossConfig(SentModel):
     """Settings of a loss; one that the chosen loss does not have is refused."""
 
-    clip_low: float | None = Field(None, ge=0, lt=1)
+    clip_low: float | None = Field(None, ge=0, le=1)
     """ppo: the ratio is clipped at 1 - clip_low. Default 0.2."""
     clip_high: float | None = Field(None, ge=0, le=1e6)
     """ppo: and at 1 + clip_high. Default 0.2."""
     cap: float | None = Field(None, gt=0, le=1e6)
     """cispo: the ratio's weight is at most this. Default 5."""
+    floor: float | None = Field(None, ge=0, le=1e6, exclude_if=absent)
+    """cispo: and at least this, which no cap may be below. Default 0."""
+    beta: float | None = Field(None, ge=0, le=1e6, exclude_if=absent)
+    """dro: weight of the squared distance to the policy that sampled. Default 0.1."""
 
 
 class _Call(SentModel):
@@ -291,6 +306,8 @@ class Load(_Call):
     kind: Literal["load"] = "load"
     adapter: AdapterRef | None = None
     checkpoint: CheckpointName | None = None
+    fresh_optimizer: bool = Field(False, exclude_if=not_)
+    """Leave the checkpoint's optimizer, as in OpenSession."""
 
     json_rules: ClassVar[Rules] = (exactly_one("adapter", "checkpoint"),)
 
@@ -332,7 +349,18 @@ class Sample(_Call):
         return self
 
 
-Call: TypeAlias = ForwardBackward | Forward | OptimStep | Sample | Save | Load
+class Refused(_Call):
+    """A call that was refused before it came here, by a client's protocol that has given it its number already: its
+    place in the line must not stay empty. It fails with the reason."""
+
+    kind: Literal["refused"] = "refused"
+    reason: str = Field(min_length=1, max_length=4096)
+    param: str | None = Field(None, max_length=256)
+    gradient: bool = False
+    """It was a forward_backward: what was accumulated before it is dropped, as if it had failed."""
+
+
+Call: TypeAlias = ForwardBackward | Forward | OptimStep | Sample | Save | Load | Refused
 CALL: TypeAdapter[Call] = TypeAdapter(Annotated[Call, Field(discriminator="kind")])
 """Parses and validates a call of any kind."""
 

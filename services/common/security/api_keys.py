@@ -25,6 +25,8 @@ from services.common.errors import InvalidRequest
 
 PREFIX = "tp-"
 """Prefix of every key, so that people and secret scanners recognise one."""
+TINKER_PREFIX = "tml-"
+"""Tinker's SDK sends no key without this prefix: a key may be given with it in front."""
 PATTERN = r"\btp-[A-Za-z0-9_-]{43}"
 """A key in a text."""
 KEY_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"

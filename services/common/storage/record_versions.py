@@ -72,3 +72,5 @@ LOGGED_REQUEST: Final = Schema("logged requests", 1)
 DATASET: Final = Schema("data sets", 1)
 CANARY: Final = Schema("canaries", 1)
 LEARNER: Final = Schema("learners", 1)
+TINKER: Final = Schema("Tinker records", 1)
+"""Sessions, runs and checkpoints of Tinker's API."""

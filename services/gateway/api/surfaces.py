@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from services.gateway.api import models, pooling, sessions
+from services.gateway.api.adapters import dynamic_routes as dynamic_adapters
 from services.gateway.api.adapters import routes as adapters
 from services.gateway.api.adapters import version_routes as adapter_versions
 from services.gateway.api.base import openapi
@@ -21,6 +22,13 @@ from services.gateway.api.training import forge
 from services.gateway.api.training import routes as training
 from services.gateway.api.training import sessions as training_sessions
 from services.gateway.api.training.fine_tuning import routes as fine_tuning
+from services.gateway.api.training.tinker import (
+    future_routes,
+    refused_routes,
+    run_routes,
+    service_routes,
+    training_routes,
+)
 
 API: tuple[Routes, ...] = (
     chat_completions.routes,
@@ -38,8 +46,14 @@ API: tuple[Routes, ...] = (
     side_by_side.routes,  # in front of those of one run, whose id it looks like
     runs.routes,  # some are below /v1/adapters, whose routes take the rest
     adapters.routes,
+    dynamic_adapters.routes,
     training.routes,
     training_sessions.routes,
+    service_routes.routes,
+    training_routes.routes,
+    future_routes.routes,
+    refused_routes.routes,
+    run_routes.routes,
     fine_tuning.routes,
     suites.routes,
     contamination.routes,

@@ -1,7 +1,8 @@
 """Error bodies: what each exception becomes, in one place.
 
 Every answer that is not a success has OpenAI's form `{"error": {"message", "type", "param", "code"}}`; under
-/v1/messages it has Anthropic's, `{"type": "error", "error": {"type", "message", "details"}}`.
+/v1/messages it has Anthropic's, `{"type": "error", "error": {"type", "message", "details"}}`, and under /api/v1, which
+is Tinker's, `{"detail", "category", "code", "param"}`.
 """
 
 from __future__ import annotations
@@ -84,6 +85,9 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
     429: "rate_limit_error",
     504: "timeout_error",
 }
+_TINKER = "/api/v1/"
+_FOR_TINKER: Mapping[int, int] = {409: 400}
+"""Statuses that Tinker's SDK takes for passing trouble, and asks again for minutes."""
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that went away; only logs and metrics see it."""
 
@@ -102,10 +106,18 @@ def in_anthropic_form(route: str) -> bool:
     return route == _MESSAGES or route.startswith(f"{_MESSAGES}/")
 
 
+def in_tinker_form(route: str) -> bool:
+    """True if clients of this path are Tinker's."""
+    return route.startswith(_TINKER)
+
+
 def error_payload(
     message: str, *, status: int, code: str | None, param: str | None = None, route: str = ""
 ) -> dict[str, Any]:
     """The error body, in the form that the clients of ``route`` read."""
+    if in_tinker_form(route):
+        category = "server" if status >= 500 or status in (408, 429) else "user"
+        return {"detail": message, "category": category, "code": code, "param": param}
     if in_anthropic_form(route):
         return _anthropic_payload(message, status, code, param)
     kind = "invalid_request_error" if status < 500 else "server_error"
@@ -151,8 +163,12 @@ def response_of(error: TemperError, route: str) -> Response:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
     if isinstance(error, Unauthorized):
         headers["www-authenticate"] = 'Bearer realm="temper"'
+    status = status_of(error)
+    if in_tinker_form(route):
+        # Its SDK slows down at 429; at 503 it does not.
+        status = 429 if isinstance(error, Overloaded) else _FOR_TINKER.get(status, status)
     return error_response(
-        error.message, status=status_of(error), code=error.code, param=error.param, headers=headers, route=route
+        error.message, status=status, code=error.code, param=error.param, headers=headers, route=route
     )
 
 

@@ -11,6 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import Forbidden, InvalidRequest, Overloaded, TemperError, Unauthorized
+from services.common.security.api_keys import TINKER_PREFIX
 from services.gateway.auth.api_keys import KeyRing
 from services.gateway.auth.audit_log import AuditLog
 from services.gateway.auth.browsers import BrowserGuard
@@ -112,6 +113,7 @@ class Authentication:
             return UNRESTRICTED
         scheme, _, credentials = headers.get("authorization", "").partition(" ")
         key = credentials.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
+        key = key.removeprefix(TINKER_PREFIX)
         if not key:
             self._metrics.auth_refusals.labels("missing").inc()
             raise Unauthorized(

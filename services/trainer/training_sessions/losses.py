@@ -1,4 +1,4 @@
-"""The four losses of sessions, as in Tinker: weighted sums over tokens, never means, so that the caller scales."""
+"""The losses of sessions, as in Tinker: weighted sums over tokens, never means, so that the caller scales."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ DEFAULT_CLIP = 0.2
 """PPO's ε (Schulman et al., arXiv 1707.06347, §6.1)."""
 DEFAULT_CAP = 5.0
 """CISPO's upper bound as TRL sets it."""
+DEFAULT_BETA = 0.1
+"""Weight of DRO's squared log-ratio as Tinker sets it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,8 @@ def token_loss(
     cross_entropy        l = −logp
     importance_sampling  l = −r·A
     ppo                  l = −min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A)   (arXiv 1707.06347, eq. 7)
-    cispo                l = −sg(min(r, cap))·A·logp                             (MiniMax-M1, arXiv 2506.13585, eq. 4)
+    cispo                l = −sg(clip(r, floor, cap))·A·logp                     (MiniMax-M1, arXiv 2506.13585, eq. 4)
+    dro                  l = −(A·logp − β/2·(log r)²)                            (arXiv 2405.19107, eq. 5)
 
     Raises:
         ValueError: a ratio is needed and advantages or behaviour log-probabilities are missing.
@@ -55,14 +58,17 @@ def token_loss(
         ceiling = 1.0 + (DEFAULT_CLIP if config.clip_high is None else config.clip_high)
         losses = -torch.minimum(ratio * advantages, ratio.clamp(floor, ceiling) * advantages)
         low, high = (advantages < 0) & (ratio < floor), (advantages > 0) & (ratio > ceiling)
+    elif kind == "dro":
+        beta = DEFAULT_BETA if config.beta is None else config.beta
+        losses = 0.5 * beta * log_ratio.square() - advantages * logprobs
     else:
-        cap = DEFAULT_CAP if config.cap is None else config.cap
-        losses = -ratio.detach().clamp(max=cap) * advantages * logprobs
+        cap, floor = DEFAULT_CAP if config.cap is None else config.cap, config.floor or 0.0
+        losses = -ratio.detach().clamp(floor, cap) * advantages * logprobs
         high = ratio > cap
     with torch.no_grad():
         sums = {"ratio_mean": ratio.sum(), "behaviour_kl": (ratio - 1.0 - log_ratio).sum()}
         if kind == "ppo":
             sums["clip_fraction_low"] = low.sum().float()
-        if kind != "importance_sampling":
+        if kind in ("ppo", "cispo"):
             sums["clip_fraction_high"] = high.sum().float()
     return TokenLoss((weights * losses).sum(), {name: value.detach() for name, value in sums.items()})

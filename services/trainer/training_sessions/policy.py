@@ -108,6 +108,11 @@ class SessionPolicy:
                 failed(error)
             raise
 
+    def drop(self, seq: int) -> None:
+        """Drops what has been accumulated: a forward_backward of this number was refused."""
+        self._forget_gradients()
+        self._broken = f"forward_backward seq {seq} was refused"
+
     def step(self, call: OptimStep) -> dict[str, Any]:
         """Applies what has been accumulated.
 

@@ -4,9 +4,10 @@ store."""
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+from services.common.errors import InvalidRequest
 from services.common.jobs.training_sessions import (
     Call,
     Forward,
@@ -14,6 +15,7 @@ from services.common.jobs.training_sessions import (
     Load,
     OpenSession,
     OptimStep,
+    Refused,
     Sample,
     Save,
 )
@@ -99,12 +101,17 @@ def call_program(resident: ResidentSession, call: Call, interrupt: Callable[[], 
         case Load():
             snapshot = yield Fetch(lambda: _fetch(resident.storage, call))
             result = yield Compute(lambda: _take_up(resident, snapshot, OpenSession()))
+        case Refused():
+            if call.gradient:
+                yield Compute(lambda: resident.present.drop(call.seq))
+            raise InvalidRequest(call.reason, param=call.param)
     return dict(result)
 
 
 def _fetch(storage: SessionStorage, source: OpenSession | Load) -> Snapshot:
     if source.checkpoint is not None:
-        return storage.checkpoint(source.checkpoint)
+        found = storage.checkpoint(source.checkpoint)
+        return replace(found, optimizer={}, steps=0) if source.fresh_optimizer else found
     if source.adapter is None:
         raise ValueError("nothing to load is named")
     return storage.version(source.adapter)

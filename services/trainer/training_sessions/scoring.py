@@ -16,13 +16,13 @@ from services.trainer.packing import Microbatch, pack
 
 @dataclass(frozen=True, slots=True)
 class ScoredBatch:
-    """One microbatch; rows are the tokens with a weight, in the order of its documents."""
+    """One microbatch; rows are the tokens that are scored, in the order of its documents."""
 
     microbatch: Microbatch
     targets: Tensor
     """[N] int64; the data may name other tokens than those that follow."""
     weights: Tensor
-    """[N] float32, none of them 0."""
+    """[N] float32; 0 only of tokens that are scored for their log-probability alone."""
     advantages: Tensor | None
     behaviour: Tensor | None
 
@@ -32,7 +32,7 @@ def scored_batches(data: Sequence[Datum], max_tokens: int, device: torch.device)
     documents = [
         Document(
             token_ids=(*datum.inputs, datum.predicted[-1]),
-            trained=(False, *(weight != 0 for weight in datum.effective_weights)),
+            trained=(False, *datum.scored),
             source=index,
         )
         for index, datum in enumerate(data)
@@ -43,7 +43,7 @@ def scored_batches(data: Sequence[Datum], max_tokens: int, device: torch.device)
 def spread(datum: Datum, logprobs: Sequence[float]) -> list[float | None]:
     """Log-probabilities of a datum's scored tokens in the places of its lists; None where nothing was scored."""
     values = iter(logprobs)
-    scored = [next(values) if weight != 0 else None for weight in datum.effective_weights]
+    scored = [next(values) if there else None for there in datum.scored]
     return [None] * datum.unpredicted + scored
 
 
@@ -57,12 +57,7 @@ def _with_rows(microbatch: Microbatch, data: Sequence[Datum], device: torch.devi
         return torch.tensor(rows, dtype=torch.float32, device=device)
 
     weights = [weight for datum in chosen for weight in _rows(datum, datum.effective_weights)]
-    targets = [
-        token
-        for datum in chosen
-        for token, weight in zip(datum.predicted, datum.effective_weights, strict=True)
-        if weight != 0
-    ]
+    targets = [token for datum in chosen for token, there in zip(datum.predicted, datum.scored, strict=True) if there]
     return ScoredBatch(
         microbatch=microbatch,
         targets=torch.tensor(targets, dtype=torch.int64, device=device),
@@ -73,4 +68,4 @@ def _with_rows(microbatch: Microbatch, data: Sequence[Datum], device: torch.devi
 
 
 def _rows(datum: Datum, values: Sequence[float]) -> list[float]:
-    return [value for value, weight in zip(values, datum.effective_weights, strict=True) if weight != 0]
+    return [value for value, there in zip(values, datum.scored, strict=True) if there]

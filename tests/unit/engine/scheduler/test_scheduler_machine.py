@@ -22,6 +22,7 @@ from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import FinishReason
 from services.engine.scheduler.sequence import Sequence
 from services.engine.scheduler.step_plan import StepPlan
+from tests.unit.engine.cache_index import books
 from tests.unit.engine.machine import behind
 from tests.unit.engine.scheduler.scheduler_rules import (
     VERSIONS,
@@ -171,6 +172,14 @@ class SchedulerMachine(RequestRules):
         if hasattr(self, "scheduler"):
             self.scheduler.check_integrity()
             assert self.scheduler.has_work == bool(self.live)
+            self._check_index()
+
+    def _check_index(self) -> None:
+        """Somebody who only follows the changes of the prefix cache knows what is in it."""
+        assert self.scheduler.journal is not None
+        self.index.follow(self.scheduler.journal.take())
+        found = set(self.index.blocks.values()), set(self.index.snapshots.values())
+        assert found == books(self.scheduler, self.config.block_size)
 
     def teardown(self) -> None:
         if hasattr(self, "scheduler"):
@@ -179,6 +188,7 @@ class SchedulerMachine(RequestRules):
             self.scheduler.check_integrity()
             counts = self.scheduler.counts()
             assert counts.blocks_cached == counts.slots_cached == 0
+            self._check_index()
 
     def _schedule(self) -> StepPlan | None:
         self._pin_waiting()

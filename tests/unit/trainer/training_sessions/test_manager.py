@@ -55,6 +55,59 @@ def test_results_have_the_places_of_the_lists(office: Office) -> None:
     assert result["loss"] == pytest.approx(-(first[2] + 2 * first[3] + second[0]), rel=1e-5)
 
 
+def test_all_tokens_are_scored_where_that_is_asked_for(office: Office) -> None:
+    session = office.open(lora={"rank": 4})
+    data = {"token_ids": [5, 6, 7, 8], "weights": [0, 0, 1, 2]}
+    plain = office.run(session, "forward_backward", 1, loss="cross_entropy", data=[data])
+    norm = office.run(session, "optim_step", 2, learning_rate=0)["grad_norm"]
+    whole = office.run(session, "forward_backward", 3, loss="cross_entropy", data=[data | {"score_all": True}])
+    assert whole["loss"] == pytest.approx(plain["loss"], rel=1e-6)
+    assert whole["logprobs"][0][2:] == pytest.approx(plain["logprobs"][0][2:], rel=1e-6)
+    assert (whole["logprobs"][0][0], whole["scored_tokens"]) == (None, 3)
+    assert office.run(session, "optim_step", 4, learning_rate=0)["grad_norm"] == pytest.approx(norm, rel=1e-6)
+    nothing = {"token_ids": [5, 6, 7], "weights": [0, 0, 0], "score_all": True}
+    assert office.run(session, "forward", 5, data=[nothing])["loss"] == 0
+
+
+@pytest.mark.parametrize(
+    ("loss", "config"),
+    [
+        ("dro", {}),
+        ("dro", {"beta": 2.0}),
+        ("cispo", {"floor": 0.9, "cap": 1.1}),
+    ],
+)
+def test_losses_beyond_tinkers_first(office: Office, loss: str, config: dict[str, float]) -> None:
+    session = office.open(lora={"rank": 4})
+    logp = torch.tensor(office.run(session, "forward", 1, data=[{"token_ids": [5, 6, 7, 8]}])["logprobs"][0][1:])
+    behaviour, advantages = logp + torch.tensor([-0.7, 0.0, 0.05]), torch.tensor([1.0, -2.0, 0.5])
+    datum = {
+        "token_ids": [5, 6, 7, 8],
+        "logprobs": [0.0, *behaviour.clamp(max=0).tolist()],
+        "advantages": [0.0, *advantages.tolist()],
+    }
+    gap = logp - behaviour.clamp(max=0)
+    if loss == "dro":
+        expected = -(logp * advantages - 0.5 * config.get("beta", 0.1) * gap**2).sum()
+    else:
+        expected = -(gap.exp().clamp(0.9, 1.1) * logp * advantages).sum()
+    result = office.run(session, "forward_backward", 2, loss=loss, loss_config=config, data=[datum])
+    assert result["loss"] == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_a_refused_call_keeps_its_place_in_the_line(office: Office) -> None:
+    session = office.open(lora={"rank": 4})
+    step = office.send(session, "optim_step", 3)
+    office.run(session, "forward_backward", 1, loss="cross_entropy", data=DATA)
+    with pytest.raises(InvalidRequest, match="no such loss"):
+        office.run(session, "refused", 2, reason="no such loss", gradient=True)
+    office.compute()
+    assert "forward_backward seq 2 was refused" in str(office.manager.look(step.id).error)
+    with pytest.raises(InvalidRequest, match="too dear"):
+        office.run(session, "refused", 4, reason="too dear")
+    assert train(office, session, 5) > 0
+
+
 def test_calls_wait_for_their_turn_and_a_repeat_is_the_same_future(office: Office) -> None:
     session = office.open(lora={"rank": 4})
     step = office.send(session, "optim_step", 2)
