@@ -8,6 +8,7 @@ between the last whole block and the snapshot, less than a block, so that reader
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
@@ -281,9 +282,9 @@ class KvEventPublisher:
 
 
 def _name(namespace: Namespace) -> str | None:
-    """Name by which requests ask for the adapter; None: the base."""
+    """Name by which requests ask for the adapter, or for several together, "a*0.7+b"; None: the base."""
     source = namespace.source
-    return None if source is None or not source.version else source.version.split("@")[0]
+    return None if source is None or not source.version else re.sub(r"@\d+", "", source.version)
 
 
 def _keys(namespace: Namespace) -> list[str] | None:
