@@ -235,6 +235,7 @@ def create_app(
         )
         engines.start()
         background.start()
+        tinker.samples.start()
         canaries.start()
         watching.start()
         if recorder is not None:
