@@ -25,12 +25,12 @@ import httpx
 import tinker
 from tinker import types
 
-from benchmarks.gateway.hostile import running_stack
 from benchmarks.lib.environment import environment
 from benchmarks.lib.recorder import put_line
+from benchmarks.serving.http_latency import running_stack
 
-_ADAM = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.01}
-_LORA = {"rank": 16, "seed": 1}
+_ADAM: dict[str, Any] = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.01}
+_LORA: dict[str, Any] = {"rank": 16, "seed": 1}
 
 
 class Direct:
