@@ -158,7 +158,12 @@ def stack(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory)
     # Tests compare numbers with float32 references, also on a GPU, where the default is the checkpoint's dtype.
     # And headers with errors and versions, which a stream has only if it waits for its first token.
     (metrics,) = claim_ports(1)
-    env = {"TEMPER_DTYPE": "float32", "TEMPER_STREAM_START_SECONDS": "15", "TEMPER_METRICS_PORT": str(metrics.number)}
+    env = {
+        "TEMPER_DTYPE": "float32",
+        "TEMPER_STREAM_START_SECONDS": "15",
+        "TEMPER_METRICS_PORT": str(metrics.number),
+        "TEMPER_ADAPTERS_DIR": str(tmp_path_factory.mktemp("adapters")),
+    }
     with Stack(tmp_path_factory.mktemp("stack") / "data", env=env) as running:
         pytestconfig.stash[SHARED] = running
         yield running

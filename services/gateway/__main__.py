@@ -10,8 +10,9 @@ from pydantic import ValidationError
 
 from services.common.shutdown import end_on_signals
 from services.common.telemetry.logging import configure_logging
-from services.gateway.server.app import BadSetting, create_app
+from services.gateway.server.app import create_app
 from services.gateway.server.http_protocol import HttpProtocol
+from services.gateway.server.named_files import BadSetting
 from services.gateway.server.shutdown import LAST_WORDS_SECONDS, Server, is_draining
 from services.gateway.settings import GatewaySettings
 

@@ -35,6 +35,12 @@ class GatewaySettings(ListenSettings, CommonSettings):
     """Largest JSON body; more is answered with 413."""
     max_upload_bytes: int = Field(2 * 2**30, ge=1024)
     """Largest adapter upload."""
+    adapters_dir: Path | None = None
+    """Directory of PEFT adapters that may be loaded by path (/v1/load_lora_adapter). Each directory in it that holds an
+    adapter is loaded when the gateway starts, under the directory's name. None: paths are refused."""
+    adapters_s3: str = ""
+    """Prefixes of the object store's server that adapters may be loaded from, separated by commas:
+    "s3://bucket/adapters". Empty: s3:// is refused."""
     max_session_bytes: int = Field(16 * 2**30, ge=1024)
     """Largest file of a session that may be imported."""
     tinker_base_model: str = Field("", max_length=256, pattern=r"^[A-Za-z0-9._/-]*$")
@@ -278,6 +284,11 @@ class GatewaySettings(ListenSettings, CommonSettings):
         return tuple(dict.fromkeys(_entries(self.cors_allow_origins)))
 
     @property
+    def s3_sources(self) -> tuple[str, ...]:
+        """Prefixes of `adapters_s3` without a slash at their ends, each once."""
+        return tuple(dict.fromkeys(entry.rstrip("/") for entry in _entries(self.adapters_s3)))
+
+    @property
     def hosts(self) -> tuple[str, ...]:
         """The names of `allowed_hosts`, each once."""
         return tuple(dict.fromkeys(_entries(self.allowed_hosts)))
@@ -301,6 +312,14 @@ class GatewaySettings(ListenSettings, CommonSettings):
                     f"{origin[:80]!r} is no origin: give scheme, host and port as a browser sends them, like "
                     "https://chat.example.com (no path, no capitals; '*' is not possible)"
                 )
+        return value
+
+    @field_validator("adapters_s3")
+    @classmethod
+    def _prefixes(cls, value: str) -> str:
+        for entry in _entries(value):
+            if not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]+(/[^/]+)*/?", entry):
+                raise ValueError(f"{entry[:80]!r} is no prefix: give them like s3://bucket/adapters")
         return value
 
     @field_validator("trusted_proxies")

@@ -124,6 +124,8 @@ class Manifest(BaseModel):
     """Data set that it was trained on; None: its job had data of its own."""
     created_at: float
     """Unix seconds."""
+    loaded_from: str | None = None
+    """Path that it was loaded from, as the call named it; None: it was trained, merged or uploaded."""
     metrics: dict[str, float] = Field(default_factory=dict)
     gates: tuple[GateEvidence, ...] = ()
     """Decisions of the job's `publish_if` and `attach_if` on suites, with their evidence."""

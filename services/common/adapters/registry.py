@@ -147,6 +147,8 @@ class AdapterRegistry(AdapterPointers):
         gates: Sequence[GateEvidence] = (),
         dataset: DatasetOrigin | None = None,
         current: bool = True,
+        once: str | None = None,
+        loaded_from: str | None = None,
         fence: Callable[[], None] | None = None,
     ) -> Manifest:
         """Makes a new version of ``name``, and makes it current.
@@ -158,6 +160,8 @@ class AdapterRegistry(AdapterPointers):
             files: adapter_model.safetensors and adapter_config.json, or drafter.safetensors and drafter.json.
             current: False: it stays a candidate, which answers only who names it, until a canary or a rollback to it
                 makes it current.
+            once: name under which it is published once, as that of a job is, where no job makes it.
+            loaded_from: see Manifest.
             fence: called right before the manifest and right before the pointer is written; raises if the caller
                 lost the right to publish.
 
@@ -168,7 +172,7 @@ class AdapterRegistry(AdapterPointers):
         self.check_new_name(name)
         kind, rank = kind_of(files), stated_rank(files)
         self.check_kind(name, kind)
-        version = self._claim(name, job_id)
+        version = self._claim(name, job_id or once)
         manifest = self._read_manifest(version)
         if manifest is None:
             entries = {filename: self._put_file(version, filename, data) for filename, data in sorted(files.items())}
@@ -187,6 +191,7 @@ class AdapterRegistry(AdapterPointers):
                 metrics=dict(metrics or {}),
                 gates=tuple(gates),
                 dataset=dataset,
+                loaded_from=loaded_from,
             )
             if fence is not None:
                 fence()

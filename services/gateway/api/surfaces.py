@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from services.gateway.api import models, pooling, sessions
+from services.gateway.api.adapters import dynamic_routes as dynamic_adapters
 from services.gateway.api.adapters import routes as adapters
 from services.gateway.api.adapters import version_routes as adapter_versions
 from services.gateway.api.base import openapi
@@ -45,6 +46,7 @@ API: tuple[Routes, ...] = (
     side_by_side.routes,  # in front of those of one run, whose id it looks like
     runs.routes,  # some are below /v1/adapters, whose routes take the rest
     adapters.routes,
+    dynamic_adapters.routes,
     training.routes,
     training_sessions.routes,
     service_routes.routes,

@@ -94,3 +94,23 @@ class PruneRequest(RequestModel):
     """Only say what would be removed."""
 
     json_rules: ClassVar[Rules] = (at_least_one("keep", "days"),)
+
+
+class LoadAdapterRequest(RequestModel):
+    """POST /v1/load_lora_adapter, vLLM's body."""
+
+    lora_name: Annotated[str, Field(json_schema_extra=dict(NAME_SCHEMA))]
+    lora_path: str = Field(min_length=1, max_length=2000)
+    """Directory below TEMPER_ADAPTERS_DIR, s3://bucket/prefix below TEMPER_ADAPTERS_S3, or a version, "name@n"."""
+    load_inplace: bool = False
+    """The name may be in use: its next requests are answered by what is loaded now."""
+    is_3d_lora_weight: Literal[False] = False
+    """Only false: experts' weights are matrices here."""
+
+
+class UnloadAdapterRequest(RequestModel):
+    """POST /v1/unload_lora_adapter, vLLM's body."""
+
+    lora_name: Annotated[str, Field(json_schema_extra=dict(NAME_SCHEMA))]
+    lora_int_id: int | None = None
+    """Accepted without effect: the name says which."""

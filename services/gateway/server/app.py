@@ -6,9 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -18,15 +16,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Lifespan, Scope
 
 from services.common.adapters.registry import AdapterRegistry
-from services.common.errors import InvalidRequest
 from services.common.evaluation.runs.store import EvaluationStore
 from services.common.evaluation.suites.store import SuiteStore
 from services.common.queue.job_queue import JobQueue
-from services.common.security.tls import Certificates, TlsFiles
 from services.common.shutdown import cancel_and_wait
 from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.recent_logs import RecentLogs
 from services.common.telemetry.tracing import open_tracer
+from services.gateway.api.adapters.loading import AdapterDirectory
 from services.gateway.api.adapters.routes import AdapterServices
 from services.gateway.api.base.idempotency import Idempotency, RedisRecords
 from services.gateway.api.base.openapi import add_examples, whole_bounds
@@ -55,8 +52,6 @@ from services.gateway.api.training.forge import tidy as tidy_forge
 from services.gateway.api.training.sessions import TrainingSessionServices
 from services.gateway.api.training.tinker.services import TinkerServices
 from services.gateway.api.training.validation import TrainingServices
-from services.gateway.auth.api_keys import KeyRing
-from services.gateway.auth.audit_log import AuditLog
 from services.gateway.auth.browsers import BrowserGuard
 from services.gateway.auth.route_permissions import PERMISSION, Permission, PermissionTable, add_keys
 from services.gateway.core.admission import Admission, Lifecycle
@@ -69,11 +64,11 @@ from services.gateway.engines.pool import EnginePool
 from services.gateway.engines.training_sessions import TrainingSessionRouter
 from services.gateway.inference.canaries import Canaries
 from services.gateway.inference.context import InferenceContext
-from services.gateway.inference.recorder import RequestRecorder
 from services.gateway.middleware.authentication import TIMEOUT_HEADER, Authentication
 from services.gateway.middleware.request_body import BodyDecoding, BodyLimit, BodyMemory
 from services.gateway.middleware.request_context import HeadRequests, RequestContext
 from services.gateway.rate_limits.limiter import RateLimiter
+from services.gateway.server.named_files import RequestLogging, open_audit_log, open_certificates, open_keys
 from services.gateway.settings import GatewaySettings
 from services.gateway.ui.routes import dashboard_routes
 from services.learning.canaries.controller import CanaryController
@@ -86,9 +81,6 @@ from services.learning.learners.store import LearnerStore
 from services.learning.request_log.index import RequestIndex
 from services.learning.request_log.log import RequestLog
 from services.learning.request_log.parts import Parts
-from services.learning.request_log.redaction import Redaction
-from services.learning.request_log.spool import Spool
-from services.learning.request_log.writer import RequestLogWriter
 
 log = structlog.get_logger(__name__)
 _CORS_HEADERS = (
@@ -166,13 +158,13 @@ def create_app(
         BadSetting: a file that a setting names cannot be used.
     """
     metrics = GatewayMetrics()
-    keys = _key_ring(settings, metrics)
-    audit = _audit_log(settings, metrics)
+    keys = open_keys(settings, metrics)
+    audit = open_audit_log(settings, metrics)
     quotas = RateLimiter(settings, metrics)
     tracer = open_tracer(settings, "gateway")
     admission = Admission(settings.max_in_flight)
-    certificates = _certificates(settings, metrics)
-    logging = _RequestLogging.of(settings, metrics)
+    certificates = open_certificates(settings, metrics)
+    logging = RequestLogging.of(settings, metrics)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -210,12 +202,14 @@ def create_app(
         controller = LearnerController(learners, work, metrics.learners) if settings.learners else None
         tinker = TinkerServices.of(training, sessions, batch_stores.files.objects)
         queues = QueueWatch({"training": queue, "batches": batch_stores.queue}, metrics)
+        adapters = AdapterServices(settings, engines, registry, queue, threads)
+        directory = AdapterDirectory(adapters)
         provide(
             app,
             inference,
             lifecycle,
             idempotency,
-            AdapterServices(settings, engines, registry, queue, threads),
+            adapters,
             training,
             TrainingSessionServices(engines, sessions, lifecycle),
             tinker,
@@ -238,6 +232,7 @@ def create_app(
         tinker.samples.start()
         canaries.start()
         watching.start()
+        directory.start()
         if recorder is not None:
             recorder.writer.start()
         await quotas.start()
@@ -258,6 +253,7 @@ def create_app(
             lifecycle.stopping.set()
             lifecycle.closing.set()
             await tidying.stop()
+            await directory.stop()
             if controller is not None:
                 await controller.stop()
             await worker.stop()
@@ -376,72 +372,3 @@ def _body_limit(settings: GatewaySettings) -> Callable[[Scope], int]:
         return settings.max_session_bytes if scope[PERMISSION].streams else settings.max_upload_bytes
 
     return limit
-
-
-class BadSetting(InvalidRequest):
-    """``param`` is the setting."""
-
-
-def _key_ring(settings: GatewaySettings, metrics: GatewayMetrics) -> KeyRing | None:
-    if not settings.api_keys_file:
-        log.warning("no API keys: everybody who reaches this gateway may do everything (TEMPER_API_KEYS_FILE)")
-        return None
-    try:
-        return KeyRing(Path(settings.api_keys_file), settings.key_limits, metrics)
-    except InvalidRequest as error:
-        raise BadSetting(error.message, param="api_keys_file") from None
-
-
-def _certificates(settings: GatewaySettings, metrics: GatewayMetrics) -> Certificates | None:
-    files = TlsFiles.of(settings)
-    if files is None:
-        return None
-    try:
-        certificates = Certificates(files)
-    except InvalidRequest as error:
-        raise BadSetting(error.message, param=error.param) from None
-    certificates.export(metrics.registry)
-    return certificates
-
-
-@dataclass(frozen=True, slots=True)
-class _RequestLogging:
-    """Settings of the request log, with the spool and the rules that they name."""
-
-    settings: GatewaySettings
-    spool: Spool
-    redaction: Redaction
-    metrics: GatewayMetrics
-
-    @classmethod
-    def of(cls, settings: GatewaySettings, metrics: GatewayMetrics) -> _RequestLogging | None:
-        """None: requests are not logged. Raises BadSetting."""
-        if not settings.request_log:
-            return None
-        rules = settings.request_log_rules
-        try:
-            spool = Spool(settings.request_log_spool, settings.request_log_spool_bytes)
-            return cls(settings, spool, Redaction() if rules is None else Redaction.read(rules), metrics)
-        except InvalidRequest as error:
-            raise BadSetting(error.message, param=error.param or "request_log_rules") from None
-
-    def recorder(self, parts: Parts, index: RequestIndex) -> RequestRecorder:
-        """The recorder of a gateway that begins."""
-        writer = RequestLogWriter(
-            parts,
-            index,
-            self.spool,
-            self.redaction,
-            part_seconds=self.settings.request_log_part_seconds,
-            keep_seconds=self.settings.request_log_ttl_seconds,
-            written=self.metrics.logged_requests.inc,
-            dropped=lambda reason, count: self.metrics.dropped_log_requests.labels(reason).inc(count),
-        )
-        return RequestRecorder(self.settings.request_log_share, writer)
-
-
-def _audit_log(settings: GatewaySettings, metrics: GatewayMetrics) -> AuditLog:
-    try:
-        return AuditLog(Path(settings.audit_log_file) if settings.audit_log_file else None, metrics)
-    except InvalidRequest as error:
-        raise BadSetting(error.message, param="audit_log_file") from None

@@ -14,7 +14,8 @@ import openai
 import pytest
 
 from services.common.security.api_keys import KeyLimits, Scope, new_key
-from services.gateway.server.app import BadSetting, create_app
+from services.gateway.server.app import create_app
+from services.gateway.server.named_files import BadSetting
 from services.gateway.settings import GatewaySettings
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.fake_engine import says

@@ -15,7 +15,8 @@ from services.common.security.tls import Certificates, read_material
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.engines import certificate_rotation as renewal
 from services.gateway.engines.pool import EnginePool
-from services.gateway.server.app import BadSetting, create_app
+from services.gateway.server.app import create_app
+from services.gateway.server.named_files import BadSetting
 from services.gateway.settings import GatewaySettings
 from tests.certificates import DAY, Authority
 from tests.unit.gateway.engines.test_pool import address, ready, request, run, until

@@ -19,6 +19,8 @@ WITHOUT = (
     "/v1/train/sessions/{session_id}/",
     "/v1/batches",
     "/v1/fine_tuning/jobs",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
     "/v1/canaries",
     "/v1/chat/completions/{completion_id}",
     "/v1/conversations/{conversation_id}",

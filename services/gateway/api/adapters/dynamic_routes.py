@@ -1,0 +1,76 @@
+"""/v1/load_lora_adapter and /v1/unload_lora_adapter: vLLM's calls, with its answers and its form of errors."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from pydantic import BaseModel
+
+from services.common.errors import Conflict, InvalidRequest, NotFound, TemperError
+from services.gateway.api.adapters.loading import load, unload
+from services.gateway.api.adapters.routes import Adapters
+from services.gateway.api.base.routing import Routes
+from services.gateway.auth.route_permissions import ADMIN, Permission
+from services.gateway.core.errors import status_of
+from services.gateway.protocol.models import LoadAdapterRequest, UnloadAdapterRequest
+
+
+class DynamicError(BaseModel):
+    """What went wrong, as vLLM says it; in a body that is no request, as everywhere here."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int | str | None
+
+
+class DynamicErrorBody(BaseModel):
+    """Every answer that is not a success. vLLM's errors have the fields of `error` outermost, too."""
+
+    error: DynamicError
+
+
+routes = Routes("adapters", errors=DynamicErrorBody)
+
+_TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+
+@routes.post("/v1/load_lora_adapter", Permission(ADMIN, audited=True), response_class=Response, responses=_TEXT)
+async def load_lora_adapter(request: Request, body: LoadAdapterRequest, adapters: Adapters) -> Response:
+    """Serves an adapter under a name: from a directory below TEMPER_ADAPTERS_DIR, from s3://bucket/prefix, or a version
+    "name@n". It is checked by an engine, kept in the object store, and answers at every gateway."""
+    request.state.audit_targets = [body.lora_name]
+    work = load(adapters, body.lora_name, body.lora_path, in_place=body.load_inplace)
+    return await _answered(work, f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@routes.post("/v1/unload_lora_adapter", Permission(ADMIN, audited=True), response_class=Response, responses=_TEXT)
+async def unload_lora_adapter(request: Request, body: UnloadAdapterRequest, adapters: Adapters) -> Response:
+    """Removes an adapter that was loaded by such a call. One with versions that were trained or uploaded is refused."""
+    request.state.audit_targets = [body.lora_name]
+    work = unload(adapters, body.lora_name)
+    return await _answered(work, f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+async def _answered(work: Awaitable[object], success: str) -> Response:
+    try:
+        await work
+    except TemperError as error:
+        status, kind = _vllm(error)
+        body = {"message": error.message, "type": kind, "param": error.param, "code": status}
+        # Older releases of vLLM had the fields outermost, and production-stack's operator reads them there.
+        return JSONResponse({"object": "error", **body, "error": body}, status)
+    return PlainTextResponse(success)
+
+
+def _vllm(error: TemperError) -> tuple[int, str]:
+    """Status and type of an error at vLLM."""
+    if isinstance(error, NotFound):
+        return 404, "NotFoundError"
+    if isinstance(error, Conflict | InvalidRequest):
+        return 400, "InvalidUserInput"
+    status = status_of(error)
+    return (400, "BadRequestError") if status == 422 else (status, "InternalServerError")
