@@ -133,7 +133,7 @@ AXES: Mapping[str, Mapping[str, Values]] = {
                 "kvCacheDtype": "fp8",
                 "runtimeClassName": "nvidia",
                 "nodeSelector": {"nvidia.com/mig.config": "all-balanced"},
-                "env": {"TEMPER_MAX_NUM_SEQS": 1000, "TEMPER_PREFIX_CACHE": False, "TEMPER_TPOT_SLO_MS": 5.5},
+                "env": {"TEMPER_MAX_NUM_SEQS": 1000, "TEMPER_PROGRAMMATIC_LAUNCH": False, "TEMPER_TPOT_SLO_MS": 5.5},
             }
         },
         "CPU": values_file("cpu-demo"),

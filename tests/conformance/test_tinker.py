@@ -54,7 +54,7 @@ def adam(rate: float = 1e-3) -> types.AdamParams:
 
 
 def test_a_loop_has_the_losses_of_a_session_of_temper(service: tinker.ServiceClient, stack: Stack) -> None:
-    """20 steps; benchmarks.training.tinker has 100."""
+    """20 steps; benchmarks.training.tinker_losses has 100."""
     training = trainer(service, stack)
     weights = [0.0] * 8 + [0.5] * 23
     with httpx.Client(base_url=stack.url, timeout=PATIENCE) as http:

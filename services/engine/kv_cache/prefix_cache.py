@@ -364,7 +364,7 @@ class PrefixCache:
         for block in node.blocks or ():
             self._blocks.uncache(block)
         if self._journal is not None:
-            self._journal.blocks_removed(node)
+            self._journal.removed(node)
         node.blocks = None
         node.pending = None
         if node.parent is not None:

@@ -9,6 +9,7 @@ between the last whole block and the snapshot, less than a block, so that reader
 from __future__ import annotations
 
 import re
+import re
 import socket
 import threading
 import time
@@ -23,10 +24,12 @@ import zmq
 
 from services.common.errors import InvalidRequest, Unavailable
 from services.engine.kv_cache.cache_journal import (
+    BlockHashes,
     BlocksRemoved,
     BlocksStored,
     CacheChange,
     CacheCleared,
+    HashedChange,
     SnapshotRemoved,
     SnapshotStored,
 )
@@ -111,7 +114,7 @@ class KvEventOptions:
 
 class KvEventPublisher:
     """Publisher of KV events. ``listen`` takes the events of the loop's thread and never waits; a thread of its own
-    encodes, sends, and answers requests for earlier batches.
+    hashes, encodes, sends, and answers requests for earlier batches.
 
     Raises:
         Unavailable: an address cannot be bound.
@@ -120,6 +123,7 @@ class KvEventPublisher:
     def __init__(self, options: KvEventOptions, block_size: int) -> None:
         self._topic = options.topic.encode()
         self._block_size = block_size
+        self._hashes = BlockHashes(block_size)
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=options.batches_kept)
         self._number = 0
         self._queue: SimpleQueue[tuple[float, Sequence[CacheChange]] | None] = SimpleQueue()
@@ -227,7 +231,10 @@ class KvEventPublisher:
             if item is None:
                 return False
             at, changes = item
-            payload = self._encoder.encode(EventBatch(at, [self._encoded(change) for change in changes], 0))
+            events = [self._encoded(hashed) for change in changes for hashed in self._hashes.follow(change)]
+            if not events:
+                continue
+            payload = self._encoder.encode(EventBatch(at, events, 0))
             number = self._number.to_bytes(8, "big")
             self._kept.append((self._number, payload))
             self._number += 1
@@ -245,7 +252,7 @@ class KvEventPublisher:
                 replay.send_multipart((peer, empty, number.to_bytes(8, "big"), payload))
         replay.send_multipart((peer, empty, _END, b""))
 
-    def _encoded(self, change: CacheChange) -> BlockStored | BlockRemoved | AllBlocksCleared:
+    def _encoded(self, change: HashedChange) -> BlockStored | BlockRemoved | AllBlocksCleared:
         match change:
             case BlocksStored():
                 return self._stored(change.namespace, list(change.hashes), change.parent, change.token_ids, _BLOCKS)

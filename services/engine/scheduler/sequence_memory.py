@@ -78,7 +78,7 @@ class SequenceMemory:
         self._blocks = BlockPool(config.num_blocks)
         self._slots = StatePool(config.num_slots)
         sizes = Sizes(config.block_bytes, config.slot_bytes)
-        self.journal = CacheJournal(config.block_size) if config.cache_journal else None
+        self.journal = CacheJournal() if config.cache_journal else None
         """Journal of the prefix cache's changes; None: nobody follows them."""
         self._cache = PrefixCache(
             self._blocks, self._slots, config.block_size, sizes, self.cost, clock, self._reload_seconds, self.journal

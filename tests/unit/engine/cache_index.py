@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.engine.kv_cache.cache_journal import (
+    BlockHashes,
     BlocksRemoved,
     BlocksStored,
     CacheChange,
     CacheCleared,
+    HashedChange,
     SnapshotRemoved,
     SnapshotStored,
 )
@@ -24,22 +26,26 @@ class CacheIndex:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
+        self._hashes = BlockHashes(block_size)
         self.blocks: dict[int, Prefix] = {}
         self.snapshots: dict[int, Prefix] = {}
 
     def follow(self, changes: Sequence[CacheChange]) -> None:
-        for change in changes:
-            match change:
-                case BlocksStored():
-                    self.store_blocks(change.namespace, change.hashes, change.parent, change.token_ids)
-                case BlocksRemoved():
-                    self.remove_blocks(change.hashes)
-                case SnapshotStored():
-                    self.store_snapshot(change.namespace, change.hash, change.parent, change.token_ids)
-                case SnapshotRemoved():
-                    del self.snapshots[change.hash]
-                case CacheCleared():
-                    self.blocks, self.snapshots = {}, {}
+        for hashed in (each for change in changes for each in self._hashes.follow(change)):
+            self._take(hashed)
+
+    def _take(self, change: HashedChange) -> None:
+        match change:
+            case BlocksStored():
+                self.store_blocks(change.namespace, change.hashes, change.parent, change.token_ids)
+            case BlocksRemoved():
+                self.remove_blocks(change.hashes)
+            case SnapshotStored():
+                self.store_snapshot(change.namespace, change.hash, change.parent, change.token_ids)
+            case SnapshotRemoved():
+                del self.snapshots[change.hash]
+            case CacheCleared():
+                self.blocks, self.snapshots = {}, {}
 
     def store_blocks(
         self, namespace: bytes, hashes: Sequence[int], parent: int | None, token_ids: Sequence[int]
@@ -69,17 +75,28 @@ class CacheIndex:
         assert space == namespace
         return tokens
 
+    def check(self, scheduler: Scheduler) -> None:
+        """Compares the index with what the prefix cache has. While a step computes a node's blocks, or only another
+        snapshot of it, they may be in the index or not."""
+        blocks, snapshots, pending = books(scheduler, self._block_size)
+        found = set(self.blocks.values())
+        assert blocks <= found <= blocks | pending
+        assert set(self.snapshots.values()) == snapshots
+        assert len(found) == len(self.blocks)
 
-def books(scheduler: Scheduler, block_size: int) -> tuple[set[Prefix], set[Prefix]]:
-    """Prefixes that end with a whole block, and those that end with a snapshot, which requests can use now."""
+
+def books(scheduler: Scheduler, block_size: int) -> tuple[set[Prefix], set[Prefix], set[Prefix]]:
+    """Prefixes that end with a whole block, those that end with a snapshot, which requests can use now, and those that
+    end with a block of a node that is pending."""
     blocks: set[Prefix] = set()
+    pending: set[Prefix] = set()
     snapshots: set[Prefix] = set()
     for node in scheduler._memory.cache.tree:
-        if node.blocks is None or node.pending is not None:
+        if node.blocks is None:
             continue
         space, tokens = bytes(node.namespace), tuple(bytes_to_tokens(node.tokens()))
         ends = range((node.start // block_size + 1) * block_size, node.end + 1, block_size)
-        blocks |= {(space, tokens[:end]) for end in ends}
-        if node.slot:
+        (blocks if node.pending is None else pending).update((space, tokens[:end]) for end in ends)
+        if node.slot and node.pending is None:
             snapshots.add((space, tokens))
-    return blocks, snapshots
+    return blocks, snapshots, pending

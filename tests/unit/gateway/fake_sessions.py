@@ -90,7 +90,8 @@ class FakeSessions(sessions_pb2_grpc.SessionsServicer):
     def _session(self, name: str, owner: str) -> pb.SessionAnswer:
         if name not in self.opened or self.owners[name] != owner:
             return pb.SessionAnswer(error=self._unknown(name))
-        return pb.SessionAnswer(session_json=json.dumps({"id": name, "object": "train.session"}).encode())
+        described = {"id": name, "object": "train.session", "lora": {"rank": self.opened[name].lora.rank}}
+        return pb.SessionAnswer(session_json=json.dumps(described).encode())
 
     def _unknown(self, name: str) -> engine_pb2.Error:
         return refused(engine_pb2.ERROR_CODE_NOT_FOUND, f"no such training session {name}", "id")

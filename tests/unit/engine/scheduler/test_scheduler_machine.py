@@ -22,7 +22,6 @@ from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import FinishReason
 from services.engine.scheduler.sequence import Sequence
 from services.engine.scheduler.step_plan import StepPlan
-from tests.unit.engine.cache_index import books
 from tests.unit.engine.machine import behind
 from tests.unit.engine.scheduler.scheduler_rules import (
     VERSIONS,
@@ -178,8 +177,7 @@ class SchedulerMachine(RequestRules):
         """Somebody who only follows the changes of the prefix cache knows what is in it."""
         assert self.scheduler.journal is not None
         self.index.follow(self.scheduler.journal.take())
-        found = set(self.index.blocks.values()), set(self.index.snapshots.values())
-        assert found == books(self.scheduler, self.config.block_size)
+        self.index.check(self.scheduler)
 
     def teardown(self) -> None:
         if hasattr(self, "scheduler"):
