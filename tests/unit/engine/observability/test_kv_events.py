@@ -20,7 +20,13 @@ from tests.unit.engine.cache_index import CacheIndex, books
 from tests.unit.engine.toy_engine import Engine
 
 BLOCK = 4
-PINS = (AdapterPin(), AdapterPin("polite@3", "digest of polite@3", 1), AdapterPin("polite@4", "digest of polite@4", 2))
+PINS = (
+    AdapterPin(),
+    AdapterPin("polite@3", "digest of polite@3", 1),
+    AdapterPin("polite@4", "digest of polite@4", 2),
+    AdapterPin("brief@12*0.7+polite@3", "digest of both", 3),
+)
+NAMES = {"digest of polite@3": "polite", "digest of polite@4": "polite", "digest of both": "brief*0.7+polite"}
 OPTIONS = KvEventOptions("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", "kv@pod@model", 10_000)
 WAIT_MS = 20_000
 
@@ -103,7 +109,7 @@ class Subscriber:
         self.names.add(name)
         space = "/".join(keys[0]) if keys else ""
         assert keys is None or keys == [keys[0]] * len(hashes)
-        assert ("digest of polite" in space) == (name == "polite")
+        assert name == NAMES.get(keys[0][0] if keys else "")
         if group == 0:
             self.index.store_blocks(space.encode(), hashes, parent, tokens)
         else:
@@ -165,7 +171,7 @@ def test_an_index_made_of_events_is_what_the_engine_has(
     for one in (there, late):
         assert sorted(tokens for _, tokens in one.index.blocks.values()) == sorted(tokens for _, tokens in blocks)
         assert sorted(tokens for _, tokens in one.index.snapshots.values()) == sorted(tokens for _, tokens in snapshots)
-        assert one.names == {None, "polite"}
+        assert one.names == {None, *NAMES.values()}
     assert b"secret" not in b"".join(payload for _, payload in publisher._kept)
 
 
