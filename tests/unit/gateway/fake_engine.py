@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 from grpc import aio
@@ -113,6 +114,10 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
     linear_layers: Sequence[str] = ()
     """Empty: like an engine of an earlier release, it does not say which there are."""
     memory_plan: Mapping[str, int] = field(default_factory=dict)
+    status: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of its status that are others than usual."""
+    silent: bool = False
+    """True: it does not answer when asked for its status."""
     lists_requests: bool = True
     """False: like an engine of an earlier release, it has no such call."""
     keeps_logs: bool = True
@@ -245,7 +250,9 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
                 yield engine_pb2.FileChunk(name=name, data=data[start : start + 1000])
 
     async def GetStatus(self, request, context) -> engine_pb2.EngineStatus:  # noqa: N802
-        return engine_pb2.EngineStatus(
+        if self.silent:
+            await asyncio.Event().wait()
+        usual = engine_pb2.EngineStatus(
             running=len(self.running),
             draining=self.draining,
             attached_adapter=self.attached,
@@ -262,6 +269,10 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
             blocks_cached=2,
             blocks_total=3,
         )
+        for name, value in self.status.items():
+            usual.ClearField(name)
+            usual.MergeFrom(engine_pb2.EngineStatus(**{name: value}))
+        return usual
 
     async def GetRequests(self, request, context) -> engine_pb2.GetRequestsResponse:  # noqa: N802
         if not self.lists_requests:
