@@ -127,8 +127,8 @@ PLATFORM = Group(
             0,
             "warning",
             "An event was given up for a webhook",
-            "Every attempt of release {{ $labels.release }} to tell a webhook of an end has failed: temper webhooks list "
-            "--state failed has which.",
+            "Every attempt of release {{ $labels.release }} to tell a webhook of an end has failed: "
+            "temper webhooks list --state failed has which.",
             (
                 fires({_webhook("failed"): once(0, 5, 1)}, "10m", PLACE),
                 quiet({_webhook("retried"): once(0, 5, 1)}, "10m"),

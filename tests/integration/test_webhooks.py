@@ -20,8 +20,8 @@ from services.common.queue.job_queue import JobQueue
 from services.common.security.destinations import may_call
 from services.common.settings import CommonSettings
 from services.common.storage.outbox import OUTBOX
+from services.gateway.api.operations.webhook_sender import WebhookSender
 from services.gateway.core.metrics import GatewayMetrics
-from services.gateway.core.webhook_sender import WebhookSender
 from services.gateway.core.webhook_store import Delivery, WebhookStore
 from services.gateway.settings import GatewaySettings
 from services.learning.canaries.store import CanaryStore

@@ -43,6 +43,7 @@ from services.gateway.api.learning.request_log import RequestLogServices, open_i
 from services.gateway.api.operations.health import HealthServices, QueueWatch
 from services.gateway.api.operations.keys import KeyServices
 from services.gateway.api.operations.logs import LogServices
+from services.gateway.api.operations.webhook_sender import WebhookSender
 from services.gateway.api.operations.webhooks import WebhookServices
 from services.gateway.api.responses.documents import DocumentStore
 from services.gateway.api.responses.serving import BackgroundResponses, ResponseServices
@@ -60,7 +61,6 @@ from services.gateway.core.errors import install_error_handlers
 from services.gateway.core.file_store import StoreThreads
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.tidying import Chore, Tidying
-from services.gateway.core.webhook_sender import WebhookSender
 from services.gateway.core.webhook_store import WebhookStore
 from services.gateway.engines.conversation_sessions import ConversationSessionRouter
 from services.gateway.engines.pool import EnginePool
