@@ -14,6 +14,7 @@ import numpy as np
 import structlog
 
 from benchmarks.lib.adapters import GeneratedAdapters, adapter_name
+from services.common.adapters.composition import Composition, Member
 from services.engine.loop.loop import EngineLoop
 from services.engine.loop.step_pipeline import StepPipeline
 from services.engine.models.registry import read_config
@@ -65,6 +66,8 @@ class InProcessEngine:
     Args:
         settings: prefix_cache and trainer are off unless asked for; adapter_slots grows to the adapters and two more.
         adapters: how many different LoRA adapters requests use; request i uses adapter i mod ``adapters``.
+        rank: of each adapter.
+        composed: adapters of which each of those is made for the requests, side by side in its slot.
         events: told what happens.
         prefix_cache: leave it on.
         trainer: with the plan's memory for training.
@@ -76,20 +79,21 @@ class InProcessEngine:
         *,
         adapters: int = 0,
         rank: int = 16,
+        composed: int = 1,
         events: EventStream | None = None,
         prefix_cache: bool = False,
         trainer: bool = False,
     ) -> None:
         config = read_config(settings.model)
-        self.adapters = adapters
-        self.registry = GeneratedAdapters(config, count=adapters, rank=rank)
+        self.adapters, self._composed = adapters, composed
+        self.registry = GeneratedAdapters(config, count=adapters * composed, rank=rank)
         slots = max(settings.adapter_slots, adapters + 2) if adapters else settings.adapter_slots
         settings = settings.model_copy(
             update={
                 "prefix_cache": prefix_cache,
                 "trainer": trainer,
                 "adapter_slots": slots,
-                "max_lora_rank": max(rank, 16) if adapters else settings.max_lora_rank,
+                "max_lora_rank": max(rank * composed, 16) if adapters else settings.max_lora_rank,
                 "max_waiting": 4096,
             }
         )
@@ -171,7 +175,10 @@ class InProcessEngine:
         return run
 
     def _adapter(self, index: int) -> AdapterChoice:
-        return AdapterChoice(name=adapter_name(index % self.adapters)) if self.adapters else AdapterChoice()
+        if not self.adapters:
+            return AdapterChoice()
+        first = index % self.adapters * self._composed
+        return AdapterChoice.of(Composition(tuple(Member(adapter_name(first + n)) for n in range(self._composed))))
 
 
 def submit_together(loop: EngineLoop, submissions: Sequence[Submission], sink: Sink) -> None:

@@ -77,6 +77,9 @@ def main() -> None:
     parser.add_argument("--cases", type=lambda text: [Case.parse(part) for part in text.split(",")], required=True)
     parser.add_argument("--lora", type=int, default=0, metavar="N", help="request i uses adapter i mod N")
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument(
+        "--compose", type=int, default=1, metavar="N", help="each of them is N adapters of the rank, composed in a slot"
+    )
     parser.add_argument("--quant", choices=("none", "fp8", "int4"), default="none")
     parser.add_argument("--kv", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--state", choices=("float32", "bfloat16"), default="float32")
@@ -140,7 +143,8 @@ def run(options: argparse.Namespace) -> None:
     bandwidth = measured_bandwidth(settings)  # while there is memory for it
     stages.done("bandwidth of a copy")
     with made_on_the_device() if options.random else nullcontext():
-        engine = InProcessEngine(settings, adapters=options.lora or int(options.swaps > 0), rank=options.rank)
+        adapters = options.lora or int(options.swaps > 0)
+        engine = InProcessEngine(settings, adapters=adapters, rank=options.rank, composed=options.compose)
     stages.done("rest of the start")
     only_warnings()
     pipeline = engine.pipeline
@@ -153,6 +157,8 @@ def run(options: argparse.Namespace) -> None:
     common = {
         "model": options.model,
         "lora": options.lora,
+        "rank": options.rank,
+        "compose": options.compose,
         "quant": options.quant,
         "kv": options.kv,
         "state": options.state,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any, Literal
 
@@ -186,6 +187,16 @@ class EngineSettings(CommonSettings):
     engine_name: str = Field("", max_length=128)
     """Name of this engine in the metrics of gateways. Empty: the host's name, which a StatefulSet keeps over
     restarts."""
+    kv_events: str = ""
+    """Address at which changes of the prefix cache are published, in vLLM's format over ZeroMQ, for routers that send a
+    prompt to where its prefix is: tcp://*:5557 to listen, or that of an indexer to connect to. They have the tokens of
+    prompts, and there is no authentication. Empty: they are not published."""
+    kv_events_replay: str = ""
+    """Address at which subscribers ask for earlier ones: tcp://*:5558. Empty: nowhere."""
+    kv_events_topic: str = ""
+    """Topic of the events; empty: kv@, the engine's name, @ and the served model's name."""
+    kv_events_kept: int = Field(10_000, ge=0)
+    """Batches of events that are kept for subscribers that ask; a step that changes the cache makes one."""
     health_port: int = Field(0, ge=0, le=65535)
     """Port of grpc.health.v1 alone, in plaintext, from the start of the process on (the services' own port has it once
     they serve); 0: none. It is on grpc_host."""
@@ -243,6 +254,14 @@ class EngineSettings(CommonSettings):
                 f"drafter is {self.drafter!r}, and nothing drafts with speculative=none: set TEMPER_SPECULATIVE=mtp, "
                 "or leave TEMPER_DRAFTER out"
             )
+        if self.kv_events and not self.prefix_cache:
+            raise ValueError(
+                "kv_events and prefix_cache=false contradict each other: the changes of the prefix cache are published"
+            )
+        if self.kv_events_replay and not self.kv_events:
+            raise ValueError(
+                "kv_events_replay is set, and kv_events is not: set TEMPER_KV_EVENTS to the address of the events"
+            )
         if self.adapter_slots == 1:
             raise ValueError("adapter_slots must be 0 (automatic) or at least 2: a swap needs one slot more")
         if self.tune == "start" and self.batch_invariant:
@@ -265,6 +284,11 @@ class EngineSettings(CommonSettings):
         if self.device == "cuda" and not cuda_available:
             raise ValueError("TEMPER_DEVICE=cuda, but torch sees no GPU; use TEMPER_DEVICE=auto or cpu")
         return self.device
+
+    @property
+    def own_name(self) -> str:
+        """Name of this engine."""
+        return self.engine_name or socket.gethostname()
 
     def for_device(self, device: Literal["cpu", "cuda"]) -> EngineSettings:
         """Settings with every 0 that means "by device" filled in."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -244,7 +243,7 @@ def build_engine(
         composes=True,
         linear_layers=target_shapes(model.config),
         teacher_vocab_size=0 if teacher is None else teacher.model.config.vocab_size,
-        engine=settings.engine_name or socket.gethostname(),
+        engine=settings.own_name,
     )
     second = None if teacher is None else teacher.model
     return Engine(
@@ -433,6 +432,7 @@ def _limits(
             max_model_len=max_model_len,
             eos_token_ids=frozenset(eos_token_ids),
             prefix_cache=settings.prefix_cache,
+            cache_journal=bool(settings.kv_events),
             mixed_prefill_tokens=settings.mixed_prefill_tokens,
             prefill_alignment=prefill_alignment(settings),
             draft_tokens=settings.draft_tokens if settings.speculative == "mtp" else 0,

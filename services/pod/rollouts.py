@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from services.common.adapters.composition import Composition
 from services.common.adapters.names import AdapterVersion
 from services.common.errors import DeadlineExceeded, InvalidRequest, TemperError, Unavailable
 from services.engine.adapters.private_versions import PrivateVersions
@@ -306,8 +307,8 @@ class _Batch:
 def _choice(policy: Policy) -> AdapterChoice | PrivateVersion:
     if policy is None:
         return AdapterChoice()
-    if isinstance(policy, AdapterVersion):
-        return AdapterChoice(name=policy.name, version=policy.version)
+    if isinstance(policy, AdapterVersion | Composition):
+        return AdapterChoice.of(policy)
     if not isinstance(policy, PrivateVersion):
         raise TypeError(f"{policy!r} is not a policy of this engine")
     return policy

@@ -28,6 +28,7 @@ from services.common.telemetry.tracing import Tracer, open_tracer
 from services.engine.kv_cache.keys import Tier
 from services.engine.observability.events import EventStream
 from services.engine.observability.exports import Sources, export
+from services.engine.observability.kv_events import KvEventOptions, KvEventPublisher
 from services.engine.observability.metrics import EngineMetrics
 from services.engine.observability.request_traces import RequestTraces
 from services.engine.observability.status import TierStatus
@@ -80,7 +81,9 @@ async def serve(
     tracer = open_tracer(settings, "engine")
     traces = RequestTraces(tracer) if tracer.on else None
     usage = UsageTotals()
-    listeners = [metrics.listen, usage.listen] if traces is None else [metrics.listen, usage.listen, traces.listen]
+    kv_events = _kv_events(settings)
+    listeners = [metrics.listen, usage.listen]
+    listeners += [one.listen for one in (traces, kv_events) if one is not None]
     events = EventStream(*listeners)
     loading = asyncio.create_task(asyncio.to_thread(build_engine, settings, registry, adapter_events, events, store))
     engine = await _unless_stopped(loading, stop)
@@ -96,8 +99,9 @@ async def serve(
         # Otherwise the adapters' event thread would wait until its next poll ends.
         adapter_events.close()
         await asyncio.to_thread(engine.stop, settings.tier_close_seconds)
-        if traces is not None:
-            await asyncio.to_thread(traces.close)
+        for listener in (traces, kv_events):
+            if listener is not None:
+                await asyncio.to_thread(listener.close)
         await asyncio.to_thread(tracer.close)
 
 
@@ -198,6 +202,14 @@ def _serve_metrics(host: str, port: int, registry: CollectorRegistry) -> None:
         raise Unavailable(
             f"cannot serve metrics on {host}:{port} (TEMPER_METRICS_HOST, TEMPER_METRICS_PORT): {error.strerror}"
         ) from error
+
+
+def _kv_events(settings: EngineSettings) -> KvEventPublisher | None:
+    if not settings.kv_events:
+        return None
+    topic = settings.kv_events_topic or f"kv@{settings.own_name}@{settings.served_model_name}"
+    options = KvEventOptions(settings.kv_events, settings.kv_events_replay, topic, settings.kv_events_kept)
+    return KvEventPublisher(options, settings.block_size)
 
 
 def _dead_thread(engine: Engine, training: Training) -> str:

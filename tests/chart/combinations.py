@@ -133,7 +133,7 @@ AXES: Mapping[str, Mapping[str, Values]] = {
                 "kvCacheDtype": "fp8",
                 "runtimeClassName": "nvidia",
                 "nodeSelector": {"nvidia.com/mig.config": "all-balanced"},
-                "env": {"TEMPER_MAX_NUM_SEQS": 1000, "TEMPER_PREFIX_CACHE": False, "TEMPER_TPOT_SLO_MS": 5.5},
+                "env": {"TEMPER_MAX_NUM_SEQS": 1000, "TEMPER_PROGRAMMATIC_LAUNCH": False, "TEMPER_TPOT_SLO_MS": 5.5},
             }
         },
         "CPU": values_file("cpu-demo"),
@@ -145,7 +145,7 @@ AXES: Mapping[str, Mapping[str, Values]] = {
     },
     "tiers": {
         "host": {},
-        "none": {"engine": {"tiers": {"names": ""}}},
+        "none": {"engine": {"tiers": {"names": ""}, "kvEvents": {"enabled": True, "from": OUTSIDE}}},
         "node's disk": {"engine": {"tiers": {"names": "host,disk", "hostBytes": "1Gi", "diskBytes": "100Gi"}}},
         "all": {
             "engine": {
@@ -156,6 +156,7 @@ AXES: Mapping[str, Mapping[str, Values]] = {
                     "storeBytes": "40Gi",
                 },
                 "persistence": {"size": "100Gi", "storageClassName": "fast"},
+                "kvEvents": {"enabled": True},
             }
         },
     },

@@ -70,6 +70,7 @@ _SAID: Mapping[str, Any] = {
     "engine.gpu.resource": "nvidia.com/mig-1g.10gb",
     "engine.tiers.names": "disk",
     "engine.tiers.hostBytes": "1Gi",
+    "engine.kvEvents.from": [{"podSelector": {}}],
     "engine.autoscaling.prometheus": "https://prometheus.example.com",
     "telemetry.traceRatio": 0.5,
     "engine.autoscaling.minReplicas": 0,

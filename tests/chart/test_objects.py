@@ -233,7 +233,10 @@ def test_services_understand_their_environment(
             assert read[0].device == values["engine"]["device"]
             probes = {container.spec[f"{kind}Probe"]["grpc"]["port"] for kind in ("startup", "liveness", "readiness")}
             assert probes == {read[0].health_port}
-            assert set(container.ports.values()) == {read[0].grpc_port, read[0].health_port, read[0].metrics_port}
+            addresses = filter(None, (read[0].kv_events, read[0].kv_events_replay))
+            events = {int(address.rpartition(":")[2]) for address in addresses}
+            ports = {read[0].grpc_port, read[0].health_port, read[0].metrics_port}
+            assert set(container.ports.values()) == ports | events
 
 
 def test_engines_get_one_gpu_or_none(release: Rendered, values: Mapping[str, Any]) -> None:

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 
 import grpc
 import httpx
+import msgspec
 import pytest
+import zmq
 
 from tests.e2e.adapters_for_tests import Reference
 from tests.e2e.cluster import Cluster
@@ -26,8 +28,22 @@ TIE = 1e-3
 
 
 @pytest.fixture(scope="module")
-def cluster(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def kv_events() -> Iterator[tuple[zmq.Socket[bytes], str]]:
+    """A router's socket to which engines connect, and its address."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    events = context.socket(zmq.SUB)
+    port = events.bind_to_random_port("tcp://127.0.0.1")
+    events.subscribe(b"kv@")
+    yield events, f"tcp://127.0.0.1:{port}"
+    context.destroy(linger=0)
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    stack: Stack, tmp_path_factory: pytest.TempPathFactory, kv_events: tuple[zmq.Socket[bytes], str]
+) -> Iterator[Cluster]:
     engine = {
+        "TEMPER_KV_EVENTS": kv_events[1],
         "TEMPER_MAX_NUM_SEQS": "16",
         "TEMPER_TOKEN_BUDGET": "256",
         "TEMPER_MAX_MODEL_LEN": "1024",
@@ -123,6 +139,7 @@ async def test_different_prompts_spread_and_equal_ones_meet(cluster: Cluster) ->
     before = {address: cluster.status(address).blocks_cached for address in cluster.addresses}
     asked = prompts(24, 192, seed=1)
     assert not any(map(cached, await ask_all(cluster, asked)))
+    cluster.wait_for(lambda: not any(cluster.status(a).blocks_used for a in cluster.addresses), "ended requests")
     grown = [cluster.status(address).blocks_cached - before[address] for address in cluster.addresses]
     each = sum(grown) / len(asked)
     assert each >= 8, "a prompt of 192 tokens leaves blocks in the cache"
@@ -132,6 +149,37 @@ async def test_different_prompts_spread_and_equal_ones_meet(cluster: Cluster) ->
     async with http(cluster) as client:
         for prompt in asked:
             assert cached(await complete(client, cluster.model, prompt)) >= 128, "it goes where it was"
+
+
+async def test_a_router_learns_from_kv_events_where_a_prompt_is(
+    cluster: Cluster, kv_events: tuple[zmq.Socket[bytes], str]
+) -> None:
+    """In vLLM's format: see tests/unit/engine/observability/test_kv_events.py."""
+    events, _ = kv_events
+    async with http(cluster) as client:
+        for seed in range(77, 100):  # what is published before a subscription is there is lost
+            events.poll(500)
+            (prompt,) = prompts(1, 200, seed)
+            assert not cached(await complete(client, cluster.model, prompt))
+            if events.poll(2000):
+                break
+    stored: list[int] = []
+    snapshots: list[list[int]] = []
+    while len(stored) < 192 or not snapshots:
+        assert events.poll(60_000), (stored, snapshots)
+        topic, _, payload = events.recv_multipart()
+        assert topic.decode().endswith(f"@{cluster.model}")
+        for tag, *fields in msgspec.msgpack.decode(payload)[1]:
+            if tag != "BlockStored":
+                continue
+            _, parent, tokens, size, _, _, adapter, _, group, _ = fields
+            assert (size, adapter) == (16, None)
+            if group == 0 and ((stored and parent is not None) or tokens[:16] == prompt[:16]):
+                stored += tokens
+            elif group == 1 and stored:
+                snapshots.append(tokens)
+    assert stored == prompt[:192], "each block once: it is on one engine"
+    assert any(tail == prompt[192 : 192 + len(tail)] for tail in snapshots)
 
 
 async def test_a_session_stays_with_its_engine(cluster: Cluster) -> None:

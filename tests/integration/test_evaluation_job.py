@@ -111,6 +111,23 @@ async def test_from_submit_to_the_result(
     assert runs.of_version(AdapterVersion("toy", 1)).newest() == runs.all.newest("ci") == [done.id]
 
 
+async def test_adapters_together_are_a_target(
+    queue: JobQueue, store: ObjectStore, registry: AdapterRegistry, suites: SuiteStore, start: Start, pod: Pod
+) -> None:
+    published(registry, pod)
+    published(registry, pod)
+    made(suites, "few", [{"prompt": "What is 3 plus 4?", "expected": 7}], scorer={"type": "exact"})
+    start()
+    done = await ended(queue, job(suites=["few"], targets=["toy*0.5", "toy@2+toy@1*-1", "toy"]))
+    assert done.state is JobState.SUCCEEDED, done.reason
+    runs = EvaluationStore(store)
+    record = runs.record(done.id)
+    assert record is not None
+    assert [target.name for target in record.targets] == ["toy@2*0.5", "toy@1*-1+toy@2", "toy@2"]
+    assert len({target.digest for target in record.targets}) == 3
+    assert runs.of_version(AdapterVersion("toy", 1)).newest() == [done.id]
+
+
 async def test_a_run_that_is_handed_on_ends_in_the_result_of_one_that_is_not(
     queue: JobQueue, store: ObjectStore, suites: SuiteStore, start: Start, pod: Pod
 ) -> None:

@@ -34,7 +34,7 @@ LEFT = 0.5
 """Share of the held-out divergence to the teacher that may be left; 0.21 and 0.40 with seeds 0 and 1, with the sampled
 loss 0.22 and 0.33."""
 TAUGHT = AdapterVersion("taught", 1)
-SETTINGS: dict[str, Any] = {"max_num_seqs": 32, "token_budget": 512, "num_blocks": 1025}
+SETTINGS: dict[str, Any] = {"max_lora_rank": 16, "max_num_seqs": 32, "token_budget": 512, "num_blocks": 1025}
 
 
 def tiny_files() -> dict[str, bytes]:
@@ -258,6 +258,14 @@ def test_it_continues_an_adapter(pod: Pod) -> None:
     metrics = run.step(0)
     assert metrics["sampler_trainer_kl"] < 1e-6
     assert metrics["kl_student_teacher"] > 0.05
+
+
+def test_adapters_together_teach_as_their_sum_does(pod: Pod) -> None:
+    pod.registry.versions[AdapterVersion("twin", 1)] = pod.registry.versions[TAUGHT]
+    alone, together = (prepared(pod, teacher=teacher).step(0) for teacher in ("taught@1", "taught@1*0.75+twin@1*0.25"))
+    assert together["divergence"] == pytest.approx(alone["divergence"], rel=1e-4)
+    weaker = prepared(pod, teacher="taught@1*0.25").step(0)
+    assert weaker["divergence"] < 0.9 * alone["divergence"]
 
 
 # -- bad input

@@ -7,13 +7,10 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Annotated, Any, TypeAlias
+from typing import Any, TypeAlias
 
-from pydantic import WithJsonSchema
-
-from services.common.adapters.names import BASE, FREE, NUMBER, AdapterVersion, check_adapter_name, parse_adapter_ref
+from services.common.adapters.names import FREE, NUMBER, AdapterVersion, check_adapter_name, parse_adapter_ref
 from services.common.errors import InvalidRequest
-from services.common.storage.names import field_check
 
 MAX_MEMBERS = 16
 """Most adapters of a composition."""
@@ -34,8 +31,8 @@ FIXED_SCHEMA: Mapping[str, Any] = {
     "maxLength": MAX_TEXT,
     "pattern": rf"^(base|{_FIXED}(\+{_FIXED}){{0,{_MORE}}})$",
 }
-"""The same where every member has to name its version."""
-FIXED_TEACHER_SCHEMA: Mapping[str, Any] = {
+"""The same where every member has to name its version: what stays as it is for a whole job."""
+TEACHER_SCHEMA: Mapping[str, Any] = {
     "maxLength": MAX_TEXT,
     "pattern": rf"^(base|checkpoint|{_FIXED}(\+{_FIXED}){{0,{_MORE}}})$",
 }
@@ -94,13 +91,16 @@ class Composition:
 
     @classmethod
     def of(cls, members: Iterable[Member]) -> Composition:
-        """Composition of what a request names. Raises InvalidRequest if it names an adapter twice."""
+        """Composition of what a request names. Raises InvalidRequest if it may name a version twice."""
         given = tuple(members)
-        twice = next((one.ref for n, one in enumerate(given) if one.ref in (o.ref for o in given[:n])), None)
-        if twice is not None:
-            raise InvalidRequest(
-                f"{twice} is named twice: name it once, with the scale that both have together", param="adapters"
-            )
+        for number, one in enumerate(given):
+            for other in given[:number]:
+                if one.name == other.name and (one.version == other.version or None in (one.version, other.version)):
+                    raise InvalidRequest(
+                        f"{one.ref} is named twice (also as {other.ref}): name it once, with the scale that both have "
+                        "together, or name two versions",
+                        param="adapters",
+                    )
         return cls(given)
 
     @property
@@ -197,12 +197,3 @@ def parse_published(text: str) -> Published:
 def versions_of(published: Published) -> tuple[AdapterVersion, ...]:
     """The versions that answer."""
     return published.versions if isinstance(published, Composition) else (published,)
-
-
-def _policy(text: str) -> None:
-    if text != BASE:
-        parse_composition(text)
-
-
-Policy = Annotated[str, field_check(_policy), WithJsonSchema({"type": "string", **COMPOSITION_SCHEMA})]
-""""base", an adapter or a composition of adapters."""

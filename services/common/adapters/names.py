@@ -42,7 +42,6 @@ VERSION_SCHEMA: Mapping[str, Any] = {"pattern": f"^{FREE}{NUMBER}$"}
 """The same of "name@n"."""
 SAMPLER_SCHEMA: Mapping[str, Any] = {"pattern": f"^(base|{FREE}{NUMBER})$"}
 """The same of "name@n" or "base"."""
-TEACHER_SCHEMA: Mapping[str, Any] = {"pattern": f"^(base|checkpoint|{FREE}{NUMBER})$"}
 AdapterName = Annotated[str, field_check(check_adapter_name), WithJsonSchema({"type": "string", **NAME_SCHEMA})]
 
 

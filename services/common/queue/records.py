@@ -10,7 +10,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from services.common.adapters.names import AdapterVersion, parse_adapter_version
+from services.common.adapters.composition import MAX_TEXT, parse_composition
+from services.common.adapters.names import AdapterVersion
 from services.common.errors import InvalidRequest
 from services.common.jobs import Job, JobEvent, JobProgress, JobSpec, PublishingJob, Spec
 from services.common.jobs.fields.dataset import OfDataset
@@ -53,8 +54,6 @@ FIELDS = (
 _ONCE_EPOCHS = {"sft": 3, "dpo": 1, "kto": 1}
 _ONCE_LEARNING_RATE = 1e-4
 """Defaults of the first release, where the trainer chooses now."""
-_REF_LIMIT = 100
-"""Characters of "name@n" at most."""
 
 
 def new_job_id() -> str:
@@ -183,18 +182,18 @@ def versions_needed(unfinished: Sequence[str]) -> set[AdapterVersion]:
                 waiting.extend(value.values())
             elif isinstance(value, list):
                 waiting.extend(value)
-            elif isinstance(value, str) and (version := _version(value)) is not None:
-                found.add(version)
+            elif isinstance(value, str):
+                found.update(_versions(value))
     return found
 
 
-def _version(text: str) -> AdapterVersion | None:
-    if len(text) > _REF_LIMIT or "@" not in text:
-        return None
+def _versions(text: str) -> tuple[AdapterVersion, ...]:
+    if len(text) > MAX_TEXT or "@" not in text:
+        return ()
     try:
-        return parse_adapter_version(text)
+        return parse_composition(text).versions
     except InvalidRequest:
-        return None
+        return ()
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -10,15 +10,29 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NewType
 
 Key = NewType("Key", bytes)
 """Key of an entry: KEY_BYTES of BLAKE2b over the key of the entry before it and its tokens."""
 
 
-Namespace = NewType("Namespace", bytes)
-"""Cache namespace: hash of adapter digest and cache salt. Requests share a prefix only within one; it takes the place
-of the parent's key in the key of a first entry."""
+class Namespace(bytes):
+    """Cache namespace: hash of adapter digest and cache salt. Requests share a prefix only within one; it takes the
+    place of the parent's key in the key of a first entry."""
+
+    source: NamespaceSource | None = None
+    """Adapter and salt; None where only the hash is known, as in entries that were read from a tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceSource:
+    """Adapter and salt of a cache namespace."""
+
+    version: str
+    """Adapter version; empty for the base."""
+    digest: str
+    salted: bool
 
 
 KEY_BYTES = 20
@@ -36,13 +50,15 @@ class Tier(enum.Enum):
     STORE = "store"
 
 
-def namespace_of(adapter_digest: str, cache_salt: str) -> Namespace:
-    """Cache namespace of an adapter version and a cache salt."""
+def namespace_of(adapter_digest: str, cache_salt: str, version: str = "") -> Namespace:
+    """Cache namespace of an adapter version and a cache salt; it does not depend on the version's name."""
     digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"temper space")
     for part in (adapter_digest.encode(), cache_salt.encode()):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
-    return Namespace(digest.digest())
+    namespace = Namespace(digest.digest())
+    namespace.source = NamespaceSource(version, adapter_digest, bool(cache_salt))
+    return namespace
 
 
 _CODE = "I" if array("I").itemsize == TOKEN_BYTES else "L"

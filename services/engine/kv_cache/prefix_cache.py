@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from services.engine.kv_cache.block_pool import BlockPool, IntegrityError
+from services.engine.kv_cache.cache_journal import CacheJournal
 from services.engine.kv_cache.compute_cost import ComputeCost
 from services.engine.kv_cache.eviction import EvictionQueue
 from services.engine.kv_cache.keys import TOKEN_BYTES, Namespace
@@ -41,6 +42,7 @@ class PrefixCache:
         cost: time that computing tokens takes.
         reload_seconds: seconds to get a snapshot back from a tier; None: no tier has it.
         clock: monotonic seconds.
+        journal: is told of each change; None: nobody reads it.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class PrefixCache:
         cost: ComputeCost,
         clock: Callable[[], float],
         reload_seconds: Callable[[Node], float | None] = lambda _: None,
+        journal: CacheJournal | None = None,
     ) -> None:
         self._blocks = blocks
         self._slots = slots
@@ -60,6 +63,7 @@ class PrefixCache:
         self._cost = cost
         self._clock = clock
         self._reload_seconds = reload_seconds
+        self._journal = journal
         self.tree = RadixTree()
         self._snapshots: EvictionQueue[Node] = EvictionQueue()
         """Nodes that have a snapshot on the device."""
@@ -160,6 +164,7 @@ class PrefixCache:
             if each.blocks is None:
                 self._fill(each, blocks)
                 self._await(each, pending)
+                self._record(each)
         if node.slot:
             self._slots.release(slot)
             return node
@@ -169,6 +174,7 @@ class PrefixCache:
         if node in self._leaves:
             self._leaves.update(node, self._price(node), self._size(node))
         self._hold(node)
+        self._record(node)
         return node
 
     def confirm(self, pending: InFlightNodes) -> list[Node]:
@@ -177,6 +183,9 @@ class PrefixCache:
         for node in certain:
             node.pending = None
         pending.nodes = []
+        if self._journal is not None:
+            for node in sorted(certain, key=lambda node: node.end):  # a prefix before what follows on it
+                self._record(node)
         return certain
 
     def discard(self, pending: InFlightNodes) -> None:
@@ -190,6 +199,11 @@ class PrefixCache:
         if pending is not None and node.pending is None:
             node.pending = pending
             pending.nodes.append(node)
+
+    def _record(self, node: Node) -> None:
+        """Tells the journal of a node that requests can use now."""
+        if self._journal is not None and node.pending is None and node.blocks is not None:
+            self._journal.stored(node)
 
     def _forget(self, node: Node) -> None:
         """Drops the blocks and snapshots of a node and of all nodes below it."""
@@ -208,6 +222,8 @@ class PrefixCache:
             node, rest = self.tree.descend(node, tokens)
             if rest is not None and rest.blocks is not None:
                 self._share_blocks(node, rest, rest.blocks)
+                if self._journal is not None:
+                    self._journal.split(node, rest)
                 self._await(node, rest.pending)
         return node
 
@@ -339,12 +355,16 @@ class PrefixCache:
             self._kept.pop(node, None)
             self._slots.release(node.slot)
             node.slot = 0
+            if self._journal is not None:
+                self._journal.snapshot_removed(node)
             if node in self._leaves:
                 self._leaves.update(node, self._price(node), self._size(node))
 
     def _drop_blocks(self, node: Node) -> None:
         for block in node.blocks or ():
             self._blocks.uncache(block)
+        if self._journal is not None:
+            self._journal.removed(node)
         node.blocks = None
         node.pending = None
         if node.parent is not None:

@@ -118,6 +118,12 @@ class RadixTree:
             root.blocks = []
         return root
 
+    def name(self, namespace: Namespace) -> None:
+        """Has the root of a namespace, if there is one, say what the namespace was made from."""
+        root = self._roots.get(namespace)
+        if root is not None and root.namespace.source is None:
+            root.namespace = namespace
+
     def find(self, namespace: Namespace, tokens: bytes, before: PrefixMatch | None = None) -> PrefixMatch:
         """Longest match of a token sequence.
 

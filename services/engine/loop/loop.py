@@ -259,6 +259,7 @@ class EngineLoop:
         self._tracker.retry_loading()
         if self._pipeline.busy and not self._stopping:
             self._tracker.publish(self._pipeline.advance(self._tracker.num_loading))
+        self._pipeline.tell_cache()
         self._publish_status()
 
     def _idle(self) -> None:

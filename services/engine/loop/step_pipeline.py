@@ -18,7 +18,8 @@ from services.common.errors import TemperError
 from services.engine.compute_sharing.engine_gate import EngineGate
 from services.engine.constraints.masks import NO_MASKS
 from services.engine.executors.runner import OpenStep, Runner, StepHandle
-from services.engine.observability.events import EventStream, StepDone, StepFailed
+from services.engine.kv_cache.cache_journal import CacheCleared
+from services.engine.observability.events import CacheChanged, EventStream, StepDone, StepFailed
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
@@ -171,7 +172,15 @@ class StepPipeline:
             self._tiers.take_events()
             self._tiers.resend_all()
         self.scheduler = Scheduler(self._config, self._runner.depth, self._tiers, self._runner.costs)
+        if self._config.cache_journal:
+            self._events.emit(CacheChanged([CacheCleared()]))
         return updates
+
+    def tell_cache(self) -> None:
+        """Emits the changes of the prefix cache since the last call, if somebody follows them."""
+        journal = self.scheduler.journal
+        if journal is not None and (changes := journal.take()):
+            self._events.emit(CacheChanged(changes))
 
     def count_failure(self, error: Exception) -> None:
         self.failures_in_a_row += 1

@@ -6,10 +6,11 @@ A new measurement is an event here, a line that emits it, and a case of the list
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from services.engine.kv_cache.cache_journal import CacheChange
 from services.engine.kv_cache.keys import Tier
 from services.engine.observability.status import Counts
 from services.engine.requests.outputs import Finished
@@ -115,9 +116,16 @@ class CopyEvicted:
     size: int
 
 
+@dataclass(frozen=True, slots=True)
+class CacheChanged:
+    """The device's prefix cache has changed. Emitted on the loop thread, if the scheduler keeps a journal of it."""
+
+    changes: Sequence[CacheChange]
+
+
 CopyEvent: TypeAlias = CopyLoaded | CopySaved | CopyNotMade | CopyEvicted
 EngineEvent: TypeAlias = (
-    StepDone | StepFailed | RequestDone | GrammarDone | AdapterPhaseDone | AdapterLoadFailed | CopyEvent
+    StepDone | StepFailed | RequestDone | GrammarDone | AdapterPhaseDone | AdapterLoadFailed | CacheChanged | CopyEvent
 )
 Listener: TypeAlias = Callable[[EngineEvent], None]
 

@@ -17,6 +17,7 @@ from services.engine.observability.events import (
     AdapterLoadFailed,
     AdapterPhase,
     AdapterPhaseDone,
+    CacheChanged,
     EngineEvent,
     GrammarDone,
     LoadFailure,
@@ -170,6 +171,8 @@ class EngineMetrics:
                 self._swaps.labels(event.phase).observe(event.seconds)
             case AdapterLoadFailed():
                 self._load_failures.labels(event.reason).inc()
+            case CacheChanged():
+                pass
             case _:
                 self.tiers.listen(event)
 

@@ -29,6 +29,8 @@ class SchedulerConfig:
     """Most prompt and output tokens of one sequence."""
     eos_token_ids: frozenset[int] = frozenset()
     prefix_cache: bool = True
+    cache_journal: bool = False
+    """Whether somebody follows the changes of the prefix cache."""
     mixed_prefill_tokens: int | None = None
     """Most prefill tokens of a step that also decodes, which bounds the time between two output tokens. None: what the
     token budget leaves. A step without decodes always has the whole budget."""

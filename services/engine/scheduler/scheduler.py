@@ -69,6 +69,7 @@ class Scheduler:
         self._depth = depth
         self._now = 0.0
         self._memory = SequenceMemory(config, lambda: self._now, tiers)
+        self.journal = self._memory.journal
         self._queue = RequestQueue(config)
         self._prefixes = PendingPrefixes()
         self._admissions = Admissions(config, self._memory, self._queue, self._prefixes)

@@ -90,7 +90,7 @@ class Sequence:
         speculative: bool = False,
     ) -> None:
         self.request = request
-        self.namespace: Namespace = namespace_of(request.pin.digest, request.cache_salt)
+        self.namespace: Namespace = namespace_of(request.pin.digest, request.cache_salt, request.pin.version)
         """Cache namespace: it shares prefixes with requests of the same one."""
         self.prompt = tokens_to_bytes(request.prompt_token_ids)
         """Prompt tokens as bytes."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from services.engine.kv_cache.block_pool import BlockPool
+from services.engine.kv_cache.cache_journal import CacheJournal
 from services.engine.kv_cache.compute_cost import ComputeCost
 from services.engine.kv_cache.keys import TOKEN_BYTES
 from services.engine.kv_cache.prefix_cache import PrefixCache, Sizes
@@ -77,8 +78,10 @@ class SequenceMemory:
         self._blocks = BlockPool(config.num_blocks)
         self._slots = StatePool(config.num_slots)
         sizes = Sizes(config.block_bytes, config.slot_bytes)
+        self.journal = CacheJournal() if config.cache_journal else None
+        """Journal of the prefix cache's changes; None: nobody follows them."""
         self._cache = PrefixCache(
-            self._blocks, self._slots, config.block_size, sizes, self.cost, clock, reload_seconds=self._reload_seconds
+            self._blocks, self._slots, config.block_size, sizes, self.cost, clock, self._reload_seconds, self.journal
         )
         self.offload: OffloadConnector | None = None
         if tiers is not None:
@@ -150,6 +153,7 @@ class SequenceMemory:
             Whether there was enough memory, and the copies of the prefix hit, if any.
         """
         limit = self.reusable(sequence)
+        self._cache.tree.name(sequence.namespace)
         path = PrefixMatch() if limit == 0 else self._find(sequence)
         return self._start(sequence, path, limit, spare_blocks, shared, last_resort=last_resort)
 

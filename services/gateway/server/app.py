@@ -237,6 +237,7 @@ def create_app(
         )
         engines.start()
         background.start()
+        tinker.samples.start()
         canaries.start()
         watching.start()
         directory.start()

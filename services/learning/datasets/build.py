@@ -378,4 +378,6 @@ def _answered_by(choice: LoggedChoice, wanted: DatasetFilter) -> bool:
     if wanted.versions is None:
         return True
     version = choice.version or "base"
-    return version in wanted.versions or version.partition("@")[0] in wanted.versions
+    # What several adapters together have answered is an answer of none of them.
+    single = "+" not in version and "*" not in version
+    return version in wanted.versions or (single and version.partition("@")[0] in wanted.versions)

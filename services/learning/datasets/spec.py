@@ -44,7 +44,8 @@ class DatasetFilter(SentModel):
     keys: list[_Text] | None = Field(None, min_length=1, max_length=1000)
     """Ids of the API keys that sent it."""
     versions: list[_Text] | None = Field(None, min_length=1, max_length=1000)
-    """Versions that answered: "name@n", "name" for all of an adapter, "base" for the model without adapter."""
+    """Versions that answered: "name@n", "name" for all of an adapter, "base" for the model without adapter. Several
+    adapters together are found as answers name them only, by "a@3*0.7+b@1"."""
     labels: list[_Text] | None = Field(None, min_length=1, max_length=1000)
     """Labels of which the feedback has one."""
     sources: list[Source] | None = Field(None, min_length=1)

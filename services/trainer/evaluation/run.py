@@ -13,7 +13,8 @@ from functools import partial
 from itertools import product
 from typing import Any, Protocol, TypeVar
 
-from services.common.adapters.names import BASE, parse_adapter_version
+from services.common.adapters.composition import parse_published
+from services.common.adapters.names import BASE
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import InvalidRequest, ModelNotFound, NotFound
 from services.common.evaluation.runs.plan import RunPlan, plan_run
@@ -252,7 +253,7 @@ class _ShardMaker:
         elif isinstance(chosen, RemoteTarget):
             self._target = OtherServer(chosen, host.grants.webhooks, self._place)
         else:
-            policy: Policy = None if chosen == BASE else parse_adapter_version(chosen)
+            policy: Policy = None if chosen == BASE else parse_published(chosen)
             self._target = EngineTarget(host.rollouts, host.codec, policy)
         self._sampling = self._suite.sampling or manifest.settings.sampling
         self._grader = SuiteGrader(

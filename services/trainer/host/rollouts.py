@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.common.adapters.names import AdapterVersion
+from services.common.adapters.composition import Published
 from services.engine.models.lora.trainable import LoraParams
 from services.trainer.timers import StepTimer
 
@@ -67,9 +67,9 @@ class PrivatePolicy(Protocol):
         ...
 
 
-Policy = PrivatePolicy | AdapterVersion | None
-"""Policy that samples: a job's own adapter as it is now, a published version, or (None) the model without an
-adapter."""
+Policy = PrivatePolicy | Published | None
+"""Policy that samples: a job's own adapter as it is now, a published version, a composition of versions, or (None) the
+model without an adapter."""
 
 
 class RolloutSource(Protocol):

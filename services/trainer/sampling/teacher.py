@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from kernels.divergence import Divergence
-from services.common.adapters.names import AdapterVersion
+from services.common.adapters.composition import Composition, Published, versions_of
 from services.common.errors import AdapterRejected, InvalidRequest, ModelNotFound
 from services.common.jobs import CHECKPOINT, OpdJob
 from services.common.jobs.kinds.opd import check_read
 from services.engine.models.interface import CausalLM
-from services.engine.models.lora.binding import bind_adapter
+from services.engine.models.lora.binding import BoundAdapter, bind_adapter, compose
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.training_arena import GraphMemory
 from services.engine.models.training_forward import FrozenForward
@@ -60,22 +60,22 @@ class Teacher:
         return cls.of_version(spec.teacher_version, host, "teacher")
 
     @classmethod
-    def of_version(cls, version: AdapterVersion | None, host: PolicyHost, field: str) -> Teacher:
+    def of_version(cls, version: Published | None, host: PolicyHost, field: str) -> Teacher:
         """The served model with an adapter, which is on the CPU until it is put `within` the job's memory.
 
         Args:
-            version: of the adapter; None: without one.
+            version: of the adapter, or a composition of several; None: without one.
             field: of the job, that names it.
 
         Raises:
             InvalidRequest: there is no such version.
-            AdapterRejected: it does not bind to this base model.
+            AdapterRejected: it does not bind to this base model, or has too many ranks.
             Unavailable: the object store does not answer.
         """
         if version is None:
             return cls(host.model, None)
         try:
-            bound = bind_adapter(host.adapter_files(version), host.model.config, max_rank=host.max_lora_rank)
+            bound = _bound(version, host)
         except ModelNotFound as error:
             raise InvalidRequest(
                 f"{field}: {error.message}: name a version that exists (GET /v1/adapters)", param=field
@@ -127,6 +127,15 @@ class Teacher:
     ) -> Divergence:
         """Divergence of the student, differentiable in its ``hidden``; ``own`` is what hidden() returned."""
         return student.divergence(hidden, self.model, own, beta=beta, temperature=temperature, give_way=give_way)
+
+
+def _bound(version: Published, host: PolicyHost) -> BoundAdapter:
+    config, max_rank = host.model.config, host.max_lora_rank
+    found = [bind_adapter(host.adapter_files(one), config, max_rank=max_rank) for one in versions_of(version)]
+    if not isinstance(version, Composition):
+        return found[0]
+    members = [(one.ref, bound, one.scale) for one, bound in zip(version.members, found, strict=True)]
+    return compose(members, config, max_rank=max_rank)
 
 
 NO_CHECKPOINT = (

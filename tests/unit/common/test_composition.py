@@ -58,8 +58,9 @@ def test_the_schema_takes_what_the_parser_takes() -> None:
 
 
 def test_an_adapter_that_is_named_twice_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match=r"^a@3 is named twice: name it once"):
-        parse_composition("a@3+b+a@3*0.5")
+    for text in ("a@3+b+a@3*0.5", "a@3*0.5+b+a", "a+a*2"):  # `a` may be a@3 by then
+        with pytest.raises(InvalidRequest, match=r"is named twice \(also as a"):
+            parse_composition(text)
 
 
 def test_what_stays_as_it_is_names_its_versions() -> None:

@@ -48,14 +48,16 @@ class ListedLog(RequestLog):
         yield from ((Line("p", 0, 1), one) for one in self._requests if wanted.takes(one))
 
 
-def request(number: int, *answers: str, asks: str | None = None, **more: Any) -> LoggedRequest:
+def request(
+    number: int, *answers: str, asks: str | None = None, answered_by: str = "toy@1", **more: Any
+) -> LoggedRequest:
     name = f"chatcmpl-{number}"
     choices = tuple(
         LoggedChoice(
             completion_id=name if len(answers) == 1 else f"{name}:{index}",
             message={"role": "assistant", "content": text},
             finish_reason="stop",
-            version="toy@1",
+            version=answered_by,
             token_ids=[number, index],
             logprobs=[-0.5, -0.25],
         )
@@ -107,6 +109,14 @@ def test_feedback_finds_its_answer() -> None:
     report = built.report
     assert (report.opinions, report.requests, report.without_request, report.users) == (6, 4, 1, 2)
     assert set(built.opinions) == {"fb_1", "fb_5", "fb_2", "fb_3", "fb_4"}
+
+
+def test_what_several_adapters_together_answered_is_an_answer_of_none_of_them() -> None:
+    requests = [request(number, "a", answered_by=by) for number, by in enumerate(("toy@1", "toy@1+x@2", "toy@1*0.5"))]
+    opinions = [said(number, score=1.0) for number in range(3)]
+    for wanted, kept in (("toy", [0]), ("toy@1+x@2", [1]), ("toy@1*0.5", [2]), ("x", [])):
+        built = build({"filter": {"versions": [wanted]}}, requests, *opinions)
+        assert [row.answer_id for row in built.rows["train"]] == [f"chatcmpl-{number}" for number in kept]
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,11 @@ run, and the runner begins with it."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
+from services.common.adapters.composition import Composition, parse_composition
 from services.common.adapters.manifest import Manifest
 from services.common.adapters.names import BASE, AdapterVersion, parse_adapter_ref
 from services.common.adapters.registry import AdapterRegistry
@@ -17,7 +18,7 @@ from services.common.evaluation.suites.manifest import SuiteManifest
 from services.common.evaluation.suites.names import parse_suite_ref
 from services.common.evaluation.suites.spec import SuiteSampling, SuiteSettings
 from services.common.evaluation.suites.store import SuiteStore
-from services.common.jobs.kinds.evaluate import EvalJob, EvalSampling, RemoteTarget
+from services.common.jobs.kinds.evaluate import EvalJob, EvalSampling, RemoteTarget, Target
 from services.common.jobs.scorers.allowed_webhooks import check_covered
 from services.common.jobs.scorers.grants import Granted
 from services.common.jobs.scorers.judge import JudgeSpec
@@ -31,13 +32,13 @@ class RunPlan:
     job: EvalJob
     """The job with a version in place of every name."""
     suites: Sequence[SuiteManifest]
-    adapters: Sequence[Manifest | None]
-    """Manifest of each target; None: the base, or a model of another server."""
+    adapters: Sequence[Sequence[Manifest]]
+    """Manifests of each target, of a composition one for each member; none: the base, or a model of another server."""
 
     @property
     def versions(self) -> list[AdapterVersion]:
-        """The targets that are versions of adapters."""
-        return [manifest.ref for manifest in self.adapters if manifest is not None]
+        """Versions of adapters that are targets, or members of one."""
+        return list(dict.fromkeys(manifest.ref for manifests in self.adapters for manifest in manifests))
 
     def check_allowed(self, granted: Granted) -> None:
         """Checks what the run uses against what an engine allows.
@@ -79,8 +80,8 @@ class RunPlan:
             for suite in self.suites
         ]
         targets = [
-            RunTarget(name=str(target), digest=None if manifest is None else manifest.digest)
-            for target, manifest in zip(self.job.targets, self.adapters, strict=True)
+            RunTarget(name=str(target), digest=_digest(str(target), manifests))
+            for target, manifests in zip(self.job.targets, self.adapters, strict=True)
         ]
         return RunRecord(
             id=run,
@@ -116,19 +117,20 @@ def plan_run(job: EvalJob, suites: SuiteStore, registry: AdapterRegistry, base_d
         scorer = manifests[-1].settings.scorer
         if isinstance(scorer, JudgeSpec) and scorer.version is not None:
             _adapter(str(scorer.version), registry, base_digest, field)
-    adapters = [
-        None
-        if isinstance(target, RemoteTarget) or target == BASE
-        else _adapter(target, registry, base_digest, f"targets[{place}]")
-        for place, target in enumerate(job.targets)
-    ]
+    targets: list[Target] = []
+    adapters: list[Sequence[Manifest]] = []
+    for place, target in enumerate(job.targets):
+        if isinstance(target, RemoteTarget) or target == BASE:
+            targets.append(target)
+            adapters.append(())
+            continue
+        composition, found = _composition(target, registry, base_digest, f"targets[{place}]")
+        targets.append(str(composition))
+        adapters.append(found)
     pinned = job.model_copy(
         update={
             "suites": [str(manifest.ref) for manifest in manifests],
-            "targets": [
-                target if manifest is None else str(manifest.ref)
-                for target, manifest in zip(job.targets, adapters, strict=True)
-            ],
+            "targets": targets,
         }
     )
     _check_twins(pinned)
@@ -165,6 +167,25 @@ def _check_suite(job: EvalJob, suite: SuiteManifest, field: str) -> None:
                     'those is not known: run it on targets of this server, or make a suite with prompt_format "raw"',
                     param=field,
                 )
+
+
+def _composition(
+    text: str, registry: AdapterRegistry, base_digest: str, field: str
+) -> tuple[Composition, Sequence[Manifest]]:
+    """A target with versions in place of its names, and their manifests in the order of its members."""
+    members = parse_composition(text).members
+    found = {one: _adapter(one.ref, registry, base_digest, field) for one in members}
+    fixed = Composition(tuple(replace(one, version=manifest.version) for one, manifest in found.items()))
+    manifests = {manifest.ref: manifest for manifest in found.values()}
+    return fixed, [manifests[version] for version in fixed.versions]
+
+
+def _digest(target: str, manifests: Sequence[Manifest]) -> str | None:
+    if not manifests:
+        return None
+    composition = parse_composition(target)
+    digests = [manifest.digest for manifest in manifests]
+    return composition.digest(digests) if composition.single is None else digests[0]
 
 
 def _adapter(ref: str, registry: AdapterRegistry, base_digest: str, field: str) -> Manifest:

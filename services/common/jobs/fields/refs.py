@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from services.common.adapters.composition import COMPOSITION_SCHEMA, parse_composition
 from services.common.adapters.names import BASE, POLICY_SCHEMA, parse_adapter_ref
 from services.common.storage.names import check_name, field_check, version_number
 
@@ -33,5 +34,14 @@ SuiteRef = Annotated[str, field_check(_versioned("suite")), _VERSIONED]
 """"name@n", or "name" for the newest version of a suite."""
 DatasetRef = Annotated[str, field_check(_versioned("dataset")), _VERSIONED]
 """"name@n", or "name" for the newest version of a data set."""
+
+
+def _target(text: str) -> None:
+    if text != BASE:
+        parse_composition(text)
+
+
 Policy = Annotated[str, field_check(_policy), Field(json_schema_extra=dict(POLICY_SCHEMA))]
 """"base", "name@n", or "name" for the current version of an adapter."""
+PolicyOrComposition = Annotated[str, field_check(_target), Field(json_schema_extra=dict(COMPOSITION_SCHEMA))]
+"""The same, or several adapters together, "a@3*0.7+b"."""

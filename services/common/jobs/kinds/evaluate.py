@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from services.common.adapters.names import BASE
 from services.common.jobs.fields.gates import MAX_SUITES
-from services.common.jobs.fields.refs import Policy, SuiteRef
+from services.common.jobs.fields.refs import PolicyOrComposition, SuiteRef
 from services.common.jobs.scorers.allowed_webhooks import webhook_parts
 from services.common.jobs.scorers.webhook import URL_SCHEMA
 from services.common.validation.strict_models import SentModel
@@ -37,7 +37,7 @@ class RemoteTarget(SentModel):
         return f"{self.model} at {self.url}"
 
 
-Target: TypeAlias = Policy | RemoteTarget
+Target: TypeAlias = PolicyOrComposition | RemoteTarget
 
 
 def _base_alone() -> list[Target]:
@@ -64,7 +64,8 @@ class EvalJob(SentModel):
     suites: list[SuiteRef] = Field(min_length=1, max_length=MAX_SUITES)
     """Suites to run, each "name" or "name@n"."""
     targets: list[Target] = Field(default_factory=_base_alone, min_length=1, max_length=MAX_TARGETS)
-    """Models to compare: "base", versions of adapters, or models of other servers."""
+    """Models to compare: "base", versions of adapters, several adapters together ("a@3*0.7+b"), or models of other
+    servers."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the samples: the same run gives the same answers."""
     sampling: EvalSampling = EvalSampling()

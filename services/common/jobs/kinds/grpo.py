@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from services.common.adapters.names import BASE, AdapterVersion, parse_adapter_version
+from services.common.adapters.composition import parse_published, versions_of
+from services.common.adapters.names import BASE, AdapterVersion
 from services.common.errors import InvalidRequest
 from services.common.jobs.base import DataRows, JobBase, Pace, ServedLimits
 from services.common.jobs.documents import placed
@@ -315,7 +316,10 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
         for number, group in enumerate(self.groups or ()):
             for member, completion in enumerate(group.completions):
                 found.setdefault(completion.adapter, f"groups[{number}].completions[{member}].adapter")
-        versions = {parse_adapter_version(name): field for name, field in found.items() if name and name != BASE}
+        versions: dict[AdapterVersion, str] = {}
+        for name, field in found.items():
+            for version in versions_of(parse_published(name)) if name and name != BASE else ():
+                versions.setdefault(version, field)
         if len(versions) > MOST_SAMPLERS:
             raise InvalidRequest(
                 f"the rollouts were sampled by {len(versions)} adapter versions, over the limit of {MOST_SAMPLERS} a "

@@ -7,13 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from services.common.adapters.names import (
-    BASE,
-    TEACHER_SCHEMA,
-    AdapterVersion,
-    parse_adapter_ref,
-    parse_adapter_version,
-)
+from services.common.adapters.composition import TEACHER_SCHEMA, Published, parse_composition, parse_published
+from services.common.adapters.names import BASE
 from services.common.errors import InvalidRequest, TemperError
 from services.common.jobs.base import DataRows, JobBase, Pace, ServedLimits
 from services.common.jobs.documents import check_thinking, completion_tokens, placed
@@ -159,13 +154,14 @@ class OpdJob(RefreshesDrafter, JobBase):
         if value in (BASE, CHECKPOINT):
             return value
         try:
-            _, version = parse_adapter_ref(value)
+            composition = parse_composition(value)
         except TemperError as error:
             raise ValueError(error.message) from error
-        if version is None:
+        loose = next((member.name for member in composition.members if member.version is None), None)
+        if loose is not None:
             raise ValueError(
                 f'"{value}" is none of "base", "checkpoint" and "name@n": a teacher stays the same for the whole job, '
-                f'so name the version ("{value}@3")'
+                f'so name the version ("{loose}@3")'
             )
         return value
 
@@ -267,11 +263,11 @@ class OpdJob(RefreshesDrafter, JobBase):
         return self.prompts_per_step or self.round_prompts
 
     @property
-    def teacher_version(self) -> AdapterVersion | None:
-        """The adapter version that teaches, if one does."""
+    def teacher_version(self) -> Published | None:
+        """The adapter version that teaches, or the composition of some, if one does."""
         if self.teacher in (BASE, CHECKPOINT):
             return None
-        return parse_adapter_version(self.teacher)
+        return parse_published(self.teacher)
 
 
 def check_read(field: str, token_ids: Sequence[int], vocab: int) -> None:

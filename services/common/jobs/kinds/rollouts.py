@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from services.common.adapters.names import BASE, SAMPLER_SCHEMA, parse_adapter_version
+from services.common.adapters.composition import FIXED_SCHEMA, parse_published
+from services.common.adapters.names import BASE
 from services.common.errors import InvalidRequest
 from services.common.jobs.base import JobBase
 from services.common.jobs.documents import check_thinking, completion_tokens
@@ -42,7 +43,7 @@ MOST_SAMPLERS = 64
 
 
 def _sampler(text: str) -> str:
-    return text if text == BASE else str(parse_adapter_version(text))
+    return text if text == BASE else str(parse_published(text))
 
 
 class GrpoCompletion(SentModel):
@@ -61,8 +62,9 @@ class GrpoCompletion(SentModel):
     )
     """The completion hit max_tokens: it does not end its turn. Of a text, false says that it does: the end token was
     sampled and is learnt. null does not say, and only the text is learnt."""
-    adapter: Annotated[str, field_check(_sampler), Field(json_schema_extra=dict(SAMPLER_SCHEMA))] | None = None
-    """"name@n" that sampled it, or "base"; a version must exist when the job is submitted."""
+    adapter: Annotated[str, field_check(_sampler), Field(json_schema_extra=dict(FIXED_SCHEMA))] | None = None
+    """"name@n" that sampled it, several together ("a@3*0.7+b@1"), or "base"; a version must exist when the job is
+    submitted."""
     reward: Reward
 
     json_rules: ClassVar[Rules] = (

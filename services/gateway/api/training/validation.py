@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from services.common.adapters.composition import versions_of
 from services.common.adapters.manifest import Kind, Manifest
 from services.common.adapters.names import BASE, AdapterVersion, parse_adapter_ref
 from services.common.adapters.registry import AdapterRegistry
@@ -200,7 +201,9 @@ async def _check_start(training: TrainingServices, spec: TrainingSpec, start: Ma
 
 async def _check_teacher(training: TrainingServices, spec: OpdJob, start: Manifest | None) -> None:
     """Checks that the teacher exists, and is another policy than the one that is to learn from it."""
-    teacher = None if spec.teacher_version is None else await _of_this_base(training, spec.teacher_version, "teacher")
+    named = () if spec.teacher_version is None else versions_of(spec.teacher_version)
+    members = [await _of_this_base(training, version, "teacher") for version in named]
+    teacher = members[0] if isinstance(spec.teacher_version, AdapterVersion) else None
     same = spec.teacher == BASE if start is None else teacher is not None and start.digest == teacher.digest
     if same and await _starts_there(training, spec):
         raise InvalidRequest(

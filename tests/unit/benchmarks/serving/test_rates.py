@@ -45,6 +45,18 @@ def test_every_request_uses_its_adapter(engine: InProcessEngine) -> None:
     assert [pinned[name] for name in sorted(pinned)] == ["bench-0@1", "bench-1@1", "bench-0@1"]
 
 
+def test_every_request_uses_its_composition() -> None:
+    settings = settings_for(TINY, "cpu", max_num_seqs=4, token_budget=256)
+    engine = InProcessEngine(settings, adapters=2, rank=4, composed=2)
+    try:
+        run = engine.generate(engine.prompts(3, 8), 2)
+    finally:
+        engine.stop()
+    pinned = {update.request_id: update.adapter for _, updates in run.steps for update in updates if update.adapter}
+    together = ["bench-0@1+bench-1@1", "bench-2@1+bench-3@1"]
+    assert [pinned[name] for name in sorted(pinned)] == [*together, together[0]]
+
+
 def test_swaps_are_loaded_while_requests_decode(engine: InProcessEngine) -> None:
     report = measure_swaps(engine, Case(2, 8, 8), 3)
     assert report["swaps"] == 3

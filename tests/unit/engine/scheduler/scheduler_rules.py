@@ -19,6 +19,7 @@ from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.draft_depth import StepCosts
 from services.engine.scheduler.scheduler import Scheduler
 from services.engine.scheduler.step_plan import StepPlan, StepResult
+from tests.unit.engine.cache_index import CacheIndex
 from tests.unit.engine.machine import ToyRunner, request
 from tests.unit.engine.toy_reads import Told
 from tests.unit.engine.toy_tiers import ToyTiers
@@ -102,6 +103,7 @@ class RequestRules(RuleBasedStateMachine):
             max_model_len=max_model_len,
             eos_token_ids=frozenset({7, 13}),
             prefix_cache=prefix_cache,
+            cache_journal=True,
             draft_tokens=draft_tokens,
             snapshot_interval=interval,
             short_prefill=short,
@@ -116,6 +118,7 @@ class RequestRules(RuleBasedStateMachine):
         self.runner = ToyRunner(self.config, depth, costs)
         self.tiers = ToyTiers(self.runner, block_size) if tiers else None
         self.scheduler = Scheduler(self.config, depth, self.tiers, costs)
+        self.index = CacheIndex(block_size)
         self.flight: list[tuple[StepPlan, StepResult]] = []
         """Launched, oldest first; the scheduler does not know the results yet."""
         self.steps = 0

@@ -171,6 +171,13 @@ class SchedulerMachine(RequestRules):
         if hasattr(self, "scheduler"):
             self.scheduler.check_integrity()
             assert self.scheduler.has_work == bool(self.live)
+            self._check_index()
+
+    def _check_index(self) -> None:
+        """Somebody who only follows the changes of the prefix cache knows what is in it."""
+        assert self.scheduler.journal is not None
+        self.index.follow(self.scheduler.journal.take())
+        self.index.check(self.scheduler)
 
     def teardown(self) -> None:
         if hasattr(self, "scheduler"):
@@ -179,6 +186,7 @@ class SchedulerMachine(RequestRules):
             self.scheduler.check_integrity()
             counts = self.scheduler.counts()
             assert counts.blocks_cached == counts.slots_cached == 0
+            self._check_index()
 
     def _schedule(self) -> StepPlan | None:
         self._pin_waiting()

@@ -74,10 +74,10 @@ async def retrieve_future(body: Retrieve, tinker: Tinker) -> Response:
 async def _answer(tinker: TinkerServices, request_id: str, asked: RequestId) -> Response:
     match asked.kind:
         case "made":
-            run = await tinker.records.run(RunId.parse(str(asked.about.get("run"))))
+            run = await tinker.records.run(RunId.parse(str(asked.about["run"])))
             return _json({"type": "create_model", "model_id": run.id})
         case "loaded":
-            run = await tinker.records.run(RunId.parse(str(asked.about.get("run"))))
+            run = await tinker.records.run(RunId.parse(str(asked.about["run"])))
             return _json({"type": "load_weights", "model_id": run.id, "path": asked.about.get("path")})
         case "sample":
             return await _sample(tinker, request_id, asked.about)
@@ -86,8 +86,8 @@ async def _answer(tinker: TinkerServices, request_id: str, asked: RequestId) -> 
 
 async def _sample(tinker: TinkerServices, request_id: str, about: dict[str, Any]) -> Response:
     if about.get("owner") != owner():
-        raise Gone("this sample is another API key's", param="request_id")
-    outcome = await tinker.samples.outcome(str(about.get("name")), _WAIT_SECONDS)
+        raise NotFound("no such request", param="request_id")
+    outcome = await tinker.samples.outcome(str(about["name"]), _WAIT_SECONDS)
     match outcome.state:
         case "done":
             return Response(outcome.answer, media_type=_PROTOBUF)
@@ -99,7 +99,7 @@ async def _sample(tinker: TinkerServices, request_id: str, about: dict[str, Any]
 
 
 async def _call(tinker: TinkerServices, request_id: str, about: dict[str, Any]) -> Response:
-    found = await tinker.sessions.wait(str(about.get("future")), _WAIT_SECONDS, tinker.lifecycle.closing)
+    found = await tinker.sessions.wait(str(about["future"]), _WAIT_SECONDS, tinker.lifecycle.closing)
     if found.state == pb.FUTURE_STATE_PENDING:
         return _try_again(request_id)
     if found.HasField("error"):

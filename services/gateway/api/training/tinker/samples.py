@@ -27,7 +27,11 @@ from services.gateway.core.errors import status_of
 _KEPT_SECONDS = 600.0
 _KEPT_BYTES = 256 * 2**20
 """Answers of one gateway."""
+_RUNNING_SECONDS = 15
+"""Time after which a sample counts as lost whose gateway has not said that it runs."""
 _LOOK_SECONDS = 0.1
+_AWAY_SECONDS = 5.0
+"""Pause after Redis was away, in which nothing is told: a sample must not wait for it."""
 State: TypeAlias = Literal["running", "done", "failed", "lost"]
 log = structlog.get_logger("tinker")
 
@@ -58,15 +62,20 @@ class Samples:
     """Samples of one gateway. Used from its event loop.
 
     Args:
-        settings: of Redis, and how long a sample may take.
+        settings: of Redis.
     """
 
-    def __init__(self, settings: CommonSettings, longest: float) -> None:
+    def __init__(self, settings: CommonSettings) -> None:
         self._redis = connect_async(settings)
-        self._longest = longest
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ended: OrderedDict[str, tuple[float, Outcome]] = OrderedDict()
         self._bytes = 0
+        self._away_until = 0.0
+        self._renewing: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins to tell other gateways which samples run here."""
+        self._renewing = asyncio.create_task(self._renew())
 
     async def begin(self, name: str, draw: Callable[[], Coroutine[Any, Any, bytes]]) -> None:
         """Begins a sample; the same name again is the same sample.
@@ -74,7 +83,7 @@ class Samples:
         Args:
             draw: to the encoded answer.
         """
-        if name in self._tasks or name in self._ended:
+        if self.known(name):
             return
         self._tasks[name] = asyncio.create_task(self._draw(name, draw))
         await self._tell(name, _RUNNING)
@@ -84,7 +93,11 @@ class Samples:
         return name in self._tasks or name in self._ended
 
     async def outcome(self, name: str, seconds: float) -> Outcome:
-        """The outcome, or that it still runs after ``seconds``; lost, if nobody knows of it."""
+        """The outcome, or that it still runs after ``seconds``; lost, if nobody knows of it.
+
+        Raises:
+            Unavailable: another gateway may have it, and Redis is away.
+        """
         if (task := self._tasks.get(name)) is not None:
             await asyncio.wait((task,), timeout=seconds)
         if (ended := self._ended.get(name)) is not None:
@@ -104,7 +117,9 @@ class Samples:
             task.cancel()
 
     async def stop(self) -> None:
-        """Ends all samples."""
+        """Ends all samples: they are lost, and their clients ask another gateway for them again."""
+        if self._renewing is not None:
+            await cancel_and_wait(self._renewing)
         for task in list(self._tasks.values()):
             await cancel_and_wait(task)
         await self._redis.aclose()
@@ -112,18 +127,11 @@ class Samples:
     async def _draw(self, name: str, draw: Callable[[], Coroutine[Any, Any, bytes]]) -> None:
         outcome = Outcome("lost", message="the sample was cancelled")
         try:
-            outcome = Outcome("done", await draw())
-        except TemperError as error:
-            status = status_of(error)
-            state: State = "lost" if status in (429, 502, 503) else "failed"
-            outcome = Outcome(state, message=error.message, user=status < 500)
-        except Exception:  # of this sample alone
-            log.exception("sample.crashed")
-            outcome = Outcome("failed", message="internal error; the log has the details")
+            outcome = await _drawn(draw)
         finally:
             del self._tasks[name]
             self._keep(name, outcome)
-        await self._tell(name, outcome)
+            await self._tell(name, outcome)
 
     def _keep(self, name: str, outcome: Outcome) -> None:
         now = time.monotonic()
@@ -136,16 +144,41 @@ class Samples:
             self._ended.popitem(last=False)
             self._bytes -= len(oldest.answer)
 
-    async def _tell(self, name: str, outcome: Outcome) -> None:
-        seconds = int(self._longest if outcome is _RUNNING else _KEPT_SECONDS) + 1
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(_RUNNING_SECONDS / 3)
+            for name in list(self._tasks):
+                await self._tell(name, _RUNNING, renewed=True)
+
+    async def _tell(self, name: str, outcome: Outcome, *, renewed: bool = False) -> None:
+        if time.monotonic() < self._away_until:
+            return
+        seconds = _RUNNING_SECONDS if outcome is _RUNNING else int(_KEPT_SECONDS)
         try:
-            await call_async(lambda: self._redis.set(_key(name), outcome.packed(), ex=seconds))
+            # What runs is renewed only where it still stands: it may have ended meanwhile.
+            if renewed:
+                await call_async(lambda: self._redis.expire(_key(name), seconds, gt=True))
+            else:
+                await call_async(lambda: self._redis.set(_key(name), outcome.packed(), ex=seconds))
         except Unavailable as error:  # whoever asks this gateway is answered all the same
+            self._away_until = time.monotonic() + _AWAY_SECONDS
             log.warning("sample.untold", error=error.message)
 
     async def _ask(self, name: str) -> Outcome:
         text = await call_async(lambda: self._redis.get(_key(name)))
         return Outcome("lost", message="nobody knows of this sample any more") if text is None else _read(text)
+
+
+async def _drawn(draw: Callable[[], Coroutine[Any, Any, bytes]]) -> Outcome:
+    try:
+        return Outcome("done", await draw())
+    except TemperError as error:
+        status = status_of(error)
+        state: State = "lost" if status in (429, 503) else "failed"
+        return Outcome(state, message=error.message, user=status < 500)
+    except Exception:  # of this sample alone
+        log.exception("sample.crashed")
+        return Outcome("failed", message="internal error; the log has the details")
 
 
 def _read(text: Any) -> Outcome:

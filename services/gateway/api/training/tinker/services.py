@@ -48,7 +48,7 @@ class TinkerServices:
             sessions,
             training.registry,
             TinkerRecords(store, threads),
-            Samples(settings, settings.request_timeout_seconds),
+            Samples(settings),
             threads,
             training.lifecycle,
         )
