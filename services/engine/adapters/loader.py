@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from services.common.adapters.composition import Composition, Published, versions_of
+from services.common.adapters.composition import Composition, Published
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry, Manifest
 from services.common.errors import AdapterRejected
@@ -64,6 +64,8 @@ class AdapterLoader:
         self._base_digest = base_digest
         self._events = events or EventStream()
         self._loading = threading.Lock()
+        self._composed: tuple[Composition, str, BoundAdapter] | None = None
+        """Composition that was checked last, until it is loaded: its digest and what is written."""
 
     def load(self, version: Published, slot: int) -> str:
         """Downloads, verifies and binds a version and writes it into a slot that no request uses. Of a composition it
@@ -77,28 +79,30 @@ class AdapterLoader:
             ModelNotFound: there is no such version.
             Unavailable: the object store does not answer.
         """
-        began = time.monotonic()
-        found = [self.files(member) for member in versions_of(version)]
-        self._events.emit(AdapterPhaseDone("download", time.monotonic() - began))
-        if not isinstance(version, Composition):
-            digest, files = found[0]
-            try:
-                self.load_files(files, slot)
-            except AdapterRejected as error:
-                raise AdapterRejected(f"{version}: {error.message}", param=error.param) from error
+        if isinstance(version, Composition):
+            with self._loading:
+                ready = self._composed
+                _, digest, bound = ready if ready is not None and ready[0] == version else self._compose(version)
+                self._composed = None
+                self._write(slot, bound)
             return digest
-        members = sorted(zip(version.members, found, strict=True), key=lambda one: (one[1][0], one[0].scale))
-        with self._loading:
-            began = time.monotonic()
-            bound = [(member.ref, self._bind(member.ref, files), member.scale) for member, (_, files) in members]
-            self._write(slot, self._binder.compose(bound), began)
-        return version.digest([digest for digest, _ in found])
+        began = time.monotonic()
+        digest, files = self.files(version)
+        self._events.emit(AdapterPhaseDone("download", time.monotonic() - began))
+        try:
+            self.load_files(files, slot)
+        except AdapterRejected as error:
+            raise AdapterRejected(f"{version}: {error.message}", param=error.param) from error
+        return digest
 
     def check(self, version: Published) -> None:
-        """Checks that the version, or each of a composition, exists and belongs to this base model. Raises as load
-        does."""
-        for member in versions_of(version):
-            self._manifest(member)
+        """Checks that the version exists and belongs to this base model; of a composition, that it can be loaded: no
+        manifest tells how many ranks it has. Raises as load does."""
+        if isinstance(version, Composition):
+            with self._loading:
+                self._composed = self._compose(version)
+        else:
+            self._manifest(version)
 
     def files(self, version: AdapterVersion) -> tuple[str, Mapping[str, bytes]]:
         """Digest and files of a version, downloaded and verified. Raises as load does, but binds nothing."""
@@ -119,7 +123,21 @@ class AdapterLoader:
         """Binds an adapter's files and writes them into a slot that no request uses. Raises AdapterRejected."""
         with self._loading:
             began = time.monotonic()
-            self._write(slot, self._binder.bind(files), began)
+            bound = self._binder.bind(files)
+            self._events.emit(AdapterPhaseDone("bind", time.monotonic() - began))
+            self._write(slot, bound)
+
+    def _compose(self, version: Composition) -> tuple[Composition, str, BoundAdapter]:
+        """The composition, its digest and what is written of it."""
+        began = time.monotonic()
+        found = [self.files(member) for member in version.versions]
+        ready = time.monotonic()
+        members = sorted(zip(version.members, found, strict=True), key=lambda one: (one[1][0], one[0].scale))
+        bound = [(member.ref, self._bind(member.ref, files), member.scale) for member, (_, files) in members]
+        composed = self._binder.compose(bound)
+        self._events.emit(AdapterPhaseDone("download", ready - began))
+        self._events.emit(AdapterPhaseDone("bind", time.monotonic() - ready))
+        return version, version.digest([digest for digest, _ in found]), composed
 
     def _bind(self, name: str, files: Mapping[str, bytes]) -> BoundAdapter:
         try:
@@ -127,9 +145,7 @@ class AdapterLoader:
         except AdapterRejected as error:
             raise AdapterRejected(f"{name}: {error.message}", param=error.param) from error
 
-    def _write(self, slot: int, bound: BoundAdapter, began: float) -> None:
-        ready = time.monotonic()
+    def _write(self, slot: int, bound: BoundAdapter) -> None:
+        began = time.monotonic()
         self._lora.load(slot, bound)
-        done = time.monotonic()
-        self._events.emit(AdapterPhaseDone("bind", ready - began))
-        self._events.emit(AdapterPhaseDone("upload", done - ready))
+        self._events.emit(AdapterPhaseDone("upload", time.monotonic() - began))

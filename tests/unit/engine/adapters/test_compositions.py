@@ -71,6 +71,17 @@ def test_a_version_that_does_not_fit_beside_others_goes_live_by_itself(ab: World
     assert ab.pin(composed("a@1+b@1")).version == "a@1+b@1"
 
 
+def test_nothing_gives_way_to_a_composition_that_does_not_fit() -> None:
+    with in_use(2) as (world, pins):
+        world.max_members = 1
+        for pin in pins:
+            world.manager.release(pin)
+        with pytest.raises(AdapterRejected, match="the ranks are too many"):
+            world.pin(composed("a+b"))
+        assert set(world.lora.slots.values()) == {"a@1", "b@1"}
+        assert world.manager.pin(named("a")) == pins[0]
+
+
 def test_a_member_that_is_missing_or_corrupt_is_named(ab: World) -> None:
     with pytest.raises(ModelNotFound, match="no; GET /v1/models"):
         ab.pin(composed("a+nope"))
