@@ -70,7 +70,7 @@ def exported() -> list[Exported]:
 def _gateway() -> CollectorRegistry:
     """A gateway's registry, of one engine that has answered."""
     metrics = GatewayMetrics()
-    metrics.engine.show("model", engine_pb2.EngineStatus(block_size=16))
+    metrics.engine.show(engine_pb2.Model(name="model"), engine_pb2.EngineStatus(block_size=16))
     return metrics.registry
 
 

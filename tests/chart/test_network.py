@@ -37,6 +37,8 @@ def needed(release: Rendered, values: Mapping[str, Any]) -> set[Edge]:
         found |= {Edge(part, "sentinel", values["redis"]["external"]["sentinelPort"]) for part in ("gateway", "engine")}
     if values["engine"]["trainer"]["webhooks"]:
         found |= {Edge("engine", "webhook", port) for port in values["networkPolicy"]["webhookPorts"]}
+    if values["gateway"]["env"].keys() & {"TEMPER_WEBHOOK_URLS", "TEMPER_WEBHOOK_ALLOW"}:
+        found |= {Edge("gateway", "webhook", port) for port in values["networkPolicy"]["webhookPorts"]}
     return found
 
 

@@ -844,6 +844,7 @@ class Model(_message.Message):
     WEBHOOKS_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     COMPOSES_FIELD_NUMBER: _builtins.int
+    ADAPTER_SLOTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     digest: _builtins.str
     """Base digest: sha256 over the checkpoint's config and tensors, which adapters are bound to."""
@@ -869,6 +870,8 @@ class Model(_message.Message):
     """Name of the engine in metrics and logs, the same after a restart; empty: the engine is of an earlier release."""
     composes: _builtins.bool
     """AdapterRef may be a composition."""
+    adapter_slots: _builtins.int
+    """Adapter versions on the device at once; 0: the engine is of an earlier release."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -903,10 +906,11 @@ class Model(_message.Message):
         webhooks: Global___RewardWebhooks | None = ...,
         engine: _builtins.str = ...,
         composes: _builtins.bool = ...,
+        adapter_slots: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["webhooks", b"webhooks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["composes", b"composes", "device", b"device", "digest", b"digest", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "linear_layers", b"linear_layers", "max_lora_rank", b"max_lora_rank", "max_model_len", b"max_model_len", "max_train_tokens", b"max_train_tokens", "name", b"name", "parameters", b"parameters", "teacher", b"teacher", "teacher_vocab_size", b"teacher_vocab_size", "tells_kept", b"tells_kept", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size", "webhooks", b"webhooks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_slots", b"adapter_slots", "composes", b"composes", "device", b"device", "digest", b"digest", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "linear_layers", b"linear_layers", "max_lora_rank", b"max_lora_rank", "max_model_len", b"max_model_len", "max_train_tokens", b"max_train_tokens", "name", b"name", "parameters", b"parameters", "teacher", b"teacher", "teacher_vocab_size", b"teacher_vocab_size", "tells_kept", b"tells_kept", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size", "webhooks", b"webhooks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1063,7 +1067,6 @@ class EngineStatus(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     SLOTS_CACHED_FIELD_NUMBER: _builtins.int
-    ADAPTER_SLOTS_FIELD_NUMBER: _builtins.int
     SERVING_ADAPTERS_FIELD_NUMBER: _builtins.int
     WAITING_ADAPTERS_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
@@ -1092,8 +1095,6 @@ class EngineStatus(_message.Message):
     """Prompt tokens of the requests that have ended, all looked up in the prefix cache."""
     slots_cached: _builtins.int
     """State slots held only by the prefix cache."""
-    adapter_slots: _builtins.int
-    """Slots for adapters. 0: the engine has none, or is of an earlier release."""
     block_size: _builtins.int
     """Tokens of a KV block. 0: the engine is of an earlier release."""
     @_builtins.property
@@ -1142,14 +1143,13 @@ class EngineStatus(_message.Message):
         prompt_tokens: _builtins.int = ...,
         cache_hit_tokens: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         slots_cached: _builtins.int = ...,
-        adapter_slots: _builtins.int = ...,
         serving_adapters: _abc.Iterable[_builtins.str] | None = ...,
         waiting_adapters: _abc.Iterable[_builtins.str] | None = ...,
         block_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_slots", b"adapter_slots", "attached_adapter", b"attached_adapter", "block_size", b"block_size", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "cache_hit_tokens", b"cache_hit_tokens", "decode_tokens", b"decode_tokens", "draining", b"draining", "instance", b"instance", "job_id", b"job_id", "loaded_adapters", b"loaded_adapters", "max_waiting", b"max_waiting", "memory_plan", b"memory_plan", "prefill_tokens", b"prefill_tokens", "prompt_tokens", b"prompt_tokens", "running", b"running", "serving_adapters", b"serving_adapters", "sessions_max", b"sessions_max", "sessions_open", b"sessions_open", "slots_cached", b"slots_cached", "slots_total", b"slots_total", "slots_used", b"slots_used", "waiting", b"waiting", "waiting_adapters", b"waiting_adapters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_adapter", b"attached_adapter", "block_size", b"block_size", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "cache_hit_tokens", b"cache_hit_tokens", "decode_tokens", b"decode_tokens", "draining", b"draining", "instance", b"instance", "job_id", b"job_id", "loaded_adapters", b"loaded_adapters", "max_waiting", b"max_waiting", "memory_plan", b"memory_plan", "prefill_tokens", b"prefill_tokens", "prompt_tokens", b"prompt_tokens", "running", b"running", "serving_adapters", b"serving_adapters", "sessions_max", b"sessions_max", "sessions_open", b"sessions_open", "slots_cached", b"slots_cached", "slots_total", b"slots_total", "slots_used", b"slots_used", "waiting", b"waiting", "waiting_adapters", b"waiting_adapters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -284,7 +284,6 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             prompt_tokens=serving.usage.prompt_tokens,
             cache_hit_tokens=dict(serving.usage.cache_hit_tokens),
             slots_cached=counts.slots_cached,
-            adapter_slots=serving.adapters.num_slots,
             serving_adapters=adapters.serving,
             waiting_adapters=adapters.waiting,
             block_size=serving.block_size,

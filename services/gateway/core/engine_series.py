@@ -17,12 +17,12 @@ class EngineSeries(Collector):
     would draw requests to it."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._said: tuple[str, engine_pb2.EngineStatus] | None = None
+        self._said: tuple[engine_pb2.Model, engine_pb2.EngineStatus] | None = None
         registry.register(self)
 
-    def show(self, model_name: str, status: engine_pb2.EngineStatus) -> None:
+    def show(self, model: engine_pb2.Model, status: engine_pb2.EngineStatus) -> None:
         """Shows this status of an engine that serves this model."""
-        self._said = model_name, status
+        self._said = model, status
 
     def clear(self) -> None:
         """Shows nothing."""
@@ -32,9 +32,9 @@ class EngineSeries(Collector):
         """Metrics for the registry."""
         if self._said is None:
             return
-        model_name, status = self._said
+        model, status = self._said
         used_share = status.blocks_used / max(status.blocks_total, 1)
-        yield from load_series(model_name, status.running, status.waiting, used_share)
+        yield from load_series(model.name, status.running, status.waiting, used_share)
         if status.block_size:  # an engine of an earlier release says neither
-            yield adapter_series(status.adapter_slots, status.serving_adapters, status.waiting_adapters)
+            yield adapter_series(model.adapter_slots, status.serving_adapters, status.waiting_adapters)
             yield cache_series(status.block_size, status.blocks_total)

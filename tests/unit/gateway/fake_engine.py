@@ -114,6 +114,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
     linear_layers: Sequence[str] = ()
     """Empty: like an engine of an earlier release, it does not say which there are."""
     memory_plan: Mapping[str, int] = field(default_factory=dict)
+    adapter_slots: int = 0
     status: Mapping[str, Any] = field(default_factory=dict)
     """Fields of its status that are others than usual."""
     silent: bool = False
@@ -239,6 +240,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
             tokenizer_digest=self.codec.digest,
             tells_kept=self.tells_kept,
             composes=self.composes,
+            adapter_slots=self.adapter_slots,
             engine=self.name,
             linear_layers=self.linear_layers,
             webhooks=self.webhooks,

@@ -49,7 +49,7 @@ class EngineWatch:
                 try:
                     request = engine_pb2.GetStatusRequest()
                     status = await client.engine().GetStatus(request, timeout=_PATIENCE_SECONDS)
-                    self._series.show(model.name, status)
+                    self._series.show(model, status)
                 except aio.AioRpcError as error:
                     log.warning("engine does not report its load", engine=client.address, code=error.code().name)
             self._due = loop.time() + _FRESH_SECONDS

@@ -69,7 +69,6 @@ BUSY = {
     "waiting": 3,
     "blocks_used": 25,
     "blocks_total": 100,
-    "adapter_slots": 8,
     "serving_adapters": ["tone", "tone@1"],
     "waiting_adapters": ["other"],
     "block_size": 16,
@@ -79,7 +78,7 @@ SEEN = Endpoint(3, 7, 0.25, {"tone", "tone@1"}, {"other"}, 8, 16, 100)
 
 def test_a_gateway_of_one_engine_says_what_pickers_read_and_never_what_was(start: Starter) -> None:
     """The engine is asked anew, not only when the gateway looks at it by itself."""
-    engine = FakeEngine(status=BUSY)
+    engine = FakeEngine(status=BUSY, adapter_slots=8)
     running = start(engine, status_interval_seconds=3600)
     with httpx.Client(base_url=running.url, timeout=PATIENCE, verify=False) as http:
 
