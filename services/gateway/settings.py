@@ -81,6 +81,10 @@ class GatewaySettings(ListenSettings, CommonSettings):
     """Longest life of a completion, queueing included."""
     engine_retry_seconds: float = Field(20.0, ge=0)
     """Time that a request without a token yet waits for another engine, or for this one to come back."""
+    engine_start_seconds: float = Field(0.0, ge=0)
+    """Time that a completion, embedding or score waits for an engine while none takes requests, as one that is started
+    for it does: where engines are scaled to zero. It counts as part of the request's time. 0: only as long as
+    engine_retry_seconds, and only if one was ready a short while ago."""
     engine_attempts: int = Field(8, ge=1)
     """Most engines that a request without a token yet is sent to, one after the other; the same one counts again."""
     status_interval_seconds: float = Field(1.0, gt=0)

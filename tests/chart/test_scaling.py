@@ -12,12 +12,14 @@ import yaml
 
 from observability.alerts.cases import rising, series, steady
 from tests.chart.render import NAMESPACE, RELEASE, render
+from tests.chart.test_values import raw_env
 from tests.promtool import Promtool
 
 ONE: Mapping[str, Any] = {"enabled": True, "minReplicas": 1}
 ZERO: Mapping[str, Any] = {"enabled": True, "minReplicas": 0}
 GATEWAY = {"namespace": NAMESPACE, "release": RELEASE, "component": "gateway"}
 ENGINE = {"namespace": NAMESPACE, "release": RELEASE, "component": "engine"}
+AGE, WAITING = "temper_gateway_job_oldest_queued_seconds", "temper_gateway_waiting_for_engine"
 JOBS, REFUSED = "temper_gateway_jobs", "temper_gateway_requests_total"
 CHAT = {"method": "POST", "route": "/v1/chat/completions", "status": "503"}
 
@@ -48,6 +50,16 @@ def refused(a_minute: float, **labels: str) -> dict[str, str]:
     return {series(REFUSED, {**GATEWAY, "pod": f"{RELEASE}-temper-gateway-0", **CHAT, **labels}): rising(a_minute)}
 
 
+def waits(age: float = 0, *requests: float, queue: str = "training") -> dict[str, str]:
+    """Series of gateways, which all say the age of the oldest job, and each how many requests wait there."""
+    found: dict[str, str] = {}
+    for index, count in enumerate(requests or (0,)):
+        place = {**GATEWAY, "pod": f"{RELEASE}-temper-gateway-{index}"}
+        found[series(AGE, place, queue=queue)] = steady(age)
+        found[series(WAITING, place)] = steady(count)
+    return found
+
+
 UNREAD = {series("up", {**ENGINE, "pod": f"{RELEASE}-temper-engine-0"}): steady(0)}
 """An engine is there and Prometheus cannot read it."""
 NOBODY: dict[str, str] = {}
@@ -67,6 +79,13 @@ CASES: tuple[tuple[str, Mapping[str, Any], str, Mapping[str, str], float | None]
     ("jobs are counted once, whoever says it", ONE, "jobs", gateways(3, 1), 4),
     ("jobs of other queues are not", ONE, "jobs", gateways() | gateways(50, queue="batches"), 0),
     ("gateways cannot be read", ONE, "jobs", engines((1, 0)), None),
+    ("the oldest job's age is one, whoever says it", ONE, "age", waits(1200, 0, 0), 1200),
+    ("the age of batches is none of a trainer", ONE, "age", waits(5, 0) | waits(900, 0, queue="batches"), 5),
+    ("no gateway knows an age", ONE, "age", engines((1, 0)), None),
+    ("a job that has waited", ZERO, "age", waits(60), 60),
+    ("the first request waits for an engine", ZERO, "waiting", waits(0, 1, 0), 1),
+    ("nobody waits for an engine", ZERO, "waiting", waits(), 0),
+    ("gateways cannot be read for who waits", ZERO, "waiting", engines((1, 0)), None),
     ("there are engines", ZERO, "requests", engines((100, 10)) | gateways(), 110),
     ("there is no engine, and gateways say so", ZERO, "requests", gateways(), 0),
     ("an engine is there and cannot be read", ZERO, "requests", gateways() | UNREAD, None),
@@ -127,3 +146,11 @@ def test_full_engines_are_wanted_as_they_are(loads: list[tuple[float, float]], w
     """AverageValue: the autoscaler wants the sum, which the test above has, over the threshold, rounded up."""
     threshold = float(triggers(ONE)["requests"]["threshold"])
     assert math.ceil(sum(running + waiting for running, waiting in loads) / threshold) == wish
+
+
+def test_the_first_request_waits_where_engines_are_scaled_to_zero() -> None:
+    setting = "TEMPER_ENGINE_START_SECONDS"
+    for values, waits_for in ((ZERO, "600"), ({**ZERO, "startSeconds": 0}, "0"), (ONE, None)):
+        (gateway,) = render({"engine": {"autoscaling": values}}).workload("gateway").containers
+        assert raw_env(gateway).get(setting, {}).get("value") == waits_for
+    assert "age" not in triggers({**ONE, "jobAgeSeconds": 0})

@@ -14,6 +14,10 @@
           "TEMPER_DRAIN_DELAY_SECONDS" $gateway.drainDelaySeconds
           "TEMPER_REQUEST_TIMEOUT_SECONDS" $gateway.requestTimeoutSeconds
           "TEMPER_SHUTDOWN_GRACE_SECONDS" (include "temper.gatewayDrain" .root)) }}
+    {{- $scaling := .root.Values.engine.autoscaling }}
+    {{- if and $scaling.enabled (eq (int $scaling.minReplicas) 0) }}
+    {{- $_ := set $env "TEMPER_ENGINE_START_SECONDS" $scaling.startSeconds }}
+    {{- end }}
     {{- if $gateway.apiKeys.existingSecret }}
     {{- $_ := set $env "TEMPER_API_KEYS_FILE" (printf "/etc/temper/keys/%s" $gateway.apiKeys.key) }}
     {{- end }}

@@ -46,6 +46,7 @@ async def create_embeddings(request: Request, body: EmbeddingsRequest, context: 
 
 
 async def _embed(request: Request, body: EmbeddingsRequest, context: InferenceContext) -> Response:
+    await context.engine_started()
     served = context.engines.served
     pooled = Pooling(context, body, prefix="embd", traceparent=traceparent_of(request))
     prompts = await encode_texts(served, body.inputs, context.settings, field="input", encode=served.codec.encode)
@@ -106,6 +107,7 @@ async def create_scores(request: Request, body: ScoreRequest, context: Inference
 
 
 async def _score(request: Request, body: ScoreRequest, context: InferenceContext) -> Response:
+    await context.engine_started()
     served, settings = context.engines.served, context.settings
     pooled = Pooling(context, body, prefix="score", traceparent=traceparent_of(request))
     prompt = await _prompt(served, body, settings)

@@ -314,6 +314,11 @@ class GatewayMetrics:
         self.engines = Gauge(
             "temper_gateway_engines", "Engines by state: ready or away.", ("state",), registry=self.registry
         )
+        self.waiting_for_engine = Gauge(
+            "temper_gateway_waiting_for_engine",
+            "Requests that wait here until an engine has started (TEMPER_ENGINE_START_SECONDS).",
+            registry=self.registry,
+        )
         self.ready = Gauge(
             "temper_gateway_ready",
             "1: completions can be served, an engine is ready and the gateway does not stop.",

@@ -81,6 +81,8 @@ class EnginePool:
         self._ending: str | None = None
         """Reason why no request is sent any more; None: requests are."""
         self._waiters: set[asyncio.Future[None]] = set()
+        self.waiting = 0
+        """Requests that wait until an engine has started."""
         self._sessions: OrderedDict[tuple[str, str], str] = OrderedDict()
         """The address that each client's session (its owner's) is at, least recently used first."""
         self._discovery = Discovery(settings.engine_targets, settings.engines_dns_seconds, self._members, ask)
@@ -264,12 +266,31 @@ class EnginePool:
             now = loop.time()
             if now >= deadline or now - self._last_ready > self._settings.engine_retry_seconds:
                 raise Unavailable("no engine is ready to take requests", retry_after=2.0)
-            waiter: asyncio.Future[None] = loop.create_future()
-            self._waiters.add(waiter)
-            try:
-                await asyncio.wait((waiter,), timeout=min(0.5, deadline - now))
-            finally:
-                self._waiters.discard(waiter)
+            await self._changed(deadline - now)
+
+    async def started(self, patience: float) -> None:
+        """Returns when an engine is ready, the gateway ends, or the request has waited as long as it may.
+
+        Args:
+            patience: seconds that a request waits at most.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + patience
+        self.waiting += 1
+        try:
+            while not self.ready and self._ending is None and (left := deadline - loop.time()) > 0:
+                await self._changed(left)
+        finally:
+            self.waiting -= 1
+
+    async def _changed(self, seconds: float) -> None:
+        """Returns when an engine may have become ready, or when the time is over."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            await asyncio.wait((waiter,), timeout=min(0.5, seconds))
+        finally:
+            self._waiters.discard(waiter)
 
     def _usable(self, *, composes: bool = False) -> list[EngineClient]:
         """Engines that may be given a request now. If all that are ready fail, the one whose turn comes first.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from services.common.security.api_keys import ANONYMOUS
 from services.common.telemetry.tracing import NO_TRACER, Tracer
-from services.gateway.auth.caller import owner
+from services.gateway.auth.caller import owner, seconds_left
 from services.gateway.core.admission import Admission
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.engines.pool import EnginePool
@@ -38,6 +38,12 @@ class InferenceContext:
     tracer: Tracer = NO_TRACER
     recorder: RequestRecorder | None = None
     canaries: Canaries | None = None
+
+    async def engine_started(self) -> None:
+        """Waits for an engine while there is none, if the settings say that one may be started for a request."""
+        if self.settings.engine_start_seconds and not self.engines.ready:
+            longest = min(self.settings.engine_start_seconds, self.settings.request_timeout_seconds)
+            await self.engines.started(seconds_left(longest))
 
     def enrol(self, body: SamplingFields, session: str | None) -> Enrolment | None:
         """Part of a request in a canary; None: it has none."""

@@ -90,6 +90,7 @@ async def answer(
     streaming = False
     try:
         session = session_named(request, body)
+        await while_connected(request, context.engine_started())
         generation = await while_connected(request, prepare(request, body, context, session))
         if not body.stream:
             return noted(await while_connected(request, complete(generation, body)), body, generation)

@@ -132,6 +132,7 @@ async def refresh(health: HealthServices) -> None:
     ready = sum(client.ready for client in clients)
     series.engines.labels("ready").set(ready)
     series.engines.labels("away").set(len(clients) - ready)
+    series.waiting_for_engine.set(health.inference.engines.waiting)
     series.ready.set(bool(ready) and not health.lifecycle.stopping.is_set())
     series.draining.set(health.lifecycle.stopping.is_set())
     series.breaker.clear()

@@ -213,3 +213,45 @@ def test_keep_alive(start: Starter) -> None:
     answer = httpx.post(running.url + ROUTE, json=CHAT | {"stream": True}, timeout=10)
     assert ": keep-alive\n\n" in answer.text
     assert answer.text.endswith("data: [DONE]\n\n")
+
+
+CALLS = {
+    ROUTE: CHAT,
+    "/v1/completions": {"model": MODEL, "prompt": "hi"},
+    "/v1/messages": {**CHAT, "max_tokens": 4},
+    "/v1/embeddings": {"model": MODEL, "input": "hi"},
+}
+WAITING = "temper_gateway_waiting_for_engine"
+
+
+def test_requests_wait_for_the_first_engine(start: Starter) -> None:
+    """As long as a setting says, where engines are scaled to zero; the gauge is what starts one."""
+    engine = FakeEngine()
+    running = start(engine, engine_start_seconds=PATIENCE, engine_retry_seconds=0)
+    port = engine.port
+    running.run(engine.stop())
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http, ThreadPoolExecutor(len(CALLS)) as pool:
+        running.wait_for(lambda: not running.inference.engines.ready)
+        asked = [pool.submit(http.post, route, json=body) for route, body in CALLS.items()]
+        running.wait_for(lambda: running.inference.engines.waiting == len(CALLS))
+        assert f"{WAITING} {len(CALLS)}.0" in http.get("/metrics").text
+        running.leave(ROUTE, CHAT, lambda: running.inference.engines.waiting == len(CALLS) + 1)
+        running.wait_for(lambda: running.inference.engines.waiting == len(CALLS))
+        running.run(engine.start(port))
+        statuses = {route: one.result().status_code for route, one in zip(CALLS, asked, strict=True)}
+        del statuses["/v1/embeddings"]  # this engine makes no vectors
+        assert set(statuses.values()) == {200}
+        assert sum(bool(one.pooling) for one in engine.requests) == 1, "but it was asked"
+        assert f"{WAITING} 0.0" in http.get("/metrics").text
+
+
+@pytest.mark.parametrize("header", [{}, {"x-request-timeout-seconds": "0.2"}], ids=["setting", "the client's time"])
+def test_a_request_does_not_wait_for_ever_for_an_engine(header: dict[str, str], start: Starter) -> None:
+    seconds = PATIENCE if header else 0.2
+    running = start(FakeEngine(), engine_start_seconds=seconds, engine_retry_seconds=0)
+    running.run(running.engine.stop())
+    running.wait_for(lambda: not running.inference.engines.ready)
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
+        answer = http.post(ROUTE, json=CHAT, headers=header)
+    assert answer.status_code == (504 if header else 503)
+    assert running.inference.engines.waiting == 0
