@@ -49,6 +49,10 @@ class EngineStub:
     """Requests of all gateways, and rollouts of jobs, that have not ended."""
     GetLogs: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetLogsRequest, _engine_pb2.GetLogsResponse]
     """Last lines of the log of this process, which trains, too. Nothing in them is a secret."""
+    Sleep: _grpc.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]
+    """Gives all memory of the device back: requests end first, a training job is handed back. Answers at once."""
+    Wake: _grpc.UnaryUnaryMultiCallable[_engine_pb2.WakeRequest, _engine_pb2.WakeResponse]
+    """Loads the model again. Answers at once; nothing happens if it does not sleep."""
 
 @_typing.type_check_only
 class EngineAsyncStub(EngineStub):
@@ -71,6 +75,10 @@ class EngineAsyncStub(EngineStub):
     """Requests of all gateways, and rollouts of jobs, that have not ended."""
     GetLogs: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetLogsRequest, _engine_pb2.GetLogsResponse]  # type: ignore[assignment]
     """Last lines of the log of this process, which trains, too. Nothing in them is a secret."""
+    Sleep: _aio.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]  # type: ignore[assignment]
+    """Gives all memory of the device back: requests end first, a training job is handed back. Answers at once."""
+    Wake: _aio.UnaryUnaryMultiCallable[_engine_pb2.WakeRequest, _engine_pb2.WakeResponse]  # type: ignore[assignment]
+    """Loads the model again. Answers at once; nothing happens if it does not sleep."""
 
 class EngineServicer(metaclass=_abc_1.ABCMeta):
     """Engine: one device, tokens in, tokens out. The gateway handles text."""
@@ -138,5 +146,21 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.GetLogsResponse, _abc.Awaitable[_engine_pb2.GetLogsResponse]]:
         """Last lines of the log of this process, which trains, too. Nothing in them is a secret."""
+
+    @_abc_1.abstractmethod
+    def Sleep(
+        self,
+        request: _engine_pb2.SleepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.SleepResponse, _abc.Awaitable[_engine_pb2.SleepResponse]]:
+        """Gives all memory of the device back: requests end first, a training job is handed back. Answers at once."""
+
+    @_abc_1.abstractmethod
+    def Wake(
+        self,
+        request: _engine_pb2.WakeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.WakeResponse, _abc.Awaitable[_engine_pb2.WakeResponse]]:
+        """Loads the model again. Answers at once; nothing happens if it does not sleep."""
 
 def add_EngineServicer_to_server(servicer: EngineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

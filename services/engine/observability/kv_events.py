@@ -9,7 +9,6 @@ between the last whole block and the snapshot, less than a block, so that reader
 from __future__ import annotations
 
 import re
-import re
 import socket
 import threading
 import time

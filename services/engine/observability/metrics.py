@@ -40,6 +40,9 @@ VLLM_ENGINE = "0"
 """vLLM numbers the data-parallel replicas of a process; there is one."""
 _MASKS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 
+ASLEEP_METRIC = "temper_engine_asleep"
+ASLEEP_TEXT = "1: it has given the memory of the device back and waits to be woken."
+
 
 class EngineMetrics:
     """Metrics of one engine, counted where an event is emitted, without I/O."""
@@ -246,6 +249,7 @@ class StateCollector(Collector):
             "temper_engine_ready": ("1: new requests are accepted.", float(status.accepting and status.healthy)),
             "temper_engine_draining": ("1: what runs finishes, nothing new is accepted.", float(not status.accepting)),
             "temper_engine_training": ("1: a training job runs.", float(self._training())),
+            ASLEEP_METRIC: (ASLEEP_TEXT, 0.0),  # its process is another while it sleeps
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(name, text, value=value)
