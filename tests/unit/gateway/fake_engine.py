@@ -18,6 +18,7 @@ from services.common.pb import (
     histories_pb2_grpc,
     sessions_pb2_grpc,
 )
+from services.common.sleep import ASLEEP
 from services.engine.server.conversation_session_service import ConversationSessionService
 from tests.unit.engine.server.memory_sessions import MemorySessions
 from tests.unit.gateway.fake_sessions import FakeSessions
@@ -105,6 +106,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
     """Seconds until it says that it has kept a rollout; None: it never does."""
     tells_kept: bool = True
     composes: bool = True
+    sleeps: bool = True
+    asleep: bool = False
     dies_on_abort: bool = False
     digest: str = "d" * 64
     name: str = ""
@@ -223,6 +226,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
             self.running.pop(request.request_id, None)
 
     async def GetModel(self, request, context) -> engine_pb2.Model:  # noqa: N802
+        if self.asleep:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, ASLEEP)
         return engine_pb2.Model(
             name="tiny",
             digest=self.digest,
@@ -244,10 +249,21 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
             for start in range(0, len(data), 1000):
                 yield engine_pb2.FileChunk(name=name, data=data[start : start + 1000])
 
+    async def Sleep(self, request, context) -> engine_pb2.SleepResponse:  # noqa: N802
+        if not self.sleeps:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        was, self.asleep = self.asleep, True
+        return engine_pb2.SleepResponse(asleep=was)
+
+    async def Wake(self, request, context) -> engine_pb2.WakeResponse:  # noqa: N802
+        was, self.asleep = self.asleep, False
+        return engine_pb2.WakeResponse(asleep=was)
+
     async def GetStatus(self, request, context) -> engine_pb2.EngineStatus:  # noqa: N802
         return engine_pb2.EngineStatus(
             running=len(self.running),
             draining=self.draining,
+            asleep=self.asleep,
             attached_adapter=self.attached,
             loaded_adapters=[self.attached] if self.attached else [],
             instance=self.sessions.instance,
