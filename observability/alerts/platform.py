@@ -12,6 +12,7 @@ _ENGINES = 'component="engine"'
 _GATEWAYS = 'component="gateway"'
 _CONTAINERS = 'container=~"engine|gateway"'
 _RESERVED, _TOTAL = 'kind="reserved"', 'kind="total"'
+_GIVEN_UP = 'outcome="failed"'
 _DAY = 86400
 _POD = {"namespace": "temper", "pod": "r-engine-0", "container": "engine"}
 _PVC = {"namespace": "temper", "persistentvolumeclaim": "r-models"}
@@ -35,6 +36,10 @@ def _volume(free: float) -> dict[str, str]:
 
 def _counted(name: str, values: str) -> dict[str, str]:
     return {series(name, GATEWAY): values}
+
+
+def _webhook(outcome: str) -> str:
+    return series("temper_gateway_webhook_deliveries_total", GATEWAY, outcome=outcome)
 
 
 PLATFORM = Group(
@@ -114,6 +119,19 @@ PLATFORM = Group(
             (
                 fires(_counted("temper_gateway_audit_failures_total", once(0, 5, 1)), "10m", GATEWAY),
                 quiet(_counted("temper_gateway_audit_failures_total", steady(1)), "10m"),
+            ),
+        ),
+        Alert(
+            "TemperWebhooksFail",
+            f"sum by ({BY}) (increase({ours('temper_gateway_webhook_deliveries_total', _GIVEN_UP)}[1h])) > 0",
+            0,
+            "warning",
+            "An event was given up for a webhook",
+            "Every attempt of release {{ $labels.release }} to tell a webhook of an end has failed: "
+            "temper webhooks list --state failed has which.",
+            (
+                fires({_webhook("failed"): once(0, 5, 1)}, "10m", PLACE),
+                quiet({_webhook("retried"): once(0, 5, 1)}, "10m"),
             ),
         ),
         Alert(

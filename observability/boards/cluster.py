@@ -246,6 +246,18 @@ _STORES = Row(
             low=0,
             alerts=("TemperAuditFails", "TemperKeyFileRefused"),
         ),
+        Panel(
+            "Webhooks",
+            "Attempts to deliver events, by outcome; failed ones are given up.",
+            (
+                Query(
+                    f"sum by (outcome) (increase({chosen('temper_gateway_webhook_deliveries_total')}[5m]))",
+                    "{{outcome}}",
+                ),
+            ),
+            low=0,
+            alerts=("TemperWebhooksFail",),
+        ),
     ),
 )
 

@@ -30,6 +30,8 @@ SENT_TO = {
     "hf_endpoint": ("hf_token",),
     "otlp_endpoint": ("otlp_headers",),
     "reward_webhooks": ("reward_webhook_secret",),
+    "webhook_urls": ("webhook_secret",),
+    "webhook_allow": ("webhook_secret",),
     **dict.fromkeys(("https_proxy", "http_proxy"), (*S3_KEYS, *MODEL_KEYS, "hf_token", "otlp_headers")),
 }
 """Settings that name servers, with the secrets that these are sent, or see the use of. (A Redis URL has its own.)"""

@@ -7,9 +7,11 @@ import re
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 
+from services.common.jobs.scorers.allowed_webhooks import covers, webhook_parts
 from services.common.security.api_keys import MAX_PER_MINUTE
+from services.common.security.webhook_signatures import signing_key
 from services.common.settings import CommonSettings
 from services.common.shutdown import CLOSE_SECONDS
 from services.gateway.core.addresses import EngineTarget, ListenSettings
@@ -41,6 +43,23 @@ class GatewaySettings(ListenSettings, CommonSettings):
     adapters_s3: str = ""
     """Prefixes of the object store's server that adapters may be loaded from, separated by commas:
     "s3://bucket/adapters". Empty: s3:// is refused."""
+    webhooks: bool = True
+    """This gateway sends to webhooks, with others that do."""
+    webhook_urls: str = ""
+    """URLs that are told when a job, a canary or a learner's cycle ends, separated by commas. Empty: none."""
+    webhook_secret: SecretStr = SecretStr("")
+    """Secret that requests to webhooks are signed with: "whsec_" and base64, as Standard Webhooks has it, or at least
+    16 characters. Two of them, separated by a space, sign both, so that it can be changed."""
+    webhook_allow: str = ""
+    """Prefixes of URLs that a job may name as its `webhook`, separated by commas. Empty: a job may name none."""
+    webhook_private: bool = False
+    """Webhooks may be at loopback and private addresses, too. Link-local ones are never called."""
+    webhook_timeout_seconds: float = Field(10.0, gt=0, le=60)
+    """Time that an attempt to reach a webhook may take."""
+    webhook_attempts: int = Field(10, ge=1, le=20)
+    """Attempts after which an event is given up for a webhook; about a day by the default pauses."""
+    webhook_retry_seconds: float = Field(5.0, gt=0)
+    """Pause before the second attempt; each later one is four times as long, up to six hours."""
     max_session_bytes: int = Field(16 * 2**30, ge=1024)
     """Largest file of a session that may be imported."""
     tinker_base_model: str = Field("", max_length=256, pattern=r"^[A-Za-z0-9._/-]*$")
@@ -264,6 +283,8 @@ class GatewaySettings(ListenSettings, CommonSettings):
             )
         if self.grpc_tls_server_name and self.grpc_tls_cert is None:
             raise ValueError("TEMPER_GRPC_TLS_SERVER_NAME does nothing without TEMPER_GRPC_TLS_CERT, _KEY and _CA")
+        if (self.webhook_urls or self.webhook_allow) and not self.webhook_secret.get_secret_value():
+            raise ValueError("TEMPER_WEBHOOK_URLS and _ALLOW need TEMPER_WEBHOOK_SECRET: events are signed")
         if self.cache_scope == "key" and not self.api_keys_file:
             raise ValueError("TEMPER_CACHE_SCOPE=key does nothing without TEMPER_API_KEYS_FILE: all callers are one")
         return self
@@ -282,6 +303,25 @@ class GatewaySettings(ListenSettings, CommonSettings):
     def cors_origins(self) -> tuple[str, ...]:
         """The origins, each once."""
         return tuple(dict.fromkeys(_entries(self.cors_allow_origins)))
+
+    @property
+    def webhook_endpoints(self) -> tuple[str, ...]:
+        """The URLs of `webhook_urls`, each once."""
+        return tuple(dict.fromkeys(_entries(self.webhook_urls)))
+
+    @property
+    def webhook_prefixes(self) -> tuple[str, ...]:
+        """The prefixes of `webhook_allow`, each once."""
+        return tuple(dict.fromkeys(_entries(self.webhook_allow)))
+
+    def allows_webhook(self, url: str) -> bool:
+        """Whether a job may name this URL."""
+        return any(covers(prefix, url) for prefix in self.webhook_prefixes)
+
+    @property
+    def webhook_keys(self) -> tuple[bytes, ...]:
+        """Keys that requests to webhooks are signed with."""
+        return tuple(signing_key(secret) for secret in self.webhook_secret.get_secret_value().split())
 
     @property
     def s3_sources(self) -> tuple[str, ...]:
@@ -312,6 +352,21 @@ class GatewaySettings(ListenSettings, CommonSettings):
                     f"{origin[:80]!r} is no origin: give scheme, host and port as a browser sends them, like "
                     "https://chat.example.com (no path, no capitals; '*' is not possible)"
                 )
+        return value
+
+    @field_validator("webhook_secret")
+    @classmethod
+    def _keys(cls, secret: SecretStr) -> SecretStr:
+        for one in secret.get_secret_value().split():
+            if len(signing_key(one)) < 16:
+                raise ValueError("must have at least 16 characters, or bytes behind whsec_")
+        return secret
+
+    @field_validator("webhook_urls", "webhook_allow")
+    @classmethod
+    def _plain_urls(cls, value: str) -> str:
+        for entry in _entries(value):
+            webhook_parts(entry)
         return value
 
     @field_validator("adapters_s3")

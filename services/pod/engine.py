@@ -222,9 +222,8 @@ def build_engine(
         events=stream,
         tiers=tiers,
     )
-    sessions = ConversationSessionManager(
-        loop, tiers, durable={"disk", "store"} & set(settings.tiers.split(",")) != set()
-    )
+    durable = not {"disk", "store"}.isdisjoint(settings.tiers.split(","))
+    sessions = ConversationSessionManager(loop, tiers, durable=durable)
     description = pb.Model(
         name=settings.served_model_name,
         digest=base_digest,
@@ -236,6 +235,7 @@ def build_engine(
         parameters=model.config.parameters(),
         max_train_tokens=settings.max_train_tokens,
         max_lora_rank=settings.max_lora_rank,
+        adapter_slots=settings.adapter_slots,
         tokenizer_digest=codec.digest,
         version=VERSION,
         teacher="" if teacher is None else teacher.digest,

@@ -153,7 +153,7 @@ AXES: Mapping[str, Mapping[str, Values]] = {
                     "names": "host,disk,store",
                     "diskPersistent": True,
                     "diskBytes": "80Gi",
-                    "storeBytes": "40Gi",
+                    "storeBytes": "4Gi",  # the smallest object store, of the demo, has 5Gi
                 },
                 "persistence": {"size": "100Gi", "storageClassName": "fast"},
                 "kvEvents": {"enabled": True},
@@ -172,6 +172,17 @@ AXES: Mapping[str, Mapping[str, Values]] = {
                 "podLabels": {"cost-center": "42"},
             },
             "test": {"apiKeyExistingSecret": "test-key"},
+        },
+    },
+    "pool": {
+        "none": {},
+        "members": {"engine": {"http": {"enabled": True}}},
+        "members of one proxy": {
+            "engine": {
+                "http": {"enabled": True, "from": OUTSIDE},
+                "servedModelName": "Qwen/Qwen3.5-4B",
+                "podLabels": {"llm-d.ai/role": "decode"},
+            }
         },
     },
     "entry": {

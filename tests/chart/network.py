@@ -159,7 +159,8 @@ def _addresses(name: str, value: str, env: Mapping[str, str]) -> Iterator[tuple[
     if name == "TEMPER_ENGINES":
         for entry in value.split(","):
             host, _, port = entry.removeprefix("dns:///").rpartition(":")
-            yield host, int(port)
+            if host != "127.0.0.1":  # no policy is between the containers of a pod
+                yield host, int(port)
     elif name == "TEMPER_REDIS_URL":
         yield _host(value, 6379)
     elif name in ("TEMPER_S3_ENDPOINT", "TEMPER_MODEL_S3_ENDPOINT"):

@@ -125,8 +125,20 @@ def test_scraped_series_have_the_labels_that_rules_ask_for(watched: Rendered) ->
         (monitor,) = watched.of(kind)
         spec = monitor["spec"]
         (endpoint,) = spec.get("endpoints") or spec["podMetricsEndpoints"]
+        assert "metricRelabelings" not in endpoint
         labels = {entry["targetLabel"]: entry["replacement"] for entry in endpoint["relabelings"]}
         assert labels == {"release": RELEASE, "component": component}
+
+
+def test_a_gateway_beside_an_engine_is_scraped_as_a_gateway() -> None:
+    """Its series of the engine are left out, or sums would count them twice."""
+    release = render(WATCHED, {"engine": {"http": {"enabled": True}}})
+    (monitor,) = release.of("PodMonitor")
+    engine, gateway = monitor["spec"]["podMetricsEndpoints"]
+    ports = {name: one.name for one in release.workload("engine").containers for name in one.ports}
+    assert [ports[endpoint["port"]] for endpoint in (engine, gateway)] == ["engine", "gateway"]
+    assert [entry["replacement"] for entry in gateway["relabelings"]] == [RELEASE, "gateway"]
+    assert gateway["metricRelabelings"] == [{"sourceLabels": ["__name__"], "regex": "vllm:.*", "action": "drop"}]
 
 
 def test_what_scales_engines_is_exported() -> None:

@@ -14,7 +14,10 @@ from tests.chart.render import Rendered, render
 from tests.chart.test_objects import given
 
 PARTS = ("gateway", "engine", "redis", "s3", "test")
-PORTS = (22, 53, 80, 443, 3128, 4317, 5353, 5557, 5558, 6379, 6380, 8420, 8443, 9000, 9090, 9100, 26379, 50051, 50052)
+PORTS = (
+    *(22, 53, 80, 443, 3128, 4317, 5353, 5557, 5558, 6379, 6380, 8000),
+    *(8420, 8443, 9000, 9090, 9100, 26379, 50051, 50052),
+)
 SOMEWHERE = "somewhere"
 
 
@@ -34,6 +37,8 @@ def needed(release: Rendered, values: Mapping[str, Any]) -> set[Edge]:
         found |= {Edge(part, "sentinel", values["redis"]["external"]["sentinelPort"]) for part in ("gateway", "engine")}
     if values["engine"]["trainer"]["webhooks"]:
         found |= {Edge("engine", "webhook", port) for port in values["networkPolicy"]["webhookPorts"]}
+    if values["gateway"]["env"].keys() & {"TEMPER_WEBHOOK_URLS", "TEMPER_WEBHOOK_ALLOW"}:
+        found |= {Edge("gateway", "webhook", port) for port in values["networkPolicy"]["webhookPorts"]}
     return found
 
 
@@ -77,6 +82,8 @@ def test_who_may_come_in(release: Rendered, values: Mapping[str, Any]) -> None:
         "gateway": {8420: policy["gatewayFrom"]},
         "engine": {9100: policy["monitoringFrom"]} if values["monitoring"]["enabled"] else {},
     }
+    if (http := values["engine"]["http"])["enabled"]:
+        open_to["engine"][8000] = http["from"] or policy["gatewayFrom"]
     if (kv_events := values["engine"]["kvEvents"])["enabled"]:
         open_to["engine"] |= dict.fromkeys((5557, 5558), kv_events["from"])
     for target in (name for name in PARTS if name in known):
@@ -94,7 +101,7 @@ def test_who_may_come_in(release: Rendered, values: Mapping[str, Any]) -> None:
                 expected = dict.fromkeys(outside, True)
             else:
                 names = {rule["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"] for rule in rules}
-                if target == "gateway" and values["monitoring"]["enabled"]:
+                if port in (8420, 8000) and values["monitoring"]["enabled"]:
                     names |= {
                         rule["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
                         for rule in policy["monitoringFrom"]

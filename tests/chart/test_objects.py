@@ -240,14 +240,16 @@ def test_services_understand_their_environment(
 
 
 def test_engines_get_one_gpu_or_none(release: Rendered, values: Mapping[str, Any]) -> None:
-    (container,) = release.workload("engine").containers
+    container, *beside = release.workload("engine").containers
+    assert [one.name for one in beside] == (["gateway"] if values["engine"]["http"]["enabled"] else [])
+    assert not [name for one in beside for name in one.spec["resources"]["limits"] if "/" in name]
     others = {name: count for name, count in container.spec["resources"]["limits"].items() if "/" in name}
     assert others == ({} if values["engine"]["device"] == "cpu" else {values["engine"]["gpu"]["resource"]: 1})
 
 
 def test_only_volumes_are_written_to(release: Rendered) -> None:
     """The root is read-only: every path that a setting names to write lies in a mount that allows it."""
-    (container,) = release.workload("engine").containers
+    container = release.workload("engine").containers[0]
     env = container.env(given(container, release.secrets))
     writable = [mount["mountPath"] for mount in container.spec["volumeMounts"] if not mount.get("readOnly")]
     for name in ("TEMPER_CACHE_DIR", "TEMPER_CHECKPOINT_DIR"):

@@ -48,11 +48,12 @@ imagePullSecrets:
 {{- end }}
 
 {{/* Parts are dict "root" $ "part" NAME "values" of the part. Metadata of their pods: no label that changes with the chart's
-     version, or each version would restart every pod; "config" is the text whose change has to. */}}
+     version, or each version would restart every pod; "config" is the text whose change has to. "labels" are more, which
+     the values' own go before. */}}
 {{- define "temper.podMeta" -}}
 labels:
   {{- include "temper.selector" . | nindent 2 }}
-  {{- with .values.podLabels }}
+  {{- with merge (dict) .values.podLabels (default dict .labels) }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
 {{- if or .config .values.podAnnotations }}
@@ -188,8 +189,9 @@ envFrom:
 {{- end }}
 {{- end }}
 
-{{- define "temper.extraVolumes" -}}
-{{- with .root.Values.caBundle }}
+{{/* Once in each pod of gateways and engines. */}}
+{{- define "temper.caVolume" -}}
+{{- with .Values.caBundle }}
 {{- if .configMap }}
 - name: ca-bundle
   configMap:
@@ -198,15 +200,18 @@ envFrom:
       - {key: {{ .key }}, path: {{ .key }}}
 {{- end }}
 {{- end }}
+{{- end }}
+
+{{- define "temper.extraVolumes" -}}
 {{- with .values.extraVolumes }}
 {{ toYaml . }}
 {{- end }}
 {{- end }}
 
-{{/* The files of mTLS: a part. */}}
+{{/* The files of mTLS: a part, whose "volumes" its volume's name begins with. */}}
 {{- define "temper.tlsMount" -}}
 {{- if .root.Values.tls.enabled }}
-- name: tls
+- name: {{ .volumes }}tls
   mountPath: /etc/temper/tls
   readOnly: true
 {{- end }}
@@ -214,7 +219,7 @@ envFrom:
 
 {{- define "temper.tlsVolume" -}}
 {{- if .root.Values.tls.enabled }}
-- name: tls
+- name: {{ .volumes }}tls
   secret:
     secretName: {{ include "temper.tlsSecret" . }}
     defaultMode: 0440
@@ -359,5 +364,15 @@ envFrom:
 {{- end }}
 
 {{- define "temper.engineTermination" -}}
-{{- add (max (include "temper.engineDrain" .) (ceil .Values.engine.trainer.drainSeconds)) 15 }}
+{{- $own := add (max (include "temper.engineDrain" .) (ceil .Values.engine.trainer.drainSeconds)) 15 }}
+{{- if .Values.engine.http.enabled }}
+{{- max (add $own (include "temper.engineDelay" .)) (include "temper.gatewayTermination" .) }}
+{{- else }}
+{{- $own }}
+{{- end }}
+{{- end }}
+
+{{/* How much later than the gateway beside it an engine hears that it ends: it serves as long as that one accepts. */}}
+{{- define "temper.engineDelay" -}}
+{{- add (ceil .Values.gateway.drainDelaySeconds) 1 }}
 {{- end }}

@@ -144,7 +144,7 @@
 {{- define "temper.validateSizes" -}}
 {{- $engine := .Values.engine }}
 {{- $tiers := $engine.tiers }}
-{{- range $path, $resources := dict "gateway" .Values.gateway.resources "engine" $engine.resources "redis" .Values.redis.resources "objectStore" .Values.objectStore.resources "test" .Values.test.resources }}
+{{- range $path, $resources := dict "gateway" .Values.gateway.resources "engine" $engine.resources "engine.http" $engine.http.resources "redis" .Values.redis.resources "objectStore" .Values.objectStore.resources "test" .Values.test.resources }}
 {{- range $name, $request := $resources.requests }}
 {{- $limit := index $resources.limits $name }}
 {{- if and $limit (gt (include "temper.number" $request | float64) (include "temper.number" $limit | float64)) }}

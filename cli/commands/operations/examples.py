@@ -40,6 +40,9 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "train status": ("train status", "train status JOB"),
     "train watch": ("train watch JOB --timeout 3600",),
     "train cancel": ("train cancel JOB",),
+    "webhooks list": ("webhooks list", "webhooks list --state failed"),
+    "webhooks show": ("webhooks show whd_1764417600000_0_9f86d081",),
+    "webhooks resend": ("webhooks resend whd_1764417600000_0_9f86d081",),
     "train pause": ("train pause JOB",),
     "train resume": ("train resume JOB",),
     "feedback give": (

@@ -15,6 +15,7 @@ from services.common.jobs.fields.acceptance import Better, PublishIf, check_publ
 from services.common.jobs.fields.gates import AttachIf, SuiteGate, contradiction
 from services.common.jobs.fields.lora import LoraSettings
 from services.common.jobs.scorers.base import ScorerSpec
+from services.common.jobs.scorers.webhook import WebhookUrl
 from services.common.validation.json_rules import Rules, both, given, has, if_any, never, only_with, true_only_with
 from services.common.validation.strict_models import SentModel, absent
 
@@ -109,6 +110,8 @@ class PublishingJob(SentModel):
     """Steps between resumable checkpoints."""
     seed: int = Field(0, ge=0, lt=2**63)
     metadata: dict[str, str] = Field(default_factory=dict)
+    webhook: WebhookUrl | None = Field(None, exclude_if=absent)
+    """URL that is told of the job's end, beside those of TEMPER_WEBHOOK_URLS; TEMPER_WEBHOOK_ALLOW must cover it."""
 
     makes: ClassVar[Kind] = "adapter"
     """Kind of the version that comes of it."""

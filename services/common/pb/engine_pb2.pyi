@@ -914,6 +914,7 @@ class Model(_message.Message):
     WEBHOOKS_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     COMPOSES_FIELD_NUMBER: _builtins.int
+    ADAPTER_SLOTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     digest: _builtins.str
     """Base digest: sha256 over the checkpoint's config and tensors, which adapters are bound to."""
@@ -939,6 +940,8 @@ class Model(_message.Message):
     """Name of the engine in metrics and logs, the same after a restart; empty: the engine is of an earlier release."""
     composes: _builtins.bool
     """AdapterRef may be a composition."""
+    adapter_slots: _builtins.int
+    """Adapter versions on the device at once; 0: the engine is of an earlier release."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -973,10 +976,11 @@ class Model(_message.Message):
         webhooks: Global___RewardWebhooks | None = ...,
         engine: _builtins.str = ...,
         composes: _builtins.bool = ...,
+        adapter_slots: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["webhooks", b"webhooks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["composes", b"composes", "device", b"device", "digest", b"digest", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "linear_layers", b"linear_layers", "max_lora_rank", b"max_lora_rank", "max_model_len", b"max_model_len", "max_train_tokens", b"max_train_tokens", "name", b"name", "parameters", b"parameters", "teacher", b"teacher", "teacher_vocab_size", b"teacher_vocab_size", "tells_kept", b"tells_kept", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size", "webhooks", b"webhooks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_slots", b"adapter_slots", "composes", b"composes", "device", b"device", "digest", b"digest", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "linear_layers", b"linear_layers", "max_lora_rank", b"max_lora_rank", "max_model_len", b"max_model_len", "max_train_tokens", b"max_train_tokens", "name", b"name", "parameters", b"parameters", "teacher", b"teacher", "teacher_vocab_size", b"teacher_vocab_size", "tells_kept", b"tells_kept", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size", "webhooks", b"webhooks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,6 +27,7 @@ from services.common.queue.records import (
     spec_sha,
     submission,
     versions_needed,
+    webhook_of,
 )
 from services.common.settings import CommonSettings
 from services.common.storage.record_versions import JOB
@@ -189,7 +190,9 @@ class JobConsumer(Delivery[Job, Spec]):
         args = [job_id, canonical, spec_sha(spec), spec.kind, spec.adapter, json.dumps(spec.metadata)]
         keys += [scripts.idempotency_key(key or ""), scripts.line_key(spec.adapter)]
         outcome, existing = self._run(
-            scripts.SUBMIT, keys, [*args, "1" if key else "0", entry, fields.get("traceparent", "")]
+            scripts.SUBMIT,
+            keys,
+            [*args, "1" if key else "0", entry, fields.get("traceparent", ""), *[""] * 5, webhook_of(spec)],
         )
         if outcome == "conflict":
             if not waiting:

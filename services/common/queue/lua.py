@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.common.storage.outbox import NOTIFY
 from services.common.storage.record_versions import JOB, Schema
 from services.common.storage.redis import NOW
 
@@ -49,6 +50,7 @@ class Space:
         schema: of the jobs' hashes.
         settled_by_owner: what an attempt has made is kept when its job is cancelled. So a job that has once begun is
             delivered even then, for its owner to end it.
+        tells: whether the end of a job is an event for webhooks.
     """
 
     stream: str
@@ -58,6 +60,7 @@ class Space:
     keys: str
     schema: Schema
     settled_by_owner: bool = False
+    tells: bool = False
 
     @property
     def index(self) -> str:
@@ -86,10 +89,11 @@ class Space:
 
     def lua(self, script: str) -> str:
         """A script of this module for this queue."""
-        return f"local JOBS, LINES, SCHEMA = '{self.jobs}', '{self.lines}', {self.schema.version}\n{script}"
+        names = f"'{self.jobs}', '{self.lines}', {self.schema.version}, {int(self.tells)}"
+        return f"local JOBS, LINES, SCHEMA, TELLS = {names}\n{script}"
 
 
-TRAINING = Space("temper:jobs", "trainers", "temper:job:", "temper:line:", "temper:idempotency:", JOB)
+TRAINING = Space("temper:jobs", "trainers", "temper:job:", "temper:line:", "temper:idempotency:", JOB, tells=True)
 STREAM, GROUP, INDEX, DEAD = TRAINING.stream, TRAINING.group, TRAINING.index, TRAINING.dead
 
 
@@ -110,7 +114,7 @@ def idempotency_key(key: str, key_id: str = "") -> str:
     return TRAINING.idempotency_key(f"{key_id} {key}" if key_id else key)
 
 
-PRELUDE = f"""{NOW}
+PRELUDE = f"""{NOW}{NOTIFY}
 local function emit(events, kind, data)
   redis.call('XADD', events, 'MAXLEN', '~', {EVENTS_LENGTH}, '*', 'kind', kind, 'time', now(), 'data', data)
 end
@@ -151,6 +155,17 @@ local function put_aside(job, events, stream, group)
   end
   emit(events, 'state', cjson.encode({{state = 'queued', paused = true}}))
 end
+local function tell_end(job, state, reason, result)
+  local f = redis.call('HMGET', job, 'id', 'kind', 'adapter', 'fine_tuning', 'webhook')
+  local data = {{id = f[1], kind = f[2], state = state}}
+  if (f[3] or '') ~= '' then data.adapter = f[3] end
+  if reason ~= '' then data.reason = reason end
+  if result ~= '' then data.result_adapter = result end
+  if not f[4] then return notify('job.' .. state, data, f[5]) end
+  data.job = f[1]
+  data.id = 'ftjob-' .. string.sub(f[1], 5)
+  notify('fine_tuning.job.' .. state, data, f[5])
+end
 local function finish(job, events, stream, group, state, reason, result)
   local entry = redis.call('HGET', job, 'entry')
   if state == 'cancelled' then reason = redis.call('HGET', job, 'cancel_reason') or reason end
@@ -166,6 +181,7 @@ local function finish(job, events, stream, group, state, reason, result)
   if reason ~= '' then data.reason = reason end
   if result ~= '' then data.result_adapter = result end
   emit(events, 'state', cjson.encode(data))
+  if TELLS == 1 then tell_end(job, state, reason, result) end
   redis.call('EXPIRE', job, {JOB_TTL})
   redis.call('EXPIRE', events, {EVENTS_TTL})
 end
@@ -181,7 +197,7 @@ SUBMIT = (
     PRELUDE
     + f"""
 -- KEYS stream index job events idempotency line; ARGV id spec sha kind adapter metadata has_key entry traceparent
--- schema key_id dataset dataset_digest fine_tuning
+-- schema key_id dataset dataset_digest fine_tuning webhook
 -- sha: of the request, which an idempotency key stands for, as long as its job is there. entry: '' to add one, else the
 -- id of the stream entry that brought this spec. schema: '' or nothing for the present one.
 if ARGV[7] == '1' then
@@ -206,6 +222,7 @@ if (ARGV[9] or '') ~= '' then redis.call('HSET', KEYS[3], 'traceparent', ARGV[9]
 if (ARGV[11] or '') ~= '' then redis.call('HSET', KEYS[3], 'key_id', ARGV[11]) end
 if (ARGV[12] or '') ~= '' then redis.call('HSET', KEYS[3], 'dataset', ARGV[12], 'dataset_digest', ARGV[13]) end
 if (ARGV[14] or '') ~= '' then redis.call('HSET', KEYS[3], 'fine_tuning', ARGV[14]) end
+if (ARGV[15] or '') ~= '' then redis.call('HSET', KEYS[3], 'webhook', ARGV[15]) end
 redis.call('ZADD', KEYS[2], created, ARGV[1])
 if ARGV[5] ~= '' then redis.call('RPUSH', KEYS[6], ARGV[1]) end
 emit(KEYS[4], 'state', '{{"state":"queued"}}')

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from services.common.adapters.composition import MAX_TEXT, parse_composition
 from services.common.adapters.names import AdapterVersion
 from services.common.errors import InvalidRequest
-from services.common.jobs import Job, JobEvent, JobProgress, JobSpec, Spec
+from services.common.jobs import Job, JobEvent, JobProgress, JobSpec, PublishingJob, Spec
 from services.common.jobs.fields.dataset import OfDataset
 from services.common.jobs.fine_tuning import FineTuning
 from services.common.queue import lua as scripts
@@ -84,7 +84,13 @@ def submission(
     args += ["0" if idempotency_key is None else "1", "", traceparent, "", key_id]
     learnt = spec.learnt if isinstance(spec, OfDataset) else None
     args += ["", ""] if learnt is None else [learnt.version, learnt.digest]
-    return keys, [*args, "" if fine_tuning is None else fine_tuning.model_dump_json()]
+    args.append("" if fine_tuning is None else fine_tuning.model_dump_json())
+    return keys, [*args, webhook_of(spec)]
+
+
+def webhook_of(spec: Spec) -> str:
+    """URL that is told of a job's end; empty: none of its own."""
+    return (spec.webhook or "") if isinstance(spec, PublishingJob) else ""
 
 
 def job_id_of_entry(entry_id: str) -> str:

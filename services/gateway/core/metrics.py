@@ -288,6 +288,13 @@ class GatewayMetrics:
         )
         self.canaries_ended.labels("rolled_back", "guardrail")  # so that the first one is an increase
         self.learners = LearnerMetrics(self.registry)
+        self.webhook_deliveries = Counter(
+            "temper_gateway_webhook_deliveries",
+            "Attempts to deliver an event to a webhook, by outcome: delivered, retried or failed, which is given up.",
+            ("outcome",),
+            registry=self.registry,
+        )
+        self.webhook_deliveries.labels("failed")  # so that the first one is an increase
         self.batches = Counter(
             "temper_gateway_batches", "Batches that this gateway ran, by outcome.", ("outcome",), registry=self.registry
         )

@@ -113,6 +113,9 @@ class Generation:
         self.created = int(time.time())
         self.model = body.model
         self.served = served
+        numbered = bool(body.return_tokens_as_token_ids)
+        self.names = served.vocabulary.numbered if numbered else served.vocabulary
+        """Names of tokens in log-probabilities."""
         self.specs = specs
         self._affinity = Affinity(session, body.prompt_cache_key or body.user or None, owner())
         self._context = context
@@ -177,7 +180,7 @@ class Generation:
                     end_think_id=end_think,
                     call_id=call,
                     silent=spec.max_tokens == 0,
-                    shows_end=shows_end,
+                    shows_end=shows_end or numbered or bool(body.return_token_ids),
                 )
             )
             self._requests.append(

@@ -175,13 +175,17 @@ def chat_logprobs(vocabulary: Vocabulary, entries: Sequence[TokenLogprob], top: 
     ]
 
 
-def text_logprobs(vocabulary: Vocabulary, piece: Piece, top: int) -> dict[str, Any]:
-    """`logprobs` of a text choice; the sampled token is always among its alternatives."""
+def text_logprobs(vocabulary: Vocabulary, piece: Piece, top: int, *, itself: bool = False) -> dict[str, Any]:
+    """`logprobs` of a text choice; the sampled token is always among its alternatives.
+
+    Args:
+        itself: whether it is that as the only one, too.
+    """
     entries: list[TokenLogprob] = piece.entries
     return {
         "tokens": [vocabulary.token_text(entry.token_id) for entry in entries],
         "token_logprobs": [_finite(entry.logprob) for entry in entries],
-        "top_logprobs": [_alternatives(vocabulary, entry, top) for entry in entries] if top else None,
+        "top_logprobs": [_alternatives(vocabulary, entry, top) for entry in entries] if top or itself else None,
         "text_offset": list(piece.offsets),
     }
 

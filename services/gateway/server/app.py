@@ -43,6 +43,8 @@ from services.gateway.api.learning.request_log import RequestLogServices, open_i
 from services.gateway.api.operations.health import HealthServices, QueueWatch
 from services.gateway.api.operations.keys import KeyServices
 from services.gateway.api.operations.logs import LogServices
+from services.gateway.api.operations.webhook_sender import WebhookSender
+from services.gateway.api.operations.webhooks import WebhookServices
 from services.gateway.api.responses.documents import DocumentStore
 from services.gateway.api.responses.serving import BackgroundResponses, ResponseServices
 from services.gateway.api.responses.store import BestEffortStore, ResponseStore
@@ -59,6 +61,7 @@ from services.gateway.core.errors import install_error_handlers
 from services.gateway.core.file_store import StoreThreads
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.tidying import Chore, Tidying
+from services.gateway.core.webhook_store import WebhookStore
 from services.gateway.engines.conversation_sessions import ConversationSessionRouter
 from services.gateway.engines.pool import EnginePool
 from services.gateway.engines.training_sessions import TrainingSessionRouter
@@ -137,6 +140,7 @@ def create_app(
     keep_feedback: Callable[[GatewaySettings], FeedbackStore] = open_feedback,
     keep_canaries: Callable[[GatewaySettings], CanaryStore] = CanaryStore,
     keep_learners: Callable[[GatewaySettings], LearnerStore] = open_learners,
+    keep_webhooks: Callable[[GatewaySettings], WebhookStore] = WebhookStore,
     index_requests: Callable[[GatewaySettings], RequestIndex] = open_index,
     batching: Callable[[GatewaySettings], BatchStores] = open_batching,
 ) -> FastAPI:
@@ -151,6 +155,7 @@ def create_app(
         keep_feedback: makes the one of feedback.
         keep_canaries: makes the one of canaries.
         keep_learners: makes the one of learners.
+        keep_webhooks: makes the one of deliveries to webhooks.
         index_requests: makes the index of logged requests.
         batching: makes where files and batches are.
 
@@ -204,6 +209,7 @@ def create_app(
         queues = QueueWatch({"training": queue, "batches": batch_stores.queue}, metrics)
         adapters = AdapterServices(settings, engines, registry, queue, threads)
         directory = AdapterDirectory(adapters)
+        sender = WebhookSender(settings, keep_webhooks(settings), metrics)
         provide(
             app,
             inference,
@@ -225,6 +231,8 @@ def create_app(
             LearnerServices(learners, work, data, training),
             HealthServices(inference, lifecycle, queue, queues, registry, threads, background),
             KeyServices(keys),
+            sender,
+            WebhookServices(sender.store),
             LogServices(recent or RecentLogs(), engines, lifecycle, settings.keep_alive_seconds),
         )
         engines.start()
@@ -233,6 +241,7 @@ def create_app(
         canaries.start()
         watching.start()
         directory.start()
+        sender.start()
         if recorder is not None:
             recorder.writer.start()
         await quotas.start()
@@ -254,6 +263,7 @@ def create_app(
             lifecycle.closing.set()
             await tidying.stop()
             await directory.stop()
+            await sender.stop()
             if controller is not None:
                 await controller.stop()
             await worker.stop()
@@ -270,6 +280,7 @@ def create_app(
             await feedback.aclose()
             await canary_store.aclose()
             await learners.aclose()
+            await sender.store.aclose()
             index.close()
             await quotas.stop()
             await idempotency.records.aclose()

@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 from services.common.text.stops import Stop, Stops, StopSearch
@@ -35,6 +36,11 @@ class Vocabulary:
         """Ids of those that are a token of this model."""
         self._hidden = frozenset(codec.special_ids) - frozenset(self.markup.values())
 
+    @cached_property
+    def numbered(self) -> Vocabulary:
+        """The same vocabulary with ids for texts, as vLLM's `return_tokens_as_token_ids` names tokens."""
+        return _Numbered(self._codec)
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token, also of a special one."""
         known = self._bytes.get(token_id)
@@ -60,6 +66,11 @@ class Vocabulary:
     def text(self, token_ids: list[int]) -> str:
         """Visible text of some tokens."""
         return b"".join(map(self.visible_bytes, token_ids)).decode("utf-8", "replace")
+
+
+class _Numbered(Vocabulary):
+    def token_text(self, token_id: int) -> str:
+        return f"token_id:{token_id}"
 
 
 @dataclass(slots=True)

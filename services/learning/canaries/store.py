@@ -23,6 +23,7 @@ from typing import Any, Final, TypeAlias, cast
 from services.common.errors import Conflict, NotFound
 from services.common.settings import CommonSettings
 from services.common.storage.lease import FENCED, Lease, LeaseLost, fence_key
+from services.common.storage.outbox import NOTIFY
 from services.common.storage.record_versions import CANARY
 from services.common.storage.redis import NOW, call_async, connect_async, ids_before, read_hashes
 from services.common.validation.strict_models import StrictModel
@@ -43,7 +44,13 @@ _MOST_SESSIONS = 200_000
 """Sessions of a canary that are remembered."""
 _AT_ONCE = 1000
 
-_PRELUDE = f"{NOW}local ROOT = '{ROOT}'\n"
+_PRELUDE = f"{NOW}{NOTIFY}local ROOT = '{ROOT}'\n"
+_TELL: Final = """
+local function tell_end(id, adapter, state)
+  local candidate = redis.call('HGET', ROOT .. id, 'candidate')
+  notify('canary.' .. state, {id = id, adapter = adapter, candidate = candidate, state = state})
+end
+"""
 _BEGIN = (
     _PRELUDE
     + f"""
@@ -91,6 +98,7 @@ return 'OK'
 _DECIDE = (
     _PRELUDE
     + FENCED
+    + _TELL
     + """
 -- KEYS fence; ARGV id adapter fence decision state evidence; no fence: a person decides
 local hash = ROOT .. ARGV[1]
@@ -105,6 +113,7 @@ if ARGV[5] ~= 'promoting' then
   redis.call('HSET', hash, 'ended', now())
   redis.call('HDEL', ROOT .. 'running', ARGV[2])
   redis.call('DEL', hash .. ':sessions')
+  tell_end(ARGV[1], ARGV[2], ARGV[5])
 end
 return 'OK'
 """
@@ -112,6 +121,7 @@ return 'OK'
 _FINISH = (
     _PRELUDE
     + FENCED
+    + _TELL
     + """
 -- KEYS fence; ARGV id adapter fence state decision
 local hash = ROOT .. ARGV[1]
@@ -123,6 +133,7 @@ redis.call('HSET', hash, 'state', ARGV[4], 'ended', now())
 if ARGV[5] ~= '' then redis.call('HSET', hash, 'decision', ARGV[5]) end
 redis.call('HDEL', ROOT .. 'running', ARGV[2])
 redis.call('DEL', hash .. ':sessions')
+tell_end(ARGV[1], ARGV[2], ARGV[4])
 return 'OK'
 """
 )

@@ -23,6 +23,7 @@ from services.common.errors import Conflict, NewerSchema, NotFound
 from services.common.settings import CommonSettings
 from services.common.storage.ids import ulid
 from services.common.storage.lease import FENCED, Lease, LeaseLost, fence_key
+from services.common.storage.outbox import NOTIFY
 from services.common.storage.record_versions import LEARNER
 from services.common.storage.redis import NOW, call_async, connect_async, read_hashes
 from services.learning.learners.policy import LearnerPolicy
@@ -37,10 +38,17 @@ _EVENTS = 2000
 """Events of a learner that are kept."""
 _TRIES = 20
 
-_PRELUDE = f"""{NOW}
+_PRELUDE = f"""{NOW}{NOTIFY}
 local ROOT = '{ROOT}'
-local function tell(id, events)
+local ENDS = {{promoted = 1, rejected = 1, rolled_back = 1, superseded = 1, failed = 1}}
+local function tell(id, events, name)
   for _, event in ipairs(cjson.decode(events)) do
+    local said = cjson.decode(event)
+    if ENDS[said.kind] then
+      local candidate = said.evidence and said.evidence.candidate or nil
+      notify('learner.' .. said.kind, {{id = id, learner = name, cycle = said.cycle, detail = said.detail,
+        candidate = candidate}})
+    end
     redis.call('XADD', ROOT .. id .. ':events', 'MAXLEN', '~', {_EVENTS}, '*', 'at', now(), 'event', event)
   end
 end
@@ -55,7 +63,7 @@ if id then return id == ARGV[2] and 'OK' or 'EXISTS' end
 redis.call('HSET', hash, 'id', ARGV[2], 'policy', ARGV[3], 'revision', 1, 'turn', 1, 'cycle', ARGV[4], 'owner', ARGV[5],
   'everybodys', ARGV[6], 'made', now(), 'changed', now(), 'schema', {LEARNER.version})
 redis.call('ZADD', KEYS[1], 0, ARGV[1])
-tell(ARGV[2], ARGV[7])
+tell(ARGV[2], ARGV[7], ARGV[1])
 return 'OK'
 """
 )
@@ -77,7 +85,7 @@ if ARGV[7] ~= '' then
   redis.call('HSET', hash, 'policy', ARGV[7], 'changed', now())
   redis.call('HINCRBY', hash, 'revision', 1)
 end
-tell(ARGV[2], ARGV[6])
+tell(ARGV[2], ARGV[6], ARGV[1])
 return 'OK'
 """
 )

@@ -38,7 +38,7 @@ from tests.unit.gateway.fake_batches import MemoryBatches
 from tests.unit.gateway.fake_engine import FakeEngine
 from tests.unit.gateway.fake_learning import MemoryCanaries, MemoryFeedback, MemoryIndex, MemoryLearners
 from tests.unit.gateway.fake_responses import MemoryDocuments, MemoryResponses
-from tests.unit.gateway.fake_stores import MemoryQueue, MemoryRecords, MemoryStore
+from tests.unit.gateway.fake_stores import MemoryQueue, MemoryRecords, MemoryStore, MemoryWebhooks
 
 MODEL = "tiny"
 T = TypeVar("T")
@@ -172,6 +172,7 @@ class Running:
             keep_feedback=lambda made: self._feedback or open_feedback(made),  # type: ignore[arg-type, return-value]
             keep_canaries=lambda made: self._canaries or CanaryStore(made),  # type: ignore[arg-type, return-value]
             keep_learners=lambda made: self.learners or open_learners(made),  # type: ignore[arg-type, return-value]
+            keep_webhooks=lambda _: MemoryWebhooks(),  # type: ignore[arg-type, return-value]
             index_requests=lambda made: self._index or open_index(made),  # type: ignore[arg-type, return-value]
             batching=batching,
         )

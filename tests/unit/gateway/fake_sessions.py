@@ -24,6 +24,8 @@ class FakeSessions(sessions_pb2_grpc.SessionsServicer):
         self.owners: dict[str, str] = {}
         self.futures: dict[str, pb.Future] = {}
         self.refuses: engine_pb2.Error | None = None
+        self.results: dict[str, dict[str, object]] = {}
+        """Results of calls by kind; without one it is an echo."""
         self.holds = False
         """Calls stay pending until `finish`."""
         self.changed = asyncio.Event()
@@ -32,7 +34,7 @@ class FakeSessions(sessions_pb2_grpc.SessionsServicer):
         """Ends every pending call."""
         for future in self.futures.values():
             if future.state == pb.FUTURE_STATE_PENDING:
-                _end(future, error)
+                self._end(future, error)
         self.changed.set()
 
     async def Open(self, request, context) -> pb.SessionAnswer:  # noqa: N802
@@ -75,7 +77,7 @@ class FakeSessions(sessions_pb2_grpc.SessionsServicer):
         )
         self.futures[future.id] = future
         if not self.holds:
-            _end(future, None)
+            self._end(future, None)
         return pb.FutureAnswer(future=future)
 
     async def Wait(self, request, context) -> pb.FutureAnswer:  # noqa: N802
@@ -96,11 +98,11 @@ class FakeSessions(sessions_pb2_grpc.SessionsServicer):
     def _unknown(self, name: str) -> engine_pb2.Error:
         return refused(engine_pb2.ERROR_CODE_NOT_FOUND, f"no such training session {name}", "id")
 
-
-def _end(future: pb.Future, error: engine_pb2.Error | None) -> None:
-    if error is None:
-        future.state = pb.FUTURE_STATE_DONE
-        future.result_json = json.dumps({"echo": future.operation}).encode()
-    else:
-        future.state = pb.FUTURE_STATE_FAILED
-        future.error.CopyFrom(error)
+    def _end(self, future: pb.Future, error: engine_pb2.Error | None) -> None:
+        if error is None:
+            future.state = pb.FUTURE_STATE_DONE
+            result = self.results.get(future.operation, {"echo": future.operation})
+            future.result_json = json.dumps(result).encode()
+        else:
+            future.state = pb.FUTURE_STATE_FAILED
+            future.error.CopyFrom(error)

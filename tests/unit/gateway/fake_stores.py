@@ -16,6 +16,7 @@ from services.common.queue.depth import QueueDepth
 from services.common.queue.job_queue import Events
 from services.common.queue.records import spec_json, spec_sha, versions_needed
 from services.common.storage.object_store import ObjectNotFound, PreconditionFailed, StoredObject
+from services.gateway.core.webhook_store import Delivery
 
 
 class MemoryStore:
@@ -240,3 +241,20 @@ class MemoryRecords:
 
     async def aclose(self) -> None:
         return None
+
+
+class MemoryWebhooks:
+    """WebhookStore's methods for a gateway that has nothing to tell."""
+
+    async def aclose(self) -> None:
+        return None
+
+    async def list(self, *, limit: int, after: str | None = None, state: str | None = None) -> list[Delivery]:
+        if after is not None:
+            raise NotFound(f"no such delivery: {after!r}", param="after")
+        return []
+
+    async def get(self, delivery_id: str) -> Delivery:
+        raise NotFound(f"no such delivery: {delivery_id!r}", param="delivery_id")
+
+    resend = get

@@ -43,7 +43,7 @@ class Webhooks:
 
     def key_of(self, url: str) -> str | None:
         """The API key for requests to a URL, of the longest prefix that covers it; None: there is none."""
-        covering = [entry for entry in self.keys if _covers(entry, url)]
+        covering = [entry for entry in self.keys if covers(entry, url)]
         return self.keys[max(covering, key=len)] if covering else None
 
     def check(self, url: str, where: str) -> None:
@@ -83,7 +83,7 @@ def check_covered(url: str, where: str, allowed: Sequence[str]) -> None:
         InvalidRequest: the engine may not send there.
     """
     param = f"{where}.url"
-    if not any(_covers(entry, url) for entry in allowed):
+    if not any(covers(entry, url) for entry in allowed):
         raise InvalidRequest(
             f"{param}: {url!r} is not covered by TEMPER_REWARD_WEBHOOKS of the engine that would call it, which lists "
             f"{', '.join(allowed) or 'nothing'}: have a prefix of the URL listed there (in every engine that trains), "
@@ -92,8 +92,8 @@ def check_covered(url: str, where: str, allowed: Sequence[str]) -> None:
         )
 
 
-def _covers(entry: str, url: str) -> bool:
-    """Same scheme, host and port, and a path below that of the entry."""
+def covers(entry: str, url: str) -> bool:
+    """Whether a prefix covers a URL: same scheme, host and port, and a path below that of the entry."""
     *place, prefix = webhook_parts(entry)
     *wanted, path = webhook_parts(url)
     return place == wanted and (path == prefix or path.startswith(prefix if prefix.endswith("/") else f"{prefix}/"))

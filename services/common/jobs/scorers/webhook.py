@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from services.common.jobs.scorers.allowed_webhooks import check_webhook, webhook_parts
 from services.common.jobs.scorers.base import ScorerSpec
@@ -16,18 +16,21 @@ _URL = r'^https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{0,5})?([/?][!"$-\
 URL_SCHEMA = {"pattern": _URL}
 
 
+def _plain(url: str) -> str:
+    webhook_parts(url)
+    return url
+
+
+WebhookUrl = Annotated[str, Field(max_length=2000, json_schema_extra=dict(URL_SCHEMA)), AfterValidator(_plain)]
+"""URL that everybody reads alike."""
+
+
 class WebhookReward(ScorerSpec):
     """The score is what a service of yours answers; see docs/guides/training.md."""
 
     type: Literal["webhook"] = "webhook"
-    url: str = Field(max_length=2000, json_schema_extra=dict(URL_SCHEMA))
+    url: WebhookUrl
     """Must be covered by TEMPER_REWARD_WEBHOOKS of the engine that runs the job."""
-
-    @field_validator("url")
-    @classmethod
-    def _plain(cls, url: str) -> str:
-        webhook_parts(url)
-        return url
 
     def check_allowed(self, where: str, granted: Granted) -> None:
         """See ScorerSpec."""

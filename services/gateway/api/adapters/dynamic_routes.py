@@ -1,4 +1,5 @@
-"""/v1/load_lora_adapter and /v1/unload_lora_adapter: vLLM's calls, with its answers and its form of errors."""
+"""vLLM's calls for adapters, /v1/load_lora_adapter and /v1/unload_lora_adapter, with its answers and form of errors, and
+what clients ask it before."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from services.common.errors import Conflict, InvalidRequest, NotFound, TemperErr
 from services.gateway.api.adapters.loading import load, unload
 from services.gateway.api.adapters.routes import Adapters
 from services.gateway.api.base.routing import Routes
-from services.gateway.auth.route_permissions import ADMIN, Permission
+from services.gateway.auth.route_permissions import ADMIN, ANY_KEY, Permission
 from services.gateway.core.errors import status_of
 from services.gateway.protocol.models import LoadAdapterRequest, UnloadAdapterRequest
 
@@ -53,6 +54,26 @@ async def unload_lora_adapter(request: Request, body: UnloadAdapterRequest, adap
     request.state.audit_targets = [body.lora_name]
     work = unload(adapters, body.lora_name)
     return await _answered(work, f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+@routes.get("/server_info", Permission(ANY_KEY), response_model=None)
+async def server_info(adapters: Adapters) -> dict[str, Any]:
+    """The part of vLLM's configuration that clients read of it: model, adapters, and one replica, because a loaded
+    adapter answers at every engine."""
+    info = adapters.engines.served.info
+    return {
+        "vllm_config": {
+            "model_config": {"model": info.name, "dtype": f"torch.{info.dtype}", "max_model_len": info.max_model_len},
+            "lora_config": {"max_lora_rank": info.max_lora_rank, "max_loras": info.adapter_slots},
+            "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1},
+        }
+    }
+
+
+@routes.get("/get_world_size", Permission(ANY_KEY), response_model=None)
+async def world_size() -> dict[str, int]:
+    """vLLM's number of workers of a replica: each engine has one GPU."""
+    return {"world_size": 1}
 
 
 async def _answered(work: Awaitable[object], success: str) -> Response:

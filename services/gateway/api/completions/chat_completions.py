@@ -142,8 +142,8 @@ class _ChunkWriter:
             shows_text = "content" in delta or "reasoning_content" in delta or "tool_calls" in delta
             if body.logprobs and self._unsent[index] and ((shows_text and "role" not in delta) or last):
                 entries, self._unsent[index] = self._unsent[index], []
-                vocabulary = self._generation.served.vocabulary
-                choice["logprobs"] = {"content": chat_logprobs(vocabulary, entries, body.top_logprobs or 0)}
+                names = self._generation.names
+                choice["logprobs"] = {"content": chat_logprobs(names, entries, body.top_logprobs or 0)}
             if last:
                 choice["finish_reason"] = step.finish_reason
             choice["completion_id"] = step.choice.completion_id
@@ -283,7 +283,7 @@ async def _whole(generation: Generation, body: ChatRequest, messages: Sequence[_
             "adapter": choice.adapter,
         }
         if body.logprobs:
-            entries = chat_logprobs(generation.served.vocabulary, message.entries, body.top_logprobs or 0)
+            entries = chat_logprobs(generation.names, message.entries, body.top_logprobs or 0)
             entry["logprobs"] = {"content": entries, "refusal": None}
         if body.return_token_ids:
             entry["token_ids"] = message.token_ids

@@ -104,8 +104,8 @@ class _Writer:
         number = choice.index // self._generation.choices_per_prompt
         if number not in self._echoes:
             top, scores = self._body.logprobs, self._generation.prompt_scores(choice)
-            vocabulary, prompt = self._generation.served.vocabulary, self.prompt_of(choice)
-            self._echoes[number] = echo(vocabulary, prompt, None if top is None else scores, top or 0)
+            names, prompt = self._generation.names, self.prompt_of(choice)
+            self._echoes[number] = echo(names, prompt, None if top is None else scores, top or 0)
         return self._echoes[number]
 
     def choice(
@@ -130,7 +130,8 @@ class _Writer:
         }
         if body.logprobs is not None:
             piece.offsets = [len(before.text) + offset for offset in piece.offsets]
-            told = text_logprobs(self._generation.served.vocabulary, piece, body.logprobs)
+            itself = bool(body.return_tokens_as_token_ids)
+            told = text_logprobs(self._generation.names, piece, body.logprobs, itself=itself)
             entry["logprobs"] = joined(before.logprobs, told) if with_prompt else told
         if body.prompt_logprobs is not None:
             scores = self._generation.prompt_scores(choice)

@@ -123,6 +123,7 @@ async def check_references(training: TrainingServices, spec: TrainingSpec) -> No
     except TemperError:
         if await _starts_there(training, spec):
             raise
+    _check_webhook(training.settings, spec)
     _check_scorers(training.engines.granted(), spec)
     if isinstance(spec, GrpoJob):
         await _check_samplers(training, spec)
@@ -257,6 +258,17 @@ async def _check_samplers(training: TrainingServices, spec: GrpoJob) -> None:
                 "again, or leave `adapter` out",
                 param=where,
             ) from error
+
+
+def _check_webhook(settings: GatewaySettings, spec: TrainingSpec) -> None:
+    """Checks that gateways may tell the job's own URL of its end."""
+    if spec.webhook is not None and not settings.allows_webhook(spec.webhook):
+        raise InvalidRequest(
+            f"webhook: {spec.webhook!r} is not covered by TEMPER_WEBHOOK_ALLOW, which lists "
+            f"{', '.join(settings.webhook_prefixes) or 'nothing'}: have a prefix of the URL listed there, or leave it "
+            "out",
+            param="webhook",
+        )
 
 
 def _check_scorers(granted: Sequence[Granted], spec: TrainingSpec) -> None:

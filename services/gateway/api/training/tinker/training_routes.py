@@ -104,7 +104,7 @@ async def forward_backward(request: Request, tinker: Tinker) -> dict[str, Any]:
         raise InvalidRequest("seq_id counts from 1", param="seq_id")
     widths: tuple[int, ...] = ()
     try:
-        scoring = await asyncio.to_thread(scoring_of, message)
+        scoring = await asyncio.to_thread(scoring_of, message, tinker.settings.session_call_tokens)
     except InvalidRequest as error:
         call: Call = refusal(message.seq_id, error, gradient=not message.forward_only)
     else:

@@ -61,8 +61,11 @@ def parse(body: bytes) -> pb.ForwardBackwardRequest:
         raise InvalidRequest("the body is no ForwardBackwardRequest of Tinker's protobuf") from error
 
 
-def scoring_of(message: pb.ForwardBackwardRequest) -> Scoring:
+def scoring_of(message: pb.ForwardBackwardRequest, most_tokens: int) -> Scoring:
     """The call that a message asks for.
+
+    Args:
+        most_tokens: of a call, each counted once for every target of its position.
 
     Raises:
         InvalidRequest: something is wrong with it.
@@ -74,14 +77,17 @@ def scoring_of(message: pb.ForwardBackwardRequest) -> Scoring:
         raise InvalidRequest(f"the loss {loss[:80]!r} is none of {', '.join(_INPUTS)}", param="loss_fn")
     if not message.data:
         raise InvalidRequest("data is empty: send at least one datum", param="data")
+    config = _config_of(message)
     data: list[dict[str, Any]] = []
     widths = []
+    left = most_tokens
     for index, datum in enumerate(message.data):
-        found, width = _data_of(datum, loss, f"data[{index}]")
+        found, width = _data_of(datum, loss, f"data[{index}]", left)
+        left -= sum(len(one["token_ids"]) for one in found)
         data += found
         widths.append(width)
     kind: type[Forward | ForwardBackward] = Forward if message.forward_only else ForwardBackward
-    body = {"seq": message.seq_id, "loss": loss, "loss_config": _config_of(message), "data": data}
+    body = {"seq": message.seq_id, "loss": loss, "loss_config": config, "data": data}
     return Scoring(checked(kind, body), tuple(widths))
 
 
@@ -146,7 +152,7 @@ def _check_thresholds(loss: str, low: float, high: float) -> None:
         )
 
 
-def _data_of(datum: pb.Datum, loss: str, place: str) -> tuple[list[dict[str, Any]], int]:
+def _data_of(datum: pb.Datum, loss: str, place: str, most_tokens: int) -> tuple[list[dict[str, Any]], int]:
     """Data of a session, one a column of targets, and how many columns there are (0: a vector)."""
     tokens: list[int] = []
     for chunk in datum.model_input:
@@ -155,6 +161,13 @@ def _data_of(datum: pb.Datum, loss: str, place: str) -> tuple[list[dict[str, Any
                 f"{place}.model_input has an image or sound, and this model trains on text only", param=place
             )
         tokens += _numbers("i", chunk.encoded_text.tokens, f"{place}.model_input")
+    shape = list(datum.loss_fn_inputs["target_tokens"].shape) if "target_tokens" in datum.loss_fn_inputs else []
+    if len(tokens) * (shape[1] if len(shape) == 2 else 1) > most_tokens:
+        raise InvalidRequest(
+            f"with {place} the call has more tokens than one may have (TEMPER_SESSION_CALL_TOKENS; a token counts once "
+            "for every target of its position): send fewer, gradients accumulate over calls",
+            param=place,
+        )
     needed = _INPUTS[loss] | {"target_tokens"}
     for name in sorted(needed - datum.loss_fn_inputs.keys()):
         raise InvalidRequest(f"the loss {loss} needs {place}.loss_fn_inputs.{name}", param=f"{place}.loss_fn_inputs")
@@ -210,7 +223,7 @@ def _columns(tensor: pb.Tensor, rows: int, place: str) -> tuple[list[list[float]
             param=place,
         )
     width = shape[1] if len(shape) == 2 else 0
-    if not (width or 1) <= MOST_COLUMNS or (len(shape) == 2 and not width):
+    if len(shape) == 2 and not 1 <= width <= MOST_COLUMNS:
         raise InvalidRequest(f"{place} has {width} numbers a position, and may have 1 to {MOST_COLUMNS}", param=place)
     if sparse:
         values = _dense(tensor.sparse_csr, values, rows, width, place)

@@ -164,6 +164,27 @@ def test_a_run_is_opened_once_however_often_it_is_asked_for(running: Running, al
     alice.post("session_heartbeat", 410, session_id=session)
 
 
+def test_the_model_may_have_the_name_by_which_programs_know_it(start: Starter) -> None:
+    """And weights in flight are the newest ones of their adapter."""
+    running = start(FakeEngine(), redis_url=NO_REDIS, tinker_base_model="Qwen/Qwen3.5-4B")
+    client = Client(running, "none")
+    told = client.http.get("get_server_capabilities").json()["supported_models"]
+    assert [one["model_name"] for one in told] == ["Qwen/Qwen3.5-4B"]
+    session = client.session()
+    asked: dict[str, Any] = {"session_id": session, "model_seq_id": 0, "lora_config": {"rank": 4}}
+    promise = client.post("create_model", base_model="Qwen/Qwen3.5-4B", user_metadata={"adapter": "mine"}, **asked)
+    model = client.post("retrieve_future", request_id=promise["request_id"])["model_id"]
+    assert client.post("get_info", model_id=model)["model_data"]["model_name"] == "Qwen/Qwen3.5-4B"
+    running.engine.sessions.results["save"] = {"adapter": "mine@3", "digest": "x", "attached": False}
+    policies = []
+    for seq, kind in ((1, "snapshot"), (2, "inflight")):
+        body = {"model_id": model, "seq_id": seq, "sampling_session_seq_id": seq, "kind": kind}
+        saved = client.post("retrieve_future", request_id=client.post("save_weights_for_sampler", **body)["request_id"])
+        policies.append(saved["sampling_session_id"].rpartition(":")[2])
+    assert policies == ["mine@3", "mine"]
+    client.http.close()
+
+
 def test_checkpoints_are_removed_when_their_time_is_over(running: Running, alice: Client) -> None:
     services = resource(running.app, TinkerServices)
     assert services is not None
