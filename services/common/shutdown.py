@@ -22,6 +22,8 @@ _SAME_REQUEST_SECONDS = 2.0
 """Time after the first signal within which another one is the same request: a terminal's Ctrl-C reaches the whole
 process group, and the supervisor passes it on."""
 
+ASLEEP = "asleep: POST /v1/engine/wake, or `temper engine wake`, has it load the model again"
+"""Answer of an engine that sleeps to everything but that."""
 log = structlog.get_logger(__name__)
 
 

@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from services.common.errors import TemperError, Unavailable
 from services.common.pb import engine_pb2 as pb
 from services.common.security.tls import FOLLOW_SECONDS, Certificates
-from services.common.sleep import ASLEEP
+from services.common.shutdown import ASLEEP
 from services.common.telemetry.logging import configure_logging
 from services.common.telemetry.prometheus import serve as serve_metrics
 from services.engine.observability.metrics import ASLEEP_METRIC, ASLEEP_TEXT

@@ -13,7 +13,7 @@ from services.common.errors import CheckpointRejected, Unavailable
 from services.common.jobs.scorers.grants import Granted
 from services.common.pb import adapters_pb2, engine_pb2
 from services.common.security.tls import Certificates
-from services.common.sleep import ASLEEP
+from services.common.shutdown import ASLEEP
 from services.common.text.tokenizer import TextCodec
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.engines.certificate_rotation import CertificateRotation

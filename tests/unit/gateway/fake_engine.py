@@ -18,7 +18,7 @@ from services.common.pb import (
     histories_pb2_grpc,
     sessions_pb2_grpc,
 )
-from services.common.sleep import ASLEEP
+from services.common.shutdown import ASLEEP
 from services.engine.server.conversation_session_service import ConversationSessionService
 from tests.unit.engine.server.memory_sessions import MemorySessions
 from tests.unit.gateway.fake_sessions import FakeSessions
