@@ -16,14 +16,14 @@ from typing import Any
 
 import structlog
 
+ASLEEP = "asleep: POST /v1/engine/wake, or `temper engine wake`, has it load the model again"
+"""Answer of an engine that sleeps to everything but that."""
 CLOSE_SECONDS = 10
 """Time that a service may need beyond the times that its settings give to others: see docs/guides/operations.md."""
 _SAME_REQUEST_SECONDS = 2.0
 """Time after the first signal within which another one is the same request: a terminal's Ctrl-C reaches the whole
 process group, and the supervisor passes it on."""
 
-ASLEEP = "asleep: POST /v1/engine/wake, or `temper engine wake`, has it load the model again"
-"""Answer of an engine that sleeps to everything but that."""
 log = structlog.get_logger(__name__)
 
 

@@ -152,6 +152,7 @@ async def _serve(
         engine.memory.shares(),
         usage,
         recent,
+        engine.memory.block_size,
         leave.to_sleep(stop, health),
     )
     server = make_server(serving, reporter.servicer, settings.max_message_bytes, tracer)
