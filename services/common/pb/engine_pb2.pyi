@@ -137,6 +137,71 @@ REQUEST_PHASE_DECODE: RequestPhase.ValueType  # 4
 Global___RequestPhase: _TypeAlias = RequestPhase  # noqa: Y015
 
 @_typing.final
+class PauseRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    """Longest time, seconds."""
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseRequest: _TypeAlias = PauseRequest  # noqa: Y015
+
+@_typing.final
+class PauseResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseResponse: _TypeAlias = PauseResponse  # noqa: Y015
+
+@_typing.final
+class ResumeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
+
+@_typing.final
+class ResumeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
+
+@_typing.final
 class Error(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1067,6 +1132,7 @@ class EngineStatus(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     SLOTS_CACHED_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     blocks_used: _builtins.int
@@ -1092,6 +1158,8 @@ class EngineStatus(_message.Message):
     """Prompt tokens of the requests that have ended, all looked up in the prefix cache."""
     slots_cached: _builtins.int
     """State slots held only by the prefix cache."""
+    paused: _builtins.bool
+    """It computes nothing now: see Pause."""
     @_builtins.property
     def loaded_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Versions in adapter slots, and compositions of versions, "a@3*0.7+b@1"."""
@@ -1130,10 +1198,11 @@ class EngineStatus(_message.Message):
         prompt_tokens: _builtins.int = ...,
         cache_hit_tokens: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         slots_cached: _builtins.int = ...,
+        paused: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_adapter", b"attached_adapter", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "cache_hit_tokens", b"cache_hit_tokens", "decode_tokens", b"decode_tokens", "draining", b"draining", "instance", b"instance", "job_id", b"job_id", "loaded_adapters", b"loaded_adapters", "max_waiting", b"max_waiting", "memory_plan", b"memory_plan", "prefill_tokens", b"prefill_tokens", "prompt_tokens", b"prompt_tokens", "running", b"running", "sessions_max", b"sessions_max", "sessions_open", b"sessions_open", "slots_cached", b"slots_cached", "slots_total", b"slots_total", "slots_used", b"slots_used", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_adapter", b"attached_adapter", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "cache_hit_tokens", b"cache_hit_tokens", "decode_tokens", b"decode_tokens", "draining", b"draining", "instance", b"instance", "job_id", b"job_id", "loaded_adapters", b"loaded_adapters", "max_waiting", b"max_waiting", "memory_plan", b"memory_plan", "paused", b"paused", "prefill_tokens", b"prefill_tokens", "prompt_tokens", b"prompt_tokens", "running", b"running", "sessions_max", b"sessions_max", "sessions_open", b"sessions_open", "slots_cached", b"slots_cached", "slots_total", b"slots_total", "slots_used", b"slots_used", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -49,6 +49,9 @@ class EngineStub:
     """Requests of all gateways, and rollouts of jobs, that have not ended."""
     GetLogs: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetLogsRequest, _engine_pb2.GetLogsResponse]
     """Last lines of the log of this process, which trains, too. Nothing in them is a secret."""
+    Pause: _grpc.UnaryUnaryMultiCallable[_engine_pb2.PauseRequest, _engine_pb2.PauseResponse]
+    """Computes nothing until Resume, or for so long; requests stay as they are, and new ones wait."""
+    Resume: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ResumeRequest, _engine_pb2.ResumeResponse]
 
 @_typing.type_check_only
 class EngineAsyncStub(EngineStub):
@@ -71,6 +74,9 @@ class EngineAsyncStub(EngineStub):
     """Requests of all gateways, and rollouts of jobs, that have not ended."""
     GetLogs: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetLogsRequest, _engine_pb2.GetLogsResponse]  # type: ignore[assignment]
     """Last lines of the log of this process, which trains, too. Nothing in them is a secret."""
+    Pause: _aio.UnaryUnaryMultiCallable[_engine_pb2.PauseRequest, _engine_pb2.PauseResponse]  # type: ignore[assignment]
+    """Computes nothing until Resume, or for so long; requests stay as they are, and new ones wait."""
+    Resume: _aio.UnaryUnaryMultiCallable[_engine_pb2.ResumeRequest, _engine_pb2.ResumeResponse]  # type: ignore[assignment]
 
 class EngineServicer(metaclass=_abc_1.ABCMeta):
     """Engine: one device, tokens in, tokens out. The gateway handles text."""
@@ -138,5 +144,20 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.GetLogsResponse, _abc.Awaitable[_engine_pb2.GetLogsResponse]]:
         """Last lines of the log of this process, which trains, too. Nothing in them is a secret."""
+
+    @_abc_1.abstractmethod
+    def Pause(
+        self,
+        request: _engine_pb2.PauseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.PauseResponse, _abc.Awaitable[_engine_pb2.PauseResponse]]:
+        """Computes nothing until Resume, or for so long; requests stay as they are, and new ones wait."""
+
+    @_abc_1.abstractmethod
+    def Resume(
+        self,
+        request: _engine_pb2.ResumeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.ResumeResponse, _abc.Awaitable[_engine_pb2.ResumeResponse]]: ...
 
 def add_EngineServicer_to_server(servicer: EngineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
