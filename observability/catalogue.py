@@ -11,6 +11,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from services.common.pb import engine_pb2
 from services.common.security.tls import Certificates
 from services.engine.kv_cache.keys import Tier
 from services.engine.kv_cache.memory_plan import MemoryPlan
@@ -59,11 +60,18 @@ def exported() -> list[Exported]:
     Without what prometheus_client says of a process, which depends on the system; see foreign.FOREIGN.
     """
     found = [
-        *_read(GatewayMetrics().registry, "gateway"),
+        *_read(_gateway(), "gateway"),
         *_read(_engine(), "engine"),
         *_read(_certificates(), "tls"),
     ]
     return sorted(found, key=lambda metric: (metric.service != "gateway", metric.name))
+
+
+def _gateway() -> CollectorRegistry:
+    """A gateway's registry, of one engine that has answered."""
+    metrics = GatewayMetrics()
+    metrics.engine.show(engine_pb2.Model(name="model"), engine_pb2.EngineStatus(block_size=16))
+    return metrics.registry
 
 
 def _certificates() -> CollectorRegistry:

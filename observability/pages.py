@@ -17,7 +17,9 @@ ids or prompts in them, and names of adapter versions only while they are in one
 
 A histogram `x` is exported as `x_bucket`, `x_sum` and `x_count`; a counter's name ends in `_total`. Series that begin
 with `vllm:` are the engine's own under the names that routers and dashboards for vLLM read. Its time per output token
-is the mean of a request, under all three names that vLLM has had for it.
+is the mean of a request, under all three names that vLLM has had for it. A gateway has those that endpoint pickers read
+if `TEMPER_ENGINES` is the address of one engine: that engine's, asked for at each scrape, and none while it does not
+answer.
 """
 _SERVICES = {
     "gateway": "Gateway",

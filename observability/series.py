@@ -20,7 +20,12 @@ _CHOSEN = (_CHOSEN_NAMESPACE, 'release=~"$release"', 'pod=~"$pod"')
 
 def chosen(name: str, *matchers: str) -> str:
     """A series of ours where a dashboard's variables point."""
-    return _select(name, *_CHOSEN, *matchers)
+    return _select(name, *_CHOSEN, *_own(name), *matchers)
+
+
+def _own(name: str) -> tuple[str, ...]:
+    """Matchers of what a gateway of one engine exports for it as well, which would count twice."""
+    return ('component="engine"',) if name.startswith("vllm:") else ()
 
 
 def everywhere(name: str, *matchers: str) -> str:
@@ -35,7 +40,7 @@ def around(name: str, *matchers: str) -> str:
 
 def ours(name: str, *matchers: str) -> str:
     """A series of ours in a rule."""
-    return _select(name, ANY_NAMESPACE, ANY_RELEASE, *matchers)
+    return _select(name, ANY_NAMESPACE, ANY_RELEASE, *_own(name), *matchers)
 
 
 def beside(name: str, *matchers: str) -> str:

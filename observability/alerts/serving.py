@@ -21,6 +21,7 @@ _WHOLE = {**_STREAMS, "stream": "false"}
 _REQUESTS = {**GATEWAY, "method": "POST", "route": "/v1/chat/completions"}
 
 
+_SCRAPED = {**ENGINE, "component": "engine"}
 _TIER_FAILURES = "temper_engine_tier_failures_total"
 _FAULTS = 'reason!~"missing|late"'
 
@@ -160,9 +161,9 @@ SERVING = Group(
             "{{ $value | humanize }} requests wait in each engine of release {{ $labels.release }}: more come than the "
             "engines serve.",
             (
-                fires({series("vllm:num_requests_waiting", ENGINE): steady(40)}, "30m", PLACE, "40"),
-                quiet({series("vllm:num_requests_waiting", ENGINE): steady(4)}, "30m"),
-                quiet({series("vllm:num_requests_waiting", ENGINE): "4x10 90x3 4x60"}, "20m"),
+                fires({series("vllm:num_requests_waiting", _SCRAPED): steady(40)}, "30m", PLACE, "40"),
+                quiet({series("vllm:num_requests_waiting", _SCRAPED): steady(4)}, "30m"),
+                quiet({series("vllm:num_requests_waiting", _SCRAPED): "4x10 90x3 4x60"}, "20m"),
             ),
         ),
         Alert(
@@ -174,8 +175,8 @@ SERVING = Group(
             "Live sequences use {{ $value | humanizePercentage }} of the KV blocks of {{ $labels.pod }}: new ones "
             "wait, and running ones may be computed again.",
             (
-                fires({series("vllm:kv_cache_usage_perc", ENGINE): steady(0.99)}, "15m", ENGINE, "99%"),
-                quiet({series("vllm:kv_cache_usage_perc", ENGINE): steady(0.9)}, "15m"),
+                fires({series("vllm:kv_cache_usage_perc", _SCRAPED): steady(0.99)}, "15m", _SCRAPED, "99%"),
+                quiet({series("vllm:kv_cache_usage_perc", _SCRAPED): steady(0.9)}, "15m"),
             ),
         ),
         Alert(

@@ -43,6 +43,8 @@ class GatewaySettings(ListenSettings, CommonSettings):
     adapters_s3: str = ""
     """Prefixes of the object store's server that adapters may be loaded from, separated by commas:
     "s3://bucket/adapters". Empty: s3:// is refused."""
+    webhooks: bool = True
+    """This gateway sends to webhooks, with others that do."""
     webhook_urls: str = ""
     """URLs that are told when a job, a canary or a learner's cycle ends, separated by commas. Empty: none."""
     webhook_secret: SecretStr = SecretStr("")

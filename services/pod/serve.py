@@ -135,6 +135,7 @@ async def _serve(
         engine.memory.shares(),
         usage,
         recent,
+        engine.memory.block_size,
     )
     server = make_server(serving, reporter.servicer, settings.max_message_bytes, tracer)
     if training.sessions is not None:

@@ -32,7 +32,9 @@ def test_it_is_the_gateway_of_the_release_for_one_engine(release: Any, values: M
     assert here["TEMPER_ENGINES"]["value"] == f"127.0.0.1:{engine.ports['grpc']}"
     assert here["TEMPER_PORT"]["value"] == str(one.ports["http"]) == "8000"
     assert (here["TEMPER_BATCH_WORKERS"]["value"], here["TEMPER_LEARNERS"]["value"]) == ("0", "false")
-    different = ("TEMPER_ENGINES", "TEMPER_PORT", "TEMPER_BATCH_WORKERS", "TEMPER_LEARNERS")
+    assert here["TEMPER_WEBHOOKS"]["value"] == "false", "the network policy of engines would not let it out"
+    assert here["TEMPER_UI"]["value"] == "false"
+    different = [f"TEMPER_{one}" for one in ("ENGINES", "PORT", "BATCH_WORKERS", "LEARNERS", "WEBHOOKS", "UI")]
     assert {name: entry for name, entry in here.items() if name not in different} == {
         name: entry for name, entry in there.items() if name not in different
     }

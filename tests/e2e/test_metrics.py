@@ -23,6 +23,21 @@ def families(url: str) -> dict[str, set[str]]:
     }
 
 
+def test_pickers_read_the_same_of_the_gateway_as_of_its_only_engine(stack: Stack) -> None:
+    asked = (stack.url, f"http://127.0.0.1:{stack.env['TEMPER_METRICS_PORT']}")
+    names = ("num_requests_", "kv_cache_usage_perc", "lora_requests_info{", "cache_config_info{")
+    gateway, engine = (
+        [
+            line.rpartition(" ")[0] if "lora" in line else line  # whose value is the time
+            for line in httpx.get(f"{url}/metrics", timeout=PATIENCE).text.splitlines()
+            if line.startswith(tuple(f"vllm:{name}" for name in names))
+        ]
+        for url in asked
+    )
+    assert len(engine) == 5
+    assert sorted(gateway) == sorted(engine)
+
+
 def test_the_catalogue_is_what_is_exported(stack: Stack) -> None:
     body = {"model": stack.served_model_name, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
     httpx.post(f"{stack.url}/v1/chat/completions", json=body, timeout=60, trust_env=False).raise_for_status()

@@ -80,7 +80,8 @@
 {{- $_ := set . "name" (printf "gateway-%s" .name) }}
 {{- end }}
 {{- $_ := set $values "resources" .Values.engine.http.resources }}
-{{- $_ := set $values "env" (merge (dict "TEMPER_BATCH_WORKERS" 0 "TEMPER_LEARNERS" false) $values.env) }}
+{{- $_ := set $values "dashboard" false }}
+{{- $_ := set $values "env" (merge (dict "TEMPER_BATCH_WORKERS" 0 "TEMPER_LEARNERS" false "TEMPER_WEBHOOKS" false) $values.env) }}
 {{- toJson (dict "part" "gateway" "values" $values "port" 8000 "engines" "127.0.0.1:50051" "ready" "/readyz" "volumes" "gateway-") }}
 {{- end }}
 

@@ -1133,6 +1133,9 @@ class EngineStatus(_message.Message):
     CACHE_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     SLOTS_CACHED_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
+    SERVING_ADAPTERS_FIELD_NUMBER: _builtins.int
+    WAITING_ADAPTERS_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     blocks_used: _builtins.int
@@ -1160,6 +1163,8 @@ class EngineStatus(_message.Message):
     """State slots held only by the prefix cache."""
     paused: _builtins.bool
     """It computes nothing now: see Pause."""
+    block_size: _builtins.int
+    """Tokens of a KV block. 0: the engine is of an earlier release."""
     @_builtins.property
     def loaded_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Versions in adapter slots, and compositions of versions, "a@3*0.7+b@1"."""
@@ -1173,6 +1178,14 @@ class EngineStatus(_message.Message):
     @_builtins.property
     def cache_hit_tokens(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Those that were found, by where they were: "device", "host", "disk", "store"."""
+
+    @_builtins.property
+    def serving_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Adapters in slots by the names that clients use: "name" for the name's current version, else "name@n"."""
+
+    @_builtins.property
+    def waiting_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Adapters that requests wait for, as they were asked for."""
 
     def __init__(
         self,
@@ -1199,10 +1212,13 @@ class EngineStatus(_message.Message):
         cache_hit_tokens: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         slots_cached: _builtins.int = ...,
         paused: _builtins.bool = ...,
+        serving_adapters: _abc.Iterable[_builtins.str] | None = ...,
+        waiting_adapters: _abc.Iterable[_builtins.str] | None = ...,
+        block_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_adapter", b"attached_adapter", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "cache_hit_tokens", b"cache_hit_tokens", "decode_tokens", b"decode_tokens", "draining", b"draining", "instance", b"instance", "job_id", b"job_id", "loaded_adapters", b"loaded_adapters", "max_waiting", b"max_waiting", "memory_plan", b"memory_plan", "paused", b"paused", "prefill_tokens", b"prefill_tokens", "prompt_tokens", b"prompt_tokens", "running", b"running", "sessions_max", b"sessions_max", "sessions_open", b"sessions_open", "slots_cached", b"slots_cached", "slots_total", b"slots_total", "slots_used", b"slots_used", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_adapter", b"attached_adapter", "block_size", b"block_size", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "cache_hit_tokens", b"cache_hit_tokens", "decode_tokens", b"decode_tokens", "draining", b"draining", "instance", b"instance", "job_id", b"job_id", "loaded_adapters", b"loaded_adapters", "max_waiting", b"max_waiting", "memory_plan", b"memory_plan", "paused", b"paused", "prefill_tokens", b"prefill_tokens", "prompt_tokens", b"prompt_tokens", "running", b"running", "serving_adapters", b"serving_adapters", "sessions_max", b"sessions_max", "sessions_open", b"sessions_open", "slots_cached", b"slots_cached", "slots_total", b"slots_total", "slots_used", b"slots_used", "waiting", b"waiting", "waiting_adapters", b"waiting_adapters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import get_args
 
@@ -13,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from services.common.telemetry import tracing
 from services.common.telemetry.process import export_process
+from services.common.telemetry.router_series import VLLM_ENGINE, VLLM_LABELS, adapter_series, load_series
 from services.engine.observability.events import (
     AdapterLoadFailed,
     AdapterPhase,
@@ -35,9 +35,6 @@ _WHOLE = (*_LATENCY, 120.0, 300.0, 600.0)
 _LENGTHS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 """Tokens; those of vLLM's histograms."""
 
-VLLM_LABELS = ("model_name", "engine")
-VLLM_ENGINE = "0"
-"""vLLM numbers the data-parallel replicas of a process; there is one."""
 _MASKS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 
 
@@ -249,14 +246,7 @@ class StateCollector(Collector):
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(name, text, value=value)
-        for name, text, value in (
-            ("vllm:num_requests_running", "Requests that run.", counts.running),
-            ("vllm:num_requests_waiting", "Requests that wait.", waiting),
-            ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 1 is full.", used_share),
-        ):
-            family = GaugeMetricFamily(name, text, labels=VLLM_LABELS)
-            family.add_metric([self._model_name, VLLM_ENGINE], value)
-            yield family
+        yield from load_series(self._model_name, counts.running, waiting, used_share)
         counters: dict[str, tuple[str, int]] = {
             "vllm:spec_decode_num_drafts": ("Chunks with draft tokens.", counts.num_drafts),
             "vllm:spec_decode_num_draft_tokens": ("Draft tokens.", counts.num_draft_tokens),
@@ -292,16 +282,4 @@ class StateCollector(Collector):
             "temper_engine_adapters_loaded", "Published versions in slots.", value=len(snapshot.loaded)
         )
         yield GaugeMetricFamily("temper_engine_adapter_slots", "Slots for adapters.", value=self._max_loras)
-        yield self._lora_info(snapshot)
-
-    def _lora_info(self, snapshot: AdapterSnapshot) -> Metric:
-        """Adapter series for the Gateway API inference extension: "running" are all adapters in slots, by the names
-        that clients use, so that it routes requests to their adapter; the value is a time, and the newest counts.
-        https://gateway-api-inference-extension.sigs.k8s.io/ (Model Server Protocol)"""
-        info = GaugeMetricFamily(
-            "vllm:lora_requests_info",
-            "Adapters in slots and adapters that requests wait for; the value is the time of the scrape.",
-            labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
-        )
-        info.add_metric([str(self._max_loras), ",".join(snapshot.serving), ",".join(snapshot.waiting)], time.time())
-        return info
+        yield adapter_series(self._max_loras, snapshot.serving, snapshot.waiting)

@@ -15,7 +15,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from services.engine.observability.metrics import VLLM_ENGINE, VLLM_LABELS, EngineMetrics
+from services.common.telemetry.router_series import VLLM_ENGINE, VLLM_LABELS, cache_series
+from services.engine.observability.metrics import EngineMetrics
 from services.engine.observability.status import LoopStatus
 
 
@@ -69,13 +70,7 @@ class VllmCollector(Collector):
         )
         usage.add_metric([*self._labels.values()], counts.blocks_used / max(counts.blocks_total, 1))
         yield usage
-        config = GaugeMetricFamily(
-            "vllm:cache_config_info",
-            "1: tokens of a KV block and how many blocks there are, which prefix-aware routers size their index by.",
-            labels=("block_size", "num_gpu_blocks", "engine"),
-        )
-        config.add_metric([str(self._block_size), str(counts.blocks_total), VLLM_ENGINE], 1)
-        yield config
+        yield cache_series(self._block_size, counts.blocks_total)
 
     def _renamed(self, family: Metric, name: str) -> Metric:
         renamed = Metric(name, f"As {family.name}.", family.type)

@@ -79,6 +79,8 @@ class Serving:
     usage: UsageTotals = field(default_factory=UsageTotals)
     recent: RecentLogs = field(default_factory=RecentLogs)
     """Last lines of this process's log."""
+    block_size: int = 0
+    """Tokens of a KV block; 0: it is not told."""
 
 
 _MOST_PAUSED_SECONDS = 3600.0
@@ -299,6 +301,9 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             prompt_tokens=serving.usage.prompt_tokens,
             cache_hit_tokens=dict(serving.usage.cache_hit_tokens),
             slots_cached=counts.slots_cached,
+            serving_adapters=adapters.serving,
+            waiting_adapters=adapters.waiting,
+            block_size=serving.block_size,
         )
 
     async def GetRequests(  # noqa: N802

@@ -19,6 +19,7 @@ from prometheus_client.utils import floatToGoString
 
 from services.common.telemetry import tracing
 from services.common.telemetry.process import export_process
+from services.gateway.core.engine_series import EngineSeries
 from services.gateway.core.learner_metrics import LearnerMetrics
 
 
@@ -288,6 +289,7 @@ class GatewayMetrics:
         )
         self.canaries_ended.labels("rolled_back", "guardrail")  # so that the first one is an increase
         self.learners = LearnerMetrics(self.registry)
+        self.engine = EngineSeries(self.registry)
         self.webhook_deliveries = Counter(
             "temper_gateway_webhook_deliveries",
             "Attempts to deliver an event to a webhook, by outcome: delivered, retried or failed, which is given up.",

@@ -98,6 +98,12 @@ class EnginePool:
         """All engines as of now, those that are leaving included."""
         return tuple(self._clients.values())
 
+    @property
+    def only(self) -> EngineClient | None:
+        """The engine of a gateway whose settings give the address of one, and nothing else."""
+        targets = self._settings.engine_targets
+        return self._clients[targets[0].address] if len(targets) == 1 and not targets[0].dns else None
+
     def granted(self) -> list[Granted]:
         """What each engine that says so lets scorers of jobs use: any of them may take a job."""
         said = [client.model.webhooks for client in self.clients if client.model and client.model.HasField("webhooks")]

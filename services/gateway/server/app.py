@@ -40,6 +40,7 @@ from services.gateway.api.learning.learner_controller import LearnerController
 from services.gateway.api.learning.learner_work import LearnerWork
 from services.gateway.api.learning.learners import LearnerServices, open_learners
 from services.gateway.api.learning.request_log import RequestLogServices, open_index
+from services.gateway.api.operations.engine_watch import EngineWatch
 from services.gateway.api.operations.health import HealthServices, QueueWatch
 from services.gateway.api.operations.keys import KeyServices
 from services.gateway.api.operations.logs import LogServices
@@ -229,7 +230,9 @@ def create_app(
             RequestLogServices(log_reader, erasure, threads),
             data,
             LearnerServices(learners, work, data, training),
-            HealthServices(inference, lifecycle, queue, queues, registry, threads, background),
+            HealthServices(
+                inference, lifecycle, queue, queues, registry, threads, background, EngineWatch(engines, metrics.engine)
+            ),
             KeyServices(keys),
             sender,
             WebhookServices(sender.store),

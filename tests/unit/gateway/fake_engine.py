@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 from grpc import aio
@@ -115,6 +116,11 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
     linear_layers: Sequence[str] = ()
     """Empty: like an engine of an earlier release, it does not say which there are."""
     memory_plan: Mapping[str, int] = field(default_factory=dict)
+    adapter_slots: int = 0
+    status: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of its status that are others than usual."""
+    silent: bool = False
+    """True: it does not answer when asked for its status."""
     lists_requests: bool = True
     """False: like an engine of an earlier release, it has no such call."""
     keeps_logs: bool = True
@@ -236,6 +242,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
             tokenizer_digest=self.codec.digest,
             tells_kept=self.tells_kept,
             composes=self.composes,
+            adapter_slots=self.adapter_slots,
             engine=self.name,
             linear_layers=self.linear_layers,
             webhooks=self.webhooks,
@@ -257,6 +264,9 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
     async def GetStatus(self, request, context) -> engine_pb2.EngineStatus:  # noqa: N802
         return engine_pb2.EngineStatus(
             paused=self.paused > 0,
+        if self.silent:
+            await asyncio.Event().wait()
+        usual = engine_pb2.EngineStatus(
             running=len(self.running),
             draining=self.draining,
             attached_adapter=self.attached,
@@ -273,6 +283,10 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
             blocks_cached=2,
             blocks_total=3,
         )
+        for name, value in self.status.items():
+            usual.ClearField(name)
+            usual.MergeFrom(engine_pb2.EngineStatus(**{name: value}))
+        return usual
 
     async def GetRequests(self, request, context) -> engine_pb2.GetRequestsResponse:  # noqa: N802
         if not self.lists_requests:

@@ -23,6 +23,7 @@ from services.common.queue.job_queue import JobQueue
 from services.common.telemetry.process import installed_version
 from services.common.telemetry.prometheus import expose
 from services.gateway.api.base.routing import Routes, provided
+from services.gateway.api.operations.engine_watch import EngineWatch
 from services.gateway.api.responses.serving import BackgroundResponses
 from services.gateway.auth.route_permissions import ANY_KEY, PUBLIC, Permission
 from services.gateway.core.admission import Lifecycle
@@ -107,6 +108,7 @@ class HealthServices:
     """Registry of adapters. It blocks, so it is only called in ``threads``."""
     threads: StoreThreads
     background: BackgroundResponses
+    engine: EngineWatch
     identity: Identity = field(default_factory=Identity)
 
 
@@ -124,7 +126,7 @@ def _named(clients: Sequence[EngineClient]) -> dict[str, EngineClient]:
 
 
 async def refresh(health: HealthServices) -> None:
-    """Sets every gauge of the gateway's state. Waits at most a second, for Redis."""
+    """Sets every gauge of the gateway's state. Waits at most a second, for Redis or for an only engine."""
     series = health.inference.metrics
     clients = health.inference.engines.clients
     ready = sum(client.ready for client in clients)
@@ -139,7 +141,7 @@ async def refresh(health: HealthServices) -> None:
         series.load.labels(name).set(client.load)
     series.in_flight.set(health.inference.admission.in_flight)
     series.background.set(health.background.running)
-    await health.queues.refresh()
+    await asyncio.gather(health.queues.refresh(), health.engine.refresh())
 
 
 routes = Routes("health")

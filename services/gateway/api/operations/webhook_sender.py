@@ -52,6 +52,8 @@ class WebhookSender:
     def enabled(self) -> bool:
         """Whether this gateway sends anything: it has a secret to sign with, and somewhere to send to."""
         settings = self.settings
+        if not settings.webhooks:
+            return False
         return bool(settings.webhook_keys and (settings.webhook_endpoints or settings.webhook_prefixes))
 
     def start(self) -> None:

@@ -112,7 +112,7 @@ def test_what_is_left_behind_is_removed(batches: Batches) -> None:
     ended = "batch_" + "0" * 26
     for batch_id in (ended, batch.id):
         running.store.put(f"batches/{batch_id}/000000", b"")
-    assert running.run(running.app.state.tidying.once()) == {"forge": 0, "batches": 1}
+    assert running.run(running.app.state.tidying.once()) == {"forge": 0, "tinker": 0, "batches": 1}
     assert [key for key in running.store.objects if key.startswith("batches/")] == [f"batches/{batch.id}/000000"]
     batches.client.batches.cancel(batch.id)
     batches.wait(batch.id)

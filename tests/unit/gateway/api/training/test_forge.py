@@ -144,16 +144,16 @@ def test_what_a_run_that_is_over_has_left_unfinished_goes(running: Running, http
     for run in (cancelled, goes_on, whole, "by-hand"):
         running.store.put(f"forged/{run}/.forging", b"ab")
         running.store.put(f"forged/{run}/model.safetensors", b"weights")
-    assert running.run(running.app.state.tidying.once()) == {"forge": 0}
+    assert running.run(running.app.state.tidying.once()) == {"forge": 0, "tinker": 0}
     assert http.post(f"/v1/train/jobs/{cancelled}/cancel").json()["state"] == "cancelled"
     ended(running, whole, RECORD)
-    assert running.run(running.app.state.tidying.once()) == {"forge": 1}
+    assert running.run(running.app.state.tidying.once()) == {"forge": 1, "tinker": 0}
     left = {key.split("/")[1] for key in running.store.objects if key.startswith("forged/")}
     assert left == {goes_on, whole, "by-hand"}
     running.store.down = True
     assert running.run(running.app.state.tidying.once()) == {}
     running.store.down = False
-    assert running.run(running.app.state.tidying.once()) == {"forge": 0}
+    assert running.run(running.app.state.tidying.once()) == {"forge": 0, "tinker": 0}
 
 
 def test_only_its_key_and_administrators_remove_a_checkpoint(start: Starter, tmp_path: Path) -> None:
