@@ -145,7 +145,7 @@ def test_bad_input_is_named_and_takes_no_place(http: httpx.Client) -> None:
     ok = {"token_ids": [40, 41, 42]}
     rl = {**ok, "advantages": [0, 1, 1], "logprobs": [0, -1, -1]}
     cases: list[tuple[str, dict[str, Any], str, str]] = [
-        ("forward_backward", {"loss": "dro", "data": [ok]}, "loss", "cross_entropy"),
+        ("forward_backward", {"loss": "gspo", "data": [ok]}, "loss", "cross_entropy"),
         ("forward_backward", {"loss": "cross_entropy", "data": []}, "data", "at least 1"),
         ("forward_backward", {"loss": "cross_entropy", "data": [rl]}, "data[0].advantages", "does not take"),
         ("forward_backward", {"loss": "ppo", "data": [rl, ok]}, "data[1].advantages", "needs"),
