@@ -262,11 +262,10 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
         return engine_pb2.ResumeResponse()
 
     async def GetStatus(self, request, context) -> engine_pb2.EngineStatus:  # noqa: N802
-        return engine_pb2.EngineStatus(
-            paused=self.paused > 0,
         if self.silent:
             await asyncio.Event().wait()
         usual = engine_pb2.EngineStatus(
+            paused=self.paused > 0,
             running=len(self.running),
             draining=self.draining,
             attached_adapter=self.attached,
