@@ -184,6 +184,16 @@ AXES: Mapping[str, Mapping[str, Values]] = {
                 "podLabels": {"llm-d.ai/role": "decode"},
             }
         },
+        "published": {
+            "engine": {"http": {"enabled": True}, "kvEvents": {"enabled": True}},
+            "gateway": {"apiKeys": {"allowNone": True}},
+            "inferencePool": {
+                "enabled": True,
+                "endpointPicker": {"service": "temper-epp", "failureMode": "FailOpen"},
+                "objectives": [{"name": "chat", "priority": 10}, {"name": "batch", "priority": -10}],
+                "httpRoute": {"enabled": True, "parentRefs": [{"name": "inference", "namespace": "gateways"}]},
+            },
+        },
     },
     "entry": {
         "service": {},

@@ -30,6 +30,14 @@ _NEEDS: Mapping[str, Values] = {
     "gateway.service.type": {"gateway": {"apiKeys": {"allowNone": True}}},
     "gateway.autoscaling": {"gateway": {"autoscaling": _SCALED}},
     "engine.autoscaling": {"engine": {"autoscaling": _SCALED}},
+    "inferencePool": {
+        "engine": {"http": {"enabled": True}},
+        "inferencePool": {"enabled": True, "endpointPicker": {"service": "epp"}},
+    },
+    "inferencePool.httpRoute": {
+        "gateway": {"apiKeys": {"allowNone": True}},
+        "inferencePool": {"httpRoute": {"enabled": True, "parentRefs": [{"name": "g"}]}},
+    },
     "engine.http": {"engine": {"http": {"enabled": True}}},
     "engine.model.existingClaim": {"engine": {"model": _CLAIM}},
     "engine.model.claimAccessMode": {"engine": {"model": _CLAIM}},
@@ -58,6 +66,12 @@ _NEEDS: Mapping[str, Values] = {
 _SAID: Mapping[str, Any] = {
     "gateway.service.type": "LoadBalancer",
     "gateway.publicPaths": ["/v1/chat", "/v1/models"],
+    "inferencePool.enabled": True,
+    "inferencePool.endpointPicker.service": "epp",
+    "inferencePool.endpointPicker.failureMode": "FailOpen",
+    "inferencePool.objectives": [{"name": "chat", "priority": 1}],
+    "inferencePool.httpRoute.parentRefs": [{"name": "g", "namespace": "n"}],
+    "inferencePool.httpRoute.paths": ["/v1/messages"],
     "gateway.httpRoute.parentRefs": [{"name": "g", "namespace": "n"}],
     "engine.model.source": "claim",
     "engine.model.digest": "unchecked",

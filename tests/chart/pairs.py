@@ -24,7 +24,9 @@ from tests.chart.render import CHART, NAMESPACE, OURS, RELEASE, documents, merge
 
 QUIET: Values = {"monitoring": {"dashboards": False}}
 """Dashboards are a megabyte of text that no other value changes; test_monitoring.py looks at them."""
-NAMED = re.compile(r"\b(?:global|gateway|engine|redis|objectStore|tls|telemetry|test)(?:\.[a-zA-Z0-9]+)+ |extraEnv: ")
+NAMED = re.compile(
+    r"\b(?:global|gateway|engine|redis|objectStore|tls|telemetry|test|inferencePool)(?:\.[a-zA-Z0-9]+)+ |extraEnv: "
+)
 GROUP = 12
 """Few values at a time beside defaults, so that a third value hides little."""
 _DRAWN = re.compile(r"^  (password|access-key|secret-key|tls\.crt|tls\.key): .+$", re.MULTILINE)

@@ -168,7 +168,12 @@ def test_what_is_referred_to_is_there(release: Rendered) -> None:
         assert backend["port"]["name"] in [port["name"] for port in services[backend["name"]]["spec"]["ports"]]
     for obj in release.of("HTTPRoute"):
         (backend,) = obj["spec"]["rules"][0]["backendRefs"]
+        if "kind" in backend:
+            assert (backend["kind"], backend["name"]) in names
+            continue
         assert backend["port"] in [port["port"] for port in services[backend["name"]]["spec"]["ports"]]
+    for obj in release.of("InferenceObjective"):
+        assert ("InferencePool", obj["spec"]["poolRef"]["name"]) in names
     accounts = {name for kind, name in names if kind == "ServiceAccount"}
     for workload in release.workloads:
         assert workload.pod["serviceAccountName"] in (accounts or {"temper"})

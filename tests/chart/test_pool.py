@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.chart.render import render
+from tests.chart.combinations import AXES
+from tests.chart.render import POD_IP, render
 from tests.chart.test_values import raw_env
 
 MEMBERS: Mapping[str, Any] = {"engine": {"http": {"enabled": True}}}
@@ -76,3 +77,37 @@ def test_the_engine_ends_after_the_gateway_beside_it(values: Mapping[str, Any], 
     assert workload.pod["terminationGracePeriodSeconds"] == grace
     (alone,) = render(values).workload("engine").containers
     assert "lifecycle" not in alone.spec
+
+
+def test_the_pool_selects_engines_by_the_port_of_their_gateways() -> None:
+    release = render(AXES["pool"]["published"])
+    (pool,) = release.of("InferencePool")
+    engine = release.workload("engine")
+    selector = pool["spec"]["selector"]["matchLabels"]
+    assert [one.name for one in release.workloads if selector.items() <= one.labels.items()] == [engine.name]
+    _, gateway = engine.containers
+    assert pool["spec"]["targetPorts"] == [{"number": gateway.ports["http"]}]
+    assert pool["spec"]["endpointPickerRef"] == {
+        "name": "temper-epp",
+        "port": {"number": 9002},
+        "failureMode": "FailOpen",
+    }
+    objectives = {one["metadata"]["name"]: one["spec"] for one in release.of("InferenceObjective")}
+    assert {name: spec["priority"] for name, spec in objectives.items()} == {"chat": 10, "batch": -10}
+    (route,) = release.of("HTTPRoute")
+    (rule,) = route["spec"]["rules"]
+    assert rule["backendRefs"] == [
+        {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": pool["metadata"]["name"]}
+    ]
+    assert [match["path"]["value"] for match in rule["matches"]] == ["/v1/chat/completions", "/v1/completions"]
+
+
+def test_kv_events_name_the_address_that_requests_go_to() -> None:
+    """llm-d-router, pkg/kvevents/engineadapter/common.go: "kv@<pod-id>@<model-name>", where the id is an endpoint's."""
+    name = "TEMPER_KV_EVENTS_TOPIC"
+    release = render(AXES["pool"]["published"])
+    engine, gateway = release.workload("engine").containers
+    own = dict.fromkeys(set(engine.references.values()), "x")
+    assert engine.env(own)[name] == f"kv@{POD_IP}:{gateway.ports['http']}@qwen3.5"
+    (alone,) = render({"engine": {"kvEvents": {"enabled": True}}}).workload("engine").containers
+    assert name not in raw_env(alone), "by the engine's own name"

@@ -17,6 +17,11 @@ SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 EXTERNAL_REDIS = {"redis": {"bundled": False}}
 BY_IDENTITY = {"bundled": False, "external": {"endpoint": "h", "credentials": "chain"}}
 
+POOL = {
+    "engine": {"http": {"enabled": True}},
+    "inferencePool": {"enabled": True, "endpointPicker": {"service": "epp"}},
+}
+
 REFUSED: tuple[tuple[Mapping[str, Any], str], ...] = (
     (EXTERNAL_REDIS, "redis.external.existingSecret is not set"),
     ({"objectStore": {"bundled": False}}, "objectStore.external.endpoint is not set"),
@@ -91,6 +96,18 @@ REFUSED: tuple[tuple[Mapping[str, Any], str], ...] = (
         {"gateway": {"httpRoute": {"enabled": True, "parentRefs": [{"name": "g"}]}}},
         "gateway.httpRoute.enabled is true and",
     ),
+    ({"inferencePool": {"enabled": True}}, "inferencePool.enabled is true and engine.http.enabled is not"),
+    (
+        {"engine": {"http": {"enabled": True}}, "inferencePool": {"enabled": True}},
+        "inferencePool.endpointPicker.service is not set",
+    ),
+    (merged(POOL, {"inferencePool": {"httpRoute": {"enabled": True}}}), "inferencePool.httpRoute.parentRefs is empty"),
+    (
+        merged(POOL, {"inferencePool": {"httpRoute": {"enabled": True, "parentRefs": [{"name": "g"}]}}}),
+        "inferencePool.httpRoute.enabled is true and",
+    ),
+    ({"inferencePool": {"httpRoute": {"enabled": True}}}, "inferencePool.httpRoute.enabled does nothing without"),
+    ({"inferencePool": {"objectives": [{"name": "a", "priority": 1}]}}, "inferencePool.objectives do nothing without"),
     ({"gateway": {"apiKeys": {"existingSecret": "keys"}}}, "test.apiKeyExistingSecret is not set"),
     ({"global": {"generateSecrets": False}}, "redis.existingSecret is not set"),
     (

@@ -61,6 +61,7 @@
 {{- include "temper.validateClaim" . }}
 {{- include "temper.validateImages" . }}
 {{- include "temper.validateExposure" . }}
+{{- include "temper.validatePool" . }}
 {{- include "temper.validateStores" . }}
 {{- include "temper.validateSizes" . }}
 {{- end }}
@@ -114,6 +115,30 @@
 {{- end }}
 {{- if and $gateway.apiKeys.existingSecret .Values.test.enabled (not .Values.test.apiKeyExistingSecret) }}
 {{- fail "test.apiKeyExistingSecret is not set, and the gateway asks for keys (gateway.apiKeys.existingSecret): name the Secret with the `api-key` of `helm test`, or set test.enabled=false" }}
+{{- end }}
+{{- end }}
+
+{{- define "temper.validatePool" -}}
+{{- $pool := .Values.inferencePool }}
+{{- if $pool.enabled }}
+{{- if not .Values.engine.http.enabled }}
+{{- fail "inferencePool.enabled is true and engine.http.enabled is not: the pool's requests are for the gateway in each engine's pod. Set engine.http.enabled=true" }}
+{{- end }}
+{{- if not $pool.endpointPicker.service }}
+{{- fail "inferencePool.endpointPicker.service is not set: name the Service of your endpoint picker (docs/guides/routers.md)" }}
+{{- end }}
+{{- if $pool.httpRoute.enabled }}
+{{- if not $pool.httpRoute.parentRefs }}
+{{- fail "inferencePool.httpRoute.parentRefs is empty: name the Gateway that the route belongs to" }}
+{{- end }}
+{{- if not (or .Values.gateway.apiKeys.existingSecret .Values.gateway.apiKeys.allowNone) }}
+{{- fail "inferencePool.httpRoute.enabled is true and gateway.apiKeys.existingSecret is not set: whoever reaches the route could do everything that its paths do. Name the Secret with the keys, or set gateway.apiKeys.allowNone=true if that is meant" }}
+{{- end }}
+{{- end }}
+{{- else if $pool.httpRoute.enabled }}
+{{- fail "inferencePool.httpRoute.enabled does nothing without inferencePool.enabled" }}
+{{- else if $pool.objectives }}
+{{- fail "inferencePool.objectives do nothing without inferencePool.enabled" }}
 {{- end }}
 {{- end }}
 
