@@ -23,7 +23,6 @@ from services.common.adapters.manifest import kind_of
 from services.common.errors import InvalidRequest, TemperError, Unavailable
 from services.common.pb import adapters_pb2, adapters_pb2_grpc, engine_pb2_grpc
 from services.common.pb import engine_pb2 as pb
-from services.common.security.tls import Certificates
 from services.common.telemetry.recent_logs import RecentLogs
 from services.common.telemetry.tracing import NO_TRACER, Tracer
 from services.common.text.tokenizer import TextCodec
@@ -81,6 +80,8 @@ class Serving:
     """Last lines of this process's log."""
     block_size: int = 0
     """Tokens of a KV block; 0: it is not told."""
+    sleep: Callable[[], None] | None = None
+    """Begins to put the process to sleep; None: it cannot be."""
 
 
 _MOST_PAUSED_SECONDS = 3600.0
@@ -337,6 +338,15 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         found, missing = self._serving.loop.rollouts.get(request.completion_ids)
         return pb.GetRolloutsResponse(rollouts=[rollout_message(rollout) for rollout in found], missing=missing)
 
+    async def Sleep(self, request: pb.SleepRequest, context: _Context) -> pb.SleepResponse:  # noqa: N802, ARG002
+        if self._serving.sleep is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this engine cannot sleep: it is a part of a process")
+        self._serving.sleep()
+        return pb.SleepResponse()
+
+    async def Wake(self, request: pb.WakeRequest, context: _Context) -> pb.WakeResponse:  # noqa: N802, ARG002
+        return pb.WakeResponse()
+
 
 class AdaptersService(adapters_pb2_grpc.AdaptersServicer):
     """gRPC service temper.v1.Adapters."""
@@ -421,22 +431,3 @@ def make_server(
     adapters_pb2_grpc.add_AdaptersServicer_to_server(AdaptersService(serving), server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     return server
-
-
-def bind(server: aio.Server, host: str, port: int, certificates: Certificates | None = None) -> int:
-    """Listens, with TLS if there are ``certificates``; returns the port.
-
-    Raises:
-        Unavailable: the port is taken, or the address is not this machine's.
-    """
-    try:
-        if certificates is None:
-            bound = server.add_insecure_port(f"{host}:{port}")
-        else:
-            bound = server.add_secure_port(f"{host}:{port}", certificates.server_credentials())
-    except RuntimeError as error:
-        raise Unavailable(
-            f"cannot listen on {host}:{port}: the port is in use or the address is not this machine's; "
-            "set TEMPER_GRPC_HOST and TEMPER_GRPC_PORT"
-        ) from error
-    return int(bound)

@@ -13,6 +13,7 @@ from services.common.errors import CheckpointRejected, Unavailable
 from services.common.jobs.scorers.grants import Granted
 from services.common.pb import adapters_pb2, engine_pb2
 from services.common.security.tls import Certificates
+from services.common.shutdown import ASLEEP
 from services.common.text.tokenizer import TextCodec
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.engines.certificate_rotation import CertificateRotation
@@ -263,13 +264,18 @@ class EnginePool:
                 )
             now = loop.time()
             if now >= deadline or now - self._last_ready > self._settings.engine_retry_seconds:
-                raise Unavailable("no engine is ready to take requests", retry_after=2.0)
+                raise Unavailable(self._why_none(), retry_after=2.0)
             waiter: asyncio.Future[None] = loop.create_future()
             self._waiters.add(waiter)
             try:
                 await asyncio.wait((waiter,), timeout=min(0.5, deadline - now))
             finally:
                 self._waiters.discard(waiter)
+
+    def _why_none(self) -> str:
+        """Reason why no request can be sent."""
+        asleep = any(client.last_error.endswith(ASLEEP) for client in self.clients)
+        return f"no engine is ready to take requests: {ASLEEP}" if asleep else "no engine is ready to take requests"
 
     def _usable(self, *, composes: bool = False) -> list[EngineClient]:
         """Engines that may be given a request now. If all that are ready fail, the one whose turn comes first.

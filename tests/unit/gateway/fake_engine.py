@@ -19,6 +19,7 @@ from services.common.pb import (
     histories_pb2_grpc,
     sessions_pb2_grpc,
 )
+from services.common.shutdown import ASLEEP
 from services.engine.server.conversation_session_service import ConversationSessionService
 from tests.unit.engine.server.memory_sessions import MemorySessions
 from tests.unit.gateway.fake_sessions import FakeSessions
@@ -108,6 +109,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
     """Seconds until it says that it has kept a rollout; None: it never does."""
     tells_kept: bool = True
     composes: bool = True
+    sleeps: bool = True
+    asleep: bool = False
     dies_on_abort: bool = False
     digest: str = "d" * 64
     name: str = ""
@@ -231,6 +234,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
             self.running.pop(request.request_id, None)
 
     async def GetModel(self, request, context) -> engine_pb2.Model:  # noqa: N802
+        if self.asleep:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, ASLEEP)
         return engine_pb2.Model(
             name="tiny",
             digest=self.digest,
@@ -261,6 +266,16 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
         self.paused = 0.0
         return engine_pb2.ResumeResponse()
 
+    async def Sleep(self, request, context) -> engine_pb2.SleepResponse:  # noqa: N802
+        if not self.sleeps:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        was, self.asleep = self.asleep, True
+        return engine_pb2.SleepResponse(asleep=was)
+
+    async def Wake(self, request, context) -> engine_pb2.WakeResponse:  # noqa: N802
+        was, self.asleep = self.asleep, False
+        return engine_pb2.WakeResponse(asleep=was)
+
     async def GetStatus(self, request, context) -> engine_pb2.EngineStatus:  # noqa: N802
         if self.silent:
             await asyncio.Event().wait()
@@ -268,6 +283,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
             paused=self.paused > 0,
             running=len(self.running),
             draining=self.draining,
+            asleep=self.asleep,
             attached_adapter=self.attached,
             loaded_adapters=[self.attached] if self.attached else [],
             instance=self.sessions.instance,
