@@ -75,6 +75,16 @@ class EngineStub:
                 request_serializer=temper_dot_v1_dot_engine__pb2.GetLogsRequest.SerializeToString,
                 response_deserializer=temper_dot_v1_dot_engine__pb2.GetLogsResponse.FromString,
                 _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/temper.v1.Engine/Pause',
+                request_serializer=temper_dot_v1_dot_engine__pb2.PauseRequest.SerializeToString,
+                response_deserializer=temper_dot_v1_dot_engine__pb2.PauseResponse.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/temper.v1.Engine/Resume',
+                request_serializer=temper_dot_v1_dot_engine__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=temper_dot_v1_dot_engine__pb2.ResumeResponse.FromString,
+                _registered_method=True)
         self.Sleep = channel.unary_unary(
                 '/temper.v1.Engine/Sleep',
                 request_serializer=temper_dot_v1_dot_engine__pb2.SleepRequest.SerializeToString,
@@ -146,6 +156,19 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pause(self, request, context):
+        """Computes nothing until Resume, or for so long; requests stay as they are, and new ones wait.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Sleep(self, request, context):
         """Gives all memory of the device back: requests end first, a training job is handed back. Answers at once.
         """
@@ -202,6 +225,16 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.GetLogs,
                     request_deserializer=temper_dot_v1_dot_engine__pb2.GetLogsRequest.FromString,
                     response_serializer=temper_dot_v1_dot_engine__pb2.GetLogsResponse.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=temper_dot_v1_dot_engine__pb2.PauseRequest.FromString,
+                    response_serializer=temper_dot_v1_dot_engine__pb2.PauseResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=temper_dot_v1_dot_engine__pb2.ResumeRequest.FromString,
+                    response_serializer=temper_dot_v1_dot_engine__pb2.ResumeResponse.SerializeToString,
             ),
             'Sleep': grpc.unary_unary_rpc_method_handler(
                     servicer.Sleep,
@@ -431,6 +464,60 @@ class Engine:
             '/temper.v1.Engine/GetLogs',
             temper_dot_v1_dot_engine__pb2.GetLogsRequest.SerializeToString,
             temper_dot_v1_dot_engine__pb2.GetLogsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/temper.v1.Engine/Pause',
+            temper_dot_v1_dot_engine__pb2.PauseRequest.SerializeToString,
+            temper_dot_v1_dot_engine__pb2.PauseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/temper.v1.Engine/Resume',
+            temper_dot_v1_dot_engine__pb2.ResumeRequest.SerializeToString,
+            temper_dot_v1_dot_engine__pb2.ResumeResponse.FromString,
             options,
             channel_credentials,
             insecure,

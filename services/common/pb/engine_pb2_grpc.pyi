@@ -49,6 +49,9 @@ class EngineStub:
     """Requests of all gateways, and rollouts of jobs, that have not ended."""
     GetLogs: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetLogsRequest, _engine_pb2.GetLogsResponse]
     """Last lines of the log of this process, which trains, too. Nothing in them is a secret."""
+    Pause: _grpc.UnaryUnaryMultiCallable[_engine_pb2.PauseRequest, _engine_pb2.PauseResponse]
+    """Computes nothing until Resume, or for so long; requests stay as they are, and new ones wait."""
+    Resume: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ResumeRequest, _engine_pb2.ResumeResponse]
     Sleep: _grpc.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]
     """Gives all memory of the device back: requests end first, a training job is handed back. Answers at once."""
     Wake: _grpc.UnaryUnaryMultiCallable[_engine_pb2.WakeRequest, _engine_pb2.WakeResponse]
@@ -75,6 +78,9 @@ class EngineAsyncStub(EngineStub):
     """Requests of all gateways, and rollouts of jobs, that have not ended."""
     GetLogs: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetLogsRequest, _engine_pb2.GetLogsResponse]  # type: ignore[assignment]
     """Last lines of the log of this process, which trains, too. Nothing in them is a secret."""
+    Pause: _aio.UnaryUnaryMultiCallable[_engine_pb2.PauseRequest, _engine_pb2.PauseResponse]  # type: ignore[assignment]
+    """Computes nothing until Resume, or for so long; requests stay as they are, and new ones wait."""
+    Resume: _aio.UnaryUnaryMultiCallable[_engine_pb2.ResumeRequest, _engine_pb2.ResumeResponse]  # type: ignore[assignment]
     Sleep: _aio.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]  # type: ignore[assignment]
     """Gives all memory of the device back: requests end first, a training job is handed back. Answers at once."""
     Wake: _aio.UnaryUnaryMultiCallable[_engine_pb2.WakeRequest, _engine_pb2.WakeResponse]  # type: ignore[assignment]
@@ -146,6 +152,21 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.GetLogsResponse, _abc.Awaitable[_engine_pb2.GetLogsResponse]]:
         """Last lines of the log of this process, which trains, too. Nothing in them is a secret."""
+
+    @_abc_1.abstractmethod
+    def Pause(
+        self,
+        request: _engine_pb2.PauseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.PauseResponse, _abc.Awaitable[_engine_pb2.PauseResponse]]:
+        """Computes nothing until Resume, or for so long; requests stay as they are, and new ones wait."""
+
+    @_abc_1.abstractmethod
+    def Resume(
+        self,
+        request: _engine_pb2.ResumeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.ResumeResponse, _abc.Awaitable[_engine_pb2.ResumeResponse]]: ...
 
     @_abc_1.abstractmethod
     def Sleep(

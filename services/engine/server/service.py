@@ -84,6 +84,9 @@ class Serving:
     """Begins to put the process to sleep; None: it cannot be."""
 
 
+_MOST_PAUSED_SECONDS = 3600.0
+
+
 class _Stream:
     """Stream of one client: its requests and their updates. It is the sink that the loop thread calls."""
 
@@ -253,6 +256,19 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             for start in range(0, max(len(data), 1), _CHUNK_BYTES):
                 yield pb.FileChunk(name=name, data=data[start : start + _CHUNK_BYTES])
 
+    async def Pause(self, request: pb.PauseRequest, context: _Context) -> pb.PauseResponse:  # noqa: N802
+        if not 0 < request.seconds <= _MOST_PAUSED_SECONDS:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"a pause of {request.seconds} s: at most {_MOST_PAUSED_SECONDS:.0f} s, and more than 0",
+            )
+        await asyncio.wrap_future(self._serving.loop.pause(request.seconds))
+        return pb.PauseResponse()
+
+    async def Resume(self, request: pb.ResumeRequest, context: _Context) -> pb.ResumeResponse:  # noqa: N802, ARG002
+        await asyncio.wrap_future(self._serving.loop.resume())
+        return pb.ResumeResponse()
+
     async def GetStatus(  # noqa: N802
         self,
         request: pb.GetStatusRequest,  # noqa: ARG002
@@ -264,6 +280,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         adapters = serving.adapters.snapshot()
         instance, sessions_open, sessions_max = serving.sessions()
         return pb.EngineStatus(
+            paused=status.paused,
             running=counts.running,
             waiting=counts.waiting + status.waiting_for_adapters,
             blocks_used=counts.blocks_used,

@@ -98,6 +98,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
     credentials: grpc.ServerCredentials | None = None
     """For TLS."""
     max_model_len: int = 512
+    paused: float = 0.0
+    """Longest time of a pause, seconds; 0: there is none."""
     max_train_tokens: int = 256
     attached: str = ""
     cached_tokens: int = 0
@@ -256,6 +258,14 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
             for start in range(0, len(data), 1000):
                 yield engine_pb2.FileChunk(name=name, data=data[start : start + 1000])
 
+    async def Pause(self, request, context) -> engine_pb2.PauseResponse:  # noqa: N802
+        self.paused = request.seconds
+        return engine_pb2.PauseResponse()
+
+    async def Resume(self, request, context) -> engine_pb2.ResumeResponse:  # noqa: N802
+        self.paused = 0.0
+        return engine_pb2.ResumeResponse()
+
     async def Sleep(self, request, context) -> engine_pb2.SleepResponse:  # noqa: N802
         if not self.sleeps:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
@@ -270,6 +280,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
         if self.silent:
             await asyncio.Event().wait()
         usual = engine_pb2.EngineStatus(
+            paused=self.paused > 0,
             running=len(self.running),
             draining=self.draining,
             asleep=self.asleep,
