@@ -18,7 +18,7 @@ from cli.commands import adapters, batch, forge, keys, sessions, train
 from cli.commands.chat import chat
 from cli.commands.evaluation import runs as evaluation
 from cli.commands.learning import canaries, datasets, feedback, learners
-from cli.commands.operations import config, kernels, webhooks
+from cli.commands.operations import config, engine, kernels, webhooks
 from cli.commands.operations import context as contexts
 from cli.commands.operations.bench import bench
 from cli.commands.operations.doctor import doctor
@@ -182,6 +182,7 @@ app.add_typer(adapters.app)
 app.add_typer(keys.app)
 app.add_typer(config.app)
 app.add_typer(kernels.app)
+app.add_typer(engine.app)
 app.add_typer(contexts.app)
 app.add_typer(webhooks.app)
 

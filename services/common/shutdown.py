@@ -16,6 +16,8 @@ from typing import Any
 
 import structlog
 
+ASLEEP = "asleep: POST /v1/engine/wake, or `temper engine wake`, has it load the model again"
+"""Answer of an engine that sleeps to everything but that."""
 CLOSE_SECONDS = 10
 """Time that a service may need beyond the times that its settings give to others: see docs/guides/operations.md."""
 _SAME_REQUEST_SECONDS = 2.0

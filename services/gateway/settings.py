@@ -79,6 +79,8 @@ class GatewaySettings(ListenSettings, CommonSettings):
     """Tokens a chat may generate when the request sets no limit and the context leaves room."""
     request_timeout_seconds: float = Field(600.0, gt=0)
     """Longest life of a completion, queueing included."""
+    pause_seconds: float = Field(120.0, gt=0, le=3600)
+    """Longest pause of engines by `POST /pause`; then they go on by themselves."""
     engine_retry_seconds: float = Field(20.0, ge=0)
     """Time that a request without a token yet waits for another engine, or for this one to come back."""
     engine_start_seconds: float = Field(0.0, ge=0)

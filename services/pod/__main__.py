@@ -22,6 +22,7 @@ from services.common.telemetry.recent_logs import RecentLogs
 from services.engine.executors.kernel_archive import pack
 from services.engine.server.health import HealthServer, ProcessHealth
 from services.engine.settings import EngineSettings
+from services.pod.asleep import become
 from services.pod.preflight import check_all, check_model_directory, check_tls, read_settings, use_kernel_cache
 from services.trainer.settings import TrainerSettings
 
@@ -32,13 +33,15 @@ async def _run(
     health: ProcessHealth,
     certificates: Certificates | None,
     recent: RecentLogs,
-) -> None:
+) -> bool:
+    """Runs the pod to its end. True: somebody has put it to sleep."""
     # Imported after the checks: torch takes seconds.
-    from services.pod.serve import serve, stop_on_signals
+    from services.pod.serve import Leave, serve, stop_on_signals
 
-    stop = asyncio.Event()
-    stop_on_signals(stop, health)
-    await serve(settings, trainer, stop, health, certificates, recent)
+    stop, leave = asyncio.Event(), Leave()
+    stop_on_signals(stop, health, leave)
+    await serve(settings, trainer, stop, health, certificates, recent, leave)
+    return leave.asleep
 
 
 def _emit(event: str, **fields: Any) -> None:
@@ -115,13 +118,15 @@ def main() -> int:
         use_kernel_cache(settings)
         certificates = check_tls(settings)
         check_all(settings)
-        asyncio.run(_run(settings, trainer, health, certificates, recent))
+        asleep = asyncio.run(_run(settings, trainer, health, certificates, recent))
     except TemperError as error:
         sys.stderr.write(f"temper engine: {error.message}\n")
         return 1
     finally:
         if probes is not None:
             probes.stop()
+    if asleep:
+        become("services.pod.asleep")
     return 0
 
 

@@ -50,9 +50,9 @@ from services.engine.server.conversation_session_manager import ConversationSess
 from services.engine.settings import EngineSettings
 from services.pod.device import Device, check_device, kernels_fit, unpack_kernels, with_quantization
 from services.pod.memory import device_bytes, limit_allocations, plan, state_slots, storage, teacher_storage
-from services.pod.runner import Gate, Queue, build_gate, build_runner, gpu_tuning, prefill_alignment, step_queue
+from services.pod.parts.runner import Gate, Queue, build_gate, build_runner, gpu_tuning, prefill_alignment, step_queue
+from services.pod.parts.tiers import build_tiers
 from services.pod.teacher import load_teacher, second_config
-from services.pod.tiers import build_tiers
 
 if TYPE_CHECKING:
     from services.engine.executors.tuning.results import Outcome

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import structlog
 import torch
@@ -35,7 +36,8 @@ from services.engine.observability.status import TierStatus
 from services.engine.observability.usage import UsageTotals
 from services.engine.server.conversation_session_service import ConversationSessionService
 from services.engine.server.health import HealthReporter, ProcessHealth, Vitals
-from services.engine.server.service import Serving, bind, make_server
+from services.engine.server.listen import bind
+from services.engine.server.service import Serving, make_server
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine, build_engine, tune_interpreter, use_threads
 from services.pod.training.sessions import TrainingSessionsService
@@ -56,10 +58,12 @@ async def serve(
     health: ProcessHealth,
     certificates: Certificates | None,
     recent: RecentLogs,
+    leave: Leave,
 ) -> None:
-    """Runs a pod until ``stop`` is set, then drains it.
+    """Runs a pod until ``stop`` is set, or somebody puts it to sleep, then drains it.
 
     Args:
+        leave: told how the process is to go on.
         health: health of the process, kept current.
         certificates: for TLS; None: plaintext.
         recent: last lines of the process's log.
@@ -92,7 +96,19 @@ async def serve(
     try:
         await asyncio.to_thread(engine.start)
         await _serve(
-            settings, engine, training, metrics, usage, stop, parent, started, health, certificates, tracer, recent
+            settings,
+            engine,
+            training,
+            metrics,
+            usage,
+            stop,
+            parent,
+            started,
+            health,
+            certificates,
+            tracer,
+            recent,
+            leave,
         )
     finally:
         await asyncio.to_thread(training.drain)
@@ -118,6 +134,7 @@ async def _serve(
     certificates: Certificates | None,
     tracer: Tracer,
     recent: RecentLogs,
+    leave: Leave,
 ) -> None:
     loop = engine.loop
     reporter = HealthReporter(health)
@@ -136,6 +153,7 @@ async def _serve(
         usage,
         recent,
         engine.memory.block_size,
+        leave.to_sleep(stop, health),
     )
     server = make_server(serving, reporter.servicer, settings.max_message_bytes, tracer)
     if training.sessions is not None:
@@ -250,13 +268,34 @@ async def _drain(settings: EngineSettings, engine: Engine, training: Training) -
         log.warning("requests left after drain_seconds are ended", seconds=settings.drain_seconds)
 
 
-def stop_on_signals(stop: asyncio.Event, health: ProcessHealth) -> None:
+@dataclass(slots=True)
+class Leave:
+    """How a pod's process goes on once it has drained."""
+
+    asleep: bool = False
+    """It goes to sleep; False: it ends."""
+
+    def to_sleep(self, stop: asyncio.Event, health: ProcessHealth) -> Callable[[], None]:
+        """What begins to put the pod to sleep; without effect once it was asked to stop."""
+
+        def begin() -> None:
+            if not stop.is_set():
+                log.info("going to sleep")
+                self.asleep = True
+                health.drain()
+                stop.set()
+
+        return begin
+
+
+def stop_on_signals(stop: asyncio.Event, health: ProcessHealth, leave: Leave) -> None:
     """Drains on SIGTERM and SIGINT; a further signal later ends the process at once."""
     stop_signals = StopSignals()
 
     def handle(number: int) -> None:
         if stop_signals.repeated():
             end_now(number)
+        leave.asleep = False
         health.drain()
         stop.set()
 

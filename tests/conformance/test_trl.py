@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -105,3 +106,17 @@ def test_what_its_trainers_read_of_the_server(http: httpx.Client) -> None:
     assert found["lora_config"]["max_loras"] >= 2
     assert found["parallel_config"]["data_parallel_size"] == 1
     assert http.get("/get_world_size").json() == {"world_size": 1}
+
+
+def test_a_pause_around_new_weights(http: httpx.Client, stack: Stack) -> None:
+    body = {"model": stack.served_model_name, "prompt": PROMPTS[0], "max_tokens": 4, "ignore_eos": True}
+    assert http.post("/pause", params={"mode": "keep"}).status_code == 200
+    with ThreadPoolExecutor(1) as threads:
+        try:
+            waiting = threads.submit(http.post, "/v1/completions", json=body)
+            with pytest.raises(TimeoutError):
+                waiting.result(0.5)
+            assert http.get("/is_paused").json() == {"is_paused": True}
+        finally:
+            assert http.post("/resume").status_code == 200
+        assert waiting.result(PATIENCE).json()["usage"]["completion_tokens"] == 4

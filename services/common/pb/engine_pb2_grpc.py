@@ -75,6 +75,26 @@ class EngineStub:
                 request_serializer=temper_dot_v1_dot_engine__pb2.GetLogsRequest.SerializeToString,
                 response_deserializer=temper_dot_v1_dot_engine__pb2.GetLogsResponse.FromString,
                 _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/temper.v1.Engine/Pause',
+                request_serializer=temper_dot_v1_dot_engine__pb2.PauseRequest.SerializeToString,
+                response_deserializer=temper_dot_v1_dot_engine__pb2.PauseResponse.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/temper.v1.Engine/Resume',
+                request_serializer=temper_dot_v1_dot_engine__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=temper_dot_v1_dot_engine__pb2.ResumeResponse.FromString,
+                _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/temper.v1.Engine/Sleep',
+                request_serializer=temper_dot_v1_dot_engine__pb2.SleepRequest.SerializeToString,
+                response_deserializer=temper_dot_v1_dot_engine__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/temper.v1.Engine/Wake',
+                request_serializer=temper_dot_v1_dot_engine__pb2.WakeRequest.SerializeToString,
+                response_deserializer=temper_dot_v1_dot_engine__pb2.WakeResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServicer:
@@ -136,6 +156,33 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pause(self, request, context):
+        """Computes nothing until Resume, or for so long; requests stay as they are, and new ones wait.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Sleep(self, request, context):
+        """Gives all memory of the device back: requests end first, a training job is handed back. Answers at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Loads the model again. Answers at once; nothing happens if it does not sleep.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -178,6 +225,26 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.GetLogs,
                     request_deserializer=temper_dot_v1_dot_engine__pb2.GetLogsRequest.FromString,
                     response_serializer=temper_dot_v1_dot_engine__pb2.GetLogsResponse.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=temper_dot_v1_dot_engine__pb2.PauseRequest.FromString,
+                    response_serializer=temper_dot_v1_dot_engine__pb2.PauseResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=temper_dot_v1_dot_engine__pb2.ResumeRequest.FromString,
+                    response_serializer=temper_dot_v1_dot_engine__pb2.ResumeResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=temper_dot_v1_dot_engine__pb2.SleepRequest.FromString,
+                    response_serializer=temper_dot_v1_dot_engine__pb2.SleepResponse.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=temper_dot_v1_dot_engine__pb2.WakeRequest.FromString,
+                    response_serializer=temper_dot_v1_dot_engine__pb2.WakeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -397,6 +464,114 @@ class Engine:
             '/temper.v1.Engine/GetLogs',
             temper_dot_v1_dot_engine__pb2.GetLogsRequest.SerializeToString,
             temper_dot_v1_dot_engine__pb2.GetLogsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/temper.v1.Engine/Pause',
+            temper_dot_v1_dot_engine__pb2.PauseRequest.SerializeToString,
+            temper_dot_v1_dot_engine__pb2.PauseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/temper.v1.Engine/Resume',
+            temper_dot_v1_dot_engine__pb2.ResumeRequest.SerializeToString,
+            temper_dot_v1_dot_engine__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/temper.v1.Engine/Sleep',
+            temper_dot_v1_dot_engine__pb2.SleepRequest.SerializeToString,
+            temper_dot_v1_dot_engine__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/temper.v1.Engine/Wake',
+            temper_dot_v1_dot_engine__pb2.WakeRequest.SerializeToString,
+            temper_dot_v1_dot_engine__pb2.WakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

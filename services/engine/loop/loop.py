@@ -98,6 +98,7 @@ class EngineLoop:
         """Begin of the loop thread's present iteration; None: it waits for work. Written by that thread only."""
 
         # Used by the loop thread only.
+        self._paused_until = 0.0
         self._seen = 0
         """Submissions taken since _status was published."""
         self._stopping = False
@@ -182,6 +183,20 @@ class EngineLoop:
             self._woken = True
             self._commands.put(self._serve_tiers)
 
+    def pause(self, seconds: float) -> Future[None]:
+        """Launches no step from the next boundary on, for so long or until ``resume``. Requests stay as they are, those
+        of jobs too, and new ones wait; the trainer goes on. Draining ends it."""
+
+        def begin() -> None:
+            self._pipeline.paused = True
+            self._paused_until = self._clock() + seconds
+
+        return self.call_at_boundary(begin)
+
+    def resume(self) -> Future[None]:
+        """Ends a pause."""
+        return self.call_at_boundary(self._resume)
+
     def status(self) -> LoopStatus:
         return self._status
 
@@ -212,6 +227,7 @@ class EngineLoop:
             if self._closed:
                 return True
             self._commands.put(self._mark_retry)
+            self._commands.put(self._resume)
         return self._drained.wait(timeout)
 
     def stop(self) -> None:
@@ -256,6 +272,8 @@ class EngineLoop:
         elif self._pipeline.stalled:
             self._await_tiers()
         self._take_commands()
+        if self._pipeline.paused and self._clock() >= self._paused_until:
+            self._resume()
         self._tracker.retry_loading()
         if self._pipeline.busy and not self._stopping:
             self._tracker.publish(self._pipeline.advance(self._tracker.num_loading))
@@ -327,6 +345,7 @@ class EngineLoop:
                 steps=self._pipeline.steps,
                 failed_steps=self._pipeline.failed_steps,
                 background=self._tracker.num_background,
+                paused=self._pipeline.paused,
             )
             if not self._accepting and not self._tracker and not self._queued:
                 self._drained.set()
@@ -359,6 +378,9 @@ class EngineLoop:
             future.set_result(result)
         # The call may have been an adapter flip.
         self._tracker.retry = True
+
+    def _resume(self) -> None:
+        self._pipeline.paused = False
 
     def _mark_retry(self) -> None:
         self._tracker.retry = True

@@ -84,7 +84,10 @@ class StepPipeline:
         """Time of the latest results."""
         self.scheduler = Scheduler(config, runner.depth, tiers, runner.costs)
         self.stalled = False
-        """True if all requests wait for a tier, so that advancing is useless before it sends an event."""
+        """True if all requests wait for a tier, so that advancing is useless before it sends an event, or for the end
+        of a pause."""
+        self.paused = False
+        """Whether no further step is launched."""
         self.steps = 0
         self.failed_steps = 0
         self.failures_in_a_row = 0
@@ -110,7 +113,7 @@ class StepPipeline:
         depth = 1 if self._gate.contended else self._runner.depth
         plan: StepPlan | None = None
         updates: list[SequenceUpdate] = []
-        if len(self._in_flight) < depth and not (self._in_flight and self._in_flight[-1].open):
+        if not self.paused and len(self._in_flight) < depth and not (self._in_flight and self._in_flight[-1].open):
             plan = self.scheduler.schedule(began)
             updates = self.scheduler.take_expired()
             if plan is not None:

@@ -37,6 +37,9 @@ _LENGTHS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 _MASKS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 
+ASLEEP_METRIC = "temper_engine_asleep"
+ASLEEP_TEXT = "1: it has given the memory of the device back and waits to be woken."
+
 
 class EngineMetrics:
     """Metrics of one engine, counted where an event is emitted, without I/O."""
@@ -243,6 +246,7 @@ class StateCollector(Collector):
             "temper_engine_ready": ("1: new requests are accepted.", float(status.accepting and status.healthy)),
             "temper_engine_draining": ("1: what runs finishes, nothing new is accepted.", float(not status.accepting)),
             "temper_engine_training": ("1: a training job runs.", float(self._training())),
+            ASLEEP_METRIC: (ASLEEP_TEXT, 0.0),  # its process is another while it sleeps
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(name, text, value=value)

@@ -66,6 +66,8 @@ class LoopStatus:
     failed_steps: int
     background: int = 0
     """Live background requests, which the counts include."""
+    paused: bool = False
+    """Whether nothing is computed for requests now."""
 
 
 class Phase(enum.Enum):

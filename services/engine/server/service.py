@@ -23,7 +23,6 @@ from services.common.adapters.manifest import kind_of
 from services.common.errors import InvalidRequest, TemperError, Unavailable
 from services.common.pb import adapters_pb2, adapters_pb2_grpc, engine_pb2_grpc
 from services.common.pb import engine_pb2 as pb
-from services.common.security.tls import Certificates
 from services.common.telemetry.recent_logs import RecentLogs
 from services.common.telemetry.tracing import NO_TRACER, Tracer
 from services.common.text.tokenizer import TextCodec
@@ -81,6 +80,11 @@ class Serving:
     """Last lines of this process's log."""
     block_size: int = 0
     """Tokens of a KV block; 0: it is not told."""
+    sleep: Callable[[], None] | None = None
+    """Begins to put the process to sleep; None: it cannot be."""
+
+
+_MOST_PAUSED_SECONDS = 3600.0
 
 
 class _Stream:
@@ -252,6 +256,19 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             for start in range(0, max(len(data), 1), _CHUNK_BYTES):
                 yield pb.FileChunk(name=name, data=data[start : start + _CHUNK_BYTES])
 
+    async def Pause(self, request: pb.PauseRequest, context: _Context) -> pb.PauseResponse:  # noqa: N802
+        if not 0 < request.seconds <= _MOST_PAUSED_SECONDS:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"a pause of {request.seconds} s: at most {_MOST_PAUSED_SECONDS:.0f} s, and more than 0",
+            )
+        await asyncio.wrap_future(self._serving.loop.pause(request.seconds))
+        return pb.PauseResponse()
+
+    async def Resume(self, request: pb.ResumeRequest, context: _Context) -> pb.ResumeResponse:  # noqa: N802, ARG002
+        await asyncio.wrap_future(self._serving.loop.resume())
+        return pb.ResumeResponse()
+
     async def GetStatus(  # noqa: N802
         self,
         request: pb.GetStatusRequest,  # noqa: ARG002
@@ -263,6 +280,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         adapters = serving.adapters.snapshot()
         instance, sessions_open, sessions_max = serving.sessions()
         return pb.EngineStatus(
+            paused=status.paused,
             running=counts.running,
             waiting=counts.waiting + status.waiting_for_adapters,
             blocks_used=counts.blocks_used,
@@ -319,6 +337,15 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     ) -> pb.GetRolloutsResponse:
         found, missing = self._serving.loop.rollouts.get(request.completion_ids)
         return pb.GetRolloutsResponse(rollouts=[rollout_message(rollout) for rollout in found], missing=missing)
+
+    async def Sleep(self, request: pb.SleepRequest, context: _Context) -> pb.SleepResponse:  # noqa: N802, ARG002
+        if self._serving.sleep is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this engine cannot sleep: it is a part of a process")
+        self._serving.sleep()
+        return pb.SleepResponse()
+
+    async def Wake(self, request: pb.WakeRequest, context: _Context) -> pb.WakeResponse:  # noqa: N802, ARG002
+        return pb.WakeResponse()
 
 
 class AdaptersService(adapters_pb2_grpc.AdaptersServicer):
@@ -404,22 +431,3 @@ def make_server(
     adapters_pb2_grpc.add_AdaptersServicer_to_server(AdaptersService(serving), server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     return server
-
-
-def bind(server: aio.Server, host: str, port: int, certificates: Certificates | None = None) -> int:
-    """Listens, with TLS if there are ``certificates``; returns the port.
-
-    Raises:
-        Unavailable: the port is taken, or the address is not this machine's.
-    """
-    try:
-        if certificates is None:
-            bound = server.add_insecure_port(f"{host}:{port}")
-        else:
-            bound = server.add_secure_port(f"{host}:{port}", certificates.server_credentials())
-    except RuntimeError as error:
-        raise Unavailable(
-            f"cannot listen on {host}:{port}: the port is in use or the address is not this machine's; "
-            "set TEMPER_GRPC_HOST and TEMPER_GRPC_PORT"
-        ) from error
-    return int(bound)

@@ -15,7 +15,7 @@ from services.gateway.api.evaluation import contamination, harness, runs, side_b
 from services.gateway.api.learning import canaries, datasets, feedback, learners, request_log
 from services.gateway.api.messages import batches as message_batches
 from services.gateway.api.messages import routes as messages
-from services.gateway.api.operations import health, keys, logs, status, webhooks
+from services.gateway.api.operations import health, keys, logs, pause, sleep, status, webhooks
 from services.gateway.api.responses import conversations
 from services.gateway.api.responses import routes as responses
 from services.gateway.api.training import forge
@@ -70,7 +70,9 @@ API: tuple[Routes, ...] = (
     openapi.routes,
     health.routes,
     status.routes,
+    sleep.routes,
     keys.routes,
     logs.routes,
+    pause.routes,
     webhooks.routes,
 )

@@ -13,6 +13,7 @@ from services.common.errors import CheckpointRejected, Unavailable
 from services.common.jobs.scorers.grants import Granted
 from services.common.pb import adapters_pb2, engine_pb2
 from services.common.security.tls import Certificates
+from services.common.shutdown import ASLEEP
 from services.common.text.tokenizer import TextCodec
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.engines.certificate_rotation import CertificateRotation
@@ -265,11 +266,11 @@ class EnginePool:
                 )
             now = loop.time()
             if now >= deadline or now - self._last_ready > self._settings.engine_retry_seconds:
-                raise Unavailable("no engine is ready to take requests", retry_after=2.0)
+                raise Unavailable(self._why_none(), retry_after=2.0)
             await self._changed(deadline - now)
 
     async def started(self, patience: float) -> None:
-        """Returns when an engine is ready, the gateway ends, or the request has waited as long as it may.
+        """Returns when an engine is ready, sleeps, the gateway ends, or the request has waited as long as it may.
 
         Args:
             patience: seconds that a request waits at most.
@@ -278,7 +279,9 @@ class EnginePool:
         deadline = loop.time() + patience
         self.waiting += 1
         try:
-            while not self.ready and self._ending is None and (left := deadline - loop.time()) > 0:
+            while not self.ready and not self._asleep and self._ending is None:
+                if (left := deadline - loop.time()) <= 0:
+                    return
                 await self._changed(left)
         finally:
             self.waiting -= 1
@@ -291,6 +294,15 @@ class EnginePool:
             await asyncio.wait((waiter,), timeout=min(0.5, seconds))
         finally:
             self._waiters.discard(waiter)
+
+    def _why_none(self) -> str:
+        """Reason why no request can be sent."""
+        return f"no engine is ready to take requests{f': {ASLEEP}' if self._asleep else ''}"
+
+    @property
+    def _asleep(self) -> bool:
+        """An engine sleeps, and somebody has to wake it."""
+        return any(client.last_error.endswith(ASLEEP) for client in self.clients)
 
     def _usable(self, *, composes: bool = False) -> list[EngineClient]:
         """Engines that may be given a request now. If all that are ready fail, the one whose turn comes first.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -20,6 +22,7 @@ from services.common.settings import CommonSettings
 from tests.integration.engine.conftest import TINY
 from tests.integration.engine.harness import request
 from tests.integration.servers import RunningServer
+from tests.stack import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -84,3 +87,58 @@ def test_a_pod_serves_and_drains(pod: subprocess.Popen[bytes], environment: dict
             tokens.extend(update.token_ids)
         assert len(tokens) == 200
     assert pod.wait(30) == 0
+
+
+def test_a_pod_sleeps_and_wakes(pod: subprocess.Popen[bytes], environment: dict[str, str]) -> None:
+    """What runs ends first; then the process is a small one with the same id and port, until it is woken."""
+    options = [("grpc.max_reconnect_backoff_ms", 200)]
+    with grpc.insecure_channel(f"127.0.0.1:{environment['TEMPER_GRPC_PORT']}", options) as channel:
+        stub = engine_pb2_grpc.EngineStub(channel)
+        stub.GetModel(pb.GetModelRequest(), wait_for_ready=True, timeout=PATIENCE)
+        awake = _resident_bytes(pod.pid)
+        running = stub.Generate(request(max_tokens=200))
+        tokens = list(next(iter(running)).token_ids)
+        assert not stub.Sleep(pb.SleepRequest()).asleep
+        for update in running:
+            tokens.extend(update.token_ids)
+        assert len(tokens) == 200
+
+        _until(lambda: stub.GetStatus(pb.GetStatusRequest(), wait_for_ready=True, timeout=PATIENCE).asleep)
+        assert _resident_bytes(pod.pid) < awake / 2
+        assert stub.Sleep(pb.SleepRequest()).asleep
+        for call in (lambda: stub.GetModel(pb.GetModelRequest()), lambda: next(iter(stub.Generate(request())))):
+            with pytest.raises(grpc.RpcError) as refused:
+                call()
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "POST /v1/engine/wake" in refused.value.details()
+        health = health_pb2_grpc.HealthStub(channel)
+        said = {name: health.Check(health_pb2.HealthCheckRequest(service=name)).status for name in ("", "engine")}
+        assert said == {
+            "": health_pb2.HealthCheckResponse.SERVING,
+            "engine": health_pb2.HealthCheckResponse.NOT_SERVING,
+        }
+
+        assert stub.Wake(pb.WakeRequest()).asleep
+        _until(lambda: not stub.GetStatus(pb.GetStatusRequest(), wait_for_ready=True, timeout=PATIENCE).asleep)
+        again = [token for update in stub.Generate(request(max_tokens=200)) for token in update.token_ids]
+        assert again == tokens
+        assert not stub.Wake(pb.WakeRequest()).asleep
+        stub.Sleep(pb.SleepRequest())
+        _until(lambda: stub.GetStatus(pb.GetStatusRequest(), wait_for_ready=True, timeout=PATIENCE).asleep)
+        pod.send_signal(signal.SIGTERM)
+    assert pod.wait(PATIENCE) == 0
+
+
+def _resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    """Waits for something that the process of the moment says; it is another one at times."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        with contextlib.suppress(grpc.RpcError):
+            if condition():
+                return
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

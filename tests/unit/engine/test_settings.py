@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from services.engine.scheduler.step_plan import MOST_DRAFT_TOKENS
 from services.engine.settings import EngineSettings
-from services.pod.tiers import tier_limits
+from services.pod.parts.tiers import tier_limits
 
 
 def test_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from services.common.pb import (
     histories_pb2_grpc,
     sessions_pb2_grpc,
 )
+from services.common.shutdown import ASLEEP
 from services.engine.server.conversation_session_service import ConversationSessionService
 from tests.unit.engine.server.memory_sessions import MemorySessions
 from tests.unit.gateway.fake_sessions import FakeSessions
@@ -97,6 +98,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
     credentials: grpc.ServerCredentials | None = None
     """For TLS."""
     max_model_len: int = 512
+    paused: float = 0.0
+    """Longest time of a pause, seconds; 0: there is none."""
     max_train_tokens: int = 256
     attached: str = ""
     cached_tokens: int = 0
@@ -106,6 +109,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
     """Seconds until it says that it has kept a rollout; None: it never does."""
     tells_kept: bool = True
     composes: bool = True
+    sleeps: bool = True
+    asleep: bool = False
     dies_on_abort: bool = False
     digest: str = "d" * 64
     name: str = ""
@@ -229,6 +234,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
             self.running.pop(request.request_id, None)
 
     async def GetModel(self, request, context) -> engine_pb2.Model:  # noqa: N802
+        if self.asleep:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, ASLEEP)
         return engine_pb2.Model(
             name="tiny",
             digest=self.digest,
@@ -251,12 +258,32 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
             for start in range(0, len(data), 1000):
                 yield engine_pb2.FileChunk(name=name, data=data[start : start + 1000])
 
+    async def Pause(self, request, context) -> engine_pb2.PauseResponse:  # noqa: N802
+        self.paused = request.seconds
+        return engine_pb2.PauseResponse()
+
+    async def Resume(self, request, context) -> engine_pb2.ResumeResponse:  # noqa: N802
+        self.paused = 0.0
+        return engine_pb2.ResumeResponse()
+
+    async def Sleep(self, request, context) -> engine_pb2.SleepResponse:  # noqa: N802
+        if not self.sleeps:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        was, self.asleep = self.asleep, True
+        return engine_pb2.SleepResponse(asleep=was)
+
+    async def Wake(self, request, context) -> engine_pb2.WakeResponse:  # noqa: N802
+        was, self.asleep = self.asleep, False
+        return engine_pb2.WakeResponse(asleep=was)
+
     async def GetStatus(self, request, context) -> engine_pb2.EngineStatus:  # noqa: N802
         if self.silent:
             await asyncio.Event().wait()
         usual = engine_pb2.EngineStatus(
+            paused=self.paused > 0,
             running=len(self.running),
             draining=self.draining,
+            asleep=self.asleep,
             attached_adapter=self.attached,
             loaded_adapters=[self.attached] if self.attached else [],
             instance=self.sessions.instance,

@@ -13,7 +13,7 @@ import kernels.gpu
 from services.common.errors import DoesNotFit
 from services.engine.settings import EngineSettings
 from services.pod import __main__ as pod
-from services.pod import runner as pod_runner
+from services.pod.parts import runner as pod_runner
 from services.trainer.memory.kernel_limits import refusal_of
 
 errors = pytest.importorskip("triton.runtime.errors")

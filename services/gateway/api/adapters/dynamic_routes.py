@@ -1,5 +1,5 @@
-"""vLLM's calls for adapters, /v1/load_lora_adapter and /v1/unload_lora_adapter, with its answers and form of errors,
-and what clients ask it before."""
+"""vLLM's calls for adapters, /v1/load_lora_adapter and /v1/unload_lora_adapter, with its answers and errors, and what
+clients ask it before."""
 
 from __future__ import annotations
 

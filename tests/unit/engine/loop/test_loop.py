@@ -46,6 +46,39 @@ def test_answers_are_those_of_a_lone_request(engine: Fixture) -> None:
     assert engine.loop.status().steps == engine.runner.steps
 
 
+def test_a_pause_keeps_requests_as_they_are(engine: Fixture) -> None:
+    engine.runner.hold()
+    engine.submit("before", max_tokens=20)
+    engine.runner.entered.get(timeout=TIMEOUT)
+    paused = engine.loop.pause(600)
+    engine.runner.go_on()
+    paused.result(TIMEOUT)
+    engine.submit("during", (5, 6), max_tokens=2)
+    # Steps that were in flight end; after them nothing runs, and calls are served nevertheless.
+    for _ in range(3):
+        steps = engine.loop.call_at_boundary(lambda: engine.runner.steps).result(TIMEOUT)
+    live = engine.loop.live_requests().result(TIMEOUT)
+    assert {request.request_id for request in live} == {"before", "during"}
+    assert engine.loop.call_at_boundary(lambda: engine.runner.steps).result(TIMEOUT) == steps
+    assert engine.loop.status().paused
+    engine.loop.resume().result(TIMEOUT)
+    updates = engine.client.wait("before", "during")
+    assert tokens(updates["before"]) == reference((1, 2, 3), 20)
+    assert tokens(updates["during"]) == reference((5, 6), 2)
+    assert not engine.loop.status().paused
+    engine.check_nothing_left()
+
+
+def test_a_pause_that_nobody_ends(engine: Fixture) -> None:
+    engine.loop.pause(0.05).result(TIMEOUT)
+    engine.submit("r", max_tokens=2)
+    engine.client.wait("r")
+    engine.loop.pause(600).result(TIMEOUT)
+    engine.submit("s", max_tokens=2)
+    assert engine.loop.drain(TIMEOUT), "draining ends a pause"
+    engine.client.wait("s")
+
+
 def test_one_call_per_step_and_sink(engine: Fixture) -> None:
     engine.runner.hold()
     engine.submit("warm", max_tokens=1)

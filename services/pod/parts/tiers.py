@@ -17,7 +17,7 @@ from services.engine.models.config import ModelConfig
 from services.engine.observability.events import EventStream
 from services.engine.settings import EngineSettings
 from services.pod.device import Device
-from services.pod.runner import DeviceExecutor
+from services.pod.parts.runner import DeviceExecutor
 
 log = structlog.get_logger(__name__)
 
