@@ -12,7 +12,7 @@ import sys
 from collections.abc import AsyncIterator
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 from grpc import aio
@@ -114,6 +114,23 @@ class SteadyEngine(engine_pb2_grpc.EngineServicer):
 
     async def GetRequests(self, request: Any, context: Any) -> pb.GetRequestsResponse:  # noqa: N802
         return pb.GetRequestsResponse()
+
+    async def Pause(self, request: Any, context: Any) -> pb.PauseResponse:  # noqa: N802
+        return await _without(context)
+
+    async def Resume(self, request: Any, context: Any) -> pb.ResumeResponse:  # noqa: N802
+        return await _without(context)
+
+    async def Sleep(self, request: Any, context: Any) -> pb.SleepResponse:  # noqa: N802
+        return await _without(context)
+
+    async def Wake(self, request: Any, context: Any) -> pb.WakeResponse:  # noqa: N802
+        return await _without(context)
+
+
+async def _without(context: Any) -> NoReturn:
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this engine only answers")
+    raise AssertionError("abort raises")
 
 
 async def _serve(options: argparse.Namespace) -> None:

@@ -19,7 +19,8 @@ from services.common.telemetry.tracing import open_tracer
 from services.engine.observability.events import EventStream
 from services.engine.observability.request_traces import RequestTraces
 from services.engine.server.health import HealthReporter, ProcessHealth, Vitals
-from services.engine.server.service import Serving, bind, make_server
+from services.engine.server.listen import bind
+from services.engine.server.service import Serving, make_server
 from services.pod.preflight import use_kernel_cache
 
 

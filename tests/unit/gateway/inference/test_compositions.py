@@ -11,6 +11,7 @@ import pytest
 from services.common.pb import engine_pb2
 from services.gateway.engines.load_balancing import holds, named_adapter
 from services.gateway.inference.engine_request import version_ref
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine
 from tests.unit.gateway.reading_engine import reads
@@ -97,7 +98,7 @@ def test_the_tokens_of_a_message_are_counted_whoever_answers(running: Running, h
 
 def test_an_engine_that_composes_nothing_gets_no_compositions(start: Starter) -> None:
     running = start(FakeEngine(composes=False))
-    with httpx.Client(base_url=running.url) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         refused = http.post("/v1/chat/completions", json=MESSAGES | {"model": "a+b"})
         assert refused.status_code == 503
         assert "earlier release" in refused.json()["error"]["message"]

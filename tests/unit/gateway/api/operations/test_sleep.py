@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 
+from tests.stack import PATIENCE
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine
 
@@ -30,7 +31,7 @@ def restarted(running: Running) -> None:
 
 def test_requests_hear_that_the_engine_sleeps_until_it_is_woken(start: Starter) -> None:
     running = start(engine_retry_seconds=0.2)
-    with httpx.Client(base_url=running.url) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         assert states(http.get("/v1/engine")) == ["awake"]
         assert states(http.post("/v1/engine/sleep")) == ["going_to_sleep"]
         restarted(running)
@@ -50,7 +51,7 @@ def test_requests_hear_that_the_engine_sleeps_until_it_is_woken(start: Starter) 
 
 def test_one_engine_of_several_is_chosen(start: Starter) -> None:
     running = start(FakeEngine(name="first"), FakeEngine(name="second"))
-    with httpx.Client(base_url=running.url) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         listed: list[dict[str, Any]] = http.get("/v1/engine").json()["data"]
         assert [one["name"] for one in listed] == ["first", "second"]
         assert states(http.post("/v1/engine/sleep", params={"engine": "second"})) == ["going_to_sleep"]
@@ -63,6 +64,6 @@ def test_one_engine_of_several_is_chosen(start: Starter) -> None:
 
 def test_an_engine_that_cannot_sleep_says_so(start: Starter) -> None:
     running = start(FakeEngine(sleeps=False))
-    with httpx.Client(base_url=running.url) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         refused = http.post("/v1/engine/sleep")
         assert (refused.status_code, refused.json()["error"]["param"]) == (409, "engine")
