@@ -42,7 +42,7 @@ _BLOCKS, _SNAPSHOTS = 0, 1
 """Groups of events."""
 _END = (-1).to_bytes(8, "big", signed=True)
 """Number that ends the answer to a request for earlier batches."""
-_CLOSE_SECONDS = 1.0
+_CLOSE_SECONDS = 5.0
 _MOST_QUEUED = 100_000
 """Messages that wait for a subscriber, at most; it misses those beyond, and sees the gap in their numbers."""
 
@@ -153,11 +153,13 @@ class KvEventPublisher:
             self._put(event.changes)
 
     def close(self) -> None:
-        """Sends what is queued, and ends."""
+        """Sends what is queued, and ends; a thread that does not get through with it keeps its sockets."""
+        self._queue.put(None)
+        self._wake()
+        self._thread.join(_CLOSE_SECONDS)
         if self._thread.is_alive():
-            self._queue.put(None)
-            self._wake()
-            self._thread.join(_CLOSE_SECONDS)
+            _log.warning("KV events that were queued are not all sent")
+            return
         self._waking.close()
         self._woken.close()
         self._context.destroy(linger=0)
