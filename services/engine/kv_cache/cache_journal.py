@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.engine.kv_cache.keys import TOKEN_BYTES, Namespace, bytes_to_tokens
 from services.engine.kv_cache.radix_tree import Node
@@ -16,8 +17,7 @@ HASH_BYTES = 8
 """Bytes of a hash: readers of these events take whole numbers of 64 bits."""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeStored:
+class NodeStored(NamedTuple):
     """Requests can use the KV of a node."""
 
     number: int
@@ -28,8 +28,7 @@ class NodeStored:
     label: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class NodeSplit:
+class NodeSplit(NamedTuple):
     """A node has been split; its upper part has a number of its own."""
 
     number: int
@@ -38,29 +37,25 @@ class NodeSplit:
     """Position of the first token that the lower part keeps."""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeRemoved:
+class NodeRemoved(NamedTuple):
     """A node has lost its KV."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotKept:
+class SnapshotKept(NamedTuple):
     """Requests can resume from the state at the end of a node."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotDropped:
+class SnapshotDropped(NamedTuple):
     """A node has lost its state."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class CacheCleared:
+class CacheCleared(NamedTuple):
     """The cache has been replaced by an empty one."""
 
 
