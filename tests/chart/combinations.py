@@ -115,6 +115,7 @@ AXES: Mapping[str, Mapping[str, Values]] = {
         "one": {},
         "two": {"engine": {"replicas": 2}},
         "scaled": {"engine": {"autoscaling": {"enabled": True, "minReplicas": 2}}},
+        "scaled by an HPA": {"engine": {"autoscaling": {"enabled": True, "scaler": "hpa"}}},
         "scaled to zero": {
             "engine": {
                 "autoscaling": {

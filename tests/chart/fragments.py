@@ -90,6 +90,7 @@ _SAID: Mapping[str, Any] = {
     "engine.autoscaling.prometheus": "https://prometheus.example.com",
     "telemetry.traceRatio": 0.5,
     "engine.autoscaling.minReplicas": 0,
+    "engine.autoscaling.scaler": "hpa",
     "engine.autoscaling.authenticationRef": {"name": "a", "kind": "TriggerAuthentication"},
     "engine.autoscaling.fallback.behavior": "static",
     "engine.trainer.sandbox": "landlock",

@@ -75,6 +75,10 @@ REFUSED: tuple[tuple[Mapping[str, Any], str], ...] = (
     ({"engine": {"device": "cpu", "kvCacheDtype": "fp8"}}, "engine.kvCacheDtype needs a GPU"),
     ({"engine": {"trainer": {"webhooks": "https://a"}}}, "engine.trainer.webhookExistingSecret is not set"),
     ({"engine": {"autoscaling": {"enabled": True, "minReplicas": 9}}}, "engine.autoscaling.minReplicas is over"),
+    (
+        {"engine": {"autoscaling": {"enabled": True, "scaler": "hpa", "minReplicas": 0}}},
+        "engine.autoscaling.minReplicas is 0, to which a HorizontalPodAutoscaler does not scale",
+    ),
     ({"gateway": {"autoscaling": {"enabled": True, "minReplicas": 9}}}, "gateway.autoscaling.minReplicas is over"),
     ({"gateway": {"httpRoute": {"enabled": True}}}, "gateway.httpRoute.parentRefs is empty"),
     ({"telemetry": {"headersExistingSecret": "x"}}, "telemetry.headersExistingSecret does nothing"),

@@ -154,3 +154,19 @@ def test_the_first_request_waits_where_engines_are_scaled_to_zero() -> None:
         (gateway,) = render({"engine": {"autoscaling": values}}).workload("gateway").containers
         assert raw_env(gateway).get(setting, {}).get("value") == waits_for
     assert "age" not in triggers({**ONE, "jobAgeSeconds": 0})
+
+
+def test_an_autoscaler_of_kubernetes_goes_by_the_same_numbers() -> None:
+    release = render({"engine": {"autoscaling": {**ONE, "scaler": "hpa"}}})
+    assert release.of("ScaledObject") == []
+    wanted = {f"temper_scale_{name}": (one["query"], one["threshold"]) for name, one in triggers(ONE).items()}
+    (rules,) = release.of("PrometheusRule")
+    recorded = {rule["record"]: rule for group in rules["spec"]["groups"] for rule in group["rules"]}
+    (scaler,) = release.of("HorizontalPodAutoscaler")
+    metrics = {one["external"]["metric"]["name"]: one["external"] for one in scaler["spec"]["metrics"]}
+    assert recorded.keys() == metrics.keys() == wanted.keys()
+    for name, (query, threshold) in wanted.items():
+        assert recorded[name]["expr"] == query
+        assert recorded[name]["labels"] == {"namespace": NAMESPACE, "release": RELEASE}
+        assert metrics[name]["metric"]["selector"] == {"matchLabels": {"release": RELEASE}}
+        assert metrics[name]["target"] == {"type": "AverageValue", "averageValue": threshold}

@@ -41,6 +41,9 @@
 {{- if and $engine.trainer.webhooks (not $engine.trainer.webhookExistingSecret) }}
 {{- fail "engine.trainer.webhookExistingSecret is not set: name the Secret with the `secret` that signs requests to engine.trainer.webhooks" }}
 {{- end }}
+{{- if and $engine.autoscaling.enabled (eq $engine.autoscaling.scaler "hpa") (eq (int $engine.autoscaling.minReplicas) 0) }}
+{{- fail "engine.autoscaling.minReplicas is 0, to which a HorizontalPodAutoscaler does not scale: set engine.autoscaling.scaler to keda, or engine.autoscaling.minReplicas to 1" }}
+{{- end }}
 {{- if and $engine.autoscaling.enabled (gt (int $engine.autoscaling.minReplicas) (int $engine.autoscaling.maxReplicas)) }}
 {{- fail "engine.autoscaling.minReplicas is over engine.autoscaling.maxReplicas" }}
 {{- end }}
