@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Protocol, TypeAlias, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -129,9 +129,8 @@ Course: TypeAlias = Generator[Pass, None, T]
 """Work of a run or an attempt that yields each pass it wants computed, and ends with a result."""
 
 
-@runtime_checkable
 class SharedRun(JobRun, Protocol):
-    """A run whose passes may be computed together with those of other jobs."""
+    """A run whose passes may be computed together with those of other jobs; see shares()."""
 
     @property
     def sharing(self) -> Sharing:
@@ -157,16 +156,22 @@ class SharedRun(JobRun, Protocol):
         ...
 
 
+def shares(run: JobRun) -> TypeGuard[SharedRun]:
+    """True if a run has the courses of a SharedRun. Its class is looked at: isinstance() would read all properties of
+    the run, in an order that differs between processes, and not every run has all of them before it ends."""
+    return hasattr(type(run), "stepping")
+
+
 def steps_of(run: JobRun, index: int, interrupt: Callable[[], None]) -> Course[dict[str, float]]:
     """JobRun.step as a course, which wants nothing of others where the run does not share."""
-    if isinstance(run, SharedRun):
+    if shares(run):
         return (yield from run.stepping(index))
     return run.step(index, interrupt)
 
 
 def examination_of(run: JobRun, interrupt: Callable[[], None]) -> Course[dict[str, float]]:
     """JobRun.examine as a course, in the same way."""
-    if isinstance(run, SharedRun):
+    if shares(run):
         return (yield from run.examining())
     return run.examine(interrupt)
 

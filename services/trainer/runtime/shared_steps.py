@@ -20,7 +20,7 @@ from services.common.jobs import JobBase, Spec
 from services.common.queue.consumer import ClaimedJob
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import JobRun
-from services.trainer.jobs.passes import Pass, SharedRun, Sharing, compute_together
+from services.trainer.jobs.passes import Pass, SharedRun, Sharing, compute_together, shares
 from services.trainer.runtime.interleaving import Pauses, SideWork
 from services.trainer.runtime.job_link import Draining, JobSession, NotBeside
 from services.trainer.settings import TrainerSettings
@@ -167,9 +167,7 @@ class SharedSteps:
         """See Beside."""
         job = self._job(job_id)
         running = [one.run for one in self._jobs if one is not job and one.run is not None]
-        # Only of a job that may share: to ask for a protocol is to read a run's properties, and not every kind has all
-        # of them before it ends.
-        shared = run if job.shares and isinstance(run, SharedRun) else None
+        shared = run if job.shares and shares(run) else None
         tokens = 0 if shared is None else shared.step_tokens + sum(one.step_tokens for one in running)
         if self.others():
             if shared is None or any(one.sharing != shared.sharing for one in running):

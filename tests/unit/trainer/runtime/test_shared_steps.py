@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
@@ -13,7 +13,7 @@ from services.common.jobs import DpoJob, MergeJob, SftJob
 from services.common.queue.consumer import ClaimedJob
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import JobRun
-from services.trainer.jobs.passes import Pass
+from services.trainer.jobs.passes import Course, examination_of, steps_of
 from services.trainer.runtime.interleaving import SideWork
 from services.trainer.runtime.job_link import JobSession
 from services.trainer.runtime.shared_steps import SharedSteps, StepLimits, may_share
@@ -47,22 +47,33 @@ def test_limits_under_which_nothing_could_run(jobs: int, tokens: int) -> None:
 
 
 class Merging:
-    """A run that has no property before it ends."""
+    """A run that has no property before it ends, as a merge has none of some."""
+
+    total_steps = 1
+
+    def step(self, index: int, interrupt: Callable[[], None]) -> dict[str, float]:
+        interrupt()
+        return {"merged": float(index)}
+
+    def examine(self, interrupt: Callable[[], None]) -> dict[str, float]:
+        interrupt()
+        return {}
 
     def __getattr__(self, name: str) -> object:
         raise ValueError(f"{name}: nothing is merged yet")
 
 
 def test_a_run_that_does_not_share_is_asked_for_nothing() -> None:
-    """To ask whether something follows a protocol is to read its properties, in an order that no one knows."""
     host = SimpleNamespace(memory_budget=SimpleNamespace(release_together=lambda: None))
     steps = SharedSteps(cast(PolicyHost, host), StepLimits(2, 100), cast(SideWork, None), threading.Event())
     admitted: list[str] = []
 
-    def course() -> Iterator[Pass]:
-        steps.admit("merge", cast(JobRun, Merging()))
+    def course() -> Course[None]:
+        run = cast(JobRun, Merging())
+        steps.admit("merge", run)
+        assert (yield from examination_of(run, lambda: None)) == {}
+        assert (yield from steps_of(run, 3, lambda: None)) == {"merged": 3.0}
         admitted.append("merge")
-        yield from ()
 
     sources = [{"adapter": "a@1"}, {"adapter": "b@1"}]
     spec = MergeJob.model_validate({"adapter": "both", "sources": sources})
