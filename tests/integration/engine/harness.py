@@ -16,7 +16,7 @@ from grpc import aio
 
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry
-from services.common.errors import Unavailable
+from services.common.errors import InvalidRequest, Unavailable
 from services.common.jobs import LoraSettings
 from services.common.pb import adapters_pb2_grpc, engine_pb2_grpc
 from services.common.pb import engine_pb2 as pb
@@ -73,9 +73,18 @@ def request(prompt: Sequence[int] = (5, 6, 7, 8), *, adapter: str | None = None,
     elif adapter == "base":
         ref = pb.AdapterRef(base=True)
     else:
-        ref = version_ref(adapter)
+        ref = _ref(adapter)
     outer.setdefault("request_id", f"request-{next(_numbers)}")
     return pb.GenerateRequest(prompt_token_ids=list(prompt), sampling=sampling, adapter=ref, **outer)
+
+
+def _ref(text: str) -> pb.AdapterRef:
+    """A named policy, also one that no gateway would send."""
+    try:
+        return version_ref(text)
+    except InvalidRequest:
+        name, _, number = text.partition("@")
+        return pb.AdapterRef(named=pb.NamedAdapter(name=name, version=int(number or 0)))
 
 
 class GatewayStream:
