@@ -180,7 +180,7 @@ class Generation:
                     end_think_id=end_think,
                     call_id=call,
                     silent=spec.max_tokens == 0,
-                    shows_end=shows_end or numbered or bool(body.return_token_ids),
+                    shows_end=shows_end or numbered,
                 )
             )
             self._requests.append(

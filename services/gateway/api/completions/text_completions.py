@@ -78,7 +78,7 @@ async def _prepare(
         top_logprobs=body.logprobs,
         chat=False,
         prompt_logprobs=wanted,
-        shows_end=bool(body.echo),
+        shows_end=bool(body.echo or body.return_token_ids),
         session=session,
         traceparent=traceparent_of(request),
     )

@@ -158,8 +158,8 @@ class SamplingFields(SamplerFields, ConstraintFields):
     """Go on after the end-of-text token, up to max_tokens."""
     return_token_ids: bool | None = None
     """Adds `prompt_token_ids`, and per choice `token_ids` and `sampling_logprobs` (log-probability of each sampled
-    token under the tempered distribution it was drawn from), as training on rollouts needs them. `logprobs` then have
-    an entry for each of `token_ids`, that of the token that ended the text among them."""
+    token under the tempered distribution it was drawn from), as training on rollouts needs them. `logprobs` of a
+    completion then have an entry for each of `token_ids`, that of the token that ended the text among them."""
     return_tokens_as_token_ids: bool | None = None
     """`logprobs` name a token by its id (`token_id:5`), have an entry for each of `token_ids`, and one among the
     alternatives also where `logprobs` is 0. vLLM's field, which TRL sends."""
