@@ -41,7 +41,7 @@ from benchmarks.training.pod import (
 )
 from services.common.jobs import SftJob
 from services.trainer.jobs import prepare_run
-from services.trainer.jobs.passes import Course, Pass, SharedRun, complete, compute_together
+from services.trainer.jobs.passes import Course, Pass, SharedRun, complete, compute_together, shares
 
 
 class Ways:
@@ -114,7 +114,7 @@ class Ways:
 
     def _prepared(self, spec: SftJob, name: str) -> SharedRun:
         run = self._timed("prepare", lambda: prepare_run(spec, self._pod.host, None))
-        if not isinstance(run, SharedRun):
+        if not shares(run):
             raise TypeError(f"a {spec.kind} job does not share its steps")
         self._pod.host.memory_budget.hold_job(name)
         return run
