@@ -125,6 +125,8 @@ class KvEventPublisher:
         self._hashes = BlockHashes(block_size)
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=options.batches_kept)
         self._number = 0
+        self._ended = False
+        """True after an error that events could not go on behind."""
         self._queue: SimpleQueue[tuple[float, Sequence[CacheChange]] | None] = SimpleQueue()
         self._encoder = msgspec.msgpack.Encoder()
         self._context = zmq.Context()
@@ -149,7 +151,7 @@ class KvEventPublisher:
 
     def listen(self, event: EngineEvent) -> None:
         """Takes an event of the engine."""
-        if isinstance(event, CacheChanged):
+        if isinstance(event, CacheChanged) and not self._ended:
             self._put(event.changes)
 
     def close(self) -> None:
@@ -209,13 +211,19 @@ class KvEventPublisher:
             poller.register(self._replay, zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
-            try:
-                if self._woken.fileno() in ready and not self._send_queued():
-                    return
-                if self._replay is not None and self._replay in ready:
+            if self._woken.fileno() in ready:
+                try:
+                    if not self._send_queued():
+                        return
+                except Exception:  # what follows would be wrong without what was lost, and the queue must not grow
+                    self._ended = True
+                    _log.exception("KV events end here: routers take this cache for an empty one from now on")
+                    self._send([AllBlocksCleared()], time.time())
+            if self._replay is not None and self._replay in ready:
+                try:
                     self._answer(self._replay)
-            except zmq.ZMQError as error:
-                _log.error("KV events could not be sent", error=str(error))
+                except zmq.ZMQError as error:  # of one subscriber
+                    _log.warning("a request for earlier KV events was not answered", error=str(error))
 
     def _send_queued(self) -> bool:
         """Sends the batches in the queue; False: it was the last one."""
@@ -231,15 +239,19 @@ class KvEventPublisher:
                 return True
             if item is None:
                 return False
+            if self._ended:
+                continue
             at, changes = item
             events = [self._encoded(hashed) for change in changes for hashed in self._hashes.follow(change)]
-            if not events:
-                continue
-            payload = self._encoder.encode(EventBatch(at, events, 0))
-            number = self._number.to_bytes(8, "big")
-            self._kept.append((self._number, payload))
-            self._number += 1
-            self._events.send_multipart((self._topic, number, payload))
+            if events:
+                self._send(events, at)
+
+    def _send(self, events: list[BlockStored | BlockRemoved | AllBlocksCleared], at: float) -> None:
+        payload = self._encoder.encode(EventBatch(at, events, 0))
+        number = self._number.to_bytes(8, "big")
+        self._kept.append((self._number, payload))
+        self._number += 1
+        self._events.send_multipart((self._topic, number, payload))
 
     def _answer(self, replay: zmq.Socket[bytes]) -> None:
         """Answers a request for the batches from a number on with those that are kept."""

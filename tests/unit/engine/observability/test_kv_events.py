@@ -12,7 +12,8 @@ import pytest
 import zmq
 
 from services.common.errors import InvalidRequest, Unavailable
-from services.engine.kv_cache.cache_journal import CacheCleared
+from services.engine.kv_cache.cache_journal import CacheCleared, NodeRemoved, NodeStored
+from services.engine.kv_cache.keys import namespace_of, tokens_to_bytes
 from services.engine.observability.events import CacheChanged
 from services.engine.observability.kv_events import KvEventOptions, KvEventPublisher
 from services.engine.requests.adapter import AdapterPin
@@ -208,6 +209,22 @@ def test_an_engine_that_connects_to_an_index(context: zmq.Context[zmq.Socket[byt
                 assert msgspec.msgpack.decode(payload)[1] == [["AllBlocksCleared"]]
     finally:
         publisher.close()
+
+
+def test_after_an_error_the_cache_counts_as_empty(
+    context: zmq.Context[zmq.Socket[bytes]], publisher: KvEventPublisher
+) -> None:
+    """What is published behind a change that got lost would be wrong."""
+    reader = Subscriber(context, publisher)
+    publisher.listen(CacheChanged([NodeStored(0, None, namespace_of("", ""), 0, tokens_to_bytes(range(BLOCK)))]))
+    publisher.listen(CacheChanged([NodeRemoved(7)]))
+    while reader.next < 3:
+        reader.catch_up()
+    assert reader.index.blocks == {}
+    publisher.listen(CacheChanged([NodeStored(1, None, namespace_of("", ""), 0, tokens_to_bytes(range(BLOCK)))]))
+    publisher.close()
+    assert [number for number, _ in publisher._kept] == [0, 1, 2]
+    assert publisher._queue.empty()
 
 
 def test_garbage_at_the_replay_socket_harms_nobody(
