@@ -53,6 +53,11 @@ _SESSION = re.compile(r"ts-([0-9a-f]{12})-([0-9a-f]{12})")
 _FUTURE = re.compile(r"tf-([0-9a-f]{12})-([0-9a-f]{12})-([0-9a-f]{1,14})-([0-9a-f]{6})")
 
 
+def checkpoint_key(name: str) -> str:
+    """Key of a checkpoint's object in the store."""
+    return f"sessions/checkpoints/{name}.safetensors"
+
+
 def _wrong(message: str, param: str) -> PydanticCustomError:
     """An error of a whole model that names the field at fault."""
     return PydanticCustomError("contradiction", "{message}", {"message": message, "param": param})

@@ -19,6 +19,7 @@ from torch import Tensor
 from services.common.adapters.names import AdapterVersion, parse_adapter_ref, parse_adapter_version
 from services.common.adapters.registry import CONFIG, WEIGHTS, AdapterRegistry
 from services.common.errors import AdapterRejected, NotFound
+from services.common.jobs.training_sessions import checkpoint_key
 from services.common.storage.object_store import ObjectNotFound, ObjectStore
 from services.common.storage.record_versions import FIELD, SESSION_CHECKPOINT
 from services.trainer.runtime.publish import Publisher
@@ -98,7 +99,7 @@ class SessionStorage:
             "parent": str(snapshot.parent) if snapshot.parent is not None else None,
         }
         data = safetensors.torch.save(tensors, metadata={"about": json.dumps(about)})
-        self._store.put(_key(name), data)
+        self._store.put(checkpoint_key(name), data)
         return {"checkpoint": name, "bytes": len(data), "step": snapshot.steps}
 
     def checkpoint(self, name: str) -> Snapshot:
@@ -111,7 +112,7 @@ class SessionStorage:
             Unavailable: the object store is away.
         """
         try:
-            data = self._store.get(_key(name)).data
+            data = self._store.get(checkpoint_key(name)).data
         except ObjectNotFound as error:
             raise NotFound(f"there is no checkpoint {name!r}", param="checkpoint") from error
         try:
@@ -148,7 +149,3 @@ class SessionStorage:
 
 def _free() -> None:
     """A session has no rival for its versions: nothing to prove before a write."""
-
-
-def _key(name: str) -> str:
-    return f"sessions/checkpoints/{name}.safetensors"

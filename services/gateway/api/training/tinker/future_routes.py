@@ -108,13 +108,23 @@ async def _call(tinker: TinkerServices, request_id: str, about: dict[str, Any]) 
     result = from_json(found.result_json)
     match found.operation:
         case "forward" | "forward_backward":
-            widths = about.get("widths") or [0] * len(result["logprobs"])
+            widths = _widths(about, len(result["logprobs"]))
             return Response(await asyncio.to_thread(output_of, result, widths), media_type=_PROTOBUF)
         case "optim_step":
             return _json({"metrics": {"grad_norm:mean": result["grad_norm"], "step:max": result["step"]}})
         case "load":
             return _json({"type": "load_weights", "model_id": about["run"], "path": about["path"]})
     return _json(await _saved(tinker, about, result))
+
+
+def _widths(about: dict[str, Any], columns: int) -> list[int]:
+    """Targets of a position of each datum. Raises TypeError if they are not those of the call: a client has made up the
+    id."""
+    widths = about.get("widths") or [0] * columns
+    whole = isinstance(widths, list) and all(type(width) is int and width >= 0 for width in widths)
+    if not whole or sum(width or 1 for width in widths) != columns:
+        raise TypeError("not the widths of this call")
+    return widths
 
 
 async def _saved(tinker: TinkerServices, about: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,8 @@ import secrets
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from pydantic_core import from_json
+
 from services.common.adapters.names import BASE, AdapterVersion, check_adapter_name, parse_adapter_ref
 from services.common.errors import InvalidRequest, NotFound
 from services.common.storage.ids import ulid
@@ -165,7 +167,8 @@ class RequestId:
     def parse(cls, text: str) -> RequestId:
         """Raises NotFound if it is no request's id."""
         try:
-            kind, about = json.loads(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)))
+            # Not json.loads, which recurses as deep as a client wants.
+            kind, about = from_json(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)))
         except (ValueError, TypeError, binascii.Error) as error:
             raise NotFound(f"no such request: {text[:80]!r}", param="request_id") from error
         if kind not in ("made", "sample", "call", "loaded") or not isinstance(about, dict):

@@ -18,6 +18,7 @@ from collections import OrderedDict
 from typing import Any, TypeVar
 
 from services.common.errors import NotFound
+from services.common.jobs.training_sessions import checkpoint_key
 from services.common.storage.ids import key_of
 from services.common.storage.object_store import ObjectNotFound, ObjectStore
 from services.common.storage.record_versions import TINKER
@@ -184,7 +185,7 @@ class TinkerRecords:
         run = RunId.parse(record.run)
         await self._threads.run(self._store.delete, _checkpoint_key(run, record.kind, record.name))
         if record.kind == "weights":
-            await self._threads.run(self._store.delete, f"sessions/checkpoints/{record.target}.safetensors")
+            await self._threads.run(self._store.delete, checkpoint_key(record.target))
 
     async def tidy(self) -> int:
         """Removes checkpoints whose time is over; returns how many."""

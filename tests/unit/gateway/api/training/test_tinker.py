@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from services.common.pb import engine_pb2
 from services.common.pb import tinker_pb2 as pb
 from services.common.security.api_keys import Scope
 from services.gateway.api.base.routing import resource
+from services.gateway.api.training.tinker.future_routes import _widths
 from services.gateway.api.training.tinker.records import CheckpointRecord
 from services.gateway.api.training.tinker.services import TinkerServices
 from tests.stack import PATIENCE
@@ -104,6 +106,33 @@ def test_a_key_sees_its_own_things_only(alice: Client, bob: Client) -> None:
     assert alice.http.get("training_runs").json()["training_runs"][0]["training_run_id"] == model
     answer = alice.http.post("retrieve_future", json={"request_id": sample["request_id"]})
     assert len(pb.SampleResponse.FromString(answer.content).sequences) == 1
+
+
+def test_ids_that_a_client_has_made_up(alice: Client) -> None:
+    """An id says what its answer needs besides, and is not signed: what is in it may be anything."""
+    deep = "[" * 100_000
+    things = (
+        '["call"',
+        "3",
+        "[]",
+        '["call", 3]',
+        '["call", {}]',
+        '["made", {"run": 7}]',
+        '["sample", {"name": []}]',
+        deep,
+    )
+    for text in things:
+        forged = base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
+        alice.post("retrieve_future", 404, request_id=forged)
+
+
+@pytest.mark.parametrize("widths", [[10**9], [1], [1, 1, 1], [-1, 3], [True, 1], ["2"], "ab", 7, {"a": 1}])
+def test_widths_that_are_not_those_of_the_call(widths: Any) -> None:
+    with pytest.raises(TypeError):
+        _widths({"widths": widths}, 2)
+    assert _widths({"widths": [0, 1]}, 2) == [0, 1]
+    assert _widths({"widths": [2]}, 2) == [2]
+    assert _widths({}, 2) == [0, 0]
 
 
 def test_errors_have_the_form_of_tinkers_servers(running: Running, alice: Client, keys: Keys) -> None:
