@@ -301,8 +301,9 @@ class EnginePool:
 
     @property
     def _asleep(self) -> bool:
-        """An engine sleeps, and somebody has to wake it."""
-        return any(client.last_error.endswith(ASLEEP) for client in self.clients)
+        """All engines sleep, and somebody has to wake one. While another is away, it may be starting."""
+        clients = self.clients
+        return bool(clients) and all(client.last_error.endswith(ASLEEP) for client in clients)
 
     def _usable(self, *, composes: bool = False) -> list[EngineClient]:
         """Engines that may be given a request now. If all that are ready fail, the one whose turn comes first.

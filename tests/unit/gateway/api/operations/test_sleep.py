@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -47,6 +48,22 @@ def test_requests_hear_that_the_engine_sleeps_until_it_is_woken(start: Starter) 
         running.wait_for(lambda: http.get("/readyz").status_code == 200)
         assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
         assert states(http.post("/v1/engine/wake")) == ["awake"]
+
+
+def test_requests_wait_for_an_engine_that_starts_beside_one_that_sleeps(start: Starter) -> None:
+    running = start(FakeEngine(), FakeEngine(), engine_start_seconds=PATIENCE, engine_retry_seconds=0)
+    sleeper, starter = running.engines
+    port = starter.port
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http, ThreadPoolExecutor(1) as threads:
+        sleeper.asleep = True
+        restarted(running)
+        running.run(starter.stop())
+        engines = running.inference.engines
+        running.wait_for(lambda: not engines.ready and any("asleep" in one.last_error for one in engines.clients))
+        asked = threads.submit(http.post, "/v1/chat/completions", json=CHAT)
+        running.wait_for(lambda: engines.waiting == 1)
+        running.run(starter.start(port))
+        assert asked.result(PATIENCE).status_code == 200
 
 
 def test_one_engine_of_several_is_chosen(start: Starter) -> None:
