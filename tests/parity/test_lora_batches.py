@@ -16,6 +16,7 @@ from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.models.qwen3_5.training import plain, trunk
 from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.parity.conftest import Pair
+from tests.parity.fused_models import in_float64
 from tests.parity.reference import prompt
 from tests.parity.test_gradients import assert_equal_gradients, gradients
 
@@ -98,6 +99,20 @@ def alone(model: Qwen3_5, lora: LoraParams, job: int, *, kernels: bool) -> tuple
     return hidden.detach().cpu(), {name: value.cpu() for name, value in gradients(lora).items()}
 
 
+def in_double(path: Path, job: int, **settings: object) -> dict[str, Tensor]:
+    """Gradients of one adapter alone, by plain torch in float64."""
+    model = Qwen3_5.from_directory(path, dtype=torch.float64, device="cpu")
+    given = adapters(model, **settings)[job]
+    with in_float64():
+        lora = adapters(model, **settings)[job]
+        with torch.no_grad():
+            lora.flat_a.copy_(given.flat_a)
+            lora.flat_b.copy_(given.flat_b)
+        lengths = documents(kernels=True)[job]
+        weighted(hidden_states(model, tokens_of(job, lengths), lengths, lora, "none", kernels=False), job).backward()
+        return gradients(lora)
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ["grouped", "experts"])
 def test_each_adapter_learns_as_if_alone(pairs: dict[str, Pair], name: str, recompute: Recompute) -> None:
@@ -122,9 +137,12 @@ def test_kernels_for_many_adapters_are_those_for_one(
         model = Qwen3_5.from_directory(pairs[name].path, dtype="float32", device="cuda")
     states, found = together(model, adapters(model, **settings), "none", kernels=True)
     for job, lora in enumerate(adapters(model, **settings)):
-        hidden, expected = alone(model, lora, job, kernels=True)
+        hidden, single = alone(model, lora, job, kernels=True)
         assert float((states[job] - hidden).abs().max()) <= 5e-5
-        assert_equal_gradients(found[job], expected)
+        # Two float32 gradients may each be off by what rounding alone moves them (conditioning.py).
+        expected = in_double(pairs[name].path, job, **settings)
+        for gradients_of in (found[job], single):
+            assert_equal_gradients({path: value.double() for path, value in gradients_of.items()}, expected)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
