@@ -2,9 +2,9 @@
 [--quantization …]`.
 
 Two fresh processes after one another with one cache directory, empty for the first: the second finds the compiled
-kernels there. On a GPU a third has an empty one, and an archive of them, as on a card that the image knows. Without --model a
-random checkpoint of the 4B shape is written first. The engine is built as a pod builds it, without gRPC, Redis and an
-object store. Prints one JSON line a start.
+kernels there. On a GPU a third has an empty one, and an archive of them, as on a card that the image knows. Without
+--model a random checkpoint of the 4B shape is written first. The engine is built as a pod builds it, without gRPC,
+Redis and an object store. Prints one JSON line a start.
 """
 
 from __future__ import annotations
