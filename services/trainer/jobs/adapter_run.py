@@ -22,7 +22,7 @@ from services.engine.models.lora.targets import target_shapes
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.training_forward import FrozenForward, TrainableForward
 from services.trainer.host.policy_host import PolicyHost
-from services.trainer.jobs.base import RunState
+from services.trainer.jobs.base import RunData, RunState
 from services.trainer.memory.budget import MemoryNeed
 from services.trainer.memory.estimate import TeacherWork, TrainingMemory, Workload, check_fits, mib
 from services.trainer.optimizer import ScheduledOptimizer
@@ -168,6 +168,21 @@ class TrainingRun(ABC):
     @property
     def notes(self) -> tuple[str, ...]:
         return self._notes
+
+    @property
+    def memory(self) -> TrainingMemory:
+        """Plan that the job was admitted by."""
+        return self._memory
+
+    @abstractmethod
+    def data(self) -> RunData:
+        """What it learns from, for those who want to look at it."""
+
+    def right_already(self, interrupt: Callable[[], None] = lambda: None) -> tuple[float, str, int] | None:
+        """Share of the job's own data that the adapter as it is gets right, what it is a share of, and how many of
+        those were looked at; None: the method has no right answers. Changes nothing."""
+        del interrupt
+        return None
 
     @property
     def settings(self) -> Mapping[str, float]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from services.common.jobs import PublishingSpec
+from services.common.jobs import GrpoGroup, PublishingSpec
+from services.common.jobs.documents import Document
 
 if TYPE_CHECKING:
     from services.common.adapters.manifest import Lineage
@@ -27,6 +28,19 @@ class RunState:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """Data of a run, as far as it is known: a job that samples for itself has none before its first step."""
+
+    unit: str
+    """Word for what an optimizer step is made of."""
+    units: Sequence[Sequence[Document]]
+    """Documents of each unit that something is learnt from."""
+    held_out: int = 0
+    groups: Sequence[GrpoGroup] = ()
+    """Scored completions, with those groups that nothing is learnt from."""
 
 
 def _uninterrupted() -> None:
