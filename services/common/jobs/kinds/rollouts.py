@@ -13,8 +13,9 @@ from services.common.jobs.base import JobBase
 from services.common.jobs.documents import check_thinking, completion_tokens
 from services.common.jobs.fields.messages import SAYS, check_asks
 from services.common.jobs.fields.prompts import PromptFields
+from services.common.jobs.fields.refs import FixedPolicy
 from services.common.jobs.trajectories.credit import Credit
-from services.common.jobs.trajectories.segments import Reward, SampledBy, Trajectory
+from services.common.jobs.trajectories.segments import Reward, Trajectory
 from services.common.validation.json_rules import (
     NULL,
     SOME,
@@ -67,7 +68,7 @@ class GrpoCompletion(SentModel):
     )
     """The completion hit max_tokens: it does not end its turn. Of a text, false says that it does: the end token was
     sampled and is learnt. null does not say, and only the text is learnt."""
-    adapter: SampledBy | None = None
+    adapter: FixedPolicy | None = None
     """"name@n" that sampled it, several together ("a@3*0.7+b@1"), or "base"; a version must exist when the job is
     submitted."""
     reward: Reward
