@@ -16,6 +16,7 @@ from services.common.adapters.manifest import Lineage
 from services.common.errors import DoesNotFit, InvalidRequest
 from services.common.jobs import JobBase, LoraSettings, PublishingJob
 from services.common.jobs.documents import Document
+from services.common.jobs.dry_runs.guard_rails import check_scale
 from services.common.jobs.fields.lora import check_agrees
 from services.engine.models.lora.binding import bind_adapter, name_targets
 from services.engine.models.lora.targets import target_shapes
@@ -339,6 +340,8 @@ class AdapterRun(TrainingRun):
 
     def _first_masters(self, parent: Mapping[str, bytes] | None, teacher: TeacherWork | None) -> TrainingMemory:
         spec, host = self._spec, self._host
+        if parent is None:
+            check_scale(spec.lora)
         self._lora = starting_adapter(spec.lora, host, parent)
         self._workload = Workload(
             adapter_numbers=self._lora.num_parameters(),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from services.common.jobs import GrpoGroup, PublishingSpec
+from services.common.jobs import PublishingSpec
 from services.common.jobs.documents import Document
 
 if TYPE_CHECKING:
@@ -39,8 +39,10 @@ class RunData:
     units: Sequence[Sequence[Document]]
     """Documents of each unit that something is learnt from."""
     held_out: int = 0
-    groups: Sequence[GrpoGroup] = ()
-    """Scored completions, with those groups that nothing is learnt from."""
+    rewards: Sequence[Sequence[float]] = ()
+    """Rewards of each group, those that nothing is learnt from included."""
+    groups_skipped: int = 0
+    """Groups without spread."""
 
 
 def _uninterrupted() -> None:

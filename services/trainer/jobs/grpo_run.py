@@ -99,7 +99,8 @@ class GrpoRun(AdapterRun):
             [self._rollouts[member].document for member in group if not self._rollouts[member].masked]
             for group in self._scored.groups
         ]
-        return RunData("group", learnt, groups=self._groups())
+        rewards = [group.rewards for group in self._groups()]
+        return RunData("group", learnt, rewards=rewards, groups_skipped=self._scored.rewards.groups_skipped)
 
     def _groups(self) -> Sequence[GrpoGroup]:
         """Groups with their rewards."""

@@ -35,7 +35,6 @@ from services.trainer.jobs.passes import Course, examination_of, steps_of
 from services.trainer.parent_versions import ParentVersion
 from services.trainer.runtime.attempts.facts import USUAL_BITS, bits, facts_of
 from services.trainer.runtime.attempts.preparation import Notes, Preparation
-from services.trainer.sampling.scored_rollouts import RewardStats
 
 _PROMPTS = 4
 """Prompts that a job which samples for itself is tried on."""
@@ -180,7 +179,7 @@ def _basis_of_bits(spec: TrainingSpec) -> str:
 
 def _counts(spec: TrainingSpec, data: RunData) -> DataCounts:
     documents = [document for unit in data.units for document in unit]
-    given, held_out = len(data.groups) or len(data.units), data.held_out
+    given, held_out = len(data.rewards) or len(data.units), data.held_out
     if isinstance(spec, ExampleJob):
         given = len(spec.split[0])
     unit, kept = data.unit, len(data.units)
@@ -228,21 +227,25 @@ def _shown(document: Document, codec: TextCodec) -> ShownDocument:
 
 
 def _rewards(data: RunData) -> RewardSpread | None:
-    if not data.groups:
+    if not data.rewards:
         return None
-    stats = RewardStats.of(data.groups)
+    everything = [reward for rewards in data.rewards for reward in rewards]
     by_group = [
         GroupRewards(
-            completions=len(group.rewards),
-            mean=statistics.fmean(group.rewards),
-            std=statistics.pstdev(group.rewards),
-            least=min(group.rewards),
-            most=max(group.rewards),
+            completions=len(rewards),
+            mean=statistics.fmean(rewards),
+            std=statistics.pstdev(rewards),
+            least=min(rewards),
+            most=max(rewards),
         )
-        for group in data.groups[:_GROUPS]
+        for rewards in data.rewards[:_GROUPS]
     ]
     return RewardSpread(
-        mean=stats.mean, std=stats.std, groups=stats.groups, groups_skipped=stats.groups_skipped, by_group=by_group
+        mean=statistics.fmean(everything),
+        std=statistics.pstdev(everything),
+        groups=len(data.rewards),
+        groups_skipped=data.groups_skipped,
+        by_group=by_group,
     )
 
 

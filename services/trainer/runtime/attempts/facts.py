@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from services.common.jobs import GrpoJob, JobBase, OpdJob
+from services.common.jobs import DraftJob, GrpoJob, JobBase, OpdJob
 from services.common.jobs.dry_runs.guard_rails import TrainingFacts
 from services.common.jobs.kinds.dpo import DpoJob
 from services.common.jobs.kinds.kto import KtoJob
@@ -29,10 +29,10 @@ def facts_of(
     if not isinstance(run, TrainingRun):
         return TrainingFacts(rate, usual)
     lora, data = run.lora, run.data()
-    sizes = [len(group.completions) for group in data.groups]
+    sizes = [len(rewards) for rewards in data.rewards]
     if isinstance(spec, GrpoJob) and spec.generate is not None:
         sizes = [spec.generate.completions]
-    counted = data.unit == "example" and spec.kind != "draft"
+    counted = data.unit == "example" and not isinstance(spec, DraftJob)
     return TrainingFacts(
         rate,
         usual,
@@ -44,8 +44,8 @@ def facts_of(
         epochs=run.settings.get("epochs") if counted else None,
         usual_epochs=run.defaults.get("epochs") if counted else None,
         group_size=min(sizes) if sizes else None,
-        groups=len(data.groups),
-        groups_skipped=sum(not group.has_spread for group in data.groups),
+        groups=len(data.rewards),
+        groups_skipped=data.groups_skipped,
         saturation=saturation,
     )
 
