@@ -130,7 +130,8 @@ def apply_limit(
                 f"{field}[{document.source}]", document.length, limit, "shorten it, or set overlong to drop or truncate"
             )
         if spec.overlong == "truncate" and any(document.trained[:limit]):
-            kept.append(replace(document, token_ids=document.token_ids[:limit], trained=document.trained[:limit]))
+            tokens, trained = document.token_ids[:limit], document.trained[:limit]
+            kept.append(replace(document, token_ids=tokens, trained=trained, truncated=True))
             cut.append(document.source)
         else:
             dropped.append(document.source)

@@ -113,6 +113,7 @@ def in_double(path: Path, job: int, **settings: object) -> dict[str, Tensor]:
         return gradients(lora)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ["grouped", "experts"])
 def test_each_adapter_learns_as_if_alone(pairs: dict[str, Pair], name: str, recompute: Recompute) -> None:
@@ -125,6 +126,7 @@ def test_each_adapter_learns_as_if_alone(pairs: dict[str, Pair], name: str, reco
         assert_equal_gradients(found[job], expected)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "settings"),
     [("grouped", {}), ("odd-groups", {"target_modules": ["q_proj", "in_proj_z", "out_proj", "up_proj"]})],

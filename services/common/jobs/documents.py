@@ -37,6 +37,8 @@ class Document:
     """Index of the example or rollout it comes from."""
     thoughtless: bool = False
     """A thought was asked for, and a turn has none: its empty one is context."""
+    truncated: bool = False
+    """It was longer than is trained on, and its end was cut off."""
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.trained) or len(self.token_ids) < 2:
