@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import accumulate
 from typing import Any
 
 import structlog
@@ -44,8 +45,8 @@ class _Segment:
     part: Part
     handle: object | None
     """Physical memory behind them; None: it was given back."""
-    kept: Bytes | None = None
-    """Contents, in host memory."""
+    kept: int | None = None
+    """Place of the contents in host memory, bytes."""
 
 
 class MappedMemory:
@@ -53,16 +54,20 @@ class MappedMemory:
 
     Args:
         device: CUDA device; its context is made now.
+
+    Attributes:
+        host: where what is kept waits; others borrow from it while the engine is awake.
     """
 
     def __init__(self, device: torch.device) -> None:
         torch.zeros(1, device=device)
-        self._device = device
+        number = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device(device.type, number)
         # It comes with torch for CUDA, and there alone.
         self._driver: Any = import_module("cuda.bindings.driver")
         place = self._driver.CUmemLocation()
         place.type = self._driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        place.id = torch.cuda.current_device() if device.index is None else device.index
+        place.id = number
         self._kind = self._driver.CUmemAllocationProp()
         self._kind.type = self._driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         self._kind.location = place
@@ -71,7 +76,9 @@ class MappedMemory:
         self._access.flags = self._driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self._segments: dict[int, _Segment] = {}
         self._part = Part.WEIGHTS
-        self._host = PinnedMemory(CudaRuntime(device))
+        self._contents: Bytes | None = None
+        """Host memory with what is kept of the segments that were given back."""
+        self.host = PinnedMemory(CudaRuntime(self._device))
         # Called with the lock of torch's allocator held, by a thread that may not have the interpreter's: no other
         # thread may use the device inside allocating().
         self._calls = _ALLOCATE(self._allocate), _FREE(self._free)
@@ -102,11 +109,13 @@ class MappedMemory:
         torch.cuda.synchronize(self._device)
         parts = {Part.CACHE} if level == "cache" else set(Part)
         leaving = [one for one in self._segments.values() if one.part in parts]
-        kept = {one.address: self._host.allocate(one.nbytes) for one in leaving if one.part == Part.WEIGHTS}
+        places = accumulate((one.nbytes for one in leaving if one.part == Part.WEIGHTS), initial=0)
+        *starts, size = places
+        self._contents = self.host.allocate(size) if size else None
         for one in leaving:
-            if (host := kept.get(one.address)) is not None:
-                self._call("cuMemcpyDtoH", host.ctypes.data, one.address, one.nbytes)
-                one.kept = host
+            if one.part == Part.WEIGHTS:
+                one.kept = starts.pop(0)
+                self._call("cuMemcpyDtoH", self._host_address(one.kept), one.address, one.nbytes)
             self._unmap(one)
         gc.collect()
         torch.cuda.empty_cache()
@@ -130,11 +139,17 @@ class MappedMemory:
             if one.kept is None:
                 self._call("cuMemsetD8", one.address, 0, one.nbytes)
             else:
-                self._call("cuMemcpyHtoD", one.address, one.kept.ctypes.data, one.nbytes)
+                self._call("cuMemcpyHtoD", one.address, self._host_address(one.kept), one.nbytes)
+                one.kept = None
         torch.cuda.synchronize(self._device)
-        for one in away:
-            one.kept = None
-        self._host.close()
+        if self._contents is not None:
+            self.host.keep(self._contents)
+            self._contents = None
+
+    def _host_address(self, place: int) -> int:
+        if self._contents is None:
+            raise RuntimeError("nothing is kept in host memory")
+        return int(self._contents.ctypes.data) + place
 
     def _holds(self, tensor: Tensor) -> bool:
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.untyped_storage().nbytes()

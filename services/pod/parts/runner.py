@@ -69,7 +69,9 @@ def build_runner(
         return DeviceExecutor(plain, lambda identity: CpuCacheTransfer(cache, identity))
     # Imported here: a pod without a GPU needs no Triton.
     from services.engine.executors.cuda.cache_transfer import CudaCacheTransfer
+    from services.engine.executors.mapped_memory import MappedMemory
 
+    host = sleeping.host if isinstance(sleeping, MappedMemory) else None
     with kernels_fit(settings):
         tuning = gpu_tuning(
             model,
@@ -89,7 +91,9 @@ def build_runner(
         watch = Stopwatch()
         runner.warm_up()
     log.info("graphs captured", graphs=runner.captures, seconds_with_kernels=watch.lap())
-    return DeviceExecutor(runner, lambda identity: CudaCacheTransfer(device_cache, runner.stream, identity))
+    return DeviceExecutor(
+        runner, lambda identity: CudaCacheTransfer(device_cache, runner.stream, identity, host_memory=host)
+    )
 
 
 def _search(tuning: Tuning) -> None:
