@@ -62,8 +62,8 @@ def hidden_states(
     )
 
 
-_SEED = 2
-"""With it an ulp more or less in each result moves no gradient by more than 5e-5 (see conditioning.py). With 0 one of
+_SEED = 13
+"""With it an ulp more or less in each result moves no gradient by more than 3e-5 (see conditioning.py). With 0 one of
 in_proj_a, of which little is left behind sums of much larger numbers, moves by 1e-4."""
 
 
