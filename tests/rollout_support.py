@@ -17,7 +17,7 @@ from services.common.adapters.registry import AdapterRegistry, Pointers
 from services.common.errors import ModelNotFound
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.jobs.scorers.grants import Grants
-from services.engine.requests.adapter import AdapterChoice
+from services.engine.requests.adapter import AdapterChoice, PrivateVersion
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.sampling_params import SamplingParams
 from services.engine.requests.submission import Submission
@@ -114,7 +114,7 @@ class Pod:
         """Of private policies."""
         table = self.engine.adapters._table
         with self.engine.adapters._changed:
-            return sum(not isinstance(r.version, AdapterVersion) for r in table._by_slot.values())
+            return sum(isinstance(r.version, PrivateVersion) for r in table._by_slot.values())
 
     def settle(self) -> None:
         """Waits until nothing runs, then checks the books."""

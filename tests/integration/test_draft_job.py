@@ -110,6 +110,12 @@ async def test_an_adapter_blunts_the_drafter_and_a_draft_job_sharpens_it(
     manifest = registry.manifest(AdapterVersion("sharp", 1))
     assert (manifest.kind, manifest.base_digest, manifest.job_id) == ("drafter", pod.engine.base_digest, done.id)
 
+    prompts = [{"prompt": example["prompt"]} for example in EXAMPLES[:4]]
+    weak = job(adapter="weak", target="sailor@1*0.5", examples=prompts, epochs=1, max_tokens=8)
+    done = await until(queue, (await queue.submit(weak)).id, lambda job: job.state.terminal)
+    assert done.state is JobState.SUCCEEDED, done.reason
+    assert any("were answered by sailor@1*0.5 first" in note for note in done.notes), done.notes
+
 
 async def following(queue: JobQueue, adapter: str) -> Job:
     """The draft job that follows on a job of this adapter, once that has ended."""

@@ -97,13 +97,18 @@ async def test_a_gain_is_published_with_its_evidence_and_a_loss_is_not_attached(
     assert {(one["suite"], one["target"]) for one in told if "suite" in one} == {
         (suite, target) for suite in ("words@1", "sums@1") for target in ("base", CANDIDATE)
     }
+    half = {"no_loss": [{"suite": "sums", "max_loss": 0.5}], "against": "fruit*0.5", "max_kl": 100}
     # The next version is compared with this one by default, and there is nothing left to gain.
-    missed = await ended(queue, job(publish_if={"gain": [{"suite": "words"}]}, epochs=1))
+    missed = await ended(queue, job(publish_if={"gain": [{"suite": "words"}]}, attach_if=half, epochs=1))
     assert (missed.state, missed.attempts) == (JobState.FAILED, 1)
     assert "publish_if is not met against fruit@1: words@1" in (missed.reason or "")
     assert missed.evaluation is not None
     assert missed.evaluation in (missed.reason or "")
-    assert runs.gates(missed.evaluation)[0].passed is False, "it stays readable"
+    against_parent, against_half = runs.gates(missed.evaluation)
+    assert against_parent.passed is False, "it stays readable"
+    assert (against_half.against, against_half.conditions[0].items) == ("fruit@1*0.5", SUMS)
+    assert against_half.divergence is not None
+    assert against_half.divergence.tokens > 0
     assert registry.current("fruit") == AdapterVersion("fruit", 1)
     assert await asyncio.to_thread(worker.drain)  # what it keeps for another attempt is gone by then
     hashes = TrainingHashes(registry)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, TypeAlias
 
-from services.common.adapters.names import FREE, NUMBER, AdapterVersion, check_adapter_name, parse_adapter_ref
+from services.common.adapters.names import BASE, FREE, NUMBER, AdapterVersion, check_adapter_name, parse_adapter_ref
 from services.common.errors import InvalidRequest
 
 MAX_MEMBERS = 16
@@ -194,6 +194,13 @@ def parse_published(text: str) -> Published:
     return composition.versions[0] if composition.single is not None else composition
 
 
-def versions_of(published: Published) -> tuple[AdapterVersion, ...]:
-    """The versions that answer."""
+def parse_policy(text: str) -> Published | None:
+    """The same, or None for "base". Raises InvalidRequest."""
+    return None if text == BASE else parse_published(text)
+
+
+def versions_of(published: Published | None) -> tuple[AdapterVersion, ...]:
+    """The versions that answer; none: the base does."""
+    if published is None:
+        return ()
     return published.versions if isinstance(published, Composition) else (published,)

@@ -97,7 +97,7 @@ class GateEvidence(_Evidence):
     candidate: str
     """Digest of the weights that were tried."""
     against: str
-    """"base" or "name@n"."""
+    """"base", "name@n" or "a@3*0.7+b@1"."""
     need: Literal["all", "any"]
     alpha: float
     seed: int

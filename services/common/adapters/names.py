@@ -21,6 +21,12 @@ def check_adapter_name(name: str) -> str:
     Raises:
         InvalidRequest: it is not.
     """
+    if "+" in name or "*" in name:
+        raise InvalidRequest(
+            f"{name[:80]!r} is several adapters, or one with a scale, and what is named here is one as it is: give "
+            "one, or merge them into one (POST /v1/adapters/NAME/merge)",
+            param="adapter",
+        )
     check_name(name, "adapter")
     if name == BASE:
         raise InvalidRequest(f"adapter name {BASE!r} is reserved for the model without an adapter", param="adapter")
@@ -40,8 +46,6 @@ POLICY_SCHEMA: Mapping[str, Any] = {"pattern": f"^(base|{FREE}({NUMBER})?)$"}
 """The same of "name", "name@n" or "base"."""
 VERSION_SCHEMA: Mapping[str, Any] = {"pattern": f"^{FREE}{NUMBER}$"}
 """The same of "name@n"."""
-SAMPLER_SCHEMA: Mapping[str, Any] = {"pattern": f"^(base|{FREE}{NUMBER})$"}
-"""The same of "name@n" or "base"."""
 AdapterName = Annotated[str, field_check(check_adapter_name), WithJsonSchema({"type": "string", **NAME_SCHEMA})]
 
 
@@ -68,7 +72,7 @@ def parse_adapter_ref(text: str) -> tuple[str, int | None]:
         InvalidRequest: the name or the number is malformed.
     """
     name, at, number = text.partition("@")
-    check_adapter_name(name)
+    check_adapter_name(text if "+" in text or "*" in text else name)
     if not at:
         return name, None
     return name, version_number(number, "adapter")

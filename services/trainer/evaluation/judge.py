@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from services.common.adapters.names import AdapterVersion
+from services.common.adapters.composition import Published
 from services.common.errors import InvalidRequest
 from services.common.jobs.scorers.grants import JudgeQuestion, JudgeReply
 from services.common.text.tokenizer import TextCodec
@@ -20,7 +20,7 @@ class EngineJudge:
         self._codec = codec
 
     def __call__(
-        self, judge: AdapterVersion | None, questions: Sequence[JudgeQuestion], interrupt: Callable[[], None]
+        self, judge: Published | None, questions: Sequence[JudgeQuestion], interrupt: Callable[[], None]
     ) -> list[JudgeReply]:
         requests: list[ScoreRequest] = []
         refused: dict[int, str] = {}

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import product
 from typing import Any, Protocol, TypeVar
 
-from services.common.adapters.composition import parse_published
+from services.common.adapters.composition import parse_policy
 from services.common.adapters.names import BASE
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import InvalidRequest, ModelNotFound, NotFound
@@ -253,7 +253,7 @@ class _ShardMaker:
         elif isinstance(chosen, RemoteTarget):
             self._target = OtherServer(chosen, host.grants.webhooks, self._place)
         else:
-            policy: Policy = None if chosen == BASE else parse_published(chosen)
+            policy: Policy = parse_policy(chosen)
             self._target = EngineTarget(host.rollouts, host.codec, policy)
         self._sampling = self._suite.sampling or manifest.settings.sampling
         self._grader = SuiteGrader(

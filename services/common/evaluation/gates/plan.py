@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from services.common.adapters.evidence import ConditionKind
-from services.common.adapters.names import BASE, AdapterVersion, parse_adapter_ref
+from services.common.adapters.names import BASE, AdapterVersion
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import InvalidRequest, TemperError
-from services.common.evaluation.runs.plan import RunPlan, plan_run
+from services.common.evaluation.runs.plan import RunPlan, plan_run, resolved
 from services.common.evaluation.statistics.margins import items_needed
 from services.common.evaluation.statistics.power import smallest_gain
 from services.common.evaluation.suites.manifest import SuiteManifest
@@ -105,7 +105,7 @@ def plan_gates(
     targets: dict[str, int] = {}
     gates = []
     for field, gate in spec.gates.items():
-        against = _against(field, gate, registry, parent)
+        against = _against(field, gate, registry, base_digest, parent)
         conditions = []
         for where, kind, name, at_least in _conditions(field, gate):
             suite = _suite(where, name, suites)
@@ -136,18 +136,13 @@ def _conditions(field: str, gate: SuiteGate) -> list[tuple[str, ConditionKind, s
     return found
 
 
-def _against(field: str, gate: SuiteGate, registry: AdapterRegistry, parent: AdapterVersion | None) -> str:
+def _against(
+    field: str, gate: SuiteGate, registry: AdapterRegistry, base_digest: str, parent: AdapterVersion | None
+) -> str:
     """Target that the result of a job is compared with."""
     if gate.against == PARENT:
         return BASE if parent is None else str(parent)
-    if gate.against == BASE:
-        return BASE
-    try:
-        name, number = parse_adapter_ref(gate.against)
-        return str(registry.current(name) if number is None else registry.manifest(AdapterVersion(name, number)).ref)
-    except TemperError as error:
-        error.param = f"{field}.against"
-        raise
+    return str(resolved(gate.against, registry, base_digest, f"{field}.against")[0])
 
 
 def _suite(where: str, name: str, suites: SuiteStore) -> SuiteManifest:

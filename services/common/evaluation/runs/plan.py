@@ -115,17 +115,17 @@ def plan_run(job: EvalJob, suites: SuiteStore, registry: AdapterRegistry, base_d
             raise
         _check_suite(job, manifests[-1], field)
         scorer = manifests[-1].settings.scorer
-        if isinstance(scorer, JudgeSpec) and scorer.version is not None:
-            _adapter(str(scorer.version), registry, base_digest, field)
+        if isinstance(scorer, JudgeSpec):
+            resolved(scorer.judge, registry, base_digest, field)
     targets: list[Target] = []
     adapters: list[Sequence[Manifest]] = []
     for place, target in enumerate(job.targets):
-        if isinstance(target, RemoteTarget) or target == BASE:
+        if isinstance(target, RemoteTarget):
             targets.append(target)
             adapters.append(())
             continue
-        composition, found = _composition(target, registry, base_digest, f"targets[{place}]")
-        targets.append(str(composition))
+        name, found = resolved(target, registry, base_digest, f"targets[{place}]")
+        targets.append(name)
         adapters.append(found)
     pinned = job.model_copy(
         update={
@@ -169,15 +169,22 @@ def _check_suite(job: EvalJob, suite: SuiteManifest, field: str) -> None:
                 )
 
 
-def _composition(
-    text: str, registry: AdapterRegistry, base_digest: str, field: str
-) -> tuple[Composition, Sequence[Manifest]]:
-    """A target with versions in place of its names, and their manifests in the order of its members."""
+def resolved(text: str, registry: AdapterRegistry, base_digest: str, field: str) -> tuple[str, Sequence[Manifest]]:
+    """What may answer ("base", a version, or several together) with versions in place of its names, and their manifests
+    in the order of its members. Blocking.
+
+    Raises:
+        ModelNotFound: a version does not exist; ``param`` is ``field``.
+        AdapterRejected: one belongs to another base model than ``base_digest``.
+        Unavailable: the object store is away.
+    """
+    if text == BASE:
+        return text, ()
     members = parse_composition(text).members
     found = {one: _adapter(one.ref, registry, base_digest, field) for one in members}
     fixed = Composition(tuple(replace(one, version=manifest.version) for one, manifest in found.items()))
     manifests = {manifest.ref: manifest for manifest in found.values()}
-    return fixed, [manifests[version] for version in fixed.versions]
+    return str(fixed), [manifests[version] for version in fixed.versions]
 
 
 def _digest(target: str, manifests: Sequence[Manifest]) -> str | None:

@@ -58,7 +58,7 @@ class SuiteGate(SentModel):
     """Probability that a result passes that should not."""
     against: Policy = Field(PARENT, exclude_if=_at(PARENT))
     """What the result is compared with: "parent" (what the job starts from, the base if it begins a new adapter),
-    "base", or a version, "name@n"."""
+    "base", a version, "name@n", or several adapters together, "a@3*0.7+b"."""
     allow_contaminated: bool = Field(False, exclude_if=_at(False))
     """Decide also on suites of which something was trained on, or of whose training nothing is known."""
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
+from services.common.adapters.composition import Published, parse_policy
 from services.common.adapters.manifest import Kind
-from services.common.adapters.names import BASE, SAMPLER_SCHEMA, AdapterVersion, parse_adapter_version
-from services.common.errors import InvalidRequest
+from services.common.adapters.names import BASE, AdapterVersion
 from services.common.jobs.base import Pace, Recompute, ServedLimits
 from services.common.jobs.documents import placed, prompt_tokens
 from services.common.jobs.examples import EVALUATES, ExampleJob
@@ -20,6 +20,7 @@ from services.common.jobs.fields.drafter import DraftExample
 from services.common.jobs.fields.gates import AttachIf, contradiction
 from services.common.jobs.fields.lora import LoraSettings
 from services.common.jobs.fields.prompts import PromptFields
+from services.common.jobs.fields.refs import FixedPolicy
 from services.common.jobs.kinds.grpo import GrpoJob
 from services.common.jobs.kinds.opd import OpdJob
 from services.common.jobs.kinds.sft import SftExample, SftJob, check_documents
@@ -71,8 +72,9 @@ class DraftJob(ExampleJob[DraftExample]):
     )
 
     kind: Literal["draft"] = "draft"
-    target: str = Field(BASE, json_schema_extra=dict(SAMPLER_SCHEMA))
-    """Policy whose tokens are to be proposed: "base", or a version of an adapter, "polite@3"."""
+    target: FixedPolicy = BASE
+    """Policy whose tokens are to be proposed: "base", a version of an adapter, "polite@3", or several together,
+    "a@3*0.7+b@1"."""
     depth: int = Field(MOST_DEPTH, ge=1, le=MOST_DEPTH)
     """Tokens that are proposed in a row. Each further one is learnt behind what the layer itself made of the one
     before."""
@@ -99,18 +101,10 @@ class DraftJob(ExampleJob[DraftExample]):
             raise contradiction("suites are answered by adapters: name eval_loss or eval_acceptance", "publish_if")
         return self
 
-    @model_validator(mode="after")
-    def _names_a_version(self) -> DraftJob:
-        try:
-            _ = self.target_version
-        except InvalidRequest as error:
-            raise contradiction(error.message, "target") from error
-        return self
-
     @property
-    def target_version(self) -> AdapterVersion | None:
-        """Version of an adapter whose tokens are to be proposed; None: the base model's are."""
-        return None if self.target == BASE else parse_adapter_version(self.target)
+    def target_version(self) -> Published | None:
+        """Version of an adapter, or composition, whose tokens are to be proposed; None: the base model's are."""
+        return parse_policy(self.target)
 
     def check_tokens(self, served: ServedLimits) -> None:
         """See JobBase. The documents are those that the trainer makes."""

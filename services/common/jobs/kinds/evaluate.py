@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from services.common.adapters.names import BASE
 from services.common.jobs.fields.gates import MAX_SUITES
-from services.common.jobs.fields.refs import PolicyOrComposition, SuiteRef
+from services.common.jobs.fields.refs import Policy, SuiteRef
 from services.common.jobs.scorers.allowed_webhooks import webhook_parts
 from services.common.jobs.scorers.webhook import URL_SCHEMA
 from services.common.validation.strict_models import SentModel
@@ -37,7 +37,7 @@ class RemoteTarget(SentModel):
         return f"{self.model} at {self.url}"
 
 
-Target: TypeAlias = PolicyOrComposition | RemoteTarget
+Target: TypeAlias = Policy | RemoteTarget
 
 
 def _base_alone() -> list[Target]:

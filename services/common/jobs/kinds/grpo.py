@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from services.common.adapters.composition import parse_published, versions_of
-from services.common.adapters.names import BASE, AdapterVersion
+from services.common.adapters.composition import parse_policy, versions_of
+from services.common.adapters.names import AdapterVersion
 from services.common.errors import InvalidRequest
 from services.common.jobs.base import DataRows, JobBase, Pace, ServedLimits
 from services.common.jobs.documents import placed
@@ -318,7 +318,7 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
                 found.setdefault(completion.adapter, f"groups[{number}].completions[{member}].adapter")
         versions: dict[AdapterVersion, str] = {}
         for name, field in found.items():
-            for version in versions_of(parse_published(name)) if name and name != BASE else ():
+            for version in versions_of(parse_policy(name)) if name else ():
                 versions.setdefault(version, field)
         if len(versions) > MOST_SAMPLERS:
             raise InvalidRequest(

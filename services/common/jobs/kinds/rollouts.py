@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from services.common.adapters.composition import FIXED_SCHEMA, parse_published
-from services.common.adapters.names import BASE
 from services.common.errors import InvalidRequest
 from services.common.jobs.base import JobBase
 from services.common.jobs.documents import check_thinking, completion_tokens
 from services.common.jobs.fields.messages import SAYS, check_asks
 from services.common.jobs.fields.prompts import PromptFields
-from services.common.storage.names import field_check
+from services.common.jobs.fields.refs import FixedPolicy
 from services.common.validation.json_rules import (
     NULL,
     SOME,
@@ -42,10 +40,6 @@ MOST_SAMPLERS = 64
 """Adapter versions that the rollouts of a job may name; each is looked up."""
 
 
-def _sampler(text: str) -> str:
-    return text if text == BASE else str(parse_published(text))
-
-
 class GrpoCompletion(SentModel):
     """One scored rollout: by completion_id, by token ids with their behaviour log-probabilities, or as text."""
 
@@ -62,7 +56,7 @@ class GrpoCompletion(SentModel):
     )
     """The completion hit max_tokens: it does not end its turn. Of a text, false says that it does: the end token was
     sampled and is learnt. null does not say, and only the text is learnt."""
-    adapter: Annotated[str, field_check(_sampler), Field(json_schema_extra=dict(FIXED_SCHEMA))] | None = None
+    adapter: FixedPolicy | None = None
     """"name@n" that sampled it, several together ("a@3*0.7+b@1"), or "base"; a version must exist when the job is
     submitted."""
     reward: Reward

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from services.common.adapters.names import AdapterVersion
+from services.common.adapters.composition import Published
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.security.sandbox.sandbox import Sandbox
 
@@ -39,11 +39,9 @@ class JudgeReply:
     refused: str | None = None
 
 
-AskJudge: TypeAlias = Callable[
-    [AdapterVersion | None, Sequence[JudgeQuestion], Callable[[], None]], Sequence[JudgeReply]
-]
-"""Asks a version of an adapter (None: the base) these questions; calls the last argument now and then, which may raise.
-Raises ModelNotFound: the version does not exist; Unavailable: the engine does not answer."""
+AskJudge: TypeAlias = Callable[[Published | None, Sequence[JudgeQuestion], Callable[[], None]], Sequence[JudgeReply]]
+"""Asks a version of an adapter, or several together (None: the base), these questions; calls the last argument now
+and then, which may raise. Raises ModelNotFound: the version does not exist; Unavailable: the engine does not answer."""
 
 
 @dataclass(frozen=True, slots=True)

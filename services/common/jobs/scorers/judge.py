@@ -1,4 +1,4 @@
-"""Scorer by a judge: a version of an adapter, or the base, reads the answer and says a verdict.
+"""Scorer by a judge: a version of an adapter, several together, or the base, reads the answer and says a verdict.
 
 The engine beside the trainer is asked the `questions` and gives back, of each, the log-probabilities of its verdicts;
 the score is what the verdicts are worth, by the probability that the judge gives each. Pairs are asked in both orders,
@@ -15,12 +15,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from services.common.adapters.names import BASE, SAMPLER_SCHEMA, AdapterVersion, parse_adapter_version
+from services.common.adapters.composition import Published, parse_policy
+from services.common.adapters.names import BASE
 from services.common.errors import InvalidRequest
+from services.common.jobs.fields.refs import FixedPolicy
 from services.common.jobs.scorers.base import ScorerSpec
 from services.common.jobs.scorers.grants import AskJudge, Grants, JudgeQuestion, JudgeReply
 from services.common.jobs.scorers.sample import Sample
-from services.common.storage.names import field_check
 from services.common.validation.json_rules import Rule, Rules, either, has, only_with
 
 FIRST, SECOND = "A", "B"
@@ -37,11 +38,6 @@ _PAIR = (
     "Answer A:\n{first}\n\nAnswer B:\n{second}\n\nSay A or B only."
 )
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
-
-
-def _judge(name: str) -> None:
-    if name != BASE:
-        parse_adapter_version(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +61,8 @@ class JudgeSpec(ScorerSpec):
     """
 
     type: Literal["judge"] = "judge"
-    judge: Annotated[str, field_check(_judge), Field(json_schema_extra=dict(SAMPLER_SCHEMA))] = BASE
-    """"base", or a version of an adapter, "name@n"."""
+    judge: FixedPolicy = BASE
+    """"base", a version of an adapter, "name@n", or several together, "a@3*0.7+b@1"."""
     mode: Literal["rubric", "pairwise"] = "rubric"
     prompt: str | None = Field(None, min_length=1, max_length=20_000)
     """Question to the judge. rubric: with {question}, {answer} and, if wanted, {expected}; pairwise: with {question},
@@ -110,9 +106,9 @@ class JudgeSpec(ScorerSpec):
         return self.mode == "pairwise" or "{expected}" in (self.prompt or "")
 
     @property
-    def version(self) -> AdapterVersion | None:
-        """The judge's version; None: the base."""
-        return None if self.judge == BASE else parse_adapter_version(self.judge)
+    def version(self) -> Published | None:
+        """The judge's version, or the composition of some; None: the base."""
+        return parse_policy(self.judge)
 
     def scorer(self, where: str, grants: Grants) -> JudgeScorer:
         """See SampleScorerSpec."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from services.common.adapters.composition import versions_of
+from services.common.adapters.composition import Published, versions_of
 from services.common.adapters.manifest import Kind, Manifest
 from services.common.adapters.names import BASE, AdapterVersion, parse_adapter_ref
 from services.common.adapters.registry import AdapterRegistry
@@ -130,7 +130,7 @@ async def check_references(training: TrainingServices, spec: TrainingSpec) -> No
         await _check_judges(training, spec)
     if isinstance(spec, OpdJob):
         await _check_teacher(training, spec, start)
-    if isinstance(spec, DraftJob) and spec.target_version is not None:
+    if isinstance(spec, DraftJob):
         await _of_this_base(training, spec.target_version, "target")
 
 
@@ -201,8 +201,7 @@ async def _check_start(training: TrainingServices, spec: TrainingSpec, start: Ma
 
 async def _check_teacher(training: TrainingServices, spec: OpdJob, start: Manifest | None) -> None:
     """Checks that the teacher exists, and is another policy than the one that is to learn from it."""
-    named = () if spec.teacher_version is None else versions_of(spec.teacher_version)
-    members = [await _of_this_base(training, version, "teacher") for version in named]
+    members = await _of_this_base(training, spec.teacher_version, "teacher")
     teacher = members[0] if isinstance(spec.teacher_version, AdapterVersion) else None
     same = spec.teacher == BASE if start is None else teacher is not None and start.digest == teacher.digest
     if same and await _starts_there(training, spec):
@@ -216,21 +215,22 @@ async def _check_teacher(training: TrainingServices, spec: OpdJob, start: Manife
 async def _check_judges(training: TrainingServices, spec: GrpoJob) -> None:
     """Checks that the judges of the job's completions exist."""
     for where, scorer in spec.scorers():
-        if isinstance(scorer, JudgeSpec) and scorer.version is not None:
+        if isinstance(scorer, JudgeSpec):
             await _of_this_base(training, scorer.version, f"{where}.judge")
 
 
-async def _of_this_base(training: TrainingServices, version: AdapterVersion, param: str) -> Manifest:
-    """Manifest of a version that the engines can answer with."""
-    found = await _manifest(training, version, param)
+async def _of_this_base(training: TrainingServices, policy: Published | None, param: str) -> list[Manifest]:
+    """Manifests of the versions of a policy, all of which the engines can answer with."""
+    manifests = [await _manifest(training, version, param) for version in versions_of(policy)]
     digest = training.engines.served.info.digest
-    if found.base_digest and found.base_digest != digest:
-        raise AdapterRejected(
-            f"{param}: {found.ref} belongs to base model {found.base_digest[:12]}, the engines serve "
-            f"{digest[:12]}: name a version of an adapter of this one",
-            param=param,
-        )
-    return found
+    for found in manifests:
+        if found.base_digest and found.base_digest != digest:
+            raise AdapterRejected(
+                f"{param}: {found.ref} belongs to base model {found.base_digest[:12]}, the engines serve "
+                f"{digest[:12]}: name a version of an adapter of this one",
+                param=param,
+            )
+    return manifests
 
 
 async def _starts_there(training: TrainingServices, spec: TrainingSpec) -> bool:

@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from services.common.adapters.composition import parse_policy
 from services.common.adapters.evidence import ContaminationEvidence, DivergenceEvidence, GateEvidence
 from services.common.adapters.manifest import FileEntry, Manifest, files_digest
-from services.common.adapters.names import BASE, AdapterVersion, parse_adapter_version
+from services.common.adapters.names import AdapterVersion
 from services.common.errors import NotFound, TemperError
 from services.common.evaluation.contamination.report import Contamination, contamination_by
 from services.common.evaluation.contamination.store import DataSource, TrainingHashes, TrainingLineage
@@ -183,9 +184,7 @@ class Gates:
             lambda: prompts_of(self._evaluations.suites, asked, host.rollouts, host.codec, self._spec.seed)
         )
         before = plan.run.job.targets[planned.against]
-        found = measured(
-            host.rollouts, prompts, None if before == BASE else parse_adapter_version(str(before)), policy, interrupt
-        )
+        found = measured(host.rollouts, prompts, parse_policy(str(before)), policy, interrupt)
         return bounded(found.values, tokens=found.tokens, max_kl=max_kl)
 
     def _decided(

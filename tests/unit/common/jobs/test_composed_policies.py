@@ -9,8 +9,11 @@ import pytest
 from pydantic import ValidationError
 
 from services.common.adapters.composition import parse_published
-from services.common.adapters.names import AdapterVersion
-from services.common.jobs import EvalJob, GrpoJob, OpdJob
+from services.common.adapters.names import AdapterVersion, check_adapter_name, parse_adapter_ref
+from services.common.errors import InvalidRequest
+from services.common.jobs import DraftJob, EvalJob, GrpoJob, OpdJob
+from services.common.jobs.fields.gates import AttachIf
+from services.common.jobs.scorers.judge import JudgeSpec
 from services.common.queue.records import versions_needed
 
 A, B = AdapterVersion("a", 3), AdapterVersion("b", 1)
@@ -40,6 +43,30 @@ def test_rollouts_may_say_that_several_adapters_sampled_them() -> None:
     group = {"prompt": "p", "completions": [rollout, others]}
     job = GrpoJob.model_validate({"adapter": "s", "groups": [group]})
     assert job.sampled_by.keys() == {A, B}
+
+
+def test_a_judge_and_a_drafters_target_of_several_adapters_name_all_versions() -> None:
+    assert JudgeSpec(judge=TOGETHER).version == parse_published(TOGETHER)
+    examples = [{"prompt": "p", "completion": "c"}]
+    draft = DraftJob.model_validate({"adapter": "d", "examples": examples, "target": TOGETHER})
+    assert draft.target_version == parse_published(TOGETHER)
+    for made in (lambda: JudgeSpec(judge="a+b@1"), lambda: DraftJob(adapter="d", examples=examples, target="a@1+b")):
+        with pytest.raises(ValidationError, match="must name a version"):
+            made()
+
+
+def test_a_gate_may_compare_with_several_adapters_by_name() -> None:
+    assert AttachIf.model_validate({"gain": [{"suite": "s"}], "against": "a*0.5+b"}).against == "a*0.5+b"
+    with pytest.raises(ValidationError, match="the scale"):
+        AttachIf.model_validate({"gain": [{"suite": "s"}], "against": "a*2000"})
+
+
+@pytest.mark.parametrize("text", ["a+b", "a@3*0.5", "a@3+b@1", "a*2"])
+def test_where_one_adapter_is_asked_for_several_are_refused_with_the_way_out(text: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"several adapters, or one with a scale.*merge them into one"):
+        parse_adapter_ref(text)
+    with pytest.raises(InvalidRequest, match="merge"):
+        check_adapter_name(text)
 
 
 def test_versions_that_unfinished_jobs_name_together_are_kept() -> None:

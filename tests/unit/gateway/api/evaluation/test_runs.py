@@ -141,6 +141,11 @@ def test_a_training_job_waits_with_versions_in_place_of_its_gates_names(running:
         "publish_if": {"gain": [{"suite": "sums"}], "against": "polite"},
         "attach_if": {"no_loss": [{"suite": "sums@1", "max_loss": 0.5}]},
     }
+    together = gates | {"attach_if": {"gain": [{"suite": "sums"}], "against": "polite*0.5"}}
+    spec = running.queue.specs[http.post("/v1/train/sft", json={**SFT, **together}).json()["id"]]
+    assert isinstance(spec, SftJob)
+    assert spec.attach_if is not None
+    assert spec.attach_if.against == "polite@1*0.5"
     answer = http.post("/v1/train/sft", json={**SFT, **gates})
     assert answer.status_code == 202, answer.text
     spec = running.queue.specs[answer.json()["id"]]
@@ -157,6 +162,8 @@ def test_a_training_job_waits_with_versions_in_place_of_its_gates_names(running:
         ({"gain": [{"suite": "nothing"}]}, 404, "publish_if.gain[0].suite", "suite 'nothing' does not exist"),
         ({"gain": [{"suite": "sums"}, {"suite": "sums@7"}]}, 404, "publish_if.gain[1].suite", "sums@7"),
         ({"gain": [{"suite": "sums"}], "against": "nobody@1"}, 404, "publish_if.against", "nobody@1"),
+        ({"gain": [{"suite": "sums"}], "against": "base+nobody"}, 400, "publish_if.against", "reserved"),
+        ({"gain": [{"suite": "sums"}], "against": "nobody*2+nobody@3"}, 400, "publish_if.against", "named twice"),
         ({"gain": [{"suite": "sums"}], "alpha": 0}, 400, "publish_if.alpha", "0.0001"),
         ({"gain": [{"suite": "sums"}], "alpha": 0.5}, 400, "publish_if.alpha", "0.2"),
         ({"gain": [{"suite": "sums"}], "need": "any"}, 400, "publish_if", "two or more"),

@@ -68,6 +68,9 @@ def test_webhooks_that_the_engine_may_not_call(listing: tuple[Running, httpx.Cli
     assert len(running.queue.jobs) == before
 
 
+TOGETHER = {"target": "polite@1*0.5+brief@1"}
+
+
 def test_draft_jobs_and_adapters_keep_apart(listing: tuple[Running, httpx.Client]) -> None:
     running, http = listing
     publish(running, "polite")
@@ -76,7 +79,15 @@ def test_draft_jobs_and_adapters_keep_apart(listing: tuple[Running, httpx.Client
     drafter = {DRAFTER_WEIGHTS: b"w", DRAFTER_CONFIG: described}
     running.registry.publish("sharp", drafter, base_digest="d" * 64)
     job = {"adapter": "sharp", "examples": SFT["examples"]}
-    for change in ({}, {"target": "polite@1"}, {"start_from": "sharp@1"}, {"start_from": "base"}, {"adapter": "new"}):
+    publish(running, "brief")
+    for change in (
+        {},
+        {"target": "polite@1"},
+        {"start_from": "sharp@1"},
+        {"start_from": "base"},
+        {"adapter": "new"},
+        TOGETHER,
+    ):
         assert http.post("/v1/train/draft", json=job | change).status_code == 202, change
     for change, param, says in (
         ({"adapter": "polite"}, "adapter", "polite is the name of an adapter"),
@@ -85,6 +96,9 @@ def test_draft_jobs_and_adapters_keep_apart(listing: tuple[Running, httpx.Client
         ({"target": "stranger@1"}, "target", "another base|belongs to base model"),
         ({"target": "gone@1"}, "target", "does not exist"),
         ({"target": "polite"}, "target", "must name a version"),
+        ({"target": "polite@1+brief*2"}, "target", "must name a version, as in brief@1"),
+        ({"target": "polite@1+gone@1"}, "target", "does not exist"),
+        ({"start_from": "sharp@1*2"}, "start_from", "merge them into one"),
         ({"attach": True}, "attach", "False"),
         ({"lora": {"rank": 4}}, "lora", "leave it out"),
     ):
@@ -103,6 +117,7 @@ def test_draft_jobs_and_adapters_keep_apart(listing: tuple[Running, httpx.Client
 def test_judges_that_cannot_be_asked(listing: tuple[Running, httpx.Client]) -> None:
     running, http = listing
     publish(running, "critic")
+    publish(running, "strict")
     publish(running, "stranger", base_digest="e" * 64)
     job = webhook_job() | {"lora": {"rank": 8}}
 
@@ -110,9 +125,15 @@ def test_judges_that_cannot_be_asked(listing: tuple[Running, httpx.Client]) -> N
         job["generate"]["reward"] = [{"type": "regex", "pattern": "x"}, {"type": "judge", "judge": judge}]
         return http.post("/v1/train/grpo", json=job)
 
-    for judge in ("base", "critic@1"):
+    for judge in ("base", "critic@1", "critic@1*0.5+strict@1"):
         assert judged_by(judge).status_code == 202, judge
-    for judge, status in (("critic@2", 404), ("nobody@1", 404), ("stranger@1", 422), ("critic", 400)):
+    for judge, status in (
+        ("critic@2", 404),
+        ("nobody@1", 404),
+        ("stranger@1", 422),
+        ("critic", 400),
+        ("strict@9+critic@1", 404),
+    ):
         error = refusal(judged_by(judge), status)
         assert error["param"] == "generate.reward[1].judge", error
         assert judge.split("@")[0] in error["message"]
