@@ -99,7 +99,7 @@ def _answer(environment: Environment, text: str) -> Mapping[str, Any] | None:
             try:
                 return _told(environment.step(data))
             except ActionRefused as error:
-                raise _Answered("EXECUTION_ERROR", str(error)) from error
+                raise _Answered("VALIDATION_ERROR", str(error)) from error
         case "state":
             return {"type": "state", "data": environment.state}
         case "close":

@@ -356,8 +356,9 @@ class EngineRolloutStream:
             raise Unavailable("the engine loop has ended")
         if time.monotonic() > self._deadline:
             raise DeadlineExceeded(
-                f"{len(self._open)} rollouts were under way at the deadline: users' requests go first, and environments "
-                "take their time; lower completions, max_tokens or max_turns, or raise TEMPER_ROLLOUT_TIMEOUT_SECONDS"
+                f"{len(self._open)} rollouts were under way at the deadline: users' requests go first, and what is "
+                "asked between turns takes time; lower completions, max_tokens or max_turns, or raise "
+                "TEMPER_ROLLOUT_TIMEOUT_SECONDS"
             )
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
-"""Episodes of a round, all under way at once: each answers, its environment says what comes of it, and it answers again,
-without waiting for the others.
+"""Episodes of a round, all under way at once: each answers, its environment says what comes of it, and it answers
+again, without waiting for the others.
 
 What was sampled is never tokenized again: behind its tokens go those that the chat template writes around what the
 environment says. An episode whose environment fails begins again in a fresh one, or is dropped as a whole.

@@ -91,8 +91,10 @@ class OpenEnvWorlds:
             ) from error
         try:
             yield OpenEnvWorld(Session(socket, timeout), self._spec, CallCheck(tools))
+            await _say_goodbye(socket)
         finally:
-            await _close(socket)
+            # Also where it failed, or nobody waits any more: then there is nothing left to say.
+            socket.transport.abort()
 
 
 class Session:
@@ -221,11 +223,9 @@ def socket_url(url: str) -> str:
     return "ws" + url.removeprefix("http").rstrip("/") + "/ws"
 
 
-async def _close(socket: ClientConnection) -> None:
-    """Says good-bye, so that the server need not wait to find out; a connection that is broken has nobody to tell."""
+async def _say_goodbye(socket: ClientConnection) -> None:
+    """Ends the session; the server closes the connection."""
     with contextlib.suppress(ConnectionClosed, TimeoutError, OSError):
         async with asyncio.timeout(_CLOSE_SECONDS):
             await socket.send(json.dumps({"type": "close"}))
-            await socket.close()
-            return
-    socket.transport.abort()
+            await socket.wait_closed()
