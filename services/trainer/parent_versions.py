@@ -121,7 +121,7 @@ def sampled_elsewhere(spec: PublishingSpec, parents: Sequence[ParentVersion]) ->
     if not isinstance(spec, GrpoJob):
         return None
     start = str(parents[0].version) if parents else BASE
-    named = [one.adapter for group in spec.groups or () for one in group.completions if one.adapter is not None]
+    named = [name for group in spec.groups or () for _, name in group.samplers]
     others = sorted({name for name in named if name != start})
     if not others:
         return None

@@ -21,10 +21,11 @@ from services.common.jobs.kinds.grpo import GrpoJob
 from services.common.jobs.kinds.kto import KtoExample, KtoJob
 from services.common.jobs.kinds.merge import SPARSE_METHODS, MergeJob, MergeMethod, MergeSettings, MergeSource
 from services.common.jobs.kinds.opd import CHECKPOINT, DistillPrompt, OpdJob
-from services.common.jobs.kinds.rollouts import GrpoCompletion, GrpoGroup, Reward, ScoredCompletion, check_spread
+from services.common.jobs.kinds.rollouts import GrpoCompletion, GrpoGroup, ScoredCompletion, check_spread
 from services.common.jobs.kinds.sft import SftExample, SftJob
 from services.common.jobs.record import Job, JobEvent, JobProgress, JobState
 from services.common.jobs.registry import JOBS, KINDS, JobSpec, PublishingSpec, Spec, TrainingSpec
+from services.common.jobs.trajectories.segments import Action, Observation, Reward, Trajectory
 from services.common.validation.strict_models import SentModel
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "JOBS",
     "KINDS",
     "SPARSE_METHODS",
+    "Action",
     "AskedExample",
     "Better",
     "DistillPrompt",
@@ -58,6 +60,7 @@ __all__ = [
     "MergeSettings",
     "MergeSource",
     "Message",
+    "Observation",
     "OpdJob",
     "OptimizerSettings",
     "PublishIf",
@@ -72,5 +75,6 @@ __all__ = [
     "SftJob",
     "Spec",
     "TrainingSpec",
+    "Trajectory",
     "check_spread",
 ]

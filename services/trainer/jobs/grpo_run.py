@@ -166,11 +166,8 @@ class GrpoRun(AdapterRun):
             interrupt()
             with self._within_plan("looking at the rollouts"), self._host.gate.training(), torch.no_grad():
                 logprobs = self._logprobs(microbatch, with_adapter=True)
-                means = [part.mean() for part in torch.split(logprobs, _sizes(microbatch))]
-                total -= sum(
-                    self._rollouts[document.source].advantage * float(mean)
-                    for document, mean in zip(microbatch.documents, means, strict=True)
-                )
+                gains = logprobs * self._advantages(microbatch)
+                total -= sum(float(part.mean()) for part in torch.split(gains, _sizes(microbatch)))
         return {"loss": total / len(chosen)}
 
     def _ask_engine(self, index: int, interrupt: Callable[[], None]) -> None:
@@ -239,7 +236,7 @@ class GrpoRun(AdapterRun):
                     part = policy_loss(
                         logprobs,
                         behaviour if job.mismatch_correction == "none" else old,
-                        self._per_row(microbatch, [self._rollouts[d.source].advantage for d in microbatch.documents]),
+                        self._advantages(microbatch),
                         clip_low=job.clip_low,
                         clip_high=job.clip_high,
                         total_tokens=total,
@@ -265,19 +262,28 @@ class GrpoRun(AdapterRun):
     def _completion_weights(self, index: int) -> dict[int, float]:
         """Weights of a step's completions, by rollout."""
         trained = self._trained(index)
-        sizes = [
-            GroupSize(len(members), [document.num_trained for document in documents])
-            for members, documents in zip(self._members(index), trained, strict=True)
-        ]
-        weights = self._loss_type.completion_weights(sizes, self._longest)
-        documents = [document for group in trained for document in group]
-        return {document.source: weight for document, weight in zip(documents, weights, strict=True)}
+        sizes, learnt = [], []
+        for members, documents in zip(self._members(index), trained, strict=True):
+            lengths: dict[int, int] = {}
+            for document in documents:
+                member = self._rollouts[document.source].member
+                lengths[member] = lengths.get(member, 0) + document.num_trained
+            sizes.append(GroupSize(len({self._rollouts[at].member for at in members}), list(lengths.values())))
+            learnt.append([list(lengths).index(self._rollouts[document.source].member) for document in documents])
+        weights = iter(self._loss_type.completion_weights(sizes, self._longest))
+        found: dict[int, float] = {}
+        for size, documents, places in zip(sizes, trained, learnt, strict=True):
+            of_members = [next(weights) for _ in size.lengths]
+            found |= {document.source: of_members[at] for document, at in zip(documents, places, strict=True)}
+        return found
 
     def _metrics(self, index: int, sums: Sequence[float], total: int) -> dict[str, float]:
         loss, *means = sums
         ratio, low, high, drift, kl = (value / total for value in means)
         rewards = self._scored.rewards
-        sampled = [self._rollouts[member] for group in self._members(index) for member in group]
+        members = self._members(index)
+        sampled = [self._rollouts[member] for group in members for member in group]
+        count = sum(len({self._rollouts[at].member for at in group}) for group in members)
         metrics = {
             "loss": loss,
             "reward_mean": rewards.mean,
@@ -289,7 +295,7 @@ class GrpoRun(AdapterRun):
             "clip_fraction_high": high,
             "behaviour_kl": drift,
             "recomputed_rollouts": float(len(self._recomputed)),
-            "completion_length_mean": sum(rollout.document.num_trained for rollout in sampled) / len(sampled),
+            "completion_length_mean": sum(rollout.document.num_trained for rollout in sampled) / count,
             "truncated_fraction": sum(rollout.truncated for rollout in sampled) / len(sampled),
             "tokens": float(total),
         }
@@ -307,12 +313,14 @@ class GrpoRun(AdapterRun):
     def _logprobs(self, microbatch: Microbatch, *, with_adapter: bool) -> Tensor:
         """[N] log-probabilities of the targets, each at the temperature its rollout was sampled at."""
         hidden = self._scored_hidden(microbatch, self._lora if with_adapter else None)
-        temperatures = [self._rollouts[document.source].temperature for document in microbatch.documents]
+        temperatures = [
+            value for document in microbatch.documents for value in self._rollouts[document.source].temperatures
+        ]
         if len(set(temperatures)) == 1:
             return self._host.model.token_logprobs(
                 hidden, microbatch.targets, temperatures[0], give_way=self._host.gate.give_way
             )
-        row_temperatures = self._per_row(microbatch, temperatures, dtype=torch.float64)
+        row_temperatures = torch.tensor(temperatures, dtype=torch.float64, device=hidden.device)
         logprobs = torch.zeros(len(microbatch.targets), device=hidden.device)
         for temperature in sorted(set(temperatures)):
             rows = (row_temperatures == temperature).nonzero().squeeze(1)
@@ -340,8 +348,13 @@ class GrpoRun(AdapterRun):
             recorded += [sampled is not None] * document.num_trained
         return torch.cat(old), torch.cat(behaviour), torch.tensor(recorded, device=current.device)
 
-    def _per_row(self, microbatch: Microbatch, values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
-        per_document = torch.tensor(values, dtype=dtype, device=microbatch.rows.device)
+    def _advantages(self, microbatch: Microbatch) -> Tensor:
+        """[N] those of each token's turn."""
+        values = [value for document in microbatch.documents for value in self._rollouts[document.source].advantages]
+        return torch.tensor(values, dtype=torch.float32, device=microbatch.rows.device)
+
+    def _per_row(self, microbatch: Microbatch, values: Sequence[float]) -> Tensor:
+        per_document = torch.tensor(values, dtype=torch.float32, device=microbatch.rows.device)
         return per_document.index_select(0, microbatch.row_documents)
 
     def state(self) -> RunState:

@@ -14,6 +14,7 @@ from services.trainer.losses.policy import (
     group_advantages,
     policy_loss,
     policy_loss_type,
+    turn_advantages,
 )
 from services.trainer.losses.preference import dpo_loss, kto_loss, kto_reference_point
 
@@ -33,4 +34,5 @@ __all__ = [
     "policy_loss_type",
     "sampled_reverse_kl",
     "sequence_sums",
+    "turn_advantages",
 ]

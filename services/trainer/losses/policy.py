@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from services.common.jobs.kinds.loss_types import LOSS_TYPES, LossType
+from services.common.jobs.trajectories.credit import Credit
 from services.trainer.losses.logprobs import bounded, importance_ratio, per_row, sequence_sums
 
 ADVANTAGE_EPSILON = 1e-4
@@ -40,6 +41,25 @@ def group_advantages(rewards: Sequence[float], *, scale: bool, std: float | None
     if std is None:
         std = math.sqrt(math.fsum(value * value for value in centred) / (len(rewards) - 1))
     return [value / (std + ADVANTAGE_EPSILON) for value in centred]
+
+
+def turn_advantages(
+    credit: Credit, rewards: Sequence[Sequence[float]], *, scale: bool, std: float | None = None
+) -> list[list[float]] | None:
+    """Advantages of the turns of each member of a group: `group_advantages` of each comparison that ``credit`` makes.
+
+    None when no comparison has a spread; a turn whose comparison has none gets 0.
+
+    Args:
+        rewards: of the turns of each member.
+    """
+    columns = [group_advantages(values, scale=scale, std=std) for values in credit.compared(rewards)]
+    if all(column is None for column in columns):
+        return None
+    of_member = [[0.0 if column is None else column[member] for column in columns] for member in range(len(rewards))]
+    if credit.level == "trajectory":
+        return [values * len(turns) for values, turns in zip(of_member, rewards, strict=True)]
+    return [values[: len(turns)] for values, turns in zip(of_member, rewards, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

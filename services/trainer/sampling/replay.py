@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from services.common.jobs.documents import Document
 from services.engine.models.lora.trainable import LoraParams
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.host.rollouts import ScoreRequest
@@ -32,15 +31,18 @@ def replay(
     """
     if not rollouts:
         return {}
-    requests = [_request(rollout.document, rollout.temperature) for rollout in rollouts]
+    requests = [request for rollout in rollouts for request in _requests(rollout)]
     if lora is None:
         found = host.rollouts.score(requests, None, interrupt=interrupt)
     else:
         with host.rollouts.policy(lora, interrupt) as policy:
             found = host.rollouts.score(requests, policy, interrupt=interrupt)
+    values = iter(found)
     return {
-        rollout.document.source: torch.tensor(values, dtype=torch.float32)
-        for rollout, values in zip(rollouts, found, strict=True)
+        rollout.document.source: torch.tensor(
+            [value for _ in rollout.turns for value in next(values)], dtype=torch.float32
+        )
+        for rollout in rollouts
     }
 
 
@@ -52,7 +54,10 @@ def with_values(logprobs: Tensor, values: Tensor) -> Tensor:
     return values + (logprobs - logprobs.detach())
 
 
-def _request(document: Document, temperature: float) -> ScoreRequest:
-    prompt = document.length - document.num_trained
-    tokens = tuple(document.token_ids)
-    return ScoreRequest(tokens[:prompt], tokens[prompt:], temperature)
+def _requests(rollout: Rollout) -> list[ScoreRequest]:
+    """A request a turn: what comes before it is its prompt, as when it was sampled."""
+    tokens = tuple(rollout.document.token_ids)
+    return [
+        ScoreRequest(tokens[: turn.begin], tokens[turn.begin : turn.begin + turn.tokens], turn.temperature)
+        for turn in rollout.turns
+    ]

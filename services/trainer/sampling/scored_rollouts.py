@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,23 +17,54 @@ from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoCompletion, GrpoGroup, GrpoJob, check_spread
 from services.common.jobs.documents import Document, completion_document, placed, prompt_tokens
 from services.common.jobs.kinds.rollouts import check_unmasked, rollout_tokens
+from services.common.jobs.trajectories.credit import Credit
+from services.common.jobs.trajectories.documents import trajectory_documents
+from services.common.jobs.trajectories.segments import Trajectory
 from services.trainer.host.policy_host import PolicyHost
-from services.trainer.losses import group_advantages
+from services.trainer.losses import turn_advantages
 from services.trainer.packing import overlong
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
-    """One completion of a group that has spread. ``document.source`` is its index among the run's rollouts."""
+class RolloutTurn:
+    """Consecutive tokens of a rollout that were sampled at once."""
 
-    document: Document
+    begin: int
+    """Place of the first one in the document."""
+    tokens: int
     advantage: float
     temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One completion of a group that has spread, or a sequence of a trajectory. ``document.source`` is its index among
+    the run's rollouts."""
+
+    document: Document
+    turns: Sequence[RolloutTurn]
+    """In order; their tokens are exactly the trained ones."""
     behaviour: Tensor | None
     """[trained tokens] float32 on the CPU, None where the sampler said nothing."""
     truncated: bool
     masked: bool
     """Counts in its group's baseline only; nothing is learnt from its tokens."""
+    member: int = 0
+    """Number of its trajectory in the group: those of several sequences have several rollouts."""
+
+    def __post_init__(self) -> None:
+        if sum(turn.tokens for turn in self.turns) != self.document.num_trained:
+            raise ValueError("the turns of a rollout are not its trained tokens")
+
+    @property
+    def advantages(self) -> list[float]:
+        """Advantage of each trained token."""
+        return [turn.advantage for turn in self.turns for _ in range(turn.tokens)]
+
+    @property
+    def temperatures(self) -> list[float]:
+        """Temperature of each trained token."""
+        return [turn.temperature for turn in self.turns for _ in range(turn.tokens)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +80,12 @@ class RewardStats:
     """Groups whose rewards are all equal."""
 
     @classmethod
-    def of(cls, groups: Sequence[GrpoGroup]) -> RewardStats:
+    def of(cls, groups: Sequence[GrpoGroup], credit: Credit) -> RewardStats:
         rewards = [reward for group in groups for reward in group.rewards]
         mean = math.fsum(rewards) / len(rewards)
         variance = math.fsum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards) - 1)
-        return cls(mean, math.sqrt(variance), len(groups), sum(not group.has_spread for group in groups))
+        skipped = sum(not credit.spread(group.turn_rewards) for group in groups)
+        return cls(mean, math.sqrt(variance), len(groups), skipped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +101,12 @@ class ScoredRollouts:
     @property
     def longest(self) -> int:
         """Tokens of the longest completion, masked ones included."""
-        return max(rollout.document.num_trained for rollout in self.rollouts)
+        found: dict[tuple[int, int], int] = {}
+        for place, group in enumerate(self.groups):
+            for at in group:
+                member = place, self.rollouts[at].member
+                found[member] = found.get(member, 0) + self.rollouts[at].document.num_trained
+        return max(found.values())
 
 
 def scored_rollouts(host: PolicyHost, spec: GrpoJob) -> ScoredRollouts:
@@ -85,8 +122,8 @@ def scored_rollouts(host: PolicyHost, spec: GrpoJob) -> ScoredRollouts:
             param="rollouts" if spec.rollouts is not None else "groups",
         )
     given = spec.scored_groups
-    check_spread(given)
-    check_unmasked(given, mask_truncated=spec.mask_truncated)
+    check_spread(given, spec.credit)
+    check_unmasked(given, spec.credit, mask_truncated=spec.mask_truncated)
     found = gather(host, spec, given)
     if spec.max_completion_length is not None and found.longest > spec.max_completion_length:
         raise InvalidRequest(
@@ -103,7 +140,7 @@ def gather(host: PolicyHost, spec: GrpoJob, given: Sequence[GrpoGroup]) -> Score
     Raises:
         InvalidRequest: a rollout cannot be trained on; it is named.
     """
-    rewards = RewardStats.of(given)
+    rewards = RewardStats.of(given, spec.credit)
     groups: list[list[int]] = []
     rollouts: list[Rollout] = []
     silent = 0
@@ -145,18 +182,26 @@ def _rollouts(
     host: PolicyHost, spec: GrpoJob, where: str, group: GrpoGroup, first: int, rewards: RewardStats
 ) -> list[Rollout]:
     """The group's rollouts, numbered from ``first``; none if it has no spread."""
-    advantages = group_advantages(
-        group.rewards,
+    advantages = turn_advantages(
+        spec.credit,
+        group.turn_rewards,
         scale=spec.scale_rewards != "none",
         std=rewards.std if spec.scale_rewards == "batch" else None,
     )
     if advantages is None:
         return []
-    prompt = _prompt(host, spec, where, group)
-    return [
-        _rollout(host, spec, f"{where}.completions[{number}]", prompt, completion, advantage, first + number)
-        for number, (completion, advantage) in enumerate(zip(group.completions, advantages, strict=True))
-    ]
+    prompt = _prompt(host, spec, where, group) if group.has_prompt else []
+    found: list[Rollout] = []
+    for number, completion in enumerate(group.completions):
+        at = f"{where}.completions[{number}]"
+        found.append(_rollout(host, spec, at, prompt, completion, advantages[number][0], first, number))
+        first += 1
+    for number, trajectory in enumerate(group.trajectories or ()):
+        at = f"{where}.trajectories[{number}]"
+        sequences = _sequences(host, spec, at, prompt, trajectory, advantages[number], first, number)
+        found += sequences
+        first += len(sequences)
+    return found
 
 
 def _prompt(host: PolicyHost, spec: GrpoJob, where: str, group: GrpoGroup) -> list[int]:
@@ -177,25 +222,72 @@ def _rollout(
     prompt: Sequence[int],
     completion: GrpoCompletion,
     advantage: float,
-    index: int,
+    source: int,
+    member: int,
 ) -> Rollout:
-    limit, vocab = host.max_train_tokens, host.model.config.vocab_size
     with placed(at):
         tokens = rollout_tokens(host.codec, spec, prompt, completion)
-    if max(*prompt, *tokens) >= vocab:
-        raise InvalidRequest(f"{at}: a token id is over the model's vocabulary of {vocab}", param=at)
-    document = completion_document(prompt, tokens, index)
-    if document.length > limit:
-        raise overlong(at, document.length, limit, "leave it out", counted="tokens with its prompt")
-    if spec.exact_forward:
-        with placed(at):
-            host.rollouts.check(len(prompt), len(tokens))
-    return Rollout(
-        document=document,
-        advantage=advantage,
-        # A greedy rollout's log-probabilities are of the plain distribution.
-        temperature=completion.temperature or 1.0,
+    truncated = bool(completion.truncated)
+    rollout = Rollout(
+        document=completion_document(prompt, tokens, source),
+        turns=[RolloutTurn(len(prompt), len(tokens), advantage, _sampled_at(completion.temperature))],
         behaviour=None if completion.logprobs is None else torch.tensor(completion.logprobs),
-        truncated=bool(completion.truncated),
-        masked=spec.mask_truncated and bool(completion.truncated),
+        truncated=truncated,
+        masked=spec.mask_truncated and truncated,
+        member=member,
     )
+    return _within_limits(host, spec, at, rollout)
+
+
+def _sequences(
+    host: PolicyHost,
+    spec: GrpoJob,
+    at: str,
+    prompt: Sequence[int],
+    trajectory: Trajectory,
+    advantages: Sequence[float],
+    first: int,
+    member: int,
+) -> list[Rollout]:
+    """Rollouts of the sequences of a trajectory, numbered from ``first``."""
+    with placed(at):
+        parts = trajectory_documents(host.codec, trajectory, first, prompt=prompt, options=spec.chat_template_kwargs)
+    found = []
+    for number, part in enumerate(parts):
+        said = [value for turn in part.turns for value in turn.action.logprobs or ()]
+        rollout = Rollout(
+            document=replace(part.document, source=first + number),
+            turns=[
+                RolloutTurn(
+                    turn.begin,
+                    len(turn.action.token_ids),
+                    advantages[turn.number],
+                    _sampled_at(turn.action.temperature),
+                )
+                for turn in part.turns
+            ],
+            behaviour=torch.tensor(said) if said else None,
+            truncated=trajectory.truncated,
+            masked=spec.mask_truncated and trajectory.truncated,
+            member=member,
+        )
+        found.append(_within_limits(host, spec, at, rollout))
+    return found
+
+
+def _sampled_at(temperature: float) -> float:
+    """A greedy rollout's log-probabilities are of the plain distribution."""
+    return temperature or 1.0
+
+
+def _within_limits(host: PolicyHost, spec: GrpoJob, at: str, rollout: Rollout) -> Rollout:
+    document = rollout.document
+    if max(document.token_ids) >= (vocab := host.model.config.vocab_size):
+        raise InvalidRequest(f"{at}: a token id is over the model's vocabulary of {vocab}", param=at)
+    if document.length > host.max_train_tokens:
+        raise overlong(at, document.length, host.max_train_tokens, "leave it out", counted="tokens with its prompt")
+    if spec.exact_forward:
+        for turn in rollout.turns:
+            with placed(at):
+                host.rollouts.check(turn.begin, turn.tokens)
+    return rollout

@@ -87,7 +87,8 @@ def training_texts(spec: PublishingSpec, codec: TextCodec) -> Iterator[ReadText]
     elif isinstance(spec, GrpoJob):
         for asked in spec.generate.prompts if spec.generate is not None else ():
             yield ReadText.answered(_asked(asked, codec), () if asked.answer is None else (asked.answer,))
-        yield from (_rollouts(group, codec) for group in spec.scored_groups)
+        for group in spec.scored_groups:
+            yield from _rollouts(group, codec)
     elif not isinstance(spec, MergeJob):
         raise TypeError(f"what a job of kind {spec.kind} learns from is not known")
 
@@ -101,11 +102,26 @@ def _sft(example: SftExample) -> ReadText:
     return ReadText(_turns(example.messages), tuple(taught))
 
 
-def _rollouts(group: GrpoGroup, codec: TextCodec) -> ReadText:
-    answers = [
-        codec.decode(one.token_ids) if one.token_ids is not None else one.text or "" for one in group.completions
-    ]
-    return ReadText.answered(_asked(group, codec), answers)
+def _rollouts(group: GrpoGroup, codec: TextCodec) -> Iterator[ReadText]:
+    if group.trajectories is None:
+        answers = [
+            codec.decode(one.token_ids) if one.token_ids is not None else one.text or "" for one in group.completions
+        ]
+        yield ReadText.answered(_asked(group, codec), answers)
+        return
+    asked = _asked(group, codec) if group.has_prompt else ()
+    for trajectory in group.trajectories:
+        turns = list(asked)
+        learnt = []
+        for segment in trajectory.segments:
+            if segment.type == "observation" and segment.messages is not None:
+                turns += _turns(segment.messages)
+                continue
+            if segment.type == "action":
+                learnt.append(len(turns))
+            text = segment.text if segment.type == "observation" else None
+            turns.append(Turn("", codec.decode(segment.token_ids or ()) if text is None else text))
+        yield ReadText(tuple(turns), tuple(learnt))
 
 
 def _turns(asked: str | Sequence[Message]) -> tuple[Turn, ...]:

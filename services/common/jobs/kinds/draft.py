@@ -158,12 +158,14 @@ def refresh(
     most_tokens = _USUAL_TOKENS
     if isinstance(spec, SftJob):
         found = [example.model_dump(mode="json", exclude_none=True) for example in spec.examples]
+    elif isinstance(spec, GrpoJob) and spec.generate is None:
+        found = [opening for group in spec.scored_groups for opening in group.openings]
     else:
-        prompts: Sequence[PromptFields] = spec.prompts if isinstance(spec, OpdJob) else spec.scored_groups
-        if isinstance(spec, OpdJob):
-            most_tokens = min(most_tokens, spec.max_tokens)
-        elif spec.generate is not None:
-            prompts, most_tokens = spec.generate.prompts, min(most_tokens, spec.generate.max_tokens)
+        settings = spec if isinstance(spec, OpdJob) else spec.generate
+        if settings is None:
+            raise ValueError("the job samples nothing")
+        prompts: Sequence[PromptFields] = settings.prompts
+        most_tokens = min(most_tokens, settings.max_tokens)
         fields = {"prompt", "messages", "prompt_token_ids", "tools"}
         found = [prompt.model_dump(mode="json", include=fields, exclude_none=True) for prompt in prompts]
     texts = list({json.dumps(one, sort_keys=True): one for one in found}.values())

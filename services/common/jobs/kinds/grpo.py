@@ -21,7 +21,6 @@ from services.common.jobs.kinds.rollouts import (
     MOST_SAMPLERS,
     GrpoCompletion,
     GrpoGroup,
-    Reward,
     ScoredCompletion,
     check_spread,
     check_unmasked,
@@ -30,6 +29,9 @@ from services.common.jobs.kinds.rollouts import (
 )
 from services.common.jobs.scorers.base import ScorerSettings
 from services.common.jobs.token_checks import asked_tokens, check_conversation, check_vocabulary, over_limit
+from services.common.jobs.trajectories.credit import AdvantageLevel, Credit
+from services.common.jobs.trajectories.documents import trajectory_documents
+from services.common.jobs.trajectories.segments import Reward
 from services.common.validation.json_rules import (
     NOT_NULL,
     SOME,
@@ -54,6 +56,14 @@ RewardScale: TypeAlias = Literal["group", "batch", "none"]
 
 def _scale_of_flag(value: object) -> object:
     return {True: "group", False: "none"}[value] if isinstance(value, bool) else value
+
+
+def _by_trajectory(value: object) -> bool:
+    return value == "trajectory"
+
+
+def _undiscounted(value: object) -> bool:
+    return value == 1.0
 
 
 _SIMPLE = ("prompt", "completions", "rewards", "truncated", "temperature")
@@ -111,6 +121,11 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
     sampler, of a token or a sequence, bounded (truncate) or dropped (mask) over mismatch_cap. The ratio is then against
     the trainer's."""
     mismatch_cap: float = Field(3.0, gt=0, le=1e6)
+    advantage: AdvantageLevel = Field("trajectory", exclude_if=_by_trajectory)
+    """What turns of a trajectory are compared by: what all of it earned, or what came from each turn on, with the same
+    turn of the others. Of completions, which are one turn, both are the same."""
+    discount: float = Field(1.0, ge=0, le=1, exclude_if=_undiscounted)
+    """Factor a turn for rewards that come later."""
     exact_forward: bool = False
     """Take the values of all log-probabilities from the engine, by the sampler's own kernels, and the gradients from
     the trainer's forward: rollouts are decoded again before each step that did not sample them."""
@@ -203,6 +218,8 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
             ("max_completion_length", self.loss_type == "dr_grpo", "only loss_type dr_grpo divides by it"),
             ("unbiased_kl", self.beta > 0, "it says how the KL is estimated, and beta 0 leaves the KL out"),
             ("mismatch_cap", self.mismatch_correction != "none", "only a mismatch_correction reads it"),
+            ("advantage", self._has_turns, "only trajectories have turns"),
+            ("discount", self._has_turns, "only trajectories have turns"),
             (
                 "mismatch_correction",
                 self.generate is None or not self.exact_forward,
@@ -211,6 +228,29 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
         ):
             if not read and getattr(self, name) != default(name):
                 raise ValueError(f"{name} would do nothing here: {way_out}")
+        return self
+
+    @property
+    def _has_turns(self) -> bool:
+        return (
+            self.generate is not None
+            or self.unread
+            or any(group.trajectories is not None for group in self.groups or ())
+        )
+
+    @model_validator(mode="after")
+    def _one_sequence(self) -> GrpoJob:
+        ratio_of_all = self.loss_type == "gspo" and "loss_type gspo"
+        if self.mismatch_correction.startswith("sequence"):
+            ratio_of_all = f"mismatch_correction {self.mismatch_correction}"
+        for place, group in enumerate(self.groups or ()):
+            for index, trajectory in enumerate(group.trajectories or ()):
+                if ratio_of_all and trajectory.restarts:
+                    raise ValueError(
+                        f"groups[{place}].trajectories[{index}] restarts its context, and {ratio_of_all} has one ratio "
+                        "for all its tokens, which must be one sequence: choose another, or give it as several "
+                        "trajectories"
+                    )
         return self
 
     @model_validator(mode="after")
@@ -251,15 +291,13 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
         if not isinstance(self.prompt, str):
             check_conversation("prompt", self.prompt, None, messages="messages")
         groups = self.scored_groups
-        check_spread(groups)
-        check_unmasked(groups, mask_truncated=self.mask_truncated)
-        for name, prompt, completions in self._counted(served):
-            for index, completion in enumerate(completions):
-                self._check_length(served, f"{name}[{index}]", prompt, completion)
+        check_spread(groups, self.credit)
+        check_unmasked(groups, self.credit, mask_truncated=self.mask_truncated)
+        for field, learnt, longest in self._counted(served):
+            self._check_length(served, field, learnt, longest)
 
-    def _counted(self, served: ServedLimits) -> Iterator[tuple[str, int, list[int]]]:
-        """Lengths of each group: the field of its completions, the tokens of its prompt, the tokens of each
-        completion."""
+    def _counted(self, served: ServedLimits) -> Iterator[tuple[str, int, int]]:
+        """Each member: its field, the tokens that are learnt, and the tokens of its longest sequence."""
         simple = self.completions is not None
         for index, group in enumerate(self.scored_groups):
             name = f"groups[{index}]"
@@ -267,27 +305,36 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
             with placed("prompt" if simple else name):
                 prompt = asked_tokens(served, self, group)
             check_vocabulary(served, f"{name}.prompt_token_ids", group.prompt_token_ids or ())
-            lengths = []
             for position, completion in enumerate(group.completions):
                 check_vocabulary(served, f"{field}[{position}].token_ids", completion.token_ids or ())
                 with placed(f"{field}[{position}]"):
-                    lengths.append(len(rollout_tokens(served.codec, self, prompt, completion)))
-            yield field, len(prompt), lengths
+                    tokens = len(rollout_tokens(served.codec, self, prompt, completion))
+                yield f"{field}[{position}]", tokens, len(prompt) + tokens
+            for position, trajectory in enumerate(group.trajectories or ()):
+                field = f"{name}.trajectories[{position}]"
+                for place, segment in enumerate(trajectory.segments):
+                    check_vocabulary(served, f"{field}.segments[{place}].token_ids", segment.token_ids or ())
+                with placed(field):
+                    parts = trajectory_documents(
+                        served.codec, trajectory, 0, prompt=prompt, options=self.chat_template_kwargs
+                    )
+                longest = max(part.document.length for part in parts)
+                yield field, sum(part.document.num_trained for part in parts), longest
 
-    def _check_length(self, served: ServedLimits, field: str, prompt: int, completion: int) -> None:
-        """A completion is within the limits, alone and behind its prompt; all in tokens."""
-        if self.max_completion_length is not None and completion > self.max_completion_length:
+    def _check_length(self, served: ServedLimits, field: str, learnt: int, longest: int) -> None:
+        """A member is within the limits: what is learnt of it, and its longest sequence; both in tokens."""
+        if self.max_completion_length is not None and learnt > self.max_completion_length:
             raise InvalidRequest(
-                f"max_completion_length is {self.max_completion_length}, and {field} has {completion} "
+                f"max_completion_length is {self.max_completion_length}, and {field} has {learnt} "
                 "tokens: give the max_tokens that the rollouts were sampled with",
                 param="max_completion_length",
             )
         limit, context = served.max_train_tokens, served.max_model_len
-        if limit and prompt + completion > limit:
-            raise over_limit(field, prompt + completion, limit, "leave it out")
-        if self.exact_forward and context and prompt + completion > context:
+        if limit and longest > limit:
+            raise over_limit(field, longest, limit, "leave it out")
+        if self.exact_forward and context and longest > context:
             raise InvalidRequest(
-                f"{field} has {prompt + completion} tokens with its prompt, and exact_forward has the "
+                f"{field} has {longest} tokens with its prompt, and exact_forward has the "
                 f"engine decode it, whose context is {context}: leave it out, or leave exact_forward out",
                 param=field,
             )
@@ -306,16 +353,21 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
         return self.groups or []
 
     @property
+    def credit(self) -> Credit:
+        """How rewards become what is compared."""
+        return Credit(self.advantage, self.discount)
+
+    @property
     def sampled_by(self) -> dict[AdapterVersion, str]:
         """Adapter versions that rollouts name, each with the first field that names it.
 
         Raises:
             InvalidRequest: there are more than MOST_SAMPLERS.
         """
-        found: dict[str | None, str] = {}
+        found: dict[str, str] = {}
         for number, group in enumerate(self.groups or ()):
-            for member, completion in enumerate(group.completions):
-                found.setdefault(completion.adapter, f"groups[{number}].completions[{member}].adapter")
+            for place, name in group.samplers:
+                found.setdefault(name, f"groups[{number}].{place}.adapter")
         versions: dict[AdapterVersion, str] = {}
         for name, field in found.items():
             for version in versions_of(parse_policy(name)) if name else ():

@@ -1,4 +1,4 @@
-"""Scored rollouts in a GRPO job: completions with rewards, grouped by their prompt."""
+"""Scored rollouts in a GRPO job: completions or trajectories with rewards, grouped by what began them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ from services.common.jobs.documents import check_thinking, completion_tokens
 from services.common.jobs.fields.messages import SAYS, check_asks
 from services.common.jobs.fields.prompts import PromptFields
 from services.common.jobs.fields.refs import FixedPolicy
+from services.common.jobs.trajectories.credit import Credit
+from services.common.jobs.trajectories.segments import Reward, SampledBy, Trajectory
 from services.common.validation.json_rules import (
     NULL,
     SOME,
+    Rule,
     Rules,
     at_least_one,
     at_most_one,
+    both,
+    contains,
     either,
     exactly_one,
     given,
@@ -34,10 +39,17 @@ from services.common.validation.strict_models import SentModel, absent
 if TYPE_CHECKING:
     from services.common.text.tokenizer import TextCodec
 
-Reward = Annotated[float, Field(ge=-1e9, le=1e9)]
-"""Bounded, so that statistics over rewards stay finite."""
 MOST_SAMPLERS = 64
 """Adapter versions that the rollouts of a job may name; each is looked up."""
+
+
+_PROMPTS = ("prompt", "messages", "prompt_token_ids")
+_PROMPTED = at_least_one(*_PROMPTS)
+_SCORED = either(given("reward"), has(segments=contains(given("reward"))))
+
+
+def _begins_with(kind: str) -> Rule:
+    return has(segments={"type": "array", "prefixItems": [has(type=kind)]})
 
 
 class GrpoCompletion(SentModel):
@@ -79,40 +91,110 @@ class GrpoCompletion(SentModel):
         return self
 
 
-class GrpoGroup(PromptFields):
-    """Completions of one prompt, compared with each other. completion_id rollouts bring their own prompt."""
+def _empty(value: object) -> bool:
+    return value == []
 
-    completions: list[GrpoCompletion] = Field(min_length=1)
+
+class GrpoGroup(PromptFields):
+    """Completions of one prompt, or trajectories of one task, compared with each other. completion_id rollouts bring
+    their own prompt; trajectories of a group without one begin with an observation."""
+
+    completions: list[GrpoCompletion] = Field(default_factory=list, exclude_if=_empty)
+    trajectories: list[Trajectory] | None = Field(None, min_length=1, exclude_if=absent)
+    """Rollouts of several turns, in place of completions."""
 
     json_rules: ClassVar[Rules] = (
         at_most_one("prompt", "messages", "prompt_token_ids"),
-        either(at_least_one("prompt", "messages", "prompt_token_ids"), has(completions=items(given("completion_id")))),
+        either(
+            both(
+                has(completions=SOME),
+                left_out("trajectories"),
+                either(_PROMPTED, has(completions=items(given("completion_id")))),
+            ),
+            both(
+                has(trajectories=items(_SCORED)),
+                if_any(completions={"maxItems": 0}),
+                either(
+                    both(_PROMPTED, has(trajectories=items(_begins_with("action")))),
+                    both(left_out(*_PROMPTS), has(trajectories=items(_begins_with("observation")))),
+                ),
+            ),
+        ),
         if_any(prompt=SAYS, messages=SAYS),
-        only_with("tools", left_out("prompt_token_ids")),
+        only_with("tools", both(left_out("prompt_token_ids"), at_least_one("prompt", "messages"))),
     )
 
     @model_validator(mode="after")
     def _prompt(self) -> GrpoGroup:
-        forms = [self.prompt is not None, self.messages is not None, self.prompt_token_ids is not None]
-        by_id = [c.completion_id is not None for c in self.completions]
+        forms = [getattr(self, name) is not None for name in _PROMPTS]
         if sum(forms) > 1:
             raise ValueError("give one of prompt, messages, prompt_token_ids")
-        if not any(forms) and not all(by_id):
+        if bool(self.completions) == (self.trajectories is not None):
+            raise ValueError("give completions or trajectories of the group, one of them")
+        if self.completions and not any(forms) and not all(c.completion_id is not None for c in self.completions):
             raise ValueError("a group without a prompt needs completion_id in every completion")
-        if self.prompt_token_ids is not None and self.tools is not None:
-            raise ValueError("tools are part of prompt_token_ids already")
+        for index, trajectory in enumerate(self.trajectories or ()):
+            if not trajectory.scored:
+                raise ValueError(f"trajectories[{index}] has no reward: give it one, or one to its actions")
+            if any(forms) and trajectory.begins_by_itself:
+                raise ValueError(
+                    f"trajectories[{index}] begins with an observation, and the group has a prompt: leave one out"
+                )
+            if not any(forms) and not trajectory.begins_by_itself:
+                raise ValueError(
+                    f"trajectories[{index}] begins with an action: give the group a prompt, or an observation first"
+                )
+        if self.tools is not None and (self.prompt_token_ids is not None or not any(forms)):
+            raise ValueError("tools are rendered with prompt or messages: token ids have them already")
         check_asks(self.prompt, "prompt")
         check_asks(self.messages, "messages")
         return self
 
     @property
-    def rewards(self) -> list[float]:
-        return [completion.reward for completion in self.completions]
+    def has_prompt(self) -> bool:
+        """The group says what began its members."""
+        return any(getattr(self, name) is not None for name in _PROMPTS)
 
     @property
-    def has_spread(self) -> bool:
-        """Some completion is better than another; without, the group teaches nothing."""
-        return max(self.rewards) > min(self.rewards)
+    def openings(self) -> list[dict[str, Any]]:
+        """The prompt of the group, or of each trajectory that has its own, as fields of a prompt."""
+        if self.has_prompt or self.trajectories is None:
+            return [self.model_dump(mode="json", include={*_PROMPTS, "tools"}, exclude_none=True)]
+        first = [trajectory.segments[0] for trajectory in self.trajectories]
+        names = {"token_ids": "prompt_token_ids", "messages": "messages", "text": "prompt"}
+        return [
+            {names[name]: value for name, value in one.model_dump(mode="json", include=set(names)).items() if value}
+            for one in first
+        ]
+
+    @property
+    def turn_rewards(self) -> list[list[float]]:
+        """Rewards of the turns of each member; a completion is one turn."""
+        if self.trajectories is not None:
+            return [trajectory.turn_rewards for trajectory in self.trajectories]
+        return [[completion.reward] for completion in self.completions]
+
+    @property
+    def rewards(self) -> list[float]:
+        """What each member earned altogether."""
+        return [math.fsum(rewards) for rewards in self.turn_rewards]
+
+    @property
+    def truncated(self) -> list[bool]:
+        """Whether each member was cut off, as far as is known."""
+        return [bool(member.truncated) for member in self.trajectories or self.completions]
+
+    @property
+    def samplers(self) -> list[tuple[str, str]]:
+        """Who sampled a member or a turn of it, where that is said, after its place in the group."""
+        named = [(f"completions[{index}]", one.adapter) for index, one in enumerate(self.completions)]
+        named += [
+            (f"trajectories[{index}].segments[{place}]", segment.adapter)
+            for index, trajectory in enumerate(self.trajectories or ())
+            for place, segment in enumerate(trajectory.segments)
+            if segment.type == "action"
+        ]
+        return [(place, name) for place, name in named if name is not None]
 
 
 class ScoredCompletion(SentModel):
@@ -147,14 +229,14 @@ def group_of_row(row: Mapping[str, Any]) -> dict[str, Any]:
     return group
 
 
-def check_unmasked(groups: Sequence[GrpoGroup], *, mask_truncated: bool) -> None:
-    """Some group that has spread has a completion to learn from.
+def check_unmasked(groups: Sequence[GrpoGroup], credit: Credit, *, mask_truncated: bool) -> None:
+    """Some group that has spread has a member to learn from.
 
     Raises:
         InvalidRequest: they are truncated, all of them.
     """
-    differing = [group for group in groups if group.has_spread]
-    if mask_truncated and all(completion.truncated for group in differing for completion in group.completions):
+    differing = [group for group in groups if credit.spread(group.turn_rewards)]
+    if mask_truncated and all(truncated for group in differing for truncated in group.truncated):
         raise InvalidRequest(
             f"nothing to learn: mask_truncated leaves out every completion of the {len(differing)} groups whose "
             "rewards differ; sample with a higher max_tokens, or set mask_truncated to false",
@@ -162,13 +244,13 @@ def check_unmasked(groups: Sequence[GrpoGroup], *, mask_truncated: bool) -> None
         )
 
 
-def check_spread(groups: Sequence[GrpoGroup]) -> None:
+def check_spread(groups: Sequence[GrpoGroup], credit: Credit) -> None:
     """Some group has something to learn from.
 
     Raises:
         InvalidRequest: all rewards are equal in each of them.
     """
-    if any(group.has_spread for group in groups):
+    if any(credit.spread(group.turn_rewards) for group in groups):
         return
     rewards = [reward for group in groups for reward in group.rewards]
     raise InvalidRequest(

@@ -123,7 +123,8 @@ def test_reward_scales(host: TrainingHost) -> None:
     std = statistics.stdev([reward for group in rewards for reward in group])
     for given, divisor in ((True, None), ("group", None), ("batch", std + 1e-4), (False, 1.0), ("none", 1.0)):
         found = [
-            rollout.advantage for rollout in scored_rollouts(host, job(groups=groups, scale_rewards=given)).rollouts
+            rollout.turns[0].advantage
+            for rollout in scored_rollouts(host, job(groups=groups, scale_rewards=given)).rollouts
         ]
         wanted = [
             (reward - statistics.mean(group)) / (divisor or statistics.stdev(group) + 1e-4)

@@ -1,0 +1,128 @@
+"""Every LoRA gradient of a GRPO step on trajectories equals a plain transformers + PEFT backward of the formula."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.common.jobs import GrpoJob
+from services.trainer.jobs.grpo_run import GrpoRun
+from tests.tokenizer_support import qwen_like_tokenizer
+from tests.training_support import (
+    TrainingHost,
+    assert_same_gradients,
+    gradients,
+    peft_reference,
+    random_adapter,
+    reference_logprobs,
+    write_checkpoint,
+)
+
+CLIP_LOW, CLIP_HIGH = 0.1, 0.15
+
+
+def episodes(prompt: int) -> list[dict[str, Any]]:
+    """A group: three trajectories of one to three turns behind the same prompt; turns differ in temperature, the second
+    one's rewards in their place, and the third begins its context anew."""
+    generator = torch.Generator().manual_seed(3)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(0, 400, (count,), generator=generator).tolist()
+
+    def act(count: int, **fields: Any) -> dict[str, Any]:
+        return {"type": "action", "token_ids": tokens(count), "temperature": 0.8 if count % 2 else 1.0, **fields}
+
+    def see(count: int, **fields: Any) -> dict[str, Any]:
+        return {"type": "observation", "token_ids": tokens(count), **fields}
+
+    first = see(prompt)
+    return [
+        {"segments": [first, act(5), see(30), act(64), see(7), act(2)], "reward": 1.0},
+        {"segments": [first, act(9, reward=0.5), see(3), act(20, reward=-0.25)]},
+        {"segments": [first, act(4), see(12, restarts=True), act(11)], "reward": 0.25},
+    ]
+
+
+def reference_group(group: list[dict[str, Any]], level: str, discount: float) -> list[list[float]]:
+    """Advantages of the turns, written down without the code under test."""
+    returns = []
+    for one in group:
+        rewards = [segment.get("reward", 0.0) for segment in one["segments"] if segment["type"] == "action"]
+        rewards[-1] += one.get("reward", 0.0)
+        returns.append(
+            [sum(discount**k * reward for k, reward in enumerate(rewards[turn:])) for turn in range(len(rewards))]
+        )
+    found = []
+    for member in returns:
+        advantages = []
+        for turn in range(len(member)):
+            at = turn if level == "turn" else 0
+            values = [other[min(at, len(other) - 1)] for other in returns]
+            advantages.append((member[at] - statistics.mean(values)) / (statistics.stdev(values) + 1e-4))
+        found.append(advantages)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "level", "discount"),
+    [("dapo", "trajectory", 1.0), ("grpo", "turn", 0.9), ("dr_grpo", "trajectory", 0.5)],
+)
+def test_trajectory_gradients(tmp_path: Path, loss_type: str, level: str, discount: float) -> None:
+    torch.set_num_threads(1)
+    directory = write_checkpoint(tmp_path, qwen_like_tokenizer(), initializer_range=0.1)
+    host = TrainingHost(directory, max_train_tokens=1024)
+    adapter = random_adapter(host)
+    model = peft_reference(directory, adapter, tmp_path / "adapter")
+    group = episodes(40)
+    advantages = reference_group(group, level, discount)
+
+    generator = torch.Generator().manual_seed(4)
+    losses, lengths = [], []
+    for one, turns in zip(group, advantages, strict=True):
+        text: list[int] = []
+        number, mine = 0, []
+        for segment in one["segments"]:
+            if segment.get("restarts"):
+                text = []
+            if segment["type"] == "action":
+                ids = segment["token_ids"]
+                logprobs = reference_logprobs(model, text + ids, len(text), segment["temperature"])
+                noise = 0.3 * torch.randn(len(ids), generator=generator)
+                segment["logprobs"] = (logprobs.detach() + noise).clamp(max=0.0).tolist()
+                ratio = (logprobs - torch.tensor(segment["logprobs"])).exp()
+                bounded = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+                mine.append(-torch.minimum(ratio * turns[number], bounded * turns[number]))
+                number += 1
+            text = text + segment["token_ids"]
+        losses.append(torch.cat(mine))
+        lengths.append(len(losses[-1]))
+    if loss_type == "dapo":
+        total = torch.cat(losses).mean()
+    else:
+        divisors = lengths if loss_type == "grpo" else [100] * len(lengths)
+        total = sum((loss.sum() / by for loss, by in zip(losses, divisors, strict=True)), torch.zeros(())) / 3
+    total.backward()
+
+    spec = GrpoJob.model_validate(
+        {
+            "adapter": "a",
+            "groups": [{"trajectories": group}],
+            "loss_type": loss_type,
+            "advantage": level,
+            "discount": discount,
+            "clip_low": CLIP_LOW,
+            "clip_high": CLIP_HIGH,
+            "max_tokens_per_microbatch": 200,
+            **({"max_completion_length": 100} if loss_type == "dr_grpo" else {}),
+        }
+    )
+    run = GrpoRun.prepare(spec, host, adapter)
+    metrics, _ = run._accumulate(0, lambda: None)
+    assert metrics["loss"] == pytest.approx(float(total.detach()), rel=1e-4, abs=1e-6)
+    assert metrics["completion_length_mean"] == pytest.approx(statistics.mean(lengths))
+    assert metrics["clip_fraction_low"] > 0
+    assert_same_gradients(gradients(run.lora), model)
