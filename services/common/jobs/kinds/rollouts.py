@@ -15,7 +15,7 @@ from services.common.jobs.fields.messages import SAYS, check_asks
 from services.common.jobs.fields.prompts import PromptFields
 from services.common.jobs.fields.refs import FixedPolicy
 from services.common.jobs.trajectories.credit import Credit
-from services.common.jobs.trajectories.segments import Reward, SampledBy, Trajectory
+from services.common.jobs.trajectories.segments import Reward, Trajectory
 from services.common.validation.json_rules import (
     NULL,
     SOME,

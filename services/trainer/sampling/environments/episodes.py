@@ -60,6 +60,8 @@ class Episode:
     """It was cut off: its turns or tokens were used up."""
     answer: ReadAnswer | None = None
     """The last one."""
+    others: float = 0.0
+    """Weighted scores of the rewards beside the environment's."""
     failures: tuple[FailureKind, ...] = ()
     """Failures of environments before the one that it came to its end in."""
 

@@ -114,7 +114,9 @@ class Session:
         message = {"type": kind} if data is None else {"type": kind, "data": data}
         try:
             async with asyncio.timeout(self._timeout):
-                await self._socket.send(json.dumps(message))
+                # A server that is full says so unasked, and closes.
+                with contextlib.suppress(ConnectionClosed):
+                    await self._socket.send(json.dumps(message))
                 raw = await self._socket.recv()
         except TimeoutError as error:
             raise EnvironmentFailed(FailureKind.TIMEOUT, f"no answer to {kind} within {self._timeout:g} s") from error

@@ -21,30 +21,26 @@ from services.trainer.sampling.environments.episodes import Dropped, Episode
 from services.trainer.sampling.environments.world import FailureKind
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredEpisode:
-    """An episode that came to its end."""
+def trajectory_of(episode: Episode, weight: float, temperature: float, *, own_prompt: bool) -> Trajectory:
+    """An episode as it is learnt from.
 
-    episode: Episode
-    others: float
-    """Sum of the weighted scores of the rewards beside the environment's."""
-
-    def trajectory(self, weight: float, temperature: float, *, own_prompt: bool) -> Trajectory:
-        """The episode as it is learnt from; with the prompt in it, or given beside it."""
-        episode = self.episode
-        segments: list[Action | Observation] = [Observation(token_ids=list(episode.prompt))] if own_prompt else []
-        for place, (action, reward) in enumerate(zip(episode.actions, episode.rewards, strict=True)):
-            segments.append(
-                Action(
-                    token_ids=list(action.token_ids),
-                    logprobs=action.logprobs.tolist(),
-                    temperature=temperature,
-                    reward=weight * reward,
-                )
+    Args:
+        weight: of the environment's rewards.
+        own_prompt: the prompt is its first segment; otherwise it is given beside it.
+    """
+    segments: list[Action | Observation] = [Observation(token_ids=list(episode.prompt))] if own_prompt else []
+    for place, (action, reward) in enumerate(zip(episode.actions, episode.rewards, strict=True)):
+        segments.append(
+            Action(
+                token_ids=list(action.token_ids),
+                logprobs=action.logprobs.tolist(),
+                temperature=temperature,
+                reward=weight * reward,
             )
-            if place < len(episode.observations):
-                segments.append(Observation(token_ids=list(episode.observations[place])))
-        return Trajectory(segments=segments, reward=self.others, truncated=episode.truncated)
+        )
+        if place < len(episode.observations):
+            segments.append(Observation(token_ids=list(episode.observations[place])))
+    return Trajectory(segments=segments, reward=episode.others, truncated=episode.truncated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,34 +102,22 @@ def ended(found: Sequence[Episode | Dropped], environment: EnvironmentReward) ->
 
 
 def made_round(
-    number: int,
-    temperature: float,
-    environment: EnvironmentReward,
-    members: Sequence[Sequence[Episode | Dropped]],
-    others: Mapping[int, float],
+    number: int, temperature: float, environment: EnvironmentReward, members: Sequence[Sequence[Episode | Dropped]]
 ) -> EpisodeRound:
-    """A round of the episodes of each group.
-
-    Args:
-        others: weighted scores of the rewards beside the environment's, by id() of the episode.
-    """
+    """A round of the episodes of each group; some have come to their ends."""
     groups, unequal = [], 0
     for group in members:
         left = [one for one in group if isinstance(one, Episode)]
-        if not left:
-            continue
-        starts = {one.prompt for one in left}
-        unequal += len(starts) > 1
+        prompts = {one.prompt for one in left}
+        unequal += len(prompts) > 1
         trajectories = [
-            ScoredEpisode(one, others.get(id(one), 0.0)).trajectory(
-                environment.weight, temperature, own_prompt=len(starts) > 1
-            )
-            for one in left
+            trajectory_of(one, environment.weight, temperature, own_prompt=len(prompts) > 1) for one in left
         ]
-        prompt = None if len(starts) > 1 else list(left[0].prompt)
-        groups.append(GrpoGroup(prompt_token_ids=prompt, trajectories=trajectories))
-    found = [one for group in members for one in group]
-    metrics = episode_metrics(found, environment) | {"environment_unequal_starts": float(unequal)}
+        if left:
+            prompt = list(left[0].prompt) if len(prompts) == 1 else None
+            groups.append(GrpoGroup(prompt_token_ids=prompt, trajectories=trajectories))
+    metrics = episode_metrics([one for group in members for one in group], environment)
+    metrics["environment_unequal_starts"] = float(unequal)
     metrics["frac_reward_zero_std"] = sum(max(one.rewards) == min(one.rewards) for one in groups) / len(groups)
     return EpisodeRound(number, groups, metrics)
 
