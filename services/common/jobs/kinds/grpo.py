@@ -370,7 +370,7 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
                 found.setdefault(name, f"groups[{number}].{place}.adapter")
         versions: dict[AdapterVersion, str] = {}
         for name, field in found.items():
-            for version in versions_of(parse_policy(name)) if name else ():
+            for version in versions_of(parse_policy(name)):
                 versions.setdefault(version, field)
         if len(versions) > MOST_SAMPLERS:
             raise InvalidRequest(

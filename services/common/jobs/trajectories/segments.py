@@ -6,10 +6,8 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from services.common.adapters.composition import FIXED_SCHEMA, parse_published
-from services.common.adapters.names import BASE
 from services.common.jobs.fields.messages import Message, check_asks
-from services.common.storage.names import field_check
+from services.common.jobs.fields.refs import FixedPolicy
 from services.common.validation.json_rules import Rules, contains, exactly_one, has
 from services.common.validation.strict_models import SentModel, absent
 
@@ -19,12 +17,6 @@ MOST_SEGMENTS = 4096
 """Segments of a trajectory."""
 
 
-def _sampler(text: str) -> str:
-    return text if text == BASE else str(parse_published(text))
-
-
-SampledBy = Annotated[str, field_check(_sampler), Field(json_schema_extra=dict(FIXED_SCHEMA))]
-""""name@n", several together ("a@3*0.7+b@1"), or "base"."""
 SegmentTokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
@@ -37,7 +29,7 @@ class Action(SentModel):
     """log softmax(logits / temperature) of each sampled token, as `sampling_logprobs` of a response gives it. Every
     action of a trajectory has them, or none: then they are computed again and marked `recomputed`."""
     temperature: float = Field(1.0, ge=0, le=100)
-    adapter: SampledBy | None = None
+    adapter: FixedPolicy | None = None
     """"name@n" that sampled it, several together ("a@3*0.7+b@1"), or "base"; a version must exist when the job is
     submitted. Turns of one trajectory may have different ones."""
     reward: Reward | None = Field(None, exclude_if=absent)

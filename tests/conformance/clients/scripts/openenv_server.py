@@ -4,11 +4,10 @@ import socket
 import sys
 
 import uvicorn
+from fastapi import FastAPI
 from openenv.core.env_server.http_server import HTTPEnvServer
 from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, Observation, State
-
-from fastapi import FastAPI
 
 
 class Say(Action):
