@@ -60,8 +60,12 @@ class Calculator(Environment):
             "type": "function",
             "function": {
                 "name": "get_sum",
-                "description": "Add the number to the memory.",
-                "parameters": object_schema({"number": {"type": "integer"}}),
+                "description": "Handle the number.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"number": {"type": "integer"}},
+                    "required": ["number"],
+                },
             },
         },
     )

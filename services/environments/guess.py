@@ -1,7 +1,7 @@
 """A small text game: a hidden number is guessed, and each miss is told to be too low or too high.
 
-A hidden number of seven is found in three guesses whatever it is, if each halves what is left. Who forgets what was
-said finds fewer.
+The hidden one of three numbers is found in two guesses whatever it is, if the first is the middle one and the second
+heeds what was said of it. Who forgets that finds fewer.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ _NUMBER = re.compile(r"-?\d+")
 class GuessParams(Params):
     """Parameters of a game."""
 
-    numbers: int = Field(7, ge=2, le=1000)
-    """The hidden number is 1 to this."""
-    guesses: int = Field(3, ge=1, le=100)
+    lowest: int | None = Field(None, ge=0, le=10**6)
+    """The lowest number that it may be; None: one to seven, drawn."""
+    numbers: int = Field(3, ge=2, le=1000)
+    """Numbers that it may be."""
+    guesses: int = Field(2, ge=1, le=100)
 
 
 class Guess(Environment):
@@ -38,9 +40,12 @@ class Guess(Environment):
     def _begin(self, params: Params) -> Observation:
         if not isinstance(params, GuessParams):
             raise TypeError(f"not parameters of this game: {params!r}")
-        self._numbers, self._guesses = params.numbers, params.guesses
-        self._hidden = random.Random(params.seed).randint(1, params.numbers)
-        return Observation({"text": f"Guess a number from 1 to {self._numbers}."})
+        drawn = random.Random(params.seed)
+        self._guesses = params.guesses
+        self._lowest = drawn.randint(1, 7) if params.lowest is None else params.lowest
+        self._highest = self._lowest + params.numbers - 1
+        self._hidden = drawn.randint(self._lowest, self._highest)
+        return Observation({"text": f"Guess a number from {self._lowest} to {self._highest}."})
 
     def _take(self, action: Mapping[str, Any]) -> Observation:
         found = _NUMBER.search(message_of(action))
@@ -49,8 +54,8 @@ class Guess(Environment):
         if guess == self._hidden:
             return Observation({"text": "Right."}, 1.0, done=True)
         last = self.steps + 1 >= self._guesses
-        if guess is None or not 1 <= guess <= self._numbers:
-            text = f"Say a number from 1 to {self._numbers}."
+        if guess is None or not self._lowest <= guess <= self._highest:
+            text = f"Say a number from {self._lowest} to {self._highest}."
         else:
             text = "Higher." if guess < self._hidden else "Lower."
         return Observation({"text": text}, 0.0, done=last)

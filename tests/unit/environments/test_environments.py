@@ -24,11 +24,13 @@ def add(environment: Environment, number: object) -> Observation:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_halving_finds_every_number_in_three_guesses(seed: int) -> None:
+@pytest.mark.parametrize(("numbers", "guesses"), [(3, 2), (7, 3)])
+def test_halving_finds_every_number(seed: int, numbers: int, guesses: int) -> None:
     game = Guess()
-    assert begun(game, seed=seed) == "Guess a number from 1 to 7."
-    low, high = 1, 7
-    for _ in range(3):
+    asked = begun(game, seed=seed, numbers=numbers, guesses=guesses)
+    low, high = (int(one) for one in asked.removeprefix("Guess a number from ").removesuffix(".").split(" to "))
+    assert high - low + 1 == numbers
+    for _ in range(guesses):
         middle = (low + high) // 2
         found = say(game, f"It is {middle}.")
         if found.done:
@@ -40,7 +42,7 @@ def test_halving_finds_every_number_in_three_guesses(seed: int) -> None:
 
 def test_a_game_ends_with_its_last_guess() -> None:
     game = Guess()
-    begun(game, seed=1, numbers=1000, guesses=2)
+    begun(game, seed=1, lowest=1, numbers=1000)
     hidden = "hidden"
     assert hidden not in game.state
     assert say(game, "no idea").fields["text"] == "Say a number from 1 to 1000."
@@ -52,14 +54,14 @@ def test_a_game_ends_with_its_last_guess() -> None:
 
 
 def test_what_is_hidden_is_a_function_of_the_seed() -> None:
-    hidden = []
-    for seed in (1, 1, *range(2, 30)):
+    found = []
+    for seed in (1, 1, *range(2, 200)):
         game = Guess()
-        begun(game, seed=seed)
-        say(game, "8"), say(game, "8"), say(game, "8")
-        hidden.append(game.state["hidden"])
-    assert hidden[0] == hidden[1]
-    assert set(hidden) == set(range(1, 8))
+        asked = begun(game, seed=seed)
+        say(game, "-"), say(game, "-")
+        found.append((asked, game.state["hidden"]))
+    assert found[0] == found[1]
+    assert len(set(found)) == 3 * 7
 
 
 def test_a_calculator_is_answered_by_its_calls_alone() -> None:

@@ -9,7 +9,7 @@ from openenv.core.generic_client import GenericEnvClient
 
 async def play(url: str) -> None:
     async with GenericEnvClient(base_url=url) as client:
-        first = await client.reset(seed=3, episode_id="e-1")
+        first = await client.reset(seed=3, episode_id="e-1", lowest=1, numbers=7, guesses=3)
         low, high, told = 1, 7, [first.observation["text"]]
         result = first
         while not result.done:

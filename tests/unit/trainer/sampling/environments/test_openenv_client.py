@@ -59,13 +59,13 @@ def guess() -> Iterator[str]:
 
 def test_a_text_game(guess: str) -> None:
     async def halves(world: World) -> tuple[str, list[Outcome]]:
-        shown = await world.begin({"seed": 3})
-        return shown, [await world.act(said("none")), await world.act(said("4")), await world.act(said("2"))]
+        shown = await world.begin({"seed": 3, "guesses": 3})
+        return shown, [await world.act(said("none")), await world.act(said("3")), await world.act(said("4"))]
 
     shown, (unsaid, first, second) = play(guess, halves)
-    assert shown == "Guess a number from 1 to 7."
-    assert unsaid == Outcome([{"role": "user", "content": "Say a number from 1 to 7."}], 0.0)
-    assert first == Outcome([{"role": "user", "content": "Lower."}], 0.0)
+    assert shown == "Guess a number from 2 to 4."
+    assert unsaid == Outcome([{"role": "user", "content": "Say a number from 2 to 4."}], 0.0)
+    assert first == Outcome([{"role": "user", "content": "Higher."}], 0.0)
     assert second == Outcome((), 1.0, done=True)
 
 
@@ -77,7 +77,7 @@ def test_equal_seeds_begin_alike_each_in_an_environment_of_its_own(guess: str) -
         async with worlds.open(()) as one, worlds.open(()) as other:
             await one.begin({"seed": 3})
             await other.begin({"seed": 3})
-            return [await world.act(said(guess)) for world in (one, other) for guess in ("4", "2")]
+            return [await world.act(said(guess)) for world in (one, other) for guess in ("3", "4")]
 
     assert [outcome.reward for outcome in asyncio.run(two())] == [0.0, 1.0, 0.0, 1.0]
 
