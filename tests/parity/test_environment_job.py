@@ -84,7 +84,7 @@ def test_episodes_are_learnt_from_as_they_were_played() -> None:
         others = [{"type": "regex", "pattern": digit, "weight": 0.1} for digit in "24678"]
         run = prepared(pod, url, others=others, generate={"eval_prompts": [PROMPT | {"reset": {"seed": 5}}]})
         first = run.step(0)
-        kept = run._round
+        kept = run.round
         assert isinstance(kept, EpisodeRound)
         codec = pod.host.codec
         for group in kept.groups():
@@ -128,7 +128,7 @@ def test_a_round_under_way_is_part_of_the_checkpoint() -> None:
         after = run.step(1)
         again = prepared(pod, url, **fields)
         assert again.load_state(state) == 1
-        assert again._round == run._round
+        assert again.round == run.round
         resumed = again.step(1)
         assert resumed["loss"] == pytest.approx(after["loss"], rel=1e-5)
         assert resumed["environment_turns"] == after["environment_turns"]
@@ -147,7 +147,7 @@ def test_tools_are_called_between_turns() -> None:
             generate={"prompts": [prompt], "rounds": 1, "max_tokens": 40, "temperature": 0.5},
         )
         run.step(0)
-        kept = run._round
+        kept = run.round
         assert isinstance(kept, EpisodeRound)
         codec = pod.host.codec
         first = (kept.groups()[0].trajectories or [])[0]
@@ -197,7 +197,7 @@ def test_forty_faults_and_nothing_is_trained_on_half_a_turn() -> None:
             metrics = run.step(index)
             dropped += metrics["environment_dropped"]
             retried += metrics["environment_retried"]
-            kept = run._round
+            kept = run.round
             assert isinstance(kept, EpisodeRound)
             for trajectory in (one for group in kept.groups() for one in group.trajectories or ()):
                 # Every turn that did not end the episode was answered, and every reward is the game's own.

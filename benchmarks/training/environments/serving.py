@@ -89,8 +89,12 @@ class FaultyServer:
         self, make: Callable[[], Environment], *, share: float, seed: int, faults: tuple[Fault, ...] = tuple(Fault)
     ) -> None:
         self._make = make
-        self._share = share
         self._drawn = random.Random(seed)
+        self.behave(share, faults)
+
+    def behave(self, share: float, faults: tuple[Fault, ...]) -> None:
+        """From now on, with nothing counted yet."""
+        self._share = share
         self._next = itertools.cycle(faults)
         self.made: dict[Fault, int] = dict.fromkeys(Fault, 0)
         """Faults so far."""

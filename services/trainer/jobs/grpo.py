@@ -145,6 +145,11 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
 
     # -- rounds
 
+    @property
+    def round(self) -> Round | EpisodeRound | None:
+        """The round that is under way; None: there was none yet."""
+        return self._round
+
     def _requests(self, number: int) -> list[RolloutRequest]:
         return [
             RolloutRequest(prompt.token_ids, sample_seed(self._job.seed, number, place, member))
