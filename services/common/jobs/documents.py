@@ -37,6 +37,8 @@ class Document:
     """Index of the example or rollout it comes from."""
     thoughtless: bool = False
     """A thought was asked for, and a turn has none: its empty one is context."""
+    truncated: bool = False
+    """It was longer than is trained on, and its end was cut off."""
     observed: Sequence[bool] | None = None
     """Tokens of a trajectory's observations behind its first action; None: there are none."""
     weights: Sequence[float] | None = None
@@ -73,6 +75,7 @@ class Document:
             trained=self.trained[:length],
             observed=self.observed and self.observed[:length],
             weights=self.weights and self.weights[:length],
+            truncated=True,
         )
 
     def learning_observations(self, weight: float) -> Document:
