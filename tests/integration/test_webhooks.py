@@ -14,6 +14,8 @@ import openai
 import pytest
 import redis
 
+from services.common.adapters.names import AdapterVersion
+from services.common.adapters.registry import CONFIG, WEIGHTS, AdapterRegistry
 from services.common.jobs import JobState
 from services.common.jobs.fine_tuning import FineTuning
 from services.common.queue.job_queue import JobQueue
@@ -21,6 +23,7 @@ from services.common.security.destinations import may_call
 from services.common.settings import CommonSettings
 from services.common.storage.outbox import OUTBOX
 from services.gateway.api.operations.webhook_sender import WebhookSender
+from services.gateway.core.file_store import StoreThreads
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.webhook_store import Delivery, WebhookStore
 from services.gateway.settings import GatewaySettings
@@ -76,6 +79,8 @@ class Office:
 
     common: CommonSettings
     receiver: Receiver
+    registry: AdapterRegistry
+    threads: StoreThreads
     senders: list[WebhookSender] = field(default_factory=list)
 
     def url(self, path: str) -> str:
@@ -91,7 +96,9 @@ class Office:
             "webhook_attempts": 3,
         }
         settings = GatewaySettings.model_validate({**self.common.model_dump(), **values, **more})
-        self.senders.append(WebhookSender(settings, WebhookStore(settings), GatewayMetrics()))
+        self.senders.append(
+            WebhookSender(settings, WebhookStore(settings), GatewayMetrics(), self.registry, self.threads)
+        )
         return self.senders[-1]
 
     async def until(self, holds: Callable[[list[Delivery]], bool], *senders: WebhookSender) -> list[Delivery]:
@@ -107,9 +114,11 @@ class Office:
 
 
 @pytest.fixture
-async def office(settings: CommonSettings, receiver: Receiver) -> AsyncIterator[Office]:
-    office = Office(settings, receiver)
+async def office(settings: CommonSettings, receiver: Receiver, registry: AdapterRegistry) -> AsyncIterator[Office]:
+    threads = StoreThreads()
+    office = Office(settings, receiver, registry, threads)
     yield office
+    threads.close()
     for sender in office.senders:
         await sender.stop()
         await sender.store.aclose()
@@ -168,12 +177,71 @@ async def test_promotions_are_told(office: Office, settings: CommonSettings, raw
     learner = await learners.create(NewLearner(policy("l")), BEGUN)
     said = NewEvent(kind="promoted", detail="better", cycle=1, evidence={"candidate": "toy@3"})
     await learners.write(learner, BEGUN, [said])
-    told = [(entry["type"], json.loads(entry["data"])) for _, entry in raw.xrange(OUTBOX)]
+    told = outbox(raw)
     assert [kind for kind, _ in told] == ["canary.promoted", "canary.rolled_back", "learner.promoted"]
     assert told[0][1] == {"id": good.id, "adapter": "good", "candidate": "good@2", "state": "promoted"}
     assert (told[2][1]["learner"], told[2][1]["candidate"]) == ("l", "toy@3")
     await canaries.aclose()
     await learners.aclose()
+
+
+def outbox(raw: redis.Redis) -> list[tuple[str, dict[str, Any]]]:
+    entries: Any = raw.xrange(OUTBOX)
+    return [(entry["type"], json.loads(entry["data"])) for _, entry in entries]
+
+
+def publish(registry: AdapterRegistry, weights: str) -> AdapterVersion:
+    return registry.publish("toy", {WEIGHTS: weights.encode(), CONFIG: b'{"r": 4}'}, base_digest="d").ref
+
+
+async def news(sender: WebhookSender) -> list[tuple[str, dict[str, Any]]]:
+    """Events of which deliveries were made, oldest first."""
+    found = sorted(await sender.store.list(limit=100), key=lambda delivery: delivery.event)
+    return [(one.type, json.loads(one.body)["data"]) for one in found]
+
+
+async def test_moves_of_adapters_are_told_once_also_where_their_maker_dies(
+    office: Office, registry: AdapterRegistry, raw: redis.Redis
+) -> None:
+    one, other = office.sender("/ok"), office.sender("/ok")
+    versions = [publish(registry, f"{number}") for number in range(3)]
+    registry.attach(versions[2])
+    registry.attach(versions[2])  # moves nothing
+    await one.store.tell(registry.changes({}, "toy")[0])
+    assert outbox(raw) == [("adapter.attached", {"adapter": "toy@3", "before": None, "model": registry.model})]
+    registry.rollback("toy")
+    registry.detach()
+    # Whoever did that is dead; each gateway looks at the pointers, and one does at a time.
+    await asyncio.gather(one.once(), other.once())
+    raw.delete("temper:webhooks:sweep")
+    await asyncio.gather(one.once(), other.once(), other.store.tell(registry.changes({})[0]))
+    registry.set_current(versions[0], by="canary-1")  # which tells of itself
+    raw.delete("temper:webhooks:sweep")
+    await one.once()
+    told = await news(one)
+    assert [(kind, data) for kind, data in told if kind != "adapter.rolled_back"] == [
+        ("adapter.attached", {"adapter": "toy@3", "before": None, "model": registry.model}),
+        ("adapter.attached", {"adapter": "toy@2", "before": "toy@3", "model": registry.model}),
+        ("adapter.detached", {"adapter": None, "before": "toy@2", "model": registry.model}),
+    ]
+    assert [data for kind, data in told if kind == "adapter.rolled_back"] == [
+        {"adapter": "toy", "from": "toy@3", "to": "toy@2"}
+    ]
+
+
+async def test_what_moved_before_anybody_told_of_it_is_no_news(
+    office: Office, registry: AdapterRegistry, raw: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, ago = office.sender("/ok"), time.time() - 7200
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: ago)
+        registry.attach(publish(registry, "1"))
+    await sender.once()
+    assert await news(sender) == []
+    registry.detach()
+    raw.delete("temper:webhooks:sweep")
+    await sender.once()
+    assert [kind for kind, _ in await news(sender)] == ["adapter.detached"]
 
 
 async def test_what_fails_is_tried_again_and_given_up(queue: JobQueue, office: Office, receiver: Receiver) -> None:

@@ -1,8 +1,8 @@
 """A thousand faults: `python -m benchmarks.training.environments.faults --out benchmarks/results/environments`.
 
 A job of the tiny model plays the guessing game with a server of which a share of the answers is a fault: silence, a cut
-or closed connection, no JSON, half a message, bytes, messages of a wrong form, rewards that are none, 2 MiB at once, errors
-of its own, no room. Rounds go on until there have been so many faults. Behind each round its data is looked
+or closed connection, no JSON, half a message, bytes, messages of a wrong form, rewards that are none, 2 MiB at once, no
+room, errors of its own. Rounds go on until there have been so many faults. Behind each round its data is looked
 through: each turn but the last was answered, and every reward is one that the game gave.
 
 Then a job meets a server of which every answer is the same fault, for each kind of fault: it ends with the reason, and

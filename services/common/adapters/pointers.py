@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -50,6 +50,19 @@ class Attachment:
 
 
 @dataclass(frozen=True, slots=True)
+class Change:
+    """Move of a pointer, as it is told outside."""
+
+    key: str
+    """Of the pointer."""
+    at: float
+    """Unix seconds; later than those before it of the same pointer."""
+    type: str
+    """"adapter.attached", "adapter.detached" or "adapter.rolled_back"."""
+    data: Mapping[str, str | None]
+
+
+@dataclass(frozen=True, slots=True)
 class Rollback:
     """Result of a rollback."""
 
@@ -64,6 +77,7 @@ class AdapterPointers(ABC):
 
     def __init__(self, store: ObjectStore, served_model_name: str) -> None:
         self._store = store
+        self.model = served_model_name
         self._attachment = attachment_key(served_model_name)
         self._pointer_cache: dict[str, tuple[str, int, Kind]] = {}
         """name → (etag, version, kind) of CURRENT as last read; replaced as a whole, so readers need no lock."""
@@ -185,9 +199,7 @@ class AdapterPointers(ABC):
                 )
             if before == version.version:
                 return None
-            move: _Pointer = {"from": before, "to": version.version, "at": round(time.time(), 3)}
-            move |= {} if by is None else {"by": by}
-            moves = [*pointer.get("moves", []), move][-_MOVES:]
+            moves = _moved(pointer.get("moves", []), before, version.version, **({} if by is None else {"by": by}))
             newest = max(_newest_of(pointer), version.version)
             return {**_of_kind(kind), "version": version.version, "newest": newest, "moves": moves}
 
@@ -231,6 +243,36 @@ class AdapterPointers(ABC):
         pointer = self._read_json(current_key(check_adapter_name(name)))
         return list(pointer[0].get("moves", [])) if pointer is not None else []
 
+    def changes(self, seen: Mapping[str, str], name: str | None = None) -> tuple[list[Change], dict[str, str]]:
+        """The newest moves of what is attached and of what is current, oldest first of each pointer, without those that
+        canaries made, which tell of themselves; and key → etag of the pointers that were read.
+
+        Args:
+            seen: key → etag of pointers that need not be read again.
+            name: read the pointer of this adapter, and none of another.
+        """
+        found: list[Change] = []
+        etags: dict[str, str] = {}
+        for one in [None, *(self._store.list_dirs("adapters/") if name is None else [name])]:
+            key = self._attachment if one is None else current_key(one)
+            etag = self._store.head(key)
+            if etag is None or seen.get(key) == etag:
+                continue
+            pointer = self._read_json(key)
+            if pointer is None:
+                continue
+            etags[key] = pointer[1]
+            for move in pointer[0].get("moves", []):
+                if one is not None and "by" in move:
+                    continue
+                found.append(self._attachment_change(move) if one is None else _rollback_change(one, move))
+        return found, etags
+
+    def _attachment_change(self, move: _Pointer) -> Change:
+        after, before = move["to"], move["from"]
+        kind = "adapter.detached" if after is None else "adapter.attached"
+        return Change(self._attachment, move["at"], kind, {"adapter": after, "before": before, "model": self.model})
+
     def attach(self, version: AdapterVersion, *, forward_only: bool = False) -> AdapterVersion:
         """Plain requests for the base model are answered with this version from now on; returns what is attached.
 
@@ -270,7 +312,7 @@ class AdapterPointers(ABC):
             InvalidRequest: it is a drafter.
         """
         self._check_attachable(version)
-        attached = _attaching(version)
+        attached = _attaching(version, seen.pointer)
         if not self._swap(self._attachment, seen.pointer, json.dumps(attached).encode()):
             return False
         before = seen.pointer[0] if seen.pointer is not None else {"adapter": None}
@@ -279,7 +321,11 @@ class AdapterPointers(ABC):
 
     def detach(self) -> None:
         """Plain requests for the base model are answered by the base model."""
-        self._store.put(self._attachment, json.dumps(_attaching(None)).encode())
+        for _ in range(RACES):
+            pointer = self._read_json(self._attachment)
+            if self._swap(self._attachment, pointer, json.dumps(_attaching(None, pointer)).encode()):
+                return
+        raise Unavailable("what is attached to the base model kept changing; retry")
 
     # Parts.
 
@@ -341,11 +387,30 @@ class AdapterPointers(ABC):
         return pointer, stored.etag
 
 
-def _attaching(version: AdapterVersion | None) -> _Pointer:
+def _attaching(version: AdapterVersion | None, pointer: tuple[_Pointer, str] | None) -> _Pointer:
     """The pointer of what is attached. With its time, so that the same version attached again is another object: who
-    has read the one before does not take it for that."""
+    has read the one before does not take it for that.
+
+    Args:
+        pointer: the one before, as it was read.
+    """
     ref = None if version is None else str(version)
-    return POINTER.stamped({"adapter": ref, "at": round(time.time(), 6)})
+    before = {} if pointer is None else pointer[0]
+    moves = before.get("moves", [])
+    if before.get("adapter") != ref:
+        moves = _moved(moves, before.get("adapter"), ref)
+    return POINTER.stamped({"adapter": ref, "at": round(time.time(), 6), "moves": moves})
+
+
+def _moved(moves: Sequence[_Pointer], before: object, after: object, **by: str) -> list[_Pointer]:
+    """Moves with one more, the newest of them all whatever the clocks of two processes say."""
+    at = max([time.time(), *(move["at"] + 1e-3 for move in moves[-1:])])
+    return [*moves, {"from": before, "to": after, "at": round(at, 3), **by}][-_MOVES:]
+
+
+def _rollback_change(name: str, move: _Pointer) -> Change:
+    data = {"adapter": name, "from": f"{name}@{move['from']}", "to": f"{name}@{move['to']}"}
+    return Change(current_key(name), move["at"], "adapter.rolled_back", data)
 
 
 def _of_kind(kind: Kind) -> _Pointer:

@@ -3,6 +3,8 @@
 Keys:
     temper:webhooks:due     sorted set of delivery ids by the time of their next attempt (unix seconds)
     temper:webhooks:all     sorted set of delivery ids by creation
+    temper:webhooks:told    hash: pointer of adapters -> time of its newest move that is in the outbox
+    temper:webhooks:sweep   there while pointers have just been looked at
     temper:webhook:{id}     hash: the delivery, its body and its attempts
 
 A claim moves a delivery's time into the future: a gateway that dies with it leaves it to the others by itself, and as
@@ -14,19 +16,25 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Awaitable, Sequence
+from dataclasses import asdict
 from typing import Any, Final, Literal, TypeAlias, cast
 
 from pydantic import Field
 
+from services.common.adapters.pointers import Change
 from services.common.errors import NotFound
 from services.common.settings import CommonSettings
-from services.common.storage.outbox import OUTBOX
+from services.common.storage.outbox import NOTIFY, OUTBOX
 from services.common.storage.redis import NOW, call_async, connect_async
 from services.common.validation.strict_models import StrictModel
 
 _DUE: Final = "temper:webhooks:due"
 _ALL: Final = "temper:webhooks:all"
+_TOLD: Final = "temper:webhooks:told"
+_SWEEP: Final = "temper:webhooks:sweep"
 _ROOT: Final = "temper:webhook:"
+_NEWS_SECONDS = 3600
+"""Age of a pointer's move that is told the first time that anything of the pointer is."""
 _KEPT = 10_000
 """Deliveries that are remembered."""
 _TTL = 7 * 86400
@@ -94,6 +102,21 @@ else
   redis.call('EXPIRE', hash, {_TTL})
 end
 return 'OK'
+"""
+)
+_TELL = (
+    _PRELUDE
+    + NOTIFY
+    + f"""
+-- KEYS told; ARGV JSON. Each move of a pointer once: those later than the last one of its pointer that was told. What
+-- moved long before anybody told of it is no news.
+for _, move in ipairs(cjson.decode(ARGV[1])) do
+  local last = redis.call('HGET', KEYS[1], move.key) or (tonumber(now()) - {_NEWS_SECONDS})
+  if move.at > tonumber(last) then
+    notify(move.type, move.data)
+    redis.call('HSET', KEYS[1], move.key, string.format('%.3f', move.at))
+  end
+end
 """
 )
 _RESEND = (
@@ -176,12 +199,25 @@ class WebhookStore:
 
     def __init__(self, settings: CommonSettings) -> None:
         self._redis = connect_async(settings)
-        self._make, self._claim, self._settle, self._resend = map(
-            self._redis.register_script, (_MAKE, _CLAIM, _SETTLE, _RESEND)
+        self._make, self._claim, self._settle, self._resend, self._tell = map(
+            self._redis.register_script, (_MAKE, _CLAIM, _SETTLE, _RESEND, _TELL)
         )
 
     async def aclose(self) -> None:
         await self._redis.aclose()
+
+    async def tell(self, changes: Sequence[Change]) -> None:
+        """Adds the moves of pointers to the outbox, each once, however often and by whomever they are given here.
+
+        They are in the object store, so they cannot be written in one step with their events. But they stay there, and
+        this is repeated until it succeeds."""
+        if changes:
+            moves = json.dumps([asdict(change) for change in changes])
+            await call_async(lambda: self._tell(keys=[_TOLD], args=[moves]))
+
+    async def sweeps(self, seconds: float) -> bool:
+        """Whether the pointers are to be looked at by this gateway now; nobody else does for so many seconds."""
+        return bool(await call_async(lambda: self._redis.set(_SWEEP, "1", nx=True, px=int(seconds * 1000))))
 
     async def events(self, most: int) -> Events:
         """The oldest events of the outbox."""

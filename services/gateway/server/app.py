@@ -208,9 +208,9 @@ def create_app(
         controller = LearnerController(learners, work, metrics.learners) if settings.learners else None
         tinker = TinkerServices.of(training, sessions, batch_stores.files.objects)
         queues = QueueWatch({"training": queue, "batches": batch_stores.queue}, metrics)
-        adapters = AdapterServices(settings, engines, registry, queue, threads)
+        sender = WebhookSender(settings, keep_webhooks(settings), metrics, registry, threads)
+        adapters = AdapterServices(settings, engines, registry, queue, threads, sender.store)
         directory = AdapterDirectory(adapters)
-        sender = WebhookSender(settings, keep_webhooks(settings), metrics)
         provide(
             app,
             inference,

@@ -21,6 +21,7 @@ from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import Conflict, ModelNotFound, TemperError, Unavailable
 from services.common.shutdown import cancel_and_wait
 from services.common.storage.lease import LeaseLost
+from services.common.storage.repeated import repeat
 from services.learning.canaries.answers import counts_of
 from services.learning.canaries.beginning import current_version
 from services.learning.canaries.enrolment import session_mark
@@ -78,7 +79,10 @@ class CanaryController:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._renew()), asyncio.create_task(self._run())]
+        self._tasks = [
+            asyncio.create_task(self._renew()),
+            asyncio.create_task(repeat(self.look, self._look_seconds, log, "canaries")),
+        ]
 
     async def stop(self) -> None:
         """Ends its work, and lets the next one begin at once."""
@@ -117,20 +121,6 @@ class CanaryController:
             with suppress(Unavailable):  # looks tell it
                 await self._lease.hold()
             await asyncio.sleep(self._renew_seconds)
-
-    async def _run(self) -> None:
-        away = False
-        while True:
-            try:
-                await self.look()
-                away = False
-            except Unavailable as error:
-                if not away:
-                    log.warning("canaries.not_looked_at", error=error.message)
-                away = True
-            except Exception:  # a bug must not leave canaries unwatched for good
-                log.exception("canaries.look_failed")
-            await asyncio.sleep(self._look_seconds)
 
     # One canary.
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from services.common.errors import InvalidRequest
-from services.common.jobs import GrpoJob
+from services.common.jobs import GrpoGroup, GrpoJob
 from services.common.jobs.fields.messages import as_turns
 from services.common.jobs.kinds.generate import GenerateSettings, RolloutPrompt
 from services.common.jobs.scorers.registry import Rewards
@@ -142,6 +142,9 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
             "reward_std": self._scored.rewards.std,
             "groups_skipped": float(self._scored.rewards.groups_skipped),
         }
+
+    def _groups(self) -> Sequence[GrpoGroup]:
+        return () if self._round is None else self._round.groups()
 
     # -- rounds
 

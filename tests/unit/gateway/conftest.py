@@ -66,6 +66,7 @@ class Running:
         self.registry = AdapterRegistry(self.store, MODEL)  # type: ignore[arg-type]
         self.queue = MemoryQueue()
         self.responses = MemoryResponses()
+        self.webhooks = MemoryWebhooks()
         self.documents = MemoryDocuments(self.responses)
         self.records = MemoryRecords()
         self.batches = MemoryBatches()
@@ -172,7 +173,7 @@ class Running:
             keep_feedback=lambda made: self._feedback or open_feedback(made),  # type: ignore[arg-type, return-value]
             keep_canaries=lambda made: self._canaries or CanaryStore(made),  # type: ignore[arg-type, return-value]
             keep_learners=lambda made: self.learners or open_learners(made),  # type: ignore[arg-type, return-value]
-            keep_webhooks=lambda _: MemoryWebhooks(),  # type: ignore[arg-type, return-value]
+            keep_webhooks=lambda _: self.webhooks,  # type: ignore[arg-type, return-value]
             index_requests=lambda made: self._index or open_index(made),  # type: ignore[arg-type, return-value]
             batching=batching,
         )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from services.common.adapters.names import AdapterVersion
+from services.common.adapters.pointers import Change
 from services.common.errors import Conflict, NotFound, Unavailable
 from services.common.jobs import Job, JobEvent, JobState, Spec
 from services.common.jobs.fields.dataset import OfDataset
@@ -244,7 +245,13 @@ class MemoryRecords:
 
 
 class MemoryWebhooks:
-    """WebhookStore's methods for a gateway that has nothing to tell."""
+    """WebhookStore's methods for a gateway that sends nothing; it keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[Change] = []
+
+    async def tell(self, changes: Sequence[Change]) -> None:
+        self.told += changes
 
     async def aclose(self) -> None:
         return None

@@ -7,6 +7,7 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+import structlog
 from fastapi import Query, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.formparsers import MultiPartException
@@ -14,18 +15,20 @@ from starlette.formparsers import MultiPartException
 from services.common.adapters.manifest import FILES, kind_of
 from services.common.adapters.names import NAME_SCHEMA, AdapterVersion, check_adapter_name
 from services.common.adapters.registry import CONFIG, WEIGHTS, AdapterRegistry, Manifest, Pointers
-from services.common.errors import AdapterRejected, Conflict, InvalidRequest, NotFound
+from services.common.errors import AdapterRejected, Conflict, InvalidRequest, NotFound, Unavailable
 from services.common.queue.job_queue import JobQueue
 from services.gateway.api.adapters.files import check_files, read_form, tar_gz
 from services.gateway.api.base.idempotency import Once
 from services.gateway.api.base.routing import Routes, multipart, provided
 from services.gateway.auth.route_permissions import ADMIN, ANY_KEY, ATTACH, TRAIN_OR_ADMIN, Permission
 from services.gateway.core.file_store import StoreThreads
+from services.gateway.core.webhook_store import WebhookStore
 from services.gateway.engines.pool import EnginePool
 from services.gateway.protocol.models import AdapterPath, VersionRequest
 from services.gateway.settings import GatewaySettings
 
 _UPLOADS = 2
+log = structlog.get_logger("adapters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +41,17 @@ class AdapterServices:
     """Registry of adapters. It blocks, so it is only called in ``threads``."""
     queue: JobQueue
     threads: StoreThreads
+    webhooks: WebhookStore
     uploads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_UPLOADS))
     """Semaphore held while an upload is in memory."""
+
+    async def tell(self, name: str) -> None:
+        """Tells webhooks of what has moved. What is not told now, is by the next look at the pointers."""
+        try:
+            changes, _ = await self.threads.run(self.registry.changes, {}, name)
+            await self.webhooks.tell(changes)
+        except Unavailable as error:
+            log.warning("webhooks.told_later", adapter=name, error=error.message)
 
 
 Adapters = Annotated[AdapterServices, provided(AdapterServices)]
@@ -226,6 +238,7 @@ async def attach_adapter(name: AdapterPath, adapters: Adapters, once: Once, body
             )
         manifest.check_adapter()
         await adapters.threads.run(adapters.registry.attach, picked)
+        await adapters.tell(name)
         return await _synced(adapters, str(picked))
 
     return await once(attach, body=body)
@@ -250,6 +263,7 @@ async def detach_adapter(name: AdapterPath, adapters: Adapters, once: Once, body
                 f"{asked} is not attached: {attached} is", param="version" if wanted is not None else "adapter"
             )
         await adapters.threads.run(adapters.registry.detach)
+        await adapters.tell(name)
         return await _synced(adapters, None)
 
     return await once(detach, body=body)

@@ -128,6 +128,7 @@ async def roll_back(name: AdapterPath, adapters: Adapters, once: Once, body: Rol
     async def move() -> dict[str, Any]:
         check_adapter_name(name)
         done = await adapters.threads.run(adapters.registry.rollback, name, body.version if body is not None else None)
+        await adapters.tell(name)
         answers = await adapters.engines.sync_adapters()
         return {
             "object": "rollback",

@@ -10,6 +10,7 @@ import structlog
 from services.common.errors import Conflict, NotFound, TemperError
 from services.common.shutdown import cancel_and_wait
 from services.common.storage.lease import LeaseLost
+from services.common.storage.repeated import repeat
 from services.gateway.core.learner_metrics import LearnerMetrics
 from services.learning.learners.record import Learner, NewEvent
 from services.learning.learners.steps import TRANSIENT, CycleWork, Step, failed, next_step
@@ -40,7 +41,7 @@ class LearnerController:
 
     def start(self) -> None:
         """Begins to wish for the lease."""
-        self._task = asyncio.create_task(self._run())
+        self._task = asyncio.create_task(repeat(self.once, min(_EVERY_SECONDS, LEASE_SECONDS / 4), log, "learners"))
 
     async def stop(self) -> None:
         """Gives the lease back at once: what a step has begun, the next holder goes on with."""
@@ -51,20 +52,6 @@ class LearnerController:
             await self._lease.release()
         except TemperError as error:
             log.warning("lease.kept", error=error.message)
-
-    async def _run(self) -> None:
-        away = False
-        while True:
-            try:
-                await self.once()
-                away = False
-            except TemperError as error:
-                if not away:
-                    log.warning("learners.away", error=error.message)
-                away = True
-            except Exception:  # a bug must not end the learners for good
-                log.exception("learners.failed")
-            await asyncio.sleep(min(_EVERY_SECONDS, LEASE_SECONDS / 4))
 
     async def once(self) -> None:
         """Renews the lease, and begins a step of each learner that has none running."""

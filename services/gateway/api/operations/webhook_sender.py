@@ -15,17 +15,22 @@ from dataclasses import dataclass, field
 import httpx
 import structlog
 
+from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import Unavailable
 from services.common.jobs.scorers.allowed_webhooks import webhook_parts
 from services.common.security.destinations import Refused, checked_address
 from services.common.security.outbound import proxy_for, tls_context
 from services.common.security.webhook_signatures import signed_headers
 from services.common.shutdown import cancel_and_wait
+from services.common.storage.repeated import repeat
+from services.gateway.core.file_store import StoreThreads
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.webhook_store import OLDEST_SECONDS, Attempt, Delivery, OutboxEvent, State, WebhookStore
 from services.gateway.settings import GatewaySettings
 
 _PAUSE_SECONDS = 1.0
+_SWEEP_SECONDS = 10.0
+"""Time between two looks at the pointers of adapters, by any gateway: for moves whose maker did not come to tell."""
 _AT_ONCE = 32
 """Requests of one gateway at a time."""
 _GROWTH, _LONGEST_SECONDS = 4.0, 6 * 3600.0
@@ -40,6 +45,10 @@ class WebhookSender:
     settings: GatewaySettings
     store: WebhookStore
     metrics: GatewayMetrics
+    registry: AdapterRegistry
+    threads: StoreThreads
+    _seen: dict[str, str] = field(default_factory=dict)
+    """Etags of the pointers whose moves are told."""
     _tls: ssl.SSLContext | None = field(init=False)
     """Trusted authorities, which take a while to read."""
     _task: asyncio.Task[None] | None = None
@@ -59,7 +68,7 @@ class WebhookSender:
     def start(self) -> None:
         """Begins, if it is enabled."""
         if self.enabled:
-            self._task = asyncio.create_task(self._run())
+            self._task = asyncio.create_task(repeat(self.once, _PAUSE_SECONDS, log, "webhooks"))
 
     async def stop(self) -> None:
         """Ends at once. What is under way is sent again by another gateway."""
@@ -68,6 +77,10 @@ class WebhookSender:
 
     async def once(self) -> None:
         """Makes deliveries of what has happened, and begins to send those that are due. Raises Unavailable."""
+        if await self.store.sweeps(_SWEEP_SECONDS):
+            changes, etags = await self.threads.run(self.registry.changes, self._seen)
+            await self.store.tell(changes)
+            self._seen |= etags
         for event in await self.store.events(100):
             await self.store.make(event, self._urls(event))
         room = _AT_ONCE - len(self._active)
@@ -78,20 +91,6 @@ class WebhookSender:
             task = asyncio.create_task(self._deliver(delivery))
             self._active.add(task)
             task.add_done_callback(self._active.discard)
-
-    async def _run(self) -> None:
-        away = False
-        while True:
-            try:
-                await self.once()
-                away = False
-            except Unavailable as error:
-                if not away:
-                    log.warning("webhooks.away", error=error.message)
-                away = True
-            except Exception:  # a bug must not end the sender for good
-                log.exception("webhooks.failed")
-            await asyncio.sleep(_PAUSE_SECONDS)
 
     def _urls(self, event: OutboxEvent) -> list[str]:
         if time.time() - event.time > OLDEST_SECONDS:

@@ -50,6 +50,8 @@ def test_life_of_an_adapter(running: Running, http: httpx.Client) -> None:
     assert http.delete("/v1/adapters/bot").status_code == 409
     assert http.post("/v1/adapters/bot/detach", json={"version": 2}).status_code == 409
     assert http.post("/v1/adapters/bot/detach", json={"version": 1}).json()["attached"] is None
+    told = running.webhooks.told[-1]
+    assert (told.type, told.data) == ("adapter.detached", {"adapter": None, "before": "bot@1", "model": MODEL})
     assert http.post("/v1/adapters/bot/detach").status_code == 200
     assert http.delete("/v1/adapters/bot").json()["deleted"] is True
     assert http.get("/v1/adapters/bot").status_code == 404

@@ -97,8 +97,11 @@ def test_rollback(running: Running, http: httpx.Client) -> None:
     refusal(http.post("/v1/adapters/a/rollback"), 404)
     versions(http, "a", 3)
     http.post("/v1/adapters/a/attach")
-    syncs = running.engine.syncs
+    syncs, told = running.engine.syncs, len(running.webhooks.told)
     answer = http.post("/v1/adapters/a/rollback").json()
+    newest = {change.type: change.data for change in running.webhooks.told[told:]}
+    assert newest["adapter.rolled_back"] == {"adapter": "a", "from": "a@3", "to": "a@2"}
+    assert newest["adapter.attached"] == {"adapter": "a@2", "before": "a@3", "model": MODEL}
     assert (answer["before"], answer["current"], answer["attached"]) == ("a@3", "a@2", "a@2")
     assert running.engine.syncs > syncs, "the engines are told"
     assert http.get("/v1/adapters/a").json()["current"] == 2
