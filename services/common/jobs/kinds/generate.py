@@ -9,8 +9,8 @@ from pydantic import BeforeValidator, Field, model_validator
 from services.common.errors import InvalidRequest
 from services.common.jobs.base import JobBase, ServedLimits
 from services.common.jobs.documents import placed
-from services.common.jobs.environments.spec import EnvironmentReward, check_tools
 from services.common.jobs.fields.prompts import SampledPrompt, as_prompt
+from services.common.jobs.kinds.environment import EnvironmentReward, check_tools
 from services.common.jobs.scorers.base import ScorerSpec
 from services.common.jobs.scorers.registry import RewardSpec, needs_answer
 from services.common.jobs.token_checks import asked_tokens, check_conversation, check_room, check_vocabulary

@@ -15,9 +15,9 @@ from typing import Any
 
 from services.common.errors import TemperError
 from services.common.jobs import JobBase
-from services.common.jobs.environments.spec import OBSERVATION, EnvironmentReward
 from services.common.jobs.fields.messages import as_turns
 from services.common.jobs.fields.prompts import PromptFields
+from services.common.jobs.kinds.environment import OBSERVATION, EnvironmentReward
 from services.common.jobs.trajectories.documents import observation_tokens
 from services.common.jobs.trajectories.segments import Observation
 from services.common.text.tokenizer import TextCodec

@@ -15,7 +15,7 @@ from typing import Any
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI, PayloadTooBig
 
-from services.common.jobs.environments.spec import EnvironmentReward
+from services.common.jobs.kinds.environment import EnvironmentReward
 from services.common.jobs.scorers.allowed_webhooks import Webhooks, check_covered
 from services.trainer.sampling.answers import ReadAnswer
 from services.trainer.sampling.environments.world import (

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from services.common.errors import Unavailable
 from services.common.jobs import GrpoGroup
-from services.common.jobs.environments.spec import EnvironmentReward
+from services.common.jobs.kinds.environment import EnvironmentReward
 from services.common.jobs.trajectories.segments import Action, Observation, Trajectory
 from services.trainer.sampling.environments.episodes import Dropped, Episode
 from services.trainer.sampling.environments.world import FailureKind

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from services.common.jobs import JOBS, GrpoJob, JobBase
-from services.common.jobs.environments.spec import EnvironmentReward
 from services.common.jobs.fields.dataset import OfDataset
+from services.common.jobs.kinds.environment import EnvironmentReward
 from services.common.jobs.kinds.generate import GenerateSettings, RolloutPrompt, check_rewards
 from services.common.jobs.scorers.registry import SCORERS
 from services.common.queue.records import SPEC

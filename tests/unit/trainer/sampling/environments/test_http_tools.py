@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import InvalidRequest
-from services.common.jobs.environments.spec import EnvironmentReward
+from services.common.jobs.kinds.environment import EnvironmentReward
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.jobs.scorers.sample import ToolCall
 from services.common.jobs.scorers.webhook_client import SIGNATURE_HEADER, TIMESTAMP_HEADER, sign

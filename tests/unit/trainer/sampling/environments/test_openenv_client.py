@@ -13,7 +13,7 @@ from websockets.http11 import Request, Response
 
 from benchmarks.training.environments.serving import Fault, FaultyServer, misbehaving, serving
 from services.common.errors import InvalidRequest
-from services.common.jobs.environments.spec import EnvironmentReward
+from services.common.jobs.kinds.environment import EnvironmentReward
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.jobs.scorers.sample import ToolCall
 from services.environments.calculator import Calculator

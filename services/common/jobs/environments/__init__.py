@@ -1,1 +1,0 @@
-"""Environments that a job's rollouts act in, as a job names them."""
