@@ -109,14 +109,14 @@ class FaultyServer:
         environment = self._make()
         with contextlib.suppress(ConnectionClosed):
             async for message in connection:
+                asked = json.loads(message)
+                if asked["type"] == "close":
+                    return
                 if self._drawn.random() < self._share:
                     fault = next(self._next)
                     self.made[fault] += 1
                     await self._misbehave(fault, connection)
                     continue
-                asked = json.loads(message)
-                if asked["type"] == "close":
-                    return
                 await connection.send(json.dumps(_told(environment, asked)))
 
     async def _misbehave(self, fault: Fault, connection: ServerConnection) -> None:
