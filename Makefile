@@ -36,7 +36,7 @@ PIP_ARGS = $(foreach v,PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_NO_INDEX,$(if $($v)
 	$(if $(WHEELS),--build-context wheels=$(WHEELS))
 comma := ,
 
-.PHONY: help setup clients up demo test lint style fix hooks docs proto bench clean images images-check
+.PHONY: help setup clients up demo test test-all lint style fix hooks docs proto bench clean images images-check
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -96,11 +96,20 @@ hooks: setup ## have git run `make fix`'s quick part before each commit
 
 # Four processes for two cores: two have the tests of a whole Temper (tests/conftest.py), which wait for its processes
 # half of the time, and then help the others with the rest. One thread in each, or threads would wait for each other.
-test: $(CLIENTS) ## lint and all tests; some 30 minutes on 2 cores
-	@$(MAKE) --no-print-directory -j2 style $(COMPILED)
-	@scratch=$$(mktemp -d) && \
-	if OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --basetemp="$$scratch/test" $(ARGS); \
-	then rm -rf "$$scratch"; else status=$$?; echo "left for inspection: $$scratch" >&2; exit $$status; fi
+# Lint runs beside them, in the time that they wait; what it says comes last.
+define run_tests
+@scratch=$$(mktemp -d); $(MAKE) --no-print-directory style >"$$scratch/style" 2>&1 & style=$$!; \
+trap 'kill $$style' INT TERM; $(MAKE) --no-print-directory $(COMPILED) && \
+OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --durations=10 --basetemp="$$scratch/test" $(1) $(ARGS); tests=$$?; \
+wait $$style; style=$$?; cat "$$scratch/style"; \
+if [ $$tests = 0 ] && [ $$style = 0 ]; then rm -rf "$$scratch"; else echo "left for inspection: $$scratch" >&2; exit 1; fi
+endef
+
+test: $(CLIENTS) ## lint, and a test of every promise
+	$(call run_tests,-m "not thorough")
+
+test-all: $(CLIENTS) ## lint and all tests, some 40 minutes on 2 cores; ARGS=--write-costs records what files take
+	$(call run_tests)
 
 docs: setup ## the documentation as a site in build/site, links checked
 	@$(BIN)/python -c 'import material' 2>/dev/null || \

@@ -16,7 +16,9 @@ from hypothesis import settings
 
 from cli.local.ports import claim_ports
 from kernels.gpu.launch import device
+from tests.costs import Recorder, seconds
 from tests.stack import Stack
+from tests.thorough import mark_thorough
 
 if TYPE_CHECKING:
     from xdist.remote import Producer
@@ -73,28 +75,37 @@ OWN = tuple(f"tests/e2e/test_{name}.py" for name in ("demo", "failures", "guides
 """Those of them that start what they need, and leave the shared stack alone."""
 APART = ("tests/kernels/compile_table/test_table.py", "tests/unit/engine/executors/cuda/test_compile_ahead.py")
 """Files whose tests take long, each in a process of its own, and set nothing up together."""
-ORDER = (
-    *(*WHOLE, "tests/parity/", "tests/integration/", "tests/kernels/", "tests/unit/trainer/", "tests/unit/forge/"),
-    *("tests/unit/engine/", "tests/chart/", "tests/unit/test_", "tests/unit/docs/"),
-)
-"""What takes long comes first, so that at the end of a run no worker is left alone with a long file."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-costs", action="store_true", help="write what each file took to tests/costs.tsv")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--write-costs") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder())
+
+
+def _scope(nodeid: str) -> str:
+    """What a worker takes at a time: a file, so that what it sets up is set up once; of files that are APART each test
+    alone, and of those that share a running Temper a whole directory."""
+    if nodeid.startswith(APART):
+        return nodeid
+    sharing = () if nodeid.startswith(OWN) else SHARING
+    return next((place for place in sharing if nodeid.startswith(place)), nodeid.partition("::")[0])
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
-    """With `pytest -n`, a worker takes a file at a time: what a file sets up is set up once. Of files that are APART it
-    takes each test alone, and of those that share a running Temper a whole directory. Two workers at a time have tests
-    of a whole Temper: more processes would be in each other's way. Which two is not said, so that neither is left with
+    """With `pytest -n`, a worker takes a scope at a time, the most expensive first. Two workers at a time have tests of
+    a whole Temper: more processes would be in each other's way. Which two is not said, so that neither is left with
     what the other could help with."""
     from xdist.scheduler import LoadScopeScheduling
     from xdist.workermanage import WorkerController
 
     class TwoWholeAtATime(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            if nodeid.startswith(APART):
-                return nodeid
-            sharing = () if nodeid.startswith(OWN) else SHARING
-            return next((place for place in sharing if nodeid.startswith(place)), nodeid.partition("::")[0])
+            return _scope(nodeid)
 
         def _assign_work_unit(self, node: WorkerController) -> None:
             others = [work for other, work in self.assigned_work.items() if other is not node]
@@ -108,19 +119,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
     def _goes_on(scope: str, tests: dict[str, bool]) -> bool:
         return scope.startswith(WHOLE) and not all(tests.values())
 
-    config.option.loadscopereorder = False  # the order is that of the collection: see ORDER
+    config.option.loadscopereorder = False  # the order is that of the collection: by cost
     return TwoWholeAtATime(config, log)
 
 
-def _place(item: pytest.Item) -> int:
-    """Of an item's directory in ORDER; after all of them if it is not there."""
-    return next((place for place, start in enumerate(ORDER) if item.nodeid.startswith(start)), len(ORDER))
-
-
+@pytest.hookimpl(tryfirst=True)  # before pytest looks for the marks that it was told to leave out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Puts the items into ORDER. Tests marked `cuda` belong to machines with a GPU; elsewhere they are not part of the
-    suite."""
-    items.sort(key=_place)
+    """Puts what takes long first, so that at the end of a run no worker is left alone with a long file. Tests marked
+    `cuda` belong to machines with a GPU; elsewhere they are not part of the suite."""
+    mark_thorough(items)
+    files = frozenset(item.nodeid.partition("::")[0] for item in items)
+    costs = {scope: seconds(scope, files) for scope in {_scope(item.nodeid) for item in items}}
+    items.sort(key=lambda item: -costs[_scope(item.nodeid)])
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if not marked:
         return

@@ -13,10 +13,10 @@ import typer
 from rich.markup import escape
 
 from cli.commands import forge_jobs
-from cli.forge_text import forged, planned_recovery, planned_run, quality, recovered, sizes
 from cli.local.external_tool import Amount, run_tool
 from cli.options import Json
 from cli.output import CliError, ExitCode, Output, guarded
+from cli.reports.forge import forged, planned_recovery, planned_run, quality, recovered, sizes
 
 app = typer.Typer(name="forge", help="Make a smaller model: by a recipe, or step by step.", no_args_is_help=True)
 _MODULE = "services.forge"

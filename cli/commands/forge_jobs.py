@@ -10,12 +10,12 @@ import typer
 from pydantic import ValidationError
 from rich.markup import escape
 
-from cli.forge_text import forged
 from cli.http.client import Client, path
 from cli.http.job_events import watch
 from cli.job_files import apply_settings, read_lines
 from cli.options import Json, Timeout, Url, Wait, connected
 from cli.output import CliError, ExitCode, Output
+from cli.reports.forge import forged
 from services.common.errors import InvalidRequest
 from services.common.jobs import ForgeJob
 from services.common.jobs.forge_recipe import read_mapping

@@ -14,6 +14,7 @@ from cli.http.client import Client, path
 from cli.http.job_events import TERMINAL, conclude, watch
 from cli.options import Json, Url, connected
 from cli.output import CliError, ExitCode, Output
+from cli.reports.dry_run import dry_run as dry_run_text
 from services.common.jobs import JOBS
 
 app = typer.Typer(name="train", help="Submit, watch and cancel training jobs.", no_args_is_help=True)
@@ -65,6 +66,9 @@ def submit(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any field, e.g. --set lora.rank=8.")
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only find out what it would do: data, masks, rewards, time, memory.")
+    ] = False,
     idempotency_key: Annotated[str | None, typer.Option(help="The same key returns the same job.")] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Follow it to its end; exit code 1 if it fails.")] = False,
     timeout: Timeout = None,
@@ -82,6 +86,7 @@ def submit(
             "epochs": epochs,
             "attach": attach,
             **({"candidate": True, "attach": False} if candidate else {}),
+            **({"dry_run": True} if dry_run else {}),
         }
         job = build(target, data, {key: value for key, value in options.items() if value is not None})
         if gain or no_loss:
@@ -91,6 +96,10 @@ def submit(
         headers = {} if idempotency_key is None else {"idempotency-key": idempotency_key}
         kind = job.pop("kind")
         accepted = client.post(path("v1", "train", kind), job, headers=headers)
+        if dry_run:
+            done = watch(client, output, str(accepted["id"]), timeout=timeout)
+            output.result(done, dry_run_text(done))
+            return
         if not wait:
             output.result(accepted, f"{accepted['id']} queued; follow it with: temper train watch {accepted['id']}")
             return

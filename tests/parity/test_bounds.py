@@ -53,6 +53,7 @@ def _kernels(architecture: str) -> KernelConfigs:
     return KernelConfigs(named("sm90").as_on(named(architecture)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("architecture", SERVED)
 def test_serving(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A padded prefill and padded decodes with adapters in slots 2 and 4 of five; versions of a third are loaded in
@@ -81,6 +82,7 @@ def test_serving(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert checked.launches.keys() >= {"_decode_kernel", "_gated_delta_step_kernel", "_prefill_kernel", "dot_kernel"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("architecture", TRAINED)
 def test_training(architecture: str) -> None:
     """Documents of one tile and of two, with room for another, as captured steps have."""

@@ -247,6 +247,7 @@ class Fused:
             assert bool(((spans & 15) == spans >> 4).all()), "something waits"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("start", "ends", "end"), [(0, (9, 10, 11), 12), (16, (31, 64), 90), (3, (36, 37), 60), (0, (8,), 72)]
 )

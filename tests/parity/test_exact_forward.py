@@ -111,6 +111,7 @@ def straight(shared: Pod) -> Stepped:
     return stepped(sampling(shared, epochs=2, groups_per_step=1, generate=SPREAD, beta=0.1))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stop", [4, 6])  # between two rounds, and within one
 def test_resume_is_bitwise(pod: Pod, straight: Stepped, stop: int) -> None:
     curve, parameters, saved = straight

@@ -149,6 +149,7 @@ def logits_of_twenty(fused: Qwen3_5, length: int) -> tuple[Tensor, Tensor]:
     return run.ours[0].double().cpu(), run.expected[0].double()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dtype", "length", "share"),
     [

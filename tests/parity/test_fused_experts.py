@@ -31,6 +31,7 @@ def test_prefill_decode_and_mixed_steps() -> None:
     assert run.steps == 4
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_adapters_of_the_shared_expert(batch_invariant: bool) -> None:
     """The shared expert is of another size than the others."""
@@ -46,6 +47,7 @@ def test_adapters_of_the_shared_expert(batch_invariant: bool) -> None:
     assert run.steps == 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
 def test_quantized_experts(kind: str) -> None:
     """Few rows: weights alone are quantized, so the answer is that of their decoded numbers."""
@@ -55,6 +57,7 @@ def test_quantized_experts(kind: str) -> None:
     assert run.steps == 2
 
 
+@pytest.mark.thorough
 def test_the_mtp_layer_has_experts() -> None:
     limits = replace(LIMITS, token_budget=16, draft_tokens=2)
     models = (random_model(TINY_EXPERTS, torch.float32, device, mtp=True) for device in ("cpu", DEVICE))

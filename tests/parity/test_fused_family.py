@@ -35,6 +35,7 @@ def config_of(ratio: tuple[int, int]) -> Qwen3_5Config:
     return replace(TINY, num_heads=ratio[0], linear_value_heads=ratio[1], yarn=YARN)
 
 
+@pytest.mark.sampled(1)
 @ratios
 def test_serving(ratio: tuple[int, int]) -> None:
     """Prompts of more than a tile, decodes and steps of both, with adapters."""
@@ -50,6 +51,7 @@ def test_serving(ratio: tuple[int, int]) -> None:
     assert run.steps == 4
 
 
+@pytest.mark.sampled(1)
 @ratios
 def test_training(ratio: tuple[int, int]) -> None:
     config = config_of(ratio)

@@ -121,14 +121,22 @@ def mixture(tokens: int) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("draft_tokens", [1, 3])
-def test_draft_tokens_right_and_wrong(draft_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("draft_tokens", "sorts", "tokens"),
+    [
+        (2, slice(0, 2), 5),
+        *(pytest.param(count, slice(None), 7, marks=pytest.mark.thorough) for count in (1, 3)),
+    ],
+)
+def test_draft_tokens_right_and_wrong(draft_tokens: int, sorts: slice, tokens: int) -> None:
     """Prompts come while others answer."""
+    made = mixture(tokens)[sorts]
     limits = replace(SPECULATIVE, draft_tokens=draft_tokens, max_num_seqs=3)
-    ahead = steered(mixture(7), limits, arrivals=2)
+    ahead = steered(made, limits, arrivals=len(made) // 2)
     assert {1, 1 + draft_tokens} <= ahead.rows
 
 
+@pytest.mark.thorough
 def test_states_at_the_end_of_answers_are_kept() -> None:
     """The next turns of conversations go on from them, wherever in a run of accepted tokens the answers ended."""
     limits = replace(SPECULATIVE, block_size=4, max_num_seqs=2, num_blocks=90)

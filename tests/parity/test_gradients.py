@@ -76,6 +76,7 @@ def assert_equal_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor], b
         assert error <= bar, f"{name}: {error:.1e}"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("loss", [sft, grpo])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_gradients_equal_pefts(pairs: dict[str, Pair], name: str, loss: Loss, tmp_path: Path) -> None:

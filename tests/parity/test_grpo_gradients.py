@@ -52,6 +52,7 @@ def rollouts() -> list[dict[str, Any]]:
     return groups
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())

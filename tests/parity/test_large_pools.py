@@ -47,6 +47,7 @@ def _address_space(*shape: Any, dtype: torch.dtype = torch.float32, **options: A
     return torch.frombuffer(space, dtype=dtype).view(sizes)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("architecture", ["sm80", "sm90"])
 def test_last_blocks_and_slots(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefill and decodes with adapters compute the same tokens in the last places of large pools as in the first

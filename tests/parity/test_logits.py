@@ -17,6 +17,7 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max())
 
 
+@pytest.mark.sampled(2)
 @configs
 def test_prompts_of_every_length_and_chunk(pairs: dict[str, Pair], name: str) -> None:
     pair = pairs[name]
@@ -87,6 +88,7 @@ def test_state_snapshot_restores_a_prefix(pairs: dict[str, Pair], name: str) -> 
     assert difference(logits, reference_logits(pair.reference, tokens)[64:]) <= BAR
 
 
+@pytest.mark.sampled(2)
 @configs
 @torch.no_grad()
 def test_greedy_text_is_that_of_generate(pairs: dict[str, Pair], name: str) -> None:

@@ -98,6 +98,7 @@ def alone(model: Qwen3_5, lora: LoraParams, job: int, *, kernels: bool) -> tuple
     return hidden.detach().cpu(), {name: value.cpu() for name, value in gradients(lora).items()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ["grouped", "experts"])
 def test_each_adapter_learns_as_if_alone(pairs: dict[str, Pair], name: str, recompute: Recompute) -> None:
@@ -110,6 +111,7 @@ def test_each_adapter_learns_as_if_alone(pairs: dict[str, Pair], name: str, reco
         assert_equal_gradients(found[job], expected)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "settings"),
     [("grouped", {}), ("odd-groups", {"target_modules": ["q_proj", "in_proj_z", "out_proj", "up_proj"]})],

@@ -105,6 +105,7 @@ def prepared(setting: Setting, pod: Pod, **fields: Any) -> OpdRun:
     return run
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("beta", "temperature"), [(0.0, 1.0), (0.1, 0.9), (0.5, 1.0), (0.5, 2.0), (0.9, 1.0), (1.0, 0.7)]
 )
@@ -138,6 +139,7 @@ def test_divergence(setting: Setting, pod: Pod, teacher: str, beta: float, tempe
     assert_same_gradients(gradients(run.lora), setting.policy)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sampling", [1.0, 1.7])
 @pytest.mark.parametrize("teacher", ["base", "checkpoint"])
 @pytest.mark.parametrize("limit", [40, 2048], ids=["accumulated", "packed"])

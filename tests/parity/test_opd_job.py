@@ -122,6 +122,7 @@ def test_a_job_comes_near_its_teacher_on_what_it_has_not_seen(pod: Pod) -> None:
     assert history[-1]["eval_teacher_agreement"] > 0.95
 
 
+@pytest.mark.thorough
 def test_the_sampled_loss_learns_too(pod: Pod) -> None:
     run = prepared(pod, **LEARNING, lora={"rank": 8, "alpha": 16}, loss="sampled_reverse_kl")
     history = [run.step(index) for index in range(run.total_steps)]
@@ -209,6 +210,7 @@ def straight(shared: Pod) -> Stepped:
     return stepped(prepared(shared, **RESUMED))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stop", [2, 4, 7])  # within the first round, between the two, at the last step
 def test_resume_is_bitwise(pod: Pod, straight: Stepped, stop: int) -> None:
     curve, parameters, saved = straight
@@ -227,6 +229,7 @@ class Interrupted(Exception):
     """Somebody wants the job to end."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("call", range(1, 6))  # three held-out documents, two of the step; more while it samples
 def test_interrupted_anywhere_in_a_step_nothing_is_applied(pod: Pod, straight: Stepped, call: int) -> None:
     calls = 0

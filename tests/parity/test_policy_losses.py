@@ -185,6 +185,7 @@ def expected_loss(setting: Setting, policy: PeftModel, case: Mapping[str, Any]) 
     return total, found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("limit", [200, 300, 1024], ids=["one by one", "accumulated", "packed"])
 @pytest.mark.parametrize("name", CASES)
 def test_policy_losses(setting: Setting, name: str, limit: int) -> None:

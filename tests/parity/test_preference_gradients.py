@@ -74,6 +74,7 @@ def logp(model: PeftModel, prompt: list[int], completion: list[int]) -> Tensor:
     return reference_logprobs(model, prompt + completion, len(prompt)).sum()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("limit", [60, 190, 2048], ids=["pairs apart", "accumulated", "packed"])
 @pytest.mark.parametrize("reference", ["base", "start"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.15])
@@ -129,6 +130,7 @@ def test_dpo(setting: Setting, reference: str, smoothing: float, limit: int) -> 
     assert_same_gradients(gradients(run.lora), policy)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("limit", [60, 190, 2048], ids=["one by one", "accumulated", "packed"])
 @pytest.mark.parametrize(("seed", "away"), [(10, True), (3, False)], ids=["reference point", "reference point at 0"])
 def test_kto(setting: Setting, seed: int, away: bool, limit: int) -> None:

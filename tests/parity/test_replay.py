@@ -30,6 +30,7 @@ def again(
     ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sampling", [HOT, WARM, GREEDY], ids=["hot", "warm", "greedy"])
 def test_a_replay_says_what_was_said(pod: Pod, sampling: RolloutSampling) -> None:
     """To the bit where the same requests share the steps, more of them than there are seats."""

@@ -141,6 +141,7 @@ def test_the_first_round_is_of_the_starting_policy(pod: Pod) -> None:
     assert run.step(1)["sampler_trainer_kl"] < 1e-6
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 5, 6, 7])
 def test_resume_after_every_step_is_bitwise(pod: Pod, straight: Stepped, stop: int) -> None:
     fields: dict[str, Any] = {"epochs": 2, "groups_per_step": 1, "generate": {"rounds": 2}}
@@ -264,6 +265,7 @@ def raising_after(looks: int) -> Iterator[Callable[[], None]]:
         yield interrupt
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("looks", [0, 1, 2, 4])
 def test_a_step_that_is_interrupted_has_not_happened(pod: Pod, straight: Stepped, looks: int) -> None:
     """In the middle of sampling, of scoring and of training: repeated, it gives what it would have given."""

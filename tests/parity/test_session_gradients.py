@@ -113,6 +113,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainingHost, dict[
     return prepared(tmp_path_factory.mktemp("usual"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("with_targets", [False, True], ids=["next tokens", "targets"])
 @pytest.mark.parametrize(("loss", "config"), LOSSES.values(), ids=LOSSES.keys())

@@ -82,7 +82,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "interrupts",
         "output",
         "job_files",
-        "forge_text",
+        "reports",
         "http",
         "options",
         "local",

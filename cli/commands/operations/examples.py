@@ -34,6 +34,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "version": ("version --json",),
     "train submit": (
         "train submit sft --data examples.jsonl --adapter polite --wait",
+        "train submit sft --data examples.jsonl --adapter polite --dry-run",
         "train submit kto --dataset thumbs --adapter polite --no-attach",
         "train submit job.json --set learning_rate=1e-4",
     ),

@@ -155,6 +155,8 @@ class JobBase(PublishingJob):
     """Attach only if the result is better on suites; otherwise it is published alone."""
     candidate: bool | None = Field(None, exclude_if=absent)
     """Publish the version without making it current, for a canary to try it; attach must be false then."""
+    dry_run: bool | None = Field(None, exclude_if=absent)
+    """Only find out what the job would do: its record gets a report, and nothing is published."""
 
     pace: ClassVar[Pace]
     """Defaults of what the job leaves open."""

@@ -7,12 +7,17 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from services.common.jobs.dry_runs.report import DryRunReport
 from services.common.jobs.fine_tuning import FineTuning
 from services.common.jobs.registry import KINDS
 from services.common.validation.strict_models import StrictModel, absent
 
 NOT_PUBLISHED = "not published: "
 """Beginning of the reason of a job that has trained, and whose result did not fulfil its `publish_if`."""
+
+
+def _no(value: object) -> bool:
+    return value is False
 
 
 def checkpoints_of(job_id: str) -> str:
@@ -79,6 +84,10 @@ class Job(StrictModel):
     """It is paused: queued, but no engine takes it until it is resumed. Running still: it stops at its next step."""
     fine_tuning: FineTuning | None = Field(None, exclude_if=absent)
     """What it was asked for as, over OpenAI's API of fine-tuning jobs."""
+    dry_run: bool = Field(False, exclude_if=_no)
+    """It only finds out what it would do."""
+    report: DryRunReport | None = Field(None, exclude_if=absent)
+    """What a dry run found out, once it has ended."""
     key_id: str | None = None
     """Id of the API key that submitted it; null: there were no keys."""
 

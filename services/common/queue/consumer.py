@@ -20,6 +20,7 @@ from services.common.queue.delivery import Claimed, Delivery, JobLost, first_err
 from services.common.queue.records import (
     FIELDS,
     SPEC,
+    dry_run_of,
     finite,
     job_from_fields,
     job_id_of_entry,
@@ -121,15 +122,17 @@ class JobConsumer(Delivery[Job, Spec]):
         metrics: Mapping[str, float],
         number: int | None = None,
         evaluation: str = "",
+        report: str = "",
     ) -> None:
         """Stores what the job trains with, all that its user should know, and more metrics. Raises JobLost.
 
         Args:
             number: see report.
             evaluation: id of the evaluation by which its gates decide; empty: there is none yet.
+            report: JSON of what a dry run found out; empty: it has not yet.
         """
         numbered = {str(number): note for number, note in enumerate(notes)}
-        args = [json.dumps(dict(settings)), json.dumps(numbered), json.dumps(finite(metrics)), evaluation]
+        args = [json.dumps(dict(settings)), json.dumps(numbered), json.dumps(finite(metrics)), evaluation, report]
         self._owned(scripts.DESCRIBE, claimed, [], [claimed.fence, _once(number), *args])
 
     def event(self, claimed: ClaimedJob, kind: EventKind, data: Mapping[str, Any], number: int | None = None) -> None:
@@ -192,7 +195,15 @@ class JobConsumer(Delivery[Job, Spec]):
         outcome, existing = self._run(
             scripts.SUBMIT,
             keys,
-            [*args, "1" if key else "0", entry, fields.get("traceparent", ""), *[""] * 5, webhook_of(spec)],
+            [
+                *args,
+                "1" if key else "0",
+                entry,
+                fields.get("traceparent", ""),
+                *[""] * 5,
+                webhook_of(spec),
+                dry_run_of(spec),
+            ],
         )
         if outcome == "conflict":
             if not waiting:

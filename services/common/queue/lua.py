@@ -197,7 +197,7 @@ SUBMIT = (
     PRELUDE
     + f"""
 -- KEYS stream index job events idempotency line; ARGV id spec sha kind adapter metadata has_key entry traceparent
--- schema key_id dataset dataset_digest fine_tuning webhook
+-- schema key_id dataset dataset_digest fine_tuning webhook dry_run
 -- sha: of the request, which an idempotency key stands for, as long as its job is there. entry: '' to add one, else the
 -- id of the stream entry that brought this spec. schema: '' or nothing for the present one.
 if ARGV[7] == '1' then
@@ -223,6 +223,7 @@ if (ARGV[11] or '') ~= '' then redis.call('HSET', KEYS[3], 'key_id', ARGV[11]) e
 if (ARGV[12] or '') ~= '' then redis.call('HSET', KEYS[3], 'dataset', ARGV[12], 'dataset_digest', ARGV[13]) end
 if (ARGV[14] or '') ~= '' then redis.call('HSET', KEYS[3], 'fine_tuning', ARGV[14]) end
 if (ARGV[15] or '') ~= '' then redis.call('HSET', KEYS[3], 'webhook', ARGV[15]) end
+if (ARGV[16] or '') ~= '' then redis.call('HSET', KEYS[3], 'dry_run', ARGV[16]) end
 redis.call('ZADD', KEYS[2], created, ARGV[1])
 if ARGV[5] ~= '' then redis.call('RPUSH', KEYS[6], ARGV[1]) end
 emit(KEYS[4], 'state', '{{"state":"queued"}}')
@@ -333,13 +334,14 @@ return 'OK'
 DESCRIBE = (
     PRELUDE
     + f"""
--- KEYS job; ARGV fence number settings notes metrics evaluation
+-- KEYS job; ARGV fence number settings notes metrics evaluation report
 if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
 if said(KEYS[1], ARGV[1], ARGV[2]) then return 'OK' end
 local metrics = cjson.decode(redis.call('HGET', KEYS[1], 'metrics') or '{{}}')
 for name, value in pairs(cjson.decode(ARGV[5])) do metrics[name] = value end
 redis.call('HSET', KEYS[1], 'settings', ARGV[3], 'notes', ARGV[4], 'metrics', cjson.encode(metrics))
 if ARGV[6] ~= '' then redis.call('HSET', KEYS[1], 'evaluation', ARGV[6]) end
+if ARGV[7] ~= '' then redis.call('HSET', KEYS[1], 'report', ARGV[7]) end
 return 'OK'
 """
 )

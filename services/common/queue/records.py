@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from services.common.adapters.composition import MAX_TEXT, parse_composition
 from services.common.adapters.names import AdapterVersion
 from services.common.errors import InvalidRequest
-from services.common.jobs import Job, JobEvent, JobProgress, JobSpec, PublishingJob, Spec
+from services.common.jobs import Job, JobBase, JobEvent, JobProgress, JobSpec, PublishingJob, Spec
 from services.common.jobs.fields.dataset import OfDataset
 from services.common.jobs.fine_tuning import FineTuning
 from services.common.queue import lua as scripts
@@ -47,6 +47,8 @@ FIELDS = (
     "dataset_digest",
     "pause",
     "fine_tuning",
+    "dry_run",
+    "report",
     "schema",
 )
 """Fields that a Job is made of; the spec, which may be megabytes, is read only by its owner."""
@@ -85,12 +87,17 @@ def submission(
     learnt = spec.learnt if isinstance(spec, OfDataset) else None
     args += ["", ""] if learnt is None else [learnt.version, learnt.digest]
     args.append("" if fine_tuning is None else fine_tuning.model_dump_json())
-    return keys, [*args, webhook_of(spec)]
+    return keys, [*args, webhook_of(spec), dry_run_of(spec)]
 
 
 def webhook_of(spec: Spec) -> str:
     """URL that is told of a job's end; empty: none of its own."""
     return (spec.webhook or "") if isinstance(spec, PublishingJob) else ""
+
+
+def dry_run_of(spec: Spec) -> str:
+    """ "1" for a dry run; empty: a job that is to be done."""
+    return "1" if isinstance(spec, JobBase) and spec.dry_run else ""
 
 
 def job_id_of_entry(entry_id: str) -> str:
@@ -155,6 +162,8 @@ def job_from_fields(values: Sequence[str | None]) -> Job | None:
             "dataset_digest": field["dataset_digest"] or None,
             "paused": field["pause"] == "1",
             "fine_tuning": _json(field["fine_tuning"]) or None,
+            "dry_run": field["dry_run"] == "1",
+            "report": _json(field["report"]) or None,
         }
     )
 

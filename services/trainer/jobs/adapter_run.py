@@ -16,13 +16,14 @@ from services.common.adapters.manifest import Lineage
 from services.common.errors import DoesNotFit, InvalidRequest
 from services.common.jobs import JobBase, LoraSettings, PublishingJob
 from services.common.jobs.documents import Document
+from services.common.jobs.dry_runs.guard_rails import check_scale
 from services.common.jobs.fields.lora import check_agrees
 from services.engine.models.lora.binding import bind_adapter, name_targets
 from services.engine.models.lora.targets import target_shapes
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.training_forward import FrozenForward, TrainableForward
 from services.trainer.host.policy_host import PolicyHost
-from services.trainer.jobs.base import RunState
+from services.trainer.jobs.base import RunData, RunState
 from services.trainer.memory.budget import MemoryNeed
 from services.trainer.memory.estimate import TeacherWork, TrainingMemory, Workload, check_fits, mib
 from services.trainer.optimizer import ScheduledOptimizer
@@ -168,6 +169,21 @@ class TrainingRun(ABC):
     @property
     def notes(self) -> tuple[str, ...]:
         return self._notes
+
+    @property
+    def memory(self) -> TrainingMemory:
+        """Plan that the job was admitted by."""
+        return self._memory
+
+    @abstractmethod
+    def data(self) -> RunData:
+        """What it learns from, for those who want to look at it."""
+
+    def right_already(self, interrupt: Callable[[], None] = lambda: None) -> tuple[float, str, int] | None:
+        """Share of the job's own data that the adapter as it is gets right, what it is a share of, and how many of
+        those were looked at; None: the method has no right answers. Changes nothing."""
+        del interrupt
+        return None
 
     @property
     def settings(self) -> Mapping[str, float]:
@@ -324,6 +340,8 @@ class AdapterRun(TrainingRun):
 
     def _first_masters(self, parent: Mapping[str, bytes] | None, teacher: TeacherWork | None) -> TrainingMemory:
         spec, host = self._spec, self._host
+        if parent is None:
+            check_scale(spec.lora)
         self._lora = starting_adapter(spec.lora, host, parent)
         self._workload = Workload(
             adapter_numbers=self._lora.num_parameters(),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from services.common.jobs import PublishingSpec
+from services.common.jobs.documents import Document
 
 if TYPE_CHECKING:
     from services.common.adapters.manifest import Lineage
@@ -27,6 +28,21 @@ class RunState:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """Data of a run, as far as it is known: a job that samples for itself has none before its first step."""
+
+    unit: str
+    """Word for what an optimizer step is made of."""
+    units: Sequence[Sequence[Document]]
+    """Documents of each unit that something is learnt from."""
+    held_out: int = 0
+    rewards: Sequence[Sequence[float]] = ()
+    """Rewards of each group, those that nothing is learnt from included."""
+    groups_skipped: int = 0
+    """Groups without spread."""
 
 
 def _uninterrupted() -> None:

@@ -88,6 +88,13 @@ class DpoRun(PreferenceRun):
         self._keep_references(references)
         return self._metrics(policy, references, examples)
 
+    def right_already(self, interrupt: Callable[[], None] = lambda: None) -> tuple[float, str, int] | None:
+        """See TrainingRun: pairs whose chosen completion is the likelier one."""
+        pairs = self._to_examine()
+        scores = self._score(self._pack_together(pairs), self._lora, interrupt)
+        chosen, rejected = (gathered(scores, documents) for documents in zip(*pairs, strict=True))
+        return float((chosen > rejected).float().mean()), "pairs whose chosen completion is the likelier", len(pairs)
+
     def _losses(self, policy: Scores, references: Scores, pairs: Sequence[Sequence[Document]]) -> Tensor:
         chosen, rejected = (
             gathered(policy, documents) - gathered(references, documents) for documents in zip(*pairs, strict=True)

@@ -13,12 +13,16 @@ from services.common.jobs.examples import Numbered
 from services.common.validation.strict_models import SentModel
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.adapter_run import TrainingRun, microbatch_tokens
+from services.trainer.jobs.base import RunData
 from services.trainer.packing import largest_microbatch, shuffled
 
 E = TypeVar("E", bound=SentModel)
 D = TypeVar("D")
 _EXAMINED = ("loss", "token_accuracy", "accuracy", "margin", *(f"acceptance{end}" for end in ("", "_2", "_3", "_4")))
 """Metrics of an evaluation that tell how well a job's own examples are known."""
+
+_RIGHT = {"token_accuracy": "trained tokens that are the likeliest", "acceptance": "tokens that would be accepted"}
+"""Those among them that are shares of right tokens."""
 
 
 def both_parts(
@@ -81,6 +85,19 @@ class ExampleRun(TrainingRun):
         """Tokens that an optimizer step reads, at most."""
         self._settings |= {"epochs": passes, "batch_size": size}
         self._defaults = {"epochs": usual, **self._defaults}
+
+    def data(self) -> RunData:
+        """See TrainingRun."""
+        return RunData("example", self._examples, len(self._held_out))
+
+    def right_already(self, interrupt: Callable[[], None] = lambda: None) -> tuple[float, str, int] | None:
+        """See TrainingRun: by the metric that counts tokens which the adapter would have chosen."""
+        examined = self.examine(interrupt)
+        tokens = sum(document.num_trained for example in self._to_examine() for document in example)
+        for name, what in _RIGHT.items():
+            if name in examined:
+                return examined[name], what, tokens
+        return None
 
     def chosen(self, index: int) -> list[Sequence[Document]]:
         """The examples of step ``index``."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from services.common.errors import InvalidRequest
-from services.common.jobs import GrpoJob
+from services.common.jobs import GrpoGroup, GrpoJob
 from services.common.jobs.fields.messages import as_turns
 from services.common.jobs.kinds.generate import GenerateSettings, RolloutPrompt
 from services.common.jobs.scorers.registry import Rewards
@@ -130,6 +130,9 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
             "reward_std": self._scored.rewards.std,
             "groups_skipped": float(self._scored.rewards.groups_skipped),
         }
+
+    def _groups(self) -> Sequence[GrpoGroup]:
+        return () if self._round is None else self._round.groups()
 
     # -- rounds
 

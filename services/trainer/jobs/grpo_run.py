@@ -18,12 +18,12 @@ from collections.abc import Callable, Mapping, Sequence, Set
 import torch
 from torch import Tensor
 
-from services.common.jobs import GrpoJob
+from services.common.jobs import GrpoGroup, GrpoJob
 from services.common.jobs.documents import Document
 from services.engine.models.lora.trainable import LoraParams
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
-from services.trainer.jobs.base import RunState
+from services.trainer.jobs.base import RunData, RunState
 from services.trainer.losses import (
     GroupSize,
     MismatchStats,
@@ -92,6 +92,28 @@ class GrpoRun(AdapterRun):
             total_steps=spec.epochs * -(-len(scored.groups) // per_step),
             longest=[rollout.document.length for rollout in scored.rollouts if not rollout.masked],
         )
+
+    def data(self) -> RunData:
+        """See TrainingRun."""
+        learnt = [
+            [self._rollouts[member].document for member in group if not self._rollouts[member].masked]
+            for group in self._scored.groups
+        ]
+        rewards = [group.rewards for group in self._groups()]
+        return RunData("group", learnt, rewards=rewards, groups_skipped=self._scored.rewards.groups_skipped)
+
+    def _groups(self) -> Sequence[GrpoGroup]:
+        """Groups with their rewards."""
+        return self._job.scored_groups
+
+    def right_already(self, interrupt: Callable[[], None] = lambda: None) -> tuple[float, str, int] | None:
+        """See TrainingRun: completions with the highest reward of all. Rewards that are all equal say nothing."""
+        del interrupt
+        rewards = [reward for group in self._groups() for reward in group.rewards]
+        if len(set(rewards)) < 2:
+            return None
+        share = rewards.count(max(rewards)) / len(rewards)
+        return share, "completions with the best reward", len(rewards)
 
     @property
     def _steps_on_these(self) -> int:

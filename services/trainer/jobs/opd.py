@@ -20,7 +20,7 @@ from services.common.jobs.documents import Document, completion_document
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.host.rollouts import Completion, RolloutRequest
 from services.trainer.jobs.adapter_run import microbatch_tokens
-from services.trainer.jobs.base import RunState
+from services.trainer.jobs.base import RunData, RunState
 from services.trainer.jobs.rounds import RoundRun, Rounds
 from services.trainer.losses import divergence_loss, sampled_reverse_kl
 from services.trainer.losses.logprob_gap import SamplerGap
@@ -114,6 +114,10 @@ class OpdRun(RoundRun[TokenizedPrompt]):
             prompts=tokenized_prompts(host, spec, teacher, spec.prompts, "prompts"),
             held_out=tokenized_prompts(host, spec, teacher, spec.eval_prompts, "eval_prompts"),
         )
+
+    def data(self) -> RunData:
+        """See TrainingRun."""
+        return RunData("prompt", [[sample.document] for sample in self._round.given], len(self._held_out))
 
     # -- steps
 

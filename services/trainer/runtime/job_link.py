@@ -136,10 +136,15 @@ class JobSession:
         self._post(lambda number: self._consumer.report(self._claimed, progress, copy, number))
 
     def describe(
-        self, settings: Mapping[str, float], notes: Sequence[str], metrics: Mapping[str, float], evaluation: str = ""
+        self,
+        settings: Mapping[str, float],
+        notes: Sequence[str],
+        metrics: Mapping[str, float],
+        evaluation: str = "",
+        report: str = "",
     ) -> None:
         copies = dict(settings), list(notes), dict(metrics)
-        self._post(lambda number: self._consumer.describe(self._claimed, *copies, number, evaluation))
+        self._post(lambda number: self._consumer.describe(self._claimed, *copies, number, evaluation, report))
 
     def event(self, kind: EventKind, data: Mapping[str, Any]) -> None:
         copy = dict(data)

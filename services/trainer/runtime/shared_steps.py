@@ -30,8 +30,9 @@ SHARED_KINDS = frozenset({"sft"})
 
 
 def may_share(spec: Spec) -> bool:
-    """Whether a job may run beside others: its kind can, and no gate makes the others wait for a run of suites."""
-    return spec.kind in SHARED_KINDS and isinstance(spec, JobBase) and not spec.gates
+    """Whether a job may run beside others: its kind can, and no gate makes the others wait for a run of suites. A dry
+    run measures time, of which others would take some."""
+    return spec.kind in SHARED_KINDS and isinstance(spec, JobBase) and not spec.gates and not spec.dry_run
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from services.common.adapters.events import AdapterEvents
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import DeadlineExceeded, InvalidRequest, Overloaded, TemperError, Unavailable
 from services.common.evaluation.contamination.store import DataSource, TrainingHashes
-from services.common.jobs import EvalJob, ForgeJob
+from services.common.jobs import EvalJob, ForgeJob, JobBase
 from services.common.queue.consumer import ClaimedJob, JobConsumer, JobLost
 from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.tracing import NO_TRACER, Tracer
@@ -31,9 +31,11 @@ from services.trainer.memory.kernel_limits import refusal_of
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.parent_versions import ParentVersions
 from services.trainer.runtime.attempts.claim import Beside, Claim
+from services.trainer.runtime.attempts.dry_run import DryRunAttempt
 from services.trainer.runtime.attempts.evaluation import EvaluationAttempt
 from services.trainer.runtime.attempts.forge import Forge, ForgeAttempt
-from services.trainer.runtime.attempts.training import JobAttempt, Parts
+from services.trainer.runtime.attempts.preparation import Parts
+from services.trainer.runtime.attempts.training import JobAttempt
 from services.trainer.runtime.checkpoint import CheckpointStore
 from services.trainer.runtime.claims import JobClaims
 from services.trainer.runtime.interleaving import NoSideWork, SideWork, work_or_wait
@@ -237,6 +239,9 @@ class TrainerWorker:
             if self._forge is None:
                 raise InvalidRequest("this engine forges no models", param="kind")
             ForgeAttempt(self._forge, claim).run(claimed.spec)
+            return ""
+        if isinstance(claimed.spec, JobBase) and claimed.spec.dry_run:
+            yield from DryRunAttempt(self._parts, claim, claimed.spec).run()
             return ""
         return str((yield from JobAttempt(self._parts, claim, claimed.spec, self._log).run()))
 

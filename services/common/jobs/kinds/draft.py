@@ -25,6 +25,7 @@ from services.common.jobs.kinds.grpo import GrpoJob
 from services.common.jobs.kinds.opd import OpdJob
 from services.common.jobs.kinds.sft import SftExample, SftJob, check_documents
 from services.common.jobs.token_checks import check_conversation, check_room, check_vocabulary
+from services.common.jobs.trajectories.segments import Trajectory
 from services.common.validation.json_rules import Rules, has, left_out, only_with
 
 if TYPE_CHECKING:
@@ -158,7 +159,13 @@ def refresh(
     """
     most_tokens = _USUAL_TOKENS
     if isinstance(spec, SftJob):
-        found = [example.model_dump(mode="json", exclude_none=True) for example in spec.examples]
+        # Of a trajectory the drafter's target answers the opening.
+        found = [
+            example.trajectory.opening
+            if isinstance(example.trajectory, Trajectory)
+            else example.model_dump(mode="json", exclude_none=True)
+            for example in spec.examples
+        ]
     elif isinstance(spec, GrpoJob) and spec.generate is None:
         found = [opening for group in spec.scored_groups for opening in group.openings]
     else:

@@ -23,6 +23,7 @@ from services.common.evaluation.gates.plan import plan_gates
 from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs import DraftJob, GrpoJob, JobBase, JobState, OpdJob, TrainingSpec
 from services.common.jobs.base import ServedLimits
+from services.common.jobs.dry_runs.guard_rails import check_scale
 from services.common.jobs.fields.lora import TARGET_MODULES, check_agrees, stated_shape
 from services.common.jobs.scorers.grants import Granted
 from services.common.jobs.scorers.judge import JudgeSpec
@@ -76,6 +77,7 @@ def check_training_job(served: ServedModel, job: TrainingSpec) -> None:
             "one",
             param="lora.rank",
         )
+    check_scale(job.lora)
     _check_layers(served, job)
     check_free("chat_template_kwargs", job.chat_template_kwargs)
     job.check_tokens(

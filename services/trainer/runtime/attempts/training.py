@@ -7,37 +7,30 @@ twice (a process can die anywhere) and has the effect of happening once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import structlog
 
 from services.common.adapters.evidence import GateEvidence
 from services.common.adapters.names import AdapterVersion
-from services.common.adapters.registry import AdapterRegistry, Manifest
+from services.common.adapters.registry import Manifest
 from services.common.errors import InvalidRequest, NewerSchema
-from services.common.evaluation.contamination.store import TrainingHashes
-from services.common.jobs import GrpoJob, JobProgress, MergeJob, OpdJob, PublishingSpec, SftJob
+from services.common.jobs import GrpoJob, JobProgress, OpdJob, PublishingSpec, SftJob
 from services.common.jobs.fields.dataset import OfDataset
 from services.common.jobs.fields.drafter import RefreshesDrafter
 from services.common.jobs.kinds.draft import refresh
 from services.common.jobs.record import NOT_PUBLISHED
-from services.common.queue.consumer import JobConsumer
-from services.trainer.evaluation.run import Evaluations
-from services.trainer.host.policy_host import PolicyHost
-from services.trainer.jobs.base import JobRun, Prepare
+from services.trainer.jobs.base import JobRun
 from services.trainer.jobs.passes import Course, steps_of
-from services.trainer.memory.budget import MemoryTaken
-from services.trainer.parent_versions import ParentVersion, ParentVersions, continued, sampled_elsewhere
+from services.trainer.parent_versions import ParentVersion
 from services.trainer.runtime.attempts.acceptance import NotPublished
 from services.trainer.runtime.attempts.claim import Claim
 from services.trainer.runtime.attempts.epoch_versions import EpochVersions
 from services.trainer.runtime.attempts.gates import PUBLISH, Gates, attaches, becomes_current, digest_of
 from services.trainer.runtime.attempts.learning_check import LearningCheck
-from services.trainer.runtime.checkpoint import Checkpoint, CheckpointStore, CheckpointWriter
-from services.trainer.runtime.job_link import Draining, JobCancelled, JobSession
-from services.trainer.runtime.publish import Publisher, VersionRetention
-from services.trainer.settings import TrainerSettings
+from services.trainer.runtime.attempts.preparation import Notes, Parts, Preparation
+from services.trainer.runtime.checkpoint import Checkpoint, CheckpointWriter
+from services.trainer.runtime.job_link import Draining, JobCancelled
 
 _NO_DRAFTER = (
     "this engine follows no drafter: start it with TEMPER_SPECULATIVE=mtp and TEMPER_DRAFTER set to a name, or leave "
@@ -47,54 +40,11 @@ _ETA_WEIGHT = 0.2
 """Weight of the newest step in the moving average of step times."""
 
 
-class Notes:
-    """Notes of an attempt, which go into the job's record together with its settings, and among its events."""
-
-    def __init__(self, session: JobSession, run: JobRun) -> None:
-        self._session = session
-        self._run = run
-        self._notes: list[str] = []
-        self.evaluation = ""
-        """Id of the evaluation by which the job's gates decide."""
-
-    def tell(self, *notes: str | None) -> None:
-        """Adds notes, each of which becomes an event at once; all go into the record when `record` is called."""
-        for note in notes:
-            if note is not None:
-                self._notes.append(note)
-                self._session.event("log", {"message": note, "note": True})
-
-    def record(self, metrics: Mapping[str, float]) -> None:
-        """Writes the settings, all notes so far, the evaluation and these metrics into the job's record."""
-        self._session.describe(self._run.settings, self._notes, metrics, self.evaluation)
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Dependencies of an attempt that all jobs of a trainer share."""
-
-    host: PolicyHost
-    settings: TrainerSettings
-    registry: AdapterRegistry
-    prepare: Prepare
-    consumer: JobConsumer
-    checkpoints: CheckpointStore
-    publisher: Publisher
-    parents: ParentVersions
-    retention: VersionRetention
-    training_hashes: TrainingHashes
-    evaluations: Evaluations
-    deadline: Callable[[], float]
-    """Time at which a draining process has to end, of time.monotonic()."""
-
-
-class JobAttempt:
+class JobAttempt(Preparation[PublishingSpec]):
     """Runs one claimed job, on the trainer's thread."""
 
     def __init__(self, parts: Parts, claim: Claim, spec: PublishingSpec, log: structlog.stdlib.BoundLogger) -> None:
-        self._parts = parts
-        self._claim = claim
-        self._spec = spec
+        super().__init__(parts, claim, spec)
         self._log = log
 
     def run(self) -> Course[AdapterVersion]:
@@ -151,19 +101,14 @@ class JobAttempt:
         claimed, session = self._claim.job, self._claim.session
         if isinstance(self._spec, RefreshesDrafter) and self._spec.draft and self._parts.host.drafter is None:
             raise InvalidRequest(f"draft: {_NO_DRAFTER}", param="draft")
-        self._parts.registry.check_new_name(self._spec.adapter)
-        self._claim.until_back(lambda: self._parts.registry.check_kind(self._spec.adapter, self._spec.makes))
-        if isinstance(self._spec, OfDataset) and self._spec.unread:
-            raise InvalidRequest(
-                "a job on a dataset must be submitted through the gateway, which reads its rows", param="dataset"
-            )
+        self.check()
         with self._claim.trace.part("prepare"):
-            parents = self._parts.parents.read(claimed, self._spec, self._claim.until_back)
+            parents = self.parents()
             warnings = gates.begin([one.version for one in parents])
-            run = self._prepared(parents)
+            run = self.prepared(parents)
         learning = LearningCheck(self._spec)
         notes = Notes(session, run)
-        notes.tell(*run.notes, *warnings, continued(self._spec, parents), sampled_elsewhere(self._spec, parents))
+        notes.tell(*self.notes(run, parents), *warnings)
         notes.record({})
         start = 0
         checkpoint = None
@@ -179,7 +124,7 @@ class JobAttempt:
             except InvalidRequest as error:
                 self._log.warning("checkpoint.refused", job=claimed.id, error=error.message)
                 session.event("log", {"message": f"checkpoint refused, starting over: {error.message}"})
-                run = self._prepared(parents)
+                run = self.prepared(parents)
                 learning = LearningCheck(self._spec)
         if before := learning.acceptance.begin(run, session.check):
             session.event("eval", {"step": 0, **before})
@@ -210,25 +155,6 @@ class JobAttempt:
                 return self._publish(run, files, writer, gates, parents, metrics, evidence)
         finally:
             writer.close()
-
-    def _prepared(self, parents: Sequence[ParentVersion]) -> JobRun:
-        """A run of the job, admitted beside the others that run here. Raises NotBeside, and what prepare raises."""
-        job_id, budget = self._claim.job.id, self._parts.host.memory_budget
-        budget.release_job(job_id)
-        run = self._claim.until_back(lambda: self._attempted(self._spec, parents))
-        budget.hold_job(job_id)
-        self._claim.beside.admit(job_id, run)
-        return run
-
-    def _attempted(self, spec: PublishingSpec, parents: Sequence[ParentVersion]) -> JobRun:
-        try:
-            if isinstance(spec, MergeJob):
-                return self._parts.prepare(spec, self._parts.host, None, parents)
-            return self._parts.prepare(spec, self._parts.host, parents[0].files if parents else None)
-        except MemoryTaken as error:
-            if self._claim.beside.others():
-                raise self._claim.beside.refused(error.message) from error
-            raise
 
     def _steps(
         self, run: JobRun, writer: CheckpointWriter, start: int, learning: LearningCheck, kept: EpochVersions

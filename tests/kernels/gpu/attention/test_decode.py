@@ -41,6 +41,7 @@ def check(
     return out
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("splits", [1, 3, 4])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (3, 1, 24)])
 def test_float32(splits: int, heads: int, kv_heads: int, dim: int, device: torch.device) -> None:

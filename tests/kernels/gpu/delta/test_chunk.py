@@ -119,6 +119,7 @@ def test_keys_strongly_alike(device: torch.device, alike: float) -> None:
     check(mixer(130, device, heads=2, alike=alike), [130], [3], device, {"atol": 3e-4, "rtol": 1e-4})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cut", [1, 31, 32, 33, 63, 64, 65, 127, 128])
 def test_every_split_is_the_same(device: torch.device, cut: int) -> None:
     total = 129

@@ -85,6 +85,7 @@ def test_chains(device: torch.device, chains: list[Chain], rows: int) -> None:
     assert torch.equal(state[rest].nan_to_num(7), before[rest].nan_to_num(7))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cut", [1, 2, 3, 5, 31, 64, 65])
 def test_every_split_is_the_same(device: torch.device, cut: int) -> None:
     x, weight, state = case(66, 40, 4, torch.float32, device)

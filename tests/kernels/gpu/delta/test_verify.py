@@ -32,6 +32,7 @@ def groups(group: int, device: torch.device) -> Tensor:
     return torch.tensor(rows, dtype=torch.int32, device=device)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("dims", "room"), [((2, 4, 16, 16), 8), ((3, 3, 12, 10), 5)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states_of_the_tokens_that_count(

@@ -43,6 +43,7 @@ def whole(state: Tensor, waiting: WaitingWrites, slot: int) -> Tensor:
     return torch.stack(heads)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("key_heads", "heads", "key_dim", "value_dim", "room", "part"),
     [(2, 4, 16, 16, 1, 128), (2, 4, 16, 16, 8, 128), (3, 3, 12, 10, 3, 128), (1, 5, 8, 24, 2, 4), (3, 3, 12, 10, 8, 4)],

@@ -18,6 +18,7 @@ FLOAT8 = Grouped(GroupTile(16, 64, 128, warps=2, stages=2), GroupTile(16, 32, 12
 COUNT, CHOSEN, HIDDEN, SIZE = 5, 2, 256, 128
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("cut", "rows", "kind", "shared"),
     [

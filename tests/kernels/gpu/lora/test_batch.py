@@ -95,6 +95,7 @@ def test_nothing_beyond_an_adapters_rank_counts(device: torch.device) -> None:
     check(torch.randn(4, 72, device=device), lora)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("splits", [1, 2, 5])
 def test_any_cut_gives_the_same(device: torch.device, splits: int) -> None:
     x = torch.randn(20, 200, device=device)

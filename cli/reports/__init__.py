@@ -1,0 +1,1 @@
+"""Texts for people of what a command found out."""
