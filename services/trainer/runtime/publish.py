@@ -41,6 +41,7 @@ class Publisher:
         metrics: Mapping[str, float],
         gates: Sequence[GateEvidence] = (),
         dataset: DatasetOrigin | None = None,
+        step: int | None = None,
         current: bool = True,
         fence: Callable[[], None],
     ) -> Manifest:
@@ -55,6 +56,7 @@ class Publisher:
             metrics=finite(metrics),
             gates=gates,
             dataset=dataset,
+            step=step,
             current=current,
             fence=fence,
         )
