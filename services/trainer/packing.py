@@ -7,7 +7,7 @@ Documents (services/common/jobs/documents.py) of a microbatch lie one behind ano
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ class Microbatch:
     """[N] int64: those next tokens."""
     row_documents: Tensor
     """[N] int64: index into ``documents`` of each row."""
+    weights: Tensor | None = None
+    """[N] float32: weight of each row in the loss; None: 1."""
 
     @classmethod
     def of(cls, documents: Sequence[Document], device: torch.device) -> Microbatch:
@@ -54,7 +56,16 @@ class Microbatch:
         def tensor(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
-        return cls(documents, tensor(inputs), tuple(lengths), tensor(rows), tensor(targets), tensor(owners))
+        weights = None
+        if any(document.weights is not None for document in documents):
+            found = [
+                1.0 if document.weights is None else document.weights[position]
+                for document in documents
+                for position in range(1, document.length)
+                if document.trained[position]
+            ]
+            weights = torch.tensor(found, dtype=torch.float32, device=device)
+        return cls(documents, tensor(inputs), tuple(lengths), tensor(rows), tensor(targets), tensor(owners), weights)
 
     @property
     def num_tokens(self) -> int:
@@ -130,8 +141,7 @@ def apply_limit(
                 f"{field}[{document.source}]", document.length, limit, "shorten it, or set overlong to drop or truncate"
             )
         if spec.overlong == "truncate" and any(document.trained[:limit]):
-            tokens, trained = document.token_ids[:limit], document.trained[:limit]
-            kept.append(replace(document, token_ids=tokens, trained=trained, truncated=True))
+            kept.append(document.cut(limit))
             cut.append(document.source)
         else:
             dropped.append(document.source)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.jobs import GrpoJob
+from services.common.jobs import GrpoJob, SftJob
 from services.trainer.jobs.grpo_run import GrpoRun
+from services.trainer.jobs.sft import SftRun
 from tests.tokenizer_support import qwen_like_tokenizer
 from tests.training_support import (
     TrainingHost,
@@ -125,4 +126,46 @@ def test_trajectory_gradients(tmp_path: Path, loss_type: str, level: str, discou
     assert metrics["loss"] == pytest.approx(float(total.detach()), rel=1e-4, abs=1e-6)
     assert metrics["completion_length_mean"] == pytest.approx(statistics.mean(lengths))
     assert metrics["clip_fraction_low"] > 0
+    assert_same_gradients(gradients(run.lora), model)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.05])
+def test_sft_on_trajectories(tmp_path: Path, weight: float) -> None:
+    """The loss is on the actions, and at a weight on observations behind the first one, over the tokens of actions."""
+    torch.set_num_threads(1)
+    directory = write_checkpoint(tmp_path, qwen_like_tokenizer(), initializer_range=0.1)
+    host = TrainingHost(directory, max_train_tokens=1024)
+    adapter = random_adapter(host)
+    model = peft_reference(directory, adapter, tmp_path / "adapter")
+    examples = episodes(40)
+    sums, count = [], 0
+    for one in examples:
+        text: list[int] = []
+        acted = False
+        for segment in one["segments"]:
+            if segment.get("restarts"):
+                text, acted = [], False
+            ids = segment["token_ids"]
+            factor = 1.0 if segment["type"] == "action" else weight * acted
+            if factor:
+                sums.append(-factor * reference_logprobs(model, text + ids, len(text)).sum())
+            if segment["type"] == "action":
+                count += len(ids)
+                acted = True
+            text = text + ids
+    total = torch.stack(sums).sum() / count
+    total.backward()
+    spec = SftJob.model_validate(
+        {
+            "adapter": "a",
+            "examples": [{"trajectory": one} for one in examples],
+            "batch_size": 3,
+            "observation_weight": weight,
+            "max_tokens_per_microbatch": 200,
+        }
+    )
+    run = SftRun.prepare(spec, host, adapter)
+    metrics, _ = run._accumulate(0, lambda: None)
+    assert metrics["loss"] == pytest.approx(float(total.detach()), rel=1e-4)
+    assert 0 <= metrics["token_accuracy"] <= 1
     assert_same_gradients(gradients(run.lora), model)

@@ -47,6 +47,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "webhooks resend": ("webhooks resend whd_1764417600000_0_9f86d081",),
     "train pause": ("train pause JOB",),
     "train resume": ("train resume JOB",),
+    "environments serve": ("environments serve guess", "environments serve calculator --port 8431 --sessions 64"),
     "feedback give": (
         "feedback give chatcmpl-5f2d3babebe94537a14147bcd83c3b15 --down",
         "feedback give chatcmpl-5f2d3babebe94537a14147bcd83c3b15 --correct 'Good day!' --user u-17",

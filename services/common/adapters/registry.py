@@ -44,6 +44,7 @@ from services.common.adapters.manifest import (
     files_digest,
     kind_of,
     parsed_config,
+    publication,
     stated_rank,
 )
 from services.common.adapters.manifest import Manifest as Manifest
@@ -162,6 +163,7 @@ class AdapterRegistry(AdapterPointers):
         metrics: Mapping[str, float] | None = None,
         gates: Sequence[GateEvidence] = (),
         dataset: DatasetOrigin | None = None,
+        step: int | None = None,
         current: bool = True,
         once: str | None = None,
         loaded_from: str | None = None,
@@ -175,6 +177,7 @@ class AdapterRegistry(AdapterPointers):
 
         Args:
             files: adapter_model.safetensors and adapter_config.json, or drafter.safetensors and drafter.json.
+            step: see Manifest; each is published once.
             current: False: it stays a candidate, which answers only who names it, until a canary or a rollback to it
                 makes it current.
             once: name under which it is published once, as that of a job is, where no job makes it.
@@ -190,7 +193,7 @@ class AdapterRegistry(AdapterPointers):
         self.check_new_name(name)
         kind, rank = kind_of(files), stated_rank(files)
         self.check_kind(name, kind)
-        version = self._claim(name, job_id or once)
+        version = self._claim(name, publication(job_id, step) or once)
         manifest = self._read_manifest(version)
         if manifest is None:
             entries = {filename: self._put_file(version, filename, data) for filename, data in sorted(files.items())}
@@ -210,6 +213,7 @@ class AdapterRegistry(AdapterPointers):
                 gates=tuple(gates),
                 dataset=dataset,
                 loaded_from=loaded_from,
+                step=step,
             )
             if fence is not None:
                 fence()
