@@ -175,6 +175,7 @@ for tool in (
     adapter_tools.rollback,
     adapter_tools.prune,
     adapter_tools.merge,
+    adapter_tools.receipt,
     adapter_tools.extract,
     adapter_tools.convert,
 ):

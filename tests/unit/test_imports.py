@@ -82,7 +82,7 @@ NO_TORCH = (
     "services.forge.units",
     "services.forge.cut",
     "services.forge.record",
-    "services.forge.signature",
+    "services.common.security.signature",
     "docs_tools",
 )
 # The demo draws its questions from the recipe of the tiny model, and scores the answers with it.
