@@ -19,6 +19,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "kernels": (),
     "services.common": (),
     "services.learning": ("services.common",),
+    "services.environments": (),
     "services.gateway": ("services.learning", "services.common"),
     "services.engine": ("kernels", "services.common"),
     "services.adapter_tools": ("services.engine.models", "services.common"),
@@ -67,6 +68,7 @@ NO_TORCH = (
     "services.common",
     "services.gateway",
     "services.learning",
+    "services.environments",
     "cli",
     "services.engine.requests",
     "services.engine.scheduler",
@@ -80,7 +82,7 @@ NO_TORCH = (
     "services.forge.units",
     "services.forge.cut",
     "services.forge.record",
-    "services.forge.signature",
+    "services.common.security.signature",
     "docs_tools",
 )
 # The demo draws its questions from the recipe of the tiny model, and scores the answers with it.

@@ -29,6 +29,7 @@ from services.trainer.runtime.attempts.epoch_versions import EpochVersions
 from services.trainer.runtime.attempts.gates import PUBLISH, Gates, attaches, becomes_current, digest_of
 from services.trainer.runtime.attempts.learning_check import LearningCheck
 from services.trainer.runtime.attempts.preparation import Notes, Parts, Preparation
+from services.trainer.runtime.attempts.receipt import receipt_of
 from services.trainer.runtime.checkpoint import Checkpoint, CheckpointWriter
 from services.trainer.runtime.job_link import Draining, JobCancelled
 
@@ -265,6 +266,15 @@ class JobAttempt(Preparation[PublishingSpec]):
                 gates=evidence,
                 dataset=self._spec.learnt if isinstance(self._spec, OfDataset) else None,
                 current=becomes_current(self._spec),
+                receipt=lambda manifest: receipt_of(
+                    manifest,
+                    self._spec,
+                    run,
+                    parents,
+                    attempt=claimed.attempt,
+                    model=self._parts.settings.served_model_name,
+                    device=self._parts.host.model.device,
+                ),
                 fence=session.fence,
             )
 
