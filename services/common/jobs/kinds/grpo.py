@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import not_
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -133,6 +134,9 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
     turn of the others. Of completions, which are one turn, both are the same."""
     discount: float = Field(1.0, ge=0, le=1, exclude_if=_undiscounted)
     """Factor a turn for rewards that come later."""
+    observation_weight: float = Field(0.0, ge=0, le=10, exclude_if=not_)
+    """Of trajectories: adds the cross-entropy of observations behind the first action at this weight, over the number
+    of action tokens of the step."""
     exact_forward: bool = False
     """Take the values of all log-probabilities from the engine, by the sampler's own kernels, and the gradients from
     the trainer's forward: rollouts are decoded again before each step that did not sample them."""
@@ -227,6 +231,7 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
             ("mismatch_cap", self.mismatch_correction != "none", "only a mismatch_correction reads it"),
             ("advantage", self._has_turns, "only trajectories have turns"),
             ("discount", self._has_turns, "only trajectories have turns"),
+            ("observation_weight", self._has_turns, "only trajectories have observations"),
             (
                 "mismatch_correction",
                 self.generate is None or not self.exact_forward,
