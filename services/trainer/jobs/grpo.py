@@ -24,6 +24,7 @@ from services.trainer.jobs.base import RunState
 from services.trainer.jobs.grpo_run import GrpoRun
 from services.trainer.jobs.rounds import RoundRun, Rounds
 from services.trainer.sampling.prompts import check_stop_tokens, sample_seed, sampled_prompts
+from services.trainer.sampling.reward_signs import RewardSigns
 from services.trainer.sampling.round import Round, ScoredPrompt
 from services.trainer.sampling.round_sampler import RoundSampler
 from services.trainer.sampling.scored_rollouts import RewardStats, ScoredRollouts, gather
@@ -50,6 +51,7 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
         self._generate = settings
         self._reward = rewards
         self._round: Round | None = None
+        self._signs = RewardSigns()
         per_step = min(spec.groups_per_step or settings.round_prompts, settings.round_prompts)
         per_epoch = -(-settings.round_prompts // per_step)
         sampler = RoundSampler(
@@ -122,7 +124,8 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
             metrics, inputs = super()._accumulate(index, interrupt)
         else:
             metrics, inputs = self._reward_metrics(), 0
-        return metrics | self._round.metrics(), inputs
+        metrics |= self._round.metrics()
+        return metrics | self._signs.of(metrics), inputs
 
     def _reward_metrics(self) -> dict[str, float]:
         return {
@@ -192,6 +195,7 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
     def state(self) -> RunState:
         """See JobRun.state: with the rollouts of a round that is under way."""
         state = super().state()
+        state = RunState(state.tensors, {**state.data, "signs": dict(self._signs.first)})
         if self._round is None or not self._under_way:
             gone = ("start.", "reference.")
             kept = {name: value for name, value in state.tensors.items() if not name.startswith(gone)}
@@ -202,6 +206,7 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
     def load_state(self, state: RunState) -> int:
         """See JobRun.load_state."""
         step = super().load_state(state)
+        self._signs.first = dict(state.data.get("signs", {}))
         if "round" in state.data:
             said = self._start, self._reference
             number = int(state.data["round"]["number"])

@@ -124,6 +124,8 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
     ] = "group"
     """Divide the advantage by the standard deviation of the group's rewards, of all rewards of the job (batch), or not
     at all. true means group, false none."""
+    least_reward_std: float = Field(0.0, ge=0, le=1e9, exclude_if=not_)
+    """Groups whose rewards have a smaller standard deviation are skipped, as those are whose rewards are equal."""
     mismatch_correction: MismatchCorrection = "none"
     """Correction for the difference between the trainer's and the sampler's log-probabilities: weights trainer /
     sampler, of a token or a sequence, bounded (truncate) or dropped (mask) over mismatch_cap. The ratio is then against
@@ -374,7 +376,7 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
     @property
     def credit(self) -> Credit:
         """How rewards become what is compared."""
-        return Credit(self.advantage, self.discount)
+        return Credit(self.advantage, self.discount, self.least_reward_std)
 
     @property
     def sampled_by(self) -> dict[AdapterVersion, str]:
