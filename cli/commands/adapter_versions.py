@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import hashlib
+import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +20,10 @@ from cli.http.job_events import conclude, watch
 from cli.local.external_tool import run_tool
 from cli.options import Json, Url, connected
 from cli.output import CliError, ExitCode, Output, guarded
+from cli.reports import receipt as receipts
 from cli.settings import CliSettings, read
+from services.common.adapters.receipts import Receipt
+from services.common.security.signature import read_public_key
 
 
 class Dtype(enum.StrEnum):
@@ -156,6 +161,56 @@ def parse_source(text: str) -> dict[str, Any]:
         raise CliError(
             f"--from {text}: the weight {weight!r} is not a number, as in polite@3:0.7", ExitCode.USAGE
         ) from error
+
+
+def receipt(
+    ref: Annotated[str, typer.Argument(metavar="NAME[@VERSION]", help="A version that a job made.")],
+    verify: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="KEY.pem",
+            help="Check the signature with this public key, and the version's files by their digests.",
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write it to a file, for `temper train replay`.")] = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Tell what a version was made of: base, parents, data, code, seeds, settings, device, and the signature."""
+
+    def work(client: Client, output: Output) -> None:
+        name, version = split(ref)
+        if version is None:
+            version = int(client.get(path("v1", "adapters", name))["current"])
+        document = fetched(client, name, version)
+        text = receipts.receipt(document)
+        if verify is not None:
+            Receipt(document["receipt"], document["signature"]).check(read_public_key(verify))
+            _check_files(client, name, version, document["receipt"])
+            text += "\n[green]verified[/]: the signature is of this key, and the files are those of the receipt"
+        if out is not None:
+            out.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            text += f"\nwritten to {out}"
+        output.result(document, text)
+
+    connected(url, as_json, work)
+
+
+def fetched(client: Client, name: str, version: int) -> dict[str, Any]:
+    """The receipt of a version with its signature. Raises CliError: it has none."""
+    document: dict[str, Any] = client.get(path("v1", "adapters", name, "versions", str(version), "receipt"))
+    return document
+
+
+def _check_files(client: Client, name: str, version: int, content: Mapping[str, Any]) -> None:
+    """Raises CliError: the receipt is another version's, or a file is not what it says."""
+    if content["version"] != f"{name}@{version}":
+        raise CliError(f"the receipt is that of {content['version']}, not of {name}@{version}")
+    with tempfile.TemporaryDirectory(prefix="temper-") as scratch:
+        saved = save(client, name, version, Path(scratch))
+        found = {file: hashlib.sha256((Path(scratch) / file).read_bytes()).hexdigest() for file in saved}
+    if found != content["files"]:
+        raise CliError(f"the files of {name}@{version} are not those of its receipt")
 
 
 def extract(

@@ -38,6 +38,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "train submit kto --dataset thumbs --adapter polite --no-attach",
         "train submit job.json --set learning_rate=1e-4",
     ),
+    "train replay": ("train replay polite@3 --data examples.jsonl", "train replay receipt.json"),
     "train status": ("train status", "train status JOB"),
     "train watch": ("train watch JOB --timeout 3600",),
     "train cancel": ("train cancel JOB",),
@@ -46,6 +47,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "webhooks resend": ("webhooks resend whd_1764417600000_0_9f86d081",),
     "train pause": ("train pause JOB",),
     "train resume": ("train resume JOB",),
+    "environments serve": ("environments serve guess", "environments serve calculator --port 8431 --sessions 64"),
     "feedback give": (
         "feedback give chatcmpl-5f2d3babebe94537a14147bcd83c3b15 --down",
         "feedback give chatcmpl-5f2d3babebe94537a14147bcd83c3b15 --correct 'Good day!' --user u-17",
@@ -127,6 +129,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "adapters detach": ("adapters detach",),
     "adapters upload": ("adapters upload ./adapter --name polite --attach",),
     "adapters download": ("adapters download polite@3 ./adapter",),
+    "adapters receipt": ("adapters receipt polite@3", "adapters receipt polite@3 --verify receipts.pub.pem"),
     "adapters rollback": ("adapters rollback", "adapters rollback polite --to 2"),
     "adapters prune": ("adapters prune polite --keep 5 --dry-run",),
     "adapters merge": ("adapters merge both --from polite@3:0.6 --from brief@1:0.4 --wait",),

@@ -8,6 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from services.common.jobs import GrpoGroup
+from services.common.jobs.scorers.of_rewards.penalties import repeated
+
 UP = 0.25
 """Standard deviations of the first round's rewards that the mean has risen by before any sign counts."""
 LENGTH_FACTOR = 1.5
@@ -32,6 +35,8 @@ class RewardSigns:
         Args:
             metrics: of the step, with those of its round.
         """
+        if not metrics.keys() >= {*_KEPT, "reward_length_correlation"}:
+            return {}  # every episode of the round was dropped
         if not self.first:
             self.first = {name: metrics[name] for name in _KEPT}
         first = self.first
@@ -47,6 +52,31 @@ class RewardSigns:
             metrics.get("kl", 0.0) > FAR_FROM_BASE,
         )
         return {"hacking_signs": float(sum(signs))}
+
+
+def drift(groups: Sequence[GrpoGroup]) -> dict[str, float]:
+    """What the signs are counted from, of all members of the groups of a round; {} without any.
+
+    Of a trajectory those are the tokens that were sampled.
+    """
+    sampled = [
+        [token for action in trajectory.actions for token in action.token_ids]
+        for group in groups
+        for trajectory in group.played
+    ]
+    sampled += [one.token_ids or [] for group in groups for one in group.completions]
+    rewards = [reward for group in groups if group.trajectories is not None for reward in group.rewards]
+    rewards += [reward for group in groups if group.trajectories is None for reward in group.rewards]
+    if not sampled:
+        return {}
+    lengths = list(map(len, sampled))
+    count = len(sampled)
+    return {
+        "completion_length_mean": sum(lengths) / count,
+        "truncated_fraction": sum(flag for group in groups for flag in group.truncated) / count,
+        "repetition_mean": math.fsum(map(repeated, sampled)) / count,
+        "reward_length_correlation": correlation(rewards, lengths),
+    }
 
 
 def correlation(one: Sequence[float], other: Sequence[float]) -> float:

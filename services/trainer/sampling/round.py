@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +12,7 @@ from torch import Tensor
 
 from services.common.jobs import GrpoCompletion, GrpoGroup
 from services.common.jobs.kinds.generate import RolloutPrompt
-from services.common.jobs.scorers.of_rewards.penalties import repeated
 from services.trainer.host.rollouts import Completion
-from services.trainer.sampling.reward_signs import correlation
 
 
 def completion_tensors(prefix: str, completions: Sequence[Completion]) -> dict[str, Tensor]:
@@ -95,13 +92,10 @@ class Round:
     def metrics(self) -> dict[str, float]:
         """Metrics of the round, however it is trained on."""
         count = len(self.completions)
-        lengths = [len(one.token_ids) for one in self.completions]
         groups = [self.rewards[start : start + self.size] for start in range(0, count, self.size)]
         return {
             "frac_reward_zero_std": sum(max(group) == min(group) for group in groups) / len(groups),
-            "completion_length_mean": sum(lengths) / count,
-            "repetition_mean": math.fsum(repeated(one.token_ids) for one in self.completions) / count,
-            "reward_length_correlation": correlation(self.rewards, lengths),
+            "completion_length_mean": sum(len(one.token_ids) for one in self.completions) / count,
             "truncated_fraction": sum(one.truncated for one in self.completions) / count,
         }
 

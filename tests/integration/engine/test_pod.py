@@ -61,6 +61,7 @@ def pod(environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
+@pytest.mark.thorough
 def test_a_pod_serves_and_drains(pod: subprocess.Popen[bytes], environment: dict[str, str]) -> None:
     options = [("grpc.max_reconnect_backoff_ms", 200)]
     with grpc.insecure_channel(f"127.0.0.1:{environment['TEMPER_GRPC_PORT']}", options) as channel:

@@ -36,7 +36,7 @@ _MOST_EXAMPLES = 1000
 """Most texts of a job that its drafter is refreshed on."""
 _SPLITS = 10
 """Texts of which a tenth is held out."""
-_OF_ADAPTERS = ("lora", "recompute", "gradient_checkpointing", "attach_if")
+_OF_ADAPTERS = ("lora", "recompute", "gradient_checkpointing", "attach_if", "epoch_versions")
 MOST_DEPTH = 4
 """Draft tokens of a request in a step at most, and learnt unless a job says otherwise."""
 
@@ -91,6 +91,7 @@ class DraftJob(ExampleJob[DraftExample]):
     lora: SkipJsonSchema[LoraSettings] = LoraSettings()
     recompute: SkipJsonSchema[Recompute | None] = None
     gradient_checkpointing: SkipJsonSchema[bool] = False
+    epoch_versions: SkipJsonSchema[int | None] = Field(None, exclude_if=lambda value: value is None)
     attach_if: SkipJsonSchema[AttachIf | None] = Field(None, exclude_if=lambda value: value is None)
 
     @model_validator(mode="after")

@@ -28,7 +28,7 @@ from services.common.jobs.kinds.rollouts import (
     group_of_row,
     rollout_tokens,
 )
-from services.common.jobs.scorers.base import ScorerSpec
+from services.common.jobs.scorers.base import ScorerSettings
 from services.common.jobs.token_checks import (
     asked_tokens,
     check_conversation,
@@ -294,7 +294,7 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
             raise InvalidRequest("lines with completion_id and lines with completions cannot be mixed in one job")
         return DataRows("groups", GrpoGroup, group_of_row)
 
-    def scorers(self) -> Sequence[tuple[str, ScorerSpec]]:
+    def scorers(self) -> Sequence[tuple[str, ScorerSettings]]:
         """See JobBase."""
         if self.generate is None:
             return ()
