@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,42 +34,64 @@ from services.pod.host import PodHost
 from services.trainer.jobs import prepare_run
 from services.trainer.settings import TrainerSettings
 
-NAMES = ("guess", "calculator")
-HELD_OUT = 64
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Shape of a job in an environment."""
+
+    reset: Mapping[str, int]
+    """What the environment's reset gets, beside a seed."""
+    groups: int
+    """Groups of eight episodes each, an optimizer step together."""
+    rounds: int
+    temperature: float
+    max_tokens: int
+    max_turns: int
+    most_tokens: int
+    held_out: int
+    """Episodes that are played before, in the middle and behind."""
+    learning_rate: float
+
+
+SHAPES: Mapping[str, Shape] = {
+    "guess": Shape({"lowest": 1, "numbers": 3, "guesses": 3}, 16, 10, 2.0, 4, 3, 144, 64, 3e-3),
+    "calculator": Shape({"tasks": 1}, 6, 6, 1.0, 36, 3, 320, 32, 3e-3),
+}
+NAMES = tuple(SHAPES)
 _FIRST_HELD_OUT = 10**6
 """Seeds from here on are those of held-out episodes."""
 
 
-def spec(name: str, url: str, seed: int, rounds: int | None = None, held_out: int = HELD_OUT) -> dict[str, Any]:
+def spec(name: str, url: str, seed: int, rounds: int | None = None, held_out: int | None = None) -> dict[str, Any]:
     """A job in one of the environments."""
-    kind = ENVIRONMENTS[name]
-    prompt: dict[str, Any] = {"prompt": "{observation}"}
+    kind, chosen = ENVIRONMENTS[name], SHAPES[name]
+    prompt: dict[str, Any] = {"prompt": "{observation}", "reset": dict(chosen.reset)}
     if kind.tools:
         prompt["tools"] = [dict(tool) for tool in kind.tools]
-    length = {"guess": 30, "calculator": 16}[name] if rounds is None else rounds
+    held_out = held_out or chosen.held_out
+    seeds = range(_FIRST_HELD_OUT + held_out * seed, _FIRST_HELD_OUT + held_out * (seed + 1))
     return {
         "kind": "grpo",
         "adapter": name,
-        "learning_rate": 2e-3,
+        "learning_rate": chosen.learning_rate,
         "lora": {"rank": 8, "alpha": 16, "seed": seed},
         "optimizer": {"schedule": "cosine"},
         "seed": seed,
-        "groups_per_step": 8,
         "generate": {
-            "prompts": [prompt] * 8,
-            "rounds": length,
+            "prompts": [prompt] * chosen.groups,
+            "rounds": rounds or chosen.rounds,
             "completions": 8,
-            "temperature": {"guess": 1.5, "calculator": 1.0}[name],
-            "max_tokens": {"guess": 4, "calculator": 40}[name],
+            "temperature": chosen.temperature,
+            "max_tokens": chosen.max_tokens,
             "reward": {
                 "type": "environment",
                 "url": url,
-                "max_turns": {"guess": 3, "calculator": 5}[name],
-                "max_trajectory_tokens": {"guess": 128, "calculator": 448}[name],
-                "concurrency": 64,
+                "max_turns": chosen.max_turns,
+                "max_trajectory_tokens": chosen.most_tokens,
+                "concurrency": 128,
             },
-            "eval_prompts": [prompt | {"reset": {"seed": _FIRST_HELD_OUT + at}} for at in range(held_out)],
-            "eval_every": 4,
+            "eval_prompts": [prompt | {"reset": chosen.reset | {"seed": at}} for at in seeds],
+            "eval_every": chosen.rounds // 2,
         },
     }
 

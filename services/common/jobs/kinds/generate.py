@@ -16,13 +16,17 @@ from services.common.jobs.scorers.registry import RewardSpec, needs_answer
 from services.common.jobs.token_checks import asked_tokens, check_conversation, check_room, check_vocabulary
 from services.common.validation.json_rules import (
     SOME,
+    Rule,
     Rules,
+    both,
     contains,
     either,
     given,
     has,
     if_any,
     items,
+    left_out,
+    never,
     only_with,
     where,
 )
@@ -58,6 +62,17 @@ _Rewards = Annotated[list[JobReward], Field(min_length=1, max_length=16)]
 
 
 _COMPARES = needs_answer()
+_EPISODES: Rule = has(type="environment")
+
+
+def _rewarded(rule: Rule) -> Rule:
+    """A reward is so, the only one or one of several."""
+    return has(reward=either(rule, contains(rule)))
+
+
+def _prompts(rule: Rule) -> Rule:
+    """Every prompt is so."""
+    return if_any(prompts=items(rule), eval_prompts=items(rule))
 
 
 class GenerateSettings(SentModel):
@@ -88,6 +103,13 @@ class GenerateSettings(SentModel):
             has(reward=either(_COMPARES, contains(_COMPARES))),
             if_any(prompts=items(given("answer")), eval_prompts=items(given("answer"))),
         ),
+        never(has(reward={"type": "array", "contains": _EPISODES, "minContains": 2})),
+        where(_rewarded(_EPISODES), _prompts(left_out("prompt_token_ids"))),
+        where(
+            _rewarded(both(_EPISODES, given("tools"))),
+            both(has(reward=contains(never(_EPISODES))), _prompts(left_out("tools"))),
+        ),
+        where(never(_rewarded(both(_EPISODES, given("url")))), _prompts(left_out("reset"))),
     )
 
     @model_validator(mode="after")
