@@ -176,6 +176,7 @@ for tool in (
     adapter_tools.prune,
     adapter_tools.merge,
     adapter_tools.receipt,
+    adapter_tools.verify,
     adapter_tools.extract,
     adapter_tools.convert,
 ):

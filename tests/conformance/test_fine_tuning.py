@@ -43,7 +43,7 @@ def test_a_supervised_job_from_its_file_to_answers(client: openai.OpenAI, stack:
         suffix="secret",
         seed=1,
         metadata={"test": "conformance"},
-        method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 8, "batch_size": 1}}},
+        method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 20, "batch_size": 1}}},
     )
     assert job.fine_tuned_model is None
     client.fine_tuning.jobs.pause(job.id)
@@ -60,7 +60,7 @@ def test_a_supervised_job_from_its_file_to_answers(client: openai.OpenAI, stack:
     assert base.model == stack.served_model_name, "nothing else answers with the result"
     events = list(client.fine_tuning.jobs.list_events(job.id, limit=30))
     steps = [event.data for event in events if event.type == "metrics" and "train_loss" in (event.data or {})]  # type: ignore[operator]
-    assert [step["step"] for step in steps] == list(range(32, 0, -1))  # type: ignore[index]
+    assert [step["step"] for step in steps] == list(range(80, 0, -1))  # type: ignore[index]
     assert any(event.message == f"New fine-tuned model created: {done.fine_tuned_model}" for event in events)
     assert any("full_valid_loss" in (event.data or {}) for event in events)  # type: ignore[operator]
     checkpoints = list(client.fine_tuning.jobs.checkpoints.list(job.id, limit=2))

@@ -130,6 +130,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "adapters upload": ("adapters upload ./adapter --name polite --attach",),
     "adapters download": ("adapters download polite@3 ./adapter",),
     "adapters receipt": ("adapters receipt polite@3", "adapters receipt polite@3 --verify receipts.pub.pem"),
+    "adapters verify": ("adapters verify polite@3", "adapters verify polite@3 --max-kl 0.5 --min-agreement 0.6"),
     "adapters rollback": ("adapters rollback", "adapters rollback polite --to 2"),
     "adapters prune": ("adapters prune polite --keep 5 --dry-run",),
     "adapters merge": ("adapters merge both --from polite@3:0.6 --from brief@1:0.4 --wait",),

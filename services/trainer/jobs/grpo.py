@@ -31,6 +31,7 @@ from services.trainer.sampling.environments.http_tools import ToolWorlds
 from services.trainer.sampling.environments.openenv import OpenEnvWorlds
 from services.trainer.sampling.environments.rounds import EpisodeRound, ended, episode_metrics, made_round
 from services.trainer.sampling.prompts import check_stop_tokens, sample_seed, sampled_prompts
+from services.trainer.sampling.reward_signs import RewardSigns, drift
 from services.trainer.sampling.round import Round, ScoredPrompt
 from services.trainer.sampling.round_sampler import RoundSampler
 from services.trainer.sampling.scored_rollouts import RewardStats, ScoredRollouts, gather
@@ -58,6 +59,8 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
         self._generate = settings
         self._reward = rewards
         self._round: Round | EpisodeRound | None = None
+        self._signs = RewardSigns()
+        self._drift: dict[str, float] = {}
         per_step = min(spec.groups_per_step or settings.round_prompts, settings.round_prompts)
         per_epoch = -(-settings.round_prompts // per_step)
         sampler = RoundSampler(
@@ -134,7 +137,8 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
             metrics, inputs = super()._accumulate(index, interrupt)
         else:
             metrics, inputs = self._reward_metrics(), 0
-        return metrics | self._round.metrics(), inputs
+        metrics = self._drift | metrics | self._round.metrics()
+        return metrics | self._signs.of(metrics), inputs
 
     def _reward_metrics(self) -> dict[str, float]:
         return {
@@ -168,7 +172,9 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
         self._enter(Round(number, self._generate.temperature, chosen, found, rewards))
 
     def _enter(self, found: Round | EpisodeRound) -> None:
-        self._use(gather(self._host, self._job, found.groups()))
+        groups = found.groups()
+        self._use(gather(self._host, self._job, groups))
+        self._drift = drift(groups)
         self._round = found
 
     def _score(
@@ -209,6 +215,7 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
     def state(self) -> RunState:
         """See JobRun.state: with the rollouts of a round that is under way."""
         state = super().state()
+        state = RunState(state.tensors, {**state.data, "signs": dict(self._signs.first)})
         if self._round is None or not self._under_way:
             gone = ("start.", "reference.")
             kept = {name: value for name, value in state.tensors.items() if not name.startswith(gone)}
@@ -219,6 +226,7 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
     def load_state(self, state: RunState) -> int:
         """See JobRun.load_state."""
         step = super().load_state(state)
+        self._signs.first = dict(state.data.get("signs", {}))
         if "round" in state.data:
             said = self._start, self._reference
             self._enter(found := self._restored(state))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import not_
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -123,6 +124,8 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
     ] = "group"
     """Divide the advantage by the standard deviation of the group's rewards, of all rewards of the job (batch), or not
     at all. true means group, false none."""
+    least_reward_std: float = Field(0.0, ge=0, le=1e9, exclude_if=not_)
+    """Groups whose rewards have a smaller standard deviation are skipped, as those are whose rewards are equal."""
     mismatch_correction: MismatchCorrection = "none"
     """Correction for the difference between the trainer's and the sampler's log-probabilities: weights trainer /
     sampler, of a token or a sequence, bounded (truncate) or dropped (mask) over mismatch_cap. The ratio is then against
@@ -133,6 +136,9 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
     turn of the others. Of completions, which are one turn, both are the same."""
     discount: float = Field(1.0, ge=0, le=1, exclude_if=_undiscounted)
     """Factor a turn for rewards that come later."""
+    observation_weight: float = Field(0.0, ge=0, le=10, exclude_if=not_)
+    """Of trajectories: adds the cross-entropy of observations behind the first action at this weight, over the number
+    of action tokens of the step."""
     exact_forward: bool = False
     """Take the values of all log-probabilities from the engine, by the sampler's own kernels, and the gradients from
     the trainer's forward: rollouts are decoded again before each step that did not sample them."""
@@ -227,6 +233,7 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
             ("mismatch_cap", self.mismatch_correction != "none", "only a mismatch_correction reads it"),
             ("advantage", self._has_turns, "only trajectories have turns"),
             ("discount", self._has_turns, "only trajectories have turns"),
+            ("observation_weight", self._has_turns, "only trajectories have observations"),
             (
                 "mismatch_correction",
                 self.generate is None or not self.exact_forward,
@@ -369,7 +376,7 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
     @property
     def credit(self) -> Credit:
         """How rewards become what is compared."""
-        return Credit(self.advantage, self.discount)
+        return Credit(self.advantage, self.discount, self.least_reward_std)
 
     @property
     def sampled_by(self) -> dict[AdapterVersion, str]:

@@ -266,8 +266,9 @@ def check_spread(groups: Sequence[GrpoGroup], credit: Credit) -> None:
     if any(credit.spread(group.turn_rewards) for group in groups):
         return
     rewards = [reward for group in groups for reward in group.rewards]
+    equal = f"differ by less than least_reward_std {credit.least_std:g}" if credit.least_std else "are equal"
     raise InvalidRequest(
-        f"nothing to learn: in each of the {len(groups)} groups all rewards are equal "
+        f"nothing to learn: in each of the {len(groups)} groups all rewards {equal} "
         f"(mean {math.fsum(rewards) / len(rewards):g}), so no completion is better than another; sample more "
         "completions, at a higher temperature, or score them more finely",
         param="rewards",

@@ -61,7 +61,7 @@ class EpisodeRound:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and JSON of a checkpoint."""
-        actions = [one for group in self.given for member in group.trajectories or () for one in member.actions]
+        actions = [one for group in self.given for member in group.played for one in member.actions]
         logprobs = array("f", [value for one in actions for value in one.logprobs or ()])
         groups = [group.model_dump(mode="json", exclude_none=True) for group in self.given]
         for member in (member for group in groups for member in group["trajectories"]):
@@ -115,7 +115,7 @@ def made_round(
         ]
         if left:
             prompt = list(left[0].prompt) if len(prompts) == 1 else None
-            groups.append(GrpoGroup(prompt_token_ids=prompt, trajectories=trajectories))
+            groups.append(GrpoGroup(prompt_token_ids=prompt, trajectories=[*trajectories]))
     metrics = episode_metrics([one for group in members for one in group], environment)
     metrics["environment_unequal_starts"] = float(unequal)
     metrics["frac_reward_zero_std"] = sum(max(one.rewards) == min(one.rewards) for one in groups) / len(groups)

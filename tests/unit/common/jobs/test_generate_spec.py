@@ -13,7 +13,7 @@ from services.common.jobs import GrpoJob
 from services.common.jobs.kinds.generate import check_rewards
 from services.common.jobs.scorers.allowed_webhooks import webhook_parts
 from services.common.jobs.scorers.json_schema import JsonSchemaReward, schema_validator
-from services.common.jobs.scorers.regex import RegexReward, matcher
+from services.common.jobs.scorers.of_texts.regex import RegexReward, matcher
 
 GENERATE: dict[str, Any] = {
     "prompts": ["2 + 2 =", {"prompt": "3 + 3 =", "answer": 6}],
