@@ -105,10 +105,10 @@ wait $$style; style=$$?; cat "$$scratch/style"; \
 if [ $$tests = 0 ] && [ $$style = 0 ]; then rm -rf "$$scratch"; else echo "left for inspection: $$scratch" >&2; exit 1; fi
 endef
 
-test: $(CLIENTS) ## lint, and a test of every promise
+test: $(CLIENTS) ## lint, and a test of every promise; ARGS=--write-costs records what files take
 	$(call run_tests,-m "not thorough")
 
-test-all: $(CLIENTS) ## lint and all tests, some 40 minutes on 2 cores; ARGS=--write-costs records what files take
+test-all: $(CLIENTS) ## lint and all tests, some 40 minutes on 2 cores
 	$(call run_tests)
 
 docs: setup ## the documentation as a site in build/site, links checked

@@ -17,7 +17,7 @@ from cli.commands import adapter_versions as adapter_tools
 from cli.commands import adapters, batch, forge, keys, sessions, train
 from cli.commands.chat import chat
 from cli.commands.evaluation import runs as evaluation
-from cli.commands.learning import canaries, datasets, feedback, learners
+from cli.commands.learning import canaries, datasets, environments, feedback, learners
 from cli.commands.operations import config, engine, kernels, webhooks
 from cli.commands.operations import context as contexts
 from cli.commands.operations.bench import bench
@@ -166,6 +166,7 @@ app.add_typer(feedback.app)
 app.add_typer(datasets.app)
 app.add_typer(canaries.app)
 app.add_typer(learners.app)
+app.add_typer(environments.app)
 app.add_typer(evaluation.app)
 app.add_typer(forge.app)
 app.add_typer(batch.app)
@@ -174,6 +175,8 @@ for tool in (
     adapter_tools.rollback,
     adapter_tools.prune,
     adapter_tools.merge,
+    adapter_tools.receipt,
+    adapter_tools.verify,
     adapter_tools.extract,
     adapter_tools.convert,
 ):

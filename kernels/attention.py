@@ -129,6 +129,75 @@ def packed_causal(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tens
     return torch.cat(outputs).index_select(0, layout.scatter)
 
 
+@dataclass(frozen=True, slots=True)
+class BranchLayout:
+    """Packed segments that go on from others: each sees those before it up to its root, and itself causally. In padded
+    batches of similar length (within a factor of two, of queries and of keys)."""
+
+    batches: tuple[tuple[Tensor, Tensor, Tensor], ...]
+    """Per batch: rows of queries [n, width] and of keys [n, context] int64 (padding points at some row), and mask
+    [n, 1, width, context] bool, True where a query sees a key."""
+    scatter: Tensor
+    """[T] int64: place of each token of the segments in the batches, laid end to end."""
+
+    @classmethod
+    def build(cls, queries: Sequence[range], contexts: Sequence[Sequence[range]], device: torch.device) -> BranchLayout:
+        """Layout of segments with these rows, in order and without gaps.
+
+        Args:
+            contexts: rows of what comes before each segment, from its root on.
+        """
+        if not queries:
+            return cls((), torch.empty(0, dtype=torch.int64, device=device))
+        buckets: dict[tuple[int, int], list[int]] = {}
+        before = [sum(map(len, context)) for context in contexts]
+        for index, rows in enumerate(queries):
+            buckets.setdefault((len(rows).bit_length(), (before[index] + len(rows)).bit_length()), []).append(index)
+        scatter = torch.empty(sum(map(len, queries)), dtype=torch.int64)
+        first = queries[0].start
+        batches, offset = [], 0
+        for members in buckets.values():
+            width = max(len(queries[index]) for index in members)
+            most = max(before[index] + len(queries[index]) for index in members)
+            asking = torch.zeros(len(members), width, dtype=torch.int64)
+            seen = torch.zeros(len(members), most, dtype=torch.int64)
+            mask = torch.zeros(len(members), 1, width, most, dtype=torch.bool)
+            for place, index in enumerate(members):
+                rows = queries[index]
+                size, past = len(rows), before[index]
+                asking[place] = torch.arange(rows.start, rows.start + width).clamp(max=rows.stop - 1)
+                context = [row for part in contexts[index] for row in part]
+                seen[place, : past + size] = torch.tensor([*context, *rows])
+                # Padded queries see what the last one does, so that no row of a softmax is empty.
+                last = torch.arange(width).clamp(max=size - 1) + past
+                mask[place, 0] = torch.arange(most)[None, :] <= last[:, None]
+                begin = offset + place * width
+                scatter[rows.start - first : rows.stop - first] = torch.arange(begin, begin + size)
+            batches.append((asking.to(device), seen.to(device), mask.to(device)))
+            offset += asking.numel()
+        return cls(tuple(batches), scatter.to(device))
+
+
+def packed_branches(q: Tensor, k: Tensor, v: Tensor, layout: BranchLayout) -> Tensor:
+    """Attention of the segments of a layout. Differentiable, also in what they share.
+
+    Args:
+        q: [T, heads, head_dim], of all rows that the layout points to, as k and v.
+        k, v: [T, kv_heads, head_dim].
+
+    Returns:
+        [tokens of the segments, heads, head_dim].
+    """
+    heads = q.shape[1]
+    outputs: list[Tensor] = []
+    for asking, seen, mask in layout.batches:
+        queries = q[asking].transpose(1, 2)
+        keys, values = (_repeat(x[seen].transpose(1, 2), heads) for x in (k, v))
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        outputs.append(out.transpose(1, 2).reshape(-1, *q.shape[1:]))
+    return torch.cat(outputs).index_select(0, layout.scatter)
+
+
 def packed_chain(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], layout: PackedLayout) -> Tensor:
     """Attention of rows that go on from what stands at their place: each sees the first keys up to its place, and of
     further ones only those at its place. Differentiable.

@@ -1,5 +1,5 @@
 """What the files of tests cost, so that a run begins with the longest: tests/costs.tsv, which
-`make test-all ARGS=--write-costs` writes anew."""
+`make test ARGS=--write-costs` writes anew."""
 
 from __future__ import annotations
 

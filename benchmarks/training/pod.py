@@ -90,12 +90,18 @@ class TrainingPod:
 
 @contextmanager
 def training_pod(
-    model: Path, device: str, registry: AdapterRegistry | None = None, **settings: object
+    model: Path,
+    device: str,
+    registry: AdapterRegistry | None = None,
+    *,
+    trainer: TrainerSettings | None = None,
+    **settings: object,
 ) -> Iterator[TrainingPod]:
     """The engine that a pod builds with these settings, without gRPC, Redis and an object store.
 
     Args:
         registry: None: there are no adapters but those in training.
+        trainer: settings of the trainer; None: as they are without any.
     """
     chosen = settings_for(model, device, **settings)
     use_threads(chosen.torch_threads)
@@ -104,7 +110,7 @@ def training_pod(
     tune_interpreter()
     engine.start()
     try:
-        yield TrainingPod(engine, pod_host(chosen, TrainerSettings(), engine), registry)
+        yield TrainingPod(engine, pod_host(chosen, trainer or TrainerSettings(), engine), registry)
     finally:
         engine.stop()
 

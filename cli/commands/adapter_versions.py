@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import hashlib
+import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from cli.commands.adapters import attach_version, save, split
+from cli.http.chat_stream import served_model
 from cli.http.client import Client, path
 from cli.http.job_events import conclude, watch
+from cli.job_files import read_text
 from cli.local.external_tool import run_tool
 from cli.options import Json, Url, connected
 from cli.output import CliError, ExitCode, Output, guarded
+from cli.reports import receipt as receipts
+from cli.reports.verification import PROMPTS, Movement, over_bounds, verification
 from cli.settings import CliSettings, read
+from services.common.adapters.receipts import Receipt
+from services.common.security.signature import read_public_key
+
+_ALTERNATIVES = 20
+"""Likeliest tokens of each position that are compared."""
 
 
 class Dtype(enum.StrEnum):
@@ -156,6 +167,135 @@ def parse_source(text: str) -> dict[str, Any]:
         raise CliError(
             f"--from {text}: the weight {weight!r} is not a number, as in polite@3:0.7", ExitCode.USAGE
         ) from error
+
+
+def receipt(
+    ref: Annotated[str, typer.Argument(metavar="NAME[@VERSION]", help="A version that a job made.")],
+    verify: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="KEY.pem",
+            help="Check the signature with this public key, and the version's files by their digests.",
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write it to a file, for `temper train replay`.")] = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Tell what a version was made of: base, parents, data, code, seeds, settings, device, and the signature."""
+
+    def work(client: Client, output: Output) -> None:
+        name, version = split(ref)
+        if version is None:
+            version = int(client.get(path("v1", "adapters", name))["current"])
+        document = fetched(client, name, version)
+        text = receipts.receipt(document)
+        if verify is not None:
+            Receipt(document["receipt"], document["signature"]).check(read_public_key(verify))
+            _check_files(client, name, version, document["receipt"])
+            text += "\n[green]verified[/]: the signature is of this key, and the files are those of the receipt"
+        if out is not None:
+            out.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            text += f"\nwritten to {out}"
+        output.result(document, text)
+
+    connected(url, as_json, work)
+
+
+def fetched(client: Client, name: str, version: int) -> dict[str, Any]:
+    """The receipt of a version with its signature. Raises CliError: it has none."""
+    document: dict[str, Any] = client.get(path("v1", "adapters", name, "versions", str(version), "receipt"))
+    return document
+
+
+def _check_files(client: Client, name: str, version: int, content: Mapping[str, Any]) -> None:
+    """Raises CliError: the receipt is another version's, or a file is not what it says."""
+    if content["version"] != f"{name}@{version}":
+        raise CliError(f"the receipt is that of {content['version']}, not of {name}@{version}")
+    with tempfile.TemporaryDirectory(prefix="temper-") as scratch:
+        saved = save(client, name, version, Path(scratch))
+        found = {file: hashlib.sha256((Path(scratch) / file).read_bytes()).hexdigest() for file in saved}
+    if found != content["files"]:
+        raise CliError(f"the files of {name}@{version} are not those of its receipt")
+
+
+def verify(
+    ref: Annotated[str, typer.Argument(metavar="NAME[@VERSION]", help="A version of an adapter.")],
+    prompts: Annotated[
+        Path | None, typer.Option(help="Prompts to answer, one a line; default: eight that stay the same.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of an answer, at most.", min=1, max=512)] = 32,
+    max_kl: Annotated[float | None, typer.Option(help="Bound of the mean KL a token, in nats.", min=0)] = None,
+    max_token_kl: Annotated[float | None, typer.Option(help="Bound of the largest KL of a token.", min=0)] = None,
+    max_shift: Annotated[
+        float | None, typer.Option(help="Bound of the largest shift of log-probability.", min=0)
+    ] = None,
+    max_norm: Annotated[float | None, typer.Option(help="Bound of the norm of all that it adds.", min=0)] = None,
+    min_agreement: Annotated[
+        float | None, typer.Option(help="Least share of tokens that are the likeliest of both.", min=0, max=1)
+    ] = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Tell how far a version moves the base model on fixed prompts; exit code 1 if it is over a bound."""
+
+    def work(client: Client, output: Output) -> None:
+        name, version = split(ref)
+        if version is None:
+            version = int(client.get(path("v1", "adapters", name))["current"])
+        asked = PROMPTS if prompts is None else tuple(filter(None, map(str.strip, read_text(prompts).splitlines())))
+        try:
+            figures: dict[str, Any] = dict(moved(client, f"{name}@{version}", asked, tokens).figures())
+        except ValueError as error:
+            raise CliError(f"{name}@{version}: {error}") from error
+        with tempfile.TemporaryDirectory(prefix="temper-") as scratch:
+            save(client, name, version, Path(scratch))
+            figures |= run_tool(output, ["norms", "--adapter", scratch])
+        answer = {"version": f"{name}@{version}", "prompts": len(asked), **figures}
+        if not answer["finite"]:
+            raise CliError(
+                f"{name}@{version} has numbers that are not finite", error={"message": "not finite", **answer}
+            )
+        bounds = {
+            "kl_mean": max_kl,
+            "kl_max": max_token_kl,
+            "largest_shift": max_shift,
+            "norm": max_norm,
+            "agreement": min_agreement,
+        }
+        over = over_bounds(figures, bounds)
+        if over:
+            if not as_json:
+                output.out.print(verification(answer), soft_wrap=True)
+            raise CliError("; ".join(over), error={"message": "; ".join(over), **answer})
+        output.result(answer, verification(answer))
+
+    connected(url, as_json, work)
+
+
+def moved(client: Client, version: str, prompts: Sequence[str], tokens: int) -> Movement:
+    """How far a version moves the base model, on what that answers greedily to each prompt.
+
+    Raises:
+        ValueError: see Movement.add.
+    """
+    found = Movement()
+    model = served_model(client)
+    for prompt in prompts:
+        chat = {"messages": [{"role": "user", "content": prompt}], "return_token_ids": True}
+        said = client.post(
+            "/v1/chat/completions",
+            {"model": model, "adapter": "base", "temperature": 0, "max_tokens": tokens, "n": 1, **chat},
+        )
+        asked, answered = said["prompt_token_ids"], said["choices"][0]["token_ids"]
+        told = []
+        for adapter in ("base", version):
+            body = {"model": model, "adapter": adapter, "prompt": [*asked, *answered], "max_tokens": 1}
+            choice = client.post("/v1/completions", {**body, "prompt_logprobs": _ALTERNATIVES})["choices"][0]
+            places = choice["prompt_logprobs"][len(asked) :]
+            told.append([{int(token): one["logprob"] for token, one in place.items()} for place in places])
+        found.add(*told)
+    return found
 
 
 def extract(

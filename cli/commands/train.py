@@ -10,11 +10,15 @@ from typing import Annotated, Any
 import typer
 
 from cli import job_files
+from cli.commands.adapter_versions import fetched
+from cli.commands.adapters import split
 from cli.http.client import Client, path
 from cli.http.job_events import TERMINAL, conclude, watch
 from cli.options import Json, Url, connected
 from cli.output import CliError, ExitCode, Output
 from cli.reports.dry_run import dry_run as dry_run_text
+from cli.reports.receipt import differences
+from services.common.adapters.receipts import Receipt, joined, parted
 from services.common.jobs import JOBS
 
 app = typer.Typer(name="train", help="Submit, watch and cancel training jobs.", no_args_is_help=True)
@@ -106,6 +110,85 @@ def submit(
         conclude(output, watch(client, output, str(accepted["id"]), timeout=timeout))
 
     connected(url, as_json, work)
+
+
+@app.command()
+def replay(
+    source: Annotated[
+        str, typer.Argument(metavar="FILE|NAME@VERSION", help="A receipt in a file, or a version that has one.")
+    ],
+    data: Annotated[
+        Path | None,
+        typer.Option(help="What the job learnt from, unless a data set: JSONL, or the job as a JSON file."),
+    ] = None,
+    adapter: Annotated[
+        str | None, typer.Option(help="The adapter that gets the new version; default: the receipt's.")
+    ] = None,
+    timeout: Timeout = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Do a job again by its receipt, and compare: exit code 1 if the weights are not the same bit by bit.
+
+    The result is a candidate: nothing answers with it unless it is named.
+    """
+
+    def work(client: Client, output: Output) -> None:
+        before = _receipt(client, source)
+        job = replayed(before, data)
+        if adapter is not None:
+            job["adapter"] = adapter
+        job_files.check(job)
+        kind = job.pop("kind")
+        accepted = client.post(path("v1", "train", kind), job)
+        done = watch(client, output, str(accepted["id"]), timeout=timeout)
+        name, number = split(str(done["result_adapter"]))
+        after = fetched(client, name, number or 0)["receipt"]
+        same, told = before["digest"] == after["digest"], differences(before, after)
+        answer = {"replayed": before["version"], "as": after["version"], "same": same, "differences": told}
+        if same:
+            output.result(answer, f"[green]the same[/]: {after['version']} has the weights of {before['version']}")
+            return
+        lines = "".join(f"\n  {one}" for one in told) or "\n  nothing that the receipts tell"
+        raise CliError(
+            f"{after['version']} is not {before['version']} ({after['digest'][:12]}, {before['digest'][:12]}); "
+            f"different between them:{lines}",
+            error={"message": "the weights differ", **answer},
+        )
+
+    connected(url, as_json, work)
+
+
+def _receipt(client: Client, source: str) -> dict[str, Any]:
+    if Path(source).is_file():
+        return dict(Receipt.read(Path(source).read_bytes()).content)
+    name, number = split(source)
+    if number is None:
+        raise CliError(f"{source} is no file, and no version either: say it as NAME@VERSION", ExitCode.USAGE)
+    return dict(fetched(client, name, number)["receipt"])
+
+
+def replayed(receipt: dict[str, Any], data: Path | None) -> dict[str, Any]:
+    """The job that a receipt is of, with its data, to be published as a candidate.
+
+    Raises:
+        CliError: it was no training job, or its data are missing.
+    """
+    spec = dict(receipt["job"]["spec"])
+    if (kind := spec.get("kind")) not in JOBS:
+        raise CliError(f"{receipt['version']} came of a job of kind {kind}: only training is done again")
+    for name in ("publish_if", "attach_if", "draft", "dataset_digest"):
+        spec.pop(name, None)
+    parents = [one["version"] for one in receipt["parents"]]
+    spec |= {"attach": False, "candidate": True, "start_from": parents[0] if parents else "base"}
+    if (learnt := receipt["data"]["dataset"]) is not None:
+        if data is not None:
+            raise CliError(f"the job learnt from {learnt['version']}: leave --data out", ExitCode.USAGE)
+        return {**spec, "dataset": learnt["version"]}
+    if data is None:
+        raise CliError("a receipt has no data of the job's own: give --data what it learnt from", ExitCode.USAGE)
+    rows = job_files.data(str(kind), data) if data.suffix == ".jsonl" else parted(job_files.read_job(data))[1]
+    return joined(spec, rows)
 
 
 def conditions(gain: Sequence[str], no_loss: Sequence[str]) -> dict[str, Any]:

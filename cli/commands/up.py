@@ -25,6 +25,7 @@ from cli.local.model_directory import DEFAULT_MODEL
 from cli.local.ports import port_is_free
 from cli.local.private_tls import PrivateTls
 from cli.local.process import DirectoryLock, private_files, rotate_log
+from cli.local.signing_key import signing_key
 from cli.local.store_settings import Ports, Secrets, redis_url, seaweed, valkey
 from cli.local.supervisor import Event, Phase, RestartPolicy, Service, ServiceFailed, Supervisor
 from cli.output import CleanConsole
@@ -222,6 +223,8 @@ def _engine(
             "TEMPER_DTYPE": options.dtype,
             "TEMPER_CHECKPOINT_DIR": str(data_dir / "checkpoints"),
             "TEMPER_FORGE_DIR": str(data_dir / "forge"),
+            "TEMPER_RECEIPT_KEY_FILE": env.get("TEMPER_RECEIPT_KEY_FILE")
+            or str(signing_key(data_dir / "receipts.pem")),
             "TEMPER_GRPC_HOST": "127.0.0.1",
             "TEMPER_GRPC_PORT": str(port),
             "TEMPER_DRAIN_SECONDS": str(settings.drain_seconds),

@@ -1,4 +1,5 @@
-"""`python -m services.adapter_tools`: long work on files of this machine, for `temper adapters extract` and `convert`.
+"""`python -m services.adapter_tools`: long work on files of this machine, for `temper adapters extract`, `convert`
+and `verify`.
 
 Its output: services.adapter_tools.events.
 """
@@ -28,6 +29,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     convert.add_argument("--out", type=Path, required=True)
     convert.add_argument("--to", required=True)
     convert.add_argument("--base", type=Path)
+    norms = commands.add_parser("norms")
+    norms.add_argument("--adapter", type=Path, required=True)
     return parser.parse_args(argv)
 
 
@@ -72,10 +75,17 @@ def _convert(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"out": str(arguments.out), "from": before, "to": arguments.to, "bytes": converted.size_bytes}
 
 
+def _norms(arguments: argparse.Namespace) -> dict[str, Any]:
+    from services.adapter_tools.files import AdapterDirectory
+    from services.adapter_tools.norms import norms
+
+    return norms(AdapterDirectory.read(arguments.adapter).files)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status."""
     arguments = _arguments(argv)
-    work = _extract if arguments.command == "extract" else _convert
+    work = {"extract": _extract, "convert": _convert, "norms": _norms}[arguments.command]
     return run_to_the_end(lambda: work(arguments))
 
 

@@ -47,12 +47,7 @@ def convert(files: Mapping[str, bytes], form: Form, config: ModelConfig | None =
     if config is not None:
         bind_adapter(files, config, max_rank=_HIGHEST_RANK)
     data = parse_config(files[CONFIG_FILE])
-    settings = AdapterSettings(data)
-    read = _tensors(files[WEIGHTS_FILE])
-    own = prefix_of(read)
-    found = sort_tensors(read, _KnownLayers(settings, own))
-    halves = {place: tensor for place, (_, tensor) in found.items()}
-    _check_halves(halves, settings, own)
+    settings, own, halves = read_pairs(files)
     prefix = PEFT_PREFIX + _PREFIXES[form]
     tensors = {f"{prefix}{path}.lora_{half}.weight": tensor for (path, half), tensor in halves.items()}
     paths = sorted({path for path, _ in halves})
@@ -60,6 +55,21 @@ def convert(files: Mapping[str, bytes], form: Form, config: ModelConfig | None =
         WEIGHTS_FILE: save(tensors, metadata={"format": "pt"}),
         CONFIG_FILE: json.dumps(_config(data, settings, own, paths), indent=2, sort_keys=True).encode(),
     }
+
+
+def read_pairs(files: Mapping[str, bytes]) -> tuple[AdapterSettings, str, dict[tuple[str, str], Tensor]]:
+    """What an adapter says of itself: its settings, the prefix that its keys have, and both halves of each layer.
+
+    Raises:
+        AdapterRejected: a tensor is unknown, missing, twice there or misshaped, or the configuration is not plain LoRA.
+    """
+    settings = AdapterSettings(parse_config(files[CONFIG_FILE]))
+    read = _tensors(files[WEIGHTS_FILE])
+    own = prefix_of(read)
+    found = sort_tensors(read, _KnownLayers(settings, own))
+    halves = {place: tensor for place, (_, tensor) in found.items()}
+    _check_halves(halves, settings, own)
+    return settings, own, halves
 
 
 def form_of(weights: bytes) -> Form:

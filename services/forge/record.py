@@ -5,7 +5,6 @@ It says nothing of the time: the same step on the same files writes the same byt
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 from collections.abc import Mapping, Sequence
@@ -17,14 +16,14 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from services.common.errors import CheckpointRejected, InvalidRequest
+from services.common.security.signature import check_signature, signed
+from services.common.security.sources import sources_digest
 from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.weights.shards import Progress, silent
 from services.forge.files import FORMAT, file_digest, read_object
-from services.forge.signature import check_signature, signed
 
 RECORD = "forge.json"
 SIGNATURE = "forge.json.sig"
-_ROOT = Path(__file__).resolve().parents[2]
 _SOURCES = ("services/forge", "services/trainer", "services/adapter_tools", "services/engine/models", "kernels")
 """Code that a forged checkpoint depends on."""
 
@@ -59,7 +58,7 @@ class Made:
             "plan": self.plan,
             "base": {"name": self.base.resolve().name, "digest": self.base_digest},
             "data": list(self.data),
-            "code": {"temper": version("temper"), "sources_sha256": sources_digest()},
+            "code": {"temper": version("temper"), "sources_sha256": sources_digest(_SOURCES)},
             "hardware": {"machine": platform.machine(), "system": platform.system(), **self.hardware},
             **self.more,
         }
@@ -164,15 +163,6 @@ def _check_files(directory: Path, files: Mapping[str, tuple[str, int]], progress
             raise CheckpointRejected(f"{path} is not the file of the record")
         done += size
         progress("verifying", done, total)
-
-
-def sources_digest() -> str:
-    """Hex sha256 of the code that a forged checkpoint depends on: paths and contents."""
-    total = hashlib.sha256()
-    for package in _SOURCES:
-        for path in sorted((_ROOT / package).rglob("*.py")):
-            total.update(f"{path.relative_to(_ROOT).as_posix()}\0{file_digest(path)}\n".encode())
-    return total.hexdigest()
 
 
 def _entry(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from services.common.jobs.kinds.forge import NEED_DATA
+from services.common.security.signature import read_private_key, read_public_key
 from services.common.text.tokenizer import TextCodec
 from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.weights.shards import SHARD_BYTES, Progress, silent
@@ -21,7 +22,6 @@ from services.forge.importance.scores import Scores
 from services.forge.importance.settings import Settings
 from services.forge.levels import Level, choose
 from services.forge.record import Made, described_digest, history, verify
-from services.forge.signature import read_private_key, read_public_key
 from services.forge.units import Kind
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from services.common.adapters.composition import Composition
 from services.common.adapters.names import AdapterVersion
@@ -92,24 +93,28 @@ class EngineRollouts:
         adapter = _choice(policy)
         call = next(self._calls)
         submissions = [
-            Submission(
-                f"rollout:{call}:{number}",
-                request.prompt,
-                SamplingParams(
-                    temperature=sampling.temperature,
-                    max_tokens=sampling.max_tokens,
-                    stop_token_ids=sampling.stop_token_ids,
-                    top_p=sampling.top_p,
-                    seed=request.seed,
-                ),
-                adapter,
-                priority=_PRIORITY,
-                background=True,
-            )
-            for number, request in enumerate(requests)
+            _sampled(f"rollout:{call}:{number}", request, sampling, adapter) for number, request in enumerate(requests)
         ]
         found = self._run(submissions, interrupt, deadline, gentle=gentle)
         return [_completion(finished) for finished in found]
+
+    @contextmanager
+    def stream(
+        self, temperature: float, stop_token_ids: frozenset[int], policy: Policy
+    ) -> Iterator[EngineRolloutStream]:
+        """See RolloutSource.stream."""
+        stream = EngineRolloutStream(
+            self._loop,
+            f"rollout:{next(self._calls)}",
+            RolloutSampling(temperature, 1, stop_token_ids),
+            _choice(policy),
+            most=self._sequences,
+            deadline=time.monotonic() + self._timeout,
+        )
+        try:
+            yield stream
+        finally:
+            stream.close()
 
     def score(
         self,
@@ -302,6 +307,104 @@ class _Batch:
             if self._over():
                 self._changed.notify_all()
         self._fill()
+
+
+class EngineRolloutStream:
+    """Implements services.trainer.host.rollouts.RolloutStream.
+
+    Args:
+        sampling: of every completion, but for its max_tokens.
+    """
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        name: str,
+        sampling: RolloutSampling,
+        adapter: AdapterChoice | PrivateVersion,
+        *,
+        most: int,
+        deadline: float,
+    ) -> None:
+        self._loop = loop
+        self._name = name
+        self._sampling = sampling
+        self._adapter = adapter
+        self.most = most
+        self.most_tokens = loop.config.max_model_len
+        self._deadline = deadline
+        self._lock = threading.Lock()
+        self._count = 0
+        self._open: dict[str, Callable[[Completion | TemperError], None]] = {}
+        """Who waits for what; empty once the stream is closed."""
+
+    def submit(
+        self, request: RolloutRequest, max_tokens: int, done: Callable[[Completion | TemperError], None]
+    ) -> None:
+        """See RolloutStream.submit."""
+        with self._lock:
+            name = f"{self._name}:{self._count}"
+            self._count += 1
+            self._open[name] = done
+        self._loop.submit(
+            _sampled(name, request, replace(self._sampling, max_tokens=max_tokens), self._adapter), self._take
+        )
+
+    def check(self) -> None:
+        """See RolloutStream.check."""
+        if not self._loop.alive:
+            raise Unavailable("the engine loop has ended")
+        if time.monotonic() > self._deadline:
+            raise DeadlineExceeded(
+                f"{len(self._open)} rollouts were under way at the deadline: users' requests go first, and what is "
+                "asked between turns takes time; lower completions, max_tokens or max_turns, or raise "
+                "TEMPER_ROLLOUT_TIMEOUT_SECONDS"
+            )
+
+    def close(self) -> None:
+        """Aborts what is under way; nobody is told."""
+        with self._lock:
+            left, self._open = self._open, {}
+        if left:
+            self._loop.abort_all(self._take)
+
+    def _take(self, updates: list[SequenceUpdate]) -> None:
+        """Takes the updates of all requests, on the loop thread."""
+        for update in updates:
+            if update.finish_reason is None:
+                continue
+            # Told inside of the lock: once close() returns nobody is called any more.
+            with self._lock:
+                done = self._open.pop(update.request_id, None)
+                if done is not None:
+                    done(_ended(update))
+
+
+def _ended(update: SequenceUpdate) -> Completion | TemperError:
+    if update.error is not None:
+        return update.error
+    if update.finished is None or update.finish_reason is FinishReason.ABORT:
+        return Unavailable("the engine ended a rollout")
+    return _completion(update.finished)
+
+
+def _sampled(
+    name: str, request: RolloutRequest, sampling: RolloutSampling, adapter: AdapterChoice | PrivateVersion
+) -> Submission:
+    return Submission(
+        name,
+        request.prompt,
+        SamplingParams(
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=sampling.stop_token_ids,
+            top_p=sampling.top_p,
+            seed=request.seed,
+        ),
+        adapter,
+        priority=_PRIORITY,
+        background=True,
+    )
 
 
 def _choice(policy: Policy) -> AdapterChoice | PrivateVersion:

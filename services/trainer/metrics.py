@@ -15,7 +15,16 @@ _STEP_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 12
 OUTCOMES = ("succeeded", "failed", "cancelled", "paused", "requeued", "crashed", "lost", "unsettled")
 """Outcomes of an attempt. requeued: handed back, at a shutdown or because it cannot run beside others; lost: another
 trainer has the job; unsettled: a fault of ours."""
-_SHOWN = {"loss": "loss", "reward": "reward_mean", "kl": "kl", "tokens_per_second": "tokens_per_second"}
+_SHOWN = {
+    "loss": "loss",
+    "reward": "reward_mean",
+    "reward_std": "reward_std",
+    "completion_length": "completion_length_mean",
+    "repetition": "repetition_mean",
+    "hacking_signs": "hacking_signs",
+    "kl": "kl",
+    "tokens_per_second": "tokens_per_second",
+}
 """Gauge of the running job → what a step calls it."""
 
 
@@ -49,6 +58,10 @@ class TrainerMetrics:
         texts = {
             "loss": "Loss of the running job's last step.",
             "reward": "Mean reward of the running job's last step, where it samples.",
+            "reward_std": "Standard deviation of the rewards of the running job's last step.",
+            "completion_length": "Mean tokens of the completions of the running job's last step.",
+            "repetition": "Share of repeated pieces of four tokens in what the running job sampled last.",
+            "hacking_signs": "Signs that the running job's reward rises in another way than was meant.",
             "kl": "Divergence from the reference in the running job's last step, where it has one.",
             "tokens_per_second": "Of the running job's last step.",
         }

@@ -31,6 +31,8 @@ class TrainerSettings(CommonSettings):
     restart they go on where they were."""
     forge_key_file: Path | None = None
     """Ed25519 private key (PEM) that records of forge jobs are signed with; unset: they are not signed."""
+    receipt_key_file: Path | None = None
+    """Ed25519 private key (PEM) that receipts of training jobs are signed with; unset: they are not signed."""
     trainer_jobs_a_step: int = Field(32, ge=1)
     """Small sft jobs of different adapters that take their optimizer steps together, in one forward and backward; 1:
     one job runs after another."""

@@ -23,8 +23,19 @@ def example(name: str) -> Any:
     return found
 
 
+def values_of(name: str) -> Any:
+    """Values of the release that the comment of an example names."""
+    text = (CHART.parent / "examples" / f"{name}.yaml").read_text()
+    (said,) = re.findall(r"^#\n((?:#   .*\n)+)", text, re.MULTILINE)
+    return yaml.safe_load(re.sub(r"^# {3}", "", said, flags=re.MULTILINE))
+
+
 def test_there_are_examples() -> None:
-    assert [one.stem for one in EXAMPLES] == ["aibrix-model-adapter", "kserve-inference-service"]
+    assert [one.stem for one in EXAMPLES] == [
+        "aibrix-model-adapter",
+        "kserve-inference-service",
+        "kserve-llm-inference-service",
+    ]
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
@@ -35,10 +46,7 @@ def test_its_crd_takes_it_and_nothing_unknown(file: Path) -> None:
 
 
 def test_aibrix_finds_the_engines_with_the_values_that_it_names() -> None:
-    text = (CHART.parent / "examples" / "aibrix-model-adapter.yaml").read_text()
-    (said,) = re.findall(r"^#\n((?:#   .*\n)+)", text, re.MULTILINE)
-    values = yaml.safe_load(re.sub(r"^# {3}", "", said, flags=re.MULTILINE))
-    engine = render(values).workload("engine")
+    engine = render(values_of("aibrix-model-adapter")).workload("engine")
     spec = example("aibrix-model-adapter")["spec"]
     assert matches(spec["podSelector"], engine.labels)
     _, gateway = engine.containers
@@ -68,3 +76,29 @@ def test_gateways_of_kserve_are_as_those_of_the_release(monkeypatch: pytest.Monk
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert GatewaySettings().port == spec["ports"][0]["containerPort"]
+
+
+def test_engines_of_kserve_are_as_those_of_the_release() -> None:
+    spec = example("kserve-llm-inference-service")["spec"]
+    template = spec["template"]
+    release = render({"engine": {"http": {"enabled": True}}})
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": template}
+    assert [problem for version in VERSIONS for problem in problems(pod, version)] == []
+    main, engine = template["containers"]
+    assert (main["name"], main["ports"][0]["containerPort"]) == ("main", 8000), (
+        "what KServe's pool and its defaults name"
+    )
+    own_engine, own_gateway = release.workload("engine").containers
+    for mine, own in ((main, own_gateway), (engine, own_engine)):
+        assert (mine["image"], mine["resources"]) == (own.spec["image"], own.spec["resources"])
+        assert mine["env"] == own.spec["env"], "reads the release's stores, serves its model"
+    # KServe merges its container into this one by name: what it says of vLLM has to be said anew.
+    assert main["command"] == ["python", "-m", "services.gateway"]
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert main[probe]["httpGet"]["scheme"] == "HTTP"
+    assert spec["model"]["name"] == own_gateway.env()["TEMPER_SERVED_MODEL_NAME"]
+    labels = {"app.kubernetes.io/part-of": "llminferenceservice", "kserve.io/component": "workload"}
+    values = values_of("kserve-llm-inference-service")["networkPolicy"]
+    assert [matches(peer["podSelector"], labels) for peers in values.values() for peer in peers] == [True, True]
+    assert values.keys() == {"redisFrom", "objectStoreFrom"}
+    render({"networkPolicy": values})

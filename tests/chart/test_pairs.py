@@ -26,6 +26,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
     return Pairs(FRAGMENTS, tmp_path_factory.mktemp("charts"))
 
 
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("name", FRAGMENTS)
 def test_every_value_renders_alone(name: str, pairs: Pairs) -> None:
     assert FRAGMENTS[name]

@@ -63,7 +63,18 @@ def test_a_supervised_job_from_its_file_to_answers(client: openai.OpenAI, stack:
     assert [step["step"] for step in steps] == list(range(80, 0, -1))  # type: ignore[index]
     assert any(event.message == f"New fine-tuned model created: {done.fine_tuned_model}" for event in events)
     assert any("full_valid_loss" in (event.data or {}) for event in events)  # type: ignore[operator]
-    assert list(client.fine_tuning.jobs.checkpoints.list(job.id)) == []
+    checkpoints = list(client.fine_tuning.jobs.checkpoints.list(job.id, limit=2))
+    assert [one.step_number for one in checkpoints] == [80, 76, 72], "the ends of the last epochs"
+    assert checkpoints[0].fine_tuned_model_checkpoint == done.fine_tuned_model
+    for one in checkpoints:
+        assert one.fine_tuning_job_id == job.id
+        assert None not in (one.metrics.step, one.metrics.train_loss, one.metrics.full_valid_loss)
+        name = one.fine_tuned_model_checkpoint
+        said = client.chat.completions.create(model=name, messages=[turns[0]], max_tokens=4)  # type: ignore[list-item]
+        assert said.model == name
+    name = str(done.fine_tuned_model).partition("@")[0]
+    client.delete(f"/adapters/{name}", cast_to=object)
+    assert list(client.fine_tuning.jobs.checkpoints.list(job.id)) == [], "what is deleted answers no more"
     mine = client.fine_tuning.jobs.list(limit=1, metadata={"test": "conformance"})
     assert [one.id for one in mine.data] == [job.id]
 

@@ -107,6 +107,7 @@ class Cluster:
             **self._engine_env,
             "TEMPER_GRPC_PORT": address.rpartition(":")[2],
             "TEMPER_CHECKPOINT_DIR": str(self._directory / address.replace(":", "-")),
+            "TEMPER_KV_EVENTS_TOPIC": f"kv@{address}@{self.model}",
         }
         self.processes[address] = self._spawn(address, "services.pod", env)
 

@@ -10,6 +10,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import grpc
@@ -18,8 +19,10 @@ import msgspec
 import pytest
 import zmq
 
+from cli.local.ports import claim_ports
 from tests.e2e.adapters_for_tests import Reference
 from tests.e2e.cluster import Cluster
+from tests.e2e.endpoint_picker import DESTINATION, Load, Picker, tokens_of
 from tests.stack import Stack
 
 ENGINES = 4
@@ -180,6 +183,85 @@ async def test_a_router_learns_from_kv_events_where_a_prompt_is(
                 snapshots.append(tokens)
     assert stored == prompt[:192], "each block once: it is on one engine"
     assert any(tail == prompt[192 : 192 + len(tail)] for tail in snapshots)
+
+
+async def test_an_endpoint_picker_sends_a_prompt_to_the_pod_that_has_its_beginning(
+    cluster: Cluster, kv_events: tuple[zmq.Socket[bytes], str]
+) -> None:
+    """Two pods of an InferencePool: an engine each, with a gateway that serves it alone."""
+    events, _ = kv_events
+    engines = cluster.addresses[:2]
+    claims = claim_ports(2)
+    gateways = {f"127.0.0.1:{claim.number}": engine for claim, engine in zip(claims, engines, strict=True)}
+    pods = {engine: endpoint for endpoint, engine in gateways.items()}
+    for endpoint, engine in gateways.items():
+        cluster.start_gateway(endpoint, int(endpoint.rpartition(":")[2]), {"TEMPER_ENGINES": engine})
+    picker = Picker(pods, 16, cluster.model)
+
+    def listen() -> None:
+        while events.poll(0):
+            topic, _, payload = events.recv_multipart()
+            if topic.split(b"@")[1].decode() in pods:
+                picker.take(topic, payload)
+
+    async with httpx.AsyncClient(timeout=60, verify=False) as client:
+
+        async def proxied(path: str, body: dict[str, object]) -> tuple[str, int, dict[str, object]]:
+            """A proxy asks the picker, sets its header and goes where that names; endpoint, blocks, usage."""
+            scrapes = {pod: await client.get(f"http://{endpoint}/metrics") for pod, endpoint in pods.items()}
+            loads = {pod: Load.of(scrape.raise_for_status().text) for pod, scrape in scrapes.items()}
+            assert {load.block_size for load in loads.values()} == {16}
+            async with httpx.AsyncClient(base_url=f"http://{next(iter(gateways))}", verify=False) as renderer:
+                tokens = await tokens_of(renderer, path, body, cluster.model)
+            endpoint, blocks = picker.pick(str(body["model"]), tokens, loads)
+            answer = await client.post(f"http://{endpoint}{path}", json=body, headers={DESTINATION: endpoint})
+            return endpoint, blocks, answer.raise_for_status().json()["usage"]
+
+        for endpoint in gateways:
+            await ready(client, endpoint)
+        listen()
+        where: dict[int, str] = {}
+        for number, prompt in enumerate(prompts(2, 192, seed=500)):
+            # What the picker does not know goes to the least load; here each goes to another pod.
+            endpoint = list(gateways)[number]
+            body = {"model": cluster.model, "prompt": prompt, "max_tokens": 1}
+            (await client.post(f"http://{endpoint}/v1/completions", json=body)).raise_for_status()
+            where[number] = endpoint
+        turns = [{"role": "user", "content": "Say it again, please, word by word. " * 12}]
+        chat = {"model": cluster.model, "messages": turns, "max_tokens": 1}
+        chats = list(gateways)[1]
+        (await client.post(f"http://{chats}/v1/chat/completions", json=chat)).raise_for_status()
+        asked = {"model": cluster.model, "messages": turns, "max_tokens": 4}
+        for number, prompt in enumerate(prompts(2, 192, seed=500)):
+            body = {"model": cluster.model, "prompt": [*prompt, 21, 22], "max_tokens": 1}
+            await settled(listen, lambda tokens=body["prompt"]: picker.matched(cluster.model, tokens) >= 12)
+            endpoint, blocks, usage = await proxied("/v1/completions", body)
+            assert (endpoint, blocks) == (where[number], 12)
+            assert cached(usage) >= 128, "and the pod has it"
+        endpoint, blocks, usage = await proxied("/v1/chat/completions", asked)
+        assert endpoint == chats
+        assert blocks > 0
+        assert cached(usage) > 0
+    for claim in claims:
+        claim.release()
+
+
+async def ready(client: httpx.AsyncClient, endpoint: str) -> None:
+    """Waits until a gateway answers."""
+    async with asyncio.timeout(60):
+        while True:
+            with suppress(httpx.TransportError):
+                if (await client.get(f"http://{endpoint}/readyz")).status_code == 200:
+                    return
+            await asyncio.sleep(0.05)
+
+
+async def settled(listen: Callable[[], None], holds: Callable[[], bool]) -> None:
+    """Takes events until this holds."""
+    async with asyncio.timeout(60):
+        while not holds():
+            await asyncio.sleep(0.02)
+            listen()
 
 
 async def test_a_session_stays_with_its_engine(cluster: Cluster) -> None:

@@ -74,6 +74,7 @@ def test_engine_killed_in_the_middle_of_a_job(faulty: Stack, undisturbed: dict[i
         assert jobs.chat(client, faulty.served_model_name)
 
 
+@pytest.mark.thorough
 def test_engine_killed_in_the_middle_of_an_evaluation(faulty: Stack) -> None:
     """It goes on where it was, and its result is that of a run that nobody disturbed."""
     lines = "\n".join(json.dumps({"prompt": f"What is {n} plus 7?", "expected": n + 7}) for n in range(160))
@@ -139,6 +140,7 @@ def frozen(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("service", ["valkey", "s3"])
 def test_store_frozen_in_the_middle_of_a_job(faulty: Stack, undisturbed: dict[int, float], service: str) -> None:
     adapter = f"frozen-{service}"
@@ -160,6 +162,7 @@ def test_store_frozen_in_the_middle_of_a_job(faulty: Stack, undisturbed: dict[in
             check_outcome(client, job_id, adapter, undisturbed)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("service", ["valkey", "s3"])
 def test_store_killed_in_the_middle_of_a_job(faulty: Stack, undisturbed: dict[int, float], service: str) -> None:
     adapter = f"killed-{service}"
@@ -202,6 +205,7 @@ async def disconnect_at_random(client: httpx.AsyncClient, body: dict[str, object
         await asyncio.wait_for(ask(), seconds)
 
 
+@pytest.mark.thorough
 async def test_two_hundred_clients_that_hang_up(faulty: Stack) -> None:
     rng = random.Random(7)
     limits = httpx.Limits(max_connections=None)

@@ -12,6 +12,8 @@ from tests.guides.blocks import Block, pages, read
 from tests.guides.reader import Reader
 from tests.stack import ROOT, Stack
 
+THOROUGH = tuple(f"docs/guides/{name}.md" for name in ("adapters", "evaluation", "forge"))
+"""Pages with many jobs, whose commands test_cli.py and tests/integration run, too."""
 PAGES = {str(page.relative_to(ROOT)): [block for block in read(page) if block.runs] for page in pages()}
 
 
@@ -23,7 +25,14 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 @pytest.mark.usefixtures("unattached")
-@pytest.mark.parametrize("blocks", [pytest.param(blocks, id=page) for page, blocks in PAGES.items() if blocks])
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        pytest.param(blocks, id=page, marks=[pytest.mark.thorough] * (page in THOROUGH))
+        for page, blocks in PAGES.items()
+        if blocks
+    ],
+)
 def test_page_runs_as_written(stack: Stack, blocks: list[Block], tmp_path: Path) -> None:
     with Reader(stack, tmp_path) as reader:
         for block in blocks:

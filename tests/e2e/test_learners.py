@@ -26,7 +26,7 @@ POLICY: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     logging = {"TEMPER_REQUEST_LOG": "true", "TEMPER_REQUEST_LOG_PART_SECONDS": "0.2"}
     directory = tmp_path_factory.mktemp("learners")
@@ -35,7 +35,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield running
 
 
-def test_from_feedback_to_promotions_and_to_a_stop(stack: Stack) -> None:
+@pytest.mark.parametrize("cycles", [2, pytest.param(3, marks=pytest.mark.thorough)])
+def test_from_feedback_to_promotions_and_to_a_stop(stack: Stack, cycles: int) -> None:
+    """The third cycle is a canary's, which tests/integration/test_canaries.py and tests/browser/test_learning.py have,
+    too."""
     with httpx.Client(base_url=stack.url, timeout=PATIENCE) as http:
 
         def ask(number: int) -> httpx.Response:
@@ -102,6 +105,8 @@ def test_from_feedback_to_promotions_and_to_a_stop(stack: Stack) -> None:
         resumed = http.post("/v1/learners/manners/resume").json()
         assert (resumed["state"], resumed["refused"]) == ("collecting", 0)
 
+        if cycles == 2:
+            return
         tried = {**too_much, "gate": {"metric": "eval_loss"}, "canary": {"share": 0.5, "gain": 0.5}}
         assert http.put("/v1/learners/manners", json=tried).json()["revision"] == 3
         correct(range(50, 62), "Of course.")

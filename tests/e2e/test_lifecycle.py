@@ -159,6 +159,7 @@ def _ready(url: str) -> bool:
         return False
 
 
+@pytest.mark.thorough
 async def test_an_engine_leaves_under_streams_and_another_takes_its_job(cluster: Cluster) -> None:
     epochs = 16
     with httpx.Client(base_url=cluster.url, timeout=30) as client:

@@ -250,6 +250,7 @@ def test_an_engine_that_dies_takes_its_sessions_along_and_says_so(http: httpx.Cl
     assert answer.json()["step"] == 1
 
 
+@pytest.mark.thorough
 def test_a_job_that_fits_only_alone_waits_for_the_sessions(tmp_path: Path) -> None:
     memory = {"TEMPER_TRAIN_MEMORY_BYTES": "220MiB"}
     with Stack(tmp_path / "data", env=memory) as stack, httpx.Client(base_url=stack.url, timeout=120) as http:

@@ -85,6 +85,7 @@ def better(shares: Sequence[float], than: Sequence[float], by: float) -> bool:
     return all(share > other + by for share, other in zip(shares, than, strict=True))
 
 
+@pytest.mark.thorough
 async def test_an_adapter_blunts_the_drafter_and_a_draft_job_sharpens_it(
     queue: JobQueue, registry: AdapterRegistry, start: Start, pod: Pod
 ) -> None:
@@ -176,6 +177,7 @@ async def test_a_job_does_not_wait_for_a_drafter_that_nobody_follows(
     assert registry.versions("sailor") == []
 
 
+@pytest.mark.thorough
 async def test_drained_in_the_middle_it_ends_as_if_it_had_not_been(
     queue: JobQueue, registry: AdapterRegistry, start: Start, pod: Pod
 ) -> None:

@@ -20,8 +20,8 @@ from services.common.evaluation.suites.spec import SuiteItem, SuiteSettings
 from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs import EvalJob, Job, JobState, LoraSettings
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
-from services.common.jobs.scorers.exact import TextScorer
 from services.common.jobs.scorers.grants import Grants
+from services.common.jobs.scorers.of_texts.exact import TextScorer
 from services.common.jobs.scorers.sample import Sample
 from services.common.queue.job_queue import JobQueue
 from services.common.security.sandbox.sandbox import Sandbox

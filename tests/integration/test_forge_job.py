@@ -13,10 +13,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs import ForgeJob, Job, JobState
 from services.common.queue.job_queue import JobQueue
+from services.common.security.signature import check_signature
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
 from services.engine.settings import EngineSettings
-from services.forge.signature import check_signature
 from services.pod.forging.job import PodForge
 from tests.forked import pod_worker
 from tests.integration.beside_engine import Start, events, pod, start, until

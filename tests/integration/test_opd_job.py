@@ -87,6 +87,7 @@ async def test_what_did_not_come_nearer_is_not_published(
     assert registry.versions("student") == []
 
 
+@pytest.mark.thorough
 async def test_drained_in_the_middle_it_ends_as_if_it_had_not_been(
     queue: JobQueue,
     registry: AdapterRegistry,

@@ -81,6 +81,7 @@ def part(name: str, variables: dict[str, str], *options: str) -> Iterator[subpro
         process.wait()
 
 
+@pytest.mark.thorough
 def test_each_of_them_alone_is_the_process_of_the_command(stores: dict[str, str], tmp_path: Path) -> None:
     claims = claim_ports(2)
     http, grpc = (claim.number for claim in claims)

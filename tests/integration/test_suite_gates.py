@@ -116,6 +116,7 @@ async def test_a_gain_is_published_with_its_evidence_and_a_loss_is_not_attached(
     assert hashes.begun(DataSource(adapter="fruit", job_id=missed.id)) is None
 
 
+@pytest.mark.thorough
 async def test_a_version_stays_near_the_one_before(
     queue: JobQueue, store: ObjectStore, registry: AdapterRegistry, suites: SuiteStore, start: Start, pod: Pod
 ) -> None:

@@ -16,6 +16,7 @@ import redis
 
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import WEIGHTS, AdapterRegistry
+from services.common.adapters.retention import RetentionPolicy, prune
 from services.common.errors import Conflict
 from services.common.evaluation.contamination.overlap import SuiteOverlap
 from services.common.evaluation.contamination.store import TrainingHashes
@@ -326,7 +327,7 @@ async def test_drain_checkpoints_and_hands_back(
 
 
 async def test_kill_nine_in_the_middle(queue: JobQueue, registry: AdapterRegistry, spawn: Spawn) -> None:
-    wanted = spec(sleep=0.1, steps=18, every=4)
+    wanted = spec(sleep=0.1, steps=18, every=4, epochs=6, epoch_versions=3)
     job = await queue.submit(wanted)
     process = spawn()
     await until(queue, job.id, lambda j: j.progress.step >= 10)
@@ -335,7 +336,16 @@ async def test_kill_nine_in_the_middle(queue: JobQueue, registry: AdapterRegistr
     spawn()
     done = await finished(queue, job.id)
     assert done.attempts == 2
-    await check_done(queue, registry, done, wanted)
+    await check_done(queue, registry, done, wanted, version=4)
+    made = registry.versions("math")
+    assert [(one.step, one.job_id, one.parent) for one in made] == [(n, job.id, None) for n in (9, 12, 15, None)]
+    for one in made[:3]:
+        assert one.step is not None
+        assert registry.files(one.ref)[WEIGHTS] == expected(spec(steps=one.step))[0], "once, the weights of that step"
+        assert one.metrics["loss"] == pytest.approx((await loss_curve(queue, job.id))[one.step - 1])
+    pruned = prune(registry, "math", RetentionPolicy(keep=1, days=None))
+    assert [one.version for one in pruned.removed] == [3, 2, 1]
+    assert registry.store.list("adapters/math/jobs/") == [f"adapters/math/jobs/{job.id}"]
     resumed = [e.data["message"] for e in await events_of(queue, job.id) if "resumed" in e.data.get("message", "")]
     assert resumed
     assert "after step 0 " not in resumed[0]

@@ -140,7 +140,7 @@ class ToyRun:
 
     @property
     def settings(self) -> Mapping[str, float]:
-        return {"learning_rate": 0.05, "steps": self.total_steps, "epochs": 1}
+        return {"learning_rate": 0.05, "steps": self.total_steps, "epochs": getattr(self._spec, "epochs", None) or 1}
 
     @property
     def defaults(self) -> Mapping[str, float]:

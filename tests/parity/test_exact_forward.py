@@ -126,6 +126,7 @@ def test_resume_is_bitwise(pod: Pod, straight: Stepped, stop: int) -> None:
         assert torch.equal(left, right)
 
 
+@pytest.mark.thorough
 def test_an_interrupted_replay_has_not_happened(pod: Pod) -> None:
     fields: dict[str, Any] = {"epochs": 2, "generate": {"rounds": 1, "max_tokens": 32, "completions": 6}, "beta": 0.1}
     whole = sampling(pod, **fields)

@@ -153,6 +153,7 @@ def test_kernels_for_many_adapters_are_those_for_one(
             assert_equal_gradients({path: value.double() for path, value in each.items()}, expected)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])
 def test_an_adapter_that_is_not_finite_hurts_no_other(pairs: dict[str, Pair], kernels: bool) -> None:

@@ -81,6 +81,7 @@ def test_nothing_that_comes_back_from_host_disk_and_store_changes_a_bit(with_tie
     assert totals.largest == 0.0
 
 
+@pytest.mark.thorough
 @settings(_SETTINGS, max_examples=30)
 @given(_STRUCTURES)
 def test_in_chunks_a_cache_changes_no_more_than_rounding_does(in_chunks: Bench, draw: Random) -> None:

@@ -114,6 +114,7 @@ def test_what_cannot_be_scored_is_refused(pod: Pod) -> None:
     assert [len(one) for one in score([ScoreRequest((5,) * 200, (6,) * 56, 1.0)], None)] == [56]
 
 
+@pytest.mark.thorough
 def test_users_go_first_and_nothing_changes(pod: Pod) -> None:
     """A replay that is preempted again and again says the same, to rounding."""
     asked = [ScoreRequest(one.prompt, (7, 8, 9, 10) * 12, 1.0) for one in requests(pod, 4, each=5)]

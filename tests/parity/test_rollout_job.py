@@ -156,6 +156,7 @@ def test_resume_after_every_step_is_bitwise(pod: Pod, straight: Stepped, stop: i
         assert torch.equal(left, right)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -274,6 +274,7 @@ def test_a_checkpoint_without_the_layer(tmp_path: Path) -> None:
         Qwen3_5.from_directory(tmp_path, dtype="float32", device="cpu", mtp=True)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("draft_tokens", "share"), [(1, 0.85), (3, 0.45)])
 def test_the_tiny_model_drafts_well(draft_tokens: int, share: float) -> None:
     """Held-out prompts of every skill, greedy and at temperature 1: most first draft tokens of the trained layer are

@@ -31,6 +31,11 @@ def removing_prefix(version: AdapterVersion) -> str:
     return f"{version_prefix(version)}removing-"
 
 
+def receipt_key(version: AdapterVersion) -> str:
+    """What the version was made of (services/common/adapters/receipts.py)."""
+    return f"{version_prefix(version)}receipt.json"
+
+
 def canary_key(version: AdapterVersion, canary_id: str) -> str:
     """Record of a canary that made the version current."""
     return f"{version_prefix(version)}canaries/{canary_id}.json"

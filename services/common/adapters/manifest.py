@@ -101,6 +101,11 @@ class DatasetOrigin(BaseModel):
     """What it was, should a user be erased from it."""
 
 
+def publication(job_id: str | None, step: int | None) -> str | None:
+    """Name under which a job publishes its result once, or (with a step) what it is by then; None: no job does."""
+    return job_id if job_id is None or step is None else f"{job_id}-step-{step}"
+
+
 class Manifest(BaseModel):
     """Files of a version and its origin."""
 
@@ -116,6 +121,8 @@ class Manifest(BaseModel):
     files: dict[str, FileEntry]
     rank: int | None = None
     job_id: str | None = None
+    step: int | None = None
+    """Step of the job behind which it was made; None: it is the job's result, or no job made it."""
     parent: str | None = None
     """"name@n" that training started from."""
     lineage: Lineage | None = None
@@ -133,6 +140,11 @@ class Manifest(BaseModel):
     @property
     def ref(self) -> AdapterVersion:
         return AdapterVersion(self.name, self.version)
+
+    @property
+    def publication(self) -> str | None:
+        """Name under which its job published it once; None: no job did."""
+        return publication(self.job_id, self.step)
 
     @property
     def size_bytes(self) -> int:

@@ -4,6 +4,7 @@ Layout, under one bucket:
     adapters/{name}/versions/{n:08d}/claim              who took this number (If-None-Match)
     adapters/{name}/versions/{n:08d}/adapter_*          the PEFT files (If-None-Match); of a drafter drafter.*
     adapters/{name}/versions/{n:08d}/manifest.json      written last (If-None-Match): the version exists from here on
+    adapters/{name}/versions/{n:08d}/receipt.json       what its job made it of, signed; written before the manifest
     adapters/{name}/versions/{n:08d}/canaries/{id}.json the canary by which it became current, with its evidence
     adapters/{name}/versions/{n:08d}/removing-{id}      somebody removes it (services/common/adapters/retention.py)
     adapters/{name}/versions/{n:08d}/removed            all that is left of a version that was removed
@@ -30,6 +31,7 @@ from services.common.adapters.keys import (
     current_key,
     job_key,
     manifest_key,
+    receipt_key,
     version_prefix,
     versions_prefix,
 )
@@ -42,13 +44,15 @@ from services.common.adapters.manifest import (
     files_digest,
     kind_of,
     parsed_config,
+    publication,
     stated_rank,
 )
 from services.common.adapters.manifest import Manifest as Manifest
 from services.common.adapters.names import AdapterVersion, check_adapter_name
 from services.common.adapters.pointers import RACES, AdapterPointers
 from services.common.adapters.pointers import Pointers as Pointers
-from services.common.errors import AdapterRejected, Conflict, InvalidRequest, ModelNotFound, Unavailable
+from services.common.adapters.receipts import Receipt
+from services.common.errors import AdapterRejected, Conflict, InvalidRequest, ModelNotFound, NotFound, Unavailable
 from services.common.storage.object_store import ObjectNotFound, ObjectStore, PreconditionFailed
 from services.common.storage.record_versions import MANIFEST, POINTER
 
@@ -93,6 +97,19 @@ class AdapterRegistry(AdapterPointers):
             self.manifest(version)
             raise AdapterRejected(f"{version}: {CONFIG} is missing from the object store") from error
         return parsed_config(data)
+
+    def receipt(self, version: AdapterVersion) -> bytes:
+        """Contents of a version's receipt.
+
+        Raises:
+            ModelNotFound: no such version.
+            NotFound: it has none: no job made it, or an earlier release did.
+        """
+        self.manifest(version)
+        try:
+            return self._store.get(receipt_key(version)).data
+        except ObjectNotFound as error:
+            raise NotFound(f"{version} has no receipt: no job of this release made it", param="version") from error
 
     def was_published(self, version: AdapterVersion) -> bool:
         """True if there is such a version, or was before it was deleted."""
@@ -146,9 +163,11 @@ class AdapterRegistry(AdapterPointers):
         metrics: Mapping[str, float] | None = None,
         gates: Sequence[GateEvidence] = (),
         dataset: DatasetOrigin | None = None,
+        step: int | None = None,
         current: bool = True,
         once: str | None = None,
         loaded_from: str | None = None,
+        receipt: Callable[[Manifest], Receipt] | None = None,
         fence: Callable[[], None] | None = None,
     ) -> Manifest:
         """Makes a new version of ``name``, and makes it current.
@@ -158,10 +177,12 @@ class AdapterRegistry(AdapterPointers):
 
         Args:
             files: adapter_model.safetensors and adapter_config.json, or drafter.safetensors and drafter.json.
+            step: see Manifest; each is published once.
             current: False: it stays a candidate, which answers only who names it, until a canary or a rollback to it
                 makes it current.
             once: name under which it is published once, as that of a job is, where no job makes it.
             loaded_from: see Manifest.
+            receipt: makes what is kept beside the version of the manifest that it is about to get.
             fence: called right before the manifest and right before the pointer is written; raises if the caller
                 lost the right to publish.
 
@@ -172,7 +193,7 @@ class AdapterRegistry(AdapterPointers):
         self.check_new_name(name)
         kind, rank = kind_of(files), stated_rank(files)
         self.check_kind(name, kind)
-        version = self._claim(name, job_id or once)
+        version = self._claim(name, publication(job_id, step) or once)
         manifest = self._read_manifest(version)
         if manifest is None:
             entries = {filename: self._put_file(version, filename, data) for filename, data in sorted(files.items())}
@@ -192,9 +213,12 @@ class AdapterRegistry(AdapterPointers):
                 gates=tuple(gates),
                 dataset=dataset,
                 loaded_from=loaded_from,
+                step=step,
             )
             if fence is not None:
                 fence()
+            if receipt is not None:
+                self._store.put(receipt_key(version), receipt(manifest).to_bytes())
             manifest = self._put_manifest(version, manifest)
         if current:
             if fence is not None:

@@ -141,9 +141,9 @@ def _remove(registry: AdapterRegistry, manifest: Manifest) -> str | None:
         if reason is not None:
             store.delete(intent)
             return reason
-        if manifest.job_id is not None:
+        if manifest.publication is not None:
             # First: a repeated end of the job must never fill this number again.
-            store.delete(job_key(version.name, manifest.job_id))
+            store.delete(job_key(version.name, manifest.publication))
         store.put(removed_key(version), json.dumps({"at": time.time(), "digest": manifest.digest}).encode())
         store.delete(manifest_key(version))
     except TemperError:

@@ -14,7 +14,7 @@ from services.common.adapters.names import POLICY_SCHEMA, AdapterName
 from services.common.jobs.fields.acceptance import Better, PublishIf, check_publish_if
 from services.common.jobs.fields.gates import AttachIf, SuiteGate, contradiction
 from services.common.jobs.fields.lora import LoraSettings
-from services.common.jobs.scorers.base import ScorerSpec
+from services.common.jobs.scorers.base import ScorerSettings
 from services.common.jobs.scorers.webhook import WebhookUrl
 from services.common.validation.json_rules import Rules, both, given, has, if_any, never, only_with, true_only_with
 from services.common.validation.strict_models import SentModel, absent
@@ -187,7 +187,7 @@ class JobBase(PublishingJob):
             InvalidRequest: the rows cannot be the data of one job.
         """
 
-    def scorers(self) -> Sequence[tuple[str, ScorerSpec]]:
+    def scorers(self) -> Sequence[tuple[str, ScorerSettings]]:
         """The scorers that the job uses, each with its place in the job."""
         return ()
 

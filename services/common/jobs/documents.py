@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from services.common.errors import InvalidRequest
@@ -39,8 +39,14 @@ class Document:
     """A thought was asked for, and a turn has none: its empty one is context."""
     truncated: bool = False
     """It was longer than is trained on, and its end was cut off."""
+    observed: Sequence[bool] | None = None
+    """Tokens of a trajectory's observations behind its first action; None: there are none."""
+    weights: Sequence[float] | None = None
+    """Weight of each token in the loss, where it is trained; None: 1."""
 
     def __post_init__(self) -> None:
+        if any(given is not None and len(given) != len(self.token_ids) for given in (self.observed, self.weights)):
+            raise ValueError("a document has a flag and a weight for each token, or for none")
         if len(self.token_ids) != len(self.trained) or len(self.token_ids) < 2:
             raise ValueError(f"a document needs a flag a token and at least 2 tokens, got {len(self.token_ids)}")
         if self.trained[0] or not any(self.trained):
@@ -53,6 +59,34 @@ class Document:
     @property
     def num_trained(self) -> int:
         return sum(self.trained)
+
+    @property
+    def num_whole(self) -> int:
+        """Trained tokens of weight 1: what the loss is a mean over."""
+        if self.weights is None:
+            return self.num_trained
+        return sum(flag and weight == 1.0 for flag, weight in zip(self.trained, self.weights, strict=True))
+
+    def cut(self, length: int) -> Document:
+        """Its first tokens, so many."""
+        return replace(
+            self,
+            token_ids=self.token_ids[:length],
+            trained=self.trained[:length],
+            observed=self.observed and self.observed[:length],
+            weights=self.weights and self.weights[:length],
+            truncated=True,
+        )
+
+    def learning_observations(self, weight: float) -> Document:
+        """The same with the loss on observations, too, at this weight; 0: as it is."""
+        if self.observed is None or weight == 0:
+            return self
+        return replace(
+            self,
+            trained=[one or other for one, other in zip(self.trained, self.observed, strict=True)],
+            weights=[weight if flag else 1.0 for flag in self.observed],
+        )
 
 
 def prompt_tokens(

@@ -24,6 +24,7 @@ OF_DATASET: Rule = given("dataset")
 EVALUATES: Rule = either(OF_DATASET, has(eval_examples=SOME), has(eval_fraction={"exclusiveMinimum": 0}))
 """Holds of an ExampleJob that computes evaluations."""
 HOLDS_NOTHING_OUT: Rule = either(has(eval_examples=SOME), if_any(eval_fraction=0))
+MOST_EPOCH_VERSIONS = 16
 _STATE_WORDS = 624
 """Words of a Mersenne twister's state."""
 
@@ -85,6 +86,8 @@ class ExampleJob(OfDataset, JobBase, Generic[E]):
     batch_size: int = Field(8, ge=1)
     """Examples an optimizer step. It is cut into microbatches of max_tokens_per_microbatch whose gradients add up."""
     shuffle: bool = True
+    epoch_versions: int | None = Field(None, ge=1, le=MOST_EPOCH_VERSIONS, exclude_if=absent)
+    """Newest epochs before the last whose ends are published, too, as versions that only who names them gets."""
 
     kind: str
     evaluated: ClassVar[Mapping[str, Better]]

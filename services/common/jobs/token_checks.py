@@ -17,6 +17,7 @@ from services.common.jobs.documents import placed, prompt_tokens
 from services.common.jobs.examples import ExampleJob
 from services.common.jobs.fields.messages import Message
 from services.common.jobs.fields.prompts import PromptFields
+from services.common.jobs.trajectories.segments import Trajectory
 from services.common.validation.strict_models import SentModel, check_finite
 
 E = TypeVar("E", bound=SentModel)
@@ -124,6 +125,15 @@ def check_vocabulary(served: ServedLimits, field: str, token_ids: Sequence[int])
         raise InvalidRequest(
             f"{field} contains the token id {largest}, the vocabulary has {served.vocab_size} tokens", param=field
         )
+
+
+def check_segments(served: ServedLimits, field: str, trajectory: Trajectory) -> None:
+    """Token ids of a trajectory are the model's, and the free parts of its messages hold neither NaN nor infinity."""
+    for index, segment in enumerate(trajectory.segments):
+        place = f"{field}.segments[{index}]"
+        check_vocabulary(served, f"{place}.token_ids", segment.token_ids or ())
+        if segment.type == "observation":
+            check_conversation(place, segment.messages, None, messages="messages")
 
 
 def check_room(served: ServedLimits, name: str, tokens: int, max_tokens: int) -> None:

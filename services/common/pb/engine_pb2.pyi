@@ -1519,16 +1519,22 @@ class GetRolloutsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     COMPLETION_IDS_FIELD_NUMBER: _builtins.int
+    SESSIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def completion_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionRef]:
+        """Also all that are kept of these conversation sessions, in the order in which they ended."""
+
     def __init__(
         self,
         *,
         completion_ids: _abc.Iterable[_builtins.str] | None = ...,
+        sessions: _abc.Iterable[Global___SessionRef] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_ids", b"completion_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_ids", b"completion_ids", "sessions", b"sessions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1546,12 +1552,18 @@ class Rollout(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    ENDED_AT_FIELD_NUMBER: _builtins.int
     completion_id: _builtins.str
     temperature: _builtins.float
     adapter: _builtins.str
     finish_reason: Global___FinishReason.ValueType
     owner: _builtins.str
     """Id of the API key of the request that sampled it."""
+    session: _builtins.str
+    """Conversation session of the request; empty: none."""
+    ended_at: _builtins.float
+    """Unix seconds at which it ended."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1569,10 +1581,12 @@ class Rollout(_message.Message):
         adapter: _builtins.str = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
         owner: _builtins.str = ...,
+        session: _builtins.str = ...,
+        ended_at: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "completion_id", b"completion_id", "finish_reason", b"finish_reason", "owner", b"owner", "prompt_token_ids", b"prompt_token_ids", "sampling_logprobs", b"sampling_logprobs", "temperature", b"temperature", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "completion_id", b"completion_id", "ended_at", b"ended_at", "finish_reason", b"finish_reason", "owner", b"owner", "prompt_token_ids", b"prompt_token_ids", "sampling_logprobs", b"sampling_logprobs", "session", b"session", "temperature", b"temperature", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from services.engine.requests.conversation_session import SessionName
 from services.engine.requests.outputs import Finished
 from services.engine.requests.request import FinishReason
 
@@ -33,6 +34,10 @@ class Rollout:
     finish_reason: FinishReason
     owner: str = ""
     """Id of the API key that sent the request; empty: there are no keys."""
+    session: str = ""
+    """Name of the owner's conversation session; empty: the request had none."""
+    ended_at: float = 0.0
+    """Unix seconds."""
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.sampling_logprobs):
@@ -50,6 +55,8 @@ class Rollout:
             adapter=request.pin.version,
             finish_reason=finished.finish_reason,
             owner=owner,
+            session="" if request.session is None else request.session.name,
+            ended_at=time.time(),
         )
 
     @property
@@ -120,6 +127,13 @@ class RolloutBuffer:
                 else:
                     found.append(entry[1])
         return found, missing
+
+    def of_sessions(self, sessions: Iterable[SessionName]) -> list[Rollout]:
+        """Rollouts of these conversation sessions, oldest first."""
+        asked = {(session.owner, session.name) for session in sessions}
+        with self._lock:
+            self._forget_old()
+            return [one for _, one in self._rollouts.values() if one.session and (one.owner, one.session) in asked]
 
     def cut(self, completion_id: str, tokens: int) -> None:
         """Cuts a rollout to its first ``tokens`` tokens, because the text ended there at a stop string."""

@@ -282,6 +282,7 @@ class CausalLM(TakesDrafters, ABC):
         *,
         recompute: Recompute,
         give_way: Callable[[], None],
+        parents: Sequence[int | None] | None = None,
     ) -> Tensor:
         """The differentiable forward over packed documents; gradients reach the adapter only.
 
@@ -294,6 +295,8 @@ class CausalLM(TakesDrafters, ABC):
                 and the first product of the MLP) or "full" (whole layers).
             give_way: called between layers, in the backward too. On CUDA autograd runs the backward of a layer on a
                 thread of its own unless torch.autograd.set_multithreading_enabled(False) is in force.
+            parents: of each document the one that it goes on from, whose tokens are read before its own; None: it
+                begins. Those behind n others stand behind all that are behind fewer. Only where ``shares_prefixes``.
 
         Returns:
             [T, hidden]: final hidden states, normed.
@@ -301,6 +304,12 @@ class CausalLM(TakesDrafters, ABC):
         Raises:
             ValueError: the lengths do not add up to T.
         """
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """forward_train() takes documents that go on from others: what they share is computed once, and gets the
+        gradients of all of them."""
+        return False
 
     def forward_probed(
         self,

@@ -38,8 +38,18 @@ class TrainableForward:
         self._model, self._lora, self._recompute = model, lora, recompute
         self._captured = None if memory is None else model.captured_forwards(lora, recompute, memory, most_tokens)
 
-    def __call__(self, token_ids: Tensor, lengths: Sequence[int], give_way: Callable[[], None]) -> Tensor:
+    def __call__(
+        self,
+        token_ids: Tensor,
+        lengths: Sequence[int],
+        give_way: Callable[[], None],
+        parents: Sequence[int | None] | None = None,
+    ) -> Tensor:
         """See CausalLM.forward_train. Of steps that are captured only the newest can be gone back through."""
+        if parents is not None:
+            return self._model.forward_train(
+                token_ids, lengths, self._lora, recompute=self._recompute, give_way=give_way, parents=parents
+            )
         if self._captured is not None:
             hidden = self._captured.differentiable(token_ids, lengths, give_way)
             if hidden is not None:
@@ -69,8 +79,18 @@ class FrozenForward:
         self._captured = None if memory is None else model.captured_forwards(lora, None, memory, most_tokens)
 
     @torch.no_grad()
-    def __call__(self, token_ids: Tensor, lengths: Sequence[int], give_way: Callable[[], None]) -> Tensor:
+    def __call__(
+        self,
+        token_ids: Tensor,
+        lengths: Sequence[int],
+        give_way: Callable[[], None],
+        parents: Sequence[int | None] | None = None,
+    ) -> Tensor:
         """[T, hidden]: see CausalLM.forward_train."""
+        if parents is not None:
+            return self._model.forward_train(
+                token_ids, lengths, self._lora, recompute="none", give_way=give_way, parents=parents
+            )
         if self._captured is not None and (hidden := self._captured.frozen(token_ids, lengths, give_way)) is not None:
             return hidden
         return self._model.forward_train(token_ids, lengths, self._lora, recompute="none", give_way=give_way)

@@ -8,6 +8,7 @@ between the last whole block and the snapshot, less than a block, so that reader
 
 from __future__ import annotations
 
+import hashlib
 import re
 import socket
 import threading
@@ -57,7 +58,7 @@ class BlockStored(msgspec.Struct, array_like=True, omit_defaults=True, gc=False,
     lora_id: int | None = None
     medium: str | None = _MEDIUM
     lora_name: str | None = None
-    extra_keys: list[list[str] | None] | None = None
+    extra_keys: list[list[str | int] | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
 
@@ -301,10 +302,18 @@ def _name(namespace: Namespace) -> str | None:
     return None if source is None or not source.version else re.sub(r"@\d+", "", source.version)
 
 
-def _keys(namespace: Namespace) -> list[str] | None:
-    """What a block's hash covers beside its tokens; None: nothing. A salt is a secret, so its hash is told."""
+def digest_number(digest: str) -> int:
+    """Number below 2^63 that stands for an adapter's digest in extra keys."""
+    return int.from_bytes(hashlib.sha256(digest.encode()).digest()[:8], "big") >> 1
+
+
+def _keys(namespace: Namespace) -> list[str | int] | None:
+    """What a block's hash covers beside its tokens; None: nothing. A salt is a secret, so its hash is told.
+
+    The digest is told as a number: llm-d and Dynamo take text for the identifier of a picture, which no request to an
+    adapter has, and pass over numbers, so that the adapter's name decides."""
     source = namespace.source
     if source is None:
         return [namespace.hex()]
-    keys = [source.digest] if source.digest else []
+    keys: list[str | int] = [digest_number(source.digest)] if source.digest else []
     return [*keys, f"salted:{namespace.hex()}"] if source.salted else keys or None

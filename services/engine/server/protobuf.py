@@ -234,6 +234,8 @@ def rollout_message(rollout: Rollout) -> pb.Rollout:
         adapter=rollout.adapter,
         finish_reason=FINISH_REASONS[rollout.finish_reason],
         owner=rollout.owner,
+        session=rollout.session,
+        ended_at=rollout.ended_at,
     )
 
 

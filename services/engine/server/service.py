@@ -33,6 +33,7 @@ from services.engine.loop.loop import EngineLoop
 from services.engine.models.lora.binding import BoundAdapter
 from services.engine.observability.call_traces import CallTraces
 from services.engine.observability.usage import UsageTotals
+from services.engine.requests.conversation_session import SessionName
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import FinishReason
 from services.engine.requests.submission import Submission
@@ -338,7 +339,11 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         context: _Context,  # noqa: ARG002
     ) -> pb.GetRolloutsResponse:
         found, missing = self._serving.loop.rollouts.get(request.completion_ids)
-        return pb.GetRolloutsResponse(rollouts=[rollout_message(rollout) for rollout in found], missing=missing)
+        known = {rollout.completion_id: rollout for rollout in found}
+        if request.sessions:
+            asked = [SessionName(session.owner, session.name) for session in request.sessions]
+            known |= {one.completion_id: one for one in self._serving.loop.rollouts.of_sessions(asked)}
+        return pb.GetRolloutsResponse(rollouts=[rollout_message(one) for one in known.values()], missing=missing)
 
     async def Sleep(self, request: pb.SleepRequest, context: _Context) -> pb.SleepResponse:  # noqa: N802
         if self._serving.sleep is None:

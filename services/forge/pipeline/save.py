@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from services.adapter_tools.output import whole_directory
 from services.common.errors import Conflict, InvalidRequest
+from services.common.security.signature import signed
 from services.common.storage.object_store import ObjectNotFound, ObjectStore, PreconditionFailed
 from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.weights.shards import RECORDS, Progress
@@ -20,7 +21,6 @@ from services.forge.files import file_digest
 from services.forge.pipeline.model_card import model_card
 from services.forge.pipeline.run import Forged, Inputs
 from services.forge.record import RECORD, SIGNATURE, read_record
-from services.forge.signature import signed
 from services.trainer.evaluation.run import Retry
 
 CARD = "README.md"

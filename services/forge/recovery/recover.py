@@ -14,6 +14,7 @@ from torch import Tensor
 
 from services.adapter_tools.output import refuse_filled
 from services.common.errors import DoesNotFit, InvalidRequest
+from services.common.security.signature import read_private_key
 from services.engine.models.checkpoint import canonical_name
 from services.engine.models.registry import load_model
 from services.engine.models.weights.shards import SHARD_BYTES, Progress, TensorToWrite, silent
@@ -24,7 +25,6 @@ from services.forge.recovery.plan import RecoveryPlan, Teacher
 from services.forge.recovery.run import RecoveryRun
 from services.forge.recovery.settings import RecoveryReport, RecoverySettings
 from services.forge.recovery.student import Student
-from services.forge.signature import read_private_key
 from services.trainer.memory.estimate import mib
 from services.trainer.runtime.local_checkpoints import Checkpoint, LocalCheckpoints
 

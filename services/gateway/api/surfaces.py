@@ -31,6 +31,7 @@ from services.gateway.api.training.tinker import (
 )
 
 API: tuple[Routes, ...] = (
+    tokenize.routes,  # in front of those of one stored chat, whose id "render" looks like
     chat_completions.routes,
     stored_chats.routes,
     text_completions.routes,
@@ -40,7 +41,6 @@ API: tuple[Routes, ...] = (
     conversations.routes,
     messages.routes,
     message_batches.routes,
-    tokenize.routes,
     models.routes,
     adapter_versions.routes,
     side_by_side.routes,  # in front of those of one run, whose id it looks like

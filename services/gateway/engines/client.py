@@ -228,23 +228,25 @@ class EngineClient:
             chunks.setdefault(chunk.name, []).append(chunk.data)
         return {name: b"".join(parts) for name, parts in chunks.items()}
 
-    async def rollouts(self, completion_ids: Sequence[str], *, timeout: float) -> list[engine_pb2.Rollout]:
+    async def rollouts(
+        self, completion_ids: Sequence[str], *, sessions: Sequence[engine_pb2.SessionRef] = (), timeout: float
+    ) -> list[engine_pb2.Rollout]:
         """Looks up finished completions, a part of them a call: an engine limits the size of a message.
 
         Args:
+            sessions: conversation sessions whose completions are looked up as well.
             timeout: seconds of each call.
 
         Raises:
             Unavailable: the engine cannot be asked.
         """
         stub = self.engine()
-        found: list[engine_pb2.Rollout] = []
+        parts = [completion_ids[at : at + _ROLLOUTS] for at in range(0, len(completion_ids), _ROLLOUTS)]
+        asked = [engine_pb2.GetRolloutsRequest(completion_ids=part) for part in parts]
+        asked += [engine_pb2.GetRolloutsRequest(sessions=[session]) for session in sessions]
         try:
-            for start in range(0, len(completion_ids), _ROLLOUTS):
-                part = completion_ids[start : start + _ROLLOUTS]
-                answer = await stub.GetRollouts(engine_pb2.GetRolloutsRequest(completion_ids=part), timeout=timeout)
-                found += answer.rollouts
-            return found
+            answers = [await stub.GetRollouts(request, timeout=timeout) for request in asked]
+            return [rollout for answer in answers for rollout in answer.rollouts]
         except aio.AioRpcError as error:
             raise self._unavailable(error) from error
 

@@ -328,7 +328,7 @@ class ChatRequest(ReasoningFields, SamplingFields):
 
 
 def _function(spec: FunctionSpec) -> dict[str, Any]:
-    given = {"name": spec.name, "description": spec.description, "parameters": spec.parameters}
+    given = {"name": spec.name, "description": spec.description, "parameters": spec.parameters, "return": spec.return_}
     return {key: value for key, value in given.items() if value is not None}
 
 

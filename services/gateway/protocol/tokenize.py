@@ -91,6 +91,14 @@ class TokenizeAnswer(BaseModel):
     """Text of each token; with return_token_strs."""
 
 
+class RenderedPrompt(BaseModel):
+    """The prompt of a request."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    token_ids: list[int]
+
+
 class DetokenizeAnswer(BaseModel):
     """The text; bytes that are not UTF-8 are U+FFFD."""
 

@@ -15,6 +15,7 @@ from services.common.evaluation.suites.names import parse_suite_ref
 from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs import ForgeJob, SftExample
 from services.common.jobs.kinds.forge import STORED, ForgeSettings
+from services.common.security.signature import signer
 from services.common.storage.object_store import ObjectStore
 from services.engine.models.interface import resolve_dtype
 from services.engine.settings import EngineSettings
@@ -28,7 +29,6 @@ from services.forge.pipeline.save import discard, save, upload, uploaded
 from services.forge.pipeline.work import Work
 from services.forge.record import described_digest
 from services.forge.recovery.plan import LoadedTeacher
-from services.forge.signature import signer
 from services.pod.engine import Guest
 from services.pod.forging.engines import TrainerTurns, engine_bytes, engine_settings, opened
 from services.pod.host import PodHost

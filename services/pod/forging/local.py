@@ -13,6 +13,7 @@ from services.adapter_tools.output import refuse_filled
 from services.common.errors import InvalidRequest
 from services.common.jobs.forge_recipe import Recipe, read_recipe
 from services.common.jobs.scorers.grants import Grants
+from services.common.security.signature import read_private_key, signer
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
 from services.engine.models.checkpoint import checkpoint_digest
@@ -25,7 +26,6 @@ from services.forge.pipeline.run import Inputs, Pipeline
 from services.forge.pipeline.save import save, saved_record, upload
 from services.forge.pipeline.work import Work
 from services.forge.record import read_record
-from services.forge.signature import read_private_key, signer
 from services.pod.device import Device
 from services.pod.engine import use_threads
 from services.pod.forging.engines import engine_bytes, engine_settings, opened

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import secrets
+from pathlib import Path
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from prometheus_client import CollectorRegistry
 
 from services.common.adapters.events import AdapterEvents
@@ -14,10 +16,10 @@ from services.common.pb import engine_pb2
 from services.common.security.outbound import tls_context
 from services.common.security.sandbox.sandbox import Sandbox
 from services.common.security.sandbox.shut_in import Isolation
+from services.common.security.signature import read_private_key
 from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.tracing import NO_TRACER, Tracer
 from services.engine.settings import EngineSettings
-from services.forge.signature import read_private_key
 from services.pod.engine import Engine
 from services.pod.forging.job import PodForge
 from services.pod.host import PodHost
@@ -60,8 +62,7 @@ class Training:
             self.sessions = TrainingSessionManager(
                 host, trainer, storage, instance=secrets.token_hex(6), metrics=counters
             )
-            key = None if trainer.forge_key_file is None else read_private_key(trainer.forge_key_file)
-            forge = PodForge(settings, host, store, trainer.forge_dir, key)
+            forge = PodForge(settings, host, store, trainer.forge_dir, _key(trainer.forge_key_file))
             forge.tidy()
             self._worker = TrainerWorker(
                 host,
@@ -73,6 +74,7 @@ class Training:
                 metrics=counters,
                 side=self.sessions,
                 tracer=tracer,
+                receipt_key=_key(trainer.receipt_key_file),
             )
 
     def described(self, model: engine_pb2.Model) -> engine_pb2.Model:
@@ -121,6 +123,10 @@ class Training:
             if self._events is not None:
                 self._events.close()
         return self._drained
+
+
+def _key(file: Path | None) -> Ed25519PrivateKey | None:
+    return None if file is None else read_private_key(file)
 
 
 def pod_host(settings: EngineSettings, trainer: TrainerSettings, engine: Engine) -> PodHost:

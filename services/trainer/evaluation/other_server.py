@@ -19,7 +19,8 @@ from services.common.jobs.scorers.allowed_webhooks import Webhooks, check_covere
 from services.common.jobs.scorers.of_suites.likelihood import Likelihood
 from services.common.jobs.scorers.sample import ToolCall
 from services.trainer.evaluation.questions import Question
-from services.trainer.evaluation.targets import Asked, Continuation, Said, likelihood_of, parsed_arguments
+from services.trainer.evaluation.targets import Asked, Continuation, Said, likelihood_of
+from services.trainer.sampling.answers import parsed_arguments
 
 _AT_ONCE = 8
 """Requests at once."""

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from services.common.errors import InvalidRequest, TemperError
 from services.common.evaluation.suites.spec import SuiteSampling
 from services.common.jobs.scorers.of_suites.likelihood import Likelihood
 from services.common.jobs.scorers.sample import ToolCall
-from services.common.text.output_parser import ChatParser, TextDelta
 from services.common.text.stops import Stops
 from services.common.text.tokenizer import TextCodec
-from services.common.text.tool_calls.parser import ToolDelta
 from services.trainer.evaluation.questions import Question
 from services.trainer.host.rollouts import (
     Completion,
@@ -24,6 +21,7 @@ from services.trainer.host.rollouts import (
     RolloutSource,
     ScoreRequest,
 )
+from services.trainer.sampling.answers import read_answer
 
 _DIGITS = 5
 """Digits of a log-likelihood behind the point: which requests shared a step, which moves the last bits, is no part of a
@@ -145,53 +143,19 @@ class EngineTarget:
         return tokens
 
     def _said(self, question: Question, prompt: tuple[int, ...], completion: Completion, stop: Sequence[str]) -> Said:
-        codec = self._codec
-        tokens = completion.token_ids
-        body = tokens if completion.truncated or tokens[-1] not in codec.special_ids else tokens[:-1]
-        whole = codec.decode(body)
+        codec, tokens = self._codec, completion.token_ids
         asked = codec.decode(prompt, skip_special=False)
         if question.text is not None:
+            body = tokens if completion.truncated or tokens[-1] not in codec.special_ids else tokens[:-1]
+            whole = codec.decode(body)
             text = _cut(whole, stop)
             ended = not completion.truncated or text != whole
             return Said(text, whole, len(tokens), "stop" if ended else "length", prompt=asked)
-        parser = ChatParser(thinking=_thinks(codec, prompt), tools=question.tools, stops=Stops(stop) if stop else None)
-        parts = _Parts()
-        parts.take(parser.feed(codec.decode(body, skip_special=False)))
-        parts.take(parser.finish(complete=not completion.truncated))
-        reason = "stop" if parser.stopped or not completion.truncated else "length"
-        if reason == "stop" and parts.calls and not parser.broken:
+        found = read_answer(codec, prompt, completion, question.tools, Stops(stop) if stop else None)
+        reason = "stop" if found.stopped or not completion.truncated else "length"
+        if reason == "stop" and found.calls and not found.broken:
             reason = "tool_calls"
-        return Said(parts.text, whole, len(tokens), reason, parts.calls, asked)
-
-
-@dataclass(slots=True)
-class _Parts:
-    """Text and calls of an answer, out of its deltas."""
-
-    _texts: list[str] = field(default_factory=list)
-    _names: list[str] = field(default_factory=list)
-    _arguments: list[str] = field(default_factory=list)
-
-    def take(self, deltas: Sequence[TextDelta | ToolDelta]) -> None:
-        for delta in deltas:
-            if isinstance(delta, TextDelta):
-                if not delta.reasoning:
-                    self._texts.append(delta.text)
-                continue
-            if delta.name is not None:
-                self._names.append(delta.name)
-                self._arguments.append("")
-            self._arguments[delta.index] += delta.arguments
-
-    @property
-    def text(self) -> str:
-        return "".join(self._texts)
-
-    @property
-    def calls(self) -> tuple[ToolCall, ...]:
-        return tuple(
-            ToolCall(name, parsed_arguments(text)) for name, text in zip(self._names, self._arguments, strict=True)
-        )
+        return Said(found.text, found.whole, len(tokens), reason, found.calls, asked)
 
 
 def likelihood_of(logprob: float, tokens: int, text: str) -> Likelihood:
@@ -204,27 +168,6 @@ def _counted(request: ScoreRequest) -> int:
     return len(request.completion) - (0 if request.prompt else 1)
 
 
-def parsed_arguments(text: str) -> Any:
-    """Arguments of a call as JSON; a text that is no JSON as it is."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 def _cut(text: str, stop: Sequence[str]) -> str:
     places = [place for one in stop if (place := text.find(one)) >= 0]
     return text[: min(places)] if places else text
-
-
-def _thinks(codec: TextCodec, prompt: Sequence[int]) -> bool:
-    """Whether the prompt ends inside an open `<think>`."""
-    opened, closed = codec.token_id("<think>"), codec.token_id("</think>")
-    if opened is None or closed is None:
-        return False
-    for token in reversed(prompt):
-        if token == opened:
-            return True
-        if token == closed or token in codec.special_ids:
-            return False
-    return False

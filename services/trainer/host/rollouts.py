@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.common.adapters.composition import Published
+from services.common.errors import TemperError
 from services.engine.models.lora.trainable import LoraParams
 from services.trainer.timers import StepTimer
 
@@ -72,6 +73,35 @@ Policy = PrivatePolicy | Published | None
 model without an adapter."""
 
 
+class RolloutStream(Protocol):
+    """Completions asked for one by one, each told when it has ended; for those that depend on what others say."""
+
+    @property
+    def most(self) -> int:
+        """Completions that should be under way at once."""
+        ...
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the engine's context."""
+        ...
+
+    def submit(
+        self, request: RolloutRequest, max_tokens: int, done: Callable[[Completion | TemperError], None]
+    ) -> None:
+        """Asks for a completion. ``done`` is called on a thread of the engine, and hands on what it gets.
+
+        Raises:
+            InvalidRequest: the prompt does not fit.
+            Unavailable: the engine drains or has stopped.
+        """
+        ...
+
+    def check(self) -> None:
+        """Raises DeadlineExceeded if the time is up, Unavailable if the engine has stopped."""
+        ...
+
+
 class RolloutSource(Protocol):
     """The engine as a sampler. Its rollouts share steps with users' requests and give way to them."""
 
@@ -115,6 +145,12 @@ class RolloutSource(Protocol):
             Unavailable: the engine drains or has stopped.
             TemperError: a step failed.
         """
+        ...
+
+    def stream(
+        self, temperature: float, stop_token_ids: frozenset[int], policy: Policy
+    ) -> AbstractContextManager[RolloutStream]:
+        """A stream of completions by one policy, for as long as the block runs: what is under way then is aborted."""
         ...
 
     def score(

@@ -373,7 +373,11 @@ class AdapterRun(TrainingRun):
         self._lora.load_state(under("lora.", tensors))
 
     def _scored_hidden(self, microbatch: Microbatch, lora: LoraParams | None) -> Tensor:
-        """[N, hidden]: final hidden states of the rows whose next token is trained.
+        """[N, hidden]: final hidden states of the rows whose next token is trained; see _hidden()."""
+        return self._hidden(microbatch, lora).index_select(0, microbatch.rows)
+
+    def _hidden(self, microbatch: Microbatch, lora: LoraParams | None) -> Tensor:
+        """[T, hidden]: final hidden states of all inputs.
 
         Args:
             lora: the adapter in training, or None for the base model.
@@ -384,8 +388,7 @@ class AdapterRun(TrainingRun):
             forward = self._base_forward
         else:
             raise ValueError("neither the adapter in training nor the base model")
-        hidden = forward(microbatch.token_ids, microbatch.lengths, self._host.gate.give_way)
-        return hidden.index_select(0, microbatch.rows)
+        return forward(microbatch.token_ids, microbatch.lengths, self._host.gate.give_way, microbatch.parents)
 
 
 def evenly(lengths: Sequence[int], most: int, *, least: int = 1) -> list[int]:

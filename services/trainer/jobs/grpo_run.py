@@ -32,7 +32,7 @@ from services.trainer.losses import (
     policy_loss_type,
 )
 from services.trainer.losses.logprob_gap import ForwardGap
-from services.trainer.packing import Microbatch, largest_microbatch
+from services.trainer.packing import Microbatch, largest_microbatch, pack, pack_branches
 from services.trainer.sampling.replay import replay, with_values
 from services.trainer.sampling.scored_rollouts import ScoredRollouts, scored_rollouts
 
@@ -62,6 +62,12 @@ class GrpoRun(AdapterRun):
             largest=largest_microbatch(longest, microbatch_tokens(spec, host)),
             notes=scored.notes,
         )
+
+    def _pack(self, documents: Sequence[Document]) -> list[Microbatch]:
+        """What rollouts begin with in common, a prompt or the first turns, is read once where the model can."""
+        host = self._host
+        packed = pack_branches if host.model.shares_prefixes else pack
+        return packed(documents, microbatch_tokens(self._spec, host), host.model.device)
 
     def _use(self, scored: ScoredRollouts) -> None:
         """These are the rollouts to learn from."""
@@ -236,13 +242,15 @@ class GrpoRun(AdapterRun):
         sums = torch.zeros(6, device=device)
         mismatch = MismatchStats(device, job.mismatch_correction)
         gap = ForwardGap(device)
+        observed = torch.zeros((), device=device)
         inputs = 0
         for microbatch in self._pack(documents):
             interrupt()
             with self._host.gate.training():
                 reference = self._base_logprobs(microbatch) if job.beta > 0 else None
                 with self.watch.part("forward"):
-                    logprobs = self._logprobs(microbatch, with_adapter=True)
+                    hidden = self._hidden(microbatch, self._lora)
+                    logprobs = self._targets_logprobs(microbatch, hidden.index_select(0, microbatch.rows))
                     if job.exact_forward:
                         values = _rows(self._values, microbatch)
                         gap.add(values, logprobs)
@@ -271,14 +279,19 @@ class GrpoRun(AdapterRun):
                         correction=correction,
                         unbiased_kl=job.unbiased_kl,
                     )
-                self.add_gradients(part.loss)
+                    seen = self._observations_loss(microbatch, hidden) / total
+                    loss = part.loss + job.observation_weight * seen
+                self.add_gradients(loss)
+                observed += seen.detach()
                 sums += torch.stack(
-                    [part.loss.detach(), part.ratio, part.clipped_low, part.clipped_high, part.drift, part.kl]
+                    [loss.detach(), part.ratio, part.clipped_low, part.clipped_high, part.drift, part.kl]
                 )
             inputs += microbatch.num_tokens
         found = self._metrics(index, sums.tolist(), total) | mismatch.metrics()
         if job.exact_forward:
             found |= gap.metrics()
+        if job.observation_weight:
+            found["observation_loss"] = float(observed)
         return found, inputs
 
     def _completion_weights(self, index: int) -> dict[int, float]:
@@ -335,6 +348,18 @@ class GrpoRun(AdapterRun):
     def _logprobs(self, microbatch: Microbatch, *, with_adapter: bool) -> Tensor:
         """[N] log-probabilities of the targets, each at the temperature its rollout was sampled at."""
         hidden = self._scored_hidden(microbatch, self._lora if with_adapter else None)
+        return self._targets_logprobs(microbatch, hidden)
+
+    def _observations_loss(self, microbatch: Microbatch, hidden: Tensor) -> Tensor:
+        """Sum over what was observed of minus its log-probability; 0 where nobody asks for it."""
+        if microbatch.observed is None or not self._job.observation_weight:
+            return torch.zeros((), device=hidden.device)
+        rows, targets = microbatch.observed
+        model, give_way = self._host.model, self._host.gate.give_way
+        return -model.token_logprobs(hidden.index_select(0, rows), targets, 1.0, give_way=give_way).sum()
+
+    def _targets_logprobs(self, microbatch: Microbatch, hidden: Tensor) -> Tensor:
+        """The same of the hidden states [N, hidden] of the rows."""
         temperatures = [
             value for document in microbatch.documents for value in self._rollouts[document.source].temperatures
         ]

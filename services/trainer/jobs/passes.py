@@ -69,7 +69,7 @@ class Pass:
     """One pass of a run over microbatches, for a step's gradients or without gradients.
 
     Args:
-        total: targets of all microbatches, over which the loss is a mean.
+        total: targets of all microbatches of weight 1, over which the loss is a mean.
         trained: whether gradients are wanted.
     """
 
@@ -103,15 +103,19 @@ class Pass:
         """Computes one microbatch by the run's own forward."""
         with self.host.gate.training(), torch.set_grad_enabled(self.trained):
             with self.run.watch.part("forward"):
-                loss = self.take(self.run.scores(microbatch))
+                loss = self.take(self.run.scores(microbatch), [microbatch])
             if self.trained:
                 self.run.add_gradients(loss)
 
-    def take(self, scores: TokenScores) -> Tensor:
+    def take(self, scores: TokenScores, microbatches: Sequence[Microbatch]) -> Tensor:
         """Counts the scores of microbatches; returns their part of the loss, for the backward."""
-        part = negative_log_likelihood(scores.logprobs, self._total)
+        logprobs, hits = scores
+        if any(microbatch.weights is not None for microbatch in microbatches):
+            weights = torch.cat([_weights(microbatch) for microbatch in microbatches])
+            logprobs, hits = logprobs * weights, hits[weights == 1.0]
+        part = negative_log_likelihood(logprobs, self._total)
         self._loss += part.detach()
-        self._correct += scores.hits.sum()
+        self._correct += hits.sum()
         return part
 
     @property
@@ -123,6 +127,12 @@ class Pass:
     def found(self) -> dict[str, float]:
         """Metrics of the finished pass; waits for the device."""
         return {"loss": float(self._loss), "token_accuracy": float(self._correct) / self._total}
+
+
+def _weights(microbatch: Microbatch) -> Tensor:
+    """[N] float32."""
+    given = microbatch.weights
+    return torch.ones(len(microbatch.rows), device=microbatch.rows.device) if given is None else given
 
 
 Course: TypeAlias = Generator[Pass, None, T]
@@ -242,7 +252,10 @@ def _shared_forward(passes: Sequence[Pass], microbatches: Sequence[Sequence[Micr
             scores = host.model.token_scores(hidden.index_select(0, rows), targets, give_way=give_way)
             counts = [sum(len(microbatch.targets) for microbatch in found) for found in microbatches]
             parts = zip(torch.split(scores.logprobs, counts), torch.split(scores.hits, counts), strict=True)
-            losses = [one.take(TokenScores(*part)) for one, part in zip(passes, parts, strict=True)]
+            losses = [
+                one.take(TokenScores(*part), found)
+                for one, part, found in zip(passes, parts, microbatches, strict=True)
+            ]
         if trained:
             with _timed(passes, "backward"), torch.autograd.set_multithreading_enabled(False):
                 torch.autograd.backward(losses)

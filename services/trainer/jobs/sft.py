@@ -111,7 +111,7 @@ class SftRun(ExampleRun, AdapterRun):
 
     def _pass(self, examples: Sequence[Sequence[Document]], *, trained: bool) -> Pass:
         documents = [document for example in examples for document in example]
-        total = sum(document.num_trained for document in documents)
+        total = sum(document.num_whole for document in documents)
         return Pass(self, self._host, self._pack(documents), total, trained=trained)
 
     def scores(self, microbatch: Microbatch) -> TokenScores:

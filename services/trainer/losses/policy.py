@@ -53,7 +53,10 @@ def turn_advantages(
     Args:
         rewards: of the turns of each member.
     """
-    columns = [group_advantages(values, scale=scale, std=std) for values in credit.compared(rewards)]
+    columns = [
+        group_advantages(values, scale=scale, std=std) if credit.differs(values) else None
+        for values in credit.compared(rewards)
+    ]
     if all(column is None for column in columns):
         return None
     of_member = [[0.0 if column is None else column[member] for column in columns] for member in range(len(rewards))]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import structlog
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from services.common.adapters.events import AdapterEvents
 from services.common.adapters.events import EventKind as Nudge
 from services.common.adapters.evidence import GateEvidence
 from services.common.adapters.manifest import DatasetOrigin, Lineage
 from services.common.adapters.names import AdapterVersion
+from services.common.adapters.receipts import Receipt
 from services.common.adapters.registry import AdapterRegistry, Manifest
 from services.common.adapters.retention import RetentionPolicy, prune
 from services.common.errors import Overloaded, TemperError, Unavailable
@@ -21,13 +24,26 @@ from services.trainer.settings import TrainerSettings
 
 
 class Publisher:
-    """Publishes the results of jobs for one engine's base model."""
+    """Publishes the results of jobs for one engine's base model.
 
-    def __init__(self, registry: AdapterRegistry, events: AdapterEvents, host: PolicyHost, sync_seconds: float) -> None:
+    Args:
+        sync_seconds: time for which a version may take to be served.
+        key: signs receipts; None: they are not signed.
+    """
+
+    def __init__(
+        self,
+        registry: AdapterRegistry,
+        events: AdapterEvents,
+        host: PolicyHost,
+        sync_seconds: float,
+        key: Ed25519PrivateKey | None = None,
+    ) -> None:
         self._registry = registry
         self._events = events
         self._host = host
         self._sync_seconds = sync_seconds
+        self._key = key
         self._log = structlog.get_logger("trainer")
 
     def publish(
@@ -41,10 +57,16 @@ class Publisher:
         metrics: Mapping[str, float],
         gates: Sequence[GateEvidence] = (),
         dataset: DatasetOrigin | None = None,
+        step: int | None = None,
         current: bool = True,
+        receipt: Callable[[Manifest], Mapping[str, Any]] | None = None,
         fence: Callable[[], None],
     ) -> Manifest:
-        """Makes the version; a repeated call returns the first one's. Raises Unavailable, and what ``fence`` raises."""
+        """Makes the version; a repeated call returns the first one's. Raises Unavailable, and what ``fence`` raises.
+
+        Args:
+            receipt: makes the content of its receipt, which is signed here.
+        """
         return self._registry.publish(
             adapter,
             files,
@@ -55,7 +77,9 @@ class Publisher:
             metrics=finite(metrics),
             gates=gates,
             dataset=dataset,
+            step=step,
             current=current,
+            receipt=None if receipt is None else lambda manifest: Receipt.sign(receipt(manifest), self._key),
             fence=fence,
         )
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 
 import structlog
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from prometheus_client import CollectorRegistry
 
 from services.common.adapters.events import AdapterEvents
@@ -65,6 +66,7 @@ class TrainerWorker:
         metrics: None: counted, but not exported.
         side: what else this thread does, between jobs and in their pauses; None: nothing.
         tracer: gets spans of the jobs.
+        receipt_key: signs receipts of what jobs publish; None: they are not signed.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class TrainerWorker:
         metrics: TrainerMetrics | None = None,
         side: SideWork | None = None,
         tracer: Tracer = NO_TRACER,
+        receipt_key: Ed25519PrivateKey | None = None,
     ) -> None:
         self._forge = forge
         self._host = host
@@ -110,7 +113,7 @@ class TrainerWorker:
             prepare=prepare,
             consumer=self._consumer,
             checkpoints=self._checkpoints,
-            publisher=Publisher(registry, self._events, host, settings.adapter_sync_seconds),
+            publisher=Publisher(registry, self._events, host, settings.adapter_sync_seconds, receipt_key),
             parents=ParentVersions(registry, self._consumer, host.base_digest),
             retention=VersionRetention(settings, registry, self._consumer),
             training_hashes=TrainingHashes(registry),

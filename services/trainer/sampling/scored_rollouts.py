@@ -116,7 +116,7 @@ def scored_rollouts(host: PolicyHost, spec: GrpoJob) -> ScoredRollouts:
         InvalidRequest: a rollout cannot be trained on (it is named), there are completion ids left, which only the
             gateway can resolve, or there is nothing to learn.
     """
-    if spec.completion_ids:
+    if spec.completion_ids or spec.stored:
         raise InvalidRequest(
             "completion_id rollouts must be submitted through the gateway, which fetches their tokens from the engine",
             param="rollouts" if spec.rollouts is not None else "groups",
@@ -196,7 +196,7 @@ def _rollouts(
         at = f"{where}.completions[{number}]"
         found.append(_rollout(host, spec, at, prompt, completion, advantages[number][0], first, number))
         first += 1
-    for number, trajectory in enumerate(group.trajectories or ()):
+    for number, trajectory in enumerate(group.played):
         at = f"{where}.trajectories[{number}]"
         sequences = _sequences(host, spec, at, prompt, trajectory, advantages[number], first, number)
         found += sequences

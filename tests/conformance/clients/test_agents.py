@@ -15,6 +15,7 @@ from tests.conformance.clients.loop import run_loop
 from tests.stack import Stack
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "word"), [("claude-code", "temper"), ("codex", "table")])
 def test_a_task_to_its_end(name: str, word: str, lessons: Stack, tmp_path: Path) -> None:
     loop = run_loop(name, word, lessons.url, tmp_path)

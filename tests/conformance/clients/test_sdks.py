@@ -46,6 +46,7 @@ def run(script: str, recording: Recording, model: str, directory: Path) -> tuple
     return json.loads(done.stdout.splitlines()[-1]), timers.read_text().split()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("script", "ways"),
     [

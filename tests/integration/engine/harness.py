@@ -30,7 +30,7 @@ from services.pod.engine import Engine
 T = TypeVar("T")
 
 _numbers = itertools.count()
-_OUTER = ("deadline_unix_ms", "keep_rollout", "cache_salt", "priority", "request_id")
+_OUTER = ("deadline_unix_ms", "keep_rollout", "cache_salt", "priority", "request_id", "session")
 
 
 @dataclass

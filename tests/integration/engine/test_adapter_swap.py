@@ -142,6 +142,7 @@ async def test_more_versions_than_slots(engine: EngineUnderTest) -> None:
         assert again.token_ids == answer.token_ids
 
 
+@pytest.mark.thorough
 async def test_many_versions_are_swapped_in_under_load(engine: EngineUnderTest) -> None:
     """No request fails, and each answer is the one its version gives alone."""
     stream = engine.stream()

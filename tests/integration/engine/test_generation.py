@@ -208,6 +208,24 @@ async def test_rollouts_are_remembered(engine: EngineUnderTest) -> None:
     assert short.finish_reason == pb.FINISH_REASON_STOP
 
 
+async def test_rollouts_of_a_session_are_found_in_their_order(engine: EngineUnderTest) -> None:
+    stream = engine.stream()
+    session = pb.SessionRef(owner="", name="walk")
+    first = request(temperature=1.0, seed=1, keep_rollout=True, session=session)
+    answer = await stream.run(first)
+    longer = [*first.prompt_token_ids, *answer.token_ids, 5]
+    second = request(longer, temperature=1.0, seed=2, keep_rollout=True, session=session)
+    await stream.run(second)
+    await stream.run(request(keep_rollout=True, session=pb.SessionRef(owner="", name="other")))
+    reply = await engine.stub.GetRollouts(pb.GetRolloutsRequest(sessions=[session]))
+    assert [one.completion_id for one in reply.rollouts] == [first.request_id, second.request_id]
+    assert list(reply.rollouts[1].prompt_token_ids) == longer
+    assert {one.session for one in reply.rollouts} == {"walk"}
+    assert 0 < reply.rollouts[0].ended_at <= reply.rollouts[1].ended_at
+    nobody = await engine.stub.GetRollouts(pb.GetRolloutsRequest(sessions=[pb.SessionRef(owner="x", name="walk")]))
+    assert not nobody.rollouts
+
+
 async def test_an_abort_that_keeps_says_when_it_has(engine: EngineUnderTest) -> None:
     """At that moment the rollout is known and cut, whether the request still ran or had ended by itself."""
     stream = engine.stream()

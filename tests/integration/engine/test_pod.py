@@ -62,6 +62,7 @@ def pod(environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
+@pytest.mark.thorough
 def test_a_pod_serves_and_drains(pod: subprocess.Popen[bytes], environment: dict[str, str]) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{environment['TEMPER_GRPC_PORT']}", RECONNECTING) as channel:
         stub = engine_pb2_grpc.EngineStub(channel)

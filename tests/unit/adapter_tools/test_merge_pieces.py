@@ -82,6 +82,7 @@ def smallest_distance(matrix: Tensor, rank: int) -> float:
     return float(torch.linalg.svdvals(matrix.double())[rank:].norm())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(900, 520), (520, 900)])
 @pytest.mark.parametrize("spectrum", ["flat", "noise", "noise on signal", "steep", "clustered", "low rank"])

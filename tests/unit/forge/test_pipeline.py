@@ -100,11 +100,12 @@ MOMENTS = [
 ]
 
 
+@pytest.mark.parametrize("moments", [MOMENTS[1::3], pytest.param(MOMENTS, marks=pytest.mark.thorough)])
 def test_killed_at_any_moment_it_goes_on_and_ends_in_the_same_bytes(
-    home: Path, whole: tuple[Path, dict[str, Any]]
+    home: Path, whole: tuple[Path, dict[str, Any]], moments: list[tuple[str, int]]
 ) -> None:
     file = recipe(home, output="broken/model")
-    stopped = [in_child(lambda moment=moment: forge(file, killed_at(*moment))) for moment in MOMENTS]  # type: ignore[misc]
+    stopped = [in_child(lambda moment=moment: forge(file, killed_at(*moment))) for moment in moments]  # type: ignore[misc]
     assert stopped == [-signal.SIGKILL] * len(stopped)
     seen: list[str] = []
     result = forge(file, lambda what, done, total: seen.append(what))
@@ -152,6 +153,7 @@ def test_in_its_pauses_others_have_the_device(home: Path, whole: tuple[Path, dic
     assert checkpoint_digest(home / "beside" / "model") == checkpoint_digest(whole[0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", ["2-prune: digest", "3-compact: writing", "4-recover: recovering", "save: writing"])
 def test_a_run_that_is_stopped_in_a_stage_goes_on(home: Path, whole: tuple[Path, dict[str, Any]], stage: str) -> None:
     class Stopped(Exception):

@@ -15,11 +15,11 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from services.adapter_tools.extract import extract
 from services.common.errors import CheckpointRejected, InvalidRequest
+from services.common.security.signature import read_private_key, read_public_key
 from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.registry import read_config
 from services.forge.importance.settings import Settings
 from services.forge.record import RECORD, SIGNATURE, sources_digest
-from services.forge.signature import read_private_key, read_public_key
 from services.forge.steps import compact_step, importance_step, prune_step, quantize_step, verify_step
 from tests.unit.adapter_tools.adapters import adapter
 from tests.unit.forge.models import TINY

@@ -339,6 +339,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
 
     async def GetRollouts(self, request, context) -> engine_pb2.GetRolloutsResponse:  # noqa: N802
         known = [self.rollouts[i] for i in request.completion_ids if i in self.rollouts]
+        sessions = {(session.owner, session.name) for session in request.sessions}
+        known += [one for one in self.rollouts.values() if one.session and (one.owner, one.session) in sessions]
         missing = [i for i in request.completion_ids if i not in self.rollouts]
         return engine_pb2.GetRolloutsResponse(rollouts=known, missing=missing)
 

@@ -169,6 +169,7 @@ def test_a_kind_of_job_is_two_modules_and_a_line(services: Path, checkpoint: Pat
     assert "imitation" in told["help"]
 
 
+@pytest.mark.thorough
 def test_a_loss_of_grpo_is_a_module_and_a_line(services: Path, checkpoint: Path) -> None:
     (services / "trainer/losses/plain.py").write_text(LOSS)
     line = '    "plain": LossTypeSpec("services.trainer.losses.plain:PLAIN", clip=(0.1, 0.5)),\n'

@@ -17,6 +17,7 @@ from services.common.jobs.kinds.merge import MergeJob
 from services.common.jobs.kinds.opd import OpdJob
 from services.common.jobs.kinds.rollouts import GrpoGroup
 from services.common.jobs.kinds.sft import SftExample, SftJob
+from services.common.jobs.trajectories.segments import Trajectory
 
 if TYPE_CHECKING:
     from services.common.jobs.registry import PublishingSpec
@@ -71,7 +72,7 @@ def training_texts(spec: PublishingSpec, codec: TextCodec) -> Iterator[ReadText]
     if isinstance(spec, DraftJob):
         return  # a drafter changes no answer
     if isinstance(spec, SftJob):
-        yield from (_sft(example) for _, example in spec.split[0])
+        yield from (_sft(example, codec) for _, example in spec.split[0])
     elif isinstance(spec, DpoJob):
         for _, pair in spec.split[0]:
             yield ReadText.answered(_turns(pair.asked), (pair.chosen, pair.rejected))
@@ -93,7 +94,9 @@ def training_texts(spec: PublishingSpec, codec: TextCodec) -> Iterator[ReadText]
         raise TypeError(f"what a job of kind {spec.kind} learns from is not known")
 
 
-def _sft(example: SftExample) -> ReadText:
+def _sft(example: SftExample, codec: TextCodec) -> ReadText:
+    if isinstance(example.trajectory, Trajectory):
+        return _played(example.trajectory, (), codec)
     if example.text is not None:
         return ReadText((Turn("", example.text),), (1,))
     if example.messages is None:
@@ -110,18 +113,21 @@ def _rollouts(group: GrpoGroup, codec: TextCodec) -> Iterator[ReadText]:
         yield ReadText.answered(_asked(group, codec), answers)
         return
     asked = _asked(group, codec) if group.has_prompt else ()
-    for trajectory in group.trajectories:
-        turns = list(asked)
-        learnt = []
-        for segment in trajectory.segments:
-            if segment.type == "observation" and segment.messages is not None:
-                turns += _turns(segment.messages)
-                continue
-            if segment.type == "action":
-                learnt.append(len(turns))
-            text = segment.text if segment.type == "observation" else None
-            turns.append(Turn("", codec.decode(segment.token_ids or ()) if text is None else text))
-        yield ReadText(tuple(turns), tuple(learnt))
+    yield from (_played(trajectory, asked, codec) for trajectory in group.played)
+
+
+def _played(trajectory: Trajectory, asked: Sequence[Turn], codec: TextCodec) -> ReadText:
+    turns = list(asked)
+    learnt = []
+    for segment in trajectory.segments:
+        if segment.type == "observation" and segment.messages is not None:
+            turns += _turns(segment.messages)
+            continue
+        if segment.type == "action":
+            learnt.append(len(turns))
+        text = segment.text if segment.type == "observation" else None
+        turns.append(Turn("", codec.decode(segment.token_ids or ()) if text is None else text))
+    return ReadText(tuple(turns), tuple(learnt))
 
 
 def _turns(asked: str | Sequence[Message]) -> tuple[Turn, ...]:

@@ -97,6 +97,8 @@ def _asked(example: SftExample) -> tuple[str | list[Message], str]:
     """Prompt and answer of an example. Raises BadLine: it has none."""
     if example.prompt is not None and example.completion is not None:
         return example.prompt, example.completion
+    if example.trajectory is not None:
+        raise BadLine("trajectory: has no one answer to compare with; give prompt and completion, or messages")
     if example.messages is None:
         raise BadLine("text: a plain text asks nothing; give prompt and completion, or messages")
     *asked, last = example.messages

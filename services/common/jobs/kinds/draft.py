@@ -25,6 +25,7 @@ from services.common.jobs.kinds.grpo import GrpoJob
 from services.common.jobs.kinds.opd import OpdJob
 from services.common.jobs.kinds.sft import SftExample, SftJob, check_documents
 from services.common.jobs.token_checks import check_conversation, check_room, check_vocabulary
+from services.common.jobs.trajectories.segments import Trajectory
 from services.common.validation.json_rules import Rules, has, left_out, only_with
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ _MOST_EXAMPLES = 1000
 """Most texts of a job that its drafter is refreshed on."""
 _SPLITS = 10
 """Texts of which a tenth is held out."""
-_OF_ADAPTERS = ("lora", "recompute", "gradient_checkpointing", "attach_if")
+_OF_ADAPTERS = ("lora", "recompute", "gradient_checkpointing", "attach_if", "epoch_versions")
 MOST_DEPTH = 4
 """Draft tokens of a request in a step at most, and learnt unless a job says otherwise."""
 
@@ -90,6 +91,7 @@ class DraftJob(ExampleJob[DraftExample]):
     lora: SkipJsonSchema[LoraSettings] = LoraSettings()
     recompute: SkipJsonSchema[Recompute | None] = None
     gradient_checkpointing: SkipJsonSchema[bool] = False
+    epoch_versions: SkipJsonSchema[int | None] = Field(None, exclude_if=lambda value: value is None)
     attach_if: SkipJsonSchema[AttachIf | None] = Field(None, exclude_if=lambda value: value is None)
 
     @model_validator(mode="after")
@@ -157,7 +159,13 @@ def refresh(
     """
     most_tokens = _USUAL_TOKENS
     if isinstance(spec, SftJob):
-        found = [example.model_dump(mode="json", exclude_none=True) for example in spec.examples]
+        # Of a trajectory the drafter's target answers the opening.
+        found = [
+            example.trajectory.opening
+            if isinstance(example.trajectory, Trajectory)
+            else example.model_dump(mode="json", exclude_none=True)
+            for example in spec.examples
+        ]
     elif isinstance(spec, GrpoJob) and spec.generate is None:
         found = [opening for group in spec.scored_groups for opening in group.openings]
     else:

@@ -6,24 +6,31 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from services.common.errors import InvalidRequest
 from services.common.jobs.base import JobBase, ServedLimits
 from services.common.jobs.documents import placed
 from services.common.jobs.fields.prompts import SampledPrompt, as_prompt
+from services.common.jobs.kinds.environment import EnvironmentReward, check_tools
+from services.common.jobs.scorers.base import ScorerSpec
 from services.common.jobs.scorers.registry import RewardSpec, needs_answer
 from services.common.jobs.token_checks import asked_tokens, check_conversation, check_room, check_vocabulary
 from services.common.validation.json_rules import (
     SOME,
+    Rule,
     Rules,
+    both,
     contains,
     either,
     given,
     has,
     if_any,
     items,
+    left_out,
+    never,
     only_with,
     where,
 )
-from services.common.validation.strict_models import SentModel
+from services.common.validation.strict_models import SentModel, absent
 
 
 def _as_text(value: Any) -> Any:
@@ -37,6 +44,9 @@ class RolloutPrompt(SampledPrompt):
     answer: Annotated[str | None, BeforeValidator(_as_text, json_schema_input_type=str | float | None)] = None
     metadata: dict[str, str] = Field(default_factory=dict)
     """Handed to webhooks as it is."""
+    reset: dict[str, Any] | None = Field(None, exclude_if=absent)
+    """What the environment's reset gets, `seed` for example. Without a seed all completions of the prompt get one that
+    the job's seed and the round decide."""
 
 
 def _as_list(value: Any) -> Any:
@@ -46,10 +56,23 @@ def _as_list(value: Any) -> Any:
 Prompt = Annotated[RolloutPrompt, BeforeValidator(as_prompt, json_schema_input_type=str | RolloutPrompt)]
 
 
-_Rewards = Annotated[list[RewardSpec], Field(min_length=1, max_length=16)]
+JobReward = Annotated[RewardSpec | EnvironmentReward, Field(discriminator="type")]
+"""Settings of a reward; `type` says which."""
+_Rewards = Annotated[list[JobReward], Field(min_length=1, max_length=16)]
 
 
 _COMPARES = needs_answer()
+_EPISODES: Rule = has(type="environment")
+
+
+def _rewarded(rule: Rule) -> Rule:
+    """A reward is so, the only one or one of several."""
+    return has(reward=either(rule, contains(rule)))
+
+
+def _prompts(rule: Rule) -> Rule:
+    """Every prompt is so."""
+    return if_any(prompts=items(rule), eval_prompts=items(rule))
 
 
 class GenerateSettings(SentModel):
@@ -63,12 +86,12 @@ class GenerateSettings(SentModel):
     completions: int = Field(8, ge=2, le=1024)
     """Completions of each prompt: they are compared with each other."""
     max_tokens: int = Field(ge=1)
-    """Most tokens of each completion. One that is cut off is scored as it is."""
+    """Most tokens of each completion; in an environment, of each answer. One that is cut off is scored as it is."""
     temperature: float = Field(1.0, gt=0, le=100)
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
     """End a completion, besides the model's own end tokens."""
-    reward: Annotated[_Rewards, BeforeValidator(_as_list, json_schema_input_type=RewardSpec | _Rewards)]
-    """One, or several whose weighted scores are added."""
+    reward: Annotated[_Rewards, BeforeValidator(_as_list, json_schema_input_type=JobReward | _Rewards)]
+    """One, or several whose weighted scores are added. With an environment, each completion is an episode in it."""
     eval_prompts: list[Prompt] = Field(default_factory=list)
     """Held out: answered greedily and scored before the first round and every eval_every rounds."""
     eval_every: int | None = Field(None, ge=1)
@@ -80,6 +103,13 @@ class GenerateSettings(SentModel):
             has(reward=either(_COMPARES, contains(_COMPARES))),
             if_any(prompts=items(given("answer")), eval_prompts=items(given("answer"))),
         ),
+        never(has(reward={"type": "array", "contains": _EPISODES, "minContains": 2})),
+        where(_rewarded(_EPISODES), _prompts(left_out("prompt_token_ids"))),
+        where(
+            _rewarded(both(_EPISODES, given("tools"))),
+            both(has(reward=contains(never(_EPISODES))), _prompts(left_out("tools"))),
+        ),
+        where(never(_rewarded(both(_EPISODES, given("url")))), _prompts(left_out("reset"))),
     )
 
     @model_validator(mode="after")
@@ -90,6 +120,7 @@ class GenerateSettings(SentModel):
             )
         if self.eval_every is not None and not self.eval_prompts:
             raise ValueError("eval_every needs eval_prompts")
+        self._check_environment()
         needed = next((reward.type for reward in self.reward if reward.needs_answer), None)
         for field, prompts in (("prompts", self.prompts), ("eval_prompts", self.eval_prompts)):
             for index, prompt in enumerate(prompts):
@@ -98,6 +129,40 @@ class GenerateSettings(SentModel):
                 for reason in filter(None, (reward.wrong_answer(prompt.answer or "") for reward in self.reward)):
                     raise ValueError(f"{field}[{index}].answer is {(prompt.answer or '')[:80]!r}: {reason}")
         return self
+
+    def _check_environment(self) -> None:
+        environments = [reward for reward in self.reward if isinstance(reward, EnvironmentReward)]
+        if len(environments) > 1:
+            raise ValueError("reward has several environments, and an episode is in one")
+        environment = self.environment
+        if environment is not None and environment.tools is not None and not self.scored:
+            raise ValueError("reward: tools give none: add a reward that reads the last answer")
+        for field, prompts in (("prompts", self.prompts), ("eval_prompts", self.eval_prompts)):
+            for index, prompt in enumerate(prompts):
+                if prompt.reset is not None and (environment is None or environment.url is None):
+                    raise ValueError(f"{field}[{index}].reset would do nothing: reward has no environment with a url")
+                if environment is not None and prompt.prompt_token_ids is not None:
+                    raise ValueError(
+                        f"{field}[{index}].prompt_token_ids: what an environment says is rendered behind prompt or "
+                        "messages: give one of those"
+                    )
+                if environment is not None and environment.tools is not None and prompt.tools is not None:
+                    raise ValueError(f"{field}[{index}].tools: the tools of the reward are those of every prompt")
+
+    @property
+    def environment(self) -> EnvironmentReward | None:
+        """The environment that completions are episodes in; None: they are answers."""
+        return next((reward for reward in self.reward if isinstance(reward, EnvironmentReward)), None)
+
+    @property
+    def scored(self) -> list[ScorerSpec]:
+        """The rewards that read a completion's text."""
+        return [reward for reward in self.reward if isinstance(reward, ScorerSpec)]
+
+    def asked(self, prompt: RolloutPrompt) -> RolloutPrompt:
+        """The prompt with the tools that it is rendered with."""
+        tools = None if self.environment is None else self.environment.definitions
+        return prompt if tools is None else prompt.model_copy(update={"tools": tools})
 
     @property
     def round_prompts(self) -> int:
@@ -134,6 +199,24 @@ def check_generate(served: ServedLimits, job: JobBase, settings: GenerateSetting
             check_conversation(name, prompt.prompt, None, messages="prompt")
             check_vocabulary(served, f"{name}.prompt_token_ids", prompt.prompt_token_ids or ())
             with placed(name):
-                tokens = asked_tokens(served, job, prompt)
+                tokens = asked_tokens(served, job, settings.asked(prompt))
             check_room(served, name, len(tokens), settings.max_tokens)
+            if settings.environment is not None:
+                check_tools(prompt.tools or (), f"{name}.tools")
     check_rewards(settings)
+    if settings.environment is not None:
+        _check_episodes(served, job, settings.environment)
+
+
+def _check_episodes(served: ServedLimits, job: JobBase, environment: EnvironmentReward) -> None:
+    if job.prompt_format == "raw":
+        raise InvalidRequest(
+            "prompt_format raw has no turns, and an environment's observations are turns: use chat",
+            param="prompt_format",
+        )
+    most, limit = environment.max_trajectory_tokens, served.max_train_tokens
+    if most is not None and limit and most > limit:
+        raise InvalidRequest(
+            f"generate.reward.max_trajectory_tokens is {most} and the limit for training is {limit} tokens: lower it",
+            param="generate.reward.max_trajectory_tokens",
+        )

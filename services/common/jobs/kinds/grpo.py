@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import not_
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -27,11 +28,18 @@ from services.common.jobs.kinds.rollouts import (
     group_of_row,
     rollout_tokens,
 )
-from services.common.jobs.scorers.base import ScorerSpec
-from services.common.jobs.token_checks import asked_tokens, check_conversation, check_vocabulary, over_limit
+from services.common.jobs.scorers.base import ScorerSettings
+from services.common.jobs.token_checks import (
+    asked_tokens,
+    check_conversation,
+    check_segments,
+    check_vocabulary,
+    over_limit,
+)
 from services.common.jobs.trajectories.credit import AdvantageLevel, Credit
 from services.common.jobs.trajectories.documents import trajectory_documents
 from services.common.jobs.trajectories.segments import Reward
+from services.common.jobs.trajectories.stored import StoredTrajectory
 from services.common.validation.json_rules import (
     NOT_NULL,
     SOME,
@@ -116,6 +124,8 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
     ] = "group"
     """Divide the advantage by the standard deviation of the group's rewards, of all rewards of the job (batch), or not
     at all. true means group, false none."""
+    least_reward_std: float = Field(0.0, ge=0, le=1e9, exclude_if=not_)
+    """Groups whose rewards have a smaller standard deviation are skipped, as those are whose rewards are equal."""
     mismatch_correction: MismatchCorrection = "none"
     """Correction for the difference between the trainer's and the sampler's log-probabilities: weights trainer /
     sampler, of a token or a sequence, bounded (truncate) or dropped (mask) over mismatch_cap. The ratio is then against
@@ -126,6 +136,9 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
     turn of the others. Of completions, which are one turn, both are the same."""
     discount: float = Field(1.0, ge=0, le=1, exclude_if=_undiscounted)
     """Factor a turn for rewards that come later."""
+    observation_weight: float = Field(0.0, ge=0, le=10, exclude_if=not_)
+    """Of trajectories: adds the cross-entropy of observations behind the first action at this weight, over the number
+    of action tokens of the step."""
     exact_forward: bool = False
     """Take the values of all log-probabilities from the engine, by the sampler's own kernels, and the gradients from
     the trainer's forward: rollouts are decoded again before each step that did not sample them."""
@@ -220,6 +233,7 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
             ("mismatch_cap", self.mismatch_correction != "none", "only a mismatch_correction reads it"),
             ("advantage", self._has_turns, "only trajectories have turns"),
             ("discount", self._has_turns, "only trajectories have turns"),
+            ("observation_weight", self._has_turns, "only trajectories have observations"),
             (
                 "mismatch_correction",
                 self.generate is None or not self.exact_forward,
@@ -240,18 +254,24 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
 
     @model_validator(mode="after")
     def _one_sequence(self) -> GrpoJob:
+        if said := self._several_sequences():
+            raise ValueError(said)
+        return self
+
+    def _several_sequences(self) -> str | None:
+        """What is wrong with a trajectory of several sequences in a job whose ratios are of the whole."""
         ratio_of_all = self.loss_type == "gspo" and "loss_type gspo"
         if self.mismatch_correction.startswith("sequence"):
             ratio_of_all = f"mismatch_correction {self.mismatch_correction}"
         for place, group in enumerate(self.groups or ()):
-            for index, trajectory in enumerate(group.trajectories or ()):
+            for index, trajectory in enumerate(group.played):
                 if ratio_of_all and trajectory.restarts:
-                    raise ValueError(
+                    return (
                         f"groups[{place}].trajectories[{index}] restarts its context, and {ratio_of_all} has one ratio "
                         "for all its tokens, which must be one sequence: choose another, or give it as several "
                         "trajectories"
                     )
-        return self
+        return None
 
     @model_validator(mode="after")
     def _divides_by_enough(self) -> GrpoJob:
@@ -274,7 +294,7 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
             raise InvalidRequest("lines with completion_id and lines with completions cannot be mixed in one job")
         return DataRows("groups", GrpoGroup, group_of_row)
 
-    def scorers(self) -> Sequence[tuple[str, ScorerSpec]]:
+    def scorers(self) -> Sequence[tuple[str, ScorerSettings]]:
         """See JobBase."""
         if self.generate is None:
             return ()
@@ -290,6 +310,8 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
             check_conversation(f"groups[{index}]", group.prompt, None, messages="prompt")
         if not isinstance(self.prompt, str):
             check_conversation("prompt", self.prompt, None, messages="messages")
+        if said := self._several_sequences():
+            raise InvalidRequest(said, param="groups")
         groups = self.scored_groups
         check_spread(groups, self.credit)
         check_unmasked(groups, self.credit, mask_truncated=self.mask_truncated)
@@ -310,10 +332,9 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
                 with placed(f"{field}[{position}]"):
                     tokens = len(rollout_tokens(served.codec, self, prompt, completion))
                 yield f"{field}[{position}]", tokens, len(prompt) + tokens
-            for position, trajectory in enumerate(group.trajectories or ()):
+            for position, trajectory in enumerate(group.played):
                 field = f"{name}.trajectories[{position}]"
-                for place, segment in enumerate(trajectory.segments):
-                    check_vocabulary(served, f"{field}.segments[{place}].token_ids", segment.token_ids or ())
+                check_segments(served, field, trajectory)
                 with placed(field):
                     parts = trajectory_documents(
                         served.codec, trajectory, 0, prompt=prompt, options=self.chat_template_kwargs
@@ -355,7 +376,7 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
     @property
     def credit(self) -> Credit:
         """How rewards become what is compared."""
-        return Credit(self.advantage, self.discount)
+        return Credit(self.advantage, self.discount, self.least_reward_std)
 
     @property
     def sampled_by(self) -> dict[AdapterVersion, str]:
@@ -386,7 +407,14 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
         `token_ids`, `logprobs`, `temperature`, `truncated` and `adapter` before the job enters the queue."""
         listed = [scored.completion_id for scored in self.rollouts or ()]
         grouped = [rollout.completion_id for group in self.groups or () for rollout in group.completions]
-        return listed + [found for found in grouped if found is not None]
+        chained = [found for trajectory in self.stored for found in trajectory.ids]
+        return listed + [found for found in grouped if found is not None] + chained
+
+    @property
+    def stored(self) -> list[StoredTrajectory]:
+        """The trajectories that the gateway replaces by their segments, as it does completion ids."""
+        members = [one for group in self.groups or () for one in group.trajectories or ()]
+        return [one for one in members if isinstance(one, StoredTrajectory)]
 
 
 def _clip(given: dict[str, Any], side: int) -> float:

@@ -16,6 +16,7 @@ from services.common.jobs.fields.prompts import PromptFields
 from services.common.jobs.fields.refs import FixedPolicy
 from services.common.jobs.trajectories.credit import Credit
 from services.common.jobs.trajectories.segments import Reward, Trajectory
+from services.common.jobs.trajectories.stored import STORED, AnyTrajectory, StoredTrajectory
 from services.common.validation.json_rules import (
     NULL,
     SOME,
@@ -45,7 +46,9 @@ MOST_SAMPLERS = 64
 
 _PROMPTS = ("prompt", "messages", "prompt_token_ids")
 _PROMPTED = at_least_one(*_PROMPTS)
-_SCORED = either(given("reward"), has(segments=contains(given("reward"))))
+_SCORED = either(
+    given("reward"), given("rewards"), has(segments=contains(given("reward"))), has(trace=contains(given("reward")))
+)
 
 
 def _begins_with(kind: str) -> Rule:
@@ -100,7 +103,7 @@ class GrpoGroup(PromptFields):
     their own prompt; trajectories of a group without one begin with an observation."""
 
     completions: list[GrpoCompletion] = Field(default_factory=list, exclude_if=_empty)
-    trajectories: list[Trajectory] | None = Field(None, min_length=1, exclude_if=absent)
+    trajectories: list[AnyTrajectory] | None = Field(None, min_length=1, exclude_if=absent)
     """Rollouts of several turns, in place of completions."""
 
     json_rules: ClassVar[Rules] = (
@@ -115,8 +118,14 @@ class GrpoGroup(PromptFields):
                 has(trajectories=items(_SCORED)),
                 if_any(completions={"maxItems": 0}),
                 either(
-                    both(_PROMPTED, has(trajectories=items(_begins_with("action")))),
-                    both(left_out(*_PROMPTS), has(trajectories=items(_begins_with("observation")))),
+                    both(
+                        _PROMPTED,
+                        has(trajectories=items(both(_begins_with("action"), left_out(*STORED)))),
+                    ),
+                    both(
+                        left_out(*_PROMPTS),
+                        has(trajectories=items(either(at_least_one(*STORED), _begins_with("observation")))),
+                    ),
                 ),
             ),
         ),
@@ -136,6 +145,10 @@ class GrpoGroup(PromptFields):
         for index, trajectory in enumerate(self.trajectories or ()):
             if not trajectory.scored:
                 raise ValueError(f"trajectories[{index}] has no reward: give it one, or one to its actions")
+            if any(forms) and isinstance(trajectory, StoredTrajectory):
+                raise ValueError(f"trajectories[{index}] brings its own prompt, and the group has one: leave that out")
+            if isinstance(trajectory, StoredTrajectory):
+                continue
             if any(forms) and trajectory.begins_by_itself:
                 raise ValueError(
                     f"trajectories[{index}] begins with an observation, and the group has a prompt: leave one out"
@@ -151,6 +164,11 @@ class GrpoGroup(PromptFields):
         return self
 
     @property
+    def played(self) -> list[Trajectory]:
+        """The trajectories whose tokens are known; those that the engine remembers are not, until they are resolved."""
+        return [one for one in self.trajectories or () if isinstance(one, Trajectory)]
+
+    @property
     def has_prompt(self) -> bool:
         """The group says what began its members."""
         return any(getattr(self, name) is not None for name in _PROMPTS)
@@ -160,18 +178,13 @@ class GrpoGroup(PromptFields):
         """The prompt of the group, or of each trajectory that has its own, as fields of a prompt."""
         if self.has_prompt or self.trajectories is None:
             return [self.model_dump(mode="json", include={*_PROMPTS, "tools"}, exclude_none=True)]
-        first = [trajectory.segments[0] for trajectory in self.trajectories]
-        names = {"token_ids": "prompt_token_ids", "messages": "messages", "text": "prompt"}
-        return [
-            {names[name]: value for name, value in one.model_dump(mode="json", include=set(names)).items() if value}
-            for one in first
-        ]
+        return [trajectory.opening for trajectory in self.played]
 
     @property
     def turn_rewards(self) -> list[list[float]]:
         """Rewards of the turns of each member; a completion is one turn."""
         if self.trajectories is not None:
-            return [trajectory.turn_rewards for trajectory in self.trajectories]
+            return [trajectory.turn_rewards for trajectory in self.played]
         return [[completion.reward] for completion in self.completions]
 
     @property
@@ -182,7 +195,7 @@ class GrpoGroup(PromptFields):
     @property
     def truncated(self) -> list[bool]:
         """Whether each member was cut off, as far as is known."""
-        return [bool(member.truncated) for member in self.trajectories or self.completions]
+        return [bool(member.truncated) for member in self.played or self.completions]
 
     @property
     def samplers(self) -> list[tuple[str, str]]:
@@ -190,7 +203,7 @@ class GrpoGroup(PromptFields):
         named = [(f"completions[{index}]", one.adapter) for index, one in enumerate(self.completions)]
         named += [
             (f"trajectories[{index}].segments[{place}]", segment.adapter)
-            for index, trajectory in enumerate(self.trajectories or ())
+            for index, trajectory in enumerate(self.played)
             for place, segment in enumerate(trajectory.segments)
             if segment.type == "action"
         ]
@@ -253,8 +266,9 @@ def check_spread(groups: Sequence[GrpoGroup], credit: Credit) -> None:
     if any(credit.spread(group.turn_rewards) for group in groups):
         return
     rewards = [reward for group in groups for reward in group.rewards]
+    equal = f"differ by less than least_reward_std {credit.least_std:g}" if credit.least_std else "are equal"
     raise InvalidRequest(
-        f"nothing to learn: in each of the {len(groups)} groups all rewards are equal "
+        f"nothing to learn: in each of the {len(groups)} groups all rewards {equal} "
         f"(mean {math.fsum(rewards) / len(rewards):g}), so no completion is better than another; sample more "
         "completions, at a higher temperature, or score them more finely",
         param="rewards",

@@ -1,5 +1,5 @@
 """Every scorer, and the weighted sum of several. A new scorer is a module of its own and a line here: in ``_Any`` if it
-reads a completion's text, which rewards of training jobs and suites share, else in ``SuiteScorer``."""
+reads a completion's text, which rewards of training jobs and suites share, else in ``Reward`` or ``SuiteScorer``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from pydantic import Field
 
 from services.common.errors import InvalidRequest
 from services.common.jobs.scorers.base import ScorerSpec
-from services.common.jobs.scorers.exact import ContainsReward, ExactReward
 from services.common.jobs.scorers.grants import Grants
 from services.common.jobs.scorers.json_schema import ItemSchemaSpec, JsonSchemaReward
 from services.common.jobs.scorers.judge import JudgeSpec
-from services.common.jobs.scorers.numeric import NumericReward
+from services.common.jobs.scorers.of_rewards.penalties import FormatPenalty, LengthPenalty
+from services.common.jobs.scorers.of_rewards.tournament import TournamentReward
 from services.common.jobs.scorers.of_suites.instructions import InstructionsSpec
 from services.common.jobs.scorers.of_suites.likelihood import ChoiceSpec, PerplexitySpec
 from services.common.jobs.scorers.of_suites.tool_calls import ToolCallsSpec
+from services.common.jobs.scorers.of_texts.exact import ContainsReward, ExactReward
+from services.common.jobs.scorers.of_texts.numeric import NumericReward
+from services.common.jobs.scorers.of_texts.regex import RegexReward
 from services.common.jobs.scorers.python_tests import PythonTestsReward
-from services.common.jobs.scorers.regex import RegexReward
 from services.common.jobs.scorers.sample import Sample
 from services.common.jobs.scorers.webhook import WebhookReward
 from services.common.validation.json_rules import Rule, either, has
@@ -35,12 +37,14 @@ _Any: TypeAlias = (
     | WebhookReward
     | JudgeSpec
 )
-RewardSpec = Annotated[_Any, Field(discriminator="type")]
+Reward: TypeAlias = _Any | TournamentReward | LengthPenalty | FormatPenalty
+RewardSpec = Annotated[Reward, Field(discriminator="type")]
 """Settings of a scorer in a request; `type` says which."""
 SuiteScorer: TypeAlias = _Any | ItemSchemaSpec | ToolCallsSpec | InstructionsSpec | ChoiceSpec | PerplexitySpec
 SuiteScorerSpec = Annotated[SuiteScorer, Field(discriminator="type")]
 """Settings of the scorer of a suite; `type` says which."""
 SCORERS: tuple[type[ScorerSpec], ...] = get_args(_Any)
+REWARDS: tuple[type[ScorerSpec], ...] = get_args(Reward)
 
 _LARGEST = 1e9
 """Largest reward, as of one that comes with a rollout (services/common/jobs/kinds/rollouts.py)."""

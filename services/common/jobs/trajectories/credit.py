@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -16,6 +17,8 @@ class Credit:
     level: AdvantageLevel = "trajectory"
     discount: float = 1.0
     """Factor a turn for rewards that come later; 0 to 1."""
+    least_std: float = 0.0
+    """Standard deviation below which values are as good as equal."""
 
     def returns(self, rewards: Sequence[float]) -> list[float]:
         """G_t = r_t + discount · G_{t+1} of each turn, from the rewards of the turns."""
@@ -42,4 +45,8 @@ class Credit:
 
     def spread(self, group: Sequence[Sequence[float]]) -> bool:
         """Some member of a group is better than another somewhere."""
-        return any(max(values) > min(values) for values in self.compared(group))
+        return any(self.differs(values) for values in self.compared(group))
+
+    def differs(self, values: Sequence[float]) -> bool:
+        """A comparison tells something."""
+        return len(values) > 1 and max(values) > min(values) and statistics.stdev(values) >= self.least_std

@@ -132,4 +132,9 @@ def _document(sequence: _Sequence, source: int) -> TrajectoryDocument:
     trained = [False] * len(sequence.tokens)
     for turn in sequence.turns:
         trained[turn.begin : turn.end] = [True] * len(turn.action.token_ids)
-    return TrajectoryDocument(Document(tuple(sequence.tokens), tuple(trained), source), tuple(sequence.turns))
+    first = sequence.turns[0].begin
+    observed = [place > first and not flag for place, flag in enumerate(trained)]
+    document = Document(
+        tuple(sequence.tokens), tuple(trained), source, observed=tuple(observed) if any(observed) else None
+    )
+    return TrajectoryDocument(document, tuple(sequence.turns))

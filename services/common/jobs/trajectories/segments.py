@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -120,6 +120,16 @@ class Trajectory(SentModel):
     def begins_by_itself(self) -> bool:
         """It has its own prompt: its first segment is an observation."""
         return isinstance(self.segments[0], Observation)
+
+    @property
+    def opening(self) -> dict[str, Any]:
+        """Its first observation, as fields of a prompt; none of a trajectory that has no prompt of its own."""
+        first = self.segments[0]
+        if isinstance(first, Action):
+            return {}
+        names = {"token_ids": "prompt_token_ids", "messages": "messages", "text": "prompt"}
+        found = first.model_dump(mode="json", include=set(names), exclude_none=True)
+        return {names[name]: value for name, value in found.items()}
 
     @property
     def restarts(self) -> bool:

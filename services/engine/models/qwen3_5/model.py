@@ -215,8 +215,11 @@ class Qwen3_5(CausalLM):  # noqa: N801
         *,
         recompute: Recompute,
         give_way: Callable[[], None],
+        parents: Sequence[int | None] | None = None,
     ) -> Tensor:
         """See CausalLM."""
+        if parents is not None and not self.shares_prefixes:
+            raise ValueError("the training kernels of the GPU begin every document with an empty state")
         if self.device.type == "cuda":
             # Imported here: only engines on a GPU have Triton.
             from services.engine.models.qwen3_5.training import trunk
@@ -240,7 +243,13 @@ class Qwen3_5(CausalLM):  # noqa: N801
             lora,
             recompute=recompute,
             give_way=give_way,
+            parents=parents,
         )
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """See CausalLM."""
+        return self.device.type == "cpu"
 
     def draft_packed(
         self,

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import structlog
-from fastapi import Query, Request
+from fastapi import Path, Query, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.formparsers import MultiPartException
 
 from services.common.adapters.manifest import FILES, kind_of
 from services.common.adapters.names import NAME_SCHEMA, AdapterVersion, check_adapter_name
+from services.common.adapters.receipts import Receipt
 from services.common.adapters.registry import CONFIG, WEIGHTS, AdapterRegistry, Manifest, Pointers
 from services.common.errors import AdapterRejected, Conflict, InvalidRequest, NotFound, Unavailable
 from services.common.queue.job_queue import JobQueue
@@ -195,6 +196,17 @@ async def list_versions(name: AdapterPath, adapters: Adapters) -> dict[str, Any]
     current, attached = pointers.current.get(name), pointers.attached
     data = [_version(manifest, current=current, attached=attached) for manifest in manifests]
     return {"object": "list", "data": data}
+
+
+@routes.get("/v1/adapters/{name}/versions/{version}/receipt", Permission(TRAIN_OR_ADMIN))
+async def get_receipt(
+    name: AdapterPath, version: Annotated[int, Path(ge=1, lt=2**53)], adapters: Adapters
+) -> dict[str, Any]:
+    """Receipt of a version that a job made, as `{"receipt", "signature"}`: base, parents, data, code, seeds, settings
+    and device. 404: it has none."""
+    data = await adapters.threads.run(adapters.registry.receipt, AdapterVersion(check_adapter_name(name), version))
+    found = Receipt.read(data)
+    return {"receipt": dict(found.content), "signature": None if found.signature is None else dict(found.signature)}
 
 
 @routes.get("/v1/adapters/{name}/download", Permission(TRAIN_OR_ADMIN, audited=True), response_class=Response)

@@ -151,6 +151,8 @@ EXAMPLES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     },
     "/v1/messages/count_tokens": {"question": {"model": _MODEL, "messages": [_QUESTION]}},
     "/tokenize": {"chat": {"model": _MODEL, "messages": [_QUESTION]}, "text": {"model": _MODEL, "prompt": "a text"}},
+    "/v1/chat/completions/render": {"chat": {"model": _MODEL, "messages": [_QUESTION]}},
+    "/v1/completions/render": {"text": {"model": _MODEL, "prompt": "a text"}},
     "/detokenize": {"tokens": {"model": _MODEL, "tokens": [5, 6, 7]}},
     **{f"/v1/train/{kind}": model.request_examples for kind, model in JOBS.items()},
     "/v1/eval/suites": {

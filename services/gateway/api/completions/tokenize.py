@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info, and the prompts of requests as tokens."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from services.gateway.engines.pool import ServedModel
 from services.gateway.inference.chat import parse_chat
 from services.gateway.inference.context import InferenceContext
 from services.gateway.inference.engine_request import adapter_ref
-from services.gateway.inference.prompts import chat_prompt
+from services.gateway.inference.prompts import chat_prompt, text_prompts
 from services.gateway.protocol.chat_request import ChatRequest
+from services.gateway.protocol.completions import CompletionRequest
 from services.gateway.protocol.tokenize import (
     DetokenizeAnswer,
     DetokenizeRequest,
+    RenderedPrompt,
     TokenizeAnswer,
     TokenizeRequest,
     TokenizerInfo,
@@ -38,6 +40,32 @@ async def tokenize(request: Request, body: TokenizeRequest, context: Inference) 
     _check_model(context, body.model)
     reservation = context.admission.reserve(1)
     return await within(reservation, request, _tokenized(context, body, chat))
+
+
+@routes.post("/v1/chat/completions/render", Permission(INFERENCE), responses={200: {"model": RenderedPrompt}})
+async def render_chat(request: Request, body: ChatRequest, context: Inference) -> Response:
+    """The tokens of the prompt that a chat completion with this body has: llm-d's endpoint picker asks for them."""
+    _check_model(context, body.model)
+    reservation = context.admission.reserve(1)
+
+    async def rendered() -> Response:
+        tokens = await chat_prompt(context.engines.served, body, context.settings)
+        return _json(to_json({"token_ids": tokens}))
+
+    return await within(reservation, request, rendered())
+
+
+@routes.post("/v1/completions/render", Permission(INFERENCE), responses={200: {"model": list[RenderedPrompt]}})
+async def render_completion(request: Request, body: CompletionRequest, context: Inference) -> Response:
+    """The tokens of each prompt of a completion with this body."""
+    _check_model(context, body.model)
+    reservation = context.admission.reserve(len(body.prompts))
+
+    async def rendered() -> Response:
+        prompts = await text_prompts(context.engines.served, body, context.settings)
+        return _json(to_json([{"token_ids": tokens} for tokens in prompts]))
+
+    return await within(reservation, request, rendered())
 
 
 @routes.post("/detokenize", Permission(INFERENCE), responses={200: {"model": DetokenizeAnswer}})

@@ -1,18 +1,39 @@
-"""Makes a GRPO job self-contained: rollouts are fetched from the engines and written in for its completion ids."""
+"""Makes a job self-contained: rollouts are fetched from the engines and written in for its completion ids."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from services.common.errors import InvalidRequest, NotFound
-from services.common.jobs import GrpoCompletion, GrpoGroup, GrpoJob
+from services.common.jobs import GrpoCompletion, GrpoGroup, GrpoJob, SftExample, SftJob
+from services.common.jobs.trajectories.stored import StoredTrajectory
 from services.common.pb import engine_pb2
+from services.gateway.api.training.trajectories import Rollouts, Sessions, resolved, sessions_of
 from services.gateway.auth.caller import owner
 from services.gateway.engines.pool import EnginePool
 
 _NAMED_IDS = 5
-Rollouts = Mapping[str, engine_pb2.Rollout]
+
+
+async def resolve_examples(job: SftJob, engines: EnginePool) -> SftJob:
+    """Job with segments in place of trajectories by ids. Raises as resolve_rollouts."""
+    if not job.stored:
+        return job
+    ids = list(dict.fromkeys(name for one in job.stored for name in one.ids))
+    found = await fetched(ids, engines, "examples")
+    sessions = await sessions_of(job.stored, engines, "examples")
+    return await asyncio.to_thread(_examples_written_in, job, found, sessions)
+
+
+def _examples_written_in(job: SftJob, found: Rollouts, sessions: Sessions) -> SftJob:
+    written: dict[str, list[SftExample]] = {"examples": [], "eval_examples": []}
+    for place, example in job.numbered_examples():
+        if isinstance(example.trajectory, StoredTrajectory):
+            trajectory = resolved(example.trajectory, found, sessions, f"{place}.trajectory")
+            example = example.model_copy(update={"trajectory": trajectory})
+        written[place.partition("[")[0]].append(example)
+    return job.model_copy(update=written)
 
 
 async def resolve_rollouts(job: GrpoJob, engines: EnginePool) -> GrpoJob:
@@ -23,21 +44,26 @@ async def resolve_rollouts(job: GrpoJob, engines: EnginePool) -> GrpoJob:
         InvalidRequest: a completion is scored twice, or a group mixes prompts.
         Unavailable: an engine that may know them cannot be asked.
     """
-    ids = job.completion_ids
-    if not ids:
+    ids, stored = job.completion_ids, job.stored
+    if not ids and not stored:
         return job
     field = "groups" if job.rollouts is None else "rollouts"
-    _refuse_repeats(ids, field)
-    found = await _fetch(ids, engines, field)
+    # A turn may be in several trajectories, which part behind it.
+    turns = {turn for one in stored for turn in one.ids}
+    _refuse_repeats([name for name in ids if name not in turns], field)
+    found = await fetched(list(dict.fromkeys(ids)), engines, field)
+    sessions = await sessions_of(stored, engines, field)
     # Millions of tokens may be copied and checked: not on the event loop.
-    return await asyncio.to_thread(_written_in, job, found)
+    return await asyncio.to_thread(_written_in, job, found, sessions)
 
 
-def _written_in(job: GrpoJob, found: Rollouts) -> GrpoJob:
+def _written_in(job: GrpoJob, found: Rollouts, sessions: Sessions) -> GrpoJob:
     if job.rollouts is not None:
         groups = _group_by_prompt((found[scored.completion_id], scored.reward) for scored in job.rollouts)
     else:
-        groups = [_resolve_group(group, found, f"groups[{index}]") for index, group in enumerate(job.groups or ())]
+        groups = [
+            _resolve_group(group, found, sessions, f"groups[{index}]") for index, group in enumerate(job.groups or ())
+        ]
     return job.model_copy(update={"rollouts": None, "groups": groups})
 
 
@@ -49,8 +75,14 @@ def _refuse_repeats(ids: Sequence[str], field: str) -> None:
         seen.add(completion_id)
 
 
-async def _fetch(ids: Sequence[str], engines: EnginePool, field: str) -> dict[str, engine_pb2.Rollout]:
-    """Rollouts by the ids the client uses. "{id}:0" also means the only choice of a response."""
+async def fetched(ids: Sequence[str], engines: EnginePool, field: str) -> dict[str, engine_pb2.Rollout]:
+    """Rollouts by the ids the client uses. "{id}:0" also means the only choice of a response.
+
+    Raises:
+        NotFound, Unavailable: see resolve_rollouts.
+    """
+    if not ids:
+        return {}
     # The id of an only choice is the response's id, but clients may number it.
     shorter = {completion_id: completion_id.removesuffix(":0") for completion_id in ids}
     remembered = await engines.rollouts(sorted({*ids, *shorter.values()}), at_least=len(ids))
@@ -93,7 +125,15 @@ def _group_by_prompt(scored: Iterable[tuple[engine_pb2.Rollout, float]]) -> list
     ]
 
 
-def _resolve_group(group: GrpoGroup, found: Rollouts, field: str) -> GrpoGroup:
+def _resolve_group(group: GrpoGroup, found: Rollouts, sessions: Sessions, field: str) -> GrpoGroup:
+    if group.trajectories is not None:
+        members = [
+            resolved(one, found, sessions, f"{field}.trajectories[{index}]")
+            if isinstance(one, StoredTrajectory)
+            else one
+            for index, one in enumerate(group.trajectories)
+        ]
+        return group.model_copy(update={"trajectories": members})
     rollouts = [found[c.completion_id] for c in group.completions if c.completion_id is not None]
     if not rollouts:
         return group

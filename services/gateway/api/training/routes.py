@@ -9,13 +9,13 @@ from typing import Annotated, Any
 from fastapi import Header, Query, Response
 
 from services.common.errors import NotFound, TemperError
-from services.common.jobs import JOBS, GrpoJob, Job, JobEvent, JobState, TrainingSpec
+from services.common.jobs import JOBS, GrpoJob, Job, JobEvent, JobState, SftJob, TrainingSpec
 from services.common.queue.records import spec_sha
 from services.common.shutdown import cancel_and_wait
 from services.common.telemetry import tracing
 from services.gateway.api.base.idempotency import IdempotencyKey
 from services.gateway.api.base.routing import Routes
-from services.gateway.api.training.rollouts import resolve_rollouts
+from services.gateway.api.training.rollouts import resolve_examples, resolve_rollouts
 from services.gateway.api.training.submission import cancelled, checked, found, submitted
 from services.gateway.api.training.validation import Training, TrainingServices
 from services.gateway.auth.caller import check_attach, may_attach, owner, sees
@@ -48,6 +48,8 @@ async def _submit(
         spec = _attaching(sent)
         if isinstance(spec, GrpoJob):
             spec = await resolve_rollouts(spec, training.engines)
+        if isinstance(spec, SftJob):
+            spec = await resolve_examples(spec, training.engines)
         spec = await checked(training, spec)
         job = await submitted(
             training, spec, idempotency_key=key, request_sha=sha, traceparent=tracing.current(), key_id=owner()

@@ -27,6 +27,7 @@ from services.common.jobs.dry_runs.guard_rails import check_scale
 from services.common.jobs.fields.lora import TARGET_MODULES, check_agrees, stated_shape
 from services.common.jobs.scorers.grants import Granted
 from services.common.jobs.scorers.judge import JudgeSpec
+from services.common.jobs.scorers.of_rewards.tournament import TournamentReward
 from services.common.jobs.token_checks import check_free
 from services.common.queue.job_queue import JobQueue
 from services.gateway.api.base.routing import provided
@@ -217,7 +218,7 @@ async def _check_teacher(training: TrainingServices, spec: OpdJob, start: Manife
 async def _check_judges(training: TrainingServices, spec: GrpoJob) -> None:
     """Checks that the judges of the job's completions exist."""
     for where, scorer in spec.scorers():
-        if isinstance(scorer, JudgeSpec):
+        if isinstance(scorer, JudgeSpec | TournamentReward):
             await _of_this_base(training, scorer.version, f"{where}.judge")
 
 

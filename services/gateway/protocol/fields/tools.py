@@ -91,6 +91,8 @@ class FunctionSpec(RequestModel):
     description: str | None = None
     parameters: JsonObject | None = None
     """JSON schema of its arguments."""
+    return_: JsonObject | None = Field(None, alias="return")
+    """JSON schema of what it returns, as transformers' get_json_schema writes it; the chat template shows it."""
     strict: bool | None = None
     """true: calls of this function follow the schema, enforced by masks. Otherwise as far as the model does, except
     where tool_choice forces a call."""

@@ -250,12 +250,25 @@ class FineTuningEvents(AnswerModel):
     has_more: bool
 
 
+class FineTuningCheckpoint(AnswerModel):
+    """Weights of a job as they were behind one of its steps, which answer requests."""
+
+    id: str
+    object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"
+    created_at: int
+    fine_tuned_model_checkpoint: str
+    """Version of an adapter that answers by this name."""
+    fine_tuning_job_id: str
+    metrics: dict[str, float]
+    """Metrics of the job by then, by the names that its events have."""
+    step_number: int
+
+
 class FineTuningCheckpoints(AnswerModel):
-    """The list of checkpoints that answer requests, which is empty: those of the trainer resume a job, and only its end
-    is published."""
+    """A page of checkpoints, newest first."""
 
     object: Literal["list"] = "list"
-    data: list[dict[str, Any]]
+    data: list[FineTuningCheckpoint]
     first_id: str | None = None
     last_id: str | None = None
     has_more: bool = False

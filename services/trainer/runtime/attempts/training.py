@@ -25,9 +25,11 @@ from services.trainer.jobs.passes import Course, steps_of
 from services.trainer.parent_versions import ParentVersion
 from services.trainer.runtime.attempts.acceptance import NotPublished
 from services.trainer.runtime.attempts.claim import Claim
+from services.trainer.runtime.attempts.epoch_versions import EpochVersions
 from services.trainer.runtime.attempts.gates import PUBLISH, Gates, attaches, becomes_current, digest_of
 from services.trainer.runtime.attempts.learning_check import LearningCheck
 from services.trainer.runtime.attempts.preparation import Notes, Parts, Preparation
+from services.trainer.runtime.attempts.receipt import receipt_of
 from services.trainer.runtime.checkpoint import Checkpoint, CheckpointWriter
 from services.trainer.runtime.job_link import Draining, JobCancelled
 
@@ -142,11 +144,13 @@ class JobAttempt(Preparation[PublishingSpec]):
             fence=int(claimed.fence),
         )
         try:
-            metrics = yield from self._steps(run, writer, start, learning)
+            base_model, versions = self._parts.settings.served_model_name, [one.version for one in parents]
+            kept = EpochVersions(self._claim, self._spec, self._parts.publisher, gates, versions, base_model)
+            metrics = yield from self._steps(run, writer, start, learning, kept)
             notes.tell(learning.note(run, metrics))
             notes.record(metrics)
             metrics |= learning.acceptance.check(run, metrics if start < run.total_steps else None, session.check)
-            files = run.files(self._parts.settings.served_model_name)
+            files = run.files(base_model)
             evidence = self._decided(gates, run, files, writer, notes, metrics) if gates.asked else ()
             with self._claim.trace.part("publish"):
                 return self._publish(run, files, writer, gates, parents, metrics, evidence)
@@ -154,7 +158,7 @@ class JobAttempt(Preparation[PublishingSpec]):
             writer.close()
 
     def _steps(
-        self, run: JobRun, writer: CheckpointWriter, start: int, learning: LearningCheck
+        self, run: JobRun, writer: CheckpointWriter, start: int, learning: LearningCheck, kept: EpochVersions
     ) -> Course[dict[str, float]]:
         """Runs the remaining steps; returns the newest metrics. Raises JobLost, JobCancelled, Draining."""
         claimed, session = self._claim.job, self._claim.session
@@ -163,6 +167,8 @@ class JobAttempt(Preparation[PublishingSpec]):
         seconds: float | None = None
         saved = start
         done = start
+        published = True
+        to_publish = kept.steps(run)
         beginning = JobProgress(step=start, total_steps=total)
         self._claim.report(beginning, {})
         pauses = self._claim.pauses()
@@ -184,12 +190,16 @@ class JobAttempt(Preparation[PublishingSpec]):
                 evaluation = {name: value for name, value in newest.items() if name.startswith("eval_")}
                 if evaluation:
                     session.event("eval", {"step": done, **evaluation})
+                if done in to_publish:  # before any checkpoint behind it: an attempt that goes on there has it
+                    published = False
+                    kept.publish(run, done, metrics)
+                    published = True
                 if done % self._spec.checkpoint_every == 0 and done < total:
                     writer.submit(Checkpoint(done, run.state()))
                     saved = done
             metrics |= yield from learning.end(run, metrics, pauses)
         except Draining:
-            if done > saved:
+            if done > saved and published:
                 writer.submit(Checkpoint(done, run.state()))
             writer.flush(self._remaining())
             raise
@@ -256,6 +266,15 @@ class JobAttempt(Preparation[PublishingSpec]):
                 gates=evidence,
                 dataset=self._spec.learnt if isinstance(self._spec, OfDataset) else None,
                 current=becomes_current(self._spec),
+                receipt=lambda manifest: receipt_of(
+                    manifest,
+                    self._spec,
+                    run,
+                    parents,
+                    attempt=claimed.attempt,
+                    model=self._parts.settings.served_model_name,
+                    device=self._parts.host.model.device,
+                ),
                 fence=session.fence,
             )
 

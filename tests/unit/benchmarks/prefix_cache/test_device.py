@@ -37,6 +37,7 @@ def test_every_way_is_measured(bench: Bench) -> None:
     assert all(line["ms"] > 0 for line in lines if line["what"] in ("prefill", "transfer"))
 
 
+@pytest.mark.thorough
 def test_snapshots_of_another_position_are_found(bench: Bench) -> None:
     steps = prefix_device.in_steps
 

@@ -104,6 +104,7 @@ def test_requests_that_fail_are_no_figures(engine: InProcessEngine) -> None:
         Asking(engine).together([Ask((1,) * 200_000, SamplingParams(max_tokens=1))])
 
 
+@pytest.mark.thorough
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "noise.jsonl"
     arguments = f"--device cpu --model {TINY} --conversations 4 --shrink 48 --out {out}"

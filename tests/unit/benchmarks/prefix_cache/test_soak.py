@@ -17,6 +17,7 @@ TINY = Path(__file__).parents[4] / "models" / "tiny"
 PROMPT = tuple(range(100, 120))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tiers", [True, False])
 def test_random_traffic_leaks_nothing_and_counts_every_token(tiers: bool) -> None:
     soak = Soak(TINY, seed=1, tiers=tiers)

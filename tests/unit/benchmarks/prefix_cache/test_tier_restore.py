@@ -14,6 +14,7 @@ from benchmarks.prefix_cache.tier_restore import drop, resident
 ROOT = Path(__file__).parents[4]
 
 
+@pytest.mark.thorough
 def test_every_place(tmp_path: Path) -> None:
     out = tmp_path / "tiers.jsonl"
     arguments = f"--device cpu --model models/tiny --shrink 16 --each 1 --directory {tmp_path} --out {out}"

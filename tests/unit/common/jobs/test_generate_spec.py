@@ -13,7 +13,7 @@ from services.common.jobs import GrpoJob
 from services.common.jobs.kinds.generate import check_rewards
 from services.common.jobs.scorers.allowed_webhooks import webhook_parts
 from services.common.jobs.scorers.json_schema import JsonSchemaReward, schema_validator
-from services.common.jobs.scorers.regex import RegexReward, matcher
+from services.common.jobs.scorers.of_texts.regex import RegexReward, matcher
 
 GENERATE: dict[str, Any] = {
     "prompts": ["2 + 2 =", {"prompt": "3 + 3 =", "answer": 6}],
@@ -22,6 +22,8 @@ GENERATE: dict[str, Any] = {
     "reward": {"type": "regex", "pattern": "4"},
 }
 ANSWERED = [{"prompt": "2 + 2 =", "answer": "4"}, {"messages": [{"role": "user", "content": "x"}], "answer": 6}]
+EPISODES = {"type": "environment", "url": "http://127.0.0.1:9000"}
+TOOL = {"name": "look", "url": "http://127.0.0.1:9000/look"}
 
 
 def job(**fields: Any) -> GrpoJob:
@@ -57,6 +59,13 @@ def test_a_checkpoint_each_step_unless_told_otherwise() -> None:
         ({"prompts_per_round": 3}, "prompts_per_round is 3, but there are 2 prompts"),
         ({"eval_every": 1}, "eval_every needs eval_prompts"),
         ({"reward": []}, "at least 1 item"),
+        ({"reward": {"type": "environment"}}, "give one of url, tools"),
+        ({"reward": {**EPISODES, "tools": [TOOL]}}, "give one of url, tools"),
+        ({"reward": [EPISODES, EPISODES]}, "several environments"),
+        ({"reward": {"type": "environment", "tools": [TOOL]}}, "add a reward that reads the last answer"),
+        ({"reward": [{"type": "environment", "tools": [TOOL, TOOL]}, {"type": "exact"}]}, "'look' twice"),
+        ({"reward": EPISODES, "prompts": [{"prompt_token_ids": [1]}]}, "prompt_token_ids: what an environment says"),
+        ({"prompts": [{"prompt": "q", "reset": {"seed": 1}}]}, "reset would do nothing"),
         ({"reward": {"type": "vibes"}}, "does not match any of the expected tags"),
         ({"reward": {"type": "exact"}}, r"prompts\[0\] has no answer, which the exact reward compares with"),
         ({"reward": {"type": "regex", "pattern": "{answer}"}}, r"prompts\[0\] has no answer, which the regex reward"),

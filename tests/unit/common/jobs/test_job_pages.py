@@ -10,9 +10,11 @@ import pytest
 
 from services.common.jobs import JOBS, GrpoJob, JobBase
 from services.common.jobs.fields.dataset import OfDataset
+from services.common.jobs.kinds.environment import EnvironmentReward
 from services.common.jobs.kinds.generate import GenerateSettings, RolloutPrompt, check_rewards
-from services.common.jobs.scorers.registry import SCORERS
+from services.common.jobs.scorers.registry import REWARDS
 from services.common.queue.records import SPEC
+from services.trainer.sampling.environments.world import FailureKind
 
 GUIDES = Path(__file__).resolve().parents[4] / "docs" / "guides"
 
@@ -33,10 +35,22 @@ def test_rollout_jobs_have_a_page_of_their_own() -> None:
     assert job.generate is not None
     check_rewards(job.generate)
     assert not sorted(name for name in GenerateSettings.model_fields if f"`{name}`" not in page)
-    for reward in SCORERS:
+    for reward in REWARDS:
         assert not sorted(name for name in reward.model_fields if name not in page)
         assert f"| `{reward.model_fields['type'].default}` |" in page
     assert not sorted(name for name in RolloutPrompt.model_fields if f"`{name}`" not in page)
+
+
+def test_environments_have_a_page_of_their_own() -> None:
+    page = (GUIDES / "training" / "environments.md").read_text()
+    for block in re.findall(r"```json\n(.*?)```", page, re.DOTALL):
+        job = SPEC.validate_python({"kind": "grpo", **json.loads(block)})
+        assert isinstance(job, GrpoJob)
+        assert job.generate is not None
+        assert job.generate.environment is not None
+        check_rewards(job.generate)
+    assert not sorted(name for name in EnvironmentReward.model_fields if f"`{name}`" not in page)
+    assert not sorted(kind for kind in FailureKind if f"`environment_failures_{kind.value}`" not in page)
 
 
 @pytest.mark.parametrize("kind", JOBS)

@@ -15,7 +15,7 @@ from services.common.errors import InvalidRequest, Unavailable
 from services.engine.kv_cache.cache_journal import CacheCleared, NodeRemoved, NodeStored
 from services.engine.kv_cache.keys import namespace_of, tokens_to_bytes
 from services.engine.observability.events import CacheChanged
-from services.engine.observability.kv_events import KvEventOptions, KvEventPublisher
+from services.engine.observability.kv_events import KvEventOptions, KvEventPublisher, digest_number
 from services.engine.requests.adapter import AdapterPin
 from tests.unit.engine.cache_index import CacheIndex, books
 from tests.unit.engine.toy_engine import Engine
@@ -27,7 +27,11 @@ PINS = (
     AdapterPin("polite@4", "digest of polite@4", 2),
     AdapterPin("brief@12*0.7+polite@3", "digest of both", 3),
 )
-NAMES = {"digest of polite@3": "polite", "digest of polite@4": "polite", "digest of both": "brief*0.7+polite"}
+NAMES = {
+    digest_number("digest of polite@3"): "polite",
+    digest_number("digest of polite@4"): "polite",
+    digest_number("digest of both"): "brief*0.7+polite",
+}
 OPTIONS = KvEventOptions("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", "kv@pod@model", 10_000)
 WAIT_MS = 20_000
 
@@ -100,7 +104,7 @@ class Subscriber:
         lora_id: int | None,
         medium: str,
         name: str | None,
-        keys: list[list[str]] | None,
+        keys: list[list[str | int]] | None,
         group: int,
         kind: str,
     ) -> None:
@@ -108,9 +112,10 @@ class Subscriber:
         assert kind == ("mamba" if group else "full_attention")
         assert all(0 < one < 2**64 for one in hashes)
         self.names.add(name)
-        space = "/".join(keys[0]) if keys else ""
+        space = "/".join(map(str, keys[0])) if keys else ""
         assert keys is None or keys == [keys[0]] * len(hashes)
-        assert name == NAMES.get(keys[0][0] if keys else "")
+        adapters = [one for one in keys[0] if isinstance(one, int)] if keys else []
+        assert name == (NAMES[adapters[0]] if adapters else None)
         if group == 0:
             self.index.store_blocks(space.encode(), hashes, parent, tokens)
         else:

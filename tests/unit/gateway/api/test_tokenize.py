@@ -49,6 +49,26 @@ def test_a_conversation_is_the_prompt_of_its_completion(
         tokens = http.post("/tokenize", json={"messages": USER} | more).json()["tokens"]
         http.post("/v1/chat/completions", json={"model": MODEL, "messages": USER} | more)
         assert tokens == list(running.engine.requests[-1].prompt_token_ids)
+        body = {"model": MODEL, "messages": USER, "max_tokens": 4, "stream": True} | more
+        assert http.post("/v1/chat/completions/render", json=body).json() == {"token_ids": tokens}
+
+
+def test_what_a_function_returns_is_shown_to_the_model(running: Running, http: httpx.Client) -> None:
+    """transformers' get_json_schema says it of every function."""
+    function = {**TOOL["function"], "return": {"type": "integer", "description": "seconds"}}
+    tools = [{**TOOL, "function": function}]
+    answer = http.post("/tokenize", json={"messages": USER, "tools": tools}).json()
+    assert '"return": {"type": "integer", "description": "seconds"}' in running.engine.codec.decode(answer["tokens"])
+
+
+def test_prompts_of_completions_are_rendered_as_they_are_sent_to_engines(running: Running, http: httpx.Client) -> None:
+    body = {"model": MODEL, "prompt": ["naïve", "b"], "max_tokens": 1}
+    rendered = http.post("/v1/completions/render", json=body).json()
+    assert rendered == [{"token_ids": running.engine.codec.encode(text)} for text in body["prompt"]]
+    asked = len(running.engine.requests)
+    assert http.post("/v1/completions/render", json=body | {"prompt": [5, 6]}).json() == [{"token_ids": [5, 6]}]
+    assert len(running.engine.requests) == asked, "no engine is asked"
+    assert error_of(http.post("/v1/completions/render", json=body | {"prompt": [10**9]}), 400)["param"] == "prompt"
 
 
 def test_the_fields_of_a_conversation_are_those_of_the_chat() -> None:

@@ -98,6 +98,7 @@ def test_gradients_do_not_depend_on_the_microbatches(host: TrainingHost, kind: s
             assert float((found[name] - wanted).norm()) <= 1e-4 * float(wanted.norm()) + 1e-9, name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stop", range(1, 4))
 @pytest.mark.parametrize("kind", ["dpo", "dpo from start", "kto"])
 def test_resume_at_every_step_is_bitwise(host: TrainingHost, kind: str, stop: int) -> None:

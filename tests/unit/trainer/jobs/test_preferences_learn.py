@@ -78,6 +78,7 @@ def preferred(run: PreferenceRun) -> tuple[float, float]:
     return sum(margin > 0 for margin in margins) / HELD_OUT, sum(margins) / HELD_OUT
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
 def test_held_out_questions_are_answered_right(tiny: TrainingHost, kind: str) -> None:
     run = prepared(tiny, kind, seed=0)

@@ -175,6 +175,7 @@ def test_gradients_do_not_depend_on_the_microbatches(host: TrainingHost, name: s
             assert float((found[key] - wanted).norm()) <= 1e-4 * float(wanted.norm()) + 1e-9, key
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("stop", range(1, 4))
 @pytest.mark.parametrize("name", TYPES)
 def test_resume_at_every_step_is_bitwise(host: TrainingHost, name: str, stop: int) -> None:

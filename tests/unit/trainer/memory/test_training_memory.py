@@ -102,6 +102,7 @@ def test_the_estimate_is_an_upper_bound_and_not_far_off(
     assert kept_bytes(model, lora, "selective") + measured // layers < selective < plain
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("level", ["none", "selective", "full"])
 @pytest.mark.parametrize(
     ("kind", "mlp"), [("linear_attention", {}), ("full_attention", {}), ("full_attention", EXPERTS)]

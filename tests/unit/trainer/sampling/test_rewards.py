@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from services.common.errors import InvalidRequest
 from services.common.jobs.scorers.grants import Grants
 from services.common.jobs.scorers.json_schema import parse
-from services.common.jobs.scorers.numeric import last_number
+from services.common.jobs.scorers.of_texts.numeric import last_number
 from services.common.jobs.scorers.registry import Rewards, RewardSpec
 from services.common.jobs.scorers.sample import Sample, without_thinking
 from tests.training_support import TrainingHost

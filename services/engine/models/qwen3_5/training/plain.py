@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from kernels.attention import PackedLayout, packed_causal
+from kernels.attention import BranchLayout, PackedLayout, packed_branches, packed_causal
 from kernels.conv1d import ConvLayout, causal_conv_packed
 from kernels.gated_delta import ChunkLayout, chunk_gated_delta, gates
 from kernels.rms_norm import gated_rms_norm, rms_norm
@@ -33,14 +33,28 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class Level:
+    """Segments of a step whose recurrences run at once: those that nothing comes before, or those behind another
+    level's."""
+
+    rows: slice
+    conv: ConvLayout
+    chunks: ChunkLayout
+    parents: Tensor | None
+    """[S] int64: segment of the level before that each goes on from; None: they begin."""
+
+
+@dataclass(frozen=True, slots=True)
 class PackedStep:
     """Inputs that all layers of a step share; every layout keeps documents apart."""
 
     cos: Tensor
     sin: Tensor
-    conv: ConvLayout
-    chunks: ChunkLayout
+    levels: tuple[Level, ...]
     attention: PackedLayout
+    """Of the first level."""
+    branches: BranchLayout | None
+    """Of all others."""
     qk_scale: Tensor
     query_rows: Tensor
     """Order in which q_proj's rows stand in the fused projection."""
@@ -54,19 +68,74 @@ class PackedStep:
         device: torch.device,
         *,
         first: int = 0,
+        parents: Sequence[int | None] | None = None,
     ) -> PackedStep:
-        """Args: first: position of each document's first row."""
-        positions = torch.cat([torch.arange(first, first + length) for length in lengths]).to(device)
+        """Args: first: position of each document's first row. parents: see forward_packed."""
+        tree = _Tree.of(lengths, [None] * len(lengths) if parents is None else parents)
+        begins = [first + begin for begin in tree.begins]
+        runs = [torch.arange(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)]
+        positions = torch.cat(runs).to(device)
         cos, sin = rope_tables(positions, rotation)
+        levels = []
+        for place, members in enumerate(tree.levels):
+            sizes = [lengths[index] for index in members]
+            above = None
+            if place:
+                known = {index: at for at, index in enumerate(tree.levels[place - 1])}
+                above = torch.tensor([known[tree.parents[index]] for index in members], device=device)
+            rows = slice(tree.rows[members[0]].start, tree.rows[members[-1]].stop)
+            conv = ConvLayout.build(sizes, config.conv_kernel, device)
+            levels.append(Level(rows, conv, ChunkLayout.build(sizes, device), above))
+        roots = len(tree.levels[0])
+        behind = range(roots, len(lengths))
+        branches = BranchLayout.build([tree.rows[at] for at in behind], [tree.context(at) for at in behind], device)
         return cls(
             cos=cos,
             sin=sin,
-            conv=ConvLayout.build(lengths, config.conv_kernel, device),
-            chunks=ChunkLayout.build(lengths, device),
-            attention=PackedLayout.build(lengths, device),
+            levels=tuple(levels),
+            attention=PackedLayout.build(lengths[:roots], device),
+            branches=branches if behind else None,
             qk_scale=query_key_scale(config, device),
             query_rows=query_row_order(config).to(device),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """Segments that go on from others."""
+
+    parents: Sequence[int]
+    """-1: it begins."""
+    rows: Sequence[range]
+    begins: Sequence[int]
+    """Tokens before each segment, up to its root."""
+    levels: Sequence[Sequence[int]]
+    """Segments by the number of those before them."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], parents: Sequence[int | None]) -> _Tree:
+        """Raises ValueError: the segments are not in the order of their levels."""
+        ends = list(accumulate(lengths))
+        above = [-1 if parent is None else parent for parent in parents]
+        depths: list[int] = []
+        begins: list[int] = []
+        for index, parent in enumerate(above):
+            if parent >= index:
+                raise ValueError(f"segment {index} stands before {parent}, which it goes on from")
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+            begins.append(0 if parent < 0 else begins[parent] + lengths[parent])
+        if depths != sorted(depths):
+            raise ValueError("segments must be in the order of their levels")
+        rows = [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+        levels = [[at for at, depth in enumerate(depths) if depth == level] for level in range(depths[-1] + 1)]
+        return cls(above, rows, begins, levels)
+
+    def context(self, index: int) -> list[range]:
+        """Rows before a segment, from its root on."""
+        found = []
+        while (index := self.parents[index]) >= 0:
+            found.append(self.rows[index])
+        return found[::-1]
 
 
 def frozen_linear(x: Tensor, weight: Matrix) -> Tensor:
@@ -163,11 +232,12 @@ def forward_packed(
     recompute: Recompute,
     give_way: Callable[[], None],
     probe: Probe | None = None,
+    parents: Sequence[int | None] | None = None,
 ) -> Tensor:
     """See Qwen3_5.forward_train, and forward_probed."""
     if sum(lengths) != token_ids.shape[0] or min(lengths, default=0) < 1:
         raise ValueError(f"lengths {list(lengths)[:8]} do not cut {token_ids.shape[0]} tokens into documents")
-    step = PackedStep.build(lengths, config, rotation, token_ids.device)
+    step = PackedStep.build(lengths, config, rotation, token_ids.device, parents=parents)
     per_layer = _by_layer(lora, lengths, config.num_layers)
     x = F.embedding(token_ids, weights.embedding)
     for index, (layer, members) in enumerate(zip(weights.layers, per_layer, strict=True)):
@@ -285,8 +355,18 @@ def _attention(
     queries_keys = torch.cat((query, key), dim=-1).view(count, -1, head_dim)
     rotated = apply_rope(rms_norm(queries_keys, weights.qk_norm, config.rms_norm_eps), step.cos, step.sin)
     parts = rotated[:, :heads], rotated[:, heads:], value.view(count, -1, head_dim)
-    out = packed_causal(*parts, step.attention) if attend is None else attend(*parts)
+    out = _attended(parts, step) if attend is None else attend(*parts)
     return out.reshape(count, -1) * torch.sigmoid(gate)
+
+
+def _attended(parts: tuple[Tensor, Tensor, Tensor], step: PackedStep) -> Tensor:
+    """[T, heads, head_dim] of queries, keys and values."""
+    if step.branches is None:
+        return packed_causal(*parts, step.attention)
+    begin = step.levels[0].rows
+    q, k, v = (part[begin] for part in parts)
+    first = packed_causal(q, k, v, step.attention)
+    return torch.cat((first, packed_branches(*parts, step.branches)))
 
 
 def _delta_net(
@@ -300,10 +380,17 @@ def _delta_net(
         "linear_attn.in_proj_a": heads,
     }
     qkv, z, b, a = adapter.project(x, weights.in_proj, modules)
-    mixed, _ = causal_conv_packed(qkv, weights.conv, step.conv)
     g, beta = gates(a, b, weights.negative_a, weights.dt_bias)
-    queries_keys, v = split_heads(mixed, config, step.qk_scale)
-    q, k = queries_keys.unbind(1)
-    out, _ = chunk_gated_delta(q, k, v, g, beta, step.chunks)
+    outputs: list[Tensor] = []
+    past = state = None
+    for level in step.levels:
+        if level.parents is not None and past is not None and state is not None:
+            past, state = past.index_select(0, level.parents), state.index_select(0, level.parents)
+        mixed, past = causal_conv_packed(qkv[level.rows], weights.conv, level.conv, past)
+        queries_keys, v = split_heads(mixed, config, step.qk_scale)
+        q, k = queries_keys.unbind(1)
+        out, state = chunk_gated_delta(q, k, v, g[level.rows], beta[level.rows], level.chunks, state)
+        outputs.append(out)
+    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     gate = z.view(-1, heads, config.linear_value_dim)
     return gated_rms_norm(out, gate, weights.norm, config.rms_norm_eps).view(-1, config.value_size)

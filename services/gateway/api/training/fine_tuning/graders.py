@@ -11,7 +11,7 @@ from typing import Any
 
 from services.common.errors import InvalidRequest
 from services.common.jobs.scorers.base import ScorerSpec
-from services.common.jobs.scorers.exact import ContainsReward, ExactReward
+from services.common.jobs.scorers.of_texts.exact import ContainsReward, ExactReward
 from services.gateway.protocol.training.fine_tuning import MultiGrader, StringCheckGrader
 
 _WHERE = "method.reinforcement.grader"

@@ -41,6 +41,8 @@ _KINDS: Mapping[MethodName, type[SftJob | DpoJob | GrpoJob]] = {
 }
 _BATCH = 8
 """Lines of a step, and completions of a prompt, where the request leaves them open."""
+_EPOCH_VERSIONS = 2
+"""Epochs before the last whose ends are checkpoints: with the result three, as at OpenAI."""
 _MOST_TOKENS = 1024
 """Tokens of a completion that is graded, at most."""
 _PLACE = re.compile(r"\b(?:generate\.)?(eval_)?(?:examples|prompts)\[(\d+)\]")
@@ -190,6 +192,7 @@ class _Making:
         fields: dict[str, Any] = {"examples": rows, "eval_examples": held_out, "batch_size": size}
         if isinstance(given.n_epochs, int):
             fields["epochs"] = given.n_epochs
+        fields["epoch_versions"] = _EPOCH_VERSIONS
         return fields, _used(given.n_epochs or AUTO, size, given)
 
     def _reinforcement(self, method: ReinforcementMethod) -> tuple[dict[str, Any], dict[str, Any]]:

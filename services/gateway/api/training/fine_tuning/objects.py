@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from services.common.adapters.manifest import Manifest
 from services.common.errors import NotFound
 from services.common.jobs import Job, JobEvent, JobState
 from services.common.jobs.fine_tuning import FineTuning
-from services.gateway.protocol.training.fine_tuning import AUTO, FineTuningError, FineTuningEvent, FineTuningJob
+from services.gateway.protocol.training.fine_tuning import (
+    AUTO,
+    FineTuningCheckpoint,
+    FineTuningError,
+    FineTuningEvent,
+    FineTuningJob,
+)
 
-_JOB, _EVENT = "ftjob-", "ftevent-"
+_JOB, _EVENT, _CHECKPOINT = "ftjob-", "ftevent-", "ftckpt-"
 _METRICS = {
     "loss": "train_loss",
     "token_accuracy": "train_mean_token_accuracy",
@@ -77,6 +84,20 @@ def job_object(job: Job, request: FineTuning, now: float) -> FineTuningJob:
         trained_tokens=int(job.metrics.get("num_tokens", 0)) if job.state is JobState.SUCCEEDED else None,
         integrations=[],
         metadata=job.metadata or None,
+    )
+
+
+def checkpoint_object(manifest: Manifest, job: Job) -> FineTuningCheckpoint:
+    """A version that a job made, in OpenAI's form."""
+    step = job.progress.total_steps if manifest.step is None else manifest.step
+    metrics = {_METRICS.get(name, name): value for name, value in manifest.metrics.items()}
+    return FineTuningCheckpoint(
+        id=f"{_CHECKPOINT}{job.id.removeprefix('job-')}-{step}",
+        created_at=int(manifest.created_at),
+        fine_tuned_model_checkpoint=str(manifest.ref),
+        fine_tuning_job_id=fine_tuning_id(job.id),
+        metrics={**metrics, "step": step},
+        step_number=step,
     )
 
 

@@ -16,6 +16,7 @@ from services.gateway.api.base.idempotency import IdempotencyKey
 from services.gateway.api.base.routing import Routes
 from services.gateway.api.training.fine_tuning.jobs import prepared
 from services.gateway.api.training.fine_tuning.objects import (
+    checkpoint_object,
     event_object,
     job_id_of,
     job_object,
@@ -126,10 +127,23 @@ async def list_fine_tuning_events(
 async def list_fine_tuning_checkpoints(
     fine_tuning_job_id: str, training: Training, after: After = None, limit: Limit = 10
 ) -> FineTuningCheckpoints:
-    """An empty list: checkpoints of the trainer resume the job, and none of them answers requests."""
-    del after, limit
-    await _found(training, fine_tuning_job_id)
-    return FineTuningCheckpoints(data=[])
+    """Versions of the job that answer requests, newest first: the ends of its last epochs, and its result. Those that
+    were deleted are not there any more."""
+    job = await _found(training, fine_tuning_job_id)
+    made = [one for one in await training.threads.run(training.registry.versions, job.adapter) if one.job_id == job.id]
+    found = [checkpoint_object(one, job) for one in reversed(made)]
+    if after is not None:
+        ids = [one.id for one in found]
+        if after not in ids:
+            raise NotFound(f"no such checkpoint of this job: {after[:120]!r}", param="after")
+        found = found[ids.index(after) + 1 :]
+    page = found[:limit]
+    return FineTuningCheckpoints(
+        data=page,
+        first_id=page[0].id if page else None,
+        last_id=page[-1].id if page else None,
+        has_more=len(found) > limit,
+    )
 
 
 async def _found(training: TrainingServices, fine_tuning_job_id: str, param: str = "fine_tuning_job_id") -> Job:

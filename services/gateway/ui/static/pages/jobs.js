@@ -28,6 +28,20 @@ async function cancel(job, reload) {
   reload();
 }
 
+const stateOf = (job) => (job.state === "queued" && job.paused ? "paused" : job.state);
+
+async function pauseOrResume(job, reload) {
+  const told = job.paused ? "The job goes on when its turn comes." : "The job pauses at its next step.";
+  await attempt(() => post(`/v1/train/jobs/${job.id}/${job.paused ? "resume" : "pause"}`), told);
+  reload();
+}
+
+function PauseButton({ job, reload }) {
+  if (hasEnded(job) || job.cancel_requested) return null;
+  const pausing = job.paused && job.state === "running";
+  return html`<button disabled=${pausing} onClick=${() => pauseOrResume(job, reload)}>${pausing ? "Pausing …" : job.paused ? "Resume" : "Pause"}</button>`;
+}
+
 function Curves({ known, jobs }) {
   const ids = jobs.map((job) => job.id);
   const names = metricNames(known);
@@ -87,12 +101,13 @@ const show = (value) => (typeof value === "number" ? number(value) : value === n
 
 function Summary({ job, reload }) {
   const actions = html`
+    <${PauseButton} job=${job} reload=${reload} />
     ${!hasEnded(job) && html`<button class="danger" disabled=${job.cancel_requested} onClick=${() => cancel(job, reload)}>${job.cancel_requested ? "Cancelling …" : "Cancel"}</button>`}
     ${job.result_adapter && html`<a class="button" href=${`#/chat?model=${encodeURIComponent(job.result_adapter)}&beside=${encodeURIComponent(job.parent ?? "base")}`}>Compare in the chat</a>`}
   `;
   return html`
     <${Card} title=${`${nameOf(job)} · ${job.kind}`} actions=${actions}><div class="stacked">
-      <div class="row"><${Chip}>${job.state}<//><code title=${job.id}>${job.id}</code></div>
+      <div class="row"><${Chip}>${stateOf(job)}<//><code title=${job.id}>${job.id}</code></div>
       ${job.reason && html`<p class=${job.state === "failed" ? "failure" : "note"}>${job.reason}</p>`}
       ${job.state === "running" && html`<div class="row"><${Progress} value=${job.progress.step} total=${job.progress.total_steps} label="Steps" /><${Steps} progress=${job.progress} /></div>`}
       <${Figures}>
@@ -137,7 +152,7 @@ function List() {
     { name: "", hidden: "Compare", value: (job) => html`<input type="checkbox" aria-label=${`Compare ${nameOf(job)} ${job.id}`} checked=${chosen.includes(job.id)} onChange=${() => choose(job.id)} />` },
     { name: "Job", wide: true, value: (job) => html`<a href=${link("jobs", job.id)}>${nameOf(job)}</a> <span class="muted">${shortId(job.id)}</span>` },
     { name: "Method", value: (job) => job.kind },
-    { name: "State", value: (job) => html`<${Chip}>${job.state}<//>` },
+    { name: "State", value: (job) => html`<${Chip}>${stateOf(job)}<//>` },
     { name: "Step", numeric: true, value: (job) => html`<${Steps} progress=${job.progress} />` },
     { name: "Loss", numeric: true, value: (job) => number(job.metrics.loss) },
     { name: "Submitted", value: (job) => ago(job.created_at) },

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from services.engine.executors.kernel_archive import pack, unpack_fitting
 
 SCRIPT = """
@@ -102,6 +104,7 @@ def environment(cache: Path) -> dict[str, str]:
     return inherited | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
+@pytest.mark.thorough
 def test_what_a_run_launches_is_compiled_once(tmp_path: Path) -> None:
     """And not at all where the kernels come from an archive."""
     cache, other = tmp_path / "cache", tmp_path / "other"
@@ -119,17 +122,12 @@ def test_what_a_run_launches_is_compiled_once(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["0 0", str(names), "[]"], done.stderr
 
 
-def test_every_launch_of_an_engine_is_compiled_ahead(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "engines", [["none+mtp"], pytest.param(["fp8", "int4", "fp8+experts"], marks=pytest.mark.thorough)], ids=str
+)
+def test_every_launch_of_an_engine_is_compiled_ahead(tmp_path: Path, engines: list[str]) -> None:
     """Under the very keys that the launches of all layers and of the captures ask for."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.unit.engine.executors.cuda.warm_up_launches",
-        "none+mtp",
-        "fp8",
-        "int4",
-        "fp8+experts",
-    ]
+    command = [sys.executable, "-m", "tests.unit.engine.executors.cuda.warm_up_launches", *engines]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path), timeout=200)
     assert done.returncode == 0, done.stderr
     for report in json.loads(done.stdout):

@@ -31,6 +31,27 @@ def webhook_job(*urls: str) -> dict[str, Any]:
     return {"adapter": "bot", "generate": {"prompts": ["2+2"], "rounds": 1, "max_tokens": 8, "reward": rewards}}
 
 
+def test_environments_and_tools_that_the_engine_may_not_call(listing: tuple[Running, httpx.Client]) -> None:
+    running, http = listing
+
+    def answer(**environment: Any) -> httpx.Response:
+        job = webhook_job()
+        job["generate"]["reward"].append({"type": "environment", **environment})
+        return http.post("/v1/train/grpo", json=job | {"lora": {"rank": 8}})
+
+    tool = {"name": "look", "url": "http://127.0.0.1:9000/look"}
+    assert answer(url="http://127.0.0.1:9000").status_code == 202
+    assert answer(tools=[tool]).status_code == 202
+    before = len(running.queue.jobs)
+    error = refusal(answer(url="http://127.0.0.1:9001"))
+    assert error["param"] == "generate.reward[1].url"
+    error = refusal(answer(tools=[tool, {"name": "see", "url": "http://127.0.0.1:9001"}]))
+    assert error["param"] == "generate.reward[1].tools[1].url"
+    error = refusal(answer(tools=[tool | {"parameters": {"type": "no type"}}]))
+    assert error["param"] == "generate.reward[1].tools[0].parameters"
+    assert len(running.queue.jobs) == before
+
+
 def publish(running: Running, name: str, base_digest: str = "d" * 64, weights: bytes = b"w", **config: Any) -> str:
     shape = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"], **config}
     files = {WEIGHTS: weights, CONFIG: json.dumps(shape).encode()}

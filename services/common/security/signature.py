@@ -1,4 +1,4 @@
-"""Ed25519 signature of a record, in a file beside it. Without torch."""
+"""Ed25519 signatures of records, which say what was made of what. Without torch."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Scorers that only rewards of training jobs have."""

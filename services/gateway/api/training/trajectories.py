@@ -1,0 +1,94 @@
+"""Trajectories from what the engines remember: the tokens of each completion as they were sampled and read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+
+from services.common.errors import InvalidRequest, NotFound
+from services.common.jobs import Action, Observation, Trajectory
+from services.common.jobs.trajectories.stored import StoredTrajectory
+from services.common.pb import engine_pb2
+from services.gateway.auth.caller import owner
+from services.gateway.engines.pool import EnginePool
+from services.gateway.inference.engine_request import session_of
+
+Rollouts = Mapping[str, engine_pb2.Rollout]
+Sessions = Mapping[str, Sequence[engine_pb2.Rollout]]
+
+
+async def sessions_of(stored: Iterable[StoredTrajectory], engines: EnginePool, field: str) -> Sessions:
+    """Completions of the conversation sessions that trajectories name, in the order in which they ended.
+
+    Raises:
+        NotFound: nothing is remembered of one.
+        Unavailable: an engine that may know them cannot be asked.
+    """
+    refs = {one.session_id: session_of(one.session_id) for one in stored if one.session_id is not None}
+    if not refs:
+        return {}
+    asked = list(refs.values())
+    parts = await asyncio.gather(*(client.rollouts((), sessions=asked, timeout=10.0) for client in engines.clients))
+    known = sorted((one for part in parts for one in part if one.owner == owner()), key=lambda one: one.ended_at)
+    found = {name: [one for one in known if one.session == ref.name] for name, ref in refs.items()}
+    if missing := [name for name, rollouts in found.items() if not rollouts]:
+        raise NotFound(
+            f"no engine remembers a completion of the session {missing[0][:80]!r}: they are kept for a while only; "
+            "give segments with token_ids and logprobs instead",
+            param=field,
+        )
+    return found
+
+
+def resolved(stored: StoredTrajectory, found: Rollouts, sessions: Sessions, field: str) -> Trajectory:
+    """The trajectory by its segments.
+
+    Raises:
+        InvalidRequest: a completion's prompt does not begin with the tokens before it, and it is not to be split.
+    """
+    if stored.session_id is not None:
+        chain = [(rollout.completion_id, rollout) for rollout in sessions[stored.session_id]]
+    else:
+        chain = [(name, found[name]) for name in stored.ids]
+    rewards = stored.rewards_given or [None] * len(chain)
+    segments: list[Action | Observation] = []
+    tokens: list[int] = []
+    before = ""
+    for (name, rollout), reward in zip(chain, rewards, strict=True):
+        prompt = list(rollout.prompt_token_ids)
+        same = _common(tokens, prompt)
+        if same == len(tokens):
+            if seen := prompt[same:]:
+                segments.append(Observation(token_ids=seen))
+        elif stored.split:
+            segments.append(Observation(token_ids=prompt, restarts=True))
+        else:
+            raise InvalidRequest(
+                f"{field}: {name[:80]} does not go on from {before[:80]}: of the {len(tokens)} tokens before it its "
+                f"prompt has the first {same} only (the template or the agent wrote the history in another way). Set "
+                "split, so that the context begins anew there, or give them as several trajectories",
+                param=field,
+            )
+        segments.append(_action(rollout, reward))
+        tokens = [*prompt, *rollout.token_ids]
+        before = name
+    truncated = stored.truncated
+    if truncated is None:
+        truncated = chain[-1][1].finish_reason == engine_pb2.FINISH_REASON_LENGTH
+    return Trajectory(segments=segments, reward=stored.reward, truncated=truncated)
+
+
+def _action(rollout: engine_pb2.Rollout, reward: float | None) -> Action:
+    return Action(
+        token_ids=list(rollout.token_ids),
+        logprobs=list(rollout.sampling_logprobs),
+        temperature=rollout.temperature,
+        adapter=rollout.adapter or None,
+        reward=reward,
+    )
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Tokens that both begin with."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(first), len(second)))

@@ -1,0 +1,1 @@
+"""Episodes: rollouts that act in environments, turn by turn."""

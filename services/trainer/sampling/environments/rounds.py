@@ -1,0 +1,139 @@
+"""Rounds of episodes: groups of trajectories with their rewards, what the round's metrics say of them, and both as data
+of a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.common.errors import Unavailable
+from services.common.jobs import GrpoGroup
+from services.common.jobs.kinds.environment import EnvironmentReward
+from services.common.jobs.trajectories.segments import Action, Observation, Trajectory
+from services.trainer.sampling.environments.episodes import Dropped, Episode
+from services.trainer.sampling.environments.world import FailureKind
+
+
+def trajectory_of(episode: Episode, weight: float, temperature: float, *, own_prompt: bool) -> Trajectory:
+    """An episode as it is learnt from.
+
+    Args:
+        weight: of the environment's rewards.
+        own_prompt: the prompt is its first segment; otherwise it is given beside it.
+    """
+    segments: list[Action | Observation] = [Observation(token_ids=list(episode.prompt))] if own_prompt else []
+    for place, (action, reward) in enumerate(zip(episode.actions, episode.rewards, strict=True)):
+        segments.append(
+            Action(
+                token_ids=list(action.token_ids),
+                logprobs=action.logprobs.tolist(),
+                temperature=temperature,
+                reward=weight * reward,
+            )
+        )
+        if place < len(episode.observations):
+            segments.append(Observation(token_ids=list(episode.observations[place])))
+    return Trajectory(segments=segments, reward=episode.others, truncated=episode.truncated)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRound:
+    """A round: the groups that are left of it, and its metrics."""
+
+    number: int
+    given: Sequence[GrpoGroup]
+    said: Mapping[str, float]
+
+    def groups(self) -> list[GrpoGroup]:
+        """Groups as a client would have posted them."""
+        return list(self.given)
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the round, however it is trained on."""
+        return dict(self.said)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors and JSON of a checkpoint."""
+        actions = [one for group in self.given for member in group.played for one in member.actions]
+        logprobs = array("f", [value for one in actions for value in one.logprobs or ()])
+        groups = [group.model_dump(mode="json", exclude_none=True) for group in self.given]
+        for member in (member for group in groups for member in group["trajectories"]):
+            for segment in member["segments"]:
+                segment.pop("logprobs", None)
+        tensors = {"round.logprobs": torch.tensor(logprobs, dtype=torch.float32)}
+        return tensors, {"number": self.number, "groups": groups, "metrics": dict(self.said)}
+
+    @classmethod
+    def of_state(cls, tensors: Mapping[str, Tensor], data: Mapping[str, Any]) -> EpisodeRound:
+        """Round from its state()."""
+        left = iter(tensors["round.logprobs"].tolist())
+        groups = []
+        for given in data["groups"]:
+            for member in given["trajectories"]:
+                for segment in member["segments"]:
+                    if segment["type"] == "action":
+                        segment["logprobs"] = [next(left) for _ in segment["token_ids"]]
+            groups.append(GrpoGroup.model_validate(given))
+        return cls(int(data["number"]), groups, {name: float(value) for name, value in data["metrics"].items()})
+
+
+def ended(found: Sequence[Episode | Dropped], environment: EnvironmentReward) -> list[Episode]:
+    """The episodes that came to their ends.
+
+    Raises:
+        Unavailable: too many were dropped; the reason of the last is in the message.
+    """
+    dropped = [one for one in found if isinstance(one, Dropped)]
+    if len(dropped) > environment.max_dropped * len(found):
+        kinds = Counter(kind.value for one in dropped for kind in one.failures)
+        raise Unavailable(
+            f"the environment failed {len(dropped)} of {len(found)} episodes, and max_dropped is "
+            f"{environment.max_dropped:g} ({', '.join(f'{kind}: {count}' for kind, count in kinds.most_common())}); "
+            f"the last time because {dropped[-1].reason}"
+        )
+    return [one for one in found if isinstance(one, Episode)]
+
+
+def made_round(
+    number: int, temperature: float, environment: EnvironmentReward, members: Sequence[Sequence[Episode | Dropped]]
+) -> EpisodeRound:
+    """A round of the episodes of each group; some have come to their ends."""
+    groups, unequal = [], 0
+    for group in members:
+        left = [one for one in group if isinstance(one, Episode)]
+        prompts = {one.prompt for one in left}
+        unequal += len(prompts) > 1
+        trajectories = [
+            trajectory_of(one, environment.weight, temperature, own_prompt=len(prompts) > 1) for one in left
+        ]
+        if left:
+            prompt = list(left[0].prompt) if len(prompts) == 1 else None
+            groups.append(GrpoGroup(prompt_token_ids=prompt, trajectories=[*trajectories]))
+    metrics = episode_metrics([one for group in members for one in group], environment)
+    metrics["environment_unequal_starts"] = float(unequal)
+    metrics["frac_reward_zero_std"] = sum(max(one.rewards) == min(one.rewards) for one in groups) / len(groups)
+    return EpisodeRound(number, groups, metrics)
+
+
+def episode_metrics(found: Sequence[Episode | Dropped], environment: EnvironmentReward) -> dict[str, float]:
+    """Metrics of episodes; some came to their ends."""
+    left = [one for one in found if isinstance(one, Episode)]
+    failures = Counter(kind for one in found for kind in one.failures)
+    count = len(left)
+    return {
+        "environment_reward": math.fsum(one.gained for one in left) / count,
+        "environment_success": sum(one.gained >= environment.success_at for one in left) / count,
+        "environment_turns": sum(len(one.actions) for one in left) / count,
+        "environment_dropped": float(len(found) - count),
+        "environment_retried": float(sum(bool(one.failures) for one in left)),
+        "completion_length_mean": sum(len(action.token_ids) for one in left for action in one.actions) / count,
+        "truncated_fraction": sum(one.truncated for one in left) / count,
+        **{f"environment_failures_{kind.value}": float(failures[kind]) for kind in FailureKind},
+    }

@@ -1,0 +1,106 @@
+"""Trajectories of stored completions over HTTP: exactly the tokens that were sampled and read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from services.common.jobs import GrpoJob, SftJob
+from services.common.pb import engine_pb2
+from tests.unit.gateway.api.training.test_training import refusal
+from tests.unit.gateway.conftest import Running
+
+
+def remember(running: Running, name: str, prompt: list[int], tokens: list[int], **fields: Any) -> None:
+    running.engine.rollouts[name] = engine_pb2.Rollout(
+        completion_id=name,
+        prompt_token_ids=prompt,
+        token_ids=tokens,
+        sampling_logprobs=[-0.5] * len(tokens),
+        temperature=0.5,
+        finish_reason=fields.pop("reason", engine_pb2.FINISH_REASON_STOP),
+        **fields,
+    )
+
+
+def conversation(running: Running) -> None:
+    """Two turns, and a third that was asked with a history written anew."""
+    remember(running, "c1", [1, 2], [3, 4], session="walk", ended_at=2.0)
+    remember(running, "c2", [1, 2, 3, 4, 5, 6], [7], session="walk", ended_at=3.0)
+    remember(running, "c3", [1, 2, 9, 5, 6, 7, 8], [10], ended_at=4.0, reason=engine_pb2.FINISH_REASON_LENGTH)
+
+
+def submit(http: httpx.Client, *trajectories: dict[str, Any], **fields: Any) -> httpx.Response:
+    return http.post("/v1/train/grpo", json={"adapter": "bot", "groups": [{"trajectories": trajectories}], **fields})
+
+
+def segments(running: Running, answer: httpx.Response) -> list[list[tuple[str, list[int]]]]:
+    assert answer.status_code == 202, answer.text
+    spec = running.queue.specs[answer.json()["id"]]
+    assert isinstance(spec, GrpoJob)
+    again = GrpoJob.model_validate_json(spec.model_dump_json())
+    (group,) = again.groups or ()
+    return [[(one.type, one.token_ids or []) for one in trajectory.segments] for trajectory in group.played]
+
+
+def test_a_chain_of_completions_is_a_trajectory(running: Running, http: httpx.Client) -> None:
+    conversation(running)
+    answer = submit(
+        http,
+        {"completion_ids": ["c1", "c2"], "rewards": [0.5, 0.0], "reward": 1},
+        {"session_id": "walk", "reward": 0},
+        {
+            "reward": 0.25,
+            "trace": [
+                {"role": "user", "content": "go"},
+                {"role": "assistant", "content": "…", "completion_id": "c1", "reward": 1},
+                {"role": "tool", "content": "ok", "tool_call_id": "x"},
+            ],
+        },
+    )
+    whole = [("observation", [1, 2]), ("action", [3, 4]), ("observation", [5, 6]), ("action", [7])]
+    assert segments(running, answer) == [whole, whole, whole[:2]]
+    spec = running.queue.specs[answer.json()["id"]]
+    (group,) = spec.groups
+    assert group.turn_rewards == [[0.5, 1.0], [0.0, 0.0], [1.25]]
+    action = group.played[0].actions[0]
+    assert (action.logprobs, action.temperature) == ([-0.5, -0.5], 0.5)
+
+
+def test_a_chain_that_does_not_go_on_names_the_place(running: Running, http: httpx.Client) -> None:
+    conversation(running)
+    chain = {"completion_ids": ["c1", "c2", "c3"], "reward": 1}
+    other = {"completion_ids": ["c1"], "reward": 0}
+    error = refusal(submit(http, chain, other))
+    assert error["param"] == "groups[0].trajectories[0]"
+    assert "c3 does not go on from c2: of the 7 tokens before it its prompt has the first 2 only" in error["message"]
+    answer = submit(http, {**chain, "split": True}, other)
+    first, _ = segments(running, answer)
+    assert first[-2:] == [("observation", [1, 2, 9, 5, 6, 7, 8]), ("action", [10])]
+    trajectory = running.queue.specs[answer.json()["id"]].groups[0].played[0]
+    assert (trajectory.restarts, trajectory.truncated) == (True, True)
+    error = refusal(submit(http, {**chain, "split": True}, other, loss_type="gspo"))
+    assert "loss_type gspo has one ratio" in error["message"]
+
+
+def test_what_nobody_remembers_is_named(running: Running, http: httpx.Client) -> None:
+    conversation(running)
+    assert "gone" in refusal(submit(http, {"completion_ids": ["c1", "gone"], "reward": 1}), 404)["message"]
+    assert "'nowhere'" in refusal(submit(http, {"session_id": "nowhere", "reward": 1}), 404)["message"]
+    assert "twice" in refusal(submit(http, {"completion_ids": ["c1", "c1"], "reward": 1}))["message"]
+
+
+def test_sft_takes_them_too(running: Running, http: httpx.Client) -> None:
+    conversation(running)
+    examples = [{"trajectory": {"completion_ids": ["c1", "c2"]}}, {"prompt": "2+2", "completion": "4"}]
+    body = {"adapter": "bot", "examples": examples, "observation_weight": 0.1}
+    answer = http.post("/v1/train/sft", json=body)
+    assert answer.status_code == 202, answer.text
+    spec = running.queue.specs[answer.json()["id"]]
+    assert isinstance(spec, SftJob)
+    SftJob.model_validate_json(spec.model_dump_json())
+    assert [one.token_ids for one in spec.examples[0].trajectory.segments] == [[1, 2], [3, 4], [5, 6], [7]]
+    assert spec.examples[1].prompt == "2+2"
+    error = refusal(http.post("/v1/train/sft", json={**body, "examples": examples[1:]}))
+    assert "observation_weight would do nothing" in error["message"]
