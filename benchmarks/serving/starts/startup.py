@@ -1,4 +1,4 @@
-"""Seconds from starting a process to its first token: `python -m benchmarks.serving.startup [--model DIR]
+"""Seconds from starting a process to its first token: `python -m benchmarks.serving.starts.startup [--model DIR]
 [--quantization …]`.
 
 Two fresh processes after one another with one cache directory, empty for the first: the second finds the compiled
@@ -88,7 +88,7 @@ def start(model: Path, variables: dict[str, str], seconds: float) -> dict[str, A
     Raises:
         RuntimeError: it failed; its standard error was passed on.
     """
-    command = [sys.executable, "-m", "benchmarks.serving.startup", "--model", str(model), "--child", repr(time.time())]
+    command = [sys.executable, "-m", "benchmarks.serving.starts.startup", "--model", str(model), "--child", repr(time.time())]
     try:
         run = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=False, timeout=seconds)
     except subprocess.TimeoutExpired as error:

@@ -1,4 +1,4 @@
-"""Sleep and wake of an engine in this process: `python -m benchmarks.serving.sleep --model qwen3.5-4b --random
+"""Sleep and wake of an engine in this process: `python -m benchmarks.serving.starts.sleep --model qwen3.5-4b --random
 --scratch DIRECTORY`. One JSON line a level and turn.
 
 Seconds of giving memory back (behind the drain) and, of waking, of taking it again, of wiring the engine anew, and from
