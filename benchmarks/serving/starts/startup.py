@@ -88,7 +88,15 @@ def start(model: Path, variables: dict[str, str], seconds: float) -> dict[str, A
     Raises:
         RuntimeError: it failed; its standard error was passed on.
     """
-    command = [sys.executable, "-m", "benchmarks.serving.starts.startup", "--model", str(model), "--child", repr(time.time())]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.serving.starts.startup",
+        "--model",
+        str(model),
+        "--child",
+        repr(time.time()),
+    ]
     try:
         run = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=False, timeout=seconds)
     except subprocess.TimeoutExpired as error:
