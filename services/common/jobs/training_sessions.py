@@ -257,8 +257,8 @@ class LossCall(_Call, Generic[D]):
         sampled = self.loss != "cross_entropy"
         does = "needs" if sampled else "does not take"
         for index, datum in enumerate(self.data):
-            if (name := datum.lacks(sampled=sampled)) is not None:
-                raise _wrong(f"the loss {self.loss} {does} data[{index}].{name}", f"data[{index}].{name}")
+            if (field := datum.lacks(sampled=sampled)) is not None:
+                raise _wrong(f"the loss {self.loss} {does} data[{index}].{field}", f"data[{index}].{field}")
         return self
 
 
