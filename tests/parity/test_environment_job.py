@@ -89,7 +89,7 @@ def test_episodes_are_learnt_from_as_they_were_played() -> None:
         codec = pod.host.codec
         for group in kept.groups():
             asked = codec.decode(group.prompt_token_ids or (), skip_special=False)
-            assert asked.startswith("<|im_start|>user\nGuess a number from ")
+            assert asked.startswith("<|im_start|>user\nWhat number is it, from ")
             for trajectory in group.trajectories or ():
                 kinds = [segment.type for segment in trajectory.segments]
                 assert kinds == (["action", "observation"] * len(kinds))[: len(kinds)]

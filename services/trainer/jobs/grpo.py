@@ -31,7 +31,13 @@ from services.trainer.sampling.curriculum import CurriculumSampler
 from services.trainer.sampling.environments.episodes import Dropped, Episode, Player, Start
 from services.trainer.sampling.environments.http_tools import ToolWorlds
 from services.trainer.sampling.environments.openenv import OpenEnvWorlds
-from services.trainer.sampling.environments.rounds import EpisodeRound, ended, episode_metrics, made_round
+from services.trainer.sampling.environments.rounds import (
+    EpisodeRound,
+    ended,
+    episode_metrics,
+    failure_metrics,
+    made_round,
+)
 from services.trainer.sampling.prompts import check_stop_tokens, sample_seed, sampled_prompts
 from services.trainer.sampling.reward_signs import RewardSigns, drift
 from services.trainer.sampling.round import Round, ScoredPrompt
@@ -289,7 +295,7 @@ class EpisodeRun(RolloutRun):
         return self._job.max_completion_length or self._generate.max_tokens * self._environment.max_turns
 
     def _begin(self, number: int, interrupt: Callable[[], None]) -> dict[str, float]:
-        """Plays a round; returns the metric of its speed."""
+        """Plays a round; returns the metrics of its speed and of what failed."""
         chosen = self._sampler.chosen(number)
         starts = [
             start
@@ -306,7 +312,7 @@ class EpisodeRun(RolloutRun):
         self._enter(made := made_round(number, self._generate.temperature, self._environment, members))
         self._show(made)
         self._number = number
-        return sampling_rate([action for one in left for action in one.actions], self.watch)
+        return failure_metrics(found) | sampling_rate([action for one in left for action in one.actions], self.watch)
 
     def _starts(self, prompt: ScoredPrompt, drawn: Sequence[int | str], count: int) -> list[Start]:
         """So many episodes from the same state."""
@@ -366,7 +372,7 @@ class EpisodeRun(RolloutRun):
             "eval_reward": total / len(left),
             "eval_success": said["environment_success"],
             "eval_turns": said["environment_turns"],
-            "eval_dropped": said["environment_dropped"],
+            "eval_dropped": float(len(found) - len(left)),
             "eval_seconds": time.perf_counter() - started,
         }
 

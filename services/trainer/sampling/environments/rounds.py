@@ -15,10 +15,9 @@ from torch import Tensor
 
 from services.common.errors import Unavailable
 from services.common.jobs import GrpoGroup
-from services.common.jobs.kinds.environment import EnvironmentReward
+from services.common.jobs.kinds.environment import DROPPED, FAILURES, EnvironmentReward, FailureKind
 from services.common.jobs.trajectories.segments import Action, Observation, Trajectory
 from services.trainer.sampling.environments.episodes import Dropped, Episode
-from services.trainer.sampling.environments.world import FailureKind
 
 
 def trajectory_of(episode: Episode, weight: float, temperature: float, *, own_prompt: bool) -> Trajectory:
@@ -130,15 +129,22 @@ def made_round(
 def episode_metrics(found: Sequence[Episode | Dropped], environment: EnvironmentReward) -> dict[str, float]:
     """Metrics of episodes; some came to their ends."""
     left = [one for one in found if isinstance(one, Episode)]
-    failures = Counter(kind for one in found for kind in one.failures)
     count = len(left)
     return {
         "environment_reward": math.fsum(one.gained for one in left) / count,
         "environment_success": sum(one.gained >= environment.success_at for one in left) / count,
         "environment_turns": sum(len(one.actions) for one in left) / count,
-        "environment_dropped": float(len(found) - count),
-        "environment_retried": float(sum(bool(one.failures) for one in left)),
         "completion_length_mean": sum(len(action.token_ids) for one in left for action in one.actions) / count,
         "truncated_fraction": sum(one.truncated for one in left) / count,
-        **{f"environment_failures_{kind.value}": float(failures[kind]) for kind in FailureKind},
+    }
+
+
+def failure_metrics(found: Sequence[Episode | Dropped]) -> dict[str, float]:
+    """Counts of what failed while these episodes were played. They belong to the step that played them, so that the
+    sum over steps is the job's."""
+    failures = Counter(kind for one in found for kind in one.failures)
+    return {
+        DROPPED: float(sum(isinstance(one, Dropped) for one in found)),
+        "environment_retried": float(sum(isinstance(one, Episode) and bool(one.failures) for one in found)),
+        **{FAILURES[kind]: float(failures[kind]) for kind in FailureKind},
     }
