@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +27,7 @@ from services.trainer.host.rollouts import Completion, RolloutRequest, sampling_
 from services.trainer.jobs.base import RunState
 from services.trainer.jobs.grpo_run import GrpoRun
 from services.trainer.jobs.rounds import RoundRun, Rounds
+from services.trainer.sampling.curriculum import CurriculumSampler
 from services.trainer.sampling.environments.episodes import Dropped, Episode, Player, Start
 from services.trainer.sampling.environments.http_tools import ToolWorlds
 from services.trainer.sampling.environments.openenv import OpenEnvWorlds
@@ -69,9 +71,10 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
         self._drift: dict[str, float] = {}
         per_step = min(spec.groups_per_step or settings.round_prompts, settings.round_prompts)
         per_epoch = -(-settings.round_prompts // per_step)
-        sampler = RoundSampler(
-            host.rollouts,
-            prompts,
+        kind = RoundSampler if settings.curriculum is None else partial(CurriculumSampler, settings.curriculum)
+        sampler: RoundSampler[ScoredPrompt] = kind(
+            source=host.rollouts,
+            prompts=prompts,
             size=settings.round_prompts,
             seed=spec.seed,
             max_tokens=settings.max_tokens,
@@ -144,6 +147,8 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
         else:
             metrics, inputs = self._reward_metrics(), 0
         metrics = self._drift | metrics | self._round.metrics()
+        if isinstance(self._sampler, CurriculumSampler):
+            metrics |= self._sampler.metrics()
         return metrics | self._signs.of(metrics), inputs
 
     def _reward_metrics(self) -> dict[str, float]:
@@ -175,7 +180,13 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
         prompts = [prompt for prompt in chosen for _ in range(self._generate.completions)]
         with self.watch.waiting("score"):
             rewards = self._score(prompts, found, interrupt)
-        self._enter(Round(number, self._generate.temperature, chosen, found, rewards))
+        self._enter(made := Round(number, self._generate.temperature, chosen, found, rewards))
+        self._show(made)
+
+    def _show(self, found: Round | EpisodeRound) -> None:
+        """Tells the curriculum what has become of a round's prompts."""
+        if isinstance(self._sampler, CurriculumSampler):
+            self._sampler.learn(found.number, found.earned)
 
     def _enter(self, found: Round | EpisodeRound) -> None:
         groups = found.groups()
@@ -221,7 +232,8 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
     def state(self) -> RunState:
         """See JobRun.state: with the rollouts of a round that is under way."""
         state = super().state()
-        state = RunState(state.tensors, {**state.data, "signs": dict(self._signs.first)})
+        drawn = {"curriculum": self._sampler.state()} if isinstance(self._sampler, CurriculumSampler) else {}
+        state = RunState(state.tensors, {**state.data, "signs": dict(self._signs.first), **drawn})
         if self._round is None or not self._under_way:
             gone = ("start.", "reference.")
             kept = {name: value for name, value in state.tensors.items() if not name.startswith(gone)}
@@ -233,6 +245,8 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
         """See JobRun.load_state."""
         step = super().load_state(state)
         self._signs.first = dict(state.data.get("signs", {}))
+        if isinstance(self._sampler, CurriculumSampler):
+            self._sampler.load_state(state.data["curriculum"])
         if "round" in state.data:
             said = self._start, self._reference
             self._enter(found := self._restored(state))
@@ -295,7 +309,8 @@ class EpisodeRun(RolloutRun):
             self._judge([(prompts[id(one)], one) for one in left], interrupt)
         size = self._generate.completions
         members = [found[at : at + size] for at in range(0, len(found), size)]
-        self._enter(made_round(number, self._generate.temperature, self._environment, members))
+        self._enter(made := made_round(number, self._generate.temperature, self._environment, members))
+        self._show(made)
         self._number = number
         return failure_metrics(found) | sampling_rate([action for one in left for action in one.actions], self.watch)
 

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from services.common.errors import InvalidRequest
 from services.common.jobs.base import JobBase, ServedLimits
 from services.common.jobs.documents import placed
+from services.common.jobs.fields.curriculum import Curriculum
 from services.common.jobs.fields.prompts import SampledPrompt, as_prompt
 from services.common.jobs.kinds.environment import EnvironmentReward, check_tools
 from services.common.jobs.scorers.base import ScorerSpec
@@ -63,11 +64,17 @@ _Rewards = Annotated[list[JobReward], Field(min_length=1, max_length=16)]
 
 _COMPARES = needs_answer()
 _EPISODES: Rule = has(type="environment")
+_WITH_TOOLS = both(_EPISODES, given("tools"))
 
 
 def _rewarded(rule: Rule) -> Rule:
     """A reward is so, the only one or one of several."""
     return has(reward=either(rule, contains(rule)))
+
+
+def _not_rewarded(rule: Rule) -> Rule:
+    """No reward is so."""
+    return if_any(reward=both(never(rule), items(never(rule))))
 
 
 def _prompts(rule: Rule) -> Rule:
@@ -83,6 +90,8 @@ class GenerateSettings(SentModel):
     rounds: int = Field(ge=1, le=100_000)
     prompts_per_round: int | None = Field(None, ge=1)
     """None: all of them. They are taken in shuffled order, each once before one comes again."""
+    curriculum: Curriculum | None = Field(None, exclude_if=absent)
+    """Rounds draw their prompts by how often they have been answered well, instead."""
     completions: int = Field(8, ge=2, le=1024)
     """Completions of each prompt: they are compared with each other."""
     max_tokens: int = Field(ge=1)
@@ -99,16 +108,16 @@ class GenerateSettings(SentModel):
 
     json_rules: ClassVar[Rules] = (
         only_with("eval_every", has(eval_prompts=SOME)),
+        only_with("curriculum", given("prompts_per_round")),
         where(
             has(reward=either(_COMPARES, contains(_COMPARES))),
             if_any(prompts=items(given("answer")), eval_prompts=items(given("answer"))),
         ),
-        never(has(reward={"type": "array", "contains": _EPISODES, "minContains": 2})),
-        where(_rewarded(_EPISODES), _prompts(left_out("prompt_token_ids"))),
-        where(
-            _rewarded(both(_EPISODES, given("tools"))),
-            both(has(reward=contains(never(_EPISODES))), _prompts(left_out("tools"))),
-        ),
+        if_any(reward={"contains": _EPISODES, "minContains": 0, "maxContains": 1}),
+        never(has(reward=either(_WITH_TOOLS, {"type": "array", "maxItems": 1, "contains": _WITH_TOOLS}))),
+        # Said as alternatives: makers of values from schemas give up on as many denials as these would be.
+        either(_not_rewarded(_EPISODES), _prompts(left_out("prompt_token_ids"))),
+        either(_not_rewarded(_WITH_TOOLS), _prompts(left_out("tools"))),
         where(never(_rewarded(both(_EPISODES, given("url")))), _prompts(left_out("reset"))),
     )
 
@@ -117,6 +126,11 @@ class GenerateSettings(SentModel):
         if self.prompts_per_round is not None and self.prompts_per_round > len(self.prompts):
             raise ValueError(
                 f"prompts_per_round is {self.prompts_per_round}, but there are {len(self.prompts)} prompts"
+            )
+        if self.curriculum is not None and self.round_prompts == len(self.prompts):
+            raise ValueError(
+                f"curriculum would choose nothing: prompts_per_round is {self.round_prompts}, but there are "
+                f"{len(self.prompts)} prompts: give more prompts, or fewer a round"
             )
         if self.eval_every is not None and not self.eval_prompts:
             raise ValueError("eval_every needs eval_prompts")

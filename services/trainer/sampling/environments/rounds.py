@@ -49,6 +49,8 @@ class EpisodeRound:
     number: int
     given: Sequence[GrpoGroup]
     said: Mapping[str, float]
+    earned: Sequence[Sequence[float]]
+    """Rewards of the episodes of each prompt, without those that were dropped."""
 
     def groups(self) -> list[GrpoGroup]:
         """Groups as a client would have posted them."""
@@ -67,7 +69,7 @@ class EpisodeRound:
             for segment in member["segments"]:
                 segment.pop("logprobs", None)
         tensors = {"round.logprobs": torch.tensor(logprobs, dtype=torch.float32)}
-        return tensors, {"number": self.number, "groups": groups, "metrics": dict(self.said)}
+        return tensors, {"number": self.number, "groups": groups, "metrics": dict(self.said), "earned": self.earned}
 
     @classmethod
     def of_state(cls, tensors: Mapping[str, Tensor], data: Mapping[str, Any]) -> EpisodeRound:
@@ -80,7 +82,8 @@ class EpisodeRound:
                     if segment["type"] == "action":
                         segment["logprobs"] = [next(left) for _ in segment["token_ids"]]
             groups.append(GrpoGroup.model_validate(given))
-        return cls(int(data["number"]), groups, {name: float(value) for name, value in data["metrics"].items()})
+        metrics = {name: float(value) for name, value in data["metrics"].items()}
+        return cls(int(data["number"]), groups, metrics, data.get("earned", ()))
 
 
 def ended(found: Sequence[Episode | Dropped], environment: EnvironmentReward) -> list[Episode]:
@@ -105,6 +108,7 @@ def made_round(
 ) -> EpisodeRound:
     """A round of the episodes of each group; some have come to their ends."""
     groups, unequal = [], 0
+    earned = []
     for group in members:
         left = [one for one in group if isinstance(one, Episode)]
         prompts = {one.prompt for one in left}
@@ -112,13 +116,14 @@ def made_round(
         trajectories = [
             trajectory_of(one, environment.weight, temperature, own_prompt=len(prompts) > 1) for one in left
         ]
+        earned.append([environment.weight * one.gained + one.others for one in left])
         if left:
             prompt = list(left[0].prompt) if len(prompts) == 1 else None
             groups.append(GrpoGroup(prompt_token_ids=prompt, trajectories=[*trajectories]))
     metrics = episode_metrics([one for group in members for one in group], environment)
     metrics["environment_unequal_starts"] = float(unequal)
     metrics["frac_reward_zero_std"] = sum(max(one.rewards) == min(one.rewards) for one in groups) / len(groups)
-    return EpisodeRound(number, groups, metrics)
+    return EpisodeRound(number, groups, metrics, earned)
 
 
 def episode_metrics(found: Sequence[Episode | Dropped], environment: EnvironmentReward) -> dict[str, float]:
