@@ -102,7 +102,6 @@ class GenerateSettings(SentModel):
 
     json_rules: ClassVar[Rules] = (
         only_with("eval_every", has(eval_prompts=SOME)),
-        either(left_out("curriculum"), given("prompts_per_round")),
         where(
             has(reward=either(_COMPARES, contains(_COMPARES))),
             if_any(prompts=items(given("answer")), eval_prompts=items(given("answer"))),
