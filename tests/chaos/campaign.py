@@ -26,6 +26,7 @@ from tests.stack import Stack
 _CALM_SECONDS = 30.0
 """Longest time from the last fault to the first whole answer by each gateway."""
 _AUDIT_SECONDS = 120.0
+_SUPERVISE_SECONDS = 0.2
 _MORE_HANDLES = 64
 """Open files that a process may have more than before the faults: connections of its pools."""
 
@@ -102,9 +103,18 @@ class Breaker:
         self._fleet, self._loop, self._plan, self._ledger = fleet, loop, plan, ledger
         self.last = time.monotonic()
         """Time at which the last fault was over."""
+        self._gone: str | None = None
+        """Process that a fault has ended, while it lasts."""
+
+    async def supervise(self) -> None:
+        """Starts again what has ended, as a supervisor does, until it is cancelled; what is meant to be gone stays so
+        for as long as its fault lasts."""
+        while True:
+            await asyncio.to_thread(self._fleet.start_what_ended, self._gone)
+            await asyncio.sleep(_SUPERVISE_SECONDS)
 
     async def run(self) -> None:
-        """Breaks for as long as the plan says. What ended is started again behind each fault."""
+        """Breaks for as long as the plan says."""
         until = time.monotonic() + self._plan.seconds
         names = sorted(self._fleet.processes)
         for event in events(self._plan.seed, names, sorted(self._fleet.links)):
@@ -114,7 +124,6 @@ class Breaker:
             self._ledger.sequence.append(f"{event.kind} {event.what} {event.fault.weather} {event.seconds:.1f}")
             await self._break(event)
             self._ledger.faults[event.label] += 1
-            self._fleet.start_what_ended()
         self.last = time.monotonic()
 
     async def _break(self, event: Event) -> None:
@@ -125,8 +134,10 @@ class Breaker:
             self._loop.call_soon_threadsafe(link.become, Fault())
             return
         first = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "freeze": signal.SIGSTOP}[event.kind]
+        self._gone = event.what
         self._fleet.kill(event.what, first)
         await asyncio.sleep(event.seconds)
+        self._gone = None
         if event.kind == "freeze":
             self._fleet.kill(event.what, signal.SIGCONT)
 
@@ -151,10 +162,10 @@ async def _run(fleet: Fleet, loop: asyncio.AbstractEventLoop, plan: Plan, ledger
         ]
         training = asyncio.create_task(jobs.run(plan.jobs))
         breaker = Breaker(fleet, loop, plan, ledger)
-        breaking = asyncio.create_task(breaker.run())
+        breaking, watching = asyncio.create_task(breaker.run()), asyncio.create_task(breaker.supervise())
         try:
-            await asyncio.wait([*asking, training, breaking], return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.gather(*(task for task in (*asking, training) if task.done()))
+            await asyncio.wait([*asking, training, breaking, watching], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.gather(*(task for task in (*asking, training, watching) if task.done()))
             await breaking
             await _stopped(training)
             for one in streams:
@@ -173,7 +184,7 @@ async def _run(fleet: Fleet, loop: asyncio.AbstractEventLoop, plan: Plan, ledger
         except TimeoutError:
             ledger.breaches.append(f"jobs could not be looked at within {_AUDIT_SECONDS:.0f} s after the faults")
         finally:
-            for task in (*asking, training, breaking):
+            for task in (*asking, training, breaking, watching):
                 await _stopped(task)
             for one in streams:
                 ledger.ends.update({str(end): count for end, count in one.ends.items()})

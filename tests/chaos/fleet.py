@@ -89,9 +89,9 @@ class Fleet(Cluster):
         if process.poll() is None:
             os.kill(process.pid, number)
 
-    def start_what_ended(self) -> list[str]:
-        """Starts processes again that have ended, as a supervisor does; returns their names."""
-        ended = [name for name, process in self.processes.items() if process.poll() is not None]
+    def start_what_ended(self, gone: str | None) -> list[str]:
+        """Starts processes again that have ended, but not this one; returns their names."""
+        ended = [name for name, process in self.processes.items() if name != gone and process.poll() is not None]
         for name in ended:
             module, env = self._spawned[name]
             self.processes[name] = self._spawn(name, module, env)

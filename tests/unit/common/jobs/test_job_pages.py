@@ -28,11 +28,13 @@ def test_the_examples_are_valid_jobs(kind: str) -> None:
 
 def test_rollout_jobs_have_a_page_of_their_own() -> None:
     page = (GUIDES / "training" / "rollouts.md").read_text()
-    (block,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
-    job = SPEC.validate_python({"kind": "grpo", **json.loads(block)})
-    assert isinstance(job, GrpoJob)
-    assert job.generate is not None
-    check_rewards(job.generate)
+    blocks = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        job = SPEC.validate_python({"kind": "grpo", **json.loads(block)})
+        assert isinstance(job, GrpoJob)
+        assert job.generate is not None
+        check_rewards(job.generate)
     assert not sorted(name for name in GenerateSettings.model_fields if f"`{name}`" not in page)
     for reward in REWARDS:
         assert not sorted(name for name in reward.model_fields if name not in page)
