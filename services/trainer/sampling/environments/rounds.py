@@ -81,7 +81,9 @@ class EpisodeRound:
                     if segment["type"] == "action":
                         segment["logprobs"] = [next(left) for _ in segment["token_ids"]]
             groups.append(GrpoGroup.model_validate(given))
-        return cls(int(data["number"]), groups, {name: float(value) for name, value in data["metrics"].items()})
+        said = {name: float(value) for name, value in data["metrics"].items()}
+        # Earlier releases sampled by the policy as it was.
+        return cls(int(data["number"]), groups, {"staleness_mean": 0.0, "staleness_max": 0.0} | said)
 
 
 def ended(found: Sequence[Episode | Dropped], environment: EnvironmentReward) -> list[Episode]:
@@ -102,9 +104,14 @@ def ended(found: Sequence[Episode | Dropped], environment: EnvironmentReward) ->
 
 
 def made_round(
-    number: int, temperature: float, environment: EnvironmentReward, members: Sequence[Sequence[Episode | Dropped]]
+    number: int,
+    version: int,
+    temperature: float,
+    environment: EnvironmentReward,
+    members: Sequence[Sequence[Episode | Dropped]],
 ) -> EpisodeRound:
-    """A round of the episodes of each group; some have come to their ends."""
+    """A round of the episodes of each group, by a policy that had been trained on ``version`` rounds; some have come to
+    their ends."""
     groups, unequal = [], 0
     for group in members:
         left = [one for one in group if isinstance(one, Episode)]
@@ -117,6 +124,7 @@ def made_round(
             prompt = list(left[0].prompt) if len(prompts) == 1 else None
             groups.append(GrpoGroup(prompt_token_ids=prompt, trajectories=[*trajectories]))
     metrics = episode_metrics([one for group in members for one in group], environment)
+    metrics["staleness_mean"] = metrics["staleness_max"] = float(number - version)
     metrics["environment_unequal_starts"] = float(unequal)
     metrics["frac_reward_zero_std"] = sum(max(one.rewards) == min(one.rewards) for one in groups) / len(groups)
     return EpisodeRound(number, groups, metrics)
