@@ -17,6 +17,7 @@ from services.common.adapters.registry import AdapterRegistry, Pointers
 from services.common.errors import ModelNotFound
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.jobs.scorers.grants import Grants
+from services.engine.observability.events import EventStream
 from services.engine.requests.adapter import AdapterChoice, PrivateVersion
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.sampling_params import SamplingParams
@@ -140,6 +141,7 @@ def running_pod(
     timeout_seconds: float = TIMEOUT,
     webhooks: Webhooks | None = None,
     registry: AdapterRegistry | None = None,
+    events: EventStream | None = None,
     **settings: Any,
 ) -> Iterator[Pod]:
     """An engine of the tiny model on the CPU, started, and its host. Small unless told otherwise.
@@ -164,7 +166,7 @@ def running_pod(
         **settings,
     }
     memory = MemoryRegistry()
-    engine = build_engine(EngineSettings(**chosen), registry or cast(AdapterRegistry, memory), None)
+    engine = build_engine(EngineSettings(**chosen), registry or cast(AdapterRegistry, memory), None, events=events)
     engine.start()
     rollouts = EngineRollouts(
         engine.loop,

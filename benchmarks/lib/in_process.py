@@ -25,6 +25,7 @@ from services.engine.requests.sampling_params import SamplingParams
 from services.engine.requests.submission import Sink, Submission
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine, build_engine, tune_interpreter, use_threads
+from services.pod.parts.loaded import LoadedEngine
 
 Prompt = tuple[int, ...]
 
@@ -71,6 +72,7 @@ class InProcessEngine:
         events: told what happens.
         prefix_cache: leave it on.
         trainer: with the plan's memory for training.
+        loaded: of an engine that has slept.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class InProcessEngine:
         events: EventStream | None = None,
         prefix_cache: bool = False,
         trainer: bool = False,
+        loaded: LoadedEngine | None = None,
     ) -> None:
         config = read_config(settings.model)
         self.adapters, self._composed = adapters, composed
@@ -99,7 +102,7 @@ class InProcessEngine:
         )
         self.settings = settings
         use_threads(settings.torch_threads)
-        self.engine: Engine = build_engine(settings, self.registry, None, events)
+        self.engine: Engine = build_engine(settings, self.registry, None, events, loaded=loaded)
         tune_interpreter()
         self.engine.start()
         self.vocab_size = config.vocab_size

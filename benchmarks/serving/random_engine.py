@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def made_on_the_device() -> Iterator[None]:
     """Inside, an engine that is built takes of its directory the config and the tokenizer only."""
     with (
-        patch("services.pod.engine.load_model", _made),
-        patch("services.pod.engine.checkpoint_digest", lambda _: "random"),
+        patch("services.pod.parts.loaded.load_model", _made),
+        patch("services.pod.parts.loaded.checkpoint_digest", lambda _: "random"),
     ):
         yield
 

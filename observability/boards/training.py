@@ -106,6 +106,25 @@ _JOB = Row(
             low=0,
             alerts=("TemperJobStuck",),
         ),
+        Panel(
+            "Signs of reward hacking",
+            "Whether what a running job samples drifts as its reward rises: longer, cut off, repeated. "
+            "From two on, read its samples.",
+            _now("temper_trainer_job_hacking_signs"),
+            low=0,
+        ),
+        Panel(
+            "Environments that fail",
+            "While episodes are played, by reason, and the episodes that were dropped for it.",
+            (
+                Query(
+                    f"sum by (reason) (increase({chosen('temper_trainer_environment_failures_total')}[10m]))",
+                    "{{reason}}",
+                ),
+                Query(f"sum(increase({chosen('temper_trainer_dropped_episodes_total')}[10m]))", "dropped episodes"),
+            ),
+            low=0,
+        ),
         Panel("Tokens a second", "Of the last step.", _now("temper_trainer_job_tokens_per_second"), low=0),
         Panel(
             "Since the last step",

@@ -12,12 +12,15 @@ import signal
 import sys
 import time
 from types import FrameType
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import structlog
 
-ASLEEP = "asleep: POST /v1/engine/wake, or `temper engine wake`, has it load the model again"
+ASLEEP = "asleep: POST /v1/engine/wake, or `temper engine wake`, takes it back to work"
 """Answer of an engine that sleeps to everything but that."""
+SleepLevel: TypeAlias = Literal["cache", "weights", "process"]
+"""What a sleeping engine gives back: its caches; its weights, too, which wait in host memory; or all that its process
+has of the device."""
 CLOSE_SECONDS = 10
 """Time that a service may need beyond the times that its settings give to others: see docs/guides/operations.md."""
 _SAME_REQUEST_SECONDS = 2.0

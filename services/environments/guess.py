@@ -45,7 +45,7 @@ class Guess(Environment):
         self._lowest = drawn.randint(1, 7) if params.lowest is None else params.lowest
         self._highest = self._lowest + params.numbers - 1
         self._hidden = drawn.randint(self._lowest, self._highest)
-        return Observation({"text": f"Guess a number from {self._lowest} to {self._highest}."})
+        return Observation({"text": f"What number is it, from {self._lowest} to {self._highest}?"})
 
     def _take(self, action: Mapping[str, Any]) -> Observation:
         found = _NUMBER.search(message_of(action))
@@ -57,7 +57,7 @@ class Guess(Environment):
         if guess is None or not self._lowest <= guess <= self._highest:
             text = f"Say a number from {self._lowest} to {self._highest}."
         else:
-            text = "Higher." if guess < self._hidden else "Lower."
+            text = f"The number is {'higher' if guess < self._hidden else 'lower'}."
         return Observation({"text": text}, 0.0, done=last)
 
     def _secrets(self) -> dict[str, Any]:

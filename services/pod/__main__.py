@@ -8,11 +8,14 @@ output, as of services.adapter_tools: progress, at the end the result or an erro
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
+
+import structlog
 
 from services.common.errors import InvalidRequest, TemperError
 from services.common.security.tls import Certificates
@@ -22,9 +25,11 @@ from services.common.telemetry.recent_logs import RecentLogs
 from services.engine.executors.kernel_archive import pack
 from services.engine.server.health import HealthServer, ProcessHealth
 from services.engine.settings import EngineSettings
-from services.pod.asleep import become
+from services.pod.asleep import become, sleep
 from services.pod.preflight import check_all, check_model_directory, check_tls, read_settings, use_kernel_cache
 from services.trainer.settings import TrainerSettings
+
+log = structlog.get_logger(__name__)
 
 
 async def _run(
@@ -38,10 +43,23 @@ async def _run(
     # Imported after the checks: torch takes seconds.
     from services.pod.serve import Leave, serve, stop_on_signals
 
-    stop, leave = asyncio.Event(), Leave()
-    stop_on_signals(stop, health, leave)
-    await serve(settings, trainer, stop, health, certificates, recent, leave)
-    return leave.asleep
+    loaded = None
+    while True:
+        stop, leave = asyncio.Event(), Leave()
+        stop_on_signals(stop, health, leave)
+        loaded = await serve(settings, trainer, stop, health, certificates, recent, leave, loaded)
+        if leave.level is None or leave.level == "process":
+            return leave.level is not None
+        sleeping = loaded.sleeping
+        gc.unfreeze()  # what served is in circles, and has memory of the device
+        gc.collect()
+        try:
+            await asyncio.to_thread(sleeping.give_back, leave.level)
+        except MemoryError as error:
+            log.warning("no room on the host for the weights: the process is replaced instead", error=str(error))
+            return True
+        if not await sleep(settings, health, certificates, leave.level, sleeping.take_back):
+            return False
 
 
 def _emit(event: str, **fields: Any) -> None:

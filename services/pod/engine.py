@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,10 +16,9 @@ import torch
 
 from services.common.adapters.events import AdapterEvents
 from services.common.adapters.registry import AdapterRegistry
-from services.common.errors import CheckpointRejected, InvalidRequest
+from services.common.errors import InvalidRequest
 from services.common.pb import engine_pb2 as pb
 from services.common.storage.object_store import ObjectStore
-from services.common.telemetry.stopwatch import Stopwatch, rate
 from services.common.text.tokenizer import TextCodec
 from services.engine.adapters.drafter import FollowedDrafter
 from services.engine.adapters.loader import AdapterLoader
@@ -29,37 +27,28 @@ from services.engine.adapters.slot_table import AdapterConfig
 from services.engine.compute_sharing.engine_gate import EngineGate
 from services.engine.constraints.compiler import CompilerLimits, ConstraintCompiler
 from services.engine.constraints.grammars import GrammarLimits
-from services.engine.constraints.vocabulary import Vocabulary
 from services.engine.kv_cache.keys import Tier
 from services.engine.kv_cache.memory_plan import MemoryPlan
 from services.engine.kv_offload.manager import TierManager
 from services.engine.loop.loop import EngineLoop
 from services.engine.loop.rollout_buffer import RolloutBuffer
-from services.engine.models.checkpoint import checkpoint_digest
-from services.engine.models.config import ModelConfig
-from services.engine.models.interface import CausalLM, resolve_dtype
+from services.engine.models.interface import CausalLM
 from services.engine.models.lora.binding import AdapterBinder, BoundAdapter, bind_adapter
-from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.targets import target_shapes
-from services.engine.models.registry import load_model, read_config
 from services.engine.models.weights.drafter import read_directory, read_drafter, stage_files
 from services.engine.observability.events import EventStream
 from services.engine.observability.status import TierStatus
-from services.engine.scheduler.config import SchedulerConfig
 from services.engine.server.conversation_session_manager import ConversationSessionManager
 from services.engine.settings import EngineSettings
-from services.pod.device import Device, check_device, kernels_fit, unpack_kernels, with_quantization
-from services.pod.memory import device_bytes, limit_allocations, plan, state_slots, storage, teacher_storage
-from services.pod.parts.runner import Gate, Queue, build_gate, build_runner, gpu_tuning, prefill_alignment, step_queue
+from services.pod.device import Device, check_device, kernels_fit
+from services.pod.parts.loaded import LoadedEngine, PlannedEngine
+from services.pod.parts.runner import Gate, Queue, build_gate, gpu_tuning, step_queue
 from services.pod.parts.tiers import build_tiers
-from services.pod.teacher import load_teacher, second_config
 
 if TYPE_CHECKING:
     from services.engine.executors.tuning.results import Outcome
 
 VERSION = "0.1.0"
-_RATE = {"cuda": 5e14, "cpu": 2e10}
-"""First estimate of the floating-point operations a second for a long prompt; an H200 was measured at 5.4e14."""
 _SWITCH_SECONDS = 0.0005
 """Longest time that another thread holds the GIL while the loop's wants it; Python's 5 ms are two steps of a GPU."""
 
@@ -96,6 +85,8 @@ class Engine:
     """The same of a drafter's."""
     loop: EngineLoop
     tiers: TierManager | None
+    loaded: LoadedEngine
+    """What outlives it in a sleep that keeps the process."""
     sessions: ConversationSessionManager
     constraints: ConstraintCompiler
     description: pb.Model
@@ -149,53 +140,35 @@ def build_engine(
     store: ObjectStore | None = None,
     *,
     guest: Guest | None = None,
+    loaded: LoadedEngine | None = None,
 ) -> Engine:
-    """Loads the model and allocates everything; nothing runs yet.
+    """Wires an engine, and loads what it needs; nothing runs yet.
 
     Args:
         adapter_events: publications and attachments; None: the pointers are polled.
         events: stream for the engine's events.
         store: object store, for the store tier.
         guest: place on a device that another engine serves from; None: it has the device to itself.
+        loaded: of the same settings, with no engine of its own any more; None: the model is loaded, and everything
+            allocated.
 
     Raises:
         CheckpointRejected: the model directory is incomplete or foreign.
         InvalidRequest, DoesNotFit: the settings contradict the device.
     """
     stream = events or EventStream()
-    hardware = Device.of(settings)
-    check_device(settings, hardware)
-    unpack_kernels(settings, hardware)
-    device = hardware.torch
-    codec = TextCodec.from_directory(settings.model)
-    planned = _plan(settings, hardware, codec, None if guest is None else guest.nbytes)
-    settings, config, memory = planned.settings, planned.config, planned.memory
-    max_model_len = planned.max_model_len
-    limits = _limits(settings, config, memory, max_model_len, codec.eos_ids, device)
-    with ThreadPoolExecutor(2) as pool:  # the digest reads the same pages as the loader
-        digest = pool.submit(checkpoint_digest, settings.model)
-        vocabulary = pool.submit(Vocabulary, codec, config.vocab_size, settings.mask_threads)
-        model = _load(planned, hardware)
-        teacher = load_teacher(settings, model, teacher_storage(settings, hardware))
-        lora = _lora_slots(settings, model)
-        executor = build_runner(
-            model,
-            lora,
-            settings,
-            num_blocks=memory.num_blocks,
-            max_model_len=max_model_len,
-            eos_token_ids=codec.eos_ids,
-        )
-        base_digest = digest.result()
-        constraints = ConstraintCompiler(vocabulary.result(), compiler_limits(settings), stream)
-    log.info("checkpoint identified", digest=base_digest)
+    if loaded is None:
+        loaded = LoadedEngine.load(settings, None if guest is None else guest.nbytes)
+    planned, model, teacher, executor = loaded.planned, loaded.model, loaded.teacher, loaded.executor
+    settings, codec, base_digest, device = planned.settings, planned.codec, loaded.base_digest, model.device
+    constraints = ConstraintCompiler(loaded.vocabulary, compiler_limits(settings), stream)
     bind = partial(bind_adapter, config=model.config, max_rank=settings.max_lora_rank)
     binder = AdapterBinder(model.config, max_rank=settings.max_lora_rank)
     drafter = _drafter(settings, registry, model, base_digest, step_queue(executor.runner, device))
     adapters = AdapterManager(
         registry,
         adapter_events,
-        AdapterLoader(registry, lora, binder, base_digest=base_digest, events=stream),
+        AdapterLoader(registry, loaded.lora, binder, base_digest=base_digest, events=stream),
         AdapterConfig(settings.adapter_slots, settings.adapter_poll_seconds, settings.adapter_wait_seconds),
         stream,
         drafter,
@@ -203,16 +176,16 @@ def build_engine(
     gate = build_gate(executor.runner, device, settings.tpot_slo_ms / 1000)
     tiers = build_tiers(
         settings,
-        hardware,
+        planned.hardware,
         executor,
-        config,
+        planned.config,
         base_digest,
         stream,
         wake=lambda: loop.wake(),
         store=store,
     )
     loop = EngineLoop(
-        limits,
+        loaded.limits,
         executor.runner,
         adapters,
         gate if guest is None else guest.turns(step_queue(executor.runner, device)),
@@ -227,7 +200,7 @@ def build_engine(
     description = pb.Model(
         name=settings.served_model_name,
         digest=base_digest,
-        max_model_len=max_model_len,
+        max_model_len=planned.max_model_len,
         vocab_size=model.config.vocab_size,
         eos_token_ids=codec.eos_ids,
         dtype=str(model.dtype).removeprefix("torch."),
@@ -252,13 +225,14 @@ def build_engine(
         second,
         codec,
         base_digest,
-        memory,
+        planned.memory,
         gate,
         adapters,
         bind,
         partial(read_drafter, config=model.config, base_digest=base_digest),
         loop,
         tiers,
+        loaded,
         sessions,
         constraints,
         description,
@@ -288,82 +262,18 @@ def tune_engine(
             param="batch_invariant",
         )
     check_device(settings, hardware)
-    codec = TextCodec.from_directory(settings.model)
-    planned = _plan(settings, hardware, codec)
-    model = _load(planned, hardware)
+    planned = PlannedEngine.of(settings, hardware)
+    model = planned.load_model()
     tuning = gpu_tuning(
         model,
-        _lora_slots(planned.settings, model),
+        planned.lora_slots(model),
         planned.settings,
         num_blocks=planned.memory.num_blocks,
         max_model_len=planned.max_model_len,
-        eos_token_ids=codec.eos_ids,
+        eos_token_ids=planned.codec.eos_ids,
     )
     with kernels_fit(planned.settings):
         return tuning.search(told)
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """An engine before anything of it is loaded."""
-
-    settings: EngineSettings
-    """Settings with what the plan fills in."""
-    config: ModelConfig
-    memory: MemoryPlan
-    dtype: torch.dtype
-
-    @property
-    def max_model_len(self) -> int:
-        return self.memory.model_len(self.config.max_position_embeddings, self.settings.max_model_len)
-
-
-def _plan(settings: EngineSettings, hardware: Device, codec: TextCodec, available: int | None = None) -> _Planned:
-    """Plan of an engine: what does not fit is refused with its numbers before anything is loaded.
-
-    Args:
-        available: bytes that it may use; None: all that the device has left.
-    """
-    config = read_config(settings.model)
-    if codec.vocab_size > config.vocab_size:
-        raise CheckpointRejected(
-            f"{settings.model}: the tokenizer has {codec.vocab_size} tokens, the model {config.vocab_size}"
-        )
-    teacher_config = second_config(settings, codec)
-    settings = with_quantization(settings, hardware, config, teacher_config)
-    storage(settings, hardware).check(config)
-    dtype = resolve_dtype(settings.dtype, hardware.torch)
-    if teacher_config is not None:
-        teacher_storage(settings, hardware).check(teacher_config)
-    if available is None:
-        available = device_bytes(hardware, int(settings.device_memory))
-    settings, memory = plan(config, settings, dtype, hardware, available, teacher_config)
-    log.info(
-        "memory plan",
-        sequences=settings.max_num_seqs,
-        tokens=settings.token_budget,
-        snapshots=settings.state_snapshots if settings.prefix_cache else 0,
-        adapter_slots=settings.adapter_slots,
-        context=memory.capacity_tokens,
-        **memory.parts(),
-    )
-    limit_allocations(hardware, settings)
-    return _Planned(settings, config, memory, dtype)
-
-
-def _load(planned: _Planned, hardware: Device) -> CausalLM:
-    settings, watch = planned.settings, Stopwatch()
-    model = load_model(
-        settings.model,
-        dtype=planned.dtype,
-        device=hardware.torch,
-        storage=storage(settings, hardware),
-        mtp=settings.speculative == "mtp",
-        kernels=hardware.kernels(),
-    )
-    seconds = watch.lap()
-    log.info("weights loaded", bytes=model.nbytes(), seconds=seconds, gb_per_second=rate(model.nbytes(), seconds))
-    return model
 
 
 def _drafter(
@@ -383,17 +293,6 @@ def _drafter(
     return FollowedDrafter(registry, *followed, stage, base_digest=base_digest)
 
 
-def _lora_slots(settings: EngineSettings, model: CausalLM) -> LoraSlots:
-    return LoraSlots(
-        model.config,
-        settings.adapter_slots + 1,
-        settings.max_lora_rank,
-        model.dtype,
-        model.device,
-        invariant=settings.batch_invariant,
-    )
-
-
 def compiler_limits(settings: EngineSettings) -> CompilerLimits:
     """Limits of compiling constraints."""
     return CompilerLimits(
@@ -407,44 +306,3 @@ def compiler_limits(settings: EngineSettings) -> CompilerLimits:
         cache_entries=settings.constraint_cache_entries,
         cache_bytes=settings.constraint_cache_bytes,
     )
-
-
-def _limits(
-    settings: EngineSettings,
-    config: ModelConfig,
-    memory: MemoryPlan,
-    max_model_len: int,
-    eos_token_ids: Sequence[int],
-    device: torch.device,
-) -> SchedulerConfig:
-    """Configuration of the scheduler.
-
-    Raises:
-        InvalidRequest: the settings contradict each other.
-    """
-    try:
-        return SchedulerConfig(
-            max_num_seqs=settings.max_num_seqs,
-            token_budget=settings.token_budget,
-            block_size=settings.block_size,
-            num_blocks=memory.num_blocks,
-            num_slots=state_slots(settings),
-            max_model_len=max_model_len,
-            eos_token_ids=frozenset(eos_token_ids),
-            prefix_cache=settings.prefix_cache,
-            cache_journal=bool(settings.kv_events),
-            mixed_prefill_tokens=settings.mixed_prefill_tokens,
-            prefill_alignment=prefill_alignment(settings),
-            draft_tokens=settings.draft_tokens if settings.speculative == "mtp" else 0,
-            block_bytes=memory.kv // memory.num_blocks,
-            slot_bytes=memory.states // state_slots(settings),
-            token_seconds=2 * config.parameters() / _RATE[device.type],
-            attention_cost=2 * config.cache_layout.kv_layers * config.query_size / config.parameters(),
-            snapshot_interval=settings.snapshot_interval,
-            session_seconds=settings.session_seconds,
-            most_sessions=settings.max_sessions,
-            load_patience=settings.tier_load_seconds,
-            load_share=settings.tier_load_share,
-        )
-    except ValueError as error:
-        raise InvalidRequest(f"settings: {error}") from error

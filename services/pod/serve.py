@@ -8,8 +8,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 import torch
@@ -17,12 +18,12 @@ from prometheus_client import CollectorRegistry
 
 from services.common.adapters.events import AdapterEvents
 from services.common.adapters.registry import AdapterRegistry
-from services.common.errors import Unavailable
+from services.common.errors import InvalidRequest, Unavailable
 from services.common.pb import histories_pb2_grpc, sessions_pb2_grpc
 from services.common.security.tls import FOLLOW_SECONDS, Certificates
-from services.common.shutdown import StopSignals, end_now
+from services.common.shutdown import SleepLevel, StopSignals, end_now
 from services.common.storage.object_store import ObjectStore
-from services.common.telemetry.prometheus import serve as serve_metrics
+from services.common.telemetry.prometheus import serving
 from services.common.telemetry.recent_logs import RecentLogs
 from services.common.telemetry.stopwatch import process_seconds
 from services.common.telemetry.tracing import Tracer, open_tracer
@@ -40,6 +41,7 @@ from services.engine.server.listen import bind
 from services.engine.server.service import Serving, make_server
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine, build_engine, tune_interpreter, use_threads
+from services.pod.parts.loaded import LoadedEngine
 from services.pod.training.sessions import TrainingSessionsService
 from services.pod.training.thread import Training
 from services.trainer.settings import TrainerSettings
@@ -59,29 +61,51 @@ async def serve(
     certificates: Certificates | None,
     recent: RecentLogs,
     leave: Leave,
-) -> None:
+    loaded: LoadedEngine | None = None,
+) -> LoadedEngine:
     """Runs a pod until ``stop`` is set, or somebody puts it to sleep, then drains it.
 
     Args:
         leave: told how the process is to go on.
+        loaded: of an engine that has slept; None: the model is loaded.
         health: health of the process, kept current.
         certificates: for TLS; None: plaintext.
         recent: last lines of the process's log.
+
+    Returns:
+        What may sleep, with nothing that uses it any more.
 
     Raises:
         TemperError: it cannot start, or a thread that it needs has died; the message is one line.
     """
     started = time.monotonic()
+    use_threads(settings.torch_threads)
+    metrics = EngineMetrics(CollectorRegistry())
+    if certificates is not None:
+        certificates.export(metrics.registry)
+    # Also while loading: a target that does not answer counts as down.
+    with serving(metrics.registry, settings.metrics_host, settings.metrics_port):
+        return await _load_and_serve(
+            settings, trainer, metrics, stop, started, health, certificates, recent, leave, loaded
+        )
+
+
+async def _load_and_serve(
+    settings: EngineSettings,
+    trainer: TrainerSettings,
+    metrics: EngineMetrics,
+    stop: asyncio.Event,
+    started: float,
+    health: ProcessHealth,
+    certificates: Certificates | None,
+    recent: RecentLogs,
+    leave: Leave,
+    loaded: LoadedEngine | None,
+) -> LoadedEngine:
     parent = os.getppid()
     store = ObjectStore(settings)
     registry = AdapterRegistry(store, settings.served_model_name)
-    metrics = EngineMetrics(CollectorRegistry())
-    use_threads(settings.torch_threads)
     adapter_events = AdapterEvents(settings)
-    if certificates is not None:
-        certificates.export(metrics.registry)
-    if settings.metrics_port:  # also while loading: a target that does not answer counts as down
-        _serve_metrics(settings.metrics_host, settings.metrics_port, metrics.registry)
     tracer = open_tracer(settings, "engine")
     traces = RequestTraces(tracer) if tracer.on else None
     usage = UsageTotals()
@@ -89,8 +113,9 @@ async def serve(
     listeners = [metrics.listen, usage.listen]
     listeners += [one.listen for one in (traces, kv_events) if one is not None]
     events = EventStream(*listeners)
-    loading = asyncio.create_task(asyncio.to_thread(build_engine, settings, registry, adapter_events, events, store))
-    engine = await _unless_stopped(loading, stop)
+    build = partial(build_engine, settings, registry, adapter_events, events, store, loaded=loaded)
+    engine = await _unless_stopped(asyncio.create_task(asyncio.to_thread(build)), stop)
+    leave.levels = engine.loaded.sleeping.levels
     training = Training(settings, trainer, engine, registry, store, metrics.registry, tracer)
     tune_interpreter()
     try:
@@ -119,6 +144,7 @@ async def serve(
             if listener is not None:
                 await asyncio.to_thread(listener.close)
         await asyncio.to_thread(tracer.close)
+    return engine.loaded
 
 
 async def _serve(
@@ -214,15 +240,6 @@ async def _follow(certificates: Certificates) -> None:
         await asyncio.to_thread(certificates.refresh)
 
 
-def _serve_metrics(host: str, port: int, registry: CollectorRegistry) -> None:
-    try:
-        serve_metrics(registry, host, port)
-    except OSError as error:
-        raise Unavailable(
-            f"cannot serve metrics on {host}:{port} (TEMPER_METRICS_HOST, TEMPER_METRICS_PORT): {error.strerror}"
-        ) from error
-
-
 def _kv_events(settings: EngineSettings) -> KvEventPublisher | None:
     if not settings.kv_events:
         return None
@@ -272,16 +289,22 @@ async def _drain(settings: EngineSettings, engine: Engine, training: Training) -
 class Leave:
     """How a pod's process goes on once it has drained."""
 
-    asleep: bool = False
-    """It goes to sleep; False: it ends."""
+    level: SleepLevel | None = None
+    """It goes to sleep, and gives this back; None: it ends."""
+    levels: Set[SleepLevel] = frozenset()
+    """Levels besides "process" that this engine has."""
 
-    def to_sleep(self, stop: asyncio.Event, health: ProcessHealth) -> Callable[[], None]:
-        """What begins to put the pod to sleep; without effect once it was asked to stop."""
+    def to_sleep(self, stop: asyncio.Event, health: ProcessHealth) -> Callable[[SleepLevel], None]:
+        """What begins to put the pod to sleep; without effect once it was asked to stop. It raises InvalidRequest at a
+        level that this engine does not have."""
 
-        def begin() -> None:
+        def begin(level: SleepLevel) -> None:
+            if level != "process" and level not in self.levels:
+                have = ", ".join(sorted({"process", *self.levels}))
+                raise InvalidRequest(f"this engine cannot sleep at level {level}: its levels are {have}", param="level")
             if not stop.is_set():
-                log.info("going to sleep")
-                self.asleep = True
+                log.info("going to sleep", level=level)
+                self.level = level
                 health.drain()
                 stop.set()
 
@@ -295,7 +318,7 @@ def stop_on_signals(stop: asyncio.Event, health: ProcessHealth, leave: Leave) ->
     def handle(number: int) -> None:
         if stop_signals.repeated():
             end_now(number)
-        leave.asleep = False
+        leave.level = None
         health.drain()
         stop.set()
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.common.jobs import JobProgress
+from services.common.jobs.kinds.environment import DROPPED, FAILURES
 
 _STEP_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
@@ -71,6 +72,19 @@ class TrainerMetrics:
         self.step_seconds = Histogram(
             "temper_trainer_step_seconds", "Wall time of an optimizer step.", buckets=_STEP_BUCKETS, registry=registry
         )
+        self._environment_failures = Counter(
+            "temper_trainer_environment_failures_total",
+            "Environments that failed an episode of a job.",
+            ["reason"],
+            registry=registry,
+        )
+        for reason in FAILURES:
+            self._environment_failures.labels(reason.value)
+        self._dropped_episodes = Counter(
+            "temper_trainer_dropped_episodes_total",
+            "Episodes of jobs that no environment brought to their end; nothing of them is learnt.",
+            registry=registry,
+        )
         self._jobs = 0
         self.sessions = Gauge("temper_trainer_sessions", "Training sessions that are open here.", registry=registry)
         self.session_calls = Counter(
@@ -104,6 +118,9 @@ class TrainerMetrics:
         for name, gauge in self._shown.items():
             if (value := metrics.get(_SHOWN[name])) is not None:
                 gauge.labels(kind).set(value)
+        for reason, name in FAILURES.items():
+            self._environment_failures.labels(reason.value).inc(metrics.get(name, 0.0))
+        self._dropped_episodes.inc(metrics.get(DROPPED, 0.0))
         self._tokens.labels(kind).inc(round(metrics.get("tokens_per_second", 0.0) * metrics.get("train_seconds", 0.0)))
 
     def job_ended(self) -> None:

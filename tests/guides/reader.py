@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -50,9 +50,11 @@ class Reader:
     Args:
         stack: where http://localhost:8420 leads.
         directory: empty; where the commands run.
+        others: further addresses of the pages, and where they lead.
     """
 
-    def __init__(self, stack: Stack, directory: Path) -> None:
+    def __init__(self, stack: Stack, directory: Path, others: Mapping[str, str] | None = None) -> None:
+        self._others = dict(others or {})
         self._address = stack.url.removeprefix("http://")
         self._directory = directory
         (directory / "models").symlink_to(ROOT / "models")  # as in the repository, where readers are
@@ -93,6 +95,8 @@ class Reader:
         for word, command in block.words.items():
             code = re.sub(rf"\b{word}\b", self._shell(block, command)[0].strip(), code)
         code = _ADDRESS.sub(self._address, code)
+        for written, found in self._others.items():
+            code = code.replace(written, found)
         if block.language == "python":
             out, error = self._run_python(block, code)
         elif block.language == "json":

@@ -17,6 +17,7 @@ from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs import JobState
 from services.common.jobs.kinds.kto import KtoJob
 from services.common.jobs.record import checkpoints_of
+from services.common.jobs.trajectories.segments import Trajectory
 from services.common.queue.job_queue import JobQueue
 from services.common.queue.lua import job_key
 from services.common.security.api_keys import Scope
@@ -331,3 +332,25 @@ def test_a_user_erased_while_a_data_set_is_made_is_not_in_it(
     manifest, _ = maker.make(NewDataset("a", SPEC), [], {}, None)
     assert [row.user for row in maker.store.rows(manifest, "train")] == ["bob"]
     assert manifest.recuts[0].at <= time.time()
+
+
+def test_a_session_of_a_gateway_is_a_trajectory(gateway: Gateway, log: RequestLog) -> None:
+    running, keys, call = calls(gateway, api_keys_poll_seconds=0.05)
+    turns = [{"role": "user", "content": "zebra"}]
+    answers = []
+    for _ in range(2):
+        answer = ask(running, keys, key="trainer", messages=turns, session_id="walk")
+        turns = [*turns, answer["choices"][0]["message"], {"role": "user", "content": "and on"}]
+        answers.append(answer["id"])
+    logged(log, 2)
+    for said in ({"session_id": "walk", "score": 0.5}, {"completion_id": answers[0], "thumb": "down"}):
+        assert call("POST", "/v1/feedback", json=said).status_code == 201
+    spec = {"name": "walks", "trajectories": True, "split": SPLIT}
+    made = call("POST", "/v1/datasets", json=spec)
+    assert made.status_code == 201, made.text
+    assert (made.json()["rows"]["train"], made.json()["report"]["no_trajectory"]) == (1, 0)
+    (row,) = call("GET", "/v1/datasets/walks/rows").json()["data"]
+    found = Trajectory.model_validate(row["trajectory"])
+    assert ([one.reward for one in found.actions], found.reward) == ([-1.0, None], 0.5)
+    assert row["turn_ids"] == answers
+    assert all(one.logprobs is not None for one in found.actions)

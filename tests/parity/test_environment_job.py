@@ -90,7 +90,7 @@ def test_episodes_are_learnt_from_as_they_were_played() -> None:
         codec = pod.host.codec
         for group in kept.groups():
             asked = codec.decode(group.prompt_token_ids or (), skip_special=False)
-            assert asked.startswith("<|im_start|>user\nGuess a number from ")
+            assert asked.startswith("<|im_start|>user\nWhat number is it, from ")
             for trajectory in group.trajectories or ():
                 kinds = [segment.type for segment in trajectory.segments]
                 assert kinds == (["action", "observation"] * len(kinds))[: len(kinds)]
@@ -121,7 +121,8 @@ def test_episodes_are_learnt_from_as_they_were_played() -> None:
 def test_a_round_under_way_is_part_of_the_checkpoint() -> None:
     with serving(Guess) as url, pod_at(url) as pod:
         others = [{"type": "regex", "pattern": digit} for digit in "24678"]
-        fields = {"epochs": 2, "generate": {"rounds": 1}, "others": others}
+        drawn = {"rounds": 1, "prompts_per_round": 1, "curriculum": {"success_at": 2.0}}
+        fields = {"epochs": 2, "generate": drawn, "others": others}
         run = prepared(pod, url, **fields)
         run.step(0)
         state = run.state()
@@ -133,6 +134,8 @@ def test_a_round_under_way_is_part_of_the_checkpoint() -> None:
         resumed = again.step(1)
         assert resumed["loss"] == pytest.approx(after["loss"], rel=1e-5)
         assert resumed["environment_turns"] == after["environment_turns"]
+        assert resumed["curriculum_known"] == after["curriculum_known"] == 0.5
+        assert again.state().data["curriculum"] == run.state().data["curriculum"]
         pod.settle()
 
 

@@ -169,9 +169,9 @@ def test_many_rows_of_fp8_matrices(dtype: torch.dtype, length: int, share: float
     assert rows == [20 * length] * 4
     moved = (rounded - exact).norm()
     assert moved > share * exact.norm()
-    if dtype == torch.float32:
+    if dtype == torch.float32 and DEVICE.type == "cpu":
         assert (ours - rounded).norm() < 0.1 * moved
-    else:  # numbers that lie near the middle of two are rounded up here and down there
+    else:  # numbers that lie near the middle of two are rounded up here and down there: the next test leaves that out
         assert (ours - exact).norm() < 1.1 * moved
 
 

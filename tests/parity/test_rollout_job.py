@@ -249,6 +249,39 @@ def test_prompts_come_each_once_before_one_comes_again(pod: Pod) -> None:
     assert chosen[:4] != chosen[4:8] or chosen[4:8] != chosen[8:]
 
 
+def test_a_curriculum_learns_what_cannot_be_answered_and_resumes_bitwise(pod: Pod) -> None:
+    asked = prompts(dates.items(0, 6, held_out=False))
+    for index, prompt in enumerate(asked):
+        prompt["answer"] = "2" if index < 3 else "no such words"
+    digits = [{"type": "regex", "pattern": p} for p in ("1", "3", "-0", "5$", "7")]
+    fields: dict[str, Any] = {
+        "epochs": 2,
+        "generate": {
+            "prompts": asked,
+            "rounds": 4,
+            "reward": [{"type": "contains", "weight": 10}, *digits],
+            "curriculum": {"outside": 0.01, "high": 1.0, "newest": 1.0, "success_at": 10.0},
+        },
+    }
+    run = prepared(pod, **fields)
+    curve, states = [], []
+    for index in range(run.total_steps):
+        curve.append(without_times(run.step(index)))
+        state = run.state()
+        states.append(type(state)(dict(state.tensors), json.loads(json.dumps(state.data))))
+    rates = dict(run.state().data["curriculum"]["success"])
+    assert all(rates[index] == 0 for index in rates if index >= 3), rates
+    assert any(rates[index] > 0 for index in rates if index < 3), rates
+    last = curve[-1]
+    assert last["curriculum_known"] == len(rates) / 6 > 1 / 3
+    assert last["curriculum_below"] + last["curriculum_inside"] == pytest.approx(last["curriculum_known"])
+    for stop in (3, 4):  # in a round, and between two
+        again = prepared(pod, **fields)
+        assert again.load_state(states[stop - 1]) == stop
+        assert [without_times(again.step(index)) for index in range(stop, run.total_steps)] == curve[stop:]
+        assert again.state().data["curriculum"] == run.state().data["curriculum"]
+
+
 @contextmanager
 def raising_after(looks: int) -> Iterator[Callable[[], None]]:
     class Cancelled(Exception):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from operator import not_
-from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
+from typing import Annotated, ClassVar, Generic, Literal, TypeAlias, TypeVar, get_args
 
 from pydantic import AfterValidator, Field, TypeAdapter, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
@@ -22,6 +22,7 @@ from services.common.validation.json_rules import (
     NULL,
     Rule,
     Rules,
+    at_least_one,
     at_most_one,
     both,
     contains,
@@ -107,7 +108,17 @@ class OpenSession(SentModel):
         return self
 
 
-class Datum(SentModel):
+class DatumBase(SentModel):
+    """Data of a loss, in whichever form they are sent."""
+
+    advantages: list[Factor] | None = None
+
+    def lacks(self, *, sampled: bool) -> str | None:
+        """Field that a loss with a ratio to the policy that sampled misses, or that another does not take."""
+        raise NotImplementedError
+
+
+class Datum(DatumBase):
     """One sequence and what the loss says about it. All lists have the length of ``token_ids``.
 
     Without ``targets``, entry i of a list belongs to token i: its weight, its advantage, its log-probability given the
@@ -120,7 +131,6 @@ class Datum(SentModel):
     """None: the next token of ``token_ids``."""
     weights: list[Factor] | None = None
     """A token of weight 0 is not scored. None: 1 for every token that has one before it."""
-    advantages: list[Factor] | None = None
     logprobs: list[Annotated[float, Field(ge=-1e9, le=1e-3)]] | None = None
     """Log-probabilities of the policy that sampled: ``sampling_logprobs`` of a response."""
     score_all: bool = Field(False, exclude_if=not_)
@@ -151,6 +161,10 @@ class Datum(SentModel):
         if self.weights is not None and not self.score_all and not any(self.weights):
             raise _wrong("all weights are 0: nothing would be scored", "weights")
         return self
+
+    def lacks(self, *, sampled: bool) -> str | None:
+        fields = {"advantages": self.advantages, "logprobs": self.logprobs}
+        return next((name for name, values in fields.items() if (values is not None) != sampled), None)
 
     @property
     def inputs(self) -> list[int]:
@@ -214,15 +228,20 @@ def _of_loss(loss: Loss) -> Rule:
     """Rule for a call with this loss: it has the loss's settings and no others, and advantages with the sampler's
     log-probabilities if the loss needs them."""
     config = left_out(*sorted(LossConfig.model_fields.keys() - _LOSS_FIELDS[loss]))
-    sampled = ("advantages", "logprobs")
     if loss == "cross_entropy":  # the default, where there is one
-        return if_any(loss=loss, loss_config=config, data=items(left_out(*sampled)))
-    return both(has(loss=loss, data=items(given(*sampled))), if_any(loss_config=config))
+        return if_any(loss=loss, loss_config=config, data=items(left_out("advantages", "logprobs")))
+    datum = both(given("advantages"), at_least_one("logprobs", "trajectory"))
+    return both(has(loss=loss, data=items(datum)), if_any(loss_config=config))
 
 
-class _Scoring(_Call):
+D = TypeVar("D", bound=DatumBase)
+
+
+class LossCall(_Call, Generic[D]):
+    """A loss over data of one form."""
+
     loss: Loss
-    data: list[Datum] = Field(min_length=1, max_length=MAX_DATA)
+    data: list[D] = Field(min_length=1, max_length=MAX_DATA)
     loss_config: LossConfig = LossConfig()
     temperature: float = Field(1.0, gt=0, le=100)
     """Log-probabilities are those of logits / temperature."""
@@ -230,20 +249,20 @@ class _Scoring(_Call):
     json_rules: ClassVar[Rules] = (either(*map(_of_loss, get_args(Loss))),)
 
     @model_validator(mode="after")
-    def _of_this_loss(self) -> _Scoring:
+    def _of_this_loss(self) -> LossCall[D]:
         for name in sorted(self.loss_config.model_fields_set - _LOSS_FIELDS[self.loss]):
             if getattr(self.loss_config, name) is not None:
                 known = ", ".join(sorted(_LOSS_FIELDS[self.loss])) or "none"
                 raise _wrong(f"the loss {self.loss} has no setting {name} (it has: {known})", f"loss_config.{name}")
-        needs = self.loss != "cross_entropy"
+        sampled = self.loss != "cross_entropy"
+        does = "needs" if sampled else "does not take"
         for index, datum in enumerate(self.data):
-            for name in ("advantages", "logprobs"):
-                given = getattr(datum, name) is not None
-                if given != needs:
-                    does = "needs" if needs else "does not take"
-                    raise _wrong(f"the loss {self.loss} {does} data[{index}].{name}", f"data[{index}].{name}")
+            if (field := datum.lacks(sampled=sampled)) is not None:
+                raise _wrong(f"the loss {self.loss} {does} data[{index}].{field}", f"data[{index}].{field}")
         return self
 
+
+class _Scoring(LossCall[Datum]):
     @property
     def num_tokens(self) -> int:
         return sum(len(datum.token_ids) for datum in self.data)
@@ -405,9 +424,6 @@ def _check_vocabulary(field: str, tokens: Sequence[int], vocab_size: int) -> Non
         raise InvalidRequest(
             f"{field} has the token id {highest}, and the vocabulary ends at {vocab_size - 1}", param=field
         )
-
-
-# Ids: which engine process, which session, which call.
 
 
 def session_id(instance: str, serial: str) -> str:

@@ -140,12 +140,17 @@ Global___RequestPhase: _TypeAlias = RequestPhase  # noqa: Y015
 class SleepRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    LEVEL_FIELD_NUMBER: _builtins.int
+    level: _builtins.str
+    """"cache": caches only. "weights": the weights, too, which wait in host memory. "process", or empty: everything."""
     def __init__(
         self,
+        *,
+        level: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1207,6 +1212,7 @@ class EngineStatus(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     ASLEEP_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
+    SLEEP_LEVEL_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     blocks_used: _builtins.int
@@ -1238,6 +1244,8 @@ class EngineStatus(_message.Message):
     """It has given the device's memory back and waits to be woken."""
     paused: _builtins.bool
     """It computes nothing now: see Pause."""
+    sleep_level: _builtins.str
+    """What it has given back, if it sleeps: see SleepRequest."""
     @_builtins.property
     def loaded_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Versions in adapter slots, and compositions of versions, "a@3*0.7+b@1"."""
@@ -1289,10 +1297,11 @@ class EngineStatus(_message.Message):
         block_size: _builtins.int = ...,
         asleep: _builtins.bool = ...,
         paused: _builtins.bool = ...,
+        sleep_level: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asleep", b"asleep", "attached_adapter", b"attached_adapter", "block_size", b"block_size", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "cache_hit_tokens", b"cache_hit_tokens", "decode_tokens", b"decode_tokens", "draining", b"draining", "instance", b"instance", "job_id", b"job_id", "loaded_adapters", b"loaded_adapters", "max_waiting", b"max_waiting", "memory_plan", b"memory_plan", "paused", b"paused", "prefill_tokens", b"prefill_tokens", "prompt_tokens", b"prompt_tokens", "running", b"running", "serving_adapters", b"serving_adapters", "sessions_max", b"sessions_max", "sessions_open", b"sessions_open", "slots_cached", b"slots_cached", "slots_total", b"slots_total", "slots_used", b"slots_used", "waiting", b"waiting", "waiting_adapters", b"waiting_adapters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asleep", b"asleep", "attached_adapter", b"attached_adapter", "block_size", b"block_size", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "cache_hit_tokens", b"cache_hit_tokens", "decode_tokens", b"decode_tokens", "draining", b"draining", "instance", b"instance", "job_id", b"job_id", "loaded_adapters", b"loaded_adapters", "max_waiting", b"max_waiting", "memory_plan", b"memory_plan", "paused", b"paused", "prefill_tokens", b"prefill_tokens", "prompt_tokens", b"prompt_tokens", "running", b"running", "serving_adapters", b"serving_adapters", "sessions_max", b"sessions_max", "sessions_open", b"sessions_open", "sleep_level", b"sleep_level", "slots_cached", b"slots_cached", "slots_total", b"slots_total", "slots_used", b"slots_used", "waiting", b"waiting", "waiting_adapters", b"waiting_adapters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -170,14 +170,15 @@ class EngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Sleep(self, request, context):
-        """Gives all memory of the device back: requests end first, a training job is handed back. Answers at once.
+        """Gives memory of the device back: requests end first, a training job is handed back. Answers at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Wake(self, request, context):
-        """Loads the model again. Answers at once; nothing happens if it does not sleep.
+        """Takes it again, and loads the model if it was given back. Answers when the memory is there; nothing happens if it
+        does not sleep.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

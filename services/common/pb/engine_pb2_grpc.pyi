@@ -53,9 +53,11 @@ class EngineStub:
     """Computes nothing until Resume, or for so long; requests stay as they are, and new ones wait."""
     Resume: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ResumeRequest, _engine_pb2.ResumeResponse]
     Sleep: _grpc.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]
-    """Gives all memory of the device back: requests end first, a training job is handed back. Answers at once."""
+    """Gives memory of the device back: requests end first, a training job is handed back. Answers at once."""
     Wake: _grpc.UnaryUnaryMultiCallable[_engine_pb2.WakeRequest, _engine_pb2.WakeResponse]
-    """Loads the model again. Answers at once; nothing happens if it does not sleep."""
+    """Takes it again, and loads the model if it was given back. Answers when the memory is there; nothing happens if it
+    does not sleep.
+    """
 
 @_typing.type_check_only
 class EngineAsyncStub(EngineStub):
@@ -82,9 +84,11 @@ class EngineAsyncStub(EngineStub):
     """Computes nothing until Resume, or for so long; requests stay as they are, and new ones wait."""
     Resume: _aio.UnaryUnaryMultiCallable[_engine_pb2.ResumeRequest, _engine_pb2.ResumeResponse]  # type: ignore[assignment]
     Sleep: _aio.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]  # type: ignore[assignment]
-    """Gives all memory of the device back: requests end first, a training job is handed back. Answers at once."""
+    """Gives memory of the device back: requests end first, a training job is handed back. Answers at once."""
     Wake: _aio.UnaryUnaryMultiCallable[_engine_pb2.WakeRequest, _engine_pb2.WakeResponse]  # type: ignore[assignment]
-    """Loads the model again. Answers at once; nothing happens if it does not sleep."""
+    """Takes it again, and loads the model if it was given back. Answers when the memory is there; nothing happens if it
+    does not sleep.
+    """
 
 class EngineServicer(metaclass=_abc_1.ABCMeta):
     """Engine: one device, tokens in, tokens out. The gateway handles text."""
@@ -174,7 +178,7 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.SleepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.SleepResponse, _abc.Awaitable[_engine_pb2.SleepResponse]]:
-        """Gives all memory of the device back: requests end first, a training job is handed back. Answers at once."""
+        """Gives memory of the device back: requests end first, a training job is handed back. Answers at once."""
 
     @_abc_1.abstractmethod
     def Wake(
@@ -182,6 +186,8 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.WakeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.WakeResponse, _abc.Awaitable[_engine_pb2.WakeResponse]]:
-        """Loads the model again. Answers at once; nothing happens if it does not sleep."""
+        """Takes it again, and loads the model if it was given back. Answers when the memory is there; nothing happens if it
+        does not sleep.
+        """
 
 def add_EngineServicer_to_server(servicer: EngineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

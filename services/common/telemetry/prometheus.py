@@ -7,7 +7,8 @@ The library's own choice of the format is not used: with OpenMetrics it writes t
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from socketserver import ThreadingMixIn
 from threading import Thread
 from typing import Any
@@ -16,6 +17,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.openmetrics import exposition as openmetrics_exposition
+
+from services.common.errors import Unavailable
 
 _OPENMETRICS = "application/openmetrics-text"
 _OPENMETRICS_TYPE = f"{_OPENMETRICS}; version=1.0.0; charset=utf-8"
@@ -34,12 +37,16 @@ def expose(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
     return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
 
 
-def serve(registry: CollectorRegistry, host: str, port: int) -> tuple[WSGIServer, Thread]:
-    """Serves them on /metrics in threads of its own. Shut it down with ``server.shutdown()``.
+@contextmanager
+def serving(registry: CollectorRegistry, host: str, port: int) -> Iterator[None]:
+    """Serves them on /metrics in threads of its own while the block runs; on no port with 0.
 
     Raises:
-        OSError: the address is taken or not ours.
+        Unavailable: the address is taken or not ours.
     """
+    if not port:
+        yield
+        return
 
     def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         if environ["REQUEST_METHOD"] != "GET":
@@ -50,10 +57,20 @@ def serve(registry: CollectorRegistry, host: str, port: int) -> tuple[WSGIServer
         return [body]
 
     kind = _Server6 if ":" in host else _Server
-    server = make_server(host, port, answer, kind, _Quiet)
+    try:
+        server = make_server(host, port, answer, kind, _Quiet)
+    except OSError as error:
+        raise Unavailable(
+            f"cannot serve metrics on {host}:{port} (TEMPER_METRICS_HOST, TEMPER_METRICS_PORT): {error.strerror}"
+        ) from error
     thread = Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
-    return server, thread
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 class _Server(ThreadingMixIn, WSGIServer):

@@ -25,6 +25,9 @@ from services.engine.kv_offload.messages import Entry, Layout, Removed, Stored, 
 from services.engine.observability.events import CopyEvicted, EventStream
 from services.engine.observability.status import TierStatus
 
+_REMEMBERED = 1024
+"""Removed entries that are remembered, more than are removed between two looks of the loop at its events."""
+
 
 class Buffer:
     """Buffer in the arena with the bytes of an entry: its host copy, or a copy in transit."""
@@ -116,6 +119,8 @@ class Index:
         """Calls to make when an entry gets its first copy."""
         self.gone: list[Callable[[Key], None]] = []
         """Calls to make when a record is removed."""
+        self._lately_gone: dict[Key, None] = {}
+        """The last _REMEMBERED keys of entries that are gone, oldest first."""
 
     # Records.
 
@@ -125,6 +130,20 @@ class Index:
     def is_live(self, record: Record) -> bool:
         """True unless the record was removed meanwhile."""
         return self._records.get(record.entry.key) is record
+
+    def came_late(self, entry: Entry) -> bool:
+        """True if the parent of an entry, which is not known, was known until lately: whoever chose it has not heard of
+        its end. Then the entry, which nobody will make, counts as gone as well."""
+        late = entry.parent in self._lately_gone
+        if late:
+            self._remember(entry.key)
+        return late
+
+    def _remember(self, key: Key) -> None:
+        self._lately_gone.pop(key, None)
+        self._lately_gone[key] = None
+        if len(self._lately_gone) > _REMEMBERED:
+            del self._lately_gone[next(iter(self._lately_gone))]
 
     def records(self) -> Iterator[Record]:
         return iter(list(self._records.values()))
@@ -216,6 +235,7 @@ class Index:
                 dying.parent.children.discard(dying)
             self._detach(dying)
             del self._records[dying.entry.key]
+            self._remember(dying.entry.key)
             for call in self.gone:
                 call(dying.entry.key)
 

@@ -53,3 +53,7 @@ class CacheBuffers:
     recurrent_states: Sequence[Tensor]
     """Recurrent state pool of each DeltaNet layer: [num_slots, value_heads, key_dim, value_dim] float32."""
     block_size: int
+
+    def tensors(self) -> list[Tensor]:
+        """All of its tensors."""
+        return [*self.keys, *self.values, *self.conv_states, *self.recurrent_states]

@@ -158,3 +158,8 @@ class DeviceCache:
     def state_pools(self) -> tuple[Tensor, ...]:
         """All that belongs to slots, [linear layers, num_slots, ...] each."""
         return (self.conv, self.recurrent, *(self.waiting.pools() if self.waiting else ()))
+
+    def tensors(self) -> list[Tensor]:
+        """All of its tensors."""
+        verified = () if self.verified is None else (self.verified,)
+        return [*self.state_pools(), *self.stacked.pools(), *verified]

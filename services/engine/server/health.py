@@ -85,9 +85,10 @@ class ProcessHealth:
         self._hung = False
 
     def serving(self, vitals: Vitals) -> None:
-        """Records that the model is loaded and requests are taken."""
+        """Records that the model is loaded and what says whether requests are taken; also again, behind a sleep."""
         self.beat()
         self._vitals = vitals
+        self._draining = False
 
     def drain(self) -> None:
         """Records that no new requests are taken from now on."""

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import grpc
 import structlog
@@ -23,6 +23,7 @@ from services.common.adapters.manifest import kind_of
 from services.common.errors import InvalidRequest, TemperError, Unavailable
 from services.common.pb import adapters_pb2, adapters_pb2_grpc, engine_pb2_grpc
 from services.common.pb import engine_pb2 as pb
+from services.common.shutdown import SleepLevel
 from services.common.telemetry.recent_logs import RecentLogs
 from services.common.telemetry.tracing import NO_TRACER, Tracer
 from services.common.text.tokenizer import TextCodec
@@ -81,8 +82,9 @@ class Serving:
     """Last lines of this process's log."""
     block_size: int = 0
     """Tokens of a KV block; 0: it is not told."""
-    sleep: Callable[[], None] | None = None
-    """Begins to put the process to sleep; None: it cannot be."""
+    sleep: Callable[[SleepLevel], None] | None = None
+    """Begins to put the process to sleep; raises InvalidRequest at a level that it does not have. None: it cannot
+    be."""
 
 
 _MOST_PAUSED_SECONDS = 3600.0
@@ -343,10 +345,13 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             known |= {one.completion_id: one for one in self._serving.loop.rollouts.of_sessions(asked)}
         return pb.GetRolloutsResponse(rollouts=[rollout_message(one) for one in known.values()], missing=missing)
 
-    async def Sleep(self, request: pb.SleepRequest, context: _Context) -> pb.SleepResponse:  # noqa: N802, ARG002
+    async def Sleep(self, request: pb.SleepRequest, context: _Context) -> pb.SleepResponse:  # noqa: N802
         if self._serving.sleep is None:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this engine cannot sleep: it is a part of a process")
-        self._serving.sleep()
+        try:
+            self._serving.sleep(cast(SleepLevel, request.level or "process"))
+        except InvalidRequest as error:
+            await context.abort(status_code(error), error.message)
         return pb.SleepResponse()
 
     async def Wake(self, request: pb.WakeRequest, context: _Context) -> pb.WakeResponse:  # noqa: N802, ARG002

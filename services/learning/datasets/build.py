@@ -14,6 +14,7 @@ from services.common.storage.ids import key_of
 from services.common.validation.strict_models import StrictModel
 from services.learning.datasets.outliers import DIGITS, UserOutlier, outliers_of
 from services.learning.datasets.rows import Row, row_of_file, row_texts
+from services.learning.datasets.sessions import SaidOfSession, mean_rating, session_row
 from services.learning.datasets.spec import SPLITS, DatasetFilter, DatasetSpec, DatasetSplit, Split
 from services.learning.feedback.record import FeedbackRecord
 from services.learning.request_log.log import RequestFilter, RequestLog
@@ -42,6 +43,8 @@ class DatasetReport(StrictModel):
     """Answers that it speaks of, and logged ones without feedback."""
     without_request: int = 0
     """Answers whose request is not in the log: nothing can be learnt from them."""
+    no_trajectory: int = 0
+    """Rated sessions that are no trajectory: not one conversation of one user, or without the tokens of an answer."""
     without_text: int = 0
     """Answers whose messages were left out of the log, or that are no chat."""
     other_prompt: int = 0
@@ -81,8 +84,7 @@ class _Said:
 
     @property
     def rating(self) -> float | None:
-        ratings = [one.said.rating for one in self.records if one.said.rating is not None]
-        return fmean(ratings) if ratings else None
+        return mean_rating(self.records)
 
     @property
     def newest_correction(self) -> str | None:
@@ -126,7 +128,7 @@ class DatasetBuilder:
         self._counts["opinions"] = len(wanted)
         rows = self._of_feedback(wanted)
         if self._spec.logged:
-            rows += self._of_log({row.answer_id for row in rows})
+            rows += self._of_log({name for row in rows for name in (row.answer_id, *row.turn_ids)})
         rows += self._of_files(files)
         kept = self._capped(self._apart(self._distinct(rows), suites))
         split: dict[Split, list[Row]] = {name: [] for name in SPLITS}
@@ -143,6 +145,7 @@ class DatasetBuilder:
     def _of_feedback(self, opinions: Sequence[FeedbackRecord]) -> list[Row]:
         said: dict[str, _Said] = defaultdict(_Said)
         requests: dict[str, LoggedRequest] = {}
+        sessions: dict[tuple[str, str], SaidOfSession] = defaultdict(SaidOfSession)
         for start in range(0, len(opinions), _AT_ONCE):
             part = opinions[start : start + _AT_ONCE]
             found = dict(self._log.find([one.said.target for one in part if one.said.session_id is None]))
@@ -157,6 +160,10 @@ class DatasetBuilder:
                 if not choices:
                     self._counts["without_request"] += 1
                 for request, choice in choices:
+                    if self._spec.trajectories and request.session is not None and one.said.rating is not None:
+                        _of_session(sessions[request.owner, request.session], one, choice.completion_id)
+                        if one.said.correction is None and one.said.preferred_over is None:
+                            continue
                     requests[choice.completion_id] = request
                     said[choice.completion_id].records.append(one)
                     self._answers_of[one.id].append(choice.completion_id)
@@ -167,7 +174,22 @@ class DatasetBuilder:
             row = self._row(request, choice, "feedback")
             if row is not None:
                 rows += self._with_opinions(row, those_said)
-        return rows
+        return rows + list(filter(None, (self._trajectory(*name, those) for name, those in sessions.items())))
+
+    def _trajectory(self, owner: str, session: str, said: SaidOfSession) -> Row | None:
+        """Row of a session; None: it is no trajectory, or not one that the filter takes."""
+        requests = self._log.newest(RequestFilter(owner, session=session), limit=_OF_A_SESSION)
+        answered = (_answered_by(choice, self._spec.filter) for one in requests for choice in one.choices)
+        if not all(map(self._takes_request, requests)) or not all(answered) or not self._takes_rating(said.rating):
+            return None
+        self._counts["requests"] += len(requests)
+        row = session_row(requests, said) if requests else None
+        if row is None:
+            self._counts["no_trajectory"] += 1
+            return None
+        for one in said.records:
+            self._answers_of[one.id].append(row.answer_id or "")
+        return row
 
     def _of_log(self, known: set[str | None]) -> list[Row]:
         wanted = self._spec.filter
@@ -221,10 +243,7 @@ class DatasetBuilder:
     def _with_opinions(self, row: Row, said: _Said) -> list[Row]:
         """The row with what was said; one more for each further answer that it was preferred over."""
         rating = said.rating
-        low, high = self._spec.filter.min_rating, self._spec.filter.max_rating
-        if (low is not None and (rating is None or rating < low)) or (
-            high is not None and (rating is None or rating > high)
-        ):
+        if not self._takes_rating(rating):
             return []
         row = row.model_copy(
             update={
@@ -267,6 +286,12 @@ class DatasetBuilder:
             and (wanted.said_until is None or one.changed_at < wanted.said_until)
             and (wanted.sources is None or one.said.source in wanted.sources)
             and (wanted.labels is None or one.said.label in wanted.labels)
+        )
+
+    def _takes_rating(self, rating: float | None) -> bool:
+        low, high = self._spec.filter.min_rating, self._spec.filter.max_rating
+        return (low is None or (rating is not None and rating >= low)) and (
+            high is None or (rating is not None and rating <= high)
         )
 
     def _takes_request(self, request: LoggedRequest) -> bool:
@@ -363,6 +388,13 @@ class DatasetBuilder:
             ),
             outliers=outliers_of(opinions),
         )
+
+
+def _of_session(said: SaidOfSession, one: FeedbackRecord, choice: str) -> None:
+    if one.said.session_id is None:
+        said.turns.setdefault(choice, []).append(one)
+    elif one not in said.whole:
+        said.whole.append(one)
 
 
 def split_of(row: Row, split: DatasetSplit) -> Split:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
-from services.learning.datasets.rows import Json, Row
+from services.learning.datasets.rows import Json, Row, digest
 
 ExampleKind = Literal["sft", "dpo", "kto", "grpo"]
 
@@ -17,14 +17,20 @@ def examples_of(kind: ExampleKind, rows: Iterable[Row]) -> list[Json]:
     sft learns corrections, and the best answer of each prompt unless it was rated badly. dpo prefers corrections to
     what they correct, preferred answers to the others, and of each prompt the best rated answer to the worst. kto takes
     each rated answer for good or bad. grpo compares the rated answers of each prompt, by the tokens that were sampled.
+    Trajectories are for sft, the best of each beginning, and for grpo.
     """
     by_prompt: dict[str, list[Row]] = {}
     for row in rows:
-        by_prompt.setdefault(row.prompt, []).append(row)
+        by_prompt.setdefault(row.beginning, []).append(row)
     return [example for those in by_prompt.values() for example in CONVERTERS[kind](those)]
 
 
 def _sft(rows: Sequence[Row]) -> list[Json]:
+    played = [row for row in rows if row.trajectory is not None and not row.truncated and _goodness(row) >= 0]
+    if played:
+        best = max(played, key=lambda row: (_goodness(row), row.opinions, row.at))
+        return [{"trajectory": best.trajectory}]
+    rows = [row for row in rows if row.trajectory is None]
     corrected = [row for row in rows if row.better is not None]
     if corrected:
         newest = max(corrected, key=lambda row: row.at)
@@ -37,6 +43,7 @@ def _sft(rows: Sequence[Row]) -> list[Json]:
 
 
 def _dpo(rows: Sequence[Row]) -> list[Json]:
+    rows = [row for row in rows if row.trajectory is None]
     pairs = [(row, row.better, row.worse) for row in rows if row.better and row.worse]
     rated = [row for row in rows if row.rating is not None and row.text is not None]
     if not pairs and rated:
@@ -50,6 +57,7 @@ def _dpo(rows: Sequence[Row]) -> list[Json]:
 
 def _kto(rows: Sequence[Row]) -> list[Json]:
     found: dict[str, tuple[Row, bool]] = {}
+    rows = [row for row in rows if row.trajectory is None]
     for row in rows:
         if row.text is not None and row.rating:
             found[row.text] = row, row.rating > 0
@@ -61,6 +69,10 @@ def _kto(rows: Sequence[Row]) -> list[Json]:
 
 
 def _grpo(rows: Sequence[Row]) -> list[Json]:
+    played = [row.trajectory for row in rows if row.trajectory is not None]
+    if played:
+        earned = {digest([one.get("reward"), [part.get("reward") for part in one["segments"]]]) for one in played}
+        return [{"trajectories": played}] if len(earned) > 1 else []
     known = [row for row in rows if row.rating is not None and row.token_ids and row.prompt_token_ids]
     prompts = {tuple(row.prompt_token_ids or ()) for row in known}
     groups = []

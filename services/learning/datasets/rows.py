@@ -49,6 +49,10 @@ class Row(StrictModel):
     """At which the answer was sampled."""
     truncated: bool = False
     """The answer ended at its token limit."""
+    turn_ids: tuple[str, ...] = ()
+    """Ids of the choices of its trajectory."""
+    trajectory: Json | None = None
+    """A whole session, as jobs take it: by its segments, with its rewards. `messages` are those of its last request."""
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
     logprobs: list[float] | None = None
@@ -56,16 +60,30 @@ class Row(StrictModel):
     @property
     def content(self) -> str:
         """Digest of what a model would learn from it."""
-        return digest([self.messages, self.tools, self.answer, self.better, self.worse])
+        # A session is one row, also where another has the same words.
+        session = [] if self.trajectory is None else [self.turn_ids]
+        return digest([self.messages, self.tools, self.answer, self.better, self.worse, *session])
 
     @property
     def prompt(self) -> str:
         """Digest of what was asked."""
         return digest([self.messages, self.tools])
 
+    @property
+    def beginning(self) -> str:
+        """Digest of what makes rows comparable: what was asked, or what a trajectory begins with."""
+        return self.prompt if self.trajectory is None else digest(self.trajectory["segments"][0]["token_ids"])
+
+    @property
+    def last_turn(self) -> Row:
+        """The row by its last answer alone, without trajectory."""
+        return self if self.trajectory is None else self.model_copy(update={"trajectory": None})
+
     def unit(self, by: Literal["user", "session", "request"]) -> str:
         """Name of what stays together when rows are split."""
         request = self.answer_id.partition(":")[0] if self.answer_id else self.content
+        if self.trajectory is not None and self.session is not None:
+            request = self.session  # it has a last answer until the session goes on
         user = self.user or (self.said_by[0] if self.said_by else None)
         return {"user": user or self.session, "session": self.session, "request": None}[by] or request
 
@@ -78,7 +96,8 @@ class Row(StrictModel):
     def marks(self) -> frozenset[str]:
         """Marks of erasure that mean it."""
         found = {mark for user in self.users for mark in user_marks(user, self.key_id)}
-        return frozenset(found | ({answer_mark(self.answer_id)} if self.answer_id is not None else set()))
+        answers = {*self.turn_ids, *(() if self.answer_id is None else (self.answer_id,))}
+        return frozenset(found.union(map(answer_mark, answers)))
 
     @property
     def text(self) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import not_
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
@@ -9,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from services.common.jobs.fields.refs import DatasetRef, SuiteRef
 from services.common.storage.names import NAME_SCHEMA, check_name, field_check
-from services.common.validation.json_rules import Rules, either, given, has, if_any
+from services.common.validation.json_rules import Rules, either, given, has, if_any, true_only_with
 from services.common.validation.strict_models import SentModel
 from services.learning.feedback.record import Source
 
@@ -100,12 +101,18 @@ class DatasetSpec(SentModel):
     """Declaration of a data set."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
-    json_rules: ClassVar[Rules] = (either(if_any(feedback=True), has(logged=True), given("files")),)
+    json_rules: ClassVar[Rules] = (
+        either(if_any(feedback=True), has(logged=True), given("files")),
+        true_only_with("trajectories", if_any(feedback=True)),
+    )
 
     feedback: bool = True
     """Answers that somebody said something of, with what was said. Their requests come from the request log."""
     logged: bool = False
     """Logged answers of which nobody said anything."""
+    trajectories: bool = Field(False, exclude_if=not_)
+    """A session that was rated, as a whole or by answers in it, is one row: a trajectory, with the rating of an answer
+    as the reward of its turn."""
     files: list[_Text] | None = Field(None, min_length=1, max_length=100)
     """Ids of files (/v1/files) with examples, as jobs of kind sft, dpo or kto take them."""
     filter: DatasetFilter = DatasetFilter()
@@ -134,5 +141,11 @@ class DatasetSpec(SentModel):
         if not self.feedback and not self.logged and self.files is None:
             raise PydanticCustomError(
                 "contradiction", "rows come from feedback, logged or files: give one", {"param": "feedback"}
+            )
+        if self.trajectories and not self.feedback:
+            raise PydanticCustomError(
+                "contradiction",
+                "trajectories are sessions that were rated: leave feedback true",
+                {"param": "trajectories"},
             )
         return self

@@ -29,7 +29,7 @@ def suite_items(dataset: str, rows: Iterable[Row], split: DatasetSplit, settings
         InvalidRequest: no prompt is left, or there are too many.
     """
     by_prompt: dict[str, list[Row]] = {}
-    for row in rows:
+    for row in (one.last_turn for one in rows):
         by_prompt.setdefault(row.prompt, []).append(row)
     items: list[SuiteItem] = []
     reason = "it has no held-out rows: make a version with a larger split.held_out, or of more rows"

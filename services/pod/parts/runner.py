@@ -17,6 +17,7 @@ from services.engine.compute_sharing.host_lock import SliceGate
 from services.engine.executors.cpu.cache_transfer import CpuCacheTransfer
 from services.engine.executors.cpu.runner import ModelRunner
 from services.engine.executors.runner import Runner
+from services.engine.executors.sleeping_memory import Part, SleepingMemory
 from services.engine.kv_offload.messages import CacheTransfer
 from services.engine.models.interface import CausalLM
 from services.engine.models.lora.slots import LoraSlots
@@ -48,12 +49,14 @@ def build_runner(
     num_blocks: int,
     max_model_len: int,
     eos_token_ids: Sequence[int],
+    sleeping: SleepingMemory,
 ) -> DeviceExecutor:
     """Allocates the caches; on a GPU it also compiles the kernels and captures the CUDA graphs.
 
     Args:
         settings: settings of the device (see EngineSettings.for_device).
         num_blocks: KV blocks, scratch block 0 included.
+        sleeping: memory that the caches are a part of.
 
     Raises:
         DoesNotFit: a kernel asks for more shared memory or registers than the GPU has.
@@ -61,14 +64,23 @@ def build_runner(
     slots, speculative = state_slots(settings), settings.speculative == "mtp"
     if model.device.type == "cpu":
         cache = model.allocate_cache(num_blocks, settings.block_size, slots)
+        sleeping.keep_cache(cache.tensors())
         plain = ModelRunner(model, cache, lora, num_slots=slots, eos_token_ids=eos_token_ids, speculative=speculative)
         return DeviceExecutor(plain, lambda identity: CpuCacheTransfer(cache, identity))
     # Imported here: a pod without a GPU needs no Triton.
     from services.engine.executors.cuda.cache_transfer import CudaCacheTransfer
+    from services.engine.executors.mapped_memory import MappedMemory
 
+    host = sleeping.host if isinstance(sleeping, MappedMemory) else None
     with kernels_fit(settings):
         tuning = gpu_tuning(
-            model, lora, settings, num_blocks=num_blocks, max_model_len=max_model_len, eos_token_ids=eos_token_ids
+            model,
+            lora,
+            settings,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+            sleeping=sleeping,
         )
         runner, device_cache = tuning.runner, tuning.cache
         if settings.tune != "off" and not settings.batch_invariant and not tuning.use_kept():
@@ -79,7 +91,9 @@ def build_runner(
         watch = Stopwatch()
         runner.warm_up()
     log.info("graphs captured", graphs=runner.captures, seconds_with_kernels=watch.lap())
-    return DeviceExecutor(runner, lambda identity: CudaCacheTransfer(device_cache, runner.stream, identity))
+    return DeviceExecutor(
+        runner, lambda identity: CudaCacheTransfer(device_cache, runner.stream, identity, host_memory=host)
+    )
 
 
 def _search(tuning: Tuning) -> None:
@@ -97,8 +111,13 @@ def gpu_tuning(
     num_blocks: int,
     max_model_len: int,
     eos_token_ids: Sequence[int],
+    sleeping: SleepingMemory | None = None,
 ) -> Tuning:
-    """Runner and caches on a GPU, before anything is captured; arguments as of build_runner()."""
+    """Runner and caches on a GPU, before anything is captured; arguments as of build_runner().
+
+    Args:
+        sleeping: None: nobody sleeps.
+    """
     # Imported here: a pod without a GPU needs no Triton.
     from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
     from services.engine.executors.cuda.shapes import verified_rows
@@ -106,19 +125,22 @@ def gpu_tuning(
     from services.engine.models.device_batch import DeviceCache
 
     speculative = settings.speculative == "mtp"
-    cache = DeviceCache.allocate(
-        model.config,
-        model.dtype,
-        model.device,
-        num_blocks=num_blocks,
-        block_size=settings.block_size,
-        num_slots=state_slots(settings),
-        kv_dtype=torch.float8_e4m3fn if settings.kv_cache_dtype == "fp8" else None,
-        state_dtype=torch.bfloat16 if settings.state_dtype == "bfloat16" else torch.float32,
-        mtp=speculative,
-        waiting_writes=waiting_writes(model.device.type),
-        verified_rows=verified_rows(settings.max_num_seqs) if speculative else 0,
-    )
+    with nullcontext() if sleeping is None else sleeping.allocating(Part.CACHE):
+        cache = DeviceCache.allocate(
+            model.config,
+            model.dtype,
+            model.device,
+            num_blocks=num_blocks,
+            block_size=settings.block_size,
+            num_slots=state_slots(settings),
+            kv_dtype=torch.float8_e4m3fn if settings.kv_cache_dtype == "fp8" else None,
+            state_dtype=torch.bfloat16 if settings.state_dtype == "bfloat16" else torch.float32,
+            mtp=speculative,
+            waiting_writes=waiting_writes(model.device.type),
+            verified_rows=verified_rows(settings.max_num_seqs) if speculative else 0,
+        )
+    if sleeping is not None:
+        sleeping.keep_cache(cache.tensors())
     pdl = settings.programmatic_launch and model.kernel_configs().device.programmatic_launch
     runner = CudaRunner(
         model,

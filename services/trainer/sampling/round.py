@@ -91,15 +91,19 @@ class Round:
             for place, prompt in enumerate(self.prompts)
         ]
 
+    @property
+    def earned(self) -> Sequence[Sequence[float]]:
+        """Rewards of the completions of each prompt."""
+        return [self.rewards[start : start + self.size] for start in range(0, len(self.rewards), self.size)]
+
     def metrics(self) -> dict[str, float]:
         """Metrics of the round, however it is trained on."""
         count = len(self.completions)
-        groups = [self.rewards[start : start + self.size] for start in range(0, count, self.size)]
         behind = float(self.number - self.version)
         return {
             "staleness_mean": behind,
             "staleness_max": behind,
-            "frac_reward_zero_std": sum(max(group) == min(group) for group in groups) / len(groups),
+            "frac_reward_zero_std": sum(max(group) == min(group) for group in self.earned) / len(self.earned),
             "completion_length_mean": sum(len(one.token_ids) for one in self.completions) / count,
             "truncated_fraction": sum(one.truncated for one in self.completions) / count,
         }

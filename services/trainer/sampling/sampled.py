@@ -21,15 +21,22 @@ class Sampled:
     """A round, and what its sampling took."""
 
     round: Round | EpisodeRound
-    tokens_per_second: float = 0.0
+    said: Mapping[str, float]
+    """Metrics of the sampling."""
     seconds: float = 0.0
     """With the policy's way into its slot and the rewards. 0: an earlier attempt of the job sampled it."""
 
     @classmethod
-    def of(cls, found: Round | EpisodeRound, completions: Sequence[Completion], watch: StepTimer) -> Sampled:
-        """A round whose sampling this timer has."""
-        rate = sampling_rate(completions, watch)["rollout_tokens_per_second"]
-        return cls(found, rate, watch.waited("swap") + watch.waited("rollout") + watch.waited("score"))
+    def of(
+        cls,
+        found: Round | EpisodeRound,
+        completions: Sequence[Completion],
+        watch: StepTimer,
+        said: Mapping[str, float] | None = None,
+    ) -> Sampled:
+        """A round whose sampling this timer has; ``said`` are further metrics of it."""
+        said = {**(said or {}), **sampling_rate(completions, watch)}
+        return cls(found, said, watch.waited("swap") + watch.waited("rollout") + watch.waited("score"))
 
 
 def planned_state(planned: PlannedRound[Sampled]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -37,7 +44,8 @@ def planned_state(planned: PlannedRound[Sampled]) -> tuple[dict[str, Tensor], di
     found = planned.found
     tensors, said = (planned.policy.state(), None) if found is None else found.round.state()
     named = {f"ahead.{planned.number}.{name}": value for name, value in tensors.items()}
-    return named, {"number": planned.number, "version": planned.version, "round": said}
+    told = {} if found is None else dict(found.said)
+    return named, {"number": planned.number, "version": planned.version, "round": said, "said": told}
 
 
 def planned_of(
@@ -59,5 +67,5 @@ def planned_of(
     if data["round"] is None:
         policy.load_state(own)
     else:
-        found = Sampled(restored(own, data["round"]))
+        found = Sampled(restored(own, data["round"]), data["said"])
     return PlannedRound(number, int(data["version"]), policy, found)

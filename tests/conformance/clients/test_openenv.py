@@ -11,12 +11,12 @@ from contextlib import contextmanager
 import pytest
 
 from benchmarks.training.environments.serving import serving
-from services.common.jobs.kinds.environment import EnvironmentReward
+from services.common.jobs.kinds.environment import EnvironmentReward, FailureKind
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.environments.guess import Guess
 from services.trainer.sampling.answers import ReadAnswer
 from services.trainer.sampling.environments.openenv import OpenEnvWorlds
-from services.trainer.sampling.environments.world import EnvironmentFailed, FailureKind, Outcome
+from services.trainer.sampling.environments.world import EnvironmentFailed, Outcome
 from tests.conformance.clients.place import HERE, PYTHON
 from tests.stack import PATIENCE
 
@@ -41,7 +41,7 @@ def test_their_client_plays_in_our_environment() -> None:
         )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    assert told["told"][0] == "Guess a number from 1 to 7."
+    assert told["told"][0] == "What number is it, from 1 to 7?"
     assert told["told"][-1] == "Right."
     assert told["reward"] == 1.0
     assert told["state"]["episode_id"] == "e-1"

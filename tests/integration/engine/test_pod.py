@@ -25,6 +25,7 @@ from tests.integration.servers import RunningServer
 from tests.stack import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[3]
+RECONNECTING = [("grpc.max_reconnect_backoff_ms", 200)]
 
 
 @pytest.fixture
@@ -63,8 +64,7 @@ def pod(environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.mark.thorough
 def test_a_pod_serves_and_drains(pod: subprocess.Popen[bytes], environment: dict[str, str]) -> None:
-    options = [("grpc.max_reconnect_backoff_ms", 200)]
-    with grpc.insecure_channel(f"127.0.0.1:{environment['TEMPER_GRPC_PORT']}", options) as channel:
+    with grpc.insecure_channel(f"127.0.0.1:{environment['TEMPER_GRPC_PORT']}", RECONNECTING) as channel:
         stub = engine_pb2_grpc.EngineStub(channel)
         model = stub.GetModel(pb.GetModelRequest(), wait_for_ready=True, timeout=60)
         assert model.device == "cpu"
@@ -92,8 +92,7 @@ def test_a_pod_serves_and_drains(pod: subprocess.Popen[bytes], environment: dict
 
 def test_a_pod_sleeps_and_wakes(pod: subprocess.Popen[bytes], environment: dict[str, str]) -> None:
     """What runs ends first; then the process is a small one with the same id and port, until it is woken."""
-    options = [("grpc.max_reconnect_backoff_ms", 200)]
-    with grpc.insecure_channel(f"127.0.0.1:{environment['TEMPER_GRPC_PORT']}", options) as channel:
+    with grpc.insecure_channel(f"127.0.0.1:{environment['TEMPER_GRPC_PORT']}", RECONNECTING) as channel:
         stub = engine_pb2_grpc.EngineStub(channel)
         stub.GetModel(pb.GetModelRequest(), wait_for_ready=True, timeout=PATIENCE)
         awake = _resident_bytes(pod.pid)
@@ -128,6 +127,48 @@ def test_a_pod_sleeps_and_wakes(pod: subprocess.Popen[bytes], environment: dict[
         _until(lambda: stub.GetStatus(pb.GetStatusRequest(), wait_for_ready=True, timeout=PATIENCE).asleep)
         pod.send_signal(signal.SIGTERM)
     assert pod.wait(PATIENCE) == 0
+
+
+def test_a_pod_that_gives_its_caches_back_stays_the_same_process(
+    pod: subprocess.Popen[bytes], environment: dict[str, str]
+) -> None:
+    """It wakes with its model loaded, also a second time, and says the same as before."""
+    with grpc.insecure_channel(f"127.0.0.1:{environment['TEMPER_GRPC_PORT']}", RECONNECTING) as channel:
+        stub = engine_pb2_grpc.EngineStub(channel)
+        stub.GetModel(pb.GetModelRequest(), wait_for_ready=True, timeout=PATIENCE)
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.Sleep(pb.SleepRequest(level="weights"))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "its levels are cache, process" in refused.value.details()
+        prompts = [request(list(range(7 + number, 207 + number)), max_tokens=20) for number in range(4)]
+
+        def answers() -> list[list[int]]:
+            return [[token for update in stub.Generate(one) for token in update.token_ids] for one in prompts]
+
+        first, began = answers(), _began(pod.pid)
+        for _ in range(2):
+            filled = _resident_bytes(pod.pid)
+            stub.Sleep(pb.SleepRequest(level="cache"))
+            _until(lambda: stub.GetStatus(pb.GetStatusRequest(), wait_for_ready=True, timeout=PATIENCE).asleep)
+            assert stub.GetStatus(pb.GetStatusRequest()).sleep_level == "cache"
+            assert _resident_bytes(pod.pid) < filled
+            with pytest.raises(grpc.RpcError) as asleep:
+                next(iter(stub.Generate(request())))
+            assert asleep.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert stub.Wake(pb.WakeRequest()).asleep
+            _until(lambda: not stub.GetStatus(pb.GetStatusRequest(), wait_for_ready=True, timeout=PATIENCE).asleep)
+            assert stub.GetStatus(pb.GetStatusRequest()).blocks_cached == 0
+            assert answers() == first
+        assert _began(pod.pid) == began
+        stub.Sleep(pb.SleepRequest(level="cache"))
+        _until(lambda: stub.GetStatus(pb.GetStatusRequest(), wait_for_ready=True, timeout=PATIENCE).asleep)
+        pod.send_signal(signal.SIGTERM)
+    assert pod.wait(PATIENCE) == 0
+
+
+def _began(pid: int) -> str:
+    """Address of its stack, which is another one after an execv."""
+    return next(line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if line.endswith("[stack]"))
 
 
 def _resident_bytes(pid: int) -> int:

@@ -28,14 +28,14 @@ def add(environment: Environment, number: object) -> Observation:
 def test_halving_finds_every_number(seed: int, numbers: int, guesses: int) -> None:
     game = Guess()
     asked = begun(game, seed=seed, numbers=numbers, guesses=guesses)
-    low, high = (int(one) for one in asked.removeprefix("Guess a number from ").removesuffix(".").split(" to "))
+    low, high = (int(one) for one in asked.removeprefix("What number is it, from ").removesuffix("?").split(" to "))
     assert high - low + 1 == numbers
     for _ in range(guesses):
         middle = (low + high) // 2
         found = say(game, f"It is {middle}.")
         if found.done:
             break
-        low, high = (middle + 1, high) if found.fields["text"] == "Higher." else (low, middle - 1)
+        low, high = (middle + 1, high) if found.fields["text"] == "The number is higher." else (low, middle - 1)
     assert found.reward == 1.0
     assert game.state["hidden"] == middle
 

@@ -111,6 +111,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
     composes: bool = True
     sleeps: bool = True
     asleep: bool = False
+    sleep_level: str = ""
+    memory_taken: bool = False
     dies_on_abort: bool = False
     digest: str = "d" * 64
     name: str = ""
@@ -269,10 +271,16 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
     async def Sleep(self, request, context) -> engine_pb2.SleepResponse:  # noqa: N802
         if not self.sleeps:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        if request.level not in ("", "cache", "process"):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "its levels are cache, process")
         was, self.asleep = self.asleep, True
+        if not was:
+            self.sleep_level = request.level
         return engine_pb2.SleepResponse(asleep=was)
 
     async def Wake(self, request, context) -> engine_pb2.WakeResponse:  # noqa: N802
+        if self.memory_taken:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "somebody else has the memory")
         was, self.asleep = self.asleep, False
         return engine_pb2.WakeResponse(asleep=was)
 
@@ -284,6 +292,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
             running=len(self.running),
             draining=self.draining,
             asleep=self.asleep,
+            sleep_level=self.sleep_level,
             attached_adapter=self.attached,
             loaded_adapters=[self.attached] if self.attached else [],
             instance=self.sessions.instance,

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 
-from services.common.jobs.training_sessions import CALL, OpenSession, future_id, session_id
+from services.common.jobs.training_sessions import CALL, Call, OpenSession, future_id, session_id
 from services.common.pb import engine_pb2, sessions_pb2_grpc
 from services.common.pb import sessions_pb2 as pb
 
@@ -26,6 +26,7 @@ class FakeSessions(sessions_pb2_grpc.SessionsServicer):
         self.refuses: engine_pb2.Error | None = None
         self.results: dict[str, dict[str, object]] = {}
         """Results of calls by kind; without one it is an echo."""
+        self.calls: list[Call] = []
         self.holds = False
         """Calls stay pending until `finish`."""
         self.changed = asyncio.Event()
@@ -67,6 +68,7 @@ class FakeSessions(sessions_pb2_grpc.SessionsServicer):
         if request.session not in self.opened or self.owners[request.session] != request.owner:
             return pb.FutureAnswer(error=self._unknown(request.session))
         call = CALL.validate_json(request.call_json)
+        self.calls.append(call)
         future = pb.Future(
             id=future_id(request.session, call.seq, "abcdef"),
             session=request.session,

@@ -22,7 +22,7 @@ from services.learning.datasets.rows import Row, row_of_file
 from services.learning.datasets.spec import SPLITS, DatasetSpec, DatasetSplit
 from services.learning.datasets.store import DatasetStore, NewDataset
 from services.learning.feedback.record import Feedback, FeedbackRecord
-from services.learning.request_log.index import user_mark
+from services.learning.request_log.index import answer_mark, user_mark
 from services.learning.request_log.log import RequestFilter, RequestLog
 from services.learning.request_log.parts import Line
 from services.learning.request_log.record import LoggedChoice, LoggedRequest
@@ -408,3 +408,77 @@ def test_held_out_rows_stay_though_a_suite_has_them() -> None:
     built = DatasetBuilder(spec, log, None).build([said(1, score=1)], {}, suites=[SuiteOverlap(_ITEMS)])
     assert len(built.rows["held_out"]) == 1
     assert built.report.of_suites == 0
+
+
+def walk(number: int, *, session: str, anew: bool = False, turns: int = 2, **more: Any) -> list[LoggedRequest]:
+    """Requests of one session; each prompt goes on from the tokens before it, unless the template writes them anew."""
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
+    tokens, found = [1, 2], []
+    for turn in range(turns):
+        found.append(
+            request(
+                10 * number + turn,
+                f"step {number}{turn}",
+                messages=list(asked),
+                prompt_token_ids=[list(tokens)],
+                session=session,
+                user=f"u-{session}",
+                sampling={"temperature": 0.5},
+                **more,
+            )
+        )
+        asked += [{"role": "assistant", "content": "step"}, {"role": "tool", "content": f"seen {turn}"}]
+        tokens = [1, 2, 9, 9] if anew else [*tokens, *(found[-1].choices[0].token_ids or ()), 7, 8]
+    return found
+
+
+def test_a_rated_session_is_a_trajectory() -> None:
+    requests = [*walk(1, session="a"), *walk(2, session="b"), *walk(3, session="c", anew=True), request(50, "alone")]
+    opinions = [
+        said(1, session_id="a", score=1.0, user="ann"),
+        said(2, completion_id="chatcmpl-10", score=0.5, user="ann"),
+        said(3, completion_id="chatcmpl-21", thumb="down"),
+        said(4, session_id="c", thumb="down"),
+        said(5, completion_id="chatcmpl-50", thumb="up"),
+    ]
+    built = build({"trajectories": True}, requests, *opinions)
+    rows = {row.session: row for row in built.rows["train"]}
+    assert set(built.opinions) == {one.id for one in opinions}
+    assert (rows[None].trajectory, rows[None].text) == (None, "alone"), "an answer without session is a row as ever"
+    sampled = {"temperature": 0.5, "adapter": "toy@1", "logprobs": [-0.5, -0.25]}
+    assert rows["a"].trajectory == {
+        "segments": [
+            {"type": "observation", "token_ids": [1, 2]},
+            {"type": "action", "token_ids": [10, 0], **sampled, "reward": 0.5},
+            {"type": "observation", "token_ids": [7, 8]},
+            {"type": "action", "token_ids": [11, 0], **sampled},
+        ],
+        "truncated": False,
+        "reward": 1.0,
+    }
+    assert (rows["a"].rating, rows["a"].opinions, rows["b"].rating) == (1.0, 2, -1.0)
+    assert rows["c"].trajectory is not None
+    assert rows["c"].trajectory["segments"][2] == {"type": "observation", "token_ids": [1, 2, 9, 9], "restarts": True}
+
+    (group,) = examples_of("grpo", rows.values())
+    JOBS["grpo"].model_validate({"kind": "grpo", "adapter": "bot", "groups": [group]})
+    assert [one.get("reward") for one in group["trajectories"]] == [1.0, None, -1.0]
+    examples = examples_of("sft", rows.values())
+    JOBS["sft"].model_validate({"kind": "sft", "adapter": "bot", "examples": examples})
+    assert [one.get("trajectory") for one in examples] == [rows["a"].trajectory, None]
+    assert not examples_of("dpo", [rows["a"], rows["c"]])
+    assert not examples_of("kto", [rows["a"]])
+    for name in ("chatcmpl-10", "chatcmpl-11"):
+        assert answer_mark(name) in rows["a"].marks, "each of its answers can be erased"
+
+
+def test_sessions_that_are_no_trajectory_are_counted() -> None:
+    changed = walk(1, session="a")
+    changed[1] = changed[1].model_copy(update={"messages": [{"role": "user", "content": "another"}]})
+    silent = walk(2, session="b", choices=(LoggedChoice(completion_id="x", message={}, finish_reason="stop"),))
+    several = [request(30, "one", "two", session="c")]
+    opinions = [said(number, session_id=name, thumb="up") for number, name in enumerate("abc")]
+    built = build({"trajectories": True}, [*changed, *silent, *several], *opinions)
+    assert (len(built.rows["train"]), built.report.no_trajectory) == (0, 3)
+    spec = {"trajectories": True, "filter": {"min_rating": 0.5}}
+    assert not build(spec, walk(1, session="a"), said(1, session_id="a", score=0.25)).rows["train"]

@@ -53,3 +53,21 @@ def test_a_job_without_a_reward_shows_none() -> None:
     text = generate_latest(registry).decode()
     assert 'temper_trainer_job_loss{kind="sft"} 1.0' in text
     assert "temper_trainer_job_reward{" not in text
+
+
+def test_failures_of_environments_add_up() -> None:
+    registry = CollectorRegistry()
+    metrics = TrainerMetrics(registry)
+    text = generate_latest(registry).decode()
+    assert 'temper_trainer_environment_failures_total{reason="timeout"} 0.0' in text
+    assert "temper_trainer_dropped_episodes_total 0.0" in text
+    metrics.job_began("grpo")
+    failed = {"environment_failures_timeout": 3.0, "environment_failures_error": 1.0, "environment_dropped": 2.0}
+    metrics.progress("grpo", JobProgress(step=1, total_steps=3), failed)
+    metrics.progress("grpo", JobProgress(step=2, total_steps=3), {"loss": 0.5})
+    metrics.progress("grpo", JobProgress(step=3, total_steps=3), failed)
+    metrics.job_ended()
+    text = generate_latest(registry).decode()
+    assert 'temper_trainer_environment_failures_total{reason="timeout"} 6.0' in text
+    assert 'temper_trainer_environment_failures_total{reason="error"} 2.0' in text
+    assert "temper_trainer_dropped_episodes_total 4.0" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -17,6 +18,28 @@ from services.common.validation.strict_models import SentModel
 
 OBSERVATION = "{observation}"
 """Stands in a prompt's last message for what the environment shows at the reset."""
+
+
+class FailureKind(enum.StrEnum):
+    """Kinds of failures of an environment."""
+
+    TIMEOUT = "timeout"
+    CONNECTION = "connection"
+    """It cannot be reached, or the connection broke."""
+    PROTOCOL = "protocol"
+    """What it said is no JSON, or not of the form that it should be."""
+    OVERSIZED = "oversized"
+    """What it said is too long."""
+    CAPACITY = "capacity"
+    """It has no room for another session."""
+    ERROR = "error"
+    """It says itself that something is wrong with it."""
+
+
+FAILURES = {kind: f"environment_failures_{kind.value}" for kind in FailureKind}
+"""Metric of a step → how many environments failed so while it played."""
+DROPPED = "environment_dropped"
+"""Metric of a step: its episodes that no environment brought to their end."""
 
 
 class HttpTool(SentModel):

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from services.common.errors import InvalidRequest
 from services.common.jobs.base import JobBase, ServedLimits
 from services.common.jobs.documents import placed
+from services.common.jobs.fields.curriculum import Curriculum
 from services.common.jobs.fields.prompts import SampledPrompt, as_prompt
 from services.common.jobs.kinds.environment import EnvironmentReward, check_tools
 from services.common.jobs.scorers.base import ScorerSpec
@@ -84,6 +85,8 @@ class GenerateSettings(SentModel):
     rounds: int = Field(ge=1, le=100_000)
     prompts_per_round: int | None = Field(None, ge=1)
     """None: all of them. They are taken in shuffled order, each once before one comes again."""
+    curriculum: Curriculum | None = Field(None, exclude_if=absent)
+    """Rounds draw their prompts by how often they have been answered well, instead."""
     completions: int = Field(8, ge=2, le=1024)
     """Completions of each prompt: they are compared with each other."""
     max_tokens: int = Field(ge=1)
@@ -103,6 +106,7 @@ class GenerateSettings(SentModel):
 
     json_rules: ClassVar[Rules] = (
         only_with("eval_every", has(eval_prompts=SOME)),
+        only_with("curriculum", given("prompts_per_round")),
         where(
             has(reward=either(_COMPARES, contains(_COMPARES))),
             if_any(prompts=items(given("answer")), eval_prompts=items(given("answer"))),
@@ -121,6 +125,11 @@ class GenerateSettings(SentModel):
         if self.prompts_per_round is not None and self.prompts_per_round > len(self.prompts):
             raise ValueError(
                 f"prompts_per_round is {self.prompts_per_round}, but there are {len(self.prompts)} prompts"
+            )
+        if self.curriculum is not None and self.round_prompts == len(self.prompts):
+            raise ValueError(
+                f"curriculum would choose nothing: prompts_per_round is {self.round_prompts}, but there are "
+                f"{len(self.prompts)} prompts: give more prompts, or fewer a round"
             )
         if self.eval_every is not None and not self.eval_prompts:
             raise ValueError("eval_every needs eval_prompts")

@@ -25,7 +25,7 @@ class Action(SentModel):
 
     type: Literal["action"] = "action"
     token_ids: SegmentTokens
-    logprobs: list[Annotated[float, Field(le=1e-3)]] | None = None
+    logprobs: list[Annotated[float, Field(ge=-1e9, le=1e-3)]] | None = None
     """log softmax(logits / temperature) of each sampled token, as `sampling_logprobs` of a response gives it. Every
     action of a trajectory has them, or none: then they are computed again and marked `recomputed`."""
     temperature: float = Field(1.0, ge=0, le=100)

@@ -62,6 +62,7 @@ class CudaCacheTransfer:
         engine: where the steps are queued.
         identity: of the model and how it computes (see Layout.fingerprint).
         staging_bytes: memory of the device for the staging buffer.
+        host_memory: where host memory is borrowed from; None: it has its own.
 
     Raises:
         ValueError: blocks or states are no whole number of words, or a block or one layer's state does not fit into
@@ -69,7 +70,13 @@ class CudaCacheTransfer:
     """
 
     def __init__(
-        self, cache: DeviceCache, engine: EngineStream, identity: str, *, staging_bytes: int = STAGING_BYTES
+        self,
+        cache: DeviceCache,
+        engine: EngineStream,
+        identity: str,
+        *,
+        staging_bytes: int = STAGING_BYTES,
+        host_memory: PinnedMemory | None = None,
     ) -> None:
         self._engine = engine
         # Behind the engine's in priority.
@@ -98,7 +105,10 @@ class CudaCacheTransfer:
         if largest > half * WORD:
             raise ValueError(f"half of a staging buffer of {staging_bytes} bytes does not hold {largest} at once")
         self._state_runs = _state_runs([pool.view(torch.int64) for pool in states], half)
-        self._host_memory = PinnedMemory(None if engine.stream is None else CudaRuntime(engine.device))
+        own = PinnedMemory(None if engine.stream is None else CudaRuntime(engine.device))
+        self._host_memory = host_memory or own
+        self._borrowed: list[Bytes] | None = None if host_memory is None else []
+        """Pieces of somebody else's host memory."""
 
     @property
     def layout(self) -> Layout:
@@ -113,11 +123,19 @@ class CudaCacheTransfer:
         Raises:
             MemoryError: the machine gives or pins no more.
         """
-        return self._host_memory.allocate(size)
+        piece = self._host_memory.allocate(size)
+        if self._borrowed is not None:
+            self._borrowed.append(piece)
+        return piece
 
     def close(self) -> None:
-        """See CacheTransfer. Host memory that is still in use is no longer pinned."""
-        self._host_memory.close()
+        """See CacheTransfer. Host memory that is still in use is no longer pinned, unless it is somebody else's."""
+        if self._borrowed is None:
+            self._host_memory.close()
+            return
+        for piece in self._borrowed:
+            self._host_memory.keep(piece)
+        self._borrowed.clear()
 
     def warm_up(self, compilers: Executor | None = None) -> None:
         """Compiles the kernels, on scratch memory.

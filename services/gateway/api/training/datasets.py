@@ -20,10 +20,11 @@ from services.learning.datasets.store import DatasetManifest, DatasetStore, pars
 
 _Learning: TypeAlias = SftJob | DpoJob | KtoJob | GrpoJob | DraftJob
 _TEACHES: dict[ExampleKind, str] = {
-    "sft": "corrections, and answers that were not rated badly",
+    "sft": "corrections, and answers and trajectories that were not rated badly",
     "dpo": "corrections, preferences, and prompts whose answers were rated differently",
     "kto": "rated answers",
-    "grpo": "prompts whose answers were rated differently and are logged with their token ids",
+    "grpo": "prompts whose answers were rated differently and are logged with their token ids, and trajectories that "
+    "began alike and were rated differently",
 }
 
 
@@ -58,7 +59,8 @@ def _written_in(training: TrainingServices, spec: _Learning, manifest: DatasetMa
     kind: ExampleKind = "sft" if isinstance(spec, DraftJob) else spec.kind
 
     def examples(split: Split) -> list[dict[str, Any]]:
-        return examples_of(kind, training.datasets.rows(manifest, split))
+        rows = training.datasets.rows(manifest, split)
+        return examples_of(kind, (row.last_turn for row in rows) if isinstance(spec, DraftJob) else rows)
 
     learnt = examples("train")
     if not learnt:

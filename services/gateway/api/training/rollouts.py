@@ -7,11 +7,15 @@ from collections.abc import Iterable, Sequence
 
 from services.common.errors import InvalidRequest, NotFound
 from services.common.jobs import GrpoCompletion, GrpoGroup, GrpoJob, SftExample, SftJob
+from services.common.jobs.token_checks import check_segments
+from services.common.jobs.training_sessions import Datum, Forward, ForwardBackward
+from services.common.jobs.trajectories.session_data import ForwardBackwardBody, ForwardBody, TrajectoryDatum
 from services.common.jobs.trajectories.stored import StoredTrajectory
 from services.common.pb import engine_pb2
 from services.gateway.api.training.trajectories import Rollouts, Sessions, resolved, sessions_of
+from services.gateway.api.training.validation import served_limits
 from services.gateway.auth.caller import owner
-from services.gateway.engines.pool import EnginePool
+from services.gateway.engines.pool import EnginePool, ServedModel
 
 _NAMED_IDS = 5
 
@@ -34,6 +38,42 @@ def _examples_written_in(job: SftJob, found: Rollouts, sessions: Sessions) -> Sf
             example = example.model_copy(update={"trajectory": trajectory})
         written[place.partition("[")[0]].append(example)
     return job.model_copy(update=written)
+
+
+async def resolve_data(body: ForwardBody | ForwardBackwardBody, engines: EnginePool) -> Forward | ForwardBackward:
+    """Call of a training session with sequences in place of trajectories.
+
+    Raises:
+        InvalidRequest: a trajectory cannot be such a sequence.
+        NotFound, Unavailable: see resolve_rollouts.
+    """
+    played = [one.trajectory for one in body.data if isinstance(one, TrajectoryDatum)]
+    stored = [one for one in played if isinstance(one, StoredTrajectory)]
+    found = await fetched(list(dict.fromkeys(name for one in stored for name in one.ids)), engines, "data")
+    sessions = await sessions_of(stored, engines, "data")
+    return await asyncio.to_thread(_data_written_in, body, engines.served, found, sessions)
+
+
+def _data_written_in(
+    body: ForwardBody | ForwardBackwardBody, served: ServedModel, found: Rollouts, sessions: Sessions
+) -> Forward | ForwardBackward:
+    data: list[Datum] = []
+    for index, datum in enumerate(body.data):
+        field = f"data[{index}]"
+        if isinstance(datum, Datum):
+            data.append(datum)
+            continue
+        trajectory = datum.trajectory
+        if isinstance(trajectory, StoredTrajectory):
+            trajectory = resolved(trajectory, found, sessions, f"{field}.trajectory")
+        check_segments(served_limits(served), f"{field}.trajectory", trajectory)
+        sampled = body.loss != "cross_entropy"
+        data.append(
+            datum.sequence(served.codec, trajectory, sampled=sampled, temperature=body.temperature, field=field)
+        )
+    kind: type[Forward | ForwardBackward] = Forward if isinstance(body, ForwardBody) else ForwardBackward
+    fields = {name: getattr(body, name) for name in ("seq", "loss", "loss_config", "temperature")}
+    return kind(data=data, **fields)
 
 
 async def resolve_rollouts(job: GrpoJob, engines: EnginePool) -> GrpoJob:

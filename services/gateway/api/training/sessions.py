@@ -10,8 +10,6 @@ from pydantic_core import from_json, to_json
 
 from services.common.jobs.training_sessions import (
     Call,
-    Forward,
-    ForwardBackward,
     Load,
     OpenSession,
     OptimStep,
@@ -19,9 +17,11 @@ from services.common.jobs.training_sessions import (
     Save,
     check_tokens,
 )
+from services.common.jobs.trajectories.session_data import ForwardBackwardBody, ForwardBody
 from services.common.pb import sessions_pb2 as pb
 from services.gateway.api.base.idempotency import Once
 from services.gateway.api.base.routing import Routes, provided
+from services.gateway.api.training.rollouts import resolve_data
 from services.gateway.auth.caller import check_attach
 from services.gateway.auth.route_permissions import TRAIN, Permission
 from services.gateway.core.admission import Lifecycle
@@ -102,17 +102,17 @@ async def close_session(session_id: str, training: TrainingSessions) -> dict[str
     status_code=202,
     response_class=Response,
 )
-async def forward_backward(session_id: str, body: ForwardBackward, training: TrainingSessions) -> Response:
+async def forward_backward(session_id: str, body: ForwardBackwardBody, training: TrainingSessions) -> Response:
     """Adds the gradient of a loss to what has been accumulated."""
-    return await _submit(training, session_id, body)
+    return await _submit(training, session_id, await resolve_data(body, training.engines))
 
 
 @routes.post(
     "/v1/train/sessions/{session_id}/forward", Permission(TRAIN, audited=True), status_code=202, response_class=Response
 )
-async def forward(session_id: str, body: Forward, training: TrainingSessions) -> Response:
+async def forward(session_id: str, body: ForwardBody, training: TrainingSessions) -> Response:
     """Log-probabilities and the loss, without gradient."""
-    return await _submit(training, session_id, body)
+    return await _submit(training, session_id, await resolve_data(body, training.engines))
 
 
 @routes.post(

@@ -81,15 +81,19 @@ def check_training_job(served: ServedModel, job: TrainingSpec) -> None:
     check_scale(job.lora)
     _check_layers(served, job)
     check_free("chat_template_kwargs", job.chat_template_kwargs)
-    job.check_tokens(
-        ServedLimits(
-            codec=served.codec,
-            vocab_size=info.vocab_size,
-            max_train_tokens=info.max_train_tokens,
-            max_model_len=info.max_model_len,
-            teacher=info.teacher,
-            teacher_vocab_size=info.teacher_vocab_size,
-        )
+    job.check_tokens(served_limits(served))
+
+
+def served_limits(served: ServedModel) -> ServedLimits:
+    """What the engines can compute, as checks of training data ask for it."""
+    info = served.info
+    return ServedLimits(
+        codec=served.codec,
+        vocab_size=info.vocab_size,
+        max_train_tokens=info.max_train_tokens,
+        max_model_len=info.max_model_len,
+        teacher=info.teacher,
+        teacher_vocab_size=info.teacher_vocab_size,
     )
 
 

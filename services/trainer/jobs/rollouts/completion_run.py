@@ -13,6 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from services.trainer.jobs.base import RunState
 from services.trainer.jobs.grpo_run import GrpoRun
 from services.trainer.jobs.rollouts.rounds import RoundRun, Rounds
 from services.trainer.sampling.ahead import PlannedRound, SamplingAhead
+from services.trainer.sampling.curriculum import CurriculumSampler
 from services.trainer.sampling.environments.rounds import EpisodeRound
 from services.trainer.sampling.prompts import check_stop_tokens, sample_seed, sampled_prompts
 from services.trainer.sampling.reward_signs import RewardSigns, drift
@@ -68,9 +70,10 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
         self._drift: dict[str, float] = {}
         per_step = min(spec.groups_per_step or settings.round_prompts, settings.round_prompts)
         per_epoch = -(-settings.round_prompts // per_step)
-        sampler = RoundSampler(
-            host.rollouts,
-            prompts,
+        kind = RoundSampler if settings.curriculum is None else partial(CurriculumSampler, settings.curriculum)
+        sampler: RoundSampler[ScoredPrompt] = kind(
+            source=host.rollouts,
+            prompts=prompts,
             size=settings.round_prompts,
             seed=spec.seed,
             max_tokens=settings.max_tokens,
@@ -147,6 +150,8 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
         else:
             metrics, inputs = self._reward_metrics(), 0
         metrics = self._drift | metrics | self._round.metrics()
+        if isinstance(self._sampler, CurriculumSampler):
+            metrics |= self._sampler.metrics()
         return metrics | self._signs.of(metrics), inputs
 
     def _reward_metrics(self) -> dict[str, float]:
@@ -197,9 +202,11 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
                 raise ValueError(f"round {number} was not the next that is planned")
             found = taken
         self._enter(found.round)
+        if isinstance(self._sampler, CurriculumSampler):
+            self._sampler.learn(number, found.round.earned)
         overlap = 1 - waited / found.seconds if found.seconds else 1.0
         return {
-            "rollout_tokens_per_second": found.tokens_per_second,
+            **found.said,
             "sampling_seconds": found.seconds,
             "overlap_share": max(0.0, overlap),
         }
@@ -212,6 +219,7 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
         if first <= last:
             policy = self._lora.copied("cpu")
             for at in range(first, last + 1):
+                self._sampler.chosen(at)  # a curriculum draws here, by what the rounds before have shown
                 self._ahead.plan(PlannedRound(at, number, policy))
 
     def _sampled_ahead(self, planned: PlannedRound[Sampled], interrupt: Callable[[], None]) -> Sampled:
@@ -283,7 +291,8 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
         state = super().state()
         ahead = [planned_state(one) for one in self._ahead.planned]
         tensors = {name: value for own, _ in ahead for name, value in own.items()}
-        data = {"signs": dict(self._signs.first)} | ({"ahead": [said for _, said in ahead]} if ahead else {})
+        drawn = {"curriculum": self._sampler.state()} if isinstance(self._sampler, CurriculumSampler) else {}
+        data = {"signs": dict(self._signs.first), **drawn} | ({"ahead": [said for _, said in ahead]} if ahead else {})
         state = RunState(state.tensors | tensors, state.data | data)
         if self._round is None or not self._under_way:
             gone = ("start.", "reference.")
@@ -296,6 +305,8 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
         """See JobRun.load_state."""
         step = super().load_state(state)
         self._signs.first = dict(state.data.get("signs", {}))
+        if isinstance(self._sampler, CurriculumSampler):
+            self._sampler.load_state(state.data["curriculum"])
         if "round" in state.data:
             said = self._start, self._reference
             self._enter(found := self._restored(state.tensors, state.data["round"]))

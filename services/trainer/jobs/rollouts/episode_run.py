@@ -19,7 +19,13 @@ from services.trainer.jobs.rollouts.completion_run import RolloutRun
 from services.trainer.sampling.environments.episodes import Dropped, Episode, Player, Start
 from services.trainer.sampling.environments.http_tools import ToolWorlds
 from services.trainer.sampling.environments.openenv import OpenEnvWorlds
-from services.trainer.sampling.environments.rounds import EpisodeRound, ended, episode_metrics, made_round
+from services.trainer.sampling.environments.rounds import (
+    EpisodeRound,
+    ended,
+    episode_metrics,
+    failure_metrics,
+    made_round,
+)
 from services.trainer.sampling.prompts import sample_seed
 from services.trainer.sampling.round import ScoredPrompt
 from services.trainer.sampling.sampled import Sampled
@@ -78,7 +84,7 @@ class EpisodeRun(RolloutRun):
         size = self._generate.completions
         members = [found[at : at + size] for at in range(0, len(found), size)]
         made = made_round(number, version, self._generate.temperature, self._environment, members)
-        return Sampled.of(made, [action for one in left for action in one.actions], watch)
+        return Sampled.of(made, [action for one in left for action in one.actions], watch, failure_metrics(found))
 
     def _starts(self, prompt: ScoredPrompt, drawn: Sequence[int | str], count: int) -> list[Start]:
         """So many episodes from the same state."""
@@ -145,7 +151,7 @@ class EpisodeRun(RolloutRun):
             "eval_reward": total / len(left),
             "eval_success": said["environment_success"],
             "eval_turns": said["environment_turns"],
-            "eval_dropped": said["environment_dropped"],
+            "eval_dropped": float(len(found) - len(left)),
             "eval_seconds": time.perf_counter() - started,
         }
 

@@ -17,13 +17,13 @@ from services.common.errors import TemperError
 from services.common.jobs import JobBase
 from services.common.jobs.fields.messages import as_turns
 from services.common.jobs.fields.prompts import PromptFields
-from services.common.jobs.kinds.environment import OBSERVATION, EnvironmentReward
+from services.common.jobs.kinds.environment import OBSERVATION, EnvironmentReward, FailureKind
 from services.common.jobs.trajectories.documents import observation_tokens
 from services.common.jobs.trajectories.segments import Observation
 from services.common.text.tokenizer import TextCodec
 from services.trainer.host.rollouts import Completion, RolloutRequest, RolloutStream
 from services.trainer.sampling.answers import ReadAnswer, read_answer
-from services.trainer.sampling.environments.world import EnvironmentFailed, FailureKind, World, Worlds
+from services.trainer.sampling.environments.world import EnvironmentFailed, World, Worlds
 from services.trainer.sampling.prompts import sample_seed
 
 _LOOK_SECONDS = 0.05

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from services.common.jobs.kinds.environment import EnvironmentReward, HttpTool
+from services.common.jobs.kinds.environment import EnvironmentReward, FailureKind, HttpTool
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.jobs.scorers.sample import ToolCall
 from services.common.jobs.scorers.webhook_client import SIGNATURE_HEADER, TIMESTAMP_HEADER, sign
@@ -24,7 +24,6 @@ from services.trainer.sampling.environments.world import (
     MOST_BYTES,
     CallCheck,
     EnvironmentFailed,
-    FailureKind,
     Outcome,
     error_text,
     tool_message,

@@ -15,14 +15,13 @@ from typing import Any
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI, PayloadTooBig
 
-from services.common.jobs.kinds.environment import EnvironmentReward
+from services.common.jobs.kinds.environment import EnvironmentReward, FailureKind
 from services.common.jobs.scorers.allowed_webhooks import Webhooks, check_covered
 from services.trainer.sampling.answers import ReadAnswer
 from services.trainer.sampling.environments.world import (
     MOST_BYTES,
     CallCheck,
     EnvironmentFailed,
-    FailureKind,
     Outcome,
     error_text,
     parse_json,

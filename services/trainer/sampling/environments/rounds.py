@@ -15,10 +15,9 @@ from torch import Tensor
 
 from services.common.errors import Unavailable
 from services.common.jobs import GrpoGroup
-from services.common.jobs.kinds.environment import EnvironmentReward
+from services.common.jobs.kinds.environment import DROPPED, FAILURES, EnvironmentReward, FailureKind
 from services.common.jobs.trajectories.segments import Action, Observation, Trajectory
 from services.trainer.sampling.environments.episodes import Dropped, Episode
-from services.trainer.sampling.environments.world import FailureKind
 
 
 def trajectory_of(episode: Episode, weight: float, temperature: float, *, own_prompt: bool) -> Trajectory:
@@ -50,6 +49,8 @@ class EpisodeRound:
     number: int
     given: Sequence[GrpoGroup]
     said: Mapping[str, float]
+    earned: Sequence[Sequence[float]]
+    """Rewards of the episodes of each prompt, without those that were dropped."""
 
     def groups(self) -> list[GrpoGroup]:
         """Groups as a client would have posted them."""
@@ -68,7 +69,7 @@ class EpisodeRound:
             for segment in member["segments"]:
                 segment.pop("logprobs", None)
         tensors = {"round.logprobs": torch.tensor(logprobs, dtype=torch.float32)}
-        return tensors, {"number": self.number, "groups": groups, "metrics": dict(self.said)}
+        return tensors, {"number": self.number, "groups": groups, "metrics": dict(self.said), "earned": self.earned}
 
     @classmethod
     def of_state(cls, tensors: Mapping[str, Tensor], data: Mapping[str, Any]) -> EpisodeRound:
@@ -81,9 +82,10 @@ class EpisodeRound:
                     if segment["type"] == "action":
                         segment["logprobs"] = [next(left) for _ in segment["token_ids"]]
             groups.append(GrpoGroup.model_validate(given))
-        said = {name: float(value) for name, value in data["metrics"].items()}
         # Earlier releases sampled by the policy as it was.
-        return cls(int(data["number"]), groups, {"staleness_mean": 0.0, "staleness_max": 0.0} | said)
+        said = {"staleness_mean": 0.0, "staleness_max": 0.0}
+        said |= {name: float(value) for name, value in data["metrics"].items()}
+        return cls(int(data["number"]), groups, said, data.get("earned", ()))
 
 
 def ended(found: Sequence[Episode | Dropped], environment: EnvironmentReward) -> list[Episode]:
@@ -113,6 +115,7 @@ def made_round(
     """A round of the episodes of each group, by a policy that had been trained on ``version`` rounds; some have come to
     their ends."""
     groups, unequal = [], 0
+    earned = []
     for group in members:
         left = [one for one in group if isinstance(one, Episode)]
         prompts = {one.prompt for one in left}
@@ -120,6 +123,7 @@ def made_round(
         trajectories = [
             trajectory_of(one, environment.weight, temperature, own_prompt=len(prompts) > 1) for one in left
         ]
+        earned.append([environment.weight * one.gained + one.others for one in left])
         if left:
             prompt = list(left[0].prompt) if len(prompts) == 1 else None
             groups.append(GrpoGroup(prompt_token_ids=prompt, trajectories=[*trajectories]))
@@ -127,21 +131,28 @@ def made_round(
     metrics["staleness_mean"] = metrics["staleness_max"] = float(number - version)
     metrics["environment_unequal_starts"] = float(unequal)
     metrics["frac_reward_zero_std"] = sum(max(one.rewards) == min(one.rewards) for one in groups) / len(groups)
-    return EpisodeRound(number, groups, metrics)
+    return EpisodeRound(number, groups, metrics, earned)
 
 
 def episode_metrics(found: Sequence[Episode | Dropped], environment: EnvironmentReward) -> dict[str, float]:
     """Metrics of episodes; some came to their ends."""
     left = [one for one in found if isinstance(one, Episode)]
-    failures = Counter(kind for one in found for kind in one.failures)
     count = len(left)
     return {
         "environment_reward": math.fsum(one.gained for one in left) / count,
         "environment_success": sum(one.gained >= environment.success_at for one in left) / count,
         "environment_turns": sum(len(one.actions) for one in left) / count,
-        "environment_dropped": float(len(found) - count),
-        "environment_retried": float(sum(bool(one.failures) for one in left)),
         "completion_length_mean": sum(len(action.token_ids) for one in left for action in one.actions) / count,
         "truncated_fraction": sum(one.truncated for one in left) / count,
-        **{f"environment_failures_{kind.value}": float(failures[kind]) for kind in FailureKind},
+    }
+
+
+def failure_metrics(found: Sequence[Episode | Dropped]) -> dict[str, float]:
+    """Counts of what failed while these episodes were played. They belong to the step that played them, so that the
+    sum over steps is the job's."""
+    failures = Counter(kind for one in found for kind in one.failures)
+    return {
+        DROPPED: float(sum(isinstance(one, Dropped) for one in found)),
+        "environment_retried": float(sum(isinstance(one, Episode) and bool(one.failures) for one in found)),
+        **{FAILURES[kind]: float(failures[kind]) for kind in FailureKind},
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from services.common.jobs.kinds.environment import FailureKind
 from services.common.jobs.scorers.json_schema import compiled
 from services.common.jobs.scorers.sample import ToolCall
 from services.trainer.sampling.answers import ReadAnswer
@@ -19,22 +19,6 @@ MOST_BYTES = 2**20
 LARGEST_REWARD = 1e9
 _TOLD = 300
 """Characters of a reason that others gave."""
-
-
-class FailureKind(enum.StrEnum):
-    """Kinds of failures of an environment."""
-
-    TIMEOUT = "timeout"
-    CONNECTION = "connection"
-    """It cannot be reached, or the connection broke."""
-    PROTOCOL = "protocol"
-    """What it said is no JSON, or not of the form that it should be."""
-    OVERSIZED = "oversized"
-    """What it said is too long."""
-    CAPACITY = "capacity"
-    """It has no room for another session."""
-    ERROR = "error"
-    """It says itself that something is wrong with it."""
 
 
 class EnvironmentFailed(Exception):

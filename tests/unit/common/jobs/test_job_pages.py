@@ -10,11 +10,10 @@ import pytest
 
 from services.common.jobs import JOBS, GrpoJob, JobBase
 from services.common.jobs.fields.dataset import OfDataset
-from services.common.jobs.kinds.environment import EnvironmentReward
+from services.common.jobs.kinds.environment import EnvironmentReward, FailureKind
 from services.common.jobs.kinds.generate import GenerateSettings, RolloutPrompt, check_rewards
 from services.common.jobs.scorers.registry import REWARDS
 from services.common.queue.records import SPEC
-from services.trainer.sampling.environments.world import FailureKind
 
 GUIDES = Path(__file__).resolve().parents[4] / "docs" / "guides"
 

@@ -9,7 +9,9 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from services.common.telemetry.prometheus import expose, serve
+from cli.local.ports import claim_ports
+from services.common.errors import Unavailable
+from services.common.telemetry.prometheus import expose, serving
 from tests.stack import PATIENCE
 
 PROMETHEUS = (
@@ -49,11 +51,10 @@ def test_openmetrics_keeps_colons_and_has_exemplars(registry: CollectorRegistry)
 
 @pytest.fixture
 def url(registry: CollectorRegistry) -> Iterator[str]:
-    server, thread = serve(registry, "127.0.0.1", 0)
-    yield f"http://127.0.0.1:{server.server_port}/metrics"
-    server.shutdown()
-    server.server_close()
-    thread.join(10)
+    (claim,) = claim_ports(1)
+    claim.release()
+    with serving(registry, "127.0.0.1", claim.number):
+        yield f"http://127.0.0.1:{claim.number}/metrics"
 
 
 def test_over_http(url: str) -> None:
@@ -66,5 +67,14 @@ def test_over_http(url: str) -> None:
 
 
 def test_a_taken_port_is_an_error(url: str, registry: CollectorRegistry) -> None:
-    with pytest.raises(OSError):
-        serve(registry, "127.0.0.1", int(url.split(":")[2].split("/")[0]))
+    port = int(url.split(":")[2].split("/")[0])
+    with pytest.raises(Unavailable, match="TEMPER_METRICS_PORT"), serving(registry, "127.0.0.1", port):
+        pass
+
+
+def test_a_port_is_free_again(registry: CollectorRegistry) -> None:
+    (claim,) = claim_ports(1)
+    claim.release()
+    for _ in range(2):
+        with serving(registry, "127.0.0.1", claim.number), httpx.Client(trust_env=False, timeout=PATIENCE) as http:
+            assert http.get(f"http://127.0.0.1:{claim.number}/metrics").status_code == 200

@@ -44,6 +44,21 @@ def test_an_entry_is_saved_once_and_never_before_the_one_it_stands_on() -> None:
         assert bench.load() == Loaded(3)
 
 
+def test_a_parent_that_went_before_anybody_heard_of_it_is_no_failure() -> None:
+    """Its event is still under way when the loop chooses it: the save is given up, and no word of it is said."""
+    parent, child, grandchild = chain(4, 4, 4)
+    (other,) = chain(8, seed=1, seconds=9.0)
+    with Bench(limits(3)) as bench:
+        bench.save(parent)
+        bench.submit(bench.put(other, 10, 3))
+        assert bench.manager.wait_idle(20)  # the parent has made room, and its Removed was not taken
+        bench.submit(bench.put(child, 20, 4), bench.put(grandchild, 25, 5))
+        events = bench.settle()
+        assert Removed(parent.key, Tier.HOST) in events
+        assert events[-2:] == [Released(child.key), Released(grandchild.key)]
+        assert not bench.counts.troubles
+
+
 def test_from_disk_after_a_restart(tmp_path: Path) -> None:
     entries = chain(8, 6, 9)
     directory = tmp_path / "disk"

@@ -104,6 +104,27 @@ def test_whatever_refers_to_memory_keeps_it_pinned(kind: str) -> None:
     assert not runtime.registered
 
 
+def test_what_is_kept_is_there_for_the_next_that_asks_for_as_much() -> None:
+    runtime = FakeRuntime()
+    pinned = PinnedMemory(runtime)
+    first, other = pinned.allocate(4 * PAGE), pinned.allocate(8 * PAGE)
+    first[:] = 7
+    begin = first.ctypes.data
+    pinned.keep(first[: 2 * PAGE])
+    del first
+    gc.collect()
+    assert len(runtime.registered) == 2
+    again = pinned.allocate(3 * PAGE)
+    assert (again.ctypes.data, len(again), int(again[0])) == (begin, 3 * PAGE, 7)
+    assert pinned.allocate(4 * PAGE).ctypes.data != begin, "it is in use"
+    pinned.keep(again)
+    pinned.keep(other)
+    assert pinned.allocate(4 * PAGE).ctypes.data == begin, "the smallest that is large enough"
+    del again, other
+    pinned.close()
+    assert not runtime.registered
+
+
 def test_close_unregisters_what_is_in_use_and_only_once() -> None:
     runtime = FakeRuntime()
     pinned = PinnedMemory(runtime)

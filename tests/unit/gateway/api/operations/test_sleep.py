@@ -84,3 +84,23 @@ def test_an_engine_that_cannot_sleep_says_so(start: Starter) -> None:
     with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
         refused = http.post("/v1/engine/sleep")
         assert (refused.status_code, refused.json()["error"]["param"]) == (409, "engine")
+
+
+def test_levels_are_the_engines_own(start: Starter) -> None:
+    running = start()
+    with httpx.Client(base_url=running.url, timeout=PATIENCE) as http:
+        refused = http.post("/v1/engine/sleep", params={"level": "weights"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "level")
+        assert "its levels are cache, process" in refused.json()["error"]["message"]
+        assert http.post("/v1/engine/sleep", params={"level": "deep"}).status_code == 400
+        assert not running.engine.asleep
+        assert states(http.post("/v1/engine/sleep", params={"level": "cache"})) == ["going_to_sleep"]
+        again = http.post("/v1/engine/sleep", params={"level": "process"}).json()["data"][0]
+        assert (again["state"], again["level"]) == ("asleep", "cache")
+        running.engine.memory_taken = True
+        taken = http.post("/v1/engine/wake")
+        assert taken.status_code == 409
+        assert "somebody else has the memory" in taken.json()["error"]["message"]
+        running.engine.memory_taken = False
+        assert states(http.post("/v1/engine/wake")) == ["waking"]
+        assert http.get("/v1/engine").json()["data"][0]["level"] is None

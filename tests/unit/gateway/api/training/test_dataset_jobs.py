@@ -14,6 +14,7 @@ from services.common.evaluation.runs.records import Answer, ItemResult, RunRecor
 from services.common.evaluation.runs.store import EvaluationStore
 from services.common.evaluation.suites.store import SuiteStore
 from services.common.jobs import DpoJob, DraftJob, GrpoJob, KtoJob, SftJob
+from services.common.jobs.trajectories.segments import Trajectory
 from services.common.security.api_keys import Scope
 from services.gateway.api.training.erased_rows import REASON
 from services.learning.datasets.build import Built, DatasetReport
@@ -256,3 +257,37 @@ def test_the_erased_leave_suites_too(running: Running, http: httpx.Client) -> No
     assert http.get("/v1/eval/suites/sums").status_code == 404
     assert not any(b"3 + 3" in data for data in running.store.objects.values())
     assert http.get("/v1/eval/suites/own").json()["items"] == 1
+
+
+def test_trajectories_teach_jobs_and_their_held_out_ones_suites(running: Running, http: httpx.Client) -> None:
+    def walked(user: str, reward: float) -> Row:
+        segments = [
+            {"type": "observation", "token_ids": [5, 6]},
+            {"type": "action", "token_ids": [7, len(user)], "logprobs": [-0.5, -0.5], "temperature": 0.5},
+        ]
+        more = {"trajectory": {"segments": segments, "reward": reward}, "session": user, "turn_ids": (f"c-{user}",)}
+        return row(user, "go", f"went {user}", reward, **more)
+
+    manifest = make(running, train=[walked("ann", 1.0), walked("bobby", -1.0)], held_out=[walked("zo", 1.0)])
+    for kind in ("grpo", "sft", "draft"):
+        answer = submit(http, kind)
+        assert answer.status_code == 202, answer.text
+    grpo, sft, draft = list(running.queue.specs.values())[-3:]
+    assert isinstance(grpo, GrpoJob)
+    assert isinstance(sft, SftJob)
+    assert isinstance(draft, DraftJob)
+    (group,) = grpo.groups or ()
+    assert group.turn_rewards == [[1.0], [-1.0]]
+    assert [one.actions[0].token_ids for one in group.played] == [[7, 3], [7, 5]]
+    (example,) = sft.examples
+    assert isinstance(example.trajectory, Trajectory)
+    assert [one.completion for one in draft.examples] == ["went ann"]
+    refused(submit(http, "kto"), "none of the 2 training rows")
+
+    body = {"name": "walks", "dataset": "thumbs", "scorer": {"type": "exact"}}
+    made = http.post("/v1/eval/suites", json=body)
+    assert made.status_code == 201, made.text
+    items = http.get("/v1/eval/suites/walks/items").json()["data"]
+    assert [one["expected"] for one in items] == [["went zo"]]
+    assert DatasetStore(running.store).erase(user_mark("ann", None)) == {manifest.ref: 1}
+    refused(submit(http, "grpo"), "none of the 1 training rows")

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 
 from services.common.jobs import GrpoJob, SftJob
+from services.common.jobs.training_sessions import ForwardBackward
 from services.common.pb import engine_pb2
 from tests.unit.gateway.api.training.test_training import refusal
 from tests.unit.gateway.conftest import Running
@@ -104,3 +105,64 @@ def test_sft_takes_them_too(running: Running, http: httpx.Client) -> None:
     assert spec.examples[1].prompt == "2+2"
     error = refusal(http.post("/v1/train/sft", json={**body, "examples": examples[1:]}))
     assert "observation_weight would do nothing" in error["message"]
+
+
+def test_a_session_takes_them_as_data(running: Running, http: httpx.Client) -> None:
+    conversation(running)
+    session = http.post("/v1/train/sessions", json={}).json()["id"]
+    calls = iter(range(1, 99))
+
+    def send(*data: dict[str, Any], **fields: Any) -> httpx.Response:
+        body = {"seq": next(calls), "loss": "ppo", "temperature": 0.5, "data": data, **fields}
+        return http.post(f"/v1/train/sessions/{session}/forward_backward", json=body)
+
+    stored = {"trajectory": {"completion_ids": ["c1", "c2"]}}
+    by_hand = {
+        "trajectory": {
+            "segments": [
+                {"type": "observation", "token_ids": [1, 2]},
+                {"type": "action", "token_ids": [3, 4], "logprobs": [-0.5, -0.5], "temperature": 0.5},
+                {"type": "observation", "token_ids": [5, 6]},
+                {"type": "action", "token_ids": [7], "logprobs": [-0.5], "temperature": 0.5},
+            ]
+        }
+    }
+    named = {"trajectory": {"session_id": "walk"}}
+    tokens = {"token_ids": [1, 2], "advantages": [0, 1], "logprobs": [0, -1]}
+    answer = send(
+        {**stored, "advantages": [1, -1]}, {**by_hand, "advantages": [1, -1]}, {**named, "advantages": [2]}, tokens
+    )
+    assert answer.status_code == 202, answer.text
+    call = running.engine.sessions.calls[-1]
+    assert isinstance(call, ForwardBackward)
+    first, second, third, last = call.data
+    assert first == second
+    assert first.model_dump(exclude_none=True, exclude_defaults=True) == {
+        "token_ids": [1, 2, 3, 4, 5, 6, 7],
+        "weights": [0, 0, 1, 1, 0, 0, 1],
+        "advantages": [0, 0, 1, 1, 0, 0, -1],
+        "logprobs": [0, 0, -0.5, -0.5, 0, 0, -0.5],
+    }
+    assert (third.advantages, last.token_ids) == ([0, 0, 2, 2, 0, 0, 2], [1, 2])
+
+    supervised: dict[str, Any] = {"loss": "cross_entropy", "temperature": 1}
+    assert send({**stored, "action_weight": 0.5, "observation_weight": 0.1}, **supervised).status_code == 202
+    call = running.engine.sessions.calls[-1]
+    assert isinstance(call, ForwardBackward)
+    (datum,) = call.data
+    assert (datum.weights, datum.advantages, datum.logprobs) == ([0, 0, 0.5, 0.5, 0.1, 0.1, 0.5], None, None)
+
+    def refused(*data: dict[str, Any], **fields: Any) -> str:
+        return str(refusal(send(*data, **fields))["message"])
+
+    assert "needs data[0].advantages" in refused(stored)
+    assert "3 entries and the trajectory 2 actions" in refused({**stored, "advantages": [1, 2, 3]})
+    assert "sampled at temperature 0.5, and the call's is 1" in refused({**stored, "advantages": [1]}, temperature=1)
+    assert "one sequence" in refused({"trajectory": {"session_id": "walk", "split": True}, "advantages": [1]})
+    assert "observation_weight is of" in refused({**stored, "advantages": [1], "observation_weight": 1})
+    assert "nothing was observed" in refused(
+        {"trajectory": {"completion_ids": ["c1"]}, "action_weight": 0, "observation_weight": 1}, **supervised
+    )
+    assert "does not go on from" in refused({"trajectory": {"completion_ids": ["c1", "c3"]}, "advantages": [1]})
+    error = refusal(send({"trajectory": {"completion_ids": ["gone"]}, "advantages": [1]}), 404)
+    assert (error["param"], "gone" in error["message"]) == ("data", True)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from services.common.errors import InvalidRequest
-from services.common.jobs.kinds.environment import EnvironmentReward
+from services.common.jobs.kinds.environment import EnvironmentReward, FailureKind
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.jobs.scorers.sample import ToolCall
 from services.common.jobs.scorers.webhook_client import SIGNATURE_HEADER, TIMESTAMP_HEADER, sign
 from services.trainer.sampling.environments.http_tools import ToolWorlds
-from services.trainer.sampling.environments.world import EnvironmentFailed, FailureKind, Outcome
+from services.trainer.sampling.environments.world import EnvironmentFailed, Outcome
 from tests.unit.common.jobs.scorers.test_webhook import SECRET, Reply, Seen, Server, serving
 from tests.unit.trainer.sampling.environments.test_openenv_client import said
 

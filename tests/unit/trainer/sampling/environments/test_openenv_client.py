@@ -13,14 +13,14 @@ from websockets.http11 import Request, Response
 
 from benchmarks.training.environments.serving import Fault, FaultyServer, misbehaving, serving
 from services.common.errors import InvalidRequest
-from services.common.jobs.kinds.environment import EnvironmentReward
+from services.common.jobs.kinds.environment import EnvironmentReward, FailureKind
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.jobs.scorers.sample import ToolCall
 from services.environments.calculator import Calculator
 from services.environments.guess import Guess
 from services.trainer.sampling.answers import ReadAnswer
 from services.trainer.sampling.environments.openenv import OpenEnvWorlds, socket_url
-from services.trainer.sampling.environments.world import EnvironmentFailed, FailureKind, Outcome, World
+from services.trainer.sampling.environments.world import EnvironmentFailed, Outcome, World
 
 T = TypeVar("T")
 KINDS = {
@@ -63,9 +63,9 @@ def test_a_text_game(guess: str) -> None:
         return shown, [await world.act(said("none")), await world.act(said("3")), await world.act(said("4"))]
 
     shown, (unsaid, first, second) = play(guess, halves)
-    assert shown == "Guess a number from 2 to 4."
+    assert shown == "What number is it, from 2 to 4?"
     assert unsaid == Outcome([{"role": "user", "content": "Say a number from 2 to 4."}], 0.0)
-    assert first == Outcome([{"role": "user", "content": "Higher."}], 0.0)
+    assert first == Outcome([{"role": "user", "content": "The number is higher."}], 0.0)
     assert second == Outcome((), 1.0, done=True)
 
 

@@ -1,0 +1,141 @@
+"""Sessions as rows: one conversation is a trajectory, by the tokens that were sampled and read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+from services.learning.datasets.rows import Json, Row
+from services.learning.feedback.record import FeedbackRecord
+from services.learning.request_log.record import LoggedChoice, LoggedRequest
+
+
+@dataclass(slots=True)
+class SaidOfSession:
+    """All ratings of one session, and of single answers in it."""
+
+    whole: list[FeedbackRecord] = field(default_factory=list)
+    turns: dict[str, list[FeedbackRecord]] = field(default_factory=dict)
+    """By the id of the choice."""
+
+    @property
+    def records(self) -> list[FeedbackRecord]:
+        """All of it, each once."""
+        those = [*self.whole, *(one for said in self.turns.values() for one in said)]
+        return list({one.id: one for one in those}.values())
+
+    @property
+    def reward(self) -> float | None:
+        """Mean of what was said of the whole; None: nothing was."""
+        return mean_rating(self.whole)
+
+    @property
+    def rating(self) -> float | None:
+        """Of the whole, or without that of the answers that were rated."""
+        return mean_rating(self.whole or self.records)
+
+    def of_turn(self, choice: str) -> float | None:
+        """Mean of what was said of one answer."""
+        return mean_rating(self.turns.get(choice, ()))
+
+
+def mean_rating(records: Sequence[FeedbackRecord]) -> float | None:
+    """Mean of the opinions that have a rating; None: none has."""
+    ratings = [one.said.rating for one in records if one.said.rating is not None]
+    return fmean(ratings) if ratings else None
+
+
+def session_row(requests: Sequence[LoggedRequest], said: SaidOfSession) -> Row | None:
+    """The row of a session; None: it is no trajectory. Its requests are those of one user and one conversation, each
+    with one answer whose tokens are logged.
+
+    Args:
+        requests: all that are logged of it.
+    """
+    in_time = sorted(requests, key=lambda one: (one.at, one.id))
+    if not all(map(_is_turn, in_time)) or not all(_goes_on(*pair) for pair in pairwise(in_time)):
+        return None
+    last = in_time[-1]
+    choice = last.choices[0]
+    truncated = choice.finish_reason == "length"
+    trajectory: Json = {"segments": _segments(in_time, said), "truncated": truncated}
+    if said.reward is not None:
+        trajectory["reward"] = said.reward
+    return Row(
+        source="feedback",
+        answer_id=choice.completion_id,
+        turn_ids=tuple(one.choices[0].completion_id for one in in_time),
+        at=last.at,
+        key_id=last.owner,
+        user=last.user,
+        session=last.session,
+        version=choice.version,
+        messages=last.messages or [],
+        tools=last.tools,
+        answer=choice.message,
+        rating=said.rating,
+        opinions=len(said.records),
+        labels=tuple(sorted({one.said.label for one in said.records if one.said.label})),
+        said_by=tuple(sorted({one.said.user for one in said.records if one.said.user})),
+        truncated=truncated,
+        trajectory=trajectory,
+    )
+
+
+def _is_turn(request: LoggedRequest) -> bool:
+    return (
+        request.kind == "chat"
+        and request.messages is not None
+        and bool(request.prompt_token_ids and request.prompt_token_ids[0])
+        and len(request.choices) == 1
+        and bool(request.choices[0].token_ids)
+        and request.choices[0].message is not None
+        and request.choices[0].finish_reason is not None
+    )
+
+
+def _goes_on(first: LoggedRequest, second: LoggedRequest) -> bool:
+    """The second request has the messages of the first in front: nothing else was read between them."""
+    asked = first.messages or []
+    return (
+        first.user == second.user
+        and first.tools == second.tools
+        and len(second.messages or []) > len(asked)
+        and (second.messages or [])[: len(asked)] == asked
+    )
+
+
+def _segments(requests: Sequence[LoggedRequest], said: SaidOfSession) -> list[Json]:
+    """Actions and observations. Where a prompt does not begin with the tokens before it (a template that drops earlier
+    thoughts), the context begins anew."""
+    recorded = all(len(one.choices[0].logprobs or ()) == len(one.choices[0].token_ids or ()) for one in requests)
+    segments: list[Json] = []
+    before: list[int] = []
+    for request in requests:
+        prompt, choice = (request.prompt_token_ids or [[]])[0], request.choices[0]
+        follows = prompt[: len(before)] == before
+        seen: Json = {"type": "observation", "token_ids": prompt[len(before) :] if follows else prompt}
+        if not follows:
+            seen["restarts"] = True
+        if seen["token_ids"]:
+            segments.append(seen)
+        segments.append(_action(request.sampling or {}, choice, said.of_turn(choice.completion_id), recorded=recorded))
+        before = [*prompt, *(choice.token_ids or ())]
+    return segments
+
+
+def _action(sampling: Mapping[str, Any], choice: LoggedChoice, reward: float | None, *, recorded: bool) -> Json:
+    action: Json = {
+        "type": "action",
+        "token_ids": choice.token_ids,
+        "temperature": float(sampling.get("temperature", 1.0)),
+        "adapter": choice.version or "base",
+    }
+    if recorded:
+        action["logprobs"] = [min(value, 0.0) for value in choice.logprobs or ()]
+    if reward is not None:
+        action["reward"] = reward
+    return action
