@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 
+from benchmarks.training.environments.serving import serving
 from models.tiny.recipe.data import held_out_items
 from services.common.adapters.registry import AdapterRegistry
 from services.common.jobs import JOBS, Job, JobState, TrainingSpec
 from services.common.jobs.dry_runs.report import DryRunReport
+from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.grants import Grants
 from services.common.queue.job_queue import JobQueue
 from services.common.storage.object_store import ObjectStore
+from services.environments.guess import Guess
 from tests.integration.beside_engine import Start, start, until
 from tests.integration.test_rollout_job import trainer_fields
 from tests.rollout_support import TINY, Pod, running_pod
@@ -130,6 +134,30 @@ async def test_a_job_that_samples_is_tried_on_a_few_prompts(
     assert report.time.seconds > 1000 * done.metrics["train_seconds"]
     assert report.capacity is not None
     assert report.capacity.data_bits == 1000 * 6 * 4
+    assert registry.names() == []
+
+
+async def test_an_environment_is_played_in_once(
+    queue: JobQueue, registry: AdapterRegistry, start: Start, pod: Pod
+) -> None:
+    with serving(Guess) as url:
+        start(grants=Grants(Webhooks(allowed=(url,))))
+        generate = {
+            "prompts": [{"prompt": "{observation}", "reset": {"lowest": lowest}} for lowest in range(1, 7)],
+            "rounds": 100,
+            "completions": 4,
+            "max_tokens": 4,
+            "temperature": 3.0,
+            "reward": [
+                {"type": "environment", "url": url, "max_turns": 2, "max_trajectory_tokens": 128},
+                *({"type": "regex", "pattern": digit} for digit in "24678"),
+            ],
+        }
+        done, report = await reported(queue, dry("grpo", groups=None, generate=generate))
+    assert report.rewards is not None
+    assert {group.completions for group in report.rewards.by_group} == {4}
+    assert (report.counts.unit, report.counts.given, report.time.steps) == ("prompt", 6, 100)
+    assert done.metrics["environment_turns"] >= 1
     assert registry.names() == []
 
 

@@ -13,6 +13,7 @@ from benchmarks.training.environments.serving import Fault, FaultyServer, misbeh
 from services.common.errors import InvalidRequest, Unavailable
 from services.common.jobs import GrpoJob
 from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.engine.observability.events import EngineEvent, EventStream, StepDone
 from services.environments.calculator import Calculator
 from services.environments.guess import Guess
 from services.trainer.jobs import prepare_run
@@ -162,23 +163,43 @@ def test_rounds_are_played_ahead() -> None:
 
 
 def test_tools_are_called_between_turns() -> None:
-    """The calculator: its calls are made, and what comes back is read as a tool's response."""
+    """The calculator: its calls are made, and what comes back is read as a tool's response. The prompt is prefilled
+    once, and of a next turn what is new. With exact_forward the values of all that was sampled are the engine's."""
     tools = [dict(tool) for tool in Calculator.tools]
     prompt = PROMPT | {"tools": tools}
-    with serving(Calculator) as url, pod_at(url, max_model_len=512, max_train_tokens=512) as pod:
+    prefilled: list[int] = []
+
+    def listen(event: EngineEvent) -> None:
+        if isinstance(event, StepDone):
+            prefilled.append(event.prefill_tokens)
+
+    room = {"max_model_len": 512, "max_train_tokens": 512, "state_snapshots": 64}
+    with serving(Calculator) as url, pod_at(url, events=EventStream(listen), **room) as pod:
         run = prepared(
             pod,
             url,
-            reward={"max_turns": 4, "max_trajectory_tokens": 400},
+            reward={"max_turns": 4, "max_trajectory_tokens": 400, "concurrency": 1},
+            others=[{"type": "regex", "pattern": digit, "weight": 0.1} for digit in "24678"],
             generate={"prompts": [prompt], "rounds": 1, "max_tokens": 40, "temperature": 0.5},
+            epochs=2,
+            exact_forward=True,
         )
-        run.step(0)
+        metrics = run.step(0)
+        computed = sum(prefilled)
         kept = run.round
         assert isinstance(kept, EpisodeRound)
         codec = pod.host.codec
         first = (kept.groups()[0].trajectories or [])[0]
         said = codec.decode(first.segments[0].token_ids or (), skip_special=False)
         read = codec.decode(first.segments[1].token_ids or (), skip_special=False)
+        played = [member for group in kept.groups() for member in group.trajectories or ()]
+        shown = len(kept.groups()[0].prompt_token_ids or ())
+        asked = sum(len(one.actions) for one in played)
+        seen = sum(len(s.token_ids or ()) for one in played for s in one.segments if s.type == "observation")
+        # Beside what was seen, of each next turn also the last token that was sampled has no state yet.
+        assert shown < computed <= shown + seen + asked - len(played)
+        assert metrics["sampler_trainer_logprob_difference"] == 0
+        assert run.step(1)["forward_gap_max"] < 1e-3
         assert said.startswith("<tool_call>\n<function=get_sum>\n<parameter=number>\n")
         assert read.startswith('\n<|im_start|>user\n<tool_response>\n{"result": ')
         pod.settle()

@@ -54,7 +54,7 @@ class Shape:
 
 
 SHAPES: Mapping[str, Shape] = {
-    "guess": Shape({"lowest": 1, "numbers": 3, "guesses": 2}, 16, 16, 2.0, 4, 2, 128, 64, 1.5e-3),
+    "guess": Shape({"lowest": 1, "numbers": 3, "guesses": 3}, 16, 16, 2.0, 4, 3, 160, 64, 1.5e-3),
     "calculator": Shape({"tasks": 1}, 6, 6, 1.0, 36, 3, 320, 32, 3e-3),
 }
 NAMES = tuple(SHAPES)

@@ -65,11 +65,17 @@ _Rewards = Annotated[list[JobReward], Field(min_length=1, max_length=16)]
 
 _COMPARES = needs_answer()
 _EPISODES: Rule = has(type="environment")
+_WITH_TOOLS = both(_EPISODES, given("tools"))
 
 
 def _rewarded(rule: Rule) -> Rule:
     """A reward is so, the only one or one of several."""
     return has(reward=either(rule, contains(rule)))
+
+
+def _not_rewarded(rule: Rule) -> Rule:
+    """No reward is so."""
+    return if_any(reward=both(never(rule), items(never(rule))))
 
 
 def _prompts(rule: Rule) -> Rule:
@@ -111,12 +117,11 @@ class GenerateSettings(SentModel):
             has(reward=either(_COMPARES, contains(_COMPARES))),
             if_any(prompts=items(given("answer")), eval_prompts=items(given("answer"))),
         ),
-        never(has(reward={"type": "array", "contains": _EPISODES, "minContains": 2})),
-        where(_rewarded(_EPISODES), _prompts(left_out("prompt_token_ids"))),
-        where(
-            _rewarded(both(_EPISODES, given("tools"))),
-            both(has(reward=contains(never(_EPISODES))), _prompts(left_out("tools"))),
-        ),
+        if_any(reward={"contains": _EPISODES, "minContains": 0, "maxContains": 1}),
+        never(has(reward=either(_WITH_TOOLS, {"type": "array", "maxItems": 1, "contains": _WITH_TOOLS}))),
+        # Said as alternatives: makers of values from schemas give up on as many denials as these would be.
+        either(_not_rewarded(_EPISODES), _prompts(left_out("prompt_token_ids"))),
+        either(_not_rewarded(_WITH_TOOLS), _prompts(left_out("tools"))),
         where(never(_rewarded(both(_EPISODES, given("url")))), _prompts(left_out("reset"))),
     )
 
