@@ -24,7 +24,7 @@ from services.forge.files import FORMAT, file_digest, read_object
 
 RECORD = "forge.json"
 SIGNATURE = "forge.json.sig"
-_SOURCES = ("services/forge", "services/trainer", "services/adapter_tools", "services/engine/models", "kernels")
+FORGE_SOURCES = ("services/forge", "services/trainer", "services/adapter_tools", "services/engine/models", "kernels")
 """Code that a forged checkpoint depends on."""
 
 
@@ -58,7 +58,7 @@ class Made:
             "plan": self.plan,
             "base": {"name": self.base.resolve().name, "digest": self.base_digest},
             "data": list(self.data),
-            "code": {"temper": version("temper"), "sources_sha256": sources_digest(_SOURCES)},
+            "code": {"temper": version("temper"), "sources_sha256": sources_digest(FORGE_SOURCES)},
             "hardware": {"machine": platform.machine(), "system": platform.system(), **self.hardware},
             **self.more,
         }

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import Conflict, InvalidRequest
+from services.common.security.sources import sources_digest
 from services.common.storage.durable import sync_directory
-from services.forge.record import sources_digest
+from services.forge.record import FORGE_SOURCES
 
 _LOCK = ".lock"
 _KEY_DIGITS = 16
@@ -65,7 +66,7 @@ class Work:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._code = sources_digest()
+        self._code = sources_digest(FORGE_SOURCES)
         self._used: list[Place] = []
 
     @contextmanager

@@ -16,10 +16,11 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from services.adapter_tools.extract import extract
 from services.common.errors import CheckpointRejected, InvalidRequest
 from services.common.security.signature import read_private_key, read_public_key
+from services.common.security.sources import sources_digest
 from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.registry import read_config
 from services.forge.importance.settings import Settings
-from services.forge.record import RECORD, SIGNATURE, sources_digest
+from services.forge.record import FORGE_SOURCES, RECORD, SIGNATURE
 from services.forge.steps import compact_step, importance_step, prune_step, quantize_step, verify_step
 from tests.unit.adapter_tools.adapters import adapter
 from tests.unit.forge.models import TINY
@@ -62,7 +63,7 @@ def test_the_record_says_what_was_made_of_what(forged: Forged) -> None:
     assert record["base"] == {"name": "tiny", "digest": checkpoint_digest(TINY)}
     (data,) = record["data"]
     assert (data["name"], len(data["sha256"])) == ("data.jsonl", 64)
-    assert record["code"]["sources_sha256"] == sources_digest()
+    assert record["code"]["sources_sha256"] == sources_digest(FORGE_SOURCES)
     assert record["outputs"]["digest"] == checkpoint_digest(forged.model)
     assert set(record["outputs"]["files"]) == {path.name for path in forged.model.iterdir()} - {RECORD, SIGNATURE}
     assert record["plan"]["parameters_after"] < record["plan"]["parameters"]

@@ -67,7 +67,9 @@ class JudgeSpec(ScorerSpec):
     prompt: str | None = Field(None, min_length=1, max_length=20_000)
     """Question to the judge. rubric: with {question}, {answer} and, if wanted, {expected}; pairwise: with {question},
     {first} and {second}. None: one of ours."""
-    verdicts: dict[str, Annotated[float, Field(ge=0, le=1)]] | None = Field(None, min_length=2, max_length=100)
+    verdicts: dict[str, Annotated[float, Field(ge=0, le=1)]] | None = Field(
+        None, min_length=2, max_length=100, json_schema_extra={"propertyNames": {"pattern": r"^\S([\s\S]*\S)?$"}}
+    )
     """rubric: what the judge may say, with what each is worth. None: 1 to 5, worth 0 to 1."""
 
     json_rules: ClassVar[Rules] = (only_with("verdicts", has(mode="rubric")),)

@@ -72,6 +72,7 @@ BEYOND_JSON_SCHEMA: Mapping[str, str] = {
     r"no row fulfils all conditions": "what is there",
     r"an answer cannot be better than itself": "values that differ",
     r"max_seconds must be over min_seconds": "one number against another",
+    r"low must not be over high": "one number against another",
     r"validation and held_out together leave nothing": "a sum",
     r"the shares of mix leave nothing|leave nothing for new rows": "a sum",
     r"the body's name is": "a field against the path",
