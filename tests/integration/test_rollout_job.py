@@ -106,11 +106,12 @@ async def test_cancelling_in_the_middle_of_a_rollout(queue: JobQueue, start: Sta
     await asyncio.to_thread(pod.settle)
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
 async def test_draining_in_the_middle_of_a_rollout(
-    queue: JobQueue, registry: AdapterRegistry, start: Start, pod: Pod
+    queue: JobQueue, registry: AdapterRegistry, start: Start, pod: Pod, staleness: int
 ) -> None:
     """The job is handed back, not failed; another trainer ends it with the adapter of an undisturbed run."""
-    spec = job(**{**LONG, "completions": 4, "max_tokens": 40})
+    spec = job(**{**LONG, "completions": 4, "max_tokens": 40, "staleness": staleness})
     first = start()
     submitted = await queue.submit(spec)
     await until(queue, submitted.id, lambda job: job.progress.step >= 1)

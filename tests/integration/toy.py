@@ -110,6 +110,9 @@ class ToyMerge:
         self.lora.weights = self.lora.weights + self._spec.sources[index].weight * weights
         return {}
 
+    def close(self) -> None:
+        pass
+
     def state(self) -> RunState:
         return RunState(tensors={"w": self.lora.weights.clone()}, data={})
 
@@ -179,6 +182,9 @@ class ToyRun:
         self._step += 1
         metrics = {"loss": float(self.lora.weights.square().mean())}
         return metrics | self.evaluate() if self._step == self.total_steps else metrics
+
+    def close(self) -> None:
+        pass
 
     def state(self) -> RunState:
         tensors = {"w": self.lora.weights.clone(), "m": self._momentum.clone(), "rng": self._generator.get_state()}

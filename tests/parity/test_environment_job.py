@@ -17,9 +17,10 @@ from services.engine.observability.events import EngineEvent, EventStream, StepD
 from services.environments.calculator import Calculator
 from services.environments.guess import Guess
 from services.trainer.jobs import prepare_run
-from services.trainer.jobs.grpo import EpisodeRun
+from services.trainer.jobs.rollouts.episode_run import EpisodeRun
 from services.trainer.sampling.environments.rounds import EpisodeRound
 from tests.rollout_support import Pod, running_pod, wait_for
+from tests.training_support import through_a_checkpoint
 from tests.unit.common.jobs.scorers.test_webhook import SECRET
 from tests.unit.common.jobs.scorers.test_webhook import serving as serving_tools
 
@@ -136,6 +137,28 @@ def test_a_round_under_way_is_part_of_the_checkpoint() -> None:
         assert resumed["environment_turns"] == after["environment_turns"]
         assert resumed["curriculum_known"] == after["curriculum_known"] == 0.5
         assert again.state().data["curriculum"] == run.state().data["curriculum"]
+        pod.settle()
+
+
+def test_rounds_are_played_ahead() -> None:
+    """Each by the policy of the round before; one that a checkpoint has not is played again by the same."""
+    with serving(Guess) as url, pod_at(url) as pod:
+        others = [{"type": "regex", "pattern": digit} for digit in "24678"]
+        fields = {"generate": {"rounds": 3, "staleness": 1}, "others": others}
+        run = prepared(pod, url, **fields)
+        first = run.step(0)
+        run.close()
+        for planned in run._ahead.planned:
+            planned.found = None
+        state = through_a_checkpoint(run.state())
+        behind = [run.step(1), run.step(2)]
+        assert [step["staleness_max"] for step in (first, *behind)] == [0, 1, 1]
+        again = prepared(pod, url, **fields)
+        assert again.load_state(state) == 1
+        resumed = again.step(1)
+        assert resumed["loss"] == pytest.approx(behind[0]["loss"], rel=1e-4)
+        assert resumed["environment_turns"] == behind[0]["environment_turns"]
+        again.close()
         pod.settle()
 
 

@@ -12,8 +12,8 @@ from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoJob
 from services.trainer.host.rollouts import RolloutSampling
 from services.trainer.jobs import prepare_run
-from services.trainer.jobs.grpo import RolloutRun
 from services.trainer.jobs.grpo_run import GrpoRun
+from services.trainer.jobs.rollouts.completion_run import RolloutRun
 from services.trainer.sampling.replay import replay
 from tests.parity.test_rollout_job import job, raising_after
 from tests.parity.test_rollouts import adapter, requests

@@ -22,7 +22,7 @@ from services.common.jobs.scorers.judge import JudgeSpec
 from services.common.jobs.scorers.registry import Rewards
 from services.common.jobs.scorers.sample import Sample
 from services.trainer.jobs import prepare_run
-from services.trainer.jobs.grpo import RolloutRun
+from services.trainer.jobs.rollouts.completion_run import RolloutRun
 from tests.rollout_support import TIMEOUT, Pod, running_pod, wait_for
 from tests.training_support import Stepped, stepped, without_times
 from tests.unit.common.jobs.scorers.test_webhook import SECRET, Seen, ok, serving

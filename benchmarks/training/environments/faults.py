@@ -29,7 +29,7 @@ from services.common.errors import Unavailable
 from services.common.jobs import GrpoJob
 from services.environments.guess import Guess
 from services.trainer.jobs import prepare_run
-from services.trainer.jobs.grpo import EpisodeRun
+from services.trainer.jobs.rollouts.episode_run import EpisodeRun
 from services.trainer.sampling.environments.rounds import EpisodeRound
 from services.trainer.settings import TrainerSettings
 

@@ -248,6 +248,9 @@ class TrainingRun(ABC):
         metrics["tokens_per_second"] = tokens / max(seconds, 1e-9)
         return metrics
 
+    def close(self) -> None:  # noqa: B027 - most runs have nothing
+        """See JobRun.close."""
+
     def zero_grad(self) -> None:
         """Forgets accumulated gradients, also those of an interrupted step."""
         self._optimizer.zero_grad()

@@ -108,6 +108,10 @@ class JobRun(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Ends what the run has under way beside its steps, however it ended."""
+        ...
+
     def state(self) -> RunState:
         """A checkpoint that resumes after the last finished step."""
         ...

@@ -131,6 +131,10 @@ class GrpoRun(AdapterRun):
         begin = index - index % self._steps_on_these
         return not any(self._members(at) for at in range(begin, index))
 
+    def _is_samplers(self, index: int) -> bool:
+        """Whether the policy before step ``index`` is the one that sampled, as far as anybody knows."""
+        return self._is_first(index)
+
     @property
     def _longest(self) -> int:
         """Completion length that dr_grpo divides by."""
@@ -261,7 +265,7 @@ class GrpoRun(AdapterRun):
                         old, behaviour, lengths, correction=job.mismatch_correction, cap=job.mismatch_cap
                     )
                     # Only of the starting policy do the sampler and the trainer mean the same.
-                    if self._is_first(index) or job.mismatch_correction != "none":
+                    if self._is_samplers(index) or job.mismatch_correction != "none":
                         mismatch.add(old, behaviour, correction, outside, recorded)
                     part = policy_loss(
                         logprobs,

@@ -209,6 +209,9 @@ class MergeRun:
         ]
         return merge_layer(path, parents, self._spec, self._spec.seed, self._shop)
 
+    def close(self) -> None:
+        """See JobRun.close."""
+
     def state(self) -> RunState:
         """See JobRun.state."""
         tensors = {f"{path}.lora_A": merged.a.clone() for path, merged in self._merged.items()}

@@ -1,8 +1,8 @@
 """On-policy distillation: the student samples, the teacher reads, the student moves towards the teacher.
 
 A round samples completions with the engine that serves, by the adapter as it is then, and trains on them
-(services/trainer/jobs/rounds.py). With lmbda below 1 some completions are those of the data instead (GKD, Agarwal et
-al., arXiv 2306.13649, algorithm 1; there a coin a step, here a coin a prompt).
+(services/trainer/jobs/rollouts/rounds.py). With lmbda below 1 some completions are those of the data instead (GKD,
+Agarwal et al., arXiv 2306.13649, algorithm 1; there a coin a step, here a coin a prompt).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from services.common.errors import InvalidRequest
 from services.common.jobs import OpdJob
 from services.common.jobs.documents import Document, completion_document
 from services.trainer.host.policy_host import PolicyHost
-from services.trainer.host.rollouts import Completion, RolloutRequest
+from services.trainer.host.rollouts import Completion, RolloutRequest, sampling_rate
 from services.trainer.jobs.adapter_run import microbatch_tokens
 from services.trainer.jobs.base import RunData, RunState
-from services.trainer.jobs.rounds import RoundRun, Rounds
+from services.trainer.jobs.rollouts.rounds import RoundRun, Rounds
 from services.trainer.losses import divergence_loss, sampled_reverse_kl
 from services.trainer.losses.logprob_gap import SamplerGap
 from services.trainer.losses.logprobs import importance_ratio
@@ -227,6 +227,12 @@ class OpdRun(RoundRun[TokenizedPrompt]):
 
     # -- rounds
 
+    def _begin(self, number: int, interrupt: Callable[[], None]) -> dict[str, float]:
+        requests = self._requests(number)
+        found = self._sampler.sample(self._lora, requests, self._sampling_temperature, self.watch, interrupt)
+        self._receive(number, found)
+        return sampling_rate(found, self.watch)
+
     def _requests(self, number: int) -> list[RolloutRequest]:
         return [
             RolloutRequest(prompt.token_ids, sample_seed(self._job.seed, number, place))
@@ -234,8 +240,7 @@ class OpdRun(RoundRun[TokenizedPrompt]):
             if drawn(self._job, number, place)
         ]
 
-    def _receive(self, number: int, found: list[Completion], interrupt: Callable[[], None]) -> None:
-        del interrupt
+    def _receive(self, number: int, found: list[Completion]) -> None:
         waiting = iter(found)
         chosen = self._sampler.chosen(number)
         sampled = [next(waiting) if drawn(self._job, number, place) else None for place in range(len(chosen))]
@@ -309,7 +314,7 @@ class OpdRun(RoundRun[TokenizedPrompt]):
             self._references = completions_of(_HELD_OUT, state.tensors)
         if "round" in state.data:
             self._number = int(state.data["round"])
-            self._receive(self._number, completions_of(_ROUND, state.tensors), lambda: None)
+            self._receive(self._number, completions_of(_ROUND, state.tensors))
         return step
 
 

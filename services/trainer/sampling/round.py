@@ -54,6 +54,8 @@ class Round:
     """Round of a job: as many completions of each prompt, prompt by prompt, each with its reward."""
 
     number: int
+    version: int
+    """Rounds that the policy which sampled it had been trained on."""
     temperature: float
     prompts: Sequence[ScoredPrompt]
     completions: Sequence[Completion]
@@ -97,7 +99,10 @@ class Round:
     def metrics(self) -> dict[str, float]:
         """Metrics of the round, however it is trained on."""
         count = len(self.completions)
+        behind = float(self.number - self.version)
         return {
+            "staleness_mean": behind,
+            "staleness_max": behind,
             "frac_reward_zero_std": sum(max(group) == min(group) for group in self.earned) / len(self.earned),
             "completion_length_mean": sum(len(one.token_ids) for one in self.completions) / count,
             "truncated_fraction": sum(one.truncated for one in self.completions) / count,
@@ -108,10 +113,18 @@ class Round:
         tensors = completion_tensors("round.", self.completions) | {
             "round.rewards": torch.tensor(self.rewards, dtype=torch.float64),
         }
-        return tensors, {"number": self.number, "temperature": self.temperature}
+        return tensors, {"number": self.number, "version": self.version, "temperature": self.temperature}
 
     @classmethod
     def of_state(cls, tensors: Mapping[str, Tensor], data: Mapping[str, Any], prompts: Sequence[ScoredPrompt]) -> Round:
         """Round from its state(); ``prompts`` are those of the same round."""
         rewards = tensors["round.rewards"].tolist()
-        return cls(int(data["number"]), float(data["temperature"]), prompts, completions_of("round.", tensors), rewards)
+        number = int(data["number"])
+        return cls(
+            number,
+            int(data.get("version", number)),  # earlier releases sampled by the policy as it was
+            float(data["temperature"]),
+            prompts,
+            completions_of("round.", tensors),
+            rewards,
+        )

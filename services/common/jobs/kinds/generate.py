@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import not_
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -103,6 +104,9 @@ class GenerateSettings(SentModel):
     """One, or several whose weighted scores are added. With an environment, each completion is an episode in it."""
     eval_prompts: list[Prompt] = Field(default_factory=list)
     """Held out: answered greedily and scored before the first round and every eval_every rounds."""
+    staleness: int = Field(0, ge=0, le=8, exclude_if=not_)
+    """Rounds that are sampled ahead, while the trainer takes the steps of an earlier one: the policy that samples a
+    round has not been trained on so many of those before it. 0: sampling and training take turns."""
     eval_every: int | None = Field(None, ge=1)
     """Rounds; None: after the last one only."""
 

@@ -137,8 +137,10 @@ class LoraParams:
 
     def on(self, device: torch.device) -> LoraParams:
         """Copy of the parameters on a device; the object itself if they are there. Gradients are not taken along."""
-        if self.flat_a.device == device:
-            return self
+        return self if self.flat_a.device == device else self.copied(device)
+
+    def copied(self, device: torch.device | str) -> LoraParams:
+        """Copy of the parameters on a device, without their gradients."""
         targets = {
             path: TrainableTarget(_master(t.a, device), _master(t.b, device), t.alpha, t.scale)
             for path, t in self.targets.items()

@@ -155,6 +155,7 @@ class JobAttempt(Preparation[PublishingSpec]):
             with self._claim.trace.part("publish"):
                 return self._publish(run, files, writer, gates, parents, metrics, evidence)
         finally:
+            run.close()
             writer.close()
 
     def _steps(

@@ -82,8 +82,10 @@ class EpisodeRound:
                     if segment["type"] == "action":
                         segment["logprobs"] = [next(left) for _ in segment["token_ids"]]
             groups.append(GrpoGroup.model_validate(given))
-        metrics = {name: float(value) for name, value in data["metrics"].items()}
-        return cls(int(data["number"]), groups, metrics, data.get("earned", ()))
+        # Earlier releases sampled by the policy as it was.
+        said = {"staleness_mean": 0.0, "staleness_max": 0.0}
+        said |= {name: float(value) for name, value in data["metrics"].items()}
+        return cls(int(data["number"]), groups, said, data.get("earned", ()))
 
 
 def ended(found: Sequence[Episode | Dropped], environment: EnvironmentReward) -> list[Episode]:
@@ -104,9 +106,14 @@ def ended(found: Sequence[Episode | Dropped], environment: EnvironmentReward) ->
 
 
 def made_round(
-    number: int, temperature: float, environment: EnvironmentReward, members: Sequence[Sequence[Episode | Dropped]]
+    number: int,
+    version: int,
+    temperature: float,
+    environment: EnvironmentReward,
+    members: Sequence[Sequence[Episode | Dropped]],
 ) -> EpisodeRound:
-    """A round of the episodes of each group; some have come to their ends."""
+    """A round of the episodes of each group, by a policy that had been trained on ``version`` rounds; some have come to
+    their ends."""
     groups, unequal = [], 0
     earned = []
     for group in members:
@@ -121,6 +128,7 @@ def made_round(
             prompt = list(left[0].prompt) if len(prompts) == 1 else None
             groups.append(GrpoGroup(prompt_token_ids=prompt, trajectories=[*trajectories]))
     metrics = episode_metrics([one for group in members for one in group], environment)
+    metrics["staleness_mean"] = metrics["staleness_max"] = float(number - version)
     metrics["environment_unequal_starts"] = float(unequal)
     metrics["frac_reward_zero_std"] = sum(max(one.rewards) == min(one.rewards) for one in groups) / len(groups)
     return EpisodeRound(number, groups, metrics, earned)

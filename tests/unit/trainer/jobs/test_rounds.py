@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.jobs.rounds import Rounds
+from services.trainer.jobs.rollouts.rounds import Rounds
 
 small = st.integers(1, 5)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Generic, Protocol, TypeVar
 
-from services.trainer.host.rollouts import Completion, RolloutRequest, sampling_rate
+from services.trainer.host.rollouts import Completion, RolloutRequest
 from services.trainer.jobs.adapter_run import AdapterRun
 from services.trainer.sampling.round_sampler import RoundSampler
 from services.trainer.timers import StepTimer
@@ -124,23 +124,12 @@ class RoundRun(AdapterRun, Generic[P]):
             metrics[f"{self.measure}_before"] = self.evaluate(interrupt)[self.measure]
         if self._number != number:
             metrics |= self._begin(number, interrupt)
+            self._number = number
         return metrics | super()._before(index, interrupt)
 
+    @abstractmethod
     def _begin(self, number: int, interrupt: Callable[[], None]) -> dict[str, float]:
-        """Samples a round; returns the metric of its speed."""
-        requests = self._requests(number)
-        found = self._sampler.sample(self._lora, requests, self._sampling_temperature, self.watch, interrupt)
-        self._receive(number, found, interrupt)
-        self._number = number
-        return sampling_rate(found, self.watch)
-
-    @abstractmethod
-    def _requests(self, number: int) -> list[RolloutRequest]:
-        """Requests for the completions of a round."""
-
-    @abstractmethod
-    def _receive(self, number: int, found: list[Completion], interrupt: Callable[[], None]) -> None:
-        """Makes the round's training data of the completions of its `_requests`."""
+        """Makes a round the one that is trained on; returns metrics of how it was sampled."""
 
     @property
     def _under_way(self) -> bool:

@@ -1,0 +1,1 @@
+"""Runs of jobs that sample for themselves, round after round."""
