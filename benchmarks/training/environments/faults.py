@@ -27,6 +27,7 @@ from benchmarks.training.environments.serving import Fault, FaultyServer, misbeh
 from benchmarks.training.pod import TrainingPod, end_job, training_pod
 from services.common.errors import Unavailable
 from services.common.jobs import GrpoJob
+from services.common.jobs.trajectories.segments import Trajectory
 from services.environments.guess import Guess
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.rollouts.episode_run import EpisodeRun
@@ -81,6 +82,8 @@ def half_turns(run: EpisodeRun) -> int:
         raise TypeError("the job has played no round")
     wrong = 0
     for trajectory in (one for group in kept.groups() for one in group.trajectories or ()):
+        if not isinstance(trajectory, Trajectory):
+            raise TypeError("a round has what it played, nothing that is still to be looked up")
         actions = trajectory.actions
         rewards = [action.reward for action in actions]
         answered = len(trajectory.segments) == 2 * len(actions) - 1

@@ -90,7 +90,7 @@ def spec(name: str, url: str, seed: int, rounds: int | None = None, held_out: in
                 "max_trajectory_tokens": chosen.most_tokens,
                 "concurrency": 128,
             },
-            "eval_prompts": [prompt | {"reset": chosen.reset | {"seed": at}} for at in seeds],
+            "eval_prompts": [prompt | {"reset": {**chosen.reset, "seed": at}} for at in seeds],
             "eval_every": chosen.rounds // 2,
         },
     }

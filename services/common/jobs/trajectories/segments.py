@@ -23,7 +23,7 @@ SegmentTokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)
 class Action(SentModel):
     """Tokens that a policy sampled: one turn of it. They are what is learnt."""
 
-    type: Literal["action"] = "action"
+    type: Literal["action"]
     token_ids: SegmentTokens
     logprobs: list[Annotated[float, Field(ge=-1e9, le=1e-3)]] | None = None
     """log softmax(logits / temperature) of each sampled token, as `sampling_logprobs` of a response gives it. Every
@@ -45,7 +45,7 @@ class Action(SentModel):
 class Observation(SentModel):
     """Tokens that the policy read: what a tool, an environment or a user said, with the template's around it."""
 
-    type: Literal["observation"] = "observation"
+    type: Literal["observation"]
     token_ids: SegmentTokens | None = None
     text: str | None = Field(None, min_length=1)
     """Tokenized as it is, once; control tokens in it are plain text."""

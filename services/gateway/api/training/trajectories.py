@@ -59,9 +59,9 @@ def resolved(stored: StoredTrajectory, found: Rollouts, sessions: Sessions, fiel
         same = _common(tokens, prompt)
         if same == len(tokens):
             if seen := prompt[same:]:
-                segments.append(Observation(token_ids=seen))
+                segments.append(Observation(type="observation", token_ids=seen))
         elif stored.split:
-            segments.append(Observation(token_ids=prompt, restarts=True))
+            segments.append(Observation(type="observation", token_ids=prompt, restarts=True))
         else:
             raise InvalidRequest(
                 f"{field}: {name[:80]} does not go on from {before[:80]}: of the {len(tokens)} tokens before it its "
@@ -80,6 +80,7 @@ def resolved(stored: StoredTrajectory, found: Rollouts, sessions: Sessions, fiel
 
 def _action(rollout: engine_pb2.Rollout, reward: float | None) -> Action:
     return Action(
+        type="action",
         token_ids=list(rollout.token_ids),
         logprobs=list(rollout.sampling_logprobs),
         temperature=rollout.temperature,

@@ -210,7 +210,7 @@ class Player:
         return tuple(self._codec.encode_chat(turns, tools=list(start.tools) or None, **self._job.chat_template_kwargs))
 
     def _observation(self, messages: Sequence[Mapping[str, Any]], before: Sequence[int]) -> tuple[int, ...]:
-        seen = Observation.model_validate({"messages": [dict(message) for message in messages]})
+        seen = Observation.model_validate({"type": "observation", "messages": [dict(message) for message in messages]})
         return tuple(observation_tokens(self._codec, seen, after=before, options=self._job.chat_template_kwargs))
 
 

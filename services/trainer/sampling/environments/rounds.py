@@ -27,10 +27,13 @@ def trajectory_of(episode: Episode, weight: float, temperature: float, *, own_pr
         weight: of the environment's rewards.
         own_prompt: the prompt is its first segment; otherwise it is given beside it.
     """
-    segments: list[Action | Observation] = [Observation(token_ids=list(episode.prompt))] if own_prompt else []
+    segments: list[Action | Observation] = (
+        [Observation(type="observation", token_ids=list(episode.prompt))] if own_prompt else []
+    )
     for place, (action, reward) in enumerate(zip(episode.actions, episode.rewards, strict=True)):
         segments.append(
             Action(
+                type="action",
                 token_ids=list(action.token_ids),
                 logprobs=action.logprobs.tolist(),
                 temperature=temperature,
@@ -38,7 +41,7 @@ def trajectory_of(episode: Episode, weight: float, temperature: float, *, own_pr
             )
         )
         if place < len(episode.observations):
-            segments.append(Observation(token_ids=list(episode.observations[place])))
+            segments.append(Observation(type="observation", token_ids=list(episode.observations[place])))
     return Trajectory(segments=segments, reward=episode.others, truncated=episode.truncated)
 
 
