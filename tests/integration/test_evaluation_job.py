@@ -116,9 +116,18 @@ async def test_adapters_together_are_a_target(
 ) -> None:
     published(registry, pod)
     published(registry, pod)
-    made(suites, "few", [{"prompt": "What is 3 plus 4?", "expected": 7}], scorer={"type": "exact"})
+    made(
+        suites,
+        "few",
+        [{"prompt": "What is 3 plus 4?", "expected": 7}],
+        scorer={"type": "exact"},
+        sampling={"max_tokens": 16},
+    )
     item = [{"prompt": "What is 3 plus 4?", "expected": 7}]
-    made(suites, "judged", item, scorer={"type": "judge", "judge": "toy@1*0.5+toy@2"})
+    verdicts = {"10": 0.5, "9": 0.25}
+    asked = "What is 3 plus {answer}?"
+    judge = {"type": "judge", "judge": "toy@1*0.5+toy@2", "prompt": asked, "verdicts": verdicts}
+    made(suites, "judged", item, scorer=judge, sampling={"max_tokens": 16})
     start()
     done = await ended(queue, job(suites=["few", "judged"], targets=["toy*0.5", "toy@2+toy@1*-1", "toy"]))
     assert done.state is JobState.SUCCEEDED, done.reason
@@ -128,7 +137,7 @@ async def test_adapters_together_are_a_target(
     assert [target.name for target in record.targets] == ["toy@2*0.5", "toy@1*-1+toy@2", "toy@2"]
     assert len({target.digest for target in record.targets}) == 3
     (seen,) = runs.items(done.id, 1, 0, 0, 1)
-    assert 0 < seen.score < 1, "several adapters read the answer"
+    assert seen.score == pytest.approx(0.5, abs=0.05), "several adapters read the answer"
     assert runs.of_version(AdapterVersion("toy", 1)).newest() == [done.id]
 
 

@@ -104,7 +104,8 @@ async def check_as_alone(
 async def test_jobs_that_wait_take_their_steps_together(
     queue: JobQueue, registry: AdapterRegistry, start: Start, checkpoint: Path, store: ObjectStore
 ) -> None:
-    specs = [small_job(number) for number in range(5)]
+    # Long enough that the first has steps left when the last is claimed.
+    specs = [small_job(number, epochs=12 + number % 2) for number in range(5)]
     jobs = [await queue.submit(spec) for spec in specs]
     host = SmallHost(checkpoint)
     forwards = Forwards(host)

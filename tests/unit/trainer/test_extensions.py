@@ -96,8 +96,8 @@ SCORER = """
 from typing import Literal
 from services.common.jobs.scorers.base import ScorerSpec
 
-class LengthReward(ScorerSpec):
-    type: Literal["length"] = "length"
+class CharactersReward(ScorerSpec):
+    type: Literal["characters"] = "characters"
 
     def scorer(self, where, grants):
         return self
@@ -115,7 +115,7 @@ job = GrpoJob.model_validate({
     "adapter": "a",
     "generate": {
         "prompts": [{"prompt": "Say something."}], "rounds": 1, "max_tokens": 8,
-        "reward": [{"type": "length", "weight": 2}],
+        "reward": [{"type": "characters", "weight": 2}],
     },
 })
 samples = [Sample("", text, tokens=1) for text in ("", "four")]
@@ -182,10 +182,14 @@ def test_a_loss_of_grpo_is_a_module_and_a_line(services: Path, checkpoint: Path)
 
 
 def test_a_scorer_is_a_module_and_a_line(services: Path) -> None:
-    (services / "common/jobs/scorers/length.py").write_text(SCORER)
+    (services / "common/jobs/scorers/characters.py").write_text(SCORER)
     registry = services / "common/jobs/scorers/registry.py"
     replaced(
-        registry, "import Sample\n", "import Sample\nfrom services.common.jobs.scorers.length import LengthReward\n"
+        registry,
+        "import Sample\n",
+        "import Sample\nfrom services.common.jobs.scorers.characters import CharactersReward\n",
     )
-    replaced(registry, "_Any: TypeAlias = (\n    RegexReward", "_Any: TypeAlias = (\n    LengthReward | RegexReward")
+    replaced(
+        registry, "_Any: TypeAlias = (\n    RegexReward", "_Any: TypeAlias = (\n    CharactersReward | RegexReward"
+    )
     assert used(services, SCORER_USED) == [0.0, 8.0]
