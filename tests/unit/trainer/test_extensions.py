@@ -96,7 +96,7 @@ SCORER = """
 from typing import Literal
 from services.common.jobs.scorers.base import ScorerSpec
 
-class CharactersReward(ScorerSpec):
+class CharsReward(ScorerSpec):
     type: Literal["characters"] = "characters"
 
     def scorer(self, where, grants):
@@ -182,14 +182,12 @@ def test_a_loss_of_grpo_is_a_module_and_a_line(services: Path, checkpoint: Path)
 
 
 def test_a_scorer_is_a_module_and_a_line(services: Path) -> None:
-    (services / "common/jobs/scorers/characters.py").write_text(SCORER)
+    (services / "common/jobs/scorers/chars.py").write_text(SCORER)
     registry = services / "common/jobs/scorers/registry.py"
     replaced(
         registry,
         "import Sample\n",
-        "import Sample\nfrom services.common.jobs.scorers.characters import CharactersReward\n",
+        "import Sample\nfrom services.common.jobs.scorers.chars import CharsReward\n",
     )
-    replaced(
-        registry, "_Any: TypeAlias = (\n    RegexReward", "_Any: TypeAlias = (\n    CharactersReward | RegexReward"
-    )
+    replaced(registry, "_Any: TypeAlias = (\n    RegexReward", "_Any: TypeAlias = (\n    CharsReward | RegexReward")
     assert used(services, SCORER_USED) == [0.0, 8.0]
