@@ -23,7 +23,7 @@ from cli.local.ports import claim_ports
 from tests.e2e.adapters_for_tests import Reference
 from tests.e2e.cluster import Cluster
 from tests.e2e.endpoint_picker import DESTINATION, Load, Picker, tokens_of
-from tests.stack import Stack
+from tests.stack import PATIENCE, Stack
 
 ENGINES = 4
 TIE = 1e-3
@@ -211,7 +211,8 @@ async def test_an_endpoint_picker_sends_a_prompt_to_the_pod_that_has_its_beginni
             scrapes = {pod: await client.get(f"http://{endpoint}/metrics") for pod, endpoint in pods.items()}
             loads = {pod: Load.of(scrape.raise_for_status().text) for pod, scrape in scrapes.items()}
             assert {load.block_size for load in loads.values()} == {16}
-            async with httpx.AsyncClient(base_url=f"http://{next(iter(gateways))}", verify=False) as renderer:
+            base = f"http://{next(iter(gateways))}"
+            async with httpx.AsyncClient(base_url=base, verify=False, timeout=PATIENCE) as renderer:
                 tokens = await tokens_of(renderer, path, body, cluster.model)
             endpoint, blocks = picker.pick(str(body["model"]), tokens, loads)
             answer = await client.post(f"http://{endpoint}{path}", json=body, headers={DESTINATION: endpoint})
