@@ -69,7 +69,7 @@ SECTIONS = (
     Section("multiturn", 400, (f"{_BENCH}.prefix_cache.multiturn {_MODEL} --out {{out}}/multiturn.jsonl",)),
     Section("prefix-noise", 400, (f"{_BENCH}.prefix_cache.noise {_MODEL} --out {{out}}/prefix-noise.jsonl",)),
     Section("http", 300, (f"{_BENCH}.http.rates --model qwen3.5-4b --cases 1x512x128,64x512x256 --out {{out}}",)),
-    Section("startup", 200, (f"{_BENCH}.serving.startup --out {{out}}/startup.jsonl",)),
+    Section("startup", 200, (f"{_BENCH}.serving.starts.startup --out {{out}}/startup.jsonl",)),
     Section(
         "accuracy",
         300,

@@ -29,10 +29,11 @@ def test_sleep_waits_for_the_engines_that_were_chosen() -> None:
         return Reply({"object": "list", "data": [one]}, status=202)
 
     with serving(answer) as (url, requests):
-        done = engine("sleep", "--engine", "engine-0", "--url", url, "--json")
+        done = engine("sleep", "--engine", "engine-0", "--level", "cache", "--url", url, "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["data"] == [{"id": "id0", "name": "engine-0", "state": "asleep"}]
-    assert [request.path for request in requests] == ["/v1/engine/sleep?engine=engine-0", *["/v1/engine"] * 3]
+    asked = "/v1/engine/sleep?engine=engine-0&level=cache"
+    assert [request.path for request in requests] == [asked, *["/v1/engine"] * 3]
 
 
 def test_wake_that_takes_too_long_ends_with_a_code_of_its_own() -> None:
