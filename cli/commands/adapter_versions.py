@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cli.commands.adapters import attach_version, save, split
+from cli.commands.adapters import attach_version, published, save, split
 from cli.http.chat_stream import served_model
 from cli.http.client import Client, path
 from cli.http.job_events import conclude, watch
@@ -185,9 +185,7 @@ def receipt(
     """Tell what a version was made of: base, parents, data, code, seeds, settings, device, and the signature."""
 
     def work(client: Client, output: Output) -> None:
-        name, version = split(ref)
-        if version is None:
-            version = int(client.get(path("v1", "adapters", name))["current"])
+        name, version = published(client, ref)
         document = fetched(client, name, version)
         text = receipts.receipt(document)
         if verify is not None:
@@ -240,9 +238,7 @@ def verify(
     """Tell how far a version moves the base model on fixed prompts; exit code 1 if it is over a bound."""
 
     def work(client: Client, output: Output) -> None:
-        name, version = split(ref)
-        if version is None:
-            version = int(client.get(path("v1", "adapters", name))["current"])
+        name, version = published(client, ref)
         asked = PROMPTS if prompts is None else tuple(filter(None, map(str.strip, read_text(prompts).splitlines())))
         try:
             figures: dict[str, Any] = dict(moved(client, f"{name}@{version}", asked, tokens).figures())

@@ -34,6 +34,14 @@ def split(ref: str) -> tuple[str, int | None]:
         raise CliError(error.message, ExitCode.USAGE) from error
 
 
+def published(client: Client, ref: str) -> tuple[str, int]:
+    """Name and version of a reference, the newest if it names none; a malformed one is a usage error."""
+    name, version = split(ref)
+    if version is None:
+        version = int(client.get(path("v1", "adapters", name))["current"])
+    return name, version
+
+
 def _when(seconds: float | str | None) -> str:
     if seconds is None:
         return ""
@@ -181,9 +189,7 @@ def download(
     """Save a version's files and its manifest."""
 
     def work(client: Client, output: Output) -> None:
-        name, version = split(ref)
-        if version is None:
-            version = int(client.get(path("v1", "adapters", name))["current"])
+        name, version = published(client, ref)
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -12,6 +12,7 @@ import gc
 import json
 import re
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from services.engine.settings import EngineSettings
 from services.pod.asleep import become, sleep
 from services.pod.preflight import check_all, check_model_directory, check_tls, read_settings, use_kernel_cache
 from services.trainer.settings import TrainerSettings
+
+_BEAT_SECONDS = 1.0
 
 log = structlog.get_logger(__name__)
 
@@ -50,16 +53,27 @@ async def _run(
         loaded = await serve(settings, trainer, stop, health, certificates, recent, leave, loaded)
         if leave.level is None or leave.level == "process":
             return leave.level is not None
-        sleeping = loaded.sleeping
+        level, sleeping = leave.level, loaded.sleeping
         gc.unfreeze()  # what served is in circles, and has memory of the device
         gc.collect()
         try:
-            await asyncio.to_thread(sleeping.give_back, leave.level)
+            await _beside(health, asyncio.to_thread(sleeping.give_back, level))
         except MemoryError as error:
             log.warning("no room on the host for the weights: the process is replaced instead", error=str(error))
-            return True
-        if not await sleep(settings, health, certificates, leave.level, sleeping.take_back):
+            return leave.level is not None
+        if leave.level is None:  # asked to stop meanwhile
             return False
+        if not await sleep(settings, health, certificates, level, sleeping.take_back):
+            return False
+
+
+async def _beside(health: ProcessHealth, work: Coroutine[Any, Any, None]) -> None:
+    """Waits for work, however long it takes, with signs of life of the event loop."""
+    task = asyncio.create_task(work)
+    while not task.done():
+        health.beat()
+        await asyncio.wait({task}, timeout=_BEAT_SECONDS)
+    await task
 
 
 def _emit(event: str, **fields: Any) -> None:

@@ -7,6 +7,7 @@ place in the session's line.
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Sequence
 from operator import not_
 from typing import Annotated, ClassVar, Generic, Literal, TypeAlias, TypeVar, get_args
@@ -113,9 +114,9 @@ class DatumBase(SentModel):
 
     advantages: list[Factor] | None = None
 
+    @abstractmethod
     def lacks(self, *, sampled: bool) -> str | None:
         """Field that a loss with a ratio to the policy that sampled misses, or that another does not take."""
-        raise NotImplementedError
 
 
 class Datum(DatumBase):

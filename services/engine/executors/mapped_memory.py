@@ -57,14 +57,17 @@ class MappedMemory:
 
     Attributes:
         host: where what is kept waits; others borrow from it while the engine is awake.
+
+    Raises:
+        ImportError: the calls of CUDA's driver are not installed.
     """
 
     def __init__(self, device: torch.device) -> None:
+        # It comes with torch for CUDA, and there alone.
+        self._driver: Any = import_module("cuda.bindings.driver")
         torch.zeros(1, device=device)
         number = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device(device.type, number)
-        # It comes with torch for CUDA, and there alone.
-        self._driver: Any = import_module("cuda.bindings.driver")
         place = self._driver.CUmemLocation()
         place.type = self._driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         place.id = number

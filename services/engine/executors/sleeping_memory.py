@@ -60,6 +60,32 @@ class SleepingMemory(Protocol):
         ...
 
 
+class FixedMemory:
+    """Memory of an engine that cannot be given back for a while: without levels but that of the process.
+
+    Implements SleepingMemory.
+    """
+
+    @property
+    def levels(self) -> frozenset[SleepLevel]:
+        """See SleepingMemory."""
+        return frozenset()
+
+    def allocating(self, part: Part) -> AbstractContextManager[object]:  # noqa: ARG002
+        """See SleepingMemory."""
+        return nullcontext()
+
+    def keep_cache(self, tensors: Iterable[Tensor]) -> None:
+        """See SleepingMemory."""
+
+    def give_back(self, level: SleepLevel) -> None:
+        """See SleepingMemory. Raises ValueError: it has no such level."""
+        raise ValueError(f"memory that stays where it is has no level {level}")
+
+    def take_back(self) -> None:
+        """See SleepingMemory."""
+
+
 class HostPages:
     """Memory of an engine on a CPU: pages of its caches go back to the machine. Weights are where they would be kept.
 

@@ -46,15 +46,13 @@ class TrainableForward:
         parents: Sequence[int | None] | None = None,
     ) -> Tensor:
         """See CausalLM.forward_train. Of steps that are captured only the newest can be gone back through."""
-        if parents is not None:
-            return self._model.forward_train(
-                token_ids, lengths, self._lora, recompute=self._recompute, give_way=give_way, parents=parents
-            )
-        if self._captured is not None:
+        if self._captured is not None and parents is None:
             hidden = self._captured.differentiable(token_ids, lengths, give_way)
             if hidden is not None:
                 return hidden
-        return self._model.forward_train(token_ids, lengths, self._lora, recompute=self._recompute, give_way=give_way)
+        return self._model.forward_train(
+            token_ids, lengths, self._lora, recompute=self._recompute, give_way=give_way, parents=parents
+        )
 
 
 class FrozenForward:
@@ -87,10 +85,10 @@ class FrozenForward:
         parents: Sequence[int | None] | None = None,
     ) -> Tensor:
         """[T, hidden]: see CausalLM.forward_train."""
-        if parents is not None:
-            return self._model.forward_train(
-                token_ids, lengths, self._lora, recompute="none", give_way=give_way, parents=parents
-            )
-        if self._captured is not None and (hidden := self._captured.frozen(token_ids, lengths, give_way)) is not None:
-            return hidden
-        return self._model.forward_train(token_ids, lengths, self._lora, recompute="none", give_way=give_way)
+        if self._captured is not None and parents is None:
+            hidden = self._captured.frozen(token_ids, lengths, give_way)
+            if hidden is not None:
+                return hidden
+        return self._model.forward_train(
+            token_ids, lengths, self._lora, recompute="none", give_way=give_way, parents=parents
+        )

@@ -13,7 +13,7 @@ from services.common.errors import CheckpointRejected, InvalidRequest
 from services.common.telemetry.stopwatch import Stopwatch, rate
 from services.common.text.tokenizer import TextCodec
 from services.engine.constraints.vocabulary import Vocabulary
-from services.engine.executors.sleeping_memory import HostPages, Part, SleepingMemory
+from services.engine.executors.sleeping_memory import FixedMemory, HostPages, Part, SleepingMemory
 from services.engine.kv_cache.memory_plan import MemoryPlan
 from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.config import ModelConfig
@@ -213,4 +213,8 @@ def sleeping_memory(hardware: Device) -> SleepingMemory:
     # Imported here: the calls of CUDA's driver come with torch for CUDA only.
     from services.engine.executors.mapped_memory import MappedMemory
 
-    return MappedMemory(hardware.torch)
+    try:
+        return MappedMemory(hardware.torch)
+    except ImportError as error:  # a torch of another packager; it serves as well
+        log.warning("this engine sleeps at level process only: cuda-bindings is not installed", error=str(error))
+        return FixedMemory()

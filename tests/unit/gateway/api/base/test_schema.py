@@ -58,6 +58,7 @@ BEYOND_JSON_SCHEMA: Mapping[str, str] = {
     r"has \d+ entries and (token_ids|rewards) \d+: one": "lists of equal length",
     r"has \d+ entries and the trajectory \d+ actions": "lists of equal length",
     r"was sampled at temperature": "values that are equal",
+    r"max_tokens and max_completion_tokens contradict each other": "values that are equal",
     r"nothing was observed behind the first action": "the end of a list",
     r"must have one entry per token id": "lists of equal length",
     r"all rewards are equal": "values that differ",
