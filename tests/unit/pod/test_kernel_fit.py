@@ -11,6 +11,7 @@ import torch
 
 import kernels.gpu
 from services.common.errors import DoesNotFit
+from services.engine.executors.sleeping_memory import FixedMemory
 from services.engine.settings import EngineSettings
 from services.pod import __main__ as pod
 from services.pod.parts import runner as pod_runner
@@ -52,6 +53,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, runner: Runner, **given: object) ->
             num_blocks=2,
             max_model_len=16,
             eos_token_ids=[1],
+            sleeping=FixedMemory(),
         )
     return caught.value
 

@@ -303,7 +303,7 @@ def test_an_engine_is_refused_before_weights_are_read(
 
 
 def test_settings_that_contradict_each_other_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("services.pod.engine.prefill_alignment", lambda settings: 64)
+    monkeypatch.setattr("services.pod.parts.loaded.prefill_alignment", lambda settings: 64)
     chosen = settings(model=without_weights(tmp_path), device="cpu", mixed_prefill_tokens=63)
     with pytest.raises(InvalidRequest, match="settings: mixed_prefill_tokens must be at least 65"):
         build_engine(chosen, AdapterRegistry(ObjectStore(chosen), "test"), None)
