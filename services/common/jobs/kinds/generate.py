@@ -112,6 +112,7 @@ class GenerateSettings(SentModel):
 
     json_rules: ClassVar[Rules] = (
         only_with("eval_every", has(eval_prompts=SOME)),
+        only_with("curriculum", given("prompts_per_round")),
         where(
             has(reward=either(_COMPARES, contains(_COMPARES))),
             if_any(prompts=items(given("answer")), eval_prompts=items(given("answer"))),
