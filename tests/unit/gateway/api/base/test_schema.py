@@ -60,6 +60,7 @@ BEYOND_JSON_SCHEMA: Mapping[str, str] = {
     r"was sampled at temperature": "values that are equal",
     r"max_tokens and max_completion_tokens contradict each other": "values that are equal",
     r"nothing was observed behind the first action": "the end of a list",
+    r"the last segment is an observation that no action answers": "the end of a list",
     r"must have one entry per token id": "lists of equal length",
     r"all rewards are equal": "values that differ",
     r"best_of must equal n": "values that are equal",
