@@ -173,7 +173,10 @@ class Dense(CausalLM):
         *,
         recompute: Recompute,
         give_way: Callable[[], None],
+        parents: Sequence[int | None] | None = None,
     ) -> Tensor:
+        if parents is not None:
+            raise ValueError("documents begin with an empty state here: shares_prefixes is False")
         del recompute
         layout = PackedLayout.build(lengths, self.device)
         targets = {} if lora is None else lora.targets
