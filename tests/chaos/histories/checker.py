@@ -118,5 +118,16 @@ def _next(operations: Sequence[Operation], done: int) -> list[int]:
     answers came are first, so that a lost one is only tried where it is needed."""
     left = [number for number in range(len(operations)) if not done >> number & 1]
     until = min((operations[number].answered for number in left), default=LOST)
-    may = [number for number in left if operations[number].called <= until]
+    may = []
+    alike = set()
+    for number in left:
+        operation = operations[number]
+        if operation.called > until:
+            continue
+        if operation.lost:
+            # Of lost ones that asked for the same, the one that was called first can stand for any.
+            if (what := (operation.name, operation.argument)) in alike:
+                continue
+            alike.add(what)
+        may.append(number)
     return sorted(may, key=lambda number: (operations[number].lost, operations[number].answered))

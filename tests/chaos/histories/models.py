@@ -10,6 +10,8 @@ from tests.chaos.histories.checker import Operation
 
 ABSENT = "absent"
 """What reading an object answers that is not there (404)."""
+UNTOLD = "?"
+"""Answer of a move that does not say what was before."""
 ENDS = ("succeeded", "failed", "cancelled")
 
 
@@ -43,26 +45,25 @@ class Forgetful(Register):
 
 
 class Pointer:
-    """Which version is current: "move" answers the one before, "read" the one now. Of an adapter's pointer and of what
-    is attached; the history begins with a read."""
+    """Which version is current: "move" answers the one before, "read" the one now, "leave" whether it was of that
+    adapter, or none. Of an adapter's pointer and of what is attached; "begin" says what is known from before."""
 
-    def initial(self, operations: Sequence[Operation]) -> Any:
-        return None
+    def initial(self, operations: Sequence[Operation]) -> str:
+        return ""
 
-    def after(self, state: Any, operation: Operation) -> Iterator[Any]:
+    def after(self, state: str, operation: Operation) -> Iterator[str]:
         known = not operation.lost
         match operation.name:
             case "begin":
                 yield operation.argument
             case "move":
-                # An answer of None tells nothing of the one before.
-                if not known or operation.result is None or operation.result == state:
+                if not known or operation.result in (UNTOLD, state):
                     yield operation.argument
             case "leave":
                 # Only from a version of that name; the answer says whether it was one.
-                mine = state is not None and state.partition("@")[0] == operation.argument
-                if not known or operation.result == (mine or state is None):
-                    yield None if mine else state
+                mine = state.partition("@")[0] == operation.argument
+                if not known or operation.result == (mine or not state):
+                    yield "" if mine else state
             case "read":
                 if not known or operation.result == state:
                     yield state

@@ -273,9 +273,7 @@ async def detach_adapter(name: AdapterPath, adapters: Adapters, once: Once, body
         other = await adapters.threads.run(adapters.registry.detach, name, wanted)
         if other is not None:
             asked = name if wanted is None else f"{name}@{wanted}"
-            raise Conflict(
-                f"{asked} is not attached: {other} is", param="version" if wanted is not None else "adapter"
-            )
+            raise Conflict(f"{asked} is not attached: {other} is", param="version" if wanted is not None else "adapter")
         await adapters.tell(name)
         return await _synced(adapters, None)
 
