@@ -135,7 +135,7 @@ def verify(directory: Path, key: Ed25519PublicKey, progress: Progress = silent) 
         }
         if content["format"] != FORMAT:
             raise ValueError(
-                f"format {content['format']!r}, and {FORMAT} is known here: verify it with its own release"
+                f"format {content['format']!r}, and {FORMAT} is known here: take the release that wrote it"
             )
         digest = str(content["outputs"]["digest"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:

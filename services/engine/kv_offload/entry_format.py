@@ -101,9 +101,7 @@ def header_length(prefix: bytes) -> int:
     if magic != MAGIC:
         raise HeaderRejected("it does not begin like an entry")
     if version > VERSION:
-        raise NewerFormat(
-            f"format version {version} of a later release, this engine reads {VERSION}: it is left to that"
-        )
+        raise NewerFormat(f"format version {version} of a later release, this engine reads {VERSION}")
     if version != VERSION:
         raise HeaderRejected(f"format version {version}, this engine reads {VERSION}")
     if not _FIXED.size + _DIGEST <= length <= MOST_BYTES or length % PAGE:
