@@ -319,12 +319,20 @@ class AdapterPointers(ABC):
         self._check_still_kept(version, self._attachment, (before, attached))
         return True
 
-    def detach(self) -> None:
-        """Plain requests for the base model are answered by the base model."""
+    def detach(self, name: str, number: int | None = None) -> AdapterVersion | None:
+        """Plain requests for the base model are answered by the base model again, if this adapter is attached; returns
+        what was attached and is not this.
+
+        Args:
+            number: only if it is this version.
+        """
         for _ in range(RACES):
-            pointer = self._read_json(self._attachment)
-            if self._swap(self._attachment, pointer, json.dumps(_attaching(None, pointer)).encode()):
-                return
+            seen = self.attachment()
+            now = seen.version
+            if now is None or now.name != name or number not in (None, now.version):
+                return now
+            if self._swap(self._attachment, seen.pointer, json.dumps(_attaching(None, seen.pointer)).encode()):
+                return None
         raise Unavailable("what is attached to the base model kept changing; retry")
 
     # Parts.

@@ -135,7 +135,7 @@ class FeedbackFilter:
         said = record.said
         return (
             self.owner in (None, record.owner)
-            and self.target in (None, said.target)
+            and self.target in (None, said.target, *said.answers)
             and self.user in (None, said.user)
             and self.source in (None, said.source)
             and self.label in (None, said.label)
@@ -172,7 +172,7 @@ class FeedbackStore:
             Unavailable: there is no room.
         """
         made_id, body = f"fb_{ulid()}", said.model_dump_json(exclude_none=True)
-        indexes = ["all", _owner_index(owner), _target_index(said.target)]
+        indexes = ["all", _owner_index(owner), *map(_target_index, dict.fromkeys((said.target, *said.answers)))]
         if said.user is not None:
             indexes.append(_user_index(said.user))
         oldest = f"fb_{ulid(int((time.time() - self._keep_seconds) * 1000), 0)}"
