@@ -19,6 +19,7 @@ from benchmarks.gateway.kill_clients import ANSWER_SECONDS, Jobs
 from tests.chaos.faults import Event, events
 from tests.chaos.fleet import Fleet, Sizes
 from tests.chaos.ledger import Ledger
+from tests.chaos.limits import limited
 from tests.chaos.link import Fault
 from tests.chaos.stores import Stores
 from tests.chaos.traffic.batches import Batches
@@ -118,8 +119,9 @@ class Breaker:
                 await asyncio.sleep(event.seconds)
                 self._loop.call_soon_threadsafe(link.become, Fault())
             case "disk" | "memory":
-                with self._fleet.limited(event.what, event.kind, event.amount):
-                    await asyncio.sleep(event.seconds)
+                if (pid := self._fleet.pid(event.what)) is not None:
+                    with limited(pid, event.kind, event.amount):
+                        await asyncio.sleep(event.seconds)
             case "clock":
                 self._fleet.offsets[event.what].seconds = event.amount
                 await asyncio.sleep(event.seconds)

@@ -20,6 +20,7 @@ from tests.chaos.faults import events
 from tests.chaos.fleet import Sizes
 from tests.chaos.http_damage import Damage
 from tests.chaos.ledger import Ledger
+from tests.chaos.limits import limited
 from tests.chaos.link import Fault, Link, Weather
 from tests.chaos.stores import Stores
 from tests.stack import PATIENCE, clean_environment
@@ -144,6 +145,45 @@ def test_a_clock_that_is_moved_while_its_process_runs(tmp_path: Path) -> None:
             assert before[0] <= wall - seconds <= after[0]
             assert before[1] <= steady <= after[1]
         process.stdin.close()
+
+
+_HUNGRY = """
+import sys
+with open(sys.argv[1], "wb", buffering=0) as file:
+    for line in sys.stdin:
+        try:
+            file.write(bytes(100_000)) if line == "disk\\n" else bytearray(500_000_000)
+            print("had", flush=True)
+        except (OSError, MemoryError) as error:
+            print(type(error).__name__, flush=True)
+"""
+
+
+def test_a_process_that_is_out_of_disk_or_memory_for_a_while(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _HUNGRY, str(tmp_path / "file")],
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def asked(what: str) -> str:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(f"{what}\n")
+            process.stdin.flush()
+            return process.stdout.readline().strip()
+
+        for what, error in (("disk", "OSError"), ("memory", "MemoryError")):
+            assert asked(what) == "had"
+            with limited(process.pid, what, 4096.0):
+                assert asked(what) == error
+            assert asked(what) == "had"
+        process.stdin.close()
+    with limited(process.pid, "disk", 0.0):
+        pass  # it is gone, and so is its limit
 
 
 def test_a_seed_makes_the_same_faults() -> None:
