@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from services.common.jobs import GrpoJob
+from services.common.jobs.kinds.environment import EnvironmentReward
 from services.common.jobs.kinds.generate import GenerateSettings
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.rollouts.completion_run import RolloutRun
@@ -26,6 +27,7 @@ from services.trainer.sampling.environments.rounds import (
     made_round,
 )
 from services.trainer.sampling.environments.saved import episodes_of, episodes_state
+from services.trainer.sampling.environments.world import Worlds
 from services.trainer.sampling.prompts import sample_seed
 from services.trainer.sampling.rounds.changing import ChangingStream
 from services.trainer.sampling.rounds.groups import Group, ScoredPrompt, parted
@@ -51,14 +53,16 @@ class EpisodeRun(RolloutRun):
             raise ValueError("the job has no environment")
         self._environment = environment
         self._limit = min(environment.max_trajectory_tokens or host.max_train_tokens, host.max_train_tokens)
-        place = settings.reward.index(environment)
-        worlds = (OpenEnvWorlds if environment.tools is None else ToolWorlds)(
-            environment, host.grants.webhooks, f"generate.reward[{place}]"
-        )
+        worlds = self._worlds(environment, host, f"generate.reward[{settings.reward.index(environment)}]")
         self._player = Player(
             host.codec, spec, environment, worlds, most_tokens=self._limit, max_tokens=settings.max_tokens
         )
         super().__init__(spec, host, parent, settings=settings, **rest)
+
+    def _worlds(self, environment: EnvironmentReward, host: PolicyHost, where: str) -> Worlds:
+        """Where its episodes are played. Raises InvalidRequest for a URL that is not allowed."""
+        kind = OpenEnvWorlds if environment.tools is None else ToolWorlds
+        return kind(environment, host.grants.webhooks, where)
 
     def _most_tokens(self, prompt: ScoredPrompt) -> int:
         del prompt
