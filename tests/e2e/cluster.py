@@ -9,14 +9,27 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import grpc
 import httpx
 
 from cli.local.ports import claim_ports
 from services.common.pb import engine_pb2, engine_pb2_grpc
-from tests.stack import PATIENCE, ROOT, START_SECONDS, Stack, clean_environment
+from services.common.settings import CommonSettings
+from tests.stack import PATIENCE, ROOT, START_SECONDS, clean_environment
+
+
+class Ground(Protocol):
+    """What a cluster stands on: a `Stack`, or stores alone."""
+
+    served_model_name: str
+
+    @property
+    def model(self) -> Path | str: ...
+
+    @property
+    def settings(self) -> CommonSettings: ...
 
 
 class Cluster:
@@ -31,7 +44,7 @@ class Cluster:
 
     def __init__(
         self,
-        stack: Stack,
+        stack: Ground,
         directory: Path,
         engines: int,
         *,
@@ -122,8 +135,12 @@ class Cluster:
 
     def health(self) -> dict[str, dict[str, Any]]:
         """What the gateway knows of each engine, by address."""
-        engines = self._http.get(f"{self.url}/healthz", timeout=10).json()["engines"]
-        return {engine["address"]: engine for engine in engines}
+        return {engine["address"]: engine for engine in self.engines_at(self.url)}
+
+    def engines_at(self, url: str) -> list[dict[str, Any]]:
+        """What the gateway at this URL knows of its engines."""
+        engines: list[dict[str, Any]] = self._http.get(f"{url}/healthz", timeout=10).json()["engines"]
+        return engines
 
     def start_gateway(self, name: str, port: int, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         """Another gateway of the same engines; it ends with the cluster."""
@@ -132,9 +149,13 @@ class Cluster:
         )
         return self.processes[name]
 
+    def channel(self, address: str) -> grpc.Channel:
+        """To an engine, as gateways have one."""
+        return grpc.insecure_channel(address)
+
     def status(self, address: str, *, timeout: float = 10.0) -> engine_pb2.EngineStatus:
         """What an engine says of itself."""
-        with grpc.insecure_channel(address) as channel:
+        with self.channel(address) as channel:
             stub = engine_pb2_grpc.EngineStub(channel)
             found: engine_pb2.EngineStatus = stub.GetStatus(engine_pb2.GetStatusRequest(), timeout=timeout)
             return found
@@ -157,7 +178,7 @@ class Cluster:
     def _ready(self) -> int:
         """Engines that the gateway has found ready; 0 while it starts itself."""
         try:
-            return sum(engine["ready"] for engine in self.health().values())
+            return sum(bool(engine["ready"]) for engine in self.health().values())
         except httpx.TransportError:
             return 0
 

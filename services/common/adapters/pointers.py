@@ -201,7 +201,7 @@ class AdapterPointers(ABC):
                 return None
             moves = _moved(pointer.get("moves", []), before, version.version, **({} if by is None else {"by": by}))
             newest = max(_newest_of(pointer), version.version)
-            return {**_of_kind(kind), "version": version.version, "newest": newest, "moves": moves}
+            return {**pointer, **_of_kind(kind), "version": version.version, "newest": newest, "moves": moves}
 
         undo = self._move(version.name, target)
         self._check_still_kept(version, current_key(version.name), undo)
@@ -407,7 +407,7 @@ def _attaching(version: AdapterVersion | None, pointer: tuple[_Pointer, str] | N
     moves = before.get("moves", [])
     if before.get("adapter") != ref:
         moves = _moved(moves, before.get("adapter"), ref)
-    return POINTER.stamped({"adapter": ref, "at": round(time.time(), 6), "moves": moves})
+    return POINTER.stamped({**before, "adapter": ref, "at": round(time.time(), 6), "moves": moves})
 
 
 def _moved(moves: Sequence[_Pointer], before: object, after: object, **by: str) -> list[_Pointer]:
