@@ -17,7 +17,7 @@ import httpx
 from cli.local.ports import claim_ports
 from services.common.pb import engine_pb2, engine_pb2_grpc
 from services.common.settings import CommonSettings
-from tests.stack import PATIENCE, ROOT, clean_environment
+from tests.stack import PATIENCE, ROOT, START_SECONDS, clean_environment
 
 
 class Ground(Protocol):
@@ -91,7 +91,7 @@ class Cluster:
             for address in self.addresses:
                 self.start_engine(address)
             self.processes["gateway"] = self._spawn("gateway", "services.gateway", self._gateway_env)
-            self.wait_until_ready(len(self.addresses), seconds=120)
+            self.wait_for(self._all_ready, f"{len(self.addresses)} ready engines", START_SECONDS)
         except BaseException:
             self.__exit__()
             raise
@@ -164,15 +164,23 @@ class Cluster:
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
-                logs = "\n".join(f"--- {f.name}\n{f.read_text()[-1500:]}" for f in self._directory.glob("*.log"))
-                raise TimeoutError(f"{what} did not come true in {seconds} s\n{logs}")
+                raise TimeoutError(f"{what} did not come true in {seconds} s\n{self._logs()}")
             time.sleep(0.05)
 
-    def wait_until_ready(self, engines: int, *, seconds: float = 60.0) -> None:
-        def enough() -> bool:
-            try:
-                return sum(bool(engine["ready"]) for engine in self.health().values()) >= engines
-            except httpx.TransportError:
-                return False
+    def _logs(self) -> str:
+        return "\n".join(f"--- {file.name}\n{file.read_text()[-1500:]}" for file in self._directory.glob("*.log"))
 
-        self.wait_for(enough, f"{engines} ready engines", seconds)
+    def _all_ready(self) -> bool:
+        if ended := [name for name, process in self.processes.items() if process.poll() is not None]:
+            raise RuntimeError(f"{', '.join(ended)} ended\n{self._logs()}")
+        return self._ready() >= len(self.addresses)
+
+    def _ready(self) -> int:
+        """Engines that the gateway has found ready; 0 while it starts itself."""
+        try:
+            return sum(bool(engine["ready"]) for engine in self.health().values())
+        except httpx.TransportError:
+            return 0
+
+    def wait_until_ready(self, engines: int, *, seconds: float = 60.0) -> None:
+        self.wait_for(lambda: self._ready() >= engines, f"{engines} ready engines", seconds)
