@@ -106,7 +106,7 @@ def steered(
 
 
 def mixture(tokens: int) -> list[Request]:
-    """Greedy, with noise, with log-probabilities, with a token to stop at, and one that nothing is drafted for."""
+    """Greedy, with noise, with log-probabilities, with a token to stop at, and with penalties."""
     made = requests(3, 5, 2, 4, 2, tokens=tokens)
     changes: list[dict[str, Any]] = [
         {},
@@ -134,6 +134,28 @@ def test_draft_tokens_right_and_wrong(draft_tokens: int, sorts: slice, tokens: i
     limits = replace(SPECULATIVE, draft_tokens=draft_tokens, max_num_seqs=3)
     ahead = steered(made, limits, arrivals=len(made) // 2)
     assert {1, 1 + draft_tokens} <= ahead.rows
+
+
+def test_draft_tokens_beside_edited_logits() -> None:
+    """Penalties count what was accepted and what a row follows, and min_tokens holds at each row. One without edits
+    comes when there is a seat."""
+    every = {
+        "repetition_penalty": 1.5,
+        "frequency_penalty": 0.7,
+        "min_tokens": 3,
+        "stop_token_ids": frozenset(range(8)),
+    }
+    changes: list[dict[str, Any]] = [
+        {"temperature": 0.0, "logit_bias": {7: 0.5, 40: -1.0}} | every,
+        {"temperature": 0.9, "top_p": 0.9, "seed": 3, "presence_penalty": -1.0} | every,
+        {"temperature": 0.0},
+    ]
+    made = [
+        replace(one, sampling=SamplingParams(max_tokens=7, ignore_eos=True, **change))
+        for one, change in zip(requests(3, 2, 2, tokens=7), changes, strict=True)
+    ]
+    ahead = steered(made, replace(SPECULATIVE, max_num_seqs=2))
+    assert 4 in ahead.rows
 
 
 @pytest.mark.thorough
