@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tests.kernels.gpu.interpreter  # noqa: F401
+from services.engine.executors.cuda.runner import CudaRunner
 from services.engine.executors.runner import StepHandle
 from services.engine.requests.outputs import Finished
 from services.engine.requests.request import Request
@@ -60,7 +61,7 @@ class Ahead:
                 in_flight.append((plan, self.runner.launch(plan)))
                 self.steps += 1
                 self.rows |= {len(chunk.token_ids) for chunk in plan.chunks if chunk.is_decode}
-                self._steer(plan)
+                steer(self.runner, plan, self._outputs)
             if in_flight and (plan is None or len(in_flight) == 2):
                 done, handle = in_flight.popleft()
                 for update in self.scheduler.update(done, handle.result(), 0.0):
@@ -71,20 +72,21 @@ class Ahead:
         self.scheduler.check_integrity()
         return results
 
-    def _steer(self, plan: StepPlan) -> None:
-        """Replaces two of three draft tokens behind the step."""
-        if plan.num_draft_tokens == 0:
-            return
-        self.runner.stream.synchronize()
-        slots = self.runner._speculation._slots
-        for chunk in plan.chunks:
-            if not chunk.samples or chunk.request.request_id not in self._outputs:
-                continue
-            known = self._outputs[chunk.request.request_id]
-            count = int(slots.computed[chunk.slot]) - len(chunk.request.prompt_token_ids) + 1
-            for place in range(plan.num_draft_tokens):
-                if count + place < len(known) and (count + place) % 3:
-                    slots.drafts[chunk.slot, place] = known[count + place]
+
+def steer(runner: CudaRunner, plan: StepPlan, outputs: dict[str, list[int]]) -> None:
+    """Replaces two of three draft tokens behind a step by what will be sampled."""
+    if plan.num_draft_tokens == 0:
+        return
+    runner.stream.synchronize()
+    slots = runner._speculation._slots
+    for chunk in plan.chunks:
+        if not chunk.samples or chunk.request.request_id not in outputs:
+            continue
+        known = outputs[chunk.request.request_id]
+        count = int(slots.computed[chunk.slot]) - len(chunk.request.prompt_token_ids) + 1
+        for place in range(plan.num_draft_tokens):
+            if count + place < len(known) and (count + place) % 3:
+                slots.drafts[chunk.slot, place] = known[count + place]
 
 
 def steered(

@@ -23,7 +23,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.sampling.rows import EDIT_ROW, EDITED, FLAGS, MOST_DRAFTS, MOST_OUTPUT, MOST_STOPS, PARAMETERS, STOPS
+from kernels.gpu.sampling.rows import (
+    EDIT_ROW,
+    EDITED,
+    FLAGS,
+    MIN_TOKENS,
+    MOST_DRAFTS,
+    MOST_OUTPUT,
+    MOST_STOPS,
+    PARAMETERS,
+    STOPS,
+)
 
 MOST = int(MOST_DRAFTS.value)
 """Most draft tokens of a slot."""
@@ -220,6 +230,7 @@ def _accept_kernel(
     known = parameters + slot * PARAMETERS
     stops = tl.load(known + STOPS + tl.arange(0, MOST_STOPS))
     most = tl.load(known + MOST_OUTPUT)
+    least = tl.load(known + MIN_TOKENS)
     edited = (tl.load(known + FLAGS) & EDITED) != 0
     generated = words + tl.load(known + EDIT_ROW).to(tl.int64) * vocab
     count = tl.load(step + step_stride + place)
@@ -239,7 +250,9 @@ def _accept_kernel(
         accepted += counts.to(tl.int32)
         tl.atomic_add(generated + token, 1, mask=counts & edited, sem="relaxed")
         newest = tl.where(counts, token, newest)
-        last = (tl.sum((stops == token).to(tl.int32)) > 0) | (count + index + 1 >= most) | ((flags & _ERROR) != 0)
+        number = count + index + 1
+        stopped = (tl.sum((stops == token).to(tl.int32)) > 0) & (number > least)
+        last = stopped | (number >= most) | ((flags & _ERROR) != 0)
         ended = tl.where(counts & last, 1, ended)
         alive = counts & (last == 0) & wanted & (token == draft)
     position = tl.load(positions + row)

@@ -265,8 +265,9 @@ class Sequence:
         that one. Of others the next plan in flight computes the last token, too.
         """
         output = self.output_ids
-        if self.draftable and output and (output[-1] in self._stops or len(output) >= self.max_output):
-            return len(self.request.prompt_token_ids) + len(output) - 1
+        count = len(output)
+        if self.draftable and output and (self._stops_at(count, output[-1]) or count >= self.max_output):
+            return len(self.request.prompt_token_ids) + count - 1
         return self.computed if self.complete or not self.uncertain else None
 
     def take(self, token: SampledToken, now: float) -> tuple[SequenceUpdate | None, Ending | None]:
@@ -297,13 +298,17 @@ class Sequence:
         self.sampling_logprobs.append(token.sampling_logprob)
         self.pending -= 1
         count = len(output)
-        # As in the sampler's mask: a stop token may be chosen once there are min_tokens other tokens.
-        if count > self._min_tokens and token.token_id in self._stops:
+        if self._stops_at(count, token.token_id):
             return FinishReason.STOP
         if self.matcher is not None and self.matcher.advance(token.token_id):
             self.complete = True
             return FinishReason.STOP
         return FinishReason.LENGTH if count >= self.max_output else None
+
+    def _stops_at(self, count: int, token_id: int) -> bool:
+        """True if an output token of that number ends the output. As in the sampler's mask: a stop token may be chosen
+        once there are min_tokens other tokens."""
+        return count > self._min_tokens and token_id in self._stops
 
     def cut(self, count: int) -> None:
         """Drops all but the first ``count`` output tokens of a request that is about to end."""

@@ -122,8 +122,9 @@ class CpuSpeculation:
         sampling = chunk.request.sampling
         if not sampling.draftable:
             return False
-        full = chunk.output_count + count >= chunk.max_output
-        return full or token.error is not None or token.token_id in sampling.stops(self._eos)
+        number = chunk.output_count + count
+        stops = number > sampling.min_tokens and token.token_id in sampling.stops(self._eos)
+        return stops or number >= chunk.max_output or token.error is not None
 
     def draft(
         self,

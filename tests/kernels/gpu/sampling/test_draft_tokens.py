@@ -20,7 +20,7 @@ from kernels.gpu.sampling.draft_tokens import (
     next_draft,
     place_rows,
 )
-from kernels.gpu.sampling.rows import EDIT_ROW, EDITED, FLAGS, MOST_OUTPUT, MOST_STOPS, PARAMETERS, STOPS
+from kernels.gpu.sampling.rows import EDIT_ROW, EDITED, FLAGS, MIN_TOKENS, MOST_OUTPUT, MOST_STOPS, PARAMETERS, STOPS
 from tests.kernels.gpu import interpreter  # noqa: F401
 
 NUM_SLOTS, NEVER = 9, 1 << 30
@@ -36,6 +36,7 @@ class Slot:
     newest: int
     stops: list[int] = field(default_factory=list)
     most: int = NEVER
+    least: int = 0
     drafts: list[int] = field(default_factory=lambda: [0] * MOST)
     ended: bool = False
 
@@ -54,6 +55,7 @@ class Device:
             self.tokens.drafts[number] = torch.tensor(slot.drafts, dtype=torch.int32)
             self.tokens.ended[number] = int(slot.ended)
             self.parameters[number, MOST_OUTPUT.value] = slot.most
+            self.parameters[number, MIN_TOKENS.value] = slot.least
             for place, stop in enumerate(slot.stops):
                 self.parameters[number, STOPS.value + place] = stop
 
@@ -103,7 +105,8 @@ def test_rows_are_placed(device: torch.device) -> None:
 def expected(slot: Slot, sampled: list[int], drafts: list[int], failed: int | None) -> tuple[int, bool]:
     """How many of the sampled tokens count, and whether the request ends with the last of them."""
     for index, token in enumerate(sampled):
-        if index == failed or token in slot.stops or slot.count + index + 1 >= slot.most:
+        number = slot.count + index + 1
+        if index == failed or (token in slot.stops and number > slot.least) or number >= slot.most:
             return index + 1, True
         if index == len(drafts) or token != drafts[index]:
             return index + 1, False
@@ -122,6 +125,7 @@ def test_tokens_that_count(device: torch.device, seed: int) -> None:
     for number in chance.sample(range(1, NUM_SLOTS), 6):
         slot = Slot(chance.randrange(5, 50), chance.randrange(1, 9), 1, stops=chance.sample(range(8), 1))
         slot.most = slot.count + chance.randrange(1, 9)
+        slot.least = chance.choice((0, slot.count + chance.randrange(4)))
         goes_on = chance.random() < 0.8
         slot.ended = chance.random() < (0.2 if goes_on else 0.5)
         slots[number] = slot
