@@ -71,8 +71,8 @@ def _forward_kernel(
     head_rows = head.to(tl.int64) * tokens
     count = HEADS * tokens
     s = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
-    whole = i[:, None] * VALUE_DIM + j[None, :]
     if members is not None:
+        whole = i[:, None] * VALUE_DIM + j[None, :]
         parent = tl.load(parents + segment)
         before = tl.load(kept + parent, mask=parent >= 0, other=0).to(tl.int64) * HEADS + head
         s = tl.load(ends + before * KEY_DIM * VALUE_DIM + whole, mask=held & (parent >= 0), other=0.0)
@@ -82,7 +82,7 @@ def _forward_kernel(
         key_mask = inside[:, None] & (i[None, :] < KEY_DIM)
         value_mask = inside[:, None] & (j[None, :] < VALUE_DIM)
         place = ((tile + (first - begin) // TILE_ROWS).to(tl.int64) * HEADS + head) * KEY_DIM * VALUE_DIM
-        tl.store(states + place + whole, s.to(states.dtype.element_ty), mask=held)
+        tl.store(states + place + i[:, None] * VALUE_DIM + j[None, :], s.to(states.dtype.element_ty), mask=held)
         q = tl.load(vectors + row[:, None] * MIXED_STRIDE, mask=key_mask, other=0.0)
         k = tl.load(vectors + row[:, None] * MIXED_STRIDE + KEY_HEADS * KEY_DIM, mask=key_mask, other=0.0)
         matrix = (head_rows + row[:, None]) * TILE_ROWS + t[None, :]
@@ -105,8 +105,8 @@ def _forward_kernel(
         s = product(tl.trans(k), w, s * tl.load(factors + 4 * count + head_rows + first))
     if members is not None:
         behind = tl.load(kept + segment)
-        target = ends + (behind.to(tl.int64) * HEADS + head) * KEY_DIM * VALUE_DIM + whole
-        tl.store(target, s, mask=held & (behind >= 0))
+        place = (behind.to(tl.int64) * HEADS + head) * KEY_DIM * VALUE_DIM
+        tl.store(ends + place + i[:, None] * VALUE_DIM + j[None, :], s, mask=held & (behind >= 0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,14 +70,14 @@ def _scan_kernel(
     tiles = (end - begin + TILE_ROWS - 1) // TILE_ROWS
     last_tile = tl.load(first_tile + segment) + tiles - 1
     last_row = begin + (tiles - 1) * TILE_ROWS
-    whole = i[:, None] * VALUE_DIM + j[None, :]
     ds = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if members is not None:
         eldest = tl.load(children + segment)
-        source = start_grads + (eldest.to(tl.int64) * HEADS + head) * KEY_DIM * VALUE_DIM + whole
+        theirs = start_grads + (eldest.to(tl.int64) * HEADS + head) * KEY_DIM * VALUE_DIM
+        theirs = theirs + i[:, None] * VALUE_DIM + j[None, :]
         for _ in tl.range(eldest, tl.load(children + segment + 1), num_stages=1):
-            ds += tl.load(source, mask=held, other=0.0)
-            source += HEADS * KEY_DIM * VALUE_DIM
+            ds += tl.load(theirs, mask=held, other=0.0)
+            theirs += HEADS * KEY_DIM * VALUE_DIM
     for back in tl.range(0, tiles, num_stages=STAGES):
         first = last_row - back * TILE_ROWS
         row = (first + t).to(tl.int64)
@@ -85,7 +85,8 @@ def _scan_kernel(
         key_mask = inside[:, None] & (i[None, :] < KEY_DIM)
         value_mask = inside[:, None] & (j[None, :] < VALUE_DIM)
         place = ((last_tile - back).to(tl.int64) * HEADS + head) * KEY_DIM * VALUE_DIM
-        tl.store(state_grads + place + whole, ds.to(state_grads.dtype.element_ty), mask=held)
+        behind = state_grads + place + i[:, None] * VALUE_DIM + j[None, :]
+        tl.store(behind, ds.to(state_grads.dtype.element_ty), mask=held)
         q = tl.load(vectors + row[:, None] * MIXED_STRIDE, mask=key_mask, other=0.0)
         k = tl.load(vectors + row[:, None] * MIXED_STRIDE + KEY_HEADS * KEY_DIM, mask=key_mask, other=0.0)
         matrix = (head_rows + row[:, None]) * TILE_ROWS + t[None, :]
@@ -106,8 +107,8 @@ def _scan_kernel(
         ds = product(tl.trans(k), -dr, ds)
     if members is not None:
         own = tl.load(places + segment)
-        target = start_grads + (own.to(tl.int64) * HEADS + head) * KEY_DIM * VALUE_DIM + whole
-        tl.store(target, ds, mask=held & (own >= 0))
+        place = (own.to(tl.int64) * HEADS + head) * KEY_DIM * VALUE_DIM
+        tl.store(start_grads + place + i[:, None] * VALUE_DIM + j[None, :], ds, mask=held & (own >= 0))
 
 
 def scan_backward(
