@@ -112,6 +112,7 @@ _JOB = Row(
             "From two on, read its samples.",
             _now("temper_trainer_job_hacking_signs"),
             low=0,
+            alerts=("TemperRewardGamed",),
         ),
         Panel(
             "Environments that fail",

@@ -178,9 +178,8 @@ class JobConsumer(Delivery[Job, Spec]):
         try:
             JOB.check(fields.get("schema"), "the entry")
             spec = SPEC.validate_json(text)
-        except NewerSchema as error:
-            if not waiting:
-                self._bury(entry, error.message, text)
+        except NewerSchema as error:  # stays, for a later release
+            self._log.warning("queue.newer", entry=entry, error=error.message)
             return None
         except ValidationError as error:
             if not waiting:

@@ -158,8 +158,11 @@ class JobQueue(QueueReader[Job]):
         return await self._page(scripts.INDEX, sys.maxsize, None, lambda job: not job.state.terminal)
 
     async def versions_needed(self) -> Versions:
-        """The adapter versions that unfinished jobs name."""
+        """The adapter versions that unfinished jobs name. Raises NewerSchema: there is a job that a later release
+        wrote."""
         flat: Any = await call_async(lambda: self._unfinished(keys=[scripts.INDEX]))
+        if len(flat) == 1:
+            await self.get(flat[0])
         return await asyncio.to_thread(versions_needed, flat)  # specs may be megabytes
 
     async def cancel(self, job_id: str, reason: str = "") -> Job:
@@ -209,7 +212,8 @@ class JobQueue(QueueReader[Job]):
     async def _steer(self, script: AsyncScript, job_id: str, args: Sequence[str]) -> str:
         keys = [scripts.job_key(job_id), scripts.events_key(job_id), scripts.STREAM]
         answer = await call_async(lambda: script(keys=keys, args=[*args]))
-        if answer == "MISSING":
+        if answer in ("MISSING", "NEWER"):
+            await self.get(job_id)  # raises
             raise self.missing(job_id)
         return str(answer)
 

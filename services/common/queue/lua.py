@@ -128,12 +128,15 @@ local function said(job, fence, number)
   redis.call('HSET', job, 'said', fence .. ' ' .. number)
   return false
 end
+local function newer(job)
+  return (tonumber(redis.call('HGET', job, 'schema') or '1') or 0) > SCHEMA
+end
 local function head(line)
   while true do
     local id = redis.call('LINDEX', line, 0)
     if not id then return nil end
     local state = redis.call('HGET', JOBS .. id, 'state')
-    if state == 'queued' or state == 'running' then return id end
+    if state == 'queued' or state == 'running' or newer(JOBS .. id) then return id end
     redis.call('LPOP', line)
   end
 end
@@ -238,13 +241,13 @@ BEGIN = (
 local job = redis.call('HMGET', KEYS[2], 'state', 'entry', 'claim', 'cancel', 'attempts', 'fence', 'last_error',
   'adapter', 'schema')
 local state, entry, attempts = job[1], job[2], tonumber(job[5] or '0')
+-- Of a later release: left alone, so that one of those takes it once this delivery has been silent for long enough.
+if state and newer(KEYS[2]) then return {'newer', job[9]} end
 if not state or entry ~= ARGV[2] or (state ~= 'queued' and state ~= 'running') then
   redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
   redis.call('XDEL', KEYS[1], ARGV[2])
   return {'dropped'}
 end
--- Of a later release: left alone, so that one of those takes it once this delivery has been silent for long enough.
-if (tonumber(job[9] or '1') or 0) > SCHEMA then return {'newer', job[9]} end
 if state == 'running' and job[3] == ARGV[4] then return {'claimed', job[6], job[5]} end
 if job[4] == '1' and (ARGV[7] ~= '1' or redis.call('HEXISTS', KEYS[2], 'started_at') == 0) then
   finish(KEYS[2], KEYS[3], KEYS[1], ARGV[1], 'cancelled', 'cancelled on request', '')

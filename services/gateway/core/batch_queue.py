@@ -359,29 +359,30 @@ def _batch(values: Any) -> Batch | None:
     def number(name: str, kind: Callable[[str], Any]) -> Any:
         return kind(field[name]) if field[name] else None
 
-    errors = [LineError.model_validate(error) for error in json.loads(field["errors"] or "[]")]
-    if field["state"] == JobState.FAILED and not errors:
-        errors = [LineError(code="batch_failed", message=field["reason"] or "the batch failed")]
-    return Batch(
-        id=field["id"],
-        spec=BatchSpec.model_validate_json(field["metadata"]),
-        state=field["state"],
-        stage=field["stage"] or "validating",
-        cancelling=field["cancel"] == "1",
-        created_at=float(field["created_at"] or 0),
-        in_progress_at=number("in_progress_at", float),
-        finalizing_at=number("finalizing_at", float),
-        finished_at=number("finished_at", float),
-        cancelling_at=number("cancel_at", float),
-        total=number("total", int) or 0,
-        completed=number("completed", int) or 0,
-        failed=number("failed", int) or 0,
-        canceled=number("canceled", int) or 0,
-        expired=number("expired", int) or 0,
-        errors=errors,
-        output_file_id=field["output_file_id"] or None,
-        error_file_id=field["error_file_id"] or None,
-    )
+    with BATCH.reading(f"batch {field['id']}"):
+        errors = [LineError.model_validate(error) for error in json.loads(field["errors"] or "[]")]
+        if field["state"] == JobState.FAILED and not errors:
+            errors = [LineError(code="batch_failed", message=field["reason"] or "the batch failed")]
+        return Batch(
+            id=field["id"],
+            spec=BatchSpec.model_validate_json(field["metadata"]),
+            state=field["state"],
+            stage=field["stage"] or "validating",
+            cancelling=field["cancel"] == "1",
+            created_at=float(field["created_at"] or 0),
+            in_progress_at=number("in_progress_at", float),
+            finalizing_at=number("finalizing_at", float),
+            finished_at=number("finished_at", float),
+            cancelling_at=number("cancel_at", float),
+            total=number("total", int) or 0,
+            completed=number("completed", int) or 0,
+            failed=number("failed", int) or 0,
+            canceled=number("canceled", int) or 0,
+            expired=number("expired", int) or 0,
+            errors=errors,
+            output_file_id=field["output_file_id"] or None,
+            error_file_id=field["error_file_id"] or None,
+        )
 
 
 def _index(owner: str, kind: str) -> str:

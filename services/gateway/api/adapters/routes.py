@@ -264,17 +264,16 @@ async def detach_adapter(name: AdapterPath, adapters: Adapters, once: Once, body
 
     async def detach() -> dict[str, Any]:
         check_adapter_name(name)
-        attached = await adapters.threads.run(adapters.registry.attached)
-        wanted = body.version if body is not None else None
-        if attached is None:
+        before = await adapters.threads.run(adapters.registry.attached)
+        if before is None:
             await adapters.threads.run(adapters.registry.current, name)  # 404 if there is no such adapter
             return await _synced(adapters, None)
-        if attached.name != name or (wanted is not None and attached.version != wanted):
+        wanted = body.version if body is not None else None
+        # Somebody may attach something else meanwhile: that stays.
+        other = await adapters.threads.run(adapters.registry.detach, name, wanted)
+        if other is not None:
             asked = name if wanted is None else f"{name}@{wanted}"
-            raise Conflict(
-                f"{asked} is not attached: {attached} is", param="version" if wanted is not None else "adapter"
-            )
-        await adapters.threads.run(adapters.registry.detach)
+            raise Conflict(f"{asked} is not attached: {other} is", param="version" if wanted is not None else "adapter")
         await adapters.tell(name)
         return await _synced(adapters, None)
 
