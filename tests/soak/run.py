@@ -40,8 +40,9 @@ class Plan:
 
     @property
     def kept(self) -> int:
-        """Seconds for which ended jobs, responses and feedback stay: they begin to go within the warm-up."""
-        return max(2, int(self.seconds * WARM_UP / 3))
+        """Seconds for which ended jobs, responses and feedback stay: they begin to go within the warm-up, but not
+        before their clients have looked at them."""
+        return max(20, int(self.seconds * WARM_UP / 3))
 
 
 @dataclass(slots=True)
@@ -124,6 +125,7 @@ async def _soak(stack: Stack, plan: Plan) -> Outcome:
                 await asyncio.sleep(plan.every)
             traffic.over.set()
             await asyncio.wait_for(running, 4 * PATIENCE)
+            await asyncio.to_thread(sampler.take)
         outcome.log_bytes_a_request = (sampler.log_bytes() - logged) / max(1, traffic.requests)
     finally:
         sampler.close()

@@ -103,8 +103,6 @@ class Traffic:
         made = await self.ask("POST", "/v1/responses", json={**body, "background": True})
         ended = await self._until(f"/v1/responses/{made['id']}", "status", {"completed", "incomplete", "failed"})
         assert ended["status"] != "failed", ended
-        if self.rng.random() < 0.5:
-            await self.ask("DELETE", f"/v1/conversations/{kept['id']}")
 
     async def batch(self) -> None:
         """A batch, whose files are read and deleted."""
