@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -33,6 +34,8 @@ class Recorder:
     histories: dict[str, list[Operation]] = field(default_factory=lambda: defaultdict(list))
     """Operations by object."""
     breaches: list[str] = field(default_factory=list)
+    wrong: dict[str, list[Operation]] = field(default_factory=dict)
+    """Histories that make no sense, to be looked at."""
 
     def note(self, key: str, name: str, argument: Any, result: Any, called: float, answered: float) -> None:
         """Adds an operation."""
@@ -60,6 +63,9 @@ class Recorder:
         except httpx.TransportError:
             self.note(key, name, argument, None, called, LOST)
             return None
+        except asyncio.CancelledError:  # the campaign is over, and the request goes on
+            self.note(key, name, argument, None, called, LOST)
+            raise
         if response.status_code >= 500:
             self.note(key, name, argument, None, called, LOST)
             if response.status_code == 500:
@@ -87,6 +93,7 @@ class Recorder:
                 counts["undecided"] += 1
                 continue
             if not verdict.linearizable:
+                self.wrong[key] = operations
                 orders = "; ".join(str(operation) for operation in verdict.longest[-6:])
                 stuck = "; ".join(str(operation) for operation in verdict.stuck[:6])
                 wrong.append(f"the {self.kind} {key} is not linearizable: after [{orders}] none of [{stuck}] can come")

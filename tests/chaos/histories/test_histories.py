@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 from collections.abc import Sequence
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from tests.chaos.histories.checker import LOST, Model, Operation, Undecided, check
 from tests.chaos.histories.models import ABSENT, Forgetful, Pointer, Queue, Register, Versions
 from tests.chaos.histories.recorder import Recorder
+from tests.stack import PATIENCE
 
 Ops = list[Operation]
 
@@ -233,3 +236,31 @@ def test_a_search_that_takes_too_long_says_so() -> None:
 def test_no_answer_comes_before_its_call() -> None:
     with pytest.raises(ValueError, match="before"):
         op("read", None, 1, 2, 1)
+
+
+async def test_a_request_that_nobody_waits_for_any_more_may_still_happen() -> None:
+    """Its client is cancelled when the campaign is over, and the gateway is not."""
+    arrived = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        arrived.set()
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    recorder = Recorder("pointer", Pointer())
+    host, port = server.sockets[0].getsockname()[:2]
+    async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=PATIENCE, trust_env=False) as client:
+        asking = asyncio.create_task(
+            recorder.send(client, "it", "move", "a@1", "POST", "/", lambda response: response.status_code)
+        )
+        await asyncio.wait_for(arrived.wait(), PATIENCE)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+    server.close()
+    (noted,) = recorder.histories["it"]
+    assert (noted.name, noted.argument, noted.lost) == ("move", "a@1", True)
+    recorder.note("it", "read", None, "a@1", noted.called + 1, noted.called + 2)
+    assert recorder.judge()[1] == []
