@@ -97,7 +97,7 @@ class JobConsumer(Delivery[Job, Spec]):
         return parent is not None, parent or None
 
     def versions_needed(self) -> set[AdapterVersion]:
-        """The adapter versions that unfinished jobs name."""
+        """The adapter versions that unfinished jobs name. Raises NewerSchema: see JobQueue.versions_needed."""
         return versions_needed(self._run(steering_lua.UNFINISHED, [scripts.INDEX], []))
 
     def report(

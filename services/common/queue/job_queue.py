@@ -163,8 +163,6 @@ class JobQueue(QueueReader[Job]):
         """The adapter versions that unfinished jobs name. Raises NewerSchema: there is a job that a later release
         wrote."""
         flat: Any = await call_async(lambda: self._unfinished(keys=[scripts.INDEX]))
-        if len(flat) == 1:
-            await self.get(flat[0])
         return await asyncio.to_thread(versions_needed, flat)  # specs may be megabytes
 
     async def cancel(self, job_id: str, reason: str = "") -> Job:
