@@ -19,6 +19,7 @@ from benchmarks.gateway.kill_clients import ANSWER_SECONDS, Jobs
 from tests.chaos.faults import Event, events
 from tests.chaos.fleet import Fleet, Sizes
 from tests.chaos.ledger import Ledger
+from tests.chaos.limits import limited
 from tests.chaos.link import Fault
 from tests.chaos.stores import Stores
 from tests.chaos.traffic.batches import Batches
@@ -30,9 +31,8 @@ from tests.chaos.traffic.streams import Conversations, Streams
 from tests.chaos.traffic.swaps import Publications, Swaps
 
 _CALM_SECONDS = 30.0
-"""Longest time from the last fault to the first whole answer by each gateway, on a machine that is not overloaded."""
-_STARTS = 3.0
-"""That many undisturbed starts of the fleet, if they take longer: a gateway and an engine after it begin anew."""
+"""Longest time from the last fault to the first whole answer by each gateway, where an undisturbed start of the fleet
+does not take longer: then as long as that, for what was ended has to start."""
 _AUDIT_SECONDS = 120.0
 _SUPERVISE_SECONDS = 0.2
 _MORE_HANDLES = 64
@@ -51,6 +51,8 @@ class Plan:
         jobs: training jobs of one kind, whose losses are compared, that are unfinished at a time.
         settle: seconds from the last fault to the end of everything that was begun, at most.
         parts: of the traffic besides streams and jobs; empty: all.
+        questions: of each shape that are asked, at most.
+        pace: times the pauses of clients.
     """
 
     seconds: float
@@ -61,6 +63,8 @@ class Plan:
     settle: float = 300.0
     sizes: Sizes = field(default_factory=Sizes)
     parts: frozenset[str] = frozenset()
+    questions: int = 4
+    pace: float = 1.0
 
 
 @contextmanager
@@ -115,8 +119,9 @@ class Breaker:
                 await asyncio.sleep(event.seconds)
                 self._loop.call_soon_threadsafe(link.become, Fault())
             case "disk" | "memory":
-                with self._fleet.limited(event.what, event.kind, event.amount):
-                    await asyncio.sleep(event.seconds)
+                if (pid := self._fleet.pid(event.what)) is not None:
+                    with limited(pid, event.kind, event.amount):
+                        await asyncio.sleep(event.seconds)
             case "clock":
                 self._fleet.offsets[event.what].seconds = event.amount
                 await asyncio.sleep(event.seconds)
@@ -163,9 +168,11 @@ class Campaign:
                 for url in self._fleet.urls
             ]
             jobs = Jobs(clients[0], f"chaos-{self._plan.seed}", epochs=self._plan.epochs)
-            ground = await prepared(clients[0], self._fleet.model)
+            ground = await prepared(clients[0], self._fleet.model, self._plan.questions)
             curve = await jobs.curve() if self._plan.jobs else {}
             streams, parts = self._parts(clients, ground)
+            for part in (streams, *parts):
+                part.pace = self._plan.pace
             measured = self._fleet.measured()
             tasks = [asyncio.create_task(self._breaker.supervise())]
             tasks += [asyncio.create_task(part.run(0)) for part in parts]
@@ -209,7 +216,7 @@ class Campaign:
         return Streams(clients, seed, models, ground.questions), [part for part in parts if part.name in wanted]
 
     async def _answers_again(self, streams: Streams, client: httpx.AsyncClient) -> None:
-        self._ledger.calm = max(_CALM_SECONDS, round(_STARTS * self._ledger.start, 1))
+        self._ledger.calm = max(_CALM_SECONDS, self._ledger.start)
         seconds = await streams.first_whole(client, self._breaker.last, self._ledger.calm)
         if seconds is None:
             self._ledger.breaches.append(f"no whole answer within {self._ledger.calm:.0f} s of the last fault")

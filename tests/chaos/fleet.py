@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -140,25 +139,6 @@ class Fleet(Cluster):
         if (pid := self.pid(name)) is not None:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-
-    @contextmanager
-    def limited(self, name: str, what: str, room: float) -> Iterator[None]:
-        """A process that is out of disk (its files grow no further than ``room`` bytes), or of memory (it maps only so
-        many more), for as long as the context lasts."""
-        pid = self.pid(name)
-        kind = resource.RLIMIT_FSIZE if what == "disk" else resource.RLIMIT_AS
-        before: tuple[int, int] | None = None
-        with suppress(ProcessLookupError, psutil.NoSuchProcess):
-            if pid is not None:
-                most = int(room) + (psutil.Process(pid).memory_info().vms if what == "memory" else 0)
-                before = resource.prlimit(pid, kind)
-                resource.prlimit(pid, kind, (most, before[1]))
-        try:
-            yield
-        finally:
-            if pid is not None and before is not None and self.pid(name) == pid:
-                with suppress(ProcessLookupError):
-                    resource.prlimit(pid, kind, before)
 
     def renew(self, pause: float) -> None:
         """Replaces the certificate of everybody, as cert-manager does, but slowly: for a while certificate and key do

@@ -19,6 +19,8 @@ from tests.chaos.clock import Offset
 from tests.chaos.faults import events
 from tests.chaos.fleet import Sizes
 from tests.chaos.http_damage import Damage
+from tests.chaos.ledger import Ledger
+from tests.chaos.limits import limited
 from tests.chaos.link import Fault, Link, Weather
 from tests.chaos.stores import Stores
 from tests.stack import PATIENCE, clean_environment
@@ -145,6 +147,45 @@ def test_a_clock_that_is_moved_while_its_process_runs(tmp_path: Path) -> None:
         process.stdin.close()
 
 
+_HUNGRY = """
+import sys
+with open(sys.argv[1], "wb", buffering=0) as file:
+    for line in sys.stdin:
+        try:
+            file.write(bytes(100_000)) if line == "disk\\n" else bytearray(500_000_000)
+            print("had", flush=True)
+        except (OSError, MemoryError) as error:
+            print(type(error).__name__, flush=True)
+"""
+
+
+def test_a_process_that_is_out_of_disk_or_memory_for_a_while(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _HUNGRY, str(tmp_path / "file")],
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def asked(what: str) -> str:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(f"{what}\n")
+            process.stdin.flush()
+            return process.stdout.readline().strip()
+
+        for what, error in (("disk", "OSError"), ("memory", "MemoryError")):
+            assert asked(what) == "had"
+            with limited(process.pid, what, 4096.0):
+                assert asked(what) == error
+            assert asked(what) == "had"
+        process.stdin.close()
+    with limited(process.pid, "disk", 0.0):
+        pass  # it is gone, and so is its limit
+
+
 def test_a_seed_makes_the_same_faults() -> None:
     processes, links = ["gateway", "127.0.0.1:1"], ["gateway-redis", "gateway-s3", "gateway-127.0.0.1:1"]
     first = list(islice(events(3, processes, links), 600))
@@ -158,13 +199,29 @@ def test_a_seed_makes_the_same_faults() -> None:
     assert all(event.what.endswith("-s3") for event in first if event.fault.weather in ours)
 
 
-@pytest.mark.thorough
-@pytest.mark.timeout(600)
-def test_a_short_campaign_leaves_everything_whole(tmp_path: Path) -> None:
-    plan = Plan(20.0, seed=1, streams=1, jobs=0, sizes=Sizes(engines=2, gateways=2))
-    with Stores(tmp_path / "data") as stores:
-        ledger = campaign(stores, tmp_path, plan)
+def broken(directory: Path, plan: Plan) -> Ledger:
+    """What a campaign leaves, on stores of its own; it has found nothing wrong."""
+    with Stores(directory / "data") as stores:
+        ledger = campaign(stores, directory, plan)
     assert ledger.breaches == [], ledger.summary()
-    assert ledger.faults.total() >= 3
     assert ledger.parts["streams"]["chat whole"] > 0
     assert ledger.histories()["operations"] > 20
+    return ledger
+
+
+@pytest.mark.timeout(600)
+def test_a_short_campaign_leaves_everything_whole(tmp_path: Path) -> None:
+    """Damaged objects, a clock that jumps, a store that is silent, a gateway that stops."""
+    parts = frozenset({"sessions", "swaps", "responses", "feedback", "steered jobs"})
+    sizes = Sizes(engines=1, gateways=2)
+    plan = Plan(12.5, seed=75, streams=1, jobs=0, sizes=sizes, parts=parts, questions=1, pace=3.0)
+    ledger = broken(tmp_path, plan)
+    assert list(ledger.faults) == ["damaged link to s3", "clock gateway", "silent link to s3", "term gateway"]
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+def test_a_campaign_with_traffic_and_jobs_of_every_kind(tmp_path: Path) -> None:
+    ledger = broken(tmp_path, Plan(30.0, seed=1, streams=1, sizes=Sizes(engines=2, gateways=2)))
+    assert ledger.faults.total() >= 3
+    assert ledger.parts["compared jobs"]["succeeded"] >= 1

@@ -16,7 +16,7 @@ from tests.chaos.histories.checker import LOST
 from tests.chaos.histories.models import ABSENT, Forgetful
 from tests.chaos.histories.recorder import Recorder, Wrong
 from tests.chaos.traffic.answers import Question, Told, any_model, ask, of_shapes
-from tests.chaos.traffic.part import Part
+from tests.chaos.traffic.part import PAUSE, Part
 
 
 class Streams(Part):
@@ -46,7 +46,7 @@ class Streams(Part):
                 self._whole.append((asked, client))
                 self._news.set()
             # The jobs need the processor too, and who is refused does not ask again at once.
-            await asyncio.sleep(self.pause if told.end == "whole" else 0.25)
+            await asyncio.sleep(self.pace * (self.pause if told.end == "whole" else PAUSE))
 
     async def turn(self, rng: random.Random) -> None:
         await self.ask(rng.choice(self.clients), any_model(rng, self._models), rng.choice(self._questions))
