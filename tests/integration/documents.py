@@ -132,7 +132,7 @@ async def a_job(world: World) -> Written:
     queue: JobQueue = world.closing(JobQueue(world.settings))
     job = await queue.submit(sft())
     behind = await queue.submit(sft())
-    claim = consumer_of(world).claim
+    consumer = consumer_of(world)
     refuses = [
         lambda: queue.get(job.id),
         lambda: queue.cancel(job.id),
@@ -142,9 +142,10 @@ async def a_job(world: World) -> Written:
         lambda: queue.list(),
         lambda: queue.unfinished(),
         lambda: queue.versions_needed(),
+        lambda: consumer.versions_needed(),
     ]
     assert behind.id != job.id
-    return Written(f"job {job.id}", job_key(job.id), refuses, [(lambda: claim(0), None)] * 2, strict=None)
+    return Written(f"job {job.id}", job_key(job.id), refuses, [(lambda: consumer.claim(0), None)] * 2, strict=None)
 
 
 async def a_batch(world: World) -> Written:

@@ -32,7 +32,7 @@ from services.common.storage.redis import NOW
 JOB_TTL = 30 * 86400
 """Seconds that a terminal job stays visible."""
 EVENTS_TTL = 7 * 86400
-"""Seconds that a terminal job's events stay replayable."""
+"""Most seconds that a terminal job's events stay replayable."""
 IDEMPOTENCY_TTL = 7 * 86400
 EVENTS_LENGTH = 10_000
 DEAD_LENGTH = 1_000
@@ -51,6 +51,7 @@ class Space:
         settled_by_owner: what an attempt has made is kept when its job is cancelled. So a job that has once begun is
             delivered even then, for its owner to end it.
         tells: whether the end of a job is an event for webhooks.
+        ttl: seconds that a terminal job stays visible.
     """
 
     stream: str
@@ -61,6 +62,7 @@ class Space:
     schema: Schema
     settled_by_owner: bool = False
     tells: bool = False
+    ttl: int = JOB_TTL
 
     @property
     def index(self) -> str:
@@ -89,8 +91,8 @@ class Space:
 
     def lua(self, script: str) -> str:
         """A script of this module for this queue."""
-        names = f"'{self.jobs}', '{self.lines}', {self.schema.version}, {int(self.tells)}"
-        return f"local JOBS, LINES, SCHEMA, TELLS = {names}\n{script}"
+        names = f"'{self.jobs}', '{self.lines}', {self.schema.version}, {int(self.tells)}, {self.ttl}"
+        return f"local JOBS, LINES, SCHEMA, TELLS, TTL = {names}\n{script}"
 
 
 TRAINING = Space("temper:jobs", "trainers", "temper:job:", "temper:line:", "temper:idempotency:", JOB, tells=True)
@@ -185,8 +187,8 @@ local function finish(job, events, stream, group, state, reason, result)
   if result ~= '' then data.result_adapter = result end
   emit(events, 'state', cjson.encode(data))
   if TELLS == 1 then tell_end(job, state, reason, result) end
-  redis.call('EXPIRE', job, {JOB_TTL})
-  redis.call('EXPIRE', events, {EVENTS_TTL})
+  redis.call('EXPIRE', job, TTL)
+  redis.call('EXPIRE', events, math.min(TTL, {EVENTS_TTL}))
 end
 local function bury(dead, entry, job, reason, spec)
   local fields = {{'entry', entry, 'reason', reason, 'time', now()}}

@@ -182,7 +182,13 @@ def versions_needed(unfinished: Sequence[str]) -> set[AdapterVersion]:
 
     Args:
         unfinished: what steering_lua.UNFINISHED answers.
+
+    Raises:
+        NewerSchema: there is a job of a later release.
     """
+    if len(unfinished) == 1:
+        job_id, schema = unfinished[0].split(" ")
+        JOB.check(schema, f"job {job_id}")
     found: set[AdapterVersion] = set()
     for spec, parent in zip(unfinished[::2], unfinished[1::2], strict=True):
         waiting: list[Any] = [parent.split(","), json.loads(spec) if spec else None]

@@ -81,12 +81,12 @@ return 'OK'
 TELL = PRELUDE + "-- KEYS events; ARGV data\nemit(KEYS[1], 'log', ARGV[1])\nreturn 'OK'\n"
 
 UNFINISHED = """
--- KEYS index. Spec and parent ('' where there is none) of every queued or running job, flat; only the id of one of a
--- later release, if there is any: nobody here knows what it needs.
+-- KEYS index. Spec and parent ('' where there is none) of every queued or running job, flat; only "id schema" of one of
+-- a later release, if there is any: nobody here knows what it needs.
 local found = {}
 for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
   local job = redis.call('HMGET', JOBS .. id, 'state', 'spec', 'parent', 'schema')
-  if (tonumber(job[4] or '1') or 0) > SCHEMA then return {id} end
+  if (tonumber(job[4] or '1') or 0) > SCHEMA then return {id .. ' ' .. job[4]} end
   if job[1] == 'queued' or job[1] == 'running' then
     table.insert(found, job[2] or '')
     table.insert(found, job[3] or '')
