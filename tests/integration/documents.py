@@ -200,7 +200,7 @@ async def what_is_attached(world: World) -> Written:
     world.registry.attach(manifest.ref)
     refuses = [
         world.registry.attached,
-        world.registry.detach,
+        lambda: world.registry.detach("toy"),
         lambda: world.registry.attach(manifest.ref),
         lambda: world.registry.delete("toy"),
     ]

@@ -191,7 +191,7 @@ async def test_pointers_keep_what_is_not_known_of_them(world: World) -> None:
     three = registry.publish("toy", files("c"), base_digest="base", job_id=None).ref
     registry.set_current(one)
     registry.attach(three)
-    registry.detach()
+    registry.detach("toy")
     for key in ("adapters/toy/CURRENT", f"attached/{MODEL}"):
         assert json.loads(world.store.get(key).data)["of_tomorrow"] == {"a": 1}
     assert (registry.current("toy"), registry.attached()) == (one, None)

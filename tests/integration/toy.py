@@ -110,6 +110,10 @@ class ToyMerge:
         self.lora.weights = self.lora.weights + self._spec.sources[index].weight * weights
         return {}
 
+    @property
+    def outcome(self) -> tuple[str, ...]:
+        return ()
+
     def close(self) -> None:
         pass
 
@@ -182,6 +186,10 @@ class ToyRun:
         self._step += 1
         metrics = {"loss": float(self.lora.weights.square().mean())}
         return metrics | self.evaluate() if self._step == self.total_steps else metrics
+
+    @property
+    def outcome(self) -> tuple[str, ...]:
+        return ()
 
     def close(self) -> None:
         pass

@@ -73,7 +73,7 @@ async def test_versions_of_one_batch_do_not_mix(engine: EngineUnderTest) -> None
 async def test_polling_finds_a_new_version_without_a_sync(engine: EngineUnderTest) -> None:
     await engine.publish("skill", seed=1)
     await engine.until(lambda s: s.attached_adapter == "skill@1")
-    await asyncio.to_thread(engine.registry.detach)
+    await asyncio.to_thread(engine.registry.detach, "skill")
     await engine.until(lambda s: s.attached_adapter == "")
 
 
