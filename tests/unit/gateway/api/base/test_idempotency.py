@@ -129,7 +129,7 @@ def test_redis_that_goes_while_the_request_runs(running: Running, http: httpx.Cl
         assert http.post("/v1/adapters/bot/attach", headers=ONCE).status_code == 409, "until the claim ends"
     finally:
         running.registry.attach = attach  # type: ignore[method-assign]
-    detach()
+    detach("bot")
 
 
 @pytest.mark.parametrize("key", ["x" * 257, "a b", "ä"])
