@@ -59,6 +59,8 @@ def scale(options: Options, name: str = "chat") -> dict[str, Any]:
         found[count] = throughput(simulate(setting, sessions), options.seconds)
         count *= 2
     rates = list(found.values())
+    if not all(rates):
+        raise ValueError(f"no answer ended within {options.seconds:g} s: {found} tokens/s, play the trace for longer")
     return {
         "scenario": "scale",
         "trace": name,
