@@ -114,5 +114,5 @@ def test_throughput_and_latency_are_told_by_size_and_load() -> None:
     found = scenarios.scale(replace(OPTIONS, seconds=10.0))
     assert list(found["output_tokens_per_s"]) == ["1", "2"]
     assert len(found["per_doubling"]) == 1
-    rows = scenarios.load(OPTIONS, loads=(0.2, 0.8))["rows"]
+    rows = scenarios.load(replace(OPTIONS, seconds=10.0), loads=(0.2, 0.8))["rows"]
     assert rows[0]["output_tokens_per_s"] < rows[1]["output_tokens_per_s"]
