@@ -98,6 +98,9 @@ def up(
     device: OnDevice = Device.AUTO,
     dtype: InDtype = Dtype.AUTO,
     data_dir: Annotated[Path, typer.Option(help="Stores, logs and checkpoints live here.")] = Path(".temper"),
+    engines: Annotated[
+        int, typer.Option(help="Engines behind the gateway, each with a GPU of its own.", min=1, max=16)
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print the ready line as JSON.")] = False,
     no_keys: Annotated[
         bool, typer.Option("--no-keys", help="Let everybody who reaches --host do everything, without API keys.")
@@ -120,6 +123,7 @@ def up(
         data_dir=data_dir,
         as_json=as_json,
         no_keys=no_keys,
+        engines=engines,
     )
     raise typer.Exit(run_up(options))
 

@@ -185,6 +185,16 @@ class UpSettings(FileSettings):
     """After a stop signal, how long the engine lets running requests finish."""
     shutdown_grace_seconds: int = Field(10, ge=0)
     """After a stop signal, how long the gateway lets running responses go on."""
+    torch_threads: int = Field(0, ge=0)
+    """The engine's; 0: all cores, of which several engines on a CPU have equal shares."""
+    metrics_port: int = Field(0, ge=0, le=65535)
+    """The engine's; of several (`--engines`) each has the next one."""
+    health_port: int = Field(0, ge=0, le=65535)
+    """The same."""
+    kv_events: str = ""
+    """The same, where it listens (tcp://*:5557)."""
+    kv_events_replay: str = ""
+    """The same."""
 
 
 def inherited_environment() -> dict[str, str]:

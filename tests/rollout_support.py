@@ -25,7 +25,7 @@ from services.engine.requests.submission import Submission
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine, build_engine
 from services.pod.host import PodHost
-from services.pod.rollouts import EngineRollouts
+from services.pod.rollouts.source import EngineRollouts
 from services.trainer.evaluation.judge import EngineJudge
 
 TINY = Path(__file__).resolve().parents[1] / "models" / "tiny"

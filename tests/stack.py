@@ -28,6 +28,9 @@ TINY = ROOT / "models" / "tiny"
 PATIENCE = 60.0
 """Seconds that a client of a test waits for an answer: on a machine full of tests httpx's own five are too few
 (tests/unit/test_patience.py)."""
+START_SECONDS = 300.0
+"""Seconds that processes which load torch get to start in: four at once took two minutes at a load of 12 on two cores.
+One that ends is told at once."""
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -117,7 +120,7 @@ class Stack:
             }
         )
 
-    def start(self, timeout: float = 120.0) -> Self:
+    def start(self, timeout: float = START_SECONDS) -> Self:
         """Starts and waits for the line on standard output."""
         self.data_dir.parent.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()

@@ -25,6 +25,7 @@ from benchmarks.lib.random_checkpoint import SHAPES, TINY, config_of, write
 from benchmarks.lib.recorder import put_line
 from services.common.adapters.registry import AdapterRegistry
 from services.engine.models.registry import read_config
+from services.engine.observability.events import EventStream
 from services.pod.engine import Engine, build_engine, tune_interpreter, use_threads
 from services.pod.host import PodHost
 from services.pod.training.thread import pod_host
@@ -95,6 +96,7 @@ def training_pod(
     registry: AdapterRegistry | None = None,
     *,
     trainer: TrainerSettings | None = None,
+    events: EventStream | None = None,
     **settings: object,
 ) -> Iterator[TrainingPod]:
     """The engine that a pod builds with these settings, without gRPC, Redis and an object store.
@@ -102,11 +104,12 @@ def training_pod(
     Args:
         registry: None: there are no adapters but those in training.
         trainer: settings of the trainer; None: as they are without any.
+        events: told what the engine does.
     """
     chosen = settings_for(model, device, **settings)
     use_threads(chosen.torch_threads)
     registry = registry or GeneratedAdapters(read_config(model), count=0, rank=1)
-    engine = build_engine(chosen, registry, None)
+    engine = build_engine(chosen, registry, None, events)
     tune_interpreter()
     engine.start()
     try:

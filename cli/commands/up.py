@@ -10,8 +10,9 @@ import hashlib
 import ipaddress
 import json
 import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +21,14 @@ from typing import Literal
 from rich.console import Console
 from rich.markup import escape
 
+from cli.local.gpus import spread, visible_gpus
 from cli.local.health import grpc_ready, http_ready
 from cli.local.model_directory import DEFAULT_MODEL
 from cli.local.ports import port_is_free
 from cli.local.private_tls import PrivateTls
 from cli.local.process import DirectoryLock, private_files, rotate_log
 from cli.local.signing_key import signing_key
-from cli.local.store_settings import Ports, Secrets, redis_url, seaweed, valkey
+from cli.local.store_settings import Ports, Secrets, engine_name, redis_url, seaweed, valkey
 from cli.local.supervisor import Event, Phase, RestartPolicy, Service, ServiceFailed, Supervisor
 from cli.output import CleanConsole
 from cli.settings import UpSettings, inherited_environment, read
@@ -34,6 +36,7 @@ from services.common.errors import Conflict, InvalidRequest, TemperError
 
 ROOT = Path(__file__).resolve().parents[2]
 EXIT_FAILED = 1
+_LISTENS = re.compile(r"(.*://\*:)(\d+)")
 _ALIVE_SECONDS = 5.0
 """Timeout for an answer of a process that works: as long as the chart's probes give it."""
 
@@ -53,8 +56,12 @@ class UpOptions:
     as_json: bool = False
     no_keys: bool = False
     """Others than this machine may reach the gateway, and need no API key."""
+    engines: int = 1
+    """Engines behind the gateway, each with a GPU of its own where there are any."""
 
     def __post_init__(self) -> None:
+        if self.engines < 1:
+            raise InvalidRequest(f"engines must be at least 1, got {self.engines}", param="engines")
         if not 1 <= self.port <= 65535:
             raise InvalidRequest(f"port must be 1 to 65535, got {self.port}", param="port")
 
@@ -100,7 +107,7 @@ def _run(options: UpOptions, settings: UpSettings, data_dir: Path, console: Cons
     for log in (data_dir / "logs").glob("*.log"):
         rotate_log(log)
     # Claimed until this returns: the engine listens seconds after its port is chosen.
-    ports = Ports.load_or_choose(data_dir / "ports.json", gateway_port=options.port)
+    ports = Ports.load_or_choose(data_dir / "ports.json", gateway_port=options.port, engines=options.engines)
     services, used = compose(options, data_dir, settings, ports)
     told = Told(console, data_dir / "state.json", {"url": options.url, "pid": os.getpid(), "ports": used})
     supervisor = Supervisor(
@@ -143,7 +150,7 @@ class Told:
         seconds = f" {event.seconds:.1f} s" if event.phase is Phase.READY else ""
         detail = f" {escape(event.detail)}" if event.detail else ""
         colour = colours.get(event.phase, "dim")
-        self._print(f"[{colour}]{event.service:8} {event.phase.value}{seconds}[/]{detail}")
+        self._print(f"[{colour}]{event.service:9} {event.phase.value}{seconds}[/]{detail}")
         scratch = self._file.with_suffix(".tmp")
         try:
             scratch.write_text(json.dumps({**self._facts, "pids": dict(pids)}, indent=1) + "\n")
@@ -173,7 +180,8 @@ def compose(
     """
     credentials = Secrets.load_or_create(data_dir / "secrets.json")
     services: list[Service] = []
-    used = {"gateway": options.port, "engine": ports.engine.number}
+    used = {"gateway": options.port}
+    used |= {engine_name(index): claim.number for index, claim in enumerate(ports.engines)}
     env: dict[str, str] = {}
     if options.served_model_name is not None:
         env["TEMPER_SERVED_MODEL_NAME"] = options.served_model_name
@@ -195,15 +203,55 @@ def compose(
     stores = tuple(service.name for service in services)
     tls = PrivateTls.create(data_dir / "tls")
     env |= _mutual_tls(tls)
-    services.append(_engine(options, data_dir, settings, ports.engine.number, env, tls, stores))
-    services.append(_gateway(options, data_dir, settings, ports.engine.number, env, stores))
+    own = _own_settings(options, data_dir, settings)
+    engines = [
+        _engine(options, data_dir, settings, engine_name(index), claim.number, {**env, **own[index]}, tls, stores)
+        for index, claim in enumerate(ports.engines)
+    ]
+    addresses = [f"127.0.0.1:{claim.number}" for claim in ports.engines]
+    services += [*engines, _gateway(options, data_dir, settings, addresses, env, stores)]
     return services, used
+
+
+def _own_settings(options: UpOptions, data_dir: Path, settings: UpSettings) -> list[dict[str, str]]:
+    """What each of several engines has for itself: a GPU, or its share of the cores, a name, directories and ports.
+
+    Raises:
+        InvalidRequest: there are fewer GPUs than engines.
+    """
+    if options.engines == 1:
+        return [{}]
+    gpus = [] if options.device == "cpu" else visible_gpus(inherited_environment())
+    own = spread(options.engines, gpus)
+    for index, found in enumerate(own):
+        name = engine_name(index)
+        found["TEMPER_ENGINE_NAME"] = name
+        if index:
+            found["TEMPER_CHECKPOINT_DIR"] = str(data_dir / name / "checkpoints")
+            found["TEMPER_FORGE_DIR"] = str(data_dir / name / "forge")
+            found["TEMPER_TIER_DISK_DIR"] = str(data_dir / name / "prefix-cache")
+            found |= _next_ports(settings, index)
+        if not gpus and not settings.torch_threads:
+            found["TEMPER_TORCH_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // options.engines))
+    return own
+
+
+def _next_ports(settings: UpSettings, index: int) -> dict[str, str]:
+    """Where an engine listens that has ``index`` others before it."""
+    ports = {"TEMPER_METRICS_PORT": settings.metrics_port, "TEMPER_HEALTH_PORT": settings.health_port}
+    found = {name: str(port + index) for name, port in ports.items() if port}
+    addresses = {"TEMPER_KV_EVENTS": settings.kv_events, "TEMPER_KV_EVENTS_REPLAY": settings.kv_events_replay}
+    for name, address in addresses.items():
+        if listens := _LISTENS.fullmatch(address):
+            found[name] = f"{listens[1]}{int(listens[2]) + index}"
+    return found
 
 
 def _engine(
     options: UpOptions,
     data_dir: Path,
     settings: UpSettings,
+    name: str,
     port: int,
     env: Mapping[str, str],
     tls: PrivateTls,
@@ -211,18 +259,18 @@ def _engine(
 ) -> Service:
     stored = isinstance(options.model, str)
     return Service(
-        name="engine",
+        name=name,
         argv=[sys.executable, "-m", *(["services.model_source", "--then"] if stored else []), "services.pod"],
-        log=data_dir / "logs" / "engine.log",
+        log=data_dir / "logs" / f"{name}.log",
         health=grpc_ready(f"127.0.0.1:{port}", "engine", tls),
         alive=grpc_ready(f"127.0.0.1:{port}", "liveness", tls, _ALIVE_SECONDS),
         env={
+            "TEMPER_CHECKPOINT_DIR": str(data_dir / "checkpoints"),
+            "TEMPER_FORGE_DIR": str(data_dir / "forge"),
             **env,
             **_model(options.model, data_dir, settings.model_digest),
             "TEMPER_DEVICE": options.device,
             "TEMPER_DTYPE": options.dtype,
-            "TEMPER_CHECKPOINT_DIR": str(data_dir / "checkpoints"),
-            "TEMPER_FORGE_DIR": str(data_dir / "forge"),
             "TEMPER_RECEIPT_KEY_FILE": env.get("TEMPER_RECEIPT_KEY_FILE")
             or str(signing_key(data_dir / "receipts.pem")),
             "TEMPER_GRPC_HOST": "127.0.0.1",
@@ -241,7 +289,7 @@ def _gateway(
     options: UpOptions,
     data_dir: Path,
     settings: UpSettings,
-    engine: int,
+    engines: Sequence[str],
     env: Mapping[str, str],
     stores: tuple[str, ...],
 ) -> Service:
@@ -253,7 +301,7 @@ def _gateway(
         alive=http_ready(f"{_local_url(options)}/livez", _ALIVE_SECONDS),
         env={
             **env,
-            "TEMPER_ENGINES": f"127.0.0.1:{engine}",
+            "TEMPER_ENGINES": ",".join(engines),
             "TEMPER_HOST": options.host,
             "TEMPER_PORT": str(options.port),
             "TEMPER_SHUTDOWN_GRACE_SECONDS": str(settings.shutdown_grace_seconds),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from typing import IO, Self
 from services.common.errors import Conflict
 
 _PR_SET_PDEATHSIG = 1
+LOG_BYTES = 32 * 2**20
+"""Size of a log from which it is moved aside."""
 
 
 def die_with_parent(parent: int) -> Callable[[], None] | None:
@@ -96,7 +99,17 @@ def tail(path: Path, *, lines: int, offset: int = 0) -> list[str]:
     return [line for line in text.splitlines() if line.strip()][-lines:]
 
 
-def rotate_log(path: Path, *, limit: int = 32 * 1024 * 1024) -> None:
+def rotate_log(path: Path, *, limit: int = LOG_BYTES) -> None:
     """Moves a log over ``limit`` bytes aside, so that a data directory does not grow with every restart."""
     if path.exists() and path.stat().st_size > limit:
         path.replace(path.with_suffix(".1.log"))
+
+
+def empty_log(path: Path, *, limit: int = LOG_BYTES) -> bool:
+    """Empties a log over ``limit`` bytes that a process goes on appending to, and keeps it aside until the next time;
+    whether it did. Lines that are written in this moment are lost."""
+    if not path.exists() or path.stat().st_size <= limit:
+        return False
+    shutil.copyfile(path, path.with_suffix(".1.log"))
+    os.truncate(path, 0)
+    return True

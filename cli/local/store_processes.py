@@ -93,6 +93,7 @@ def valkey_server(data_dir: Path, port: ClaimedPort, *, password: str | None = N
         "appendonly": "yes",
         # With everysec a write is acknowledged while it waits for the fsync before it, and a kill loses it.
         "appendfsync": "always",
+        "aof-timestamp-enabled": "yes",  # the file can be cut at a second (docs/guides/backup.md)
         "save": "",
         # Jobs are never evicted: full, it refuses writes, before the kernel would end it and whatever else runs here.
         "maxmemory": str(machine_bytes() // _MEMORY_SHARE),

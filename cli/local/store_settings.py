@@ -1,4 +1,4 @@
-"""Settings of the local stores that `temper up` remembers: credentials and ports, in the data directory."""
+"""Settings that `temper up` remembers, in the data directory: credentials of the local stores, and ports."""
 
 from __future__ import annotations
 
@@ -38,19 +38,28 @@ class Ports:
 
     redis: ClaimedPort
     s3: ClaimedPort
-    engine: ClaimedPort
+    engines: tuple[ClaimedPort, ...]
 
     @classmethod
-    def load_or_choose(cls, path: Path, *, gateway_port: int) -> Ports:
-        """The ports of last time if all are free, else new ones."""
-        if path.exists():
-            old: dict[str, int] = json.loads(path.read_text())
-            with contextlib.suppress(OSError):
-                return cls(**{name: ClaimedPort(number, again=True) for name, number in old.items()})
-        fresh = cls(*claim_ports(3, avoid={gateway_port}))
-        numbers = {"redis": fresh.redis.number, "s3": fresh.s3.number, "engine": fresh.engine.number}
+    def load_or_choose(cls, path: Path, *, gateway_port: int, engines: int = 1) -> Ports:
+        """The ports of last time if all are free, else new ones; further ones for engines that are more than then."""
+        names = ["redis", "s3", *map(engine_name, range(engines))]
+        numbers: dict[str, int] = json.loads(path.read_text()) if path.exists() else {}
+        known: list[ClaimedPort] = []
+        with contextlib.suppress(OSError):
+            known = [ClaimedPort(numbers[name], again=True) for name in names if name in numbers]
+        if len(known) < len([name for name in names if name in numbers]):
+            numbers, known = {}, []
+        avoid = {gateway_port, *numbers.values()}
+        claims = known + claim_ports(len(names) - len(known), avoid=avoid)
+        numbers |= {name: claim.number for name, claim in zip(names, claims, strict=True)}
         path.write_text(json.dumps(numbers) + "\n")
-        return fresh
+        return cls(claims[0], claims[1], tuple(claims[2:]))
+
+
+def engine_name(index: int) -> str:
+    """Name of an engine's process, log and metrics: engine, engine-2, …"""
+    return "engine" if index == 0 else f"engine-{index + 1}"
 
 
 def redis_url(ports: Ports, credentials: Secrets) -> str:
@@ -69,7 +78,7 @@ def seaweed(data_dir: Path, ports: Ports, credentials: Secrets, *, gateway_port:
         ports.s3,
         access_key=credentials.s3_access_key,
         secret_key=credentials.s3_secret_key,
-        avoid=(ports.redis.number, ports.engine.number, gateway_port),
+        avoid=(ports.redis.number, *(claim.number for claim in ports.engines), gateway_port),
     )
     return _service(server, data_dir)
 

@@ -15,12 +15,12 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from cli.local.process import die_with_parent, tail
+from cli.local.process import LOG_BYTES, die_with_parent, empty_log, tail
 
 _SAME_REQUEST_SECONDS = 1.0
 
@@ -70,6 +70,7 @@ class Service:
         name: for people and for the log's file name.
         argv: the command; never a shell.
         log: file that gets stdout and stderr, appended.
+        log_bytes: size from which it is emptied; what was in it is kept beside it, once.
         health: asked until it says ready.
         env: variables on top of the caller's own environment.
         cwd: working directory; None: the caller's.
@@ -99,6 +100,7 @@ class Service:
     look_every: float = 10.0
     patience: int = 6
     cleanup: Callable[[], None] | None = None
+    log_bytes: int = LOG_BYTES
 
     def __post_init__(self) -> None:
         if not self.argv:
@@ -170,6 +172,12 @@ class _Runner:
                 preexec_fn=die_with_parent(os.getpid()),
             )
         self.phase, self.since = Phase.STARTING, now
+
+    def bound_log(self) -> None:
+        """Keeps the log from growing for as long as the process runs."""
+        with suppress(OSError):  # a full disk is told by whoever writes
+            if empty_log(self.service.log, limit=self.service.log_bytes):
+                self.log_offset = 0
 
     def describe_exit(self) -> str:
         code = self.process.returncode if self.process is not None else None
@@ -243,6 +251,7 @@ class Supervisor:
         for runner in self._runners.values():
             if self._stop_requested_at is not None:
                 return
+            runner.bound_log()
             if self._is_due(runner, now):
                 self._start(runner, now)
             elif runner.phase in (Phase.STARTING, Phase.READY):

@@ -12,6 +12,7 @@ _CRASHES = 'outcome=~"crashed|unsettled"'
 _TRAINING = 'queue="training"'
 _BATCHES = 'queue="batches"'
 _STUCK_SECONDS = 1800
+_SIGNS = 2
 _WAIT = {"training": 2 * 3600, "batches": 12 * 3600}
 """Seconds that the oldest of a queue may wait."""
 
@@ -29,6 +30,13 @@ def _running(now: int) -> dict[str, str]:
     return {
         series("temper_trainer_progress_timestamp_seconds", ENGINE): steady(0),
         series("temper_trainer_running", ENGINE): steady(now),
+    }
+
+
+def _signs(values: str, running: int = 1) -> dict[str, str]:
+    return {
+        series("temper_trainer_job_hacking_signs", ENGINE, kind="grpo"): values,
+        series("temper_trainer_running", ENGINE): steady(running),
     }
 
 
@@ -79,6 +87,22 @@ TRAINING = Group(
                 fires(_running(1), "40m", ENGINE, "40m 0s"),
                 quiet(_running(0), "40m"),
                 quiet(_running(1), "20m"),
+            ),
+        ),
+        Alert(
+            "TemperRewardGamed",
+            f"{ours('temper_trainer_job_hacking_signs')} >= {_SIGNS}\n"
+            f"and on ({BY}, pod) {ours('temper_trainer_running')} > 0",
+            10,
+            "info",
+            "A reward may be gamed",
+            "The reward of the job on {{ $labels.pod }} rises, and {{ $value }} things that it does not reward have "
+            "drifted since the first round.",
+            (
+                fires(_signs(steady(2)), "15m", {**ENGINE, "kind": "grpo"}, "2"),
+                quiet(_signs(steady(1)), "15m"),
+                quiet(_signs(once(1, 10, 3)), "15m"),
+                quiet(_signs(steady(2), running=0), "15m"),
             ),
         ),
         Alert(

@@ -112,6 +112,7 @@ _JOB = Row(
             "From two on, read its samples.",
             _now("temper_trainer_job_hacking_signs"),
             low=0,
+            alerts=("TemperRewardGamed",),
         ),
         Panel(
             "Environments that fail",
@@ -123,6 +124,23 @@ _JOB = Row(
                 ),
                 Query(f"sum(increase({chosen('temper_trainer_dropped_episodes_total')}[10m]))", "dropped episodes"),
             ),
+            low=0,
+        ),
+        Panel(
+            "Rollouts that were cut",
+            "With the tail of their round: those that go on in the next round, and those that were dropped; and how "
+            "often one under way went on with a newer policy.",
+            (
+                Query(f"sum by (then) (increase({chosen('temper_trainer_cut_rollouts_total')}[10m]))", "{{then}}"),
+                Query(f"sum(increase({chosen('temper_trainer_changed_rollouts_total')}[10m]))", "changed"),
+            ),
+            low=0,
+        ),
+        Panel(
+            "Where the time goes",
+            "Seconds a second. The trainer waits or trains; where rounds are sampled ahead, sampling and rewards go on "
+            "beside it.",
+            (Query(f"sum by (part) (rate({chosen('temper_trainer_part_seconds_total')}[10m]))", "{{part}}"),),
             low=0,
         ),
         Panel("Tokens a second", "Of the last step.", _now("temper_trainer_job_tokens_per_second"), low=0),

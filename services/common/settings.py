@@ -157,6 +157,9 @@ class CommonSettings(FileSettings):
     """The same for http."""
     no_proxy: str = Field("", validation_alias="no_proxy")
     """Hosts and domains that are reached without a proxy, separated by commas; *: all."""
+    jobs_ttl_seconds: int = Field(30 * 86400, ge=1)
+    """Time for which a job and a batch stay visible once they have ended, with the results of message batches; their
+    events for a week of that at most. The same for gateways and engines."""
     served_model_name: str = "qwen3.5"
     """Name that clients put in `model` for the base model."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

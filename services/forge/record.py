@@ -134,7 +134,9 @@ def verify(directory: Path, key: Ed25519PublicKey, progress: Progress = silent) 
             str(name): (str(entry["sha256"]), int(entry["size"])) for name, entry in content["outputs"]["files"].items()
         }
         if content["format"] != FORMAT:
-            raise ValueError(f"format {content['format']!r}")
+            raise ValueError(
+                f"format {content['format']!r}, and {FORMAT} is known here: take the release that wrote it"
+            )
         digest = str(content["outputs"]["digest"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointRejected(f"{directory / RECORD} is no record that can be checked: {error!r}") from error

@@ -15,7 +15,7 @@ from services.engine.adapters.manager import AdapterManager
 from services.engine.models.interface import CausalLM
 from services.engine.models.training_arena import Arena
 from services.pod.parts.runner import Gate
-from services.pod.rollouts import EngineRollouts
+from services.pod.rollouts.source import EngineRollouts
 from services.trainer.jobs.adapter_run import USUAL_TOKENS
 from services.trainer.memory.budget import MemoryBudget
 from services.trainer.memory.estimate import Workload, estimate

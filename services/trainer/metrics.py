@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.common.jobs import JobProgress
+from services.common.jobs.fields.cut import ROLLOUTS_CHANGED, ROLLOUTS_DROPPED, ROLLOUTS_REQUEUED
 from services.common.jobs.kinds.environment import DROPPED, FAILURES
 
 _STEP_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -16,6 +17,7 @@ _STEP_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 12
 OUTCOMES = ("succeeded", "failed", "cancelled", "paused", "requeued", "crashed", "lost", "unsettled")
 """Outcomes of an attempt. requeued: handed back, at a shutdown or because it cannot run beside others; lost: another
 trainer has the job; unsettled: a fault of ours."""
+_CUT = {"requeued": ROLLOUTS_REQUEUED, "dropped": ROLLOUTS_DROPPED}
 _SHOWN = {
     "loss": "loss",
     "reward": "reward_mean",
@@ -85,6 +87,28 @@ class TrainerMetrics:
             "Episodes of jobs that no environment brought to their end; nothing of them is learnt.",
             registry=registry,
         )
+        self._cut_rollouts = Counter(
+            "temper_trainer_cut_rollouts_total",
+            "Rollouts of jobs that were cut with the tail of their round: requeued into the next one, or dropped.",
+            ["then"],
+            registry=registry,
+        )
+        for then in _CUT:
+            self._cut_rollouts.labels(then)
+        self._parts = Counter(
+            "temper_trainer_part_seconds_total",
+            "Time of jobs' steps: of the trainer, waiting (for what its steps learn from) and training; "
+            "of the sampling, which may go on beside it, sampling and reward.",
+            ["part"],
+            registry=registry,
+        )
+        for part in ("sampling", "reward", "waiting", "training"):
+            self._parts.labels(part)
+        self._changed_rollouts = Counter(
+            "temper_trainer_changed_rollouts_total",
+            "Times that a rollout of a job under way went on with a newer policy.",
+            registry=registry,
+        )
         self._jobs = 0
         self.sessions = Gauge("temper_trainer_sessions", "Training sessions that are open here.", registry=registry)
         self.session_calls = Counter(
@@ -121,6 +145,14 @@ class TrainerMetrics:
         for reason, name in FAILURES.items():
             self._environment_failures.labels(reason.value).inc(metrics.get(name, 0.0))
         self._dropped_episodes.inc(metrics.get(DROPPED, 0.0))
+        for then, name in _CUT.items():
+            self._cut_rollouts.labels(then).inc(metrics.get(name, 0.0))
+        self._changed_rollouts.inc(metrics.get(ROLLOUTS_CHANGED, 0.0))
+        rewards = metrics.get("reward_seconds", 0.0)
+        self._parts.labels("sampling").inc(max(0.0, metrics.get("sampling_seconds", 0.0) - rewards))
+        self._parts.labels("reward").inc(rewards)
+        self._parts.labels("waiting").inc(metrics.get("waiting_seconds", 0.0))
+        self._parts.labels("training").inc(metrics.get("train_seconds", 0.0))
         self._tokens.labels(kind).inc(round(metrics.get("tokens_per_second", 0.0) * metrics.get("train_seconds", 0.0)))
 
     def job_ended(self) -> None:

@@ -9,6 +9,8 @@ import struct
 from contextlib import suppress
 from dataclasses import dataclass
 
+from tests.chaos.http_damage import Damage
+
 _PIECE = 64 * 1024
 _HEAD_SECONDS = 5.0
 
@@ -27,6 +29,8 @@ class Weather(enum.StrEnum):
     """Connections are cut, the ones that are there and the ones to come."""
     ANSWERS = "answers"
     """HTTP only: whoever asks gets the status `amount`, and the server does not hear of it."""
+    DAMAGED = "damaged"
+    """HTTP only: a byte of every `amount`-th object is another than was stored, the first one's to begin with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,7 @@ class Fault:
     amount: float = 0.0
 
     def __post_init__(self) -> None:
-        if (self.amount > 0) != (self.weather in (Weather.SLOW, Weather.NARROW, Weather.ANSWERS)):
+        if (self.amount > 0) != (self.weather in (Weather.SLOW, Weather.NARROW, Weather.ANSWERS, Weather.DAMAGED)):
             raise ValueError(f"malformed {self}")
 
 
@@ -58,14 +62,18 @@ class Link:
 
     Args:
         name: of the two ends, for logs.
+        http: it is followed as HTTP, so that objects can be damaged.
     """
 
-    def __init__(self, name: str, host: str, port: int) -> None:
+    def __init__(self, name: str, host: str, port: int, *, http: bool = False) -> None:
         self.name = name
         self.port = 0
         self.connections = 0
         """Accepted since the start."""
+        self.bodies = 0
+        """Objects that came by while they were damaged, the whole ones too."""
         self._there = host, port
+        self._http = http
         self._fault = Fault()
         self._changed = asyncio.Event()
         self._writers: set[asyncio.StreamWriter] = set()
@@ -106,9 +114,13 @@ class Link:
         except OSError:
             _reset(writer)
             return
+        damage = Damage()
         ends = {writer, there}
         self._writers |= ends
-        pumps = [asyncio.create_task(self._pump(reader, there)), asyncio.create_task(self._pump(there_reader, writer))]
+        pumps = [
+            asyncio.create_task(self._pump(reader, there, damage, out=True)),
+            asyncio.create_task(self._pump(there_reader, writer, damage, out=False)),
+        ]
         try:
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -119,12 +131,28 @@ class Link:
             for end in ends:
                 end.close()
 
-    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    async def _pump(
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, damage: Damage, *, out: bool
+    ) -> None:
         with suppress(OSError):
             while data := await source.read(_PIECE):
                 await self._hold(len(data))
+                if self._http:
+                    data = self._passed(data, damage, out)
                 sink.write(data)
                 await sink.drain()
+
+    def _passed(self, data: bytes, damage: Damage, out: bool) -> bytes:
+        """What comes out at the other end."""
+        if out:
+            damage.request(data)
+            return data
+        for at in damage.answer(data):
+            if self._fault.weather is Weather.DAMAGED:
+                if self.bodies % int(self._fault.amount) == 0:
+                    data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+                self.bodies += 1
+        return data
 
     async def _hold(self, size: int) -> None:
         """Waits as long as the weather makes a piece wait."""

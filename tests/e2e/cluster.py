@@ -9,14 +9,27 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import grpc
 import httpx
 
 from cli.local.ports import claim_ports
 from services.common.pb import engine_pb2, engine_pb2_grpc
-from tests.stack import PATIENCE, ROOT, Stack, clean_environment
+from services.common.settings import CommonSettings
+from tests.stack import PATIENCE, ROOT, START_SECONDS, clean_environment
+
+
+class Ground(Protocol):
+    """What a cluster stands on: a `Stack`, or stores alone."""
+
+    served_model_name: str
+
+    @property
+    def model(self) -> Path | str: ...
+
+    @property
+    def settings(self) -> CommonSettings: ...
 
 
 class Cluster:
@@ -31,7 +44,7 @@ class Cluster:
 
     def __init__(
         self,
-        stack: Stack,
+        stack: Ground,
         directory: Path,
         engines: int,
         *,
@@ -78,7 +91,7 @@ class Cluster:
             for address in self.addresses:
                 self.start_engine(address)
             self.processes["gateway"] = self._spawn("gateway", "services.gateway", self._gateway_env)
-            self.wait_until_ready(len(self.addresses), seconds=120)
+            self.wait_for(self._all_ready, f"{len(self.addresses)} ready engines", START_SECONDS)
         except BaseException:
             self.__exit__()
             raise
@@ -122,8 +135,12 @@ class Cluster:
 
     def health(self) -> dict[str, dict[str, Any]]:
         """What the gateway knows of each engine, by address."""
-        engines = self._http.get(f"{self.url}/healthz", timeout=10).json()["engines"]
-        return {engine["address"]: engine for engine in engines}
+        return {engine["address"]: engine for engine in self.engines_at(self.url)}
+
+    def engines_at(self, url: str) -> list[dict[str, Any]]:
+        """What the gateway at this URL knows of its engines."""
+        engines: list[dict[str, Any]] = self._http.get(f"{url}/healthz", timeout=10).json()["engines"]
+        return engines
 
     def start_gateway(self, name: str, port: int, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         """Another gateway of the same engines; it ends with the cluster."""
@@ -132,9 +149,13 @@ class Cluster:
         )
         return self.processes[name]
 
+    def channel(self, address: str) -> grpc.Channel:
+        """To an engine, as gateways have one."""
+        return grpc.insecure_channel(address)
+
     def status(self, address: str, *, timeout: float = 10.0) -> engine_pb2.EngineStatus:
         """What an engine says of itself."""
-        with grpc.insecure_channel(address) as channel:
+        with self.channel(address) as channel:
             stub = engine_pb2_grpc.EngineStub(channel)
             found: engine_pb2.EngineStatus = stub.GetStatus(engine_pb2.GetStatusRequest(), timeout=timeout)
             return found
@@ -143,15 +164,23 @@ class Cluster:
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
-                logs = "\n".join(f"--- {f.name}\n{f.read_text()[-1500:]}" for f in self._directory.glob("*.log"))
-                raise TimeoutError(f"{what} did not come true in {seconds} s\n{logs}")
+                raise TimeoutError(f"{what} did not come true in {seconds} s\n{self._logs()}")
             time.sleep(0.05)
 
-    def wait_until_ready(self, engines: int, *, seconds: float = 60.0) -> None:
-        def enough() -> bool:
-            try:
-                return sum(engine["ready"] for engine in self.health().values()) >= engines
-            except httpx.TransportError:
-                return False
+    def _logs(self) -> str:
+        return "\n".join(f"--- {file.name}\n{file.read_text()[-1500:]}" for file in self._directory.glob("*.log"))
 
-        self.wait_for(enough, f"{engines} ready engines", seconds)
+    def _all_ready(self) -> bool:
+        if ended := [name for name, process in self.processes.items() if process.poll() is not None]:
+            raise RuntimeError(f"{', '.join(ended)} ended\n{self._logs()}")
+        return self._ready() >= len(self.addresses)
+
+    def _ready(self) -> int:
+        """Engines that the gateway has found ready; 0 while it starts itself."""
+        try:
+            return sum(bool(engine["ready"]) for engine in self.health().values())
+        except httpx.TransportError:
+            return 0
+
+    def wait_until_ready(self, engines: int, *, seconds: float = 60.0) -> None:
+        self.wait_for(lambda: self._ready() >= engines, f"{engines} ready engines", seconds)

@@ -18,7 +18,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from cli.local.ports import free_ports
-from tests.stack import ROOT, TINY, Stack, clean_environment
+from tests.e2e.jobs import submit_sft, wait_for_end
+from tests.stack import PATIENCE, ROOT, TINY, Stack, clean_environment
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
@@ -77,6 +78,22 @@ def test_second_up_is_refused_by_the_same_directory_and_by_the_same_port(stack: 
         assert says in result.stderr
         assert result.stdout == ""
     assert answers(stack)
+
+
+def test_two_engines_behind_one_gateway(tmp_path: Path) -> None:
+    """They share jobs and adapters, and one that is killed fails nobody for long."""
+    with Stack(tmp_path / "data", options=("--engines", "2", "--device", "cpu")) as two:
+        assert set(two.state["pids"]) == {"valkey", "s3", "engine", "engine-2", "gateway"}
+        with httpx.Client(base_url=two.url, timeout=PATIENCE, trust_env=False) as client:
+            jobs = [submit_sft(client, name, epochs=1) for name in ("one", "two")]
+            assert [wait_for_end(client, one)["state"] for one in jobs] == ["succeeded", "succeeded"]
+            attached = client.post("/v1/adapters/one/attach").raise_for_status().json()
+            assert (attached["engines_serving"], attached["engines"]) == (2, 2)
+            os.kill(two.pid("engine-2"), signal.SIGKILL)
+            wait_until(lambda: chat(two).status_code == 200, "an answer of the other engine")
+            wait_until(lambda: "engine-2" in two.state["pids"], "the restart of the second")
+            wait_until(lambda: sum(one["ready"] for one in client.get("/healthz").json()["engines"]) == 2, "both ready")
+            assert {one["attached_adapter"] for one in client.get("/healthz").json()["engines"]} == {"one@1"}
 
 
 def check_ready_line(own: Stack) -> None:

@@ -277,7 +277,7 @@ async def test_what_somebody_else_moves_supersedes_it(world: World) -> None:
 
     world.registry.set_current(ONE)
     detached = await world.begin()
-    world.registry.detach()
+    world.registry.detach("toy")
     world.forget_lease()
     await world.controller().look()
     assert (await world.canaries.get(detached.id)).state == "superseded"
@@ -315,7 +315,7 @@ async def test_the_first_version_is_compared_with_the_base_model(world: World) -
     world.registry.publish("new", {WEIGHTS: b"w", CONFIG: b"{}"}, base_digest="", current=False)
     with pytest.raises(Conflict, match="no request would take part"):
         await world.begin(first)
-    world.registry.detach()
+    world.registry.detach("toy")
     record = await world.begin(first)
     assert (record.current, record.attached) == ("base", True)
     await world.is_better(record)

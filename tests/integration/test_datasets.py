@@ -334,16 +334,19 @@ def test_a_user_erased_while_a_data_set_is_made_is_not_in_it(
     assert manifest.recuts[0].at <= time.time()
 
 
-def test_a_session_of_a_gateway_is_a_trajectory(gateway: Gateway, log: RequestLog) -> None:
+@pytest.mark.parametrize("session", ["walk", None])
+def test_a_conversation_with_a_gateway_is_a_trajectory(gateway: Gateway, log: RequestLog, session: str | None) -> None:
+    """Rated by its session, or without one by its answers."""
     running, keys, call = calls(gateway, api_keys_poll_seconds=0.05)
     turns = [{"role": "user", "content": "zebra"}]
     answers = []
     for _ in range(2):
-        answer = ask(running, keys, key="trainer", messages=turns, session_id="walk")
+        answer = ask(running, keys, key="trainer", messages=turns, session_id=session)
         turns = [*turns, answer["choices"][0]["message"], {"role": "user", "content": "and on"}]
         answers.append(answer["id"])
     logged(log, 2)
-    for said in ({"session_id": "walk", "score": 0.5}, {"completion_id": answers[0], "thumb": "down"}):
+    whole = {"completion_ids": answers} if session is None else {"session_id": session}
+    for said in ({**whole, "score": 0.5}, {"completion_id": answers[0], "thumb": "down"}):
         assert call("POST", "/v1/feedback", json=said).status_code == 201
     spec = {"name": "walks", "trajectories": True, "split": SPLIT}
     made = call("POST", "/v1/datasets", json=spec)
@@ -353,4 +356,6 @@ def test_a_session_of_a_gateway_is_a_trajectory(gateway: Gateway, log: RequestLo
     found = Trajectory.model_validate(row["trajectory"])
     assert ([one.reward for one in found.actions], found.reward) == ([-1.0, None], 0.5)
     assert row["turn_ids"] == answers
+    about_the_second = call("GET", "/v1/feedback", params={"answer": answers[1]}).json()["data"]
+    assert [one["completion_ids"] for one in about_the_second] == ([answers] if session is None else [])
     assert all(one.logprobs is not None for one in found.actions)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import signal
 import time
+from typing import Any
 
 import pytest
 import redis
+import uvloop
 
 from services.common.errors import Unavailable
 from services.common.jobs import JobProgress, JobState
 from services.common.queue.job_queue import JobQueue
+from services.common.settings import CommonSettings
+from services.common.storage.redis import call_async, connect_async
 from tests.integration.jobs import Consumers, must_claim, read_events, sft, silence
 from tests.integration.servers import RunningServer
 
@@ -85,3 +91,28 @@ async def test_an_abandoned_job_is_found_behind_many_that_run(
     for claimed in held:
         busy.heartbeat(claimed)
     assert must_claim(heir).id == lost.id
+
+
+def test_a_connection_that_uvloop_has_closed_is_made_again(settings: CommonSettings, valkey: RunningServer) -> None:
+    """A reset may be seen by the loop before redis-py reads: what is written then is no error of ours."""
+
+    async def used_after_reset() -> str:
+        client = connect_async(settings)
+        await client.set("chaos", "kept")
+        connection: Any = await client.connection_pool.get_connection()  # type: ignore[no-untyped-call]
+        connection._writer.transport.abort()
+        tries = itertools.count(1)
+
+        async def read() -> str:
+            number = next(tries)
+            await connection.send_command("GET", "chaos")
+            return f"{await connection.read_response()} at try {number}"
+
+        try:
+            return await call_async(read)
+        finally:
+            await client.connection_pool.release(connection)
+            await client.aclose()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(used_after_reset()) == "kept at try 2"

@@ -204,8 +204,11 @@ def test_attachment_and_pointers(registry: AdapterRegistry, store: ObjectStore) 
     assert registry.pointers().fingerprint != published.fingerprint
     assert AdapterRegistry(store, "some/other model").attached() is None
     AdapterRegistry(store, "some/other model").attach(version)
-    registry.detach()
+    assert registry.detach("other") == version == registry.detach("m", 2)
+    assert registry.attached() == version
+    assert registry.detach("m", 1) is None
     assert registry.attached() is None
+    assert registry.detach("m") is None
     assert AdapterRegistry(store, "some/other model").attached() == version
     assert registry.pointers().fingerprint == published.fingerprint
 
@@ -217,7 +220,7 @@ def test_delete(registry: AdapterRegistry, store: ObjectStore) -> None:
     registry.attach(version)
     with pytest.raises(Conflict, match="detach"):
         registry.delete("m")
-    registry.detach()
+    registry.detach("m")
     registry.delete("m")
     with pytest.raises(NotFound):
         registry.delete("m")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import threading
@@ -22,6 +23,7 @@ from services.common.storage.object_store import (
     PreconditionFailed,
     StoreRejected,
 )
+from tests.chaos.link import Fault, Link, Weather
 from tests.integration.servers import RunningServer
 
 
@@ -57,6 +59,34 @@ def test_ranges_are_read_into_a_buffer(store: ObjectStore) -> None:
     assert store.read_into("big", len(data) + 100, memoryview(target)) == 0
     with pytest.raises(ObjectNotFound):
         store.read_into("none", 0, memoryview(target))
+
+
+def test_a_damaged_object_is_read_again_and_never_given_out(store: ObjectStore, settings: CommonSettings) -> None:
+    """Bytes that change on their way, and bytes that have changed where they lie."""
+    store.put("kept", b"what was written")
+    damage = asyncio.run(damaged_once(settings, "kept"))
+    assert damage == (b"what was written", 2)
+    digest = hashlib.sha256(b"what was written").hexdigest()
+    raw = store._client
+    raw._put_object(store._bucket, "kept", b"what was wrItten", headers={"x-amz-meta-sha256": digest})
+    with pytest.raises(Unavailable, match="the object kept is damaged"):
+        store.get("kept")
+    raw._put_object(store._bucket, "kept", b"of an earlier release", headers={})
+    assert store.get("kept").data == b"of an earlier release"
+
+
+async def damaged_once(settings: CommonSettings, key: str) -> tuple[bytes, int]:
+    """What a store gives out whose first answer is damaged on its way, and how many answers it took."""
+    host, _, port = settings.s3_endpoint.rpartition(":")
+    link = Link("store", host, int(port), http=True)
+    await link.start()
+    try:
+        link.become(Fault(Weather.DAMAGED, 2.0))
+        through = ObjectStore(settings.model_copy(update={"s3_endpoint": f"127.0.0.1:{link.port}"}))
+        data = (await asyncio.to_thread(through.get, key)).data
+        return data, link.bodies
+    finally:
+        await link.stop()
 
 
 def test_a_listing_has_sizes_and_times(store: ObjectStore) -> None:

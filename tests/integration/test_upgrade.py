@@ -99,13 +99,49 @@ def wait_until_ready(client: httpx.Client, log: Path) -> None:
     raise TimeoutError(log.read_text(errors="replace")[-3000:])
 
 
-def test_everything_is_read(upgraded: Upgraded) -> None:
+def test_everything_is_read(upgraded: Upgraded, raw: redis.Redis, store: ObjectStore) -> None:
     known = upgraded.facts
     adapters_are_served(upgraded, known)
     a_finished_job_is_there(upgraded, known)
     files_and_batches_are_there(upgraded, known)
     a_response_is_there(upgraded, known)
     work_goes_on(upgraded, known)
+    a_later_release_is_named(upgraded, known, raw, store)
+
+
+def a_later_release_is_named(upgraded: Upgraded, known: dict[str, Any], raw: redis.Redis, store: ObjectStore) -> None:
+    """Over HTTP: 503, which document it is, what this release reads, and the way out; nothing is changed."""
+    client, (response,) = upgraded.client, list(raw.scan_iter("temper:response:*resp_*", count=1000))[:1]
+    hashes = {
+        f"temper:job:{known['finished_job']}": [("GET", f"/v1/train/jobs/{known['finished_job']}")],
+        f"temper:job:{known['queued_job']}": [("POST", f"/v1/train/jobs/{known['queued_job']}/cancel")],
+        f"temper:batch:{known['finished_batch']}": [("GET", f"/v1/batches/{known['finished_batch']}")],
+        str(response): [("GET", f"/v1/responses/{str(response).rpartition(':')[2]}")],
+    }
+    for key, calls in hashes.items():
+        raw.hset(key, "schema", "9")
+        before = raw.hgetall(key)
+        for method, path in calls:
+            is_refused(client.request(method, path), key.rpartition(":")[2])
+        assert raw.hgetall(key) == before
+    file = next(key for key in store.list("files/") if key.endswith(f"{known['input_file']}/file.json"))
+    objects = {
+        "adapters/polite/versions/00000002/manifest.json": ("polite@2", "GET", "/v1/adapters/polite/versions"),
+        file: (known["input_file"], "DELETE", f"/v1/files/{known['input_file']}"),
+    }
+    for key, (named, method, path) in objects.items():
+        later = json.dumps({**json.loads(store.get(key).data), "schema": 9}).encode()
+        store.put(key, later)
+        is_refused(client.request(method, path), named)
+        assert store.get(key).data == later
+
+
+def is_refused(answer: httpx.Response, named: str) -> None:
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (503, "newer_schema"), answer.text
+    assert named in error["message"]
+    assert "has schema 9 of" in error["message"]
+    assert "by a later release; upgrade this service, engines before gateways" in error["message"]
 
 
 def adapters_are_served(upgraded: Upgraded, known: dict[str, Any]) -> None:

@@ -210,7 +210,7 @@ async def test_moves_of_adapters_are_told_once_also_where_their_maker_dies(
     await one.store.tell(registry.changes({}, "toy")[0])
     assert outbox(raw) == [("adapter.attached", {"adapter": "toy@3", "before": None, "model": registry.model})]
     registry.rollback("toy")
-    registry.detach()
+    registry.detach("toy")
     # Whoever did that is dead; each gateway looks at the pointers, and one does at a time.
     await asyncio.gather(one.once(), other.once())
     raw.delete("temper:webhooks:sweep")
@@ -238,7 +238,7 @@ async def test_what_moved_before_anybody_told_of_it_is_no_news(
         registry.attach(publish(registry, "1"))
     await sender.once()
     assert await news(sender) == []
-    registry.detach()
+    registry.detach("toy")
     raw.delete("temper:webhooks:sweep")
     await sender.once()
     assert [kind for kind, _ in await news(sender)] == ["adapter.detached"]

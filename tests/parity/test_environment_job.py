@@ -18,6 +18,7 @@ from services.environments.calculator import Calculator
 from services.environments.guess import Guess
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.rollouts.episode_run import EpisodeRun
+from services.trainer.sampling.environments.episodes import Episode
 from services.trainer.sampling.environments.rounds import EpisodeRound
 from tests.rollout_support import Pod, running_pod, wait_for
 from tests.training_support import through_a_checkpoint
@@ -160,6 +161,32 @@ def test_rounds_are_played_ahead() -> None:
         assert resumed["loss"] == pytest.approx(behind[0]["loss"], rel=1e-4)
         assert resumed["environment_turns"] == behind[0]["environment_turns"]
         again.close()
+        pod.settle()
+
+
+def test_episodes_that_are_cut_begin_again_in_the_next_round() -> None:
+    """Their groups wait, with those that have ended; also over a checkpoint. What is cut at the end is dropped."""
+    with serving(Guess) as url, pod_at(url) as pod:
+        others = [{"type": "regex", "pattern": digit} for digit in "24678"]
+        fields = {"generate": {"rounds": 2, "cut": {"fraction": 0.3}}, "others": others, "reward": {"concurrency": 3}}
+        run = prepared(pod, url, **fields)
+        first = run.step(0)
+        left = run._left[1]
+        assert first["groups_waiting"] == len(left) > 0
+        assert first["rollouts_requeued"] == sum(one is None for group in left for one in group.members) > 0
+        assert any(isinstance(one, Episode) for group in left for one in group.members)
+        again = prepared(pod, url, **fields)
+        assert again.load_state(through_a_checkpoint(run.state())) == 1
+        assert again._left[1] == left
+        second = again.step(1)
+        kept = again.round
+        assert isinstance(kept, EpisodeRound)
+        assert {number for number, _, _ in kept.earned} >= {0}
+        assert second["rollouts_requeued"] == 0
+        learnt = sum(len(rewards) for _, _, rewards in (*(run.round.earned if run.round else ()), *kept.earned))
+        assert learnt + second["rollouts_dropped"] == 2 * 2 * 4
+        assert second["environment_dropped"] == 0
+        assert second["staleness_max"] == 1
         pod.settle()
 
 

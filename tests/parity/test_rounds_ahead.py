@@ -13,7 +13,7 @@ from services.trainer.host.rollouts import RolloutRequest, RolloutSampling
 from services.trainer.jobs.base import RunState
 from services.trainer.jobs.rollouts.completion_run import RolloutRun
 from services.trainer.sampling.prompts import sample_seed
-from services.trainer.sampling.round import Round
+from services.trainer.sampling.rounds.round import Round
 from tests.parity.test_rollout_job import prepared, raising_after
 from tests.rollout_support import TINY, Pod, wait_for
 from tests.training_support import (
@@ -64,23 +64,33 @@ def test_each_round_is_of_the_policy_that_it_says(pod: Pod, staleness: int) -> N
     assert all(0 <= step["overlap_share"] <= 1 < 1 + step["sampling_seconds"] for step in metrics)
     for number, made in enumerate(rounds):
         requests = [
-            RolloutRequest(prompt.token_ids, sample_seed(3, number, place, member))
-            for place, prompt in enumerate(made.prompts)
-            for member in range(made.size)
+            RolloutRequest(group.prompt.token_ids, sample_seed(3, number, group.place, member))
+            for group in made.sampled
+            for member in range(len(group.members))
         ]
-        with pod.host.rollouts.policy(policies[max(0, number - staleness)]) as policy:
-            assert list(made.completions) == pod.host.rollouts.generate(requests, RolloutSampling(2.0, 8), policy)
+        version = max(0, number - staleness)
+        with pod.host.rollouts.policy(policies[version]) as policy:
+            found = pod.host.rollouts.generate(requests, RolloutSampling(2.0, 8), policy)
+        assert made.completions == [one.by(version) for one in found]
 
 
 def test_gradients_are_those_of_the_stated_behaviour(pod: Pod, tmp_path: Path) -> None:
     """The ratio of each token is the policy in training over the one that sampled, by transformers and PEFT."""
     run = ahead(pod, learning_rate=0.1)
     run.step(0)
-    run._before(1, lambda: None)
+    assert_learns_as_stated(run, 1, tmp_path)
     assert run.round is not None
     assert run.round.metrics()["staleness_max"] == 1
+    run.close()
+
+
+def assert_learns_as_stated(run: RolloutRun, index: int, tmp_path: Path) -> None:
+    """Step ``index`` has the loss and the gradients that transformers and PEFT compute from the round as it is stated,
+    by the log-probabilities that its tokens came with."""
+    run._before(index, lambda: None)
+    assert run.round is not None
     run.zero_grad()
-    metrics, _ = run._accumulate(1, lambda: None)
+    metrics, _ = run._accumulate(index, lambda: None)
     model = peft_reference(TINY, run.lora.to_files(""), tmp_path)
     groups = [group for group in run.round.groups() if len(set(group.rewards)) > 1]
     total = sum(len(one.token_ids or ()) for group in groups for one in group.completions)
@@ -98,7 +108,6 @@ def test_gradients_are_those_of_the_stated_behaviour(pod: Pod, tmp_path: Path) -
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert metrics["ratio_mean"] == pytest.approx(statistics.fmean(ratios), rel=1e-5)
     assert_same_gradients(gradients(run.lora), model)
-    run.close()
 
 
 @pytest.mark.sampled(3)

@@ -63,6 +63,7 @@ port 6379
 dir /data
 appendonly yes
 appendfsync everysec
+aof-timestamp-enabled yes
 save ""
 maxmemory {{ mulf 0.7 (include "temper.number" .Values.redis.resources.limits.memory | float64) | int64 }}
 maxmemory-policy noeviction

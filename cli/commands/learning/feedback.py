@@ -55,7 +55,9 @@ class Kind(enum.StrEnum):
 
 @app.command()
 def give(
-    answer: Annotated[str, typer.Argument(help=_ANSWER)],
+    answers: Annotated[
+        list[str], typer.Argument(metavar="ANSWER...", help=f"{_ANSWER} Several completions are rated as one work.")
+    ],
     up: Annotated[bool, typer.Option("--up", help="It is good.")] = False,
     down: Annotated[bool, typer.Option("--down", help="It is bad.")] = False,
     score: Annotated[float | None, typer.Option(help="How good it is.", min=-1, max=1)] = None,
@@ -69,7 +71,10 @@ def give(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Say what is good or bad about an answer, in place of what the same user has said of it before."""
+    """Say what is good or bad about an answer, in place of what the same user has said of it before.
+
+    Several completions, in their order, are one piece of work: `temper dataset` makes a trajectory of them.
+    """
 
     def work(client: Client, output: Output) -> None:
         if up and down:
@@ -85,10 +90,14 @@ def give(
         said = {name: value for name, value in said.items() if value is not None}
         if not said:
             raise CliError("say something of the answer: --up, --down, --correct TEXT, …", ExitCode.USAGE)
-        kind = {"resp": "response_id", "msg": "message_id"}.get(answer.partition("_")[0].partition("-")[0])
-        body = {kind or "completion_id": answer, "user": user, **said}
+        if len(answers) > 1:
+            named: dict[str, Any] = {"completion_ids": answers}
+        else:
+            kind = {"resp": "response_id", "msg": "message_id"}.get(answers[0].partition("_")[0].partition("-")[0])
+            named = {kind or "completion_id": answers[0]}
+        body = {**named, "user": user, **said}
         made = client.post("/v1/feedback", {name: value for name, value in body.items() if value is not None})
-        output.result(made, f"[green]{made['id']}[/]  {escape(answer)}: {escape(_words(made))}")
+        output.result(made, f"[green]{made['id']}[/]  {escape(_target(made))}: {escape(_words(made))}")
 
     connected(url, as_json, work)
 
@@ -251,8 +260,10 @@ def _write(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _target(said: Mapping[str, Any]) -> str:
     """Id of what is spoken of."""
-    session = said["session_id"]
-    return said["completion_id"] or said["response_id"] or said["message_id"] or f"session {session}"
+    if said["session_id"] is not None:
+        return f"session {said['session_id']}"
+    one = said["completion_id"] or said["response_id"] or said["message_id"]
+    return str(one or " ".join(said["completion_ids"]))
 
 
 def _words(said: Mapping[str, Any]) -> str:

@@ -51,6 +51,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "feedback give": (
         "feedback give chatcmpl-5f2d3babebe94537a14147bcd83c3b15 --down",
         "feedback give chatcmpl-5f2d3babebe94537a14147bcd83c3b15 --correct 'Good day!' --user u-17",
+        "feedback give chatcmpl-5f2d3babebe94537a14147bcd83c3b15 chatcmpl-9d0c2f7be1a84b62b0c6a1a8e8a6d713 --score 0.5",
     ),
     "feedback list": ("feedback list",),
     "feedback delete": ("feedback delete fb_01jd3vkk2zq8x6m4n7c5r9t1wp",),

@@ -201,7 +201,7 @@ class AdapterPointers(ABC):
                 return None
             moves = _moved(pointer.get("moves", []), before, version.version, **({} if by is None else {"by": by}))
             newest = max(_newest_of(pointer), version.version)
-            return {**_of_kind(kind), "version": version.version, "newest": newest, "moves": moves}
+            return {**pointer, **_of_kind(kind), "version": version.version, "newest": newest, "moves": moves}
 
         undo = self._move(version.name, target)
         self._check_still_kept(version, current_key(version.name), undo)
@@ -319,12 +319,20 @@ class AdapterPointers(ABC):
         self._check_still_kept(version, self._attachment, (before, attached))
         return True
 
-    def detach(self) -> None:
-        """Plain requests for the base model are answered by the base model."""
+    def detach(self, name: str, number: int | None = None) -> AdapterVersion | None:
+        """Plain requests for the base model are answered by the base model again, if this adapter is attached; returns
+        what was attached and is not this.
+
+        Args:
+            number: only if it is this version.
+        """
         for _ in range(RACES):
-            pointer = self._read_json(self._attachment)
-            if self._swap(self._attachment, pointer, json.dumps(_attaching(None, pointer)).encode()):
-                return
+            seen = self.attachment()
+            now = seen.version
+            if now is None or now.name != name or number not in (None, now.version):
+                return now
+            if self._swap(self._attachment, seen.pointer, json.dumps(_attaching(None, seen.pointer)).encode()):
+                return None
         raise Unavailable("what is attached to the base model kept changing; retry")
 
     # Parts.
@@ -399,7 +407,7 @@ def _attaching(version: AdapterVersion | None, pointer: tuple[_Pointer, str] | N
     moves = before.get("moves", [])
     if before.get("adapter") != ref:
         moves = _moved(moves, before.get("adapter"), ref)
-    return POINTER.stamped({"adapter": ref, "at": round(time.time(), 6), "moves": moves})
+    return POINTER.stamped({**before, "adapter": ref, "at": round(time.time(), 6), "moves": moves})
 
 
 def _moved(moves: Sequence[_Pointer], before: object, after: object, **by: str) -> list[_Pointer]:

@@ -45,7 +45,10 @@ class Receipt:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointRejected(f"it is no receipt: {error!r}") from error
         if content.get("format") != FORMAT:
-            raise CheckpointRejected(f"the receipt has format {content.get('format')!r}, and {FORMAT} is known here")
+            raise CheckpointRejected(
+                f"the receipt has format {content.get('format')!r}, and {FORMAT} is known here: read it with the "
+                "release that wrote it"
+            )
         return cls(content, signature)
 
     @classmethod

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 from pydantic import ValidationError
@@ -57,9 +58,8 @@ class JobConsumer(Delivery[Job, Spec]):
     def __init__(
         self, settings: CommonSettings, *, owner: str, reclaim_seconds: float = 30.0, max_attempts: int = 3
     ) -> None:
-        super().__init__(
-            settings, scripts.TRAINING, owner=owner, reclaim_seconds=reclaim_seconds, max_attempts=max_attempts
-        )
+        space = replace(scripts.TRAINING, ttl=settings.jobs_ttl_seconds)
+        super().__init__(settings, space, owner=owner, reclaim_seconds=reclaim_seconds, max_attempts=max_attempts)
         self._scanned = "0-0"
 
     def record(self, values: Any) -> Job | None:
@@ -97,7 +97,7 @@ class JobConsumer(Delivery[Job, Spec]):
         return parent is not None, parent or None
 
     def versions_needed(self) -> set[AdapterVersion]:
-        """The adapter versions that unfinished jobs name."""
+        """The adapter versions that unfinished jobs name. Raises NewerSchema: see JobQueue.versions_needed."""
         return versions_needed(self._run(steering_lua.UNFINISHED, [scripts.INDEX], []))
 
     def report(
@@ -178,9 +178,8 @@ class JobConsumer(Delivery[Job, Spec]):
         try:
             JOB.check(fields.get("schema"), "the entry")
             spec = SPEC.validate_json(text)
-        except NewerSchema as error:
-            if not waiting:
-                self._bury(entry, error.message, text)
+        except NewerSchema as error:  # stays, for a later release
+            self._log.warning("queue.newer", entry=entry, error=error.message)
             return None
         except ValidationError as error:
             if not waiting:

@@ -6,6 +6,7 @@ it waited, the write changes nothing and raises JobLost.
 
 from __future__ import annotations
 
+import json
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -20,8 +21,10 @@ from redis.commands.core import Script
 from services.common.errors import TemperError
 from services.common.jobs.record import JobState
 from services.common.queue import lua as scripts
+from services.common.queue import steering_lua
 from services.common.queue.records import text_sha
 from services.common.settings import CommonSettings
+from services.common.storage.record_versions import unknown_part
 from services.common.storage.redis import BLOCK_SECONDS, call, connect
 from services.common.telemetry import tracing
 
@@ -92,6 +95,7 @@ class Delivery(ABC, Generic[Record, Spec]):
         self._reclaim_ms = max(1, int(reclaim_seconds * 1000))
         self._max_attempts = max_attempts
         self._scripts: dict[str, Script] = {}
+        self._left: set[str] = set()
         self._log = structlog.get_logger("queue").bind(owner=owner)
 
     @abstractmethod
@@ -250,6 +254,12 @@ class Delivery(ABC, Generic[Record, Spec]):
             return None
         job_key = self._space.job_key(job_id)
         events = self._space.events_key(job_id)
+        stored: Any = call(lambda: self._redis.hmget(job_key, ["spec", "cancel"]))
+        text, cancel = stored
+        spec, refused = self._parsed(text)
+        if refused is not None and cancel != "1" and (part := unknown_part(refused)) is not None:
+            self._leave(job_id, part)
+            return None
         keys = [self._space.stream, job_key, events, self._space.dead]
         args = [self._space.group, entry, job_id, secrets.token_hex(8), self._owner, str(self._max_attempts)]
         args.append(self._space.settles)
@@ -260,15 +270,13 @@ class Delivery(ABC, Generic[Record, Spec]):
         if outcome[0] != "claimed":
             self._log.info(f"queue.{outcome[0]}", job=job_id, entry=entry)
             return None
-        values: Any = call(lambda: self._redis.hmget(job_key, [*self.fields, "spec", "traceparent"]))
-        *record, text, submitter = values
+        values: Any = call(lambda: self._redis.hmget(job_key, [*self.fields, "traceparent"]))
+        *record, submitter = values
         job = self.record(record)
         if job is None or text is None:
             return None
-        try:
-            spec = self.spec.validate_json(text)
-        except ValidationError as error:  # stored by a release with another schema
-            reason = f"this release does not understand its spec: {first_error(error)}"
+        if refused is not None:
+            reason = f"this release does not understand its spec: {first_error(refused)}"
             finish = [outcome[1], self._space.group, str(JobState.FAILED), reason, "", "0", job_id]
             self._run(
                 scripts.FINISH, [job_key, self._space.events_key(job_id), self._space.stream, self._space.dead], finish
@@ -283,6 +291,22 @@ class Delivery(ABC, Generic[Record, Spec]):
             spec_sha=text_sha(text),
             traceparent=tracing.checked(submitter or ""),
         )
+
+    def _parsed(self, text: str | None) -> tuple[Any, ValidationError | None]:
+        """A stored spec, and why it is none."""
+        try:
+            return None if text is None else self.spec.validate_json(text), None
+        except ValidationError as error:
+            return None, error
+
+    def _leave(self, job_id: str, part: str) -> None:
+        """Leaves a job of a later release to that, once this delivery has been silent for long enough; each process
+        says so once in the job's events."""
+        self._log.warning("queue.newer", job=job_id, unknown=part)
+        if job_id not in self._left:
+            self._left.add(job_id)
+            message = f"left to a later release: {part!r} of its spec is not known here; upgrade engines, or cancel it"
+            self._run(steering_lua.TELL, [self._space.events_key(job_id)], [json.dumps({"message": message})])
 
     def _adopt(self, entry: str, fields: Mapping[str, str]) -> str | None:
         """The id of a job made of an entry that names none; None, and a dead letter, if there can be none."""

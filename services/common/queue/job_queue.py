@@ -10,6 +10,7 @@ import asyncio
 import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias, cast
 
 from redis.commands.core import AsyncScript
@@ -52,7 +53,7 @@ class JobQueue(QueueReader[Job]):
     called = "job"
 
     def __init__(self, settings: CommonSettings) -> None:
-        super().__init__(settings, scripts.TRAINING)
+        super().__init__(settings, replace(scripts.TRAINING, ttl=settings.jobs_ttl_seconds))
         self._submit = self._script(scripts.SUBMIT)
         self._cancel = self._script(steering_lua.CANCEL)
         self._pause = self._script(steering_lua.PAUSE)
@@ -118,6 +119,7 @@ class JobQueue(QueueReader[Job]):
         outcome, existing = await call_async(lambda: self._submit(keys=keys, args=args))
         if outcome == "conflict":
             raise _key_used(idempotency_key or "", existing)
+        await self._forget_expired(scripts.INDEX)
         return await self.get(existing)
 
     async def list(
@@ -158,7 +160,8 @@ class JobQueue(QueueReader[Job]):
         return await self._page(scripts.INDEX, sys.maxsize, None, lambda job: not job.state.terminal)
 
     async def versions_needed(self) -> Versions:
-        """The adapter versions that unfinished jobs name."""
+        """The adapter versions that unfinished jobs name. Raises NewerSchema: there is a job that a later release
+        wrote."""
         flat: Any = await call_async(lambda: self._unfinished(keys=[scripts.INDEX]))
         return await asyncio.to_thread(versions_needed, flat)  # specs may be megabytes
 
@@ -209,7 +212,8 @@ class JobQueue(QueueReader[Job]):
     async def _steer(self, script: AsyncScript, job_id: str, args: Sequence[str]) -> str:
         keys = [scripts.job_key(job_id), scripts.events_key(job_id), scripts.STREAM]
         answer = await call_async(lambda: script(keys=keys, args=[*args]))
-        if answer == "MISSING":
+        if answer in ("MISSING", "NEWER"):
+            await self.get(job_id)  # raises
             raise self.missing(job_id)
         return str(answer)
 

@@ -32,7 +32,7 @@ from services.common.storage.redis import NOW
 JOB_TTL = 30 * 86400
 """Seconds that a terminal job stays visible."""
 EVENTS_TTL = 7 * 86400
-"""Seconds that a terminal job's events stay replayable."""
+"""Most seconds that a terminal job's events stay replayable."""
 IDEMPOTENCY_TTL = 7 * 86400
 EVENTS_LENGTH = 10_000
 DEAD_LENGTH = 1_000
@@ -51,6 +51,7 @@ class Space:
         settled_by_owner: what an attempt has made is kept when its job is cancelled. So a job that has once begun is
             delivered even then, for its owner to end it.
         tells: whether the end of a job is an event for webhooks.
+        ttl: seconds that a terminal job stays visible.
     """
 
     stream: str
@@ -61,6 +62,7 @@ class Space:
     schema: Schema
     settled_by_owner: bool = False
     tells: bool = False
+    ttl: int = JOB_TTL
 
     @property
     def index(self) -> str:
@@ -89,8 +91,8 @@ class Space:
 
     def lua(self, script: str) -> str:
         """A script of this module for this queue."""
-        names = f"'{self.jobs}', '{self.lines}', {self.schema.version}, {int(self.tells)}"
-        return f"local JOBS, LINES, SCHEMA, TELLS = {names}\n{script}"
+        names = f"'{self.jobs}', '{self.lines}', {self.schema.version}, {int(self.tells)}, {self.ttl}"
+        return f"local JOBS, LINES, SCHEMA, TELLS, TTL = {names}\n{script}"
 
 
 TRAINING = Space("temper:jobs", "trainers", "temper:job:", "temper:line:", "temper:idempotency:", JOB, tells=True)
@@ -128,12 +130,15 @@ local function said(job, fence, number)
   redis.call('HSET', job, 'said', fence .. ' ' .. number)
   return false
 end
+local function newer(job)
+  return (tonumber(redis.call('HGET', job, 'schema') or '1') or 0) > SCHEMA
+end
 local function head(line)
   while true do
     local id = redis.call('LINDEX', line, 0)
     if not id then return nil end
     local state = redis.call('HGET', JOBS .. id, 'state')
-    if state == 'queued' or state == 'running' then return id end
+    if state == 'queued' or state == 'running' or newer(JOBS .. id) then return id end
     redis.call('LPOP', line)
   end
 end
@@ -182,8 +187,8 @@ local function finish(job, events, stream, group, state, reason, result)
   if result ~= '' then data.result_adapter = result end
   emit(events, 'state', cjson.encode(data))
   if TELLS == 1 then tell_end(job, state, reason, result) end
-  redis.call('EXPIRE', job, {JOB_TTL})
-  redis.call('EXPIRE', events, {EVENTS_TTL})
+  redis.call('EXPIRE', job, TTL)
+  redis.call('EXPIRE', events, math.min(TTL, {EVENTS_TTL}))
 end
 local function bury(dead, entry, job, reason, spec)
   local fields = {{'entry', entry, 'reason', reason, 'time', now()}}
@@ -238,13 +243,13 @@ BEGIN = (
 local job = redis.call('HMGET', KEYS[2], 'state', 'entry', 'claim', 'cancel', 'attempts', 'fence', 'last_error',
   'adapter', 'schema')
 local state, entry, attempts = job[1], job[2], tonumber(job[5] or '0')
+-- Of a later release: left alone, so that one of those takes it once this delivery has been silent for long enough.
+if state and newer(KEYS[2]) then return {'newer', job[9]} end
 if not state or entry ~= ARGV[2] or (state ~= 'queued' and state ~= 'running') then
   redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
   redis.call('XDEL', KEYS[1], ARGV[2])
   return {'dropped'}
 end
--- Of a later release: left alone, so that one of those takes it once this delivery has been silent for long enough.
-if (tonumber(job[9] or '1') or 0) > SCHEMA then return {'newer', job[9]} end
 if state == 'running' and job[3] == ARGV[4] then return {'claimed', job[6], job[5]} end
 if job[4] == '1' and (ARGV[7] ~= '1' or redis.call('HEXISTS', KEYS[2], 'started_at') == 0) then
   finish(KEYS[2], KEYS[3], KEYS[1], ARGV[1], 'cancelled', 'cancelled on request', '')

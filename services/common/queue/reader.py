@@ -15,6 +15,8 @@ from services.common.settings import CommonSettings
 from services.common.storage.redis import call_async, connect_async
 
 _PAGE = 100
+_SWEPT = 4
+"""Oldest ids that a submission looks at."""
 
 Record = TypeVar("Record")
 
@@ -97,6 +99,22 @@ class QueueReader(ABC, Generic[Record]):
 
     async def _forget(self, index: str, job_id: str) -> None:
         await call_async(lambda: self._redis.zrem(index, job_id))
+
+    async def _forget_expired(self, index: str) -> None:
+        """Takes what has expired from the old end of an index: lists look at the newest ones alone."""
+        ids: Any = await call_async(lambda: self._redis.zrange(index, 0, _SWEPT - 1))
+        for job_id, record in zip(ids, await self._exist(ids), strict=True):
+            if not record:
+                await self._forget(index, job_id)
+
+    async def _exist(self, job_ids: Sequence[str]) -> Sequence[int]:
+        async def read() -> Any:
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for job_id in job_ids:
+                    pipe.exists(self._space.job_key(job_id))
+                return await pipe.execute()
+
+        return cast(Sequence[int], await call_async(read))
 
     async def _find(self, job_id: str) -> Record | None:
         return (await self._find_many([job_id]))[0]

@@ -137,35 +137,36 @@ def job_from_fields(values: Sequence[str | None]) -> Job | None:
     if field["id"] is None or field["state"] is None:
         return None
     JOB.check(field["schema"], f"job {field['id']}")
-    return Job.model_validate(
-        {
-            "id": field["id"],
-            "kind": field["kind"],
-            "adapter": field["adapter"],
-            "state": field["state"],
-            "created_at": float(field["created_at"] or 0),
-            "started_at": _number(field["started_at"]),
-            "finished_at": _number(field["finished_at"]),
-            "attempts": int(field["attempts"] or 0),
-            "reason": field["reason"] or None,
-            "progress": _json(field["progress"]) or JobProgress(),
-            "cancel_requested": field["cancel"] == "1",
-            "metrics": _json(field["metrics"]),
-            "result_adapter": field["result_adapter"] or None,
-            "metadata": _json(field["metadata"]),
-            "parent": field["parent"] or None,
-            "settings": _json(field["settings"]),
-            "notes": list(_json(field["notes"]).values()),
-            "evaluation": field["evaluation"] or None,
-            "key_id": field["key_id"] or None,
-            "dataset": field["dataset"] or None,
-            "dataset_digest": field["dataset_digest"] or None,
-            "paused": field["pause"] == "1",
-            "fine_tuning": _json(field["fine_tuning"]) or None,
-            "dry_run": field["dry_run"] == "1",
-            "report": _json(field["report"]) or None,
-        }
-    )
+    with JOB.reading(f"job {field['id']}"):
+        return Job.model_validate(
+            {
+                "id": field["id"],
+                "kind": field["kind"],
+                "adapter": field["adapter"],
+                "state": field["state"],
+                "created_at": float(field["created_at"] or 0),
+                "started_at": _number(field["started_at"]),
+                "finished_at": _number(field["finished_at"]),
+                "attempts": int(field["attempts"] or 0),
+                "reason": field["reason"] or None,
+                "progress": _json(field["progress"]) or JobProgress(),
+                "cancel_requested": field["cancel"] == "1",
+                "metrics": _json(field["metrics"]),
+                "result_adapter": field["result_adapter"] or None,
+                "metadata": _json(field["metadata"]),
+                "parent": field["parent"] or None,
+                "settings": _json(field["settings"]),
+                "notes": list(_json(field["notes"]).values()),
+                "evaluation": field["evaluation"] or None,
+                "key_id": field["key_id"] or None,
+                "dataset": field["dataset"] or None,
+                "dataset_digest": field["dataset_digest"] or None,
+                "paused": field["pause"] == "1",
+                "fine_tuning": _json(field["fine_tuning"]) or None,
+                "dry_run": field["dry_run"] == "1",
+                "report": _json(field["report"]) or None,
+            }
+        )
 
 
 def event_from_entry(entry_id: str, fields: Mapping[str, str]) -> JobEvent:
@@ -181,7 +182,13 @@ def versions_needed(unfinished: Sequence[str]) -> set[AdapterVersion]:
 
     Args:
         unfinished: what steering_lua.UNFINISHED answers.
+
+    Raises:
+        NewerSchema: there is a job of a later release.
     """
+    if len(unfinished) == 1:
+        job_id, schema = unfinished[0].split(" ")
+        JOB.check(schema, f"job {job_id}")
     found: set[AdapterVersion] = set()
     for spec, parent in zip(unfinished[::2], unfinished[1::2], strict=True):
         waiting: list[Any] = [parent.split(","), json.loads(spec) if spec else None]

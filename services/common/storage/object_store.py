@@ -7,6 +7,7 @@ conditions are not dependable on multipart uploads.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import uuid
 from collections.abc import Callable
@@ -37,6 +38,8 @@ ATTEMPTS = 4
 _BYTES_PER_SECOND = 20e6
 _STREAM_BYTES = 1 << 20
 _CONDITIONS = frozenset({"If-Match", "If-None-Match"})
+_DIGEST = "x-amz-meta-sha256"
+"""Header of an object's SHA-256: an etag is a digest on some servers only. Objects of earlier releases have none."""
 _MISSING = frozenset({"NoSuchKey", "NoSuchVersion", "NotFound"})
 _REFUSED = frozenset(
     {"AccessDenied", "SignatureDoesNotMatch", "InvalidAccessKeyId", "AuthorizationHeaderMalformed", "NoSuchBucket"}
@@ -56,6 +59,10 @@ class ObjectNotFound(NotFound):
 
 class PreconditionFailed(Conflict):
     """The object is not in the state that a conditional write asked for."""
+
+
+class _Damaged(urllib3.exceptions.HTTPError):
+    """Other bytes came than were written."""
 
 
 class StoreRejected(TemperError):
@@ -120,12 +127,20 @@ class ObjectStore:
         )
 
     def get(self, key: str) -> StoredObject:
-        """Raises ObjectNotFound if there is none."""
+        """The whole object; one whose bytes are not those that were written is read again.
+
+        Raises:
+            ObjectNotFound: there is none.
+            Unavailable: also if it stays damaged.
+        """
 
         def read() -> StoredObject:
             response = self._client.get_object(self._bucket, key)
             try:
-                return StoredObject(response.read(), response.headers.get("etag", "").strip('"'))
+                data, digest = response.read(), response.headers.get(_DIGEST)
+                if digest is not None and hashlib.sha256(data).hexdigest() != digest:
+                    raise _Damaged(f"the object {key} is damaged: it does not match its SHA-256")
+                return StoredObject(data, response.headers.get("etag", "").strip('"'))
             finally:
                 response.close()
                 response.release_conn()
@@ -175,7 +190,7 @@ class ObjectStore:
             PreconditionFailed: the condition does not hold. A write that was retried because its first answer got
                 lost is recognised by its content and succeeds.
         """
-        headers: dict[str, str] = {}
+        headers: dict[str, str] = {_DIGEST: hashlib.sha256(data).hexdigest()}
         if if_match is not None:
             headers["If-Match"] = f'"{if_match}"'
         if if_absent:

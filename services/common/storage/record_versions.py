@@ -1,18 +1,34 @@
 """Version numbers of what is kept in Redis and in the object store (docs/decisions/schema-versions.md).
 
 Each kind of record carries the number of its schema, under the name `schema`. What has none was written by the first
-release and is 1. A number that this release does not know is refused: nothing is read as what it is not.
+release and is 1. A number that this release does not know is refused, and so is a field or a word in a record that is
+read strictly: nothing is read as what it is not, and what is refused is not written again without what it had.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
+
+from pydantic import ValidationError
 
 from services.common.errors import NewerSchema
 
 FIELD: Final = "schema"
+_UNKNOWN: Final = frozenset({"extra_forbidden", "union_tag_invalid", "literal_error", "enum"})
+"""Errors of what is not known, rather than wrong."""
+_WAY_OUT: Final = "upgrade this service, engines before gateways"
+
+
+def unknown_part(error: ValidationError) -> str | None:
+    """Place of a field or a word that this release does not know, if that is an error of a record; None: the record is
+    wrong otherwise."""
+    for one in error.errors(include_url=False, include_input=False):
+        if one["type"] in _UNKNOWN:
+            return ".".join(str(part) for part in one["loc"]) or "its kind"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +55,26 @@ class Schema:
         if not 1 <= number <= self.version:
             raise NewerSchema(
                 f"{what} has schema {str(found)[:20]} of {self.kind}, and this release knows up to {self.version}: it "
-                "was written by a later release; upgrade this service, engines before gateways"
+                f"was written by a later release; {_WAY_OUT}"
             )
+
+    @contextmanager
+    def reading(self, what: str) -> Iterator[None]:
+        """Around the validation of a record that is read strictly.
+
+        Raises:
+            NewerSchema: it has a field, or a word, that this release does not know.
+        """
+        try:
+            yield
+        except ValidationError as error:
+            part = unknown_part(error)
+            if part is None:
+                raise
+            raise NewerSchema(
+                f"{what} has something that this release does not know at {part[:200]!r}, which knows up to schema "
+                f"{self.version} of {self.kind}: it was written by a later release; {_WAY_OUT}"
+            ) from error
 
     def stamped(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """The record with its number."""
@@ -71,6 +105,7 @@ FEEDBACK: Final = Schema("feedback", 1)
 LOGGED_REQUEST: Final = Schema("logged requests", 1)
 DATASET: Final = Schema("data sets", 1)
 CANARY: Final = Schema("canaries", 1)
+WEBHOOK: Final = Schema("webhook deliveries", 1)
 LEARNER: Final = Schema("learners", 1)
 TINKER: Final = Schema("Tinker records", 1)
 """Sessions, runs and checkpoints of Tinker's API."""

@@ -45,6 +45,8 @@ end
 """
 """Function for scripts: Redis's time in unix seconds, as a text."""
 T = TypeVar("T")
+_CLOSED: Final = "the handler is closed"
+"""What uvloop says, in a RuntimeError, of a connection that was reset and is written to before its reader has heard."""
 _AWAY = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError)
 _REFUSED = (redis.exceptions.OutOfMemoryError, redis.exceptions.ReadOnlyError, redis.exceptions.AuthenticationError)
 
@@ -114,7 +116,12 @@ async def call_async(operation: Callable[[], Awaitable[T]]) -> T:
     """`call` for asyncio."""
 
     async def attempt() -> T:  # tenacity awaits coroutine functions only
-        return await operation()
+        try:
+            return await operation()
+        except RuntimeError as error:
+            if _CLOSED not in str(error):
+                raise
+            raise redis.exceptions.ConnectionError("the connection was closed") from error
 
     try:
         return await tenacity.AsyncRetrying(**_policy())(attempt)

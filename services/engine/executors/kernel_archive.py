@@ -54,7 +54,10 @@ class Manifest:
 
     def __post_init__(self) -> None:
         if self.schema > _SCHEMA:
-            raise ValueError(f"schema {self.schema} of a later release; this one reads up to {_SCHEMA}")
+            raise ValueError(
+                f"schema {self.schema} of a later release; this one reads up to {_SCHEMA}: take that release, or pack "
+                "the kernels with this one"
+            )
         if self.arch < 1 or self.kernels < 1 or not self.triton:
             raise ValueError(f"an archive without kernels for a card: {self}")
 
@@ -127,6 +130,8 @@ def read_manifest(archive: Path) -> Manifest:
         return Manifest(int(data["arch"]), str(data["triton"]), int(data["kernels"]), int(data["schema"]))
     except (KeyError, TypeError) as error:
         raise ValueError(f"{archive} has a manifest without {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{archive}: {error}") from error
 
 
 def unpack(archive: Path, cache: Path) -> int:

@@ -27,6 +27,7 @@ from services.engine.kv_offload.entry_format import (
     PREFIX_BYTES,
     Header,
     HeaderRejected,
+    NewerFormat,
     decode,
     encode,
     entry_bytes,
@@ -196,7 +197,7 @@ class DiskFiles:
             raise _failure(error, "reading") from error
 
     def _look(self, name: str) -> FoundFile | tuple[CopyFailure, str]:
-        """Reads the header of a file; a file without a valid one is removed."""
+        """Reads the header of a file; a file without a valid one is removed, unless a later release wrote it."""
         path = self._directory / name
         try:
             with _open(path, os.O_RDONLY) as descriptor:
@@ -210,8 +211,9 @@ class DiskFiles:
             failure = _failure(error, "reading")
             return failure.reason, f"{name}: {failure}"
         except CopyFailed as error:
-            with suppress(OSError):
-                os.unlink(path)
+            if error.reason != "unreadable":
+                with suppress(OSError):
+                    os.unlink(path)
             return error.reason, f"{name}: {error}"
 
 
@@ -235,6 +237,8 @@ def _header(descriptor: int, key: bytes, layout: Layout) -> Header:
         data = bytearray(length)
         _read_into(descriptor, 0, [memoryview(data)])
         header = decode(bytes(data), layout)
+    except NewerFormat as error:
+        raise CopyFailed("unreadable", str(error)) from error
     except HeaderRejected as error:
         raise CopyFailed("damaged", str(error)) from error
     if header.entry.key != key:

@@ -42,6 +42,10 @@ class HeaderRejected(Exception):
     """The bytes are no entry that this engine can use; the message says why."""
 
 
+class NewerFormat(HeaderRejected):
+    """A later release wrote them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """Header of an entry: everything but its payload."""
@@ -96,6 +100,8 @@ def header_length(prefix: bytes) -> int:
     magic, version, length = _PREFIX.unpack_from(prefix)
     if magic != MAGIC:
         raise HeaderRejected("it does not begin like an entry")
+    if version > VERSION:
+        raise NewerFormat(f"format version {version} of a later release, this engine reads {VERSION}")
     if version != VERSION:
         raise HeaderRejected(f"format version {version}, this engine reads {VERSION}")
     if not _FIXED.size + _DIGEST <= length <= MOST_BYTES or length % PAGE:

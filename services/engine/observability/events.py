@@ -22,8 +22,8 @@ LoadFailure: TypeAlias = Literal["rejected", "missing", "unavailable", "no_slot"
 """Reason why a version could not be loaded."""
 CopyFailure: TypeAlias = Literal["damaged", "missing", "unreadable", "full", "slow", "away", "late"]
 """Reason why a copy could not be read or written: its bytes are not those that were written; it is gone; the disk
-fails; there is no room; the store takes too long, or does not answer; a load took so long that computing was the better
-way. Each is a miss for whoever asked, and nothing worse."""
+fails, or a later release wrote it; there is no room; the store takes too long, or does not answer; a load took so long
+that computing was the better way. Each is a miss for whoever asked, and nothing worse."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from copy import copy
+from dataclasses import replace
 from typing import Any, Final, Literal, Self, TypeAlias, cast
 
 from pydantic import Field, TypeAdapter
@@ -191,7 +192,7 @@ class BatchQueue(QueueReader[Batch]):
     called = "batch"
 
     def __init__(self, settings: CommonSettings) -> None:
-        super().__init__(settings, BATCHES)
+        super().__init__(settings, replace(BATCHES, ttl=settings.jobs_ttl_seconds))
         self._submit = self._script(scripts.SUBMIT)
         self._cancel = self._script(steering_lua.CANCEL)
         self._open = self._redis.register_script(_OPEN)
@@ -251,6 +252,7 @@ class BatchQueue(QueueReader[Batch]):
         outcome, existing = await call_async(lambda: self._submit(keys=keys, args=args))
         if outcome == "conflict":
             raise _key_used(idempotency_key or "", existing)
+        await self._forget_expired(_index(spec.owner, spec.kind))
         return await self.get(existing)
 
     async def owned(self, owner: str, batch_id: str) -> Batch:
@@ -318,7 +320,8 @@ class BatchConsumer(Delivery[Batch, BatchSpec]):
     def __init__(
         self, settings: CommonSettings, *, owner: str, reclaim_seconds: float = 30.0, max_attempts: int = 3
     ) -> None:
-        super().__init__(settings, BATCHES, owner=owner, reclaim_seconds=reclaim_seconds, max_attempts=max_attempts)
+        space = replace(BATCHES, ttl=settings.jobs_ttl_seconds)
+        super().__init__(settings, space, owner=owner, reclaim_seconds=reclaim_seconds, max_attempts=max_attempts)
 
     def record(self, values: Any) -> Batch | None:
         return _batch(values)
@@ -359,29 +362,30 @@ def _batch(values: Any) -> Batch | None:
     def number(name: str, kind: Callable[[str], Any]) -> Any:
         return kind(field[name]) if field[name] else None
 
-    errors = [LineError.model_validate(error) for error in json.loads(field["errors"] or "[]")]
-    if field["state"] == JobState.FAILED and not errors:
-        errors = [LineError(code="batch_failed", message=field["reason"] or "the batch failed")]
-    return Batch(
-        id=field["id"],
-        spec=BatchSpec.model_validate_json(field["metadata"]),
-        state=field["state"],
-        stage=field["stage"] or "validating",
-        cancelling=field["cancel"] == "1",
-        created_at=float(field["created_at"] or 0),
-        in_progress_at=number("in_progress_at", float),
-        finalizing_at=number("finalizing_at", float),
-        finished_at=number("finished_at", float),
-        cancelling_at=number("cancel_at", float),
-        total=number("total", int) or 0,
-        completed=number("completed", int) or 0,
-        failed=number("failed", int) or 0,
-        canceled=number("canceled", int) or 0,
-        expired=number("expired", int) or 0,
-        errors=errors,
-        output_file_id=field["output_file_id"] or None,
-        error_file_id=field["error_file_id"] or None,
-    )
+    with BATCH.reading(f"batch {field['id']}"):
+        errors = [LineError.model_validate(error) for error in json.loads(field["errors"] or "[]")]
+        if field["state"] == JobState.FAILED and not errors:
+            errors = [LineError(code="batch_failed", message=field["reason"] or "the batch failed")]
+        return Batch(
+            id=field["id"],
+            spec=BatchSpec.model_validate_json(field["metadata"]),
+            state=field["state"],
+            stage=field["stage"] or "validating",
+            cancelling=field["cancel"] == "1",
+            created_at=float(field["created_at"] or 0),
+            in_progress_at=number("in_progress_at", float),
+            finalizing_at=number("finalizing_at", float),
+            finished_at=number("finished_at", float),
+            cancelling_at=number("cancel_at", float),
+            total=number("total", int) or 0,
+            completed=number("completed", int) or 0,
+            failed=number("failed", int) or 0,
+            canceled=number("canceled", int) or 0,
+            expired=number("expired", int) or 0,
+            errors=errors,
+            output_file_id=field["output_file_id"] or None,
+            error_file_id=field["error_file_id"] or None,
+        )
 
 
 def _index(owner: str, kind: str) -> str:

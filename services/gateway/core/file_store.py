@@ -212,7 +212,8 @@ class FileStore:
     def _info(self, prefix: str) -> FileInfo:
         """Raises ObjectNotFound, NewerSchema."""
         key = f"{prefix}file.json"
-        return FileInfo.model_validate(FILE.unstamped(json.loads(self._store.get(key).data), key))
+        with FILE.reading(key):
+            return FileInfo.model_validate(FILE.unstamped(json.loads(self._store.get(key).data), key))
 
     def _remove(self, prefix: str) -> None:
         self._store.delete(f"{prefix}file.json")

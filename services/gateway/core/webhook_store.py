@@ -19,12 +19,14 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import asdict
 from typing import Any, Final, Literal, TypeAlias, cast
 
+import structlog
 from pydantic import Field
 
 from services.common.adapters.pointers import Change
-from services.common.errors import NotFound
+from services.common.errors import NewerSchema, NotFound
 from services.common.settings import CommonSettings
 from services.common.storage.outbox import NOTIFY, OUTBOX
+from services.common.storage.record_versions import WEBHOOK
 from services.common.storage.redis import NOW, call_async, connect_async
 from services.common.validation.strict_models import StrictModel
 
@@ -54,7 +56,7 @@ _MAKE = (
 if redis.call('XDEL', KEYS[1], ARGV[1]) == 0 then return 0 end
 for i = 5, #ARGV, 2 do
   redis.call('HSET', ROOT .. ARGV[i], 'id', ARGV[i], 'url', ARGV[i + 1], 'event', ARGV[2], 'type', ARGV[3], 'body',
-    ARGV[4], 'state', 'pending', 'attempts', 0, 'created_at', now(), 'next_at', now())
+    ARGV[4], 'state', 'pending', 'attempts', 0, 'created_at', now(), 'next_at', now(), 'schema', {WEBHOOK.version})
   redis.call('ZADD', KEYS[2], now(), ARGV[i])
   redis.call('ZADD', KEYS[3], now(), ARGV[i])
 end
@@ -191,6 +193,7 @@ class OutboxEvent(StrictModel):
 
 # Spelled out, because WebhookStore has a method `list`.
 Deliveries: TypeAlias = list[Delivery]
+log = structlog.get_logger("webhooks")
 Events: TypeAlias = list[OutboxEvent]
 
 
@@ -238,11 +241,18 @@ class WebhookStore:
     async def claim(self, most: int, seconds: float) -> Deliveries:
         """Deliveries whose time has come, which nobody else claims for so many seconds."""
         ids: Any = await call_async(lambda: self._claim(keys=[_DUE], args=[seconds, most]))
-        found = [await self._get(one) for one in ids]
-        for one, delivery in zip(ids, found, strict=True):
-            if delivery is None:  # it was forgotten
+        found: Deliveries = []
+        for one in ids:
+            try:
+                delivery = await self._get(one)
+            except NewerSchema as error:  # left to a gateway that knows it
+                log.warning("webhooks.newer", error=error.message)
+                continue
+            if delivery is not None:
+                found.append(delivery)
+            else:  # it was forgotten
                 await self._forget(_DUE, one)
-        return [delivery for delivery in found if delivery is not None]
+        return found
 
     async def settle(self, delivery_id: str, state: State, attempt: Attempt, delay: float = 0.0) -> None:
         """Writes how an attempt went. ``delay``: seconds to the next one of a delivery that is pending still."""
@@ -250,7 +260,8 @@ class WebhookStore:
         await call_async(lambda: self._settle(keys=[_DUE], args=args))
 
     async def resend(self, delivery_id: str) -> Delivery:
-        """Delivers an event once more, beginning now. Raises NotFound."""
+        """Delivers an event once more, beginning now. Raises NotFound, NewerSchema."""
+        await self.get(delivery_id)
         await call_async(lambda: self._resend(keys=[_DUE], args=[delivery_id]))
         return await self.get(delivery_id)
 
@@ -289,15 +300,17 @@ class WebhookStore:
         fields: Any = await call_async(lambda: cast(Awaitable[Any], self._redis.hgetall(key)))
         if not fields:
             return None
-        log = json.loads(fields.get("log") or "[]") or []
+        WEBHOOK.check(fields.get("schema"), f"delivery {delivery_id}")
+        attempts = json.loads(fields.get("log") or "[]") or []
         numbers = {name: float(fields[name]) for name in ("created_at", "next_at", "ended_at") if name in fields}
         words = {name: fields[name] for name in ("id", "event", "type", "url", "state", "body")}
-        return Delivery(
-            **words,
-            **numbers,
-            attempts=int(fields["attempts"]),
-            log=tuple(Attempt.model_validate(one) for one in log),
-        )
+        with WEBHOOK.reading(f"delivery {delivery_id}"):
+            return Delivery(
+                **words,
+                **numbers,
+                attempts=int(fields["attempts"]),
+                log=tuple(Attempt.model_validate(one) for one in attempts),
+            )
 
 
 def _delivery_id(event: OutboxEvent, url: str) -> str:

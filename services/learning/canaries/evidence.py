@@ -85,7 +85,10 @@ class Opinions:
     def _about(self, opinion: FeedbackRecord) -> Iterator[tuple[Arm, str, float | None]]:
         """Arms that it speaks of, with the answer's id and the score; a preference speaks of two."""
         said = opinion.said
-        if (arm := self._arm_of(opinion.owner, said.target, said.session_id)) is not None:
+        # Several completions are one opinion: of the arm that gave all of them.
+        names = said.answers or (said.target,)
+        arms = {self._arm_of(opinion.owner, name, said.session_id) for name in names}
+        if len(arms) == 1 and (arm := arms.pop()) is not None:
             yield arm, said.target, said.rating
         if said.preferred_over is not None and said.score is None and said.thumb is None:
             other = self._arm_of(opinion.owner, said.preferred_over, None)

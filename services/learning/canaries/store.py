@@ -15,12 +15,16 @@ may be repeated when its answer got lost. Times are Redis's.
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, cast
 
-from services.common.errors import Conflict, NotFound
+import structlog
+
+from services.common.errors import Conflict, NewerSchema, NotFound
 from services.common.settings import CommonSettings
 from services.common.storage.lease import FENCED, Lease, LeaseLost, fence_key
 from services.common.storage.outbox import NOTIFY
@@ -71,10 +75,10 @@ redis.call('HSET', hash, 'candidate', ARGV[3], 'new', ARGV[4], 'key', ARGV[5], '
 redis.call('ZADD', ROOT .. 'all', 0, ARGV[1])
 redis.call('HSET', ROOT .. 'running', ARGV[2], ARGV[6])
 if redis.call('ZCARD', ROOT .. 'all') > {_KEPT} then
-  local state
   for _, old in ipairs(redis.call('ZRANGE', ROOT .. 'all', 0, 9)) do
-    state = redis.call('HGET', ROOT .. old, 'state')
-    if state ~= 'running' and state ~= 'promoting' then
+    local state = redis.call('HGET', ROOT .. old, 'state')
+    local known = (tonumber(redis.call('HGET', ROOT .. old, 'schema') or '1') or 0) <= {CANARY.version}
+    if known and state ~= 'running' and state ~= 'promoting' then
       redis.call('DEL', ROOT .. old, ROOT .. old .. ':counts')
       redis.call('ZREM', ROOT .. 'all', old)
     end
@@ -162,6 +166,7 @@ return found
 )
 
 
+log = structlog.get_logger("canaries")
 Records: TypeAlias = list[CanaryRecord]
 _STATES: Mapping[Outcome, State] = {"promote": "promoting", "roll_back": "rolled_back", "supersede": "superseded"}
 
@@ -234,17 +239,26 @@ class CanaryStore:
         return found
 
     async def running(self) -> Records:
-        """Canaries that have not ended."""
+        """Canaries that have not ended. One that this release cannot read is left out, so that it does not hold up
+        others; nobody looks at it then, and its candidate answers nobody."""
         routes = await call_async(lambda: cast(Awaitable[Any], self._redis.hvals(_RUNNING)))
-        found = await self._read([Route.model_validate_json(one).id for one in routes])
+        ids = [json.loads(one)["id"] for one in routes]
+        found = []
+        for one, values in zip(ids, await self._fields(ids), strict=True):
+            try:
+                found.append(_record(one, values))
+            except NewerSchema as error:
+                log.warning("canary.unreadable", canary=one, error=error.message)
         return [one for one in found if one is not None and not one.ended]
 
     async def routes(self) -> Mapping[Route, float]:
         """What gateways need of the canaries that run, each with the seconds since the last look at it."""
         found: Any = await call_async(lambda: self._routes(keys=[], args=[]))
-        return {
-            Route.model_validate_json(route): float(age) for route, age in zip(found[::2], found[1::2], strict=True)
-        }
+        routes = {}
+        for text, age in zip(found[::2], found[1::2], strict=True):
+            with suppress(NewerSchema):  # of a later release; `running` tells of it, once a look
+                routes[_route(text)] = float(age)
+        return routes
 
     async def now(self) -> float:
         """Redis's time, unix seconds."""
@@ -286,7 +300,7 @@ class CanaryStore:
         ]
         outcome, *other = await call_async(lambda: self._begin(keys=[], args=args))
         if outcome == "RUNNING":
-            running = Route.model_validate_json(other[0])
+            running = _route(other[0])
             whose = f"adapter {new.adapter!r}" if running.adapter == new.adapter else "the base model's name"
             raise Conflict(
                 f"{whose} has the canary {running.id}, and never two: decide that one first, or wait for its end",
@@ -382,8 +396,10 @@ class CanaryStore:
                     yield record
 
     async def _read(self, ids: Sequence[str]) -> Sequence[CanaryRecord | None]:
-        found = await read_hashes(self._redis, [ROOT + one for one in ids], _FIELDS)
-        return [_record(one, values) for one, values in zip(ids, found, strict=True)]
+        return [_record(one, values) for one, values in zip(ids, await self._fields(ids), strict=True)]
+
+    async def _fields(self, ids: Sequence[str]) -> Sequence[Sequence[Any]]:
+        return await read_hashes(self._redis, [ROOT + one for one in ids], _FIELDS)
 
 
 def missing(canary_id: str) -> NotFound:
@@ -391,21 +407,27 @@ def missing(canary_id: str) -> NotFound:
     return NotFound(f"no such canary: {canary_id[:80]!r}", param="id")
 
 
+def _route(text: str) -> Route:
+    with CANARY.reading(f"the route of canary {json.loads(text).get('id')}"):
+        return Route.model_validate_json(text)
+
+
 def _record(canary_id: str, values: Sequence[Any]) -> CanaryRecord | None:
     new, key, state, began, ended, evidence, decision, schema = values
     if new is None:
         return None
     CANARY.check(schema, canary_id)
-    begun = NewCanary.model_validate_json(new)
-    return CanaryRecord(
-        **{name: getattr(begun, name) for name in NewCanary.model_fields},
-        key=key,
-        state=state,
-        began_at=float(began),
-        ended_at=None if ended is None else float(ended),
-        evidence=None if evidence is None else CanaryEvidence.model_validate_json(evidence),
-        decision=None if decision is None else Decision.model_validate_json(decision),
-    )
+    with CANARY.reading(canary_id):
+        begun = NewCanary.model_validate_json(new)
+        return CanaryRecord(
+            **{name: getattr(begun, name) for name in NewCanary.model_fields},
+            key=key,
+            state=state,
+            began_at=float(began),
+            ended_at=None if ended is None else float(ended),
+            evidence=None if evidence is None else CanaryEvidence.model_validate_json(evidence),
+            decision=None if decision is None else Decision.model_validate_json(decision),
+        )
 
 
 def _check(outcome: str, canary_id: str) -> None:

@@ -12,9 +12,16 @@ from typing import Any
 from services.common.evaluation.contamination.overlap import SuiteOverlap
 from services.common.storage.ids import key_of
 from services.common.validation.strict_models import StrictModel
+from services.learning.datasets.conversations import (
+    Conversation,
+    SaidOfConversation,
+    conversation_row,
+    mean_rating,
+    turns_of_answers,
+    turns_of_session,
+)
 from services.learning.datasets.outliers import DIGITS, UserOutlier, outliers_of
 from services.learning.datasets.rows import Row, row_of_file, row_texts
-from services.learning.datasets.sessions import SaidOfSession, mean_rating, session_row
 from services.learning.datasets.spec import SPLITS, DatasetFilter, DatasetSpec, DatasetSplit, Split
 from services.learning.feedback.record import FeedbackRecord
 from services.learning.request_log.log import RequestFilter, RequestLog
@@ -44,7 +51,8 @@ class DatasetReport(StrictModel):
     without_request: int = 0
     """Answers whose request is not in the log: nothing can be learnt from them."""
     no_trajectory: int = 0
-    """Rated sessions that are no trajectory: not one conversation of one user, or without the tokens of an answer."""
+    """Rated sessions, and completions rated together, that are no trajectory: not one conversation of one user, or
+    without the tokens of an answer."""
     without_text: int = 0
     """Answers whose messages were left out of the log, or that are no chat."""
     other_prompt: int = 0
@@ -145,23 +153,27 @@ class DatasetBuilder:
     def _of_feedback(self, opinions: Sequence[FeedbackRecord]) -> list[Row]:
         said: dict[str, _Said] = defaultdict(_Said)
         requests: dict[str, LoggedRequest] = {}
-        sessions: dict[tuple[str, str], SaidOfSession] = defaultdict(SaidOfSession)
+        conversations: dict[Conversation, SaidOfConversation] = defaultdict(SaidOfConversation)
+        several = [one.said for one in opinions if one.said.completion_ids and one.said.rating is not None]
+        together = {name: said.answers for said in several for name in said.answers}
         for start in range(0, len(opinions), _AT_ONCE):
             part = opinions[start : start + _AT_ONCE]
-            found = dict(self._log.find([one.said.target for one in part if one.said.session_id is None]))
+            found = dict(self._log.find([name for one in part for name in one.said.answers]))
             for one in part:
-                those = self._session(one) if one.said.session_id else [found.get(one.said.target)]
+                those = [(request, one.said.target) for request in self._session(one)] if one.said.session_id else []
+                those += [(found[name], name) for name in one.said.answers if name in found]
                 choices = [
                     (request, choice)
-                    for request in those
-                    if request is not None and self._takes_request(request)
-                    for choice in self._choices(request, one.said.target)
+                    for request, name in those
+                    if self._takes_request(request)
+                    for choice in self._choices(request, name)
                 ]
                 if not choices:
                     self._counts["without_request"] += 1
                 for request, choice in choices:
-                    if self._spec.trajectories and request.session is not None and one.said.rating is not None:
-                        _of_session(sessions[request.owner, request.session], one, choice.completion_id)
+                    whole = _conversation(one, request, choice, together)
+                    if self._spec.trajectories and whole is not None and one.said.rating is not None:
+                        conversations[whole].take(one, choice.completion_id)
                         if one.said.correction is None and one.said.preferred_over is None:
                             continue
                     requests[choice.completion_id] = request
@@ -174,16 +186,22 @@ class DatasetBuilder:
             row = self._row(request, choice, "feedback")
             if row is not None:
                 rows += self._with_opinions(row, those_said)
-        return rows + list(filter(None, (self._trajectory(*name, those) for name, those in sessions.items())))
+        return rows + list(filter(None, (self._trajectory(*one) for one in conversations.items())))
 
-    def _trajectory(self, owner: str, session: str, said: SaidOfSession) -> Row | None:
-        """Row of a session; None: it is no trajectory, or not one that the filter takes."""
-        requests = self._log.newest(RequestFilter(owner, session=session), limit=_OF_A_SESSION)
+    def _trajectory(self, whole: Conversation, said: SaidOfConversation) -> Row | None:
+        """Row of a conversation; None: it is no trajectory, or not one that the filter takes."""
+        if whole.answers:
+            found = dict(self._log.find(whole.answers))
+            requests = [one for one in found.values() if one.owner == whole.owner]
+            turns = turns_of_answers(found, whole.answers) if len(requests) == len(whole.answers) else None
+        else:
+            requests = self._log.newest(RequestFilter(whole.owner, session=whole.session), limit=_OF_A_SESSION)
+            turns = turns_of_session(requests)
         answered = (_answered_by(choice, self._spec.filter) for one in requests for choice in one.choices)
         if not all(map(self._takes_request, requests)) or not all(answered) or not self._takes_rating(said.rating):
             return None
         self._counts["requests"] += len(requests)
-        row = session_row(requests, said) if requests else None
+        row = conversation_row(turns, said) if turns else None
         if row is None:
             self._counts["no_trajectory"] += 1
             return None
@@ -390,11 +408,19 @@ class DatasetBuilder:
         )
 
 
-def _of_session(said: SaidOfSession, one: FeedbackRecord, choice: str) -> None:
+def _conversation(
+    one: FeedbackRecord, request: LoggedRequest, choice: LoggedChoice, together: Mapping[str, tuple[str, ...]]
+) -> Conversation | None:
+    """The conversation that an opinion of this answer counts for; None: it is of the answer alone.
+
+    Args:
+        together: answers that were rated together, by each of them.
+    """
     if one.said.session_id is None:
-        said.turns.setdefault(choice, []).append(one)
-    elif one not in said.whole:
-        said.whole.append(one)
+        several = one.said.answers if one.said.completion_ids else together.get(choice.completion_id)
+        if several is not None:
+            return Conversation(request.owner, answers=several)
+    return None if request.session is None else Conversation(request.owner, session=request.session)
 
 
 def split_of(row: Row, split: DatasetSplit) -> Split:

@@ -109,7 +109,8 @@ class DatasetStore:
         record = self._versions.read(name, number)
         if record is None:
             raise self._versions.missing(name, number)
-        return DatasetManifest.model_validate_json(json.dumps(record))
+        with DATASET.reading(f"dataset {name}@{number}"):
+            return DatasetManifest.model_validate_json(json.dumps(record))
 
     def rows(self, manifest: DatasetManifest, split: Split, start: int = 0, limit: int | None = None) -> Iterator[Row]:
         """Rows of a split in their order. Raises NotFound: the version was deleted meanwhile."""

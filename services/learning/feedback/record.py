@@ -7,12 +7,12 @@ from typing import Annotated, ClassVar, Final, Literal
 from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from services.common.storage.ids import PATTERN
+from services.common.storage.ids import PATTERN, key_of
 from services.common.validation.json_rules import Rules, at_least_one, exactly_one, left_out, only_with
 from services.common.validation.strict_models import SentModel, StrictModel
 
 ID_PATTERN: Final = f"^fb_{PATTERN}$"
-TARGETS: Final = ("completion_id", "response_id", "message_id", "session_id")
+TARGETS: Final = ("completion_id", "response_id", "message_id", "session_id", "completion_ids")
 """Fields that name what is spoken of."""
 SAYINGS: Final = ("score", "thumb", "label", "correction", "preferred_over", "comment")
 """Fields that say something of it."""
@@ -29,7 +29,8 @@ class Feedback(SentModel):
     json_rules: ClassVar[Rules] = (
         exactly_one(*TARGETS),
         at_least_one(*SAYINGS),
-        only_with("preferred_over", left_out("session_id")),
+        only_with("preferred_over", left_out("session_id", "completion_ids")),
+        only_with("correction", left_out("completion_ids")),
     )
 
     completion_id: _Name | None = None
@@ -40,6 +41,8 @@ class Feedback(SentModel):
     """Id of an answer of /v1/messages."""
     session_id: _Name | None = None
     """A whole session, by the id that its requests had."""
+    completion_ids: Annotated[list[_Name], Field(min_length=2, max_length=256)] | None = None
+    """Completions that are one piece of work, in their order: what an agent without `session_id` did."""
     score: float | None = Field(None, ge=-1, le=1)
     """How good it is: -1 the worst, 1 the best."""
     thumb: Literal["up", "down"] | None = None
@@ -67,16 +70,32 @@ class Feedback(SentModel):
             raise _contradiction(f"it says nothing: give one of {', '.join(SAYINGS)}", SAYINGS[0])
         if self.preferred_over == self.target:
             raise _contradiction("an answer cannot be better than itself: name another one", "preferred_over")
-        if self.preferred_over is not None and self.session_id is not None:
-            raise _contradiction("sessions are not compared: name an answer instead of session_id", "preferred_over")
+        several = "session_id" if self.session_id is not None else "completion_ids" if self.completion_ids else None
+        if self.preferred_over is not None and several is not None:
+            raise _contradiction(f"only answers are compared: name one instead of {several}", "preferred_over")
+        if self.completion_ids is not None:
+            if self.correction is not None:
+                raise _contradiction("a correction is of one answer: name it by completion_id", "correction")
+            if len(set(self.completion_ids)) < len(self.completion_ids):
+                raise _contradiction("a completion is named twice", "completion_ids")
         return self
 
     @property
     def target(self) -> str:
-        """Id of what is spoken of; a session's begins with "session:", as no answer's does."""
+        """Id of what is spoken of. That of a session begins with "session:", that of several completions with
+        "completions:", as no answer's does."""
         if self.session_id is not None:
             return f"session:{self.session_id}"
+        if self.completion_ids is not None:
+            return "completions:" + key_of("\n".join(self.completion_ids))
         return self.completion_id or self.response_id or self.message_id or ""
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """Ids of the answers that it names: none for a session."""
+        if self.session_id is not None:
+            return ()
+        return tuple(self.completion_ids) if self.completion_ids is not None else (self.target,)
 
     @property
     def rating(self) -> float | None:

@@ -57,7 +57,8 @@ local outdated = redis.call('ZRANGEBYLEX', ROOT .. 'all', '-', '(' .. ARGV[8], '
 for _, old in ipairs(outdated) do drop(old) end
 if redis.call('EXISTS', ROOT .. id) == 1 then return {{'created', id}} end
 local known = redis.call('GET', ROOT .. ARGV[6])
-local was = known and redis.call('HMGET', ROOT .. known, 'body', 'used', 'size') or {{}}
+local was = known and redis.call('HMGET', ROOT .. known, 'body', 'used', 'size', 'schema') or {{}}
+if (tonumber(was[4] or '1') or 0) > {FEEDBACK.version} then return {{'newer', known}} end
 if was[1] == ARGV[3] then return {{'changed', known}} end
 if was[1] and was[2] == '' then
   local before = tonumber(was[3])
@@ -80,8 +81,9 @@ _REPLACE = (
     _PRELUDE
     + f"""
 -- ARGV id body size limit voice
-local known = redis.call('HMGET', ROOT .. ARGV[1], 'used', 'size', 'voice', 'body')
+local known = redis.call('HMGET', ROOT .. ARGV[1], 'used', 'size', 'voice', 'body', 'schema')
 if not known[1] then return 'MISSING' end
+if (tonumber(known[5] or '1') or 0) > {FEEDBACK.version} then return 'NEWER' end
 if known[4] == ARGV[2] then return 'OK' end
 if known[1] ~= '' then return known[1] end
 if known[3] ~= ARGV[5] then return 'OTHER' end
@@ -133,7 +135,7 @@ class FeedbackFilter:
         said = record.said
         return (
             self.owner in (None, record.owner)
-            and self.target in (None, said.target)
+            and self.target in (None, said.target, *said.answers)
             and self.user in (None, said.user)
             and self.source in (None, said.source)
             and self.label in (None, said.label)
@@ -170,7 +172,7 @@ class FeedbackStore:
             Unavailable: there is no room.
         """
         made_id, body = f"fb_{ulid()}", said.model_dump_json(exclude_none=True)
-        indexes = ["all", _owner_index(owner), _target_index(said.target)]
+        indexes = ["all", _owner_index(owner), *map(_target_index, dict.fromkeys((said.target, *said.answers)))]
         if said.user is not None:
             indexes.append(_user_index(said.user))
         oldest = f"fb_{ulid(int((time.time() - self._keep_seconds) * 1000), 0)}"
@@ -187,7 +189,7 @@ class FeedbackStore:
         outcome, kept = await call_async(lambda: self._add(keys=[], args=args))
         if outcome == "full":
             raise self._full()
-        return await self.get(kept), outcome
+        return await self.get(kept), outcome  # which refuses a "newer" one
 
     async def replace(self, record: FeedbackRecord, said: Feedback) -> FeedbackRecord:
         """Changes what an opinion says.
@@ -210,7 +212,7 @@ class FeedbackStore:
             )
         if outcome == "FULL":
             raise self._full()
-        if outcome != "OK":
+        if outcome not in ("OK", "NEWER"):
             raise Conflict(
                 f"{record.id} was used by {outcome.replace(' ', ', ')}, which does not change any more: send a new "
                 "opinion, which counts from now on, or delete this one",
@@ -295,14 +297,15 @@ def _record(feedback_id: str, values: Sequence[Any]) -> FeedbackRecord | None:
     if body is None:
         return None
     FEEDBACK.check(schema, feedback_id)
-    return FeedbackRecord(
-        id=feedback_id,
-        owner=owner,
-        said=Feedback.model_validate_json(body),
-        created_at=float(made),
-        changed_at=float(changed),
-        used_by=tuple(used.split()),
-    )
+    with FEEDBACK.reading(feedback_id):
+        return FeedbackRecord(
+            id=feedback_id,
+            owner=owner,
+            said=Feedback.model_validate_json(body),
+            created_at=float(made),
+            changed_at=float(changed),
+            used_by=tuple(used.split()),
+        )
 
 
 def _size(body: str) -> int:

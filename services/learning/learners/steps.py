@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from services.common.errors import DeadlineExceeded, Overloaded, RateLimited, TemperError, Unavailable
+from services.common.errors import DeadlineExceeded, NewerSchema, Overloaded, RateLimited, TemperError, Unavailable
 from services.common.jobs import Job, JobState
 from services.common.jobs.record import NOT_PUBLISHED
 from services.common.storage.lease import LeaseLost
@@ -19,7 +19,7 @@ from services.learning.learners.policy import DAY
 from services.learning.learners.record import Cycle, JobTime, Learner, NewEvent, Outcome
 from services.learning.learners.trigger import due, tokens_over_budget
 
-TRANSIENT = (Unavailable, Overloaded, RateLimited, DeadlineExceeded, LeaseLost)
+TRANSIENT = (Unavailable, Overloaded, RateLimited, DeadlineExceeded, LeaseLost, NewerSchema)
 """Errors after which the same step is tried again, and nothing is told."""
 FIRST_WAIT, LONGEST_WAIT = 30.0, 3600.0
 """Seconds until a learner whose cycle has failed looks again; twice as many each time."""

@@ -265,14 +265,15 @@ def _learner(name: str, values: Sequence[Any]) -> Learner | None:
     if learner_id is None:
         return None
     LEARNER.check(schema, f"learner {name}")
-    return Learner(
-        id=learner_id,
-        policy=LearnerPolicy.model_validate_json(policy),
-        revision=int(revision),
-        turn=int(turn),
-        cycle=Cycle.model_validate_json(cycle),
-        key_id=owner,
-        everybodys=everybodys == "1",
-        created_at=float(made),
-        changed_at=float(changed),
-    )
+    with LEARNER.reading(f"learner {name}"):
+        return Learner(
+            id=learner_id,
+            policy=LearnerPolicy.model_validate_json(policy),
+            revision=int(revision),
+            turn=int(turn),
+            cycle=Cycle.model_validate_json(cycle),
+            key_id=owner,
+            everybodys=everybodys == "1",
+            created_at=float(made),
+            changed_at=float(changed),
+        )

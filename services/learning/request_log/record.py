@@ -64,7 +64,8 @@ class LoggedRequest(StrictModel):
     @classmethod
     def parse(cls, line: bytes, where: str) -> LoggedRequest:
         """A request of a line of a part. Raises NewerSchema."""
-        return cls.model_validate(LOGGED_REQUEST.unstamped(from_json(line), where))
+        with LOGGED_REQUEST.reading(where):
+            return cls.model_validate(LOGGED_REQUEST.unstamped(from_json(line), where))
 
     def choice(self, completion_id: str) -> LoggedChoice | None:
         """The choice with this id; the only one, if the id is that of the whole answer."""

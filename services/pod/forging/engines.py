@@ -20,7 +20,7 @@ from services.pod.engine import Engine, Guest, build_engine
 from services.pod.host import PodHost
 from services.pod.memory import plan
 from services.pod.parts.runner import Queue
-from services.pod.rollouts import EngineRollouts
+from services.pod.rollouts.source import EngineRollouts
 from services.trainer.host.policy_host import ComputeGate
 
 _SEQUENCES = 64

@@ -23,7 +23,7 @@ from services.engine.settings import EngineSettings
 from services.pod.engine import Engine
 from services.pod.forging.job import PodForge
 from services.pod.host import PodHost
-from services.pod.rollouts import EngineRollouts
+from services.pod.rollouts.source import EngineRollouts
 from services.trainer.evaluation.judge import EngineJudge
 from services.trainer.jobs import prepare_run
 from services.trainer.metrics import TrainerMetrics

@@ -1,12 +1,12 @@
 """Interface by which a job samples completions on the engine beside it, or has them scored. The pod implements it
-(services/pod/rollouts.py)."""
+(services/pod/rollouts/source.py)."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from services.common.adapters.composition import Published
@@ -21,7 +21,9 @@ class RolloutRequest:
 
     prompt: tuple[int, ...]
     seed: int
-    """Tokens are a function of the policy, the prompt and this."""
+    """Tokens are a function of the policy, the prompt, what is ``begun`` and this."""
+    begun: Completion | None = None
+    """A completion of the prompt that was cut, and goes on: it is read, and the answer has it and what follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,17 @@ class Completion:
     """float32, one a token: log softmax(logits / temperature)[token]; at temperature 0 of the plain distribution."""
     truncated: bool
     """Whether the completion hit max_tokens."""
+    cut: bool = False
+    """It was stopped before its end, and may go on in another request."""
+    versions: tuple[tuple[float, int], ...] = ()
+    """Policies of its tokens, as far as somebody said them with by(): the version, and how many tokens in a row."""
+
+    def by(self, version: float) -> Completion:
+        """The same, the tokens that nobody has named a policy of being of this one."""
+        known = sum(count for _, count in self.versions)
+        if known == len(self.token_ids):
+            return self
+        return replace(self, versions=(*self.versions, (version, len(self.token_ids) - known)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +102,17 @@ class RolloutStream(Protocol):
     def submit(
         self, request: RolloutRequest, max_tokens: int, done: Callable[[Completion | TemperError], None]
     ) -> None:
-        """Asks for a completion. ``done`` is called on a thread of the engine, and hands on what it gets.
+        """Asks for a completion of ``max_tokens``, with what is begun of it. ``done`` is called on a thread of the
+        engine, and hands on what it gets.
 
         Raises:
             InvalidRequest: the prompt does not fit.
             Unavailable: the engine drains or has stopped.
         """
+        ...
+
+    def cut(self) -> None:
+        """Stops what is under way. All of it has been told, with ``Completion.cut``, when this returns."""
         ...
 
     def check(self) -> None:
@@ -130,10 +148,14 @@ class RolloutSource(Protocol):
         interrupt: Callable[[], None] = lambda: None,
         deadline: float | None = None,
         gentle: bool = False,
+        cut: Callable[[int], bool] | None = None,
     ) -> list[Completion]:
         """One completion a request, in their order. Blocks; not inside the compute gate.
 
         Args:
+            cut: told after steps of the engine, on its thread, how many have ended. Once it says so the others are
+                stopped as they are, some perhaps without a token: see ``Completion.cut``. Without other traffic the
+                same rule cuts the same requests at the same tokens.
             gentle: users' time between tokens comes before the speed of this: few are in the engine beside them.
             interrupt: called several times a second and may raise: what is left is aborted.
             deadline: time.monotonic() seconds; None: the pod's setting from now.
@@ -199,17 +221,17 @@ def sample(
     sampling: RolloutSampling,
     watch: StepTimer,
     interrupt: Callable[[], None],
+    cut: Callable[[int], bool] | None = None,
 ) -> list[Completion]:
     """Completions by an adapter as it is now, in the parts ``swap`` and ``rollout``. The engine is asked for nothing if
-    there are no requests. Raises like RolloutSource."""
+    there are no requests. ``cut`` is that of RolloutSource.generate. Raises like RolloutSource."""
     with ExitStack() as stack:
         with watch.waiting("swap"):
             policy = stack.enter_context(source.policy(lora, interrupt)) if requests else None
         with watch.waiting("rollout"):
-            return source.generate(requests, sampling, policy, interrupt=interrupt) if requests else []
+            return source.generate(requests, sampling, policy, interrupt=interrupt, cut=cut) if requests else []
 
 
-def sampling_rate(completions: Sequence[Completion], watch: StepTimer) -> dict[str, float]:
-    """Metric of the speed at which sample() brought these completions."""
-    tokens = sum(len(completion.token_ids) for completion in completions)
+def sampling_rate(tokens: int, watch: StepTimer) -> dict[str, float]:
+    """Metric of the speed at which sample() brought so many tokens."""
     return {"rollout_tokens_per_second": tokens / max(watch.waited("rollout"), 1e-9)}

@@ -186,6 +186,11 @@ class TrainingRun(ABC):
         return None
 
     @property
+    def outcome(self) -> tuple[str, ...]:
+        """See JobRun.outcome: nothing, unless a job says otherwise."""
+        return ()
+
+    @property
     def settings(self) -> Mapping[str, float]:
         """See JobRun.settings."""
         return self._settings

@@ -72,6 +72,11 @@ class JobRun(Protocol):
         ...
 
     @property
+    def outcome(self) -> tuple[str, ...]:
+        """Notes for the user about what the steps so far came upon."""
+        ...
+
+    @property
     def settings(self) -> Mapping[str, float]:
         """Settings that the job trains with, given or chosen: learning_rate, steps, epochs, …"""
         ...

@@ -135,6 +135,11 @@ class MergeRun:
         return self.lora.to_files(base_model_name)
 
     @property
+    def outcome(self) -> tuple[str, ...]:
+        """See JobRun.outcome."""
+        return ()
+
+    @property
     def settings(self) -> Mapping[str, float]:
         """Settings of a merge; they are all in its spec."""
         return {}

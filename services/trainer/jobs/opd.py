@@ -36,8 +36,8 @@ from services.trainer.sampling.distillation_samples import (
     tokenized_prompts,
 )
 from services.trainer.sampling.prompts import check_stop_tokens, sample_seed
-from services.trainer.sampling.round import completion_tensors, completions_of
-from services.trainer.sampling.round_sampler import RoundSampler
+from services.trainer.sampling.rounds.round import completion_tensors, completions_of
+from services.trainer.sampling.rounds.round_sampler import RoundSampler
 from services.trainer.sampling.teacher import Teacher
 
 _ROUND, _HELD_OUT = "round.", "held_out."
@@ -231,7 +231,7 @@ class OpdRun(RoundRun[TokenizedPrompt]):
         requests = self._requests(number)
         found = self._sampler.sample(self._lora, requests, self._sampling_temperature, self.watch, interrupt)
         self._receive(number, found)
-        return sampling_rate(found, self.watch)
+        return sampling_rate(sum(len(one.token_ids) for one in found), self.watch)
 
     def _requests(self, number: int) -> list[RolloutRequest]:
         return [

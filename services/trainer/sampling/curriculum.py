@@ -8,12 +8,12 @@ for each (Efraimidis and Spirakis, Weighted random sampling with a reservoir, 20
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from services.common.jobs.fields.curriculum import Curriculum
 from services.trainer.sampling.prompts import sample_seed
-from services.trainer.sampling.round_sampler import RoundSampler
+from services.trainer.sampling.rounds.round_sampler import RoundSampler
 
 P = TypeVar("P")
 _SEEDS = 2**63
@@ -51,18 +51,21 @@ class CurriculumSampler(RoundSampler[P]):
         inside = success is None or self._curriculum.low <= success <= self._curriculum.high
         return 1.0 if inside else self._curriculum.outside
 
-    def learn(self, number: int, rewards: Sequence[Sequence[float]]) -> None:
+    def learn(self, earned: Iterable[tuple[int, int, Sequence[float]]], keep: int) -> None:
         """Takes in what a round has shown.
 
         Args:
-            rewards: of the completions of each of its prompts, in their order; none where all were dropped.
+            earned: rewards of the completions of each prompt, none where all were dropped, by the round that it was
+                drawn for and its place there.
+            keep: the earliest round of which prompts may still come.
         """
         newest = self._curriculum.newest
-        for index, those in zip(self._drawn[number], rewards, strict=True):
+        for number, place, those in earned:
             if those:
+                index = self._drawn[number][place]
                 rate = sum(reward >= self._curriculum.success_at for reward in those) / len(those)
                 self._success[index] = (1 - newest) * self._success.get(index, rate) + newest * rate
-        self._drawn = {other: drawn for other, drawn in self._drawn.items() if other >= number}
+        self._drawn = {other: drawn for other, drawn in self._drawn.items() if other >= keep}
 
     def metrics(self) -> dict[str, float]:
         """Shares of all prompts: whose success is known, below, inside of and above the band."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from services.engine.models.lora.trainable import LoraParams
-from services.trainer.host.rollouts import Completion, sampling_rate
-from services.trainer.sampling.ahead import PlannedRound
+from services.trainer.host.rollouts import sampling_rate
 from services.trainer.sampling.environments.rounds import EpisodeRound
-from services.trainer.sampling.round import Round
+from services.trainer.sampling.rounds.ahead import PlannedRound
+from services.trainer.sampling.rounds.round import Round
 from services.trainer.timers import StepTimer
 
 
@@ -30,12 +30,12 @@ class Sampled:
     def of(
         cls,
         found: Round | EpisodeRound,
-        completions: Sequence[Completion],
+        tokens: int,
         watch: StepTimer,
-        said: Mapping[str, float] | None = None,
+        said: Mapping[str, float],
     ) -> Sampled:
-        """A round whose sampling this timer has; ``said`` are further metrics of it."""
-        said = {**(said or {}), **sampling_rate(completions, watch)}
+        """A round of which so many tokens were sampled while this timer ran; ``said`` are further metrics of it."""
+        said = {**said, **sampling_rate(tokens, watch), "reward_seconds": watch.waited("score")}
         return cls(found, said, watch.waited("swap") + watch.waited("rollout") + watch.waited("score"))
 
 

@@ -76,7 +76,9 @@ def request(
 
 def said(number: int, **fields: Any) -> FeedbackRecord:
     fields = (
-        fields if fields.keys() & {"completion_id", "session_id"} else {"completion_id": f"chatcmpl-{number}", **fields}
+        fields
+        if fields.keys() & {"completion_id", "session_id", "completion_ids"}
+        else {"completion_id": f"chatcmpl-{number}", **fields}
     )
     return FeedbackRecord(id=f"fb_{number}", owner="", said=Feedback(**fields), created_at=number, changed_at=number)
 
@@ -410,7 +412,7 @@ def test_held_out_rows_stay_though_a_suite_has_them() -> None:
     assert built.report.of_suites == 0
 
 
-def walk(number: int, *, session: str, anew: bool = False, turns: int = 2, **more: Any) -> list[LoggedRequest]:
+def walk(number: int, *, session: str | None, anew: bool = False, turns: int = 2, **more: Any) -> list[LoggedRequest]:
     """Requests of one session; each prompt goes on from the tokens before it, unless the template writes them anew."""
     asked: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
     tokens, found = [1, 2], []
@@ -470,6 +472,39 @@ def test_a_rated_session_is_a_trajectory() -> None:
     assert not examples_of("kto", [rows["a"]])
     for name in ("chatcmpl-10", "chatcmpl-11"):
         assert answer_mark(name) in rows["a"].marks, "each of its answers can be erased"
+
+
+def test_completions_that_were_rated_together_are_a_trajectory() -> None:
+    requests = [*walk(1, session=None, turns=3), *walk(2, session="b"), request(50, "one", "two", user="u-None")]
+    names = ["chatcmpl-10", "chatcmpl-11", "chatcmpl-12"]
+    opinions = [
+        said(1, completion_ids=names, score=1.0, user="ann"),
+        said(2, completion_ids=names, score=0.5, user="bob"),
+        said(3, completion_id="chatcmpl-11", thumb="down"),
+        # Of a session only the second turn.
+        said(4, completion_ids=["chatcmpl-20", "chatcmpl-21"], thumb="up"),
+        said(5, session_id="b", thumb="down"),
+        # Not one conversation, one that is unknown, an id of two choices, nothing known at all.
+        said(6, completion_ids=["chatcmpl-12", "chatcmpl-20"], label="odd", thumb="up"),
+        said(7, completion_ids=["chatcmpl-20", "chatcmpl-unknown"], thumb="up"),
+        said(8, completion_ids=["chatcmpl-20", "chatcmpl-50"], thumb="up"),
+        said(9, completion_ids=["gone-1", "gone-2"], thumb="up"),
+    ]
+    built = build({"trajectories": True}, requests, *opinions)
+    rows = built.rows["train"]
+    assert (built.report.no_trajectory, built.report.without_request) == (3, 1)
+    (whole,) = [row for row in rows if row.turn_ids == tuple(names)]
+    assert whole.trajectory is not None
+    actions = [one for one in whole.trajectory["segments"] if one["type"] == "action"]
+    assert [one["token_ids"] for one in actions] == [[10, 0], [11, 0], [12, 0]]
+    assert [one.get("reward") for one in actions] == [None, -1.0, None]
+    assert (whole.trajectory["reward"], whole.rating, whole.opinions) == (0.75, 0.75, 3)
+    assert {"fb_1", "fb_2", "fb_3"} <= set(built.opinions)
+    others = [row for row in rows if row is not whole]
+    assert [(row.session, row.rating) for row in others] == [("b", 0.0)], "the same tokens twice are one row"
+
+    apart = build({}, requests, *opinions[:3]).rows["train"]
+    assert [row.answer_id for row in apart] == names, "without trajectories each answer is a row, rated with the rest"
 
 
 def test_sessions_that_are_no_trajectory_are_counted() -> None:

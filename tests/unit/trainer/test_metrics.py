@@ -71,3 +71,25 @@ def test_failures_of_environments_add_up() -> None:
     assert 'temper_trainer_environment_failures_total{reason="timeout"} 6.0' in text
     assert 'temper_trainer_environment_failures_total{reason="error"} 2.0' in text
     assert "temper_trainer_dropped_episodes_total 4.0" in text
+
+
+def test_rollouts_that_were_cut_and_the_split_add_up() -> None:
+    registry = CollectorRegistry()
+    metrics = TrainerMetrics(registry)
+    assert 'temper_trainer_cut_rollouts_total{then="requeued"} 0.0' in generate_latest(registry).decode()
+    metrics.job_began("grpo")
+    cut = {"rollouts_requeued": 3.0, "rollouts_dropped": 1.0, "rollouts_changed": 2.0}
+    split = {"sampling_seconds": 4.0, "reward_seconds": 1.0, "waiting_seconds": 2.5, "train_seconds": 3.0}
+    for step in (1, 2):
+        metrics.progress("grpo", JobProgress(step=step, total_steps=2), cut | split)
+    text = generate_latest(registry).decode()
+    for line in (
+        'cut_rollouts_total{then="requeued"} 6.0',
+        'cut_rollouts_total{then="dropped"} 2.0',
+        "changed_rollouts_total 4.0",
+        'part_seconds_total{part="sampling"} 6.0',
+        'part_seconds_total{part="reward"} 2.0',
+        'part_seconds_total{part="waiting"} 5.0',
+        'part_seconds_total{part="training"} 6.0',
+    ):
+        assert f"temper_trainer_{line}" in text

@@ -162,7 +162,8 @@ class TrainingHashes:
             found = json.loads(self._store.get(key).data)
         except ObjectNotFound:
             return None
-        return TrainingRecord.model_validate_json(json.dumps(TRAINING_HASHES.unstamped(found, key)))
+        with TRAINING_HASHES.reading(key):
+            return TrainingRecord.model_validate_json(json.dumps(TRAINING_HASHES.unstamped(found, key)))
 
 
 class _Pieces:

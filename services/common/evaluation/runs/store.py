@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from pydantic import TypeAdapter
 
@@ -31,6 +32,7 @@ _ROOT = "evaluations/"
 _LISTS = "evaluation-lists/"
 _VERSIONS = "evaluated/"
 _SHARD: TypeAdapter[Shard] = TypeAdapter(Shard)
+Record = TypeVar("Record", bound=StrictModel)
 
 
 class EvaluationStore:
@@ -52,18 +54,16 @@ class EvaluationStore:
 
     def record(self, run: str) -> RunRecord | None:
         """What a run asks; None: it has not begun, or there is none."""
-        found = self._read(f"{_prefix(run)}run.json", f"evaluation {run}")
-        return None if found is None else RunRecord.model_validate_json(found)
+        return self._read(RunRecord, f"{_prefix(run)}run.json", f"evaluation {run}")
 
     def result(self, run: str) -> RunResult | None:
         """Result of a run; None: it has none yet."""
-        found = self._read(f"{_prefix(run)}result.json", f"result of evaluation {run}")
-        return None if found is None else RunResult.model_validate_json(found)
+        return self._read(RunResult, f"{_prefix(run)}result.json", f"result of evaluation {run}")
 
     def gates(self, run: str) -> tuple[GateEvidence, ...]:
         """What the gates of a training job decided by a run; nothing: they have not, or it is no run of a gate."""
-        found = self._read(f"{_prefix(run)}gates.json", f"gates of evaluation {run}")
-        return () if found is None else GateRecord.model_validate_json(found).gates
+        found = self._read(GateRecord, f"{_prefix(run)}gates.json", f"gates of evaluation {run}")
+        return () if found is None else found.gates
 
     def shard(self, run: str, suite: int, target: int, number: int) -> Shard | None:
         """A shard of items; None: it is not there yet.
@@ -71,8 +71,10 @@ class EvaluationStore:
         Args:
             suite, target: places in the run's record.
         """
+        key = _shard_key(run, suite, target, number)
         try:
-            return _SHARD.validate_json(self._store.get(_shard_key(run, suite, target, number)).data)
+            with EVALUATION.reading(key):
+                return _SHARD.validate_json(self._store.get(key).data)
         except ObjectNotFound:
             return None
 
@@ -186,12 +188,13 @@ class EvaluationStore:
             return False
         return True
 
-    def _read(self, key: str, what: str) -> str | None:
+    def _read(self, model: type[Record], key: str, what: str) -> Record | None:
         try:
             found = json.loads(self._store.get(key).data)
         except ObjectNotFound:
             return None
-        return json.dumps(EVALUATION.unstamped(found, what))
+        with EVALUATION.reading(what):
+            return model.model_validate_json(json.dumps(EVALUATION.unstamped(found, what)))
 
 
 def _prefix(run: str) -> str:

@@ -153,4 +153,5 @@ class SuiteStore:
 
     def _read(self, version: SuiteVersion) -> SuiteManifest | None:
         record = self._versions.read(version.name, version.version)
-        return None if record is None else SuiteManifest.model_validate_json(json.dumps(record))
+        with SUITE.reading(f"suite {version}"):
+            return None if record is None else SuiteManifest.model_validate_json(json.dumps(record))

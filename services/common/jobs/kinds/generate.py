@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import not_
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -11,6 +11,7 @@ from services.common.errors import InvalidRequest
 from services.common.jobs.base import JobBase, ServedLimits
 from services.common.jobs.documents import placed
 from services.common.jobs.fields.curriculum import Curriculum
+from services.common.jobs.fields.cut import Cut
 from services.common.jobs.fields.prompts import SampledPrompt, as_prompt
 from services.common.jobs.kinds.environment import EnvironmentReward, check_tools
 from services.common.jobs.scorers.base import ScorerSpec
@@ -107,12 +108,18 @@ class GenerateSettings(SentModel):
     staleness: int = Field(0, ge=0, le=8, exclude_if=not_)
     """Rounds that are sampled ahead, while the trainer takes the steps of an earlier one: the policy that samples a
     round has not been trained on so many of those before it. 0: sampling and training take turns."""
+    in_flight: Literal["keep", "change"] = Field("keep", exclude_if=lambda value: value == "keep")
+    """Policy of the rollouts that are under way when the trainer has taken a step. keep: the one that they began with;
+    change: they go on with the new one, which reads again what they have so far."""
+    cut: Cut | None = Field(None, exclude_if=absent)
+    """Rounds end before their slowest rollouts have; None: every rollout is waited for."""
     eval_every: int | None = Field(None, ge=1)
     """Rounds; None: after the last one only."""
 
     json_rules: ClassVar[Rules] = (
         only_with("eval_every", has(eval_prompts=SOME)),
         only_with("curriculum", given("prompts_per_round")),
+        where(has(in_flight="change"), has(staleness={"type": "integer", "minimum": 1})),
         where(
             has(reward=either(_COMPARES, contains(_COMPARES))),
             if_any(prompts=items(given("answer")), eval_prompts=items(given("answer"))),
@@ -135,6 +142,11 @@ class GenerateSettings(SentModel):
             raise ValueError(
                 f"curriculum would choose nothing: prompts_per_round is {self.round_prompts}, but there are "
                 f"{len(self.prompts)} prompts: give more prompts, or fewer a round"
+            )
+        if self.in_flight == "change" and not self.staleness:
+            raise ValueError(
+                'in_flight "change" would do nothing: with staleness 0 no rollout is under way while the trainer takes '
+                "a step: set staleness to 1 or more"
             )
         if self.eval_every is not None and not self.eval_prompts:
             raise ValueError("eval_every needs eval_prompts")

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import structlog
 from fastapi import Path, Query, Request
 from fastapi.responses import Response, StreamingResponse
-from starlette.formparsers import MultiPartException
 
 from services.common.adapters.manifest import FILES, kind_of
 from services.common.adapters.names import NAME_SCHEMA, AdapterVersion, check_adapter_name
@@ -18,7 +17,7 @@ from services.common.adapters.receipts import Receipt
 from services.common.adapters.registry import CONFIG, WEIGHTS, AdapterRegistry, Manifest, Pointers
 from services.common.errors import AdapterRejected, Conflict, InvalidRequest, NotFound, Unavailable
 from services.common.queue.job_queue import JobQueue
-from services.gateway.api.adapters.files import check_files, read_form, tar_gz
+from services.gateway.api.adapters.files import check_files, form_of, read_form, tar_gz
 from services.gateway.api.base.idempotency import Once
 from services.gateway.api.base.routing import Routes, multipart, provided
 from services.gateway.auth.route_permissions import ADMIN, ANY_KEY, ATTACH, TRAIN_OR_ADMIN, Permission
@@ -125,32 +124,30 @@ async def upload_adapter(request: Request, adapters: Adapters, once: Once) -> An
         raise InvalidRequest(
             f"send multipart/form-data with the parts name, {WEIGHTS} and {CONFIG}, or {' and '.join(FILES['drafter'])}"
         )
-    try:
-        form = await request.form(max_files=4, max_fields=8)
-    except MultiPartException as error:
-        raise InvalidRequest(f"the multipart body is malformed: {error.message}") from error
-    async with adapters.uploads:
-        try:
-            name, files = await read_form(form)
-        finally:
-            await form.close()
+    async with form_of(request) as form, adapters.uploads:
+        name, files = await read_form(form)
         request.state.audit_targets = [name]
 
-        async def publish() -> dict[str, Any]:
-            return await _publish(adapters, name, files)
-
         if once.key is None:
-            return await publish()
-        return await once.keep(await asyncio.to_thread(_said, name, files), publish)
+            return await _publish(adapters, name, files)
+        said = await asyncio.to_thread(_said, name, files)
+        return await once.keep(said, lambda: _publish(adapters, name, files, once=f"upload-{once.digest(said)}"))
 
 
-async def _publish(adapters: AdapterServices, name: str, files: dict[str, bytes]) -> dict[str, Any]:
+async def _publish(
+    adapters: AdapterServices, name: str, files: dict[str, bytes], *, once: str | None = None
+) -> dict[str, Any]:
+    """Publishes an upload.
+
+    Args:
+        once: name under which it is published once, also if a gateway dies between doing so and noting it.
+    """
     adapters.registry.check_new_name(name)
     await adapters.threads.run(adapters.registry.check_kind, name, kind_of(files))
     digest = adapters.engines.served.info.digest
     await adapters.threads.run(check_files, files)
     await adapters.engines.validate_adapter(files)
-    manifest = await adapters.threads.run(adapters.registry.publish, name, files, base_digest=digest)
+    manifest = await adapters.threads.run(lambda: adapters.registry.publish(name, files, base_digest=digest, once=once))
     await adapters.engines.sync_adapters()
     return _version(manifest, current=manifest.version, attached=None)
 
@@ -264,17 +261,16 @@ async def detach_adapter(name: AdapterPath, adapters: Adapters, once: Once, body
 
     async def detach() -> dict[str, Any]:
         check_adapter_name(name)
-        attached = await adapters.threads.run(adapters.registry.attached)
-        wanted = body.version if body is not None else None
-        if attached is None:
+        before = await adapters.threads.run(adapters.registry.attached)
+        if before is None:
             await adapters.threads.run(adapters.registry.current, name)  # 404 if there is no such adapter
             return await _synced(adapters, None)
-        if attached.name != name or (wanted is not None and attached.version != wanted):
+        wanted = body.version if body is not None else None
+        # Somebody may attach something else meanwhile: that stays.
+        other = await adapters.threads.run(adapters.registry.detach, name, wanted)
+        if other is not None:
             asked = name if wanted is None else f"{name}@{wanted}"
-            raise Conflict(
-                f"{asked} is not attached: {attached} is", param="version" if wanted is not None else "adapter"
-            )
-        await adapters.threads.run(adapters.registry.detach)
+            raise Conflict(f"{asked} is not attached: {other} is", param="version" if wanted is not None else "adapter")
         await adapters.tell(name)
         return await _synced(adapters, None)
 

@@ -227,6 +227,11 @@ class OncePerKey:
         """
         return await work() if self.key is None else await self.keep(_said(bodies), work)
 
+    def digest(self, said: bytes) -> str:
+        """Digest of caller, key and content: what is done under it is done once, by whichever gateway."""
+        owner = principal_of(self._request).id
+        return hashlib.sha256(f"{owner}\0{self.key}\0".encode() + said).hexdigest()
+
     async def keep(self, said: bytes, work: Callable[[], Awaitable[Any]]) -> Response:
         """Answer of ``work`` for a request that has a key and the content ``said``."""
         if self.key is None:

@@ -13,7 +13,6 @@ from fastapi import Query, Request
 from fastapi.responses import Response, StreamingResponse
 
 from services.common.errors import InvalidRequest, NotFound
-from services.common.queue.lua import JOB_TTL
 from services.gateway.api.base.idempotency import IdempotencyKey
 from services.gateway.api.base.routing import Routes
 from services.gateway.api.batches.files import content_of
@@ -32,9 +31,6 @@ from services.gateway.protocol.messages.batches import (
 )
 from services.gateway.protocol.messages.response import AnthropicErrorBody
 
-KEPT_SECONDS = JOB_TTL
-"""Time that results are kept: as long as the batch can be looked at."""
-
 
 def digest_of(lines: Sequence[bytes]) -> str:
     """SHA-256 of an input file."""
@@ -46,7 +42,7 @@ def digest_of(lines: Sequence[bytes]) -> str:
 
 async def write_input(stores: BatchServices, owner: str, file_id: str, lines: Sequence[bytes]) -> None:
     """Writes the input file of a batch. A file that no batch comes to own goes when it expires."""
-    new = NewFile(owner, file_id, "requests.jsonl", "batch", int(time.time()), KEPT_SECONDS)
+    new = NewFile(owner, file_id, "requests.jsonl", "batch", int(time.time()), stores.settings.jobs_ttl_seconds)
     async with stores.file_uploads:
         await stores.threads.run(stores.files.create, new, lines)
 
@@ -112,7 +108,7 @@ async def create_message_batch(
         owner=owner,
         input_file_id=new_file_id(),
         endpoint=MESSAGES,
-        output_seconds=KEPT_SECONDS,
+        output_seconds=stores.settings.jobs_ttl_seconds,  # as long as the batch can be looked at
         requests=len(lines),
         digest=await asyncio.to_thread(digest_of, lines),
     )

@@ -173,7 +173,12 @@ class DocumentStore:
         return cast(list[str | None], await call_async(read))
 
     async def _body(self, place: Place) -> str | None:
-        return await call_async(lambda: cast(Awaitable[str | None], self._store.redis.hget(place.key, "body")))
+        """Body as it is kept. Raises NewerSchema."""
+        body, schema = await call_async(
+            lambda: cast(Awaitable[list[str | None]], self._store.redis.hmget(place.key, ["body", "schema"]))
+        )
+        RESPONSE.check(schema, place.id)
+        return body
 
 
 log = structlog.get_logger(__name__)

@@ -61,7 +61,10 @@ local function list_of(key)
   local id = string.match(key, ':(chatcmpl[^:]*)$')
   return id and '{CHATS}:' .. owner_of(key), id
 end
-local function drop(key)
+local function newer(key)
+  return (tonumber(redis.call('HGET', key, 'schema') or '1') or 0) > {RESPONSE.version}
+end
+local function unlist(key)
   local size, owner = redis.call('HGET', '{SIZES}', key), owner_of(key)
   local list, id = list_of(key)
   if list then redis.call('ZREM', list, id) end
@@ -73,6 +76,9 @@ local function drop(key)
   if owner ~= '' and redis.call('ZREM', '{INDEX}:' .. owner, key) == 1 then
     if redis.call('HINCRBY', '{OWNERS}', owner, -(size or 0)) <= 0 then redis.call('HDEL', '{OWNERS}', owner) end
   end
+end
+local function drop(key)
+  unlist(key)
   return redis.call('DEL', key)
 end
 local function active(key)
@@ -80,7 +86,7 @@ local function active(key)
   return status == 'queued' or status == 'in_progress'
 end
 local function lose(key, lease)
-  if active(key) and now() - tonumber(redis.call('HGET', key, 'beat')) > lease then
+  if active(key) and not newer(key) and now() - tonumber(redis.call('HGET', key, 'beat')) > lease then
     redis.call('HSET', key, 'status', 'failed', 'reason', '{LOST}')
   end
 end
@@ -90,11 +96,14 @@ _SAVE = (
     + f"""
 -- KEYS record; ARGV ttl limit size status body items background only_active owner_limit revision tags only_revision
 if ARGV[8] == '1' and not active(KEYS[1]) then return 0 end
+if newer(KEYS[1]) then return 0 end
 if ARGV[12] ~= '' and redis.call('HGET', KEYS[1], 'revision') ~= ARGV[12] then return 0 end
 local limit, size, owner = tonumber(ARGV[2]), tonumber(ARGV[3]), owner_of(KEYS[1])
 local list, id = list_of(KEYS[1])
 local made = list and redis.call('ZSCORE', list, id) or now()
-drop(KEYS[1])
+-- Fields that this release does not know stay.
+unlist(KEYS[1])
+redis.call('HDEL', KEYS[1], 'reason')
 while owner ~= '' and tonumber(redis.call('HGET', '{OWNERS}', owner) or '0') + size > tonumber(ARGV[9]) do
   local oldest = redis.call('ZRANGE', '{INDEX}:' .. owner, 0, 0)[1]
   if not oldest then break end
@@ -137,7 +146,7 @@ _CANCEL = (
 if redis.call('EXISTS', KEYS[1]) == 0 then return 'MISSING' end
 if redis.call('HGET', KEYS[1], 'background') ~= '1' then return 'FOREGROUND' end
 lose(KEYS[1], tonumber(ARGV[1]))
-if active(KEYS[1]) then redis.call('HSET', KEYS[1], 'status', 'cancelled') end
+if active(KEYS[1]) and not newer(KEYS[1]) then redis.call('HSET', KEYS[1], 'status', 'cancelled') end
 return 'OK'
 """
 )

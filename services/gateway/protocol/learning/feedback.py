@@ -23,6 +23,7 @@ class FeedbackObject(BaseModel):
     response_id: str | None
     message_id: str | None
     session_id: str | None
+    completion_ids: list[str] | None
     score: float | None
     thumb: Literal["up", "down"] | None
     label: str | None

@@ -3,8 +3,9 @@
 The first step of a round samples and scores (services/trainer/jobs/rollouts/rounds.py). Groups without spread are left
 out. A round may have none with spread: its steps change nothing, and the job goes on.
 
-With `staleness` rounds are sampled ahead (services/trainer/sampling/ahead.py). Which policy samples a round follows
-from its number alone, so a resumed job goes on with the same rounds.
+With `staleness` rounds are sampled ahead (services/trainer/sampling/rounds/ahead.py). Which policy samples a round
+follows from its number alone, so a resumed job goes on with the same rounds; unless `in_flight` has rollouts change to
+the newest one wherever they are. With `cut` a round may leave groups to the next one.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,27 +25,37 @@ from torch import Tensor
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoGroup, GrpoJob
+from services.common.jobs.fields.cut import ROLLOUTS_CHANGED, ROLLOUTS_DROPPED, ROLLOUTS_REQUEUED
 from services.common.jobs.fields.messages import as_turns
 from services.common.jobs.kinds.generate import GenerateSettings, RolloutPrompt
 from services.common.jobs.scorers.registry import Rewards
 from services.common.jobs.scorers.sample import Sample, without_thinking
-from services.engine.models.lora.trainable import LoraParams
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.host.rollouts import Completion, RolloutRequest
 from services.trainer.jobs.base import RunState
 from services.trainer.jobs.grpo_run import GrpoRun
 from services.trainer.jobs.rollouts.rounds import RoundRun, Rounds
-from services.trainer.sampling.ahead import PlannedRound, SamplingAhead
 from services.trainer.sampling.curriculum import CurriculumSampler
 from services.trainer.sampling.environments.rounds import EpisodeRound
 from services.trainer.sampling.prompts import check_stop_tokens, sample_seed, sampled_prompts
 from services.trainer.sampling.reward_signs import RewardSigns, drift
-from services.trainer.sampling.round import Round, ScoredPrompt
-from services.trainer.sampling.round_sampler import RoundSampler
+from services.trainer.sampling.rounds.ahead import PlannedRound, SamplingAhead
+from services.trainer.sampling.rounds.groups import (
+    NOT_BEGUN,
+    Group,
+    Parted,
+    ScoredPrompt,
+    going_on,
+    parted,
+)
+from services.trainer.sampling.rounds.newest import NewestPolicy, PolicyAt
+from services.trainer.sampling.rounds.round import Round, groups_of, groups_state
+from services.trainer.sampling.rounds.round_sampler import RoundSampler
 from services.trainer.sampling.sampled import Sampled, planned_of, planned_state
 from services.trainer.sampling.scored_rollouts import RewardStats, ScoredRollouts, gather
 from services.trainer.timers import StepTimer
 
+_COUNTED = (ROLLOUTS_REQUEUED, ROLLOUTS_DROPPED, ROLLOUTS_CHANGED)
 _NOTHING = ScoredRollouts((), (), RewardStats(0.0, 0.0, 0, 0), ())
 
 
@@ -65,7 +79,13 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
         self._reward = rewards
         self._scoring = threading.Lock()
         self._ahead: SamplingAhead[Sampled] = SamplingAhead(self._sampled_ahead)
+        self._newest = NewestPolicy() if settings.in_flight == "change" else None
         self._round: Round | EpisodeRound | None = None
+        self._left: dict[int, Sequence[Group[Any]]] = {}
+        """Groups that wait for a round, by its number. Written by whoever samples, before its round is said to be
+        sampled; the trainer's thread removes what is behind it."""
+        self._counts: Counter[str] = Counter()
+        """Rollouts of the job so far that were cut or changed their policy."""
         self._signs = RewardSigns()
         self._drift: dict[str, float] = {}
         per_step = min(spec.groups_per_step or settings.round_prompts, settings.round_prompts)
@@ -155,6 +175,8 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
         return metrics | self._signs.of(metrics), inputs
 
     def _reward_metrics(self) -> dict[str, float]:
+        if not self._scored.rewards.groups:
+            return {}
         return {
             "reward_mean": self._scored.rewards.mean,
             "reward_std": self._scored.rewards.std,
@@ -174,10 +196,27 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
     def step(self, index: int, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
         """See JobRun.step. What is sampled ahead goes on beside it, and ends with a step that does."""
         try:
-            return super().step(index, interrupt)
+            metrics = super().step(index, interrupt)
         except BaseException:
             self.close()
             raise
+        if self._newest is not None:
+            self._newest.offer(PolicyAt((index + 1) / self._rounds.steps, self._lora.copied("cpu")))
+        return metrics
+
+    @property
+    def outcome(self) -> tuple[str, ...]:
+        """See JobRun.outcome."""
+        requeued, dropped, changed = (round(self._counts[name]) for name in _COUNTED)
+        notes = []
+        if requeued or dropped:
+            notes.append(
+                f"{requeued + dropped} rollouts were cut by generate.cut: {requeued} went on in the next round, and "
+                f"{dropped} were dropped"
+            )
+        if changed:
+            notes.append(f"{changed} times a rollout under way went on with a newer policy")
+        return tuple(notes)
 
     def close(self) -> None:
         """See JobRun.close."""
@@ -191,7 +230,7 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
     def _begin(self, number: int, interrupt: Callable[[], None]) -> dict[str, float]:
         """Samples a round, or takes the one that was sampled ahead and plans those that are now."""
         if not self._generate.staleness:
-            found = self._sample_round(number, number, self._lora, self.watch, interrupt)
+            found = self._sample_round(number, PolicyAt(number, self._lora), self.watch, interrupt)
             waited = found.seconds
         else:
             self._plan(number)
@@ -203,11 +242,16 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
             found = taken
         self._enter(found.round)
         if isinstance(self._sampler, CurriculumSampler):
-            self._sampler.learn(number, found.round.earned)
+            self._sampler.learn(found.round.earned, keep=number - self._requeues)
+        for at in list(self._left):
+            if at <= number:
+                del self._left[at]
+        self._counts.update({name: found.said[name] for name in _COUNTED if name in found.said})
         overlap = 1 - waited / found.seconds if found.seconds else 1.0
         return {
             **found.said,
             "sampling_seconds": found.seconds,
+            "waiting_seconds": waited,
             "overlap_share": max(0.0, overlap),
         }
 
@@ -224,28 +268,75 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
 
     def _sampled_ahead(self, planned: PlannedRound[Sampled], interrupt: Callable[[], None]) -> Sampled:
         watch = StepTimer(torch.device("cpu"))  # only waits, by the clock of the host
-        return self._sample_round(planned.number, planned.version, planned.policy, watch, interrupt)
+        policy = PolicyAt(planned.version, planned.policy)
+        if self._newest is not None:
+            policy = self._newest.after(policy.version) or policy
+        return self._sample_round(planned.number, policy, watch, interrupt)
 
-    def _sample_round(
-        self, number: int, version: int, policy: LoraParams, watch: StepTimer, interrupt: Callable[[], None]
-    ) -> Sampled:
-        """A round by a policy that has been trained on ``version`` rounds."""
-        chosen, count = self._sampler.chosen(number), self._generate.completions
+    def _sample_round(self, number: int, policy: PolicyAt, watch: StepTimer, interrupt: Callable[[], None]) -> Sampled:
+        """A round that this policy begins, and what it leaves to the next one."""
+        groups = self._to_sample(number, NOT_BEGUN)
+        begun = [one for group in groups for one in group.members if one.cut]
         requests = [
-            RolloutRequest(prompt.token_ids, sample_seed(self._job.seed, number, place, member))
-            for place, prompt in enumerate(chosen)
-            for member in range(count)
+            going_on(RolloutRequest(group.prompt.token_ids, self._seed(group, member)), one)
+            for group in groups
+            for member, one in enumerate(group.members)
+            if one.cut
         ]
-        found = self._sampler.sample(policy, requests, self._generate.temperature, watch, interrupt)
-        prompts = [prompt for prompt in chosen for _ in range(count)]
+        temperature = self._generate.temperature
+        some, changed = self._sampler.sample_some(
+            policy, requests, temperature, watch, interrupt, enough=self._enough(len(requests)), newest=self._newest
+        )
+        found = iter(some)
+        groups = [
+            replace(group, members=[next(found) if one.cut else one for one in group.members]) for group in groups
+        ]
+        left = parted(groups, lambda one: one.cut, self._requeues_of(number))
+        completions = [one for group in left.whole for one in group.members]
+        prompts = [group.prompt for group in left.whole for _ in group.members]
         with watch.waiting("score"):
-            rewards = self._score(prompts, found, interrupt)
-        made = Round(number, version, self._generate.temperature, chosen, found, rewards)
-        return Sampled.of(made, found, watch)
+            rewards = iter(self._score(prompts, completions, interrupt) if completions else ())
+        scored = [list(islice(rewards, len(group.members))) for group in left.whole]
+        tokens = sum(len(one.token_ids) for one in some) - sum(len(one.token_ids) for one in begun)
+        made = Round(number, policy.version, temperature, left.whole, scored)
+        return self._sampled_of(made, left, tokens, changed, watch)
+
+    def _to_sample(self, number: int, beginning: Any) -> list[Group[Any]]:
+        """Groups of a round: those that wait for it, and its own, whose members are all ``beginning``."""
+        members = [beginning] * self._generate.completions
+        own = [Group(number, place, prompt, members) for place, prompt in enumerate(self._sampler.chosen(number))]
+        return [*self._left.get(number, ()), *own]
+
+    def _seed(self, group: Group[Any], member: int) -> int:
+        """Seed of a rollout: the same in whatever round it is sampled."""
+        return sample_seed(self._job.seed, group.number, group.place, member)
+
+    def _enough(self, count: int) -> int:
+        """How many of so many rollouts are waited for."""
+        return count if self._generate.cut is None else self._generate.cut.enough(count)
+
+    @property
+    def _requeues(self) -> int:
+        return 0 if self._generate.cut is None else self._generate.cut.requeues
+
+    def _requeues_of(self, number: int) -> int:
+        """How often a group of a round may have waited, to wait again. Behind the last round there is none."""
+        return self._requeues if number + 1 < self._rounds.count else 0
+
+    def _sampled_of(
+        self, made: Round | EpisodeRound, left: Parted[Any], tokens: int, changed: int, watch: StepTimer, **said: float
+    ) -> Sampled:
+        """A round that was sampled. What it leaves to the next one is there before anybody learns of it."""
+        self._left[made.number + 1] = left.waiting
+        if self._generate.cut is not None:
+            said |= left.metrics()
+        if self._newest is not None:
+            said[ROLLOUTS_CHANGED] = float(changed)
+        return Sampled.of(made, tokens, watch, said)
 
     def _enter(self, found: Round | EpisodeRound) -> None:
         groups = found.groups()
-        self._use(gather(self._host, self._job, groups))
+        self._use(gather(self._host, self._job, groups) if groups else _NOTHING)
         self._drift = drift(groups)
         self._round = found
 
@@ -293,6 +384,12 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
         tensors = {name: value for own, _ in ahead for name, value in own.items()}
         drawn = {"curriculum": self._sampler.state()} if isinstance(self._sampler, CurriculumSampler) else {}
         data = {"signs": dict(self._signs.first), **drawn} | ({"ahead": [said for _, said in ahead]} if ahead else {})
+        left = {}
+        # Behind the rounds ahead: what one of those leaves is there before it is sampled.
+        for number, groups in list(self._left.items()):
+            own, left[str(number)] = self._groups_state(f"left.{number}.", groups)
+            tensors |= own
+        data |= {"left": left, "counts": dict(self._counts)}
         state = RunState(state.tensors | tensors, state.data | data)
         if self._round is None or not self._under_way:
             gone = ("start.", "reference.")
@@ -307,6 +404,9 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
         self._signs.first = dict(state.data.get("signs", {}))
         if isinstance(self._sampler, CurriculumSampler):
             self._sampler.load_state(state.data["curriculum"])
+        self._counts = Counter(state.data.get("counts", {}))
+        for number, groups in state.data.get("left", {}).items():
+            self._left[int(number)] = self._groups_of(f"left.{number}.", state.tensors, groups)
         if "round" in state.data:
             said = self._start, self._reference
             self._enter(found := self._restored(state.tensors, state.data["round"]))
@@ -318,7 +418,15 @@ class RolloutRun(RoundRun[ScoredPrompt], GrpoRun):
 
     def _restored(self, tensors: Mapping[str, Tensor], data: Mapping[str, Any]) -> Round | EpisodeRound:
         """The round that a checkpoint has."""
-        return Round.of_state(tensors, data, self._sampler.chosen(int(data["number"])))
+        return Round.of_state(tensors, data, self._sampler.chosen)
+
+    def _groups_state(self, prefix: str, groups: Sequence[Group[Any]]) -> tuple[dict[str, Tensor], list[Any]]:
+        """Tensors and JSON of groups that wait."""
+        return groups_state(prefix, groups)
+
+    def _groups_of(self, prefix: str, tensors: Mapping[str, Tensor], data: Sequence[Any]) -> Sequence[Group[Any]]:
+        """Groups of _groups_state()."""
+        return groups_of(prefix, tensors, data, self._sampler.chosen)
 
 
 def _tokenized(

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from services.common.jobs import GrpoJob
+from services.common.jobs.kinds.environment import EnvironmentReward
 from services.common.jobs.kinds.generate import GenerateSettings
-from services.engine.models.lora.trainable import LoraParams
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.rollouts.completion_run import RolloutRun
 from services.trainer.sampling.environments.episodes import Dropped, Episode, Player, Start
@@ -26,8 +26,12 @@ from services.trainer.sampling.environments.rounds import (
     failure_metrics,
     made_round,
 )
+from services.trainer.sampling.environments.saved import episodes_of, episodes_state
+from services.trainer.sampling.environments.world import Worlds
 from services.trainer.sampling.prompts import sample_seed
-from services.trainer.sampling.round import ScoredPrompt
+from services.trainer.sampling.rounds.changing import ChangingStream
+from services.trainer.sampling.rounds.groups import Group, ScoredPrompt, parted
+from services.trainer.sampling.rounds.newest import NewestPolicy, PolicyAt
 from services.trainer.sampling.sampled import Sampled
 from services.trainer.timers import StepTimer
 
@@ -49,14 +53,16 @@ class EpisodeRun(RolloutRun):
             raise ValueError("the job has no environment")
         self._environment = environment
         self._limit = min(environment.max_trajectory_tokens or host.max_train_tokens, host.max_train_tokens)
-        place = settings.reward.index(environment)
-        worlds = (OpenEnvWorlds if environment.tools is None else ToolWorlds)(
-            environment, host.grants.webhooks, f"generate.reward[{place}]"
-        )
+        worlds = self._worlds(environment, host, f"generate.reward[{settings.reward.index(environment)}]")
         self._player = Player(
             host.codec, spec, environment, worlds, most_tokens=self._limit, max_tokens=settings.max_tokens
         )
         super().__init__(spec, host, parent, settings=settings, **rest)
+
+    def _worlds(self, environment: EnvironmentReward, host: PolicyHost, where: str) -> Worlds:
+        """Where its episodes are played. Raises InvalidRequest for a URL that is not allowed."""
+        kind = OpenEnvWorlds if environment.tools is None else ToolWorlds
+        return kind(environment, host.grants.webhooks, where)
 
     def _most_tokens(self, prompt: ScoredPrompt) -> int:
         del prompt
@@ -66,31 +72,45 @@ class EpisodeRun(RolloutRun):
     def _longest(self) -> int:
         return self._job.max_completion_length or self._generate.max_tokens * self._environment.max_turns
 
-    def _sample_round(
-        self, number: int, version: int, policy: LoraParams, watch: StepTimer, interrupt: Callable[[], None]
-    ) -> Sampled:
-        """Plays a round."""
-        chosen = self._sampler.chosen(number)
+    def _sample_round(self, number: int, policy: PolicyAt, watch: StepTimer, interrupt: Callable[[], None]) -> Sampled:
+        """Plays a round. An episode that was cut begins again, with the same seeds: others would choose short ones."""
+        groups = self._to_sample(number, None)
         starts = [
             start
-            for place, prompt in enumerate(chosen)
-            for start in self._starts(prompt, (number, place), self._generate.completions)
+            for group in groups
+            for start, one in zip(
+                self._starts(group.prompt, (group.number, group.place), len(group.members)), group.members, strict=True
+            )
+            if one is None
         ]
-        found = self._play(starts, self._generate.temperature, policy, watch, interrupt)
-        left = ended(found, self._environment)
-        prompts = {id(one): chosen[at // self._generate.completions] for at, one in enumerate(found)}
+        some, changed = self._play(
+            starts, self._generate.temperature, policy, watch, interrupt, self._enough(len(starts)), self._newest
+        )
+        played = [one for one in some if one is not None]
+        new = ended(played, self._environment)
+        found = iter(some)
+        groups = [
+            replace(group, members=[next(found) if one is None else one for one in group.members]) for group in groups
+        ]
+        left = parted(groups, lambda one: one is None, self._requeues_of(number))
         with watch.waiting("score"):
-            self._judge([(prompts[id(one)], one) for one in left], interrupt)
-        size = self._generate.completions
-        members = [found[at : at + size] for at in range(0, len(found), size)]
-        made = made_round(number, version, self._generate.temperature, self._environment, members)
-        return Sampled.of(made, [action for one in left for action in one.actions], watch, failure_metrics(found))
+            self._judge(
+                [(group.prompt, one) for group in left.whole for one in group.members if isinstance(one, Episode)],
+                interrupt,
+            )
+        made = made_round(number, policy.version, self._generate.temperature, self._environment, left.whole)
+        tokens = sum(len(action.token_ids) for one in new for action in one.actions)
+        return self._sampled_of(made, left, tokens, changed, watch, **failure_metrics(played))
+
+    def _tools(self, prompt: ScoredPrompt) -> Sequence[Mapping[str, Any]]:
+        """Those that a prompt is rendered with."""
+        return self._generate.asked(prompt.asked).tools or ()
 
     def _starts(self, prompt: ScoredPrompt, drawn: Sequence[int | str], count: int) -> list[Start]:
         """So many episodes from the same state."""
         seed = sample_seed(self._job.seed, "reset", *drawn) % 2**31
         reset = {"seed": seed} | (prompt.asked.reset or {})
-        tools = self._generate.asked(prompt.asked).tools or ()
+        tools = self._tools(prompt)
         return [
             Start(prompt.asked, tools, reset, sample_seed(self._job.seed, *drawn, member)) for member in range(count)
         ]
@@ -99,21 +119,27 @@ class EpisodeRun(RolloutRun):
         self,
         starts: Sequence[Start],
         temperature: float,
-        lora: LoraParams,
+        policy: PolicyAt,
         watch: StepTimer,
         interrupt: Callable[[], None],
-    ) -> list[Episode | Dropped]:
-        source = self._host.rollouts
-        with ExitStack() as stack:
+        enough: int | None = None,
+        newest: NewestPolicy | None = None,
+    ) -> tuple[list[Episode | Dropped | None], int]:
+        """Episodes, as Player.play says, and how often one went on with a newer policy."""
+        if not starts:
+            return [], 0
+        stops = frozenset(self._generate.stop_token_ids)
+        stream = ChangingStream(self._host.rollouts, temperature, stops, newest, interrupt)
+        with contextlib.closing(stream):
             with watch.waiting("swap"):
-                policy = stack.enter_context(source.policy(lora, interrupt))
+                stream.use(policy)
             with watch.waiting("rollout"):
-                stops = frozenset(self._generate.stop_token_ids)
-                stream = stack.enter_context(source.stream(temperature, stops, policy))
-                return self._player.play(starts, stream, interrupt)
+                return self._player.play(starts, stream, interrupt, enough), stream.changed
 
     def _judge(self, episodes: Sequence[tuple[ScoredPrompt, Episode]], interrupt: Callable[[], None]) -> None:
         """Scores by the rewards that read the last answer."""
+        if not episodes:
+            return
         samples = [
             replace(
                 self._as_sample(prompt, episode.actions[-1]),
@@ -141,7 +167,9 @@ class EpisodeRun(RolloutRun):
             for place, prompt in enumerate(self._held_out)
             for start in self._starts(prompt, ("held out", place), 1)
         ]
-        found = self._play(starts, 0.0, self._lora, StepTimer(self._host.model.device), interrupt)
+        policy = PolicyAt(0, self._lora)
+        some, _ = self._play(starts, 0.0, policy, StepTimer(self._host.model.device), interrupt)
+        found = [one for one in some if one is not None]
         left = ended(found, self._environment)
         prompts = {id(one): prompt for one, prompt in zip(found, self._held_out, strict=True)}
         self._judge([(prompts[id(one)], one) for one in left], interrupt)
@@ -157,3 +185,9 @@ class EpisodeRun(RolloutRun):
 
     def _restored(self, tensors: Mapping[str, Tensor], data: Mapping[str, Any]) -> EpisodeRound:
         return EpisodeRound.of_state(tensors, data)
+
+    def _groups_state(self, prefix: str, groups: Sequence[Group[Any]]) -> tuple[dict[str, Tensor], list[Any]]:
+        return episodes_state(prefix, groups)
+
+    def _groups_of(self, prefix: str, tensors: Mapping[str, Tensor], data: Sequence[Any]) -> Sequence[Group[Any]]:
+        return episodes_of(prefix, tensors, data, self._host.codec, self._sampler.chosen, self._tools)

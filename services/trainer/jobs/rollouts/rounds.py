@@ -13,7 +13,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 
 from services.trainer.host.rollouts import Completion, RolloutRequest
 from services.trainer.jobs.adapter_run import AdapterRun
-from services.trainer.sampling.round_sampler import RoundSampler
+from services.trainer.sampling.rounds.round_sampler import RoundSampler
 from services.trainer.timers import StepTimer
 
 _T = TypeVar("_T")

@@ -147,7 +147,7 @@ class JobAttempt(Preparation[PublishingSpec]):
             base_model, versions = self._parts.settings.served_model_name, [one.version for one in parents]
             kept = EpochVersions(self._claim, self._spec, self._parts.publisher, gates, versions, base_model)
             metrics = yield from self._steps(run, writer, start, learning, kept)
-            notes.tell(learning.note(run, metrics))
+            notes.tell(learning.note(run, metrics), *run.outcome)
             notes.record(metrics)
             metrics |= learning.acceptance.check(run, metrics if start < run.total_steps else None, session.check)
             files = run.files(base_model)

@@ -115,24 +115,27 @@ class Player:
         self._max_tokens = max_tokens
 
     def play(
-        self, starts: Sequence[Start], stream: RolloutStream, interrupt: Callable[[], None]
-    ) -> list[Episode | Dropped]:
+        self, starts: Sequence[Start], stream: RolloutStream, interrupt: Callable[[], None], enough: int | None = None
+    ) -> list[Episode | Dropped | None]:
         """One episode a start, in their order. Blocks; ``interrupt`` is called several times a second and may raise.
+
+        Args:
+            enough: so many are waited for; the others are ended where they are, and nothing is left of them (None).
 
         Raises:
             InvalidRequest: a prompt does not fit.
             TemperError: as RolloutStream says.
         """
-        return asyncio.run(self._play(starts, stream, interrupt))
+        return asyncio.run(self._play(starts, stream, interrupt, len(starts) if enough is None else enough))
 
     async def _play(
-        self, starts: Sequence[Start], stream: RolloutStream, interrupt: Callable[[], None]
-    ) -> list[Episode | Dropped]:
+        self, starts: Sequence[Start], stream: RolloutStream, interrupt: Callable[[], None], enough: int
+    ) -> list[Episode | Dropped | None]:
         places = asyncio.Semaphore(min(self._environment.concurrency, stream.most))
         tasks = [asyncio.create_task(self._in_turn(places, start, stream)) for start in starts]
         left = set(tasks)
         try:
-            while left:
+            while len(tasks) - len(left) < enough:
                 done, left = await asyncio.wait(left, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
                 for task in done:
                     task.result()
@@ -142,7 +145,7 @@ class Player:
             for task in left:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
-        return [task.result() for task in tasks]
+        return [None if task in left else task.result() for task in tasks]
 
     async def _in_turn(self, places: asyncio.Semaphore, start: Start, stream: RolloutStream) -> Episode | Dropped:
         async with places:

@@ -18,6 +18,7 @@ from services.common.jobs import GrpoGroup
 from services.common.jobs.kinds.environment import DROPPED, FAILURES, EnvironmentReward, FailureKind
 from services.common.jobs.trajectories.segments import Action, Observation, Trajectory
 from services.trainer.sampling.environments.episodes import Dropped, Episode
+from services.trainer.sampling.rounds.groups import Group, staleness
 
 
 def trajectory_of(episode: Episode, weight: float, temperature: float, *, own_prompt: bool) -> Trajectory:
@@ -52,8 +53,8 @@ class EpisodeRound:
     number: int
     given: Sequence[GrpoGroup]
     said: Mapping[str, float]
-    earned: Sequence[Sequence[float]]
-    """Rewards of the episodes of each prompt, without those that were dropped."""
+    earned: Sequence[tuple[int, int, Sequence[float]]]
+    """Rewards of the episodes of each prompt, without those that were dropped, by its round and its place there."""
 
     def groups(self) -> list[GrpoGroup]:
         """Groups as a client would have posted them."""
@@ -72,7 +73,12 @@ class EpisodeRound:
             for segment in member["segments"]:
                 segment.pop("logprobs", None)
         tensors = {"round.logprobs": torch.tensor(logprobs, dtype=torch.float32)}
-        return tensors, {"number": self.number, "groups": groups, "metrics": dict(self.said), "earned": self.earned}
+        return tensors, {
+            "number": self.number,
+            "groups": groups,
+            "metrics": dict(self.said),
+            "rewards": list(self.earned),
+        }
 
     @classmethod
     def of_state(cls, tensors: Mapping[str, Tensor], data: Mapping[str, Any]) -> EpisodeRound:
@@ -88,7 +94,11 @@ class EpisodeRound:
         # Earlier releases sampled by the policy as it was.
         said = {"staleness_mean": 0.0, "staleness_max": 0.0}
         said |= {name: float(value) for name, value in data["metrics"].items()}
-        return cls(int(data["number"]), groups, said, data.get("earned", ()))
+        number = int(data["number"])
+        earned = data.get("rewards")
+        if earned is None:  # earlier releases cut nothing: its own prompts in their order
+            earned = [(number, place, rewards) for place, rewards in enumerate(data.get("earned", ()))]
+        return cls(number, groups, said, [(of, place, rewards) for of, place, rewards in earned])
 
 
 def ended(found: Sequence[Episode | Dropped], environment: EnvironmentReward) -> list[Episode]:
@@ -110,30 +120,31 @@ def ended(found: Sequence[Episode | Dropped], environment: EnvironmentReward) ->
 
 def made_round(
     number: int,
-    version: int,
+    version: float,
     temperature: float,
     environment: EnvironmentReward,
-    members: Sequence[Sequence[Episode | Dropped]],
+    played: Sequence[Group[Episode | Dropped | None]],
 ) -> EpisodeRound:
-    """A round of the episodes of each group, by a policy that had been trained on ``version`` rounds; some have come to
-    their ends."""
+    """A round of the episodes of each group, begun by a policy that had been trained on ``version`` rounds."""
     groups, unequal = [], 0
-    earned = []
-    for group in members:
-        left = [one for one in group if isinstance(one, Episode)]
+    earned: list[tuple[int, int, Sequence[float]]] = []
+    for group in played:
+        left = [one for one in group.members if isinstance(one, Episode)]
         prompts = {one.prompt for one in left}
         unequal += len(prompts) > 1
         trajectories = [
             trajectory_of(one, environment.weight, temperature, own_prompt=len(prompts) > 1) for one in left
         ]
-        earned.append([environment.weight * one.gained + one.others for one in left])
+        earned.append((group.number, group.place, [environment.weight * one.gained + one.others for one in left]))
         if left:
             prompt = list(left[0].prompt) if len(prompts) == 1 else None
             groups.append(GrpoGroup(prompt_token_ids=prompt, trajectories=[*trajectories]))
-    metrics = episode_metrics([one for group in members for one in group], environment)
-    metrics["staleness_mean"] = metrics["staleness_max"] = float(number - version)
+    ended = [one for group in played for one in group.members if isinstance(one, Episode)]
+    metrics = staleness(number, version, [action for one in ended for action in one.actions])
     metrics["environment_unequal_starts"] = float(unequal)
-    metrics["frac_reward_zero_std"] = sum(max(one.rewards) == min(one.rewards) for one in groups) / len(groups)
+    if groups:
+        metrics |= episode_metrics(ended, environment)
+        metrics["frac_reward_zero_std"] = sum(max(one.rewards) == min(one.rewards) for one in groups) / len(groups)
     return EpisodeRound(number, groups, metrics, earned)
 
 

@@ -17,6 +17,7 @@ import pytest
 from pydantic import SecretStr
 from typer.testing import CliRunner
 
+from cli.commands import up as up_module
 from cli.commands.up import Terminal, Told, UpOptions, compose, run_up
 from cli.local.ports import free_ports
 from cli.local.process import DirectoryLock, tail
@@ -156,7 +157,9 @@ def test_loopback_is_not_exposed(host: str) -> None:
     assert not UpOptions(host=host).exposed
 
 
-@pytest.mark.parametrize("args", [("--port", "0"), ("--port", "70000"), ("--device", "tpu"), ("--what",)])
+@pytest.mark.parametrize(
+    "args", [("--port", "0"), ("--port", "70000"), ("--device", "tpu"), ("--engines", "0"), ("--what",)]
+)
 def test_bad_options_are_usage_errors(args: tuple[str, ...]) -> None:
     assert up(*args).returncode == 2
 
@@ -178,6 +181,36 @@ def test_composition_keeps_secrets_private_and_stores_local(tmp_path: Path) -> N
     again, same_ports = compose(UpOptions(), tmp_path, UpSettings(), ports_of(tmp_path))
     assert same_ports == ports
     assert again[2].env == services[2].env
+
+
+def test_several_engines_have_what_is_theirs_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up_module, "visible_gpus", lambda environment: ["3", "5", "6"])
+    settings = UpSettings(
+        torch_threads=0, metrics_port=9100, kv_events="tcp://*:5557", kv_events_replay="tcp://indexer:5558"
+    )
+    first = ports_of(tmp_path)
+    for claim in (first.redis, first.s3, *first.engines):
+        claim.release()
+    ports = Ports.load_or_choose(tmp_path / "ports.json", gateway_port=8420, engines=3)
+    assert (ports.redis.number, ports.engines[0].number) == (first.redis.number, first.engines[0].number)
+    services, used = compose(UpOptions(engines=3), tmp_path, settings, ports)
+    assert [one.name for one in services] == ["valkey", "s3", "engine", "engine-2", "engine-3", "gateway"]
+    engines, gateway = services[2:5], services[5]
+    assert gateway.env["TEMPER_ENGINES"].split(",") == [f"127.0.0.1:{used[one.name]}" for one in engines]
+    assert [one.env["CUDA_VISIBLE_DEVICES"] for one in engines] == ["3", "5", "6"]
+    assert [one.env.get("TEMPER_METRICS_PORT") for one in engines] == [None, "9101", "9102"], "the first inherits it"
+    assert engines[1].env["TEMPER_KV_EVENTS"] == "tcp://*:5558"
+    assert "TEMPER_KV_EVENTS_REPLAY" not in engines[1].env, "they connect to one indexer"
+    for name in ("TEMPER_ENGINE_NAME", "TEMPER_GRPC_PORT", "TEMPER_CHECKPOINT_DIR", "TEMPER_FORGE_DIR"):
+        assert len({one.env[name] for one in engines}) == 3, name
+    assert len({one.log for one in engines}) == 3
+
+    with pytest.raises(InvalidRequest, match=r"--engines 4: .* there are 3; --device cpu"):
+        compose(UpOptions(engines=4), tmp_path, settings, ports)
+    on_cpu, _ = compose(UpOptions(engines=3, device="cpu"), tmp_path, settings, ports)
+    for one in on_cpu[2:5]:
+        assert "CUDA_VISIBLE_DEVICES" not in one.env
+        assert int(one.env["TEMPER_TORCH_THREADS"]) >= 1
 
 
 def test_stops_what_takes_requests_first(tmp_path: Path) -> None:

@@ -337,3 +337,26 @@ def test_refuses_an_order_that_cannot_be(tmp_path: Path, after: tuple[str, ...])
 def test_backoff_doubles_up_to_its_limit() -> None:
     policy = RestartPolicy(first_delay=0.5, longest_delay=10.0)
     assert [policy.delay(n) for n in (1, 2, 3, 10, 1000)] == [0.5, 1.0, 2.0, 10.0, 10.0]
+
+
+def test_a_log_is_bounded_while_its_process_runs(tmp_path: Path) -> None:
+    writer = "import sys,time\nwhile True:\n  print('x' * 99, flush=True)\n  time.sleep(0.001)"
+    log = tmp_path / "writer.log"
+    service = Service("writer", python(writer), log, lambda: None, log_bytes=20_000)
+    supervisor, _ = supervise(service)
+    sizes: list[int] = []
+
+    def watch() -> None:
+        try:
+            wait_until(lambda: (tmp_path / "writer.1.log").exists())
+            kept = (tmp_path / "writer.1.log").stat().st_size
+            wait_until(lambda: 0 < log.stat().st_size < kept)
+            sizes.append(kept)
+        finally:
+            supervisor.request_stop()
+
+    thread = threading.Thread(target=watch)
+    supervisor.run(thread.start)
+    thread.join()
+    assert sizes[0] > 20_000
+    assert (tmp_path / "writer.1.log").read_text().startswith("xxx")

@@ -122,6 +122,16 @@ def test_entries_of_another_model_are_removed_and_strange_files_are_not(tmp_path
         assert set(files(tmp_path)) == {"notes.txt"}
 
 
+def test_entries_of_a_later_release_are_left_to_it(tmp_path: Path) -> None:
+    later = path_of(written(tmp_path), 0)
+    later.write_bytes(later.read_bytes()[:8] + (2).to_bytes(4, "little") + later.read_bytes()[12:])
+    before = later.read_bytes()
+    with cold(tmp_path) as bench:
+        bench.settle()
+        assert bench.counts.troubles[Tier.DISK, "unreadable"] == 1
+    assert later.read_bytes() == before
+
+
 def test_one_directory_has_one_owner(tmp_path: Path) -> None:
     with Bench(limits(disk_dir=tmp_path)), pytest.raises(DirectoryInUse, match="TEMPER_TIER_DISK_DIR"):
         Bench(limits(disk_dir=tmp_path), start=False)

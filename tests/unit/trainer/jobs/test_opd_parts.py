@@ -14,7 +14,7 @@ from services.trainer.host.rollouts import Completion
 from services.trainer.losses import divergence_loss, sampled_reverse_kl
 from services.trainer.memory.estimate import TeacherWork, Workload, estimate
 from services.trainer.sampling.distillation_samples import TokenizedPrompt, distillation_round, known_part
-from services.trainer.sampling.round import completion_tensors, completions_of
+from services.trainer.sampling.rounds.round import completion_tensors, completions_of
 from services.trainer.sampling.teacher import Teacher
 from services.trainer.timers import StepTimer
 from tests.tokenizer_support import qwen_like_tokenizer

@@ -27,13 +27,17 @@ def rewards(chosen: list[str]) -> list[list[float]]:
     return [[1.0, 1.0 if one in "ab" else 0.0] if one not in "cd" else [0.0, 0.0] for one in chosen]
 
 
+def earned(number: int, rewards: list[list[float]]) -> list[tuple[int, int, list[float]]]:
+    return [(number, place, those) for place, those in enumerate(rewards)]
+
+
 def taught(rounds: int, **fields: Any) -> tuple[CurriculumSampler[str], Counter[str]]:
     made, counts = sampler(**fields), Counter[str]()
     for number in range(rounds):
         chosen = made.chosen(number)
         assert len(set(chosen)) == 2, "no prompt is twice in a round"
         counts.update(chosen)
-        made.learn(number, rewards(chosen))
+        made.learn(earned(number, rewards(chosen)), keep=number)
     return made, counts
 
 
@@ -60,7 +64,7 @@ def test_the_draw_follows_from_the_seed_and_what_was_seen() -> None:
     again.load_state(json.loads(json.dumps(made.state())))
     assert [again.chosen(number) for number in (20, 21)] == ahead
     for one in (made, again):
-        one.learn(20, rewards(ahead[0]))
+        one.learn(earned(20, rewards(ahead[0])), keep=20)
     assert again.state() == made.state()
     assert again.chosen(21) == ahead[1], "a round that was drawn stays, whatever is learnt meanwhile"
     assert again.chosen(22) == made.chosen(22)
@@ -69,10 +73,10 @@ def test_the_draw_follows_from_the_seed_and_what_was_seen() -> None:
 def test_success_is_what_the_newest_rounds_say() -> None:
     made = sampler(size=8, newest=0.25, success_at=0.5)
     made.chosen(0)
-    made.learn(0, [[1.0, 0.5]] * 7 + [[]])
+    made.learn(earned(0, [[1.0, 0.5]] * 7 + [[]]), keep=0)
     assert made.metrics()["curriculum_known"] == 7 / 8, "nothing is known of a prompt whose episodes were dropped"
     made.chosen(1)
-    made.learn(1, [[0.4, 0.0]] * 8)
+    made.learn(earned(1, [[0.4, 0.0]] * 8), keep=1)
     assert sorted(rate for _, rate in made.state()["success"]) == [0.0] + [0.75] * 7
 
 

@@ -223,7 +223,8 @@ class TinkerRecords:
             stored = await self._threads.run(self._store.get, key)
         except ObjectNotFound as error:
             raise NotFound(missing, param=param) from error
-        return kind.model_validate(TINKER.unstamped(json.loads(stored.data), key))
+        with TINKER.reading(key):
+            return kind.model_validate(TINKER.unstamped(json.loads(stored.data), key))
 
 
 def _session_key(session: str) -> str:

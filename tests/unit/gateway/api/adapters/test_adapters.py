@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import resource
 import struct
 import tarfile
 
@@ -55,6 +56,32 @@ def test_life_of_an_adapter(running: Running, http: httpx.Client) -> None:
     assert http.post("/v1/adapters/bot/detach").status_code == 200
     assert http.delete("/v1/adapters/bot").json()["deleted"] is True
     assert http.get("/v1/adapters/bot").status_code == 404
+
+
+def test_a_key_publishes_once_also_if_its_gateway_died_before_it_noted_it(running: Running, http: httpx.Client) -> None:
+    def sent(key: str, value: float = 1.0) -> str:
+        parts = {WEIGHTS: weights(value), CONFIG: config()}
+        answer = http.post("/v1/adapters", data={"name": "bot"}, files=parts, headers={"idempotency-key": key})
+        return str(answer.raise_for_status().json()["id"])
+
+    assert sent("one") == "bot@1"
+    running.records.kept.clear()  # what it would have noted, and its claim, which has ended
+    assert sent("one") == "bot@1"
+    assert sent("other") == "bot@2"
+    running.records.kept.clear()
+    assert sent("one", 2.0) == "bot@3"
+    assert [v["id"] for v in http.get("/v1/adapters/bot/versions").json()["data"]] == ["bot@1", "bot@2", "bot@3"]
+
+
+def test_an_upload_that_finds_no_room_on_disk_says_so(http: httpx.Client) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        answer = upload(http, files={WEIGHTS: bytes(3 << 20), CONFIG: config()})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert answer.status_code == 503, answer.text
+    assert "no room for the upload" in answer.json()["error"]["message"]
 
 
 def drafter_files(**changes: object) -> dict[str, bytes]:

@@ -1,4 +1,5 @@
-"""Sessions as rows: one conversation is a trajectory, by the tokens that were sampled and read."""
+"""Conversations as rows: a session, or completions that were rated together, is a trajectory, by the tokens that were
+sampled and read."""
 
 from __future__ import annotations
 
@@ -12,14 +13,38 @@ from services.learning.datasets.rows import Json, Row
 from services.learning.feedback.record import FeedbackRecord
 from services.learning.request_log.record import LoggedChoice, LoggedRequest
 
+Turn = tuple[LoggedRequest, LoggedChoice]
+"""A request, and its answer that the conversation went on from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A session, or completions that were rated together, of one API key."""
+
+    owner: str
+    session: str | None = None
+    answers: tuple[str, ...] = ()
+    """Without a session: ids of the completions, in their order."""
+
+    def __post_init__(self) -> None:
+        if (self.session is None) == (not self.answers):
+            raise ValueError("a conversation is a session, or completions")
+
 
 @dataclass(slots=True)
-class SaidOfSession:
-    """All ratings of one session, and of single answers in it."""
+class SaidOfConversation:
+    """All ratings of one conversation, and of single answers in it."""
 
     whole: list[FeedbackRecord] = field(default_factory=list)
     turns: dict[str, list[FeedbackRecord]] = field(default_factory=dict)
     """By the id of the choice."""
+
+    def take(self, one: FeedbackRecord, choice: str) -> None:
+        """Adds a rating: of the whole, or of this answer in it."""
+        if one.said.session_id is None and one.said.completion_ids is None:
+            self.turns.setdefault(choice, []).append(one)
+        elif one not in self.whole:
+            self.whole.append(one)
 
     @property
     def records(self) -> list[FeedbackRecord]:
@@ -48,26 +73,40 @@ def mean_rating(records: Sequence[FeedbackRecord]) -> float | None:
     return fmean(ratings) if ratings else None
 
 
-def session_row(requests: Sequence[LoggedRequest], said: SaidOfSession) -> Row | None:
-    """The row of a session; None: it is no trajectory. Its requests are those of one user and one conversation, each
-    with one answer whose tokens are logged.
+def turns_of_answers(found: Mapping[str, LoggedRequest], answers: Sequence[str]) -> list[Turn] | None:
+    """Turns that the answers are of; None: an id is of several choices.
+
+    Args:
+        found: request of each answer.
+    """
+    turns = [(found[name], choice) for name in answers if (choice := found[name].choice(name)) is not None]
+    return turns if len(turns) == len(answers) else None
+
+
+def turns_of_session(requests: Sequence[LoggedRequest]) -> list[Turn] | None:
+    """Turns of a session, in the order of time; None: a request of it has not one answer.
 
     Args:
         requests: all that are logged of it.
     """
     in_time = sorted(requests, key=lambda one: (one.at, one.id))
-    if not all(map(_is_turn, in_time)) or not all(_goes_on(*pair) for pair in pairwise(in_time)):
+    return [(one, one.choices[0]) for one in in_time] if all(len(one.choices) == 1 for one in in_time) else None
+
+
+def conversation_row(turns: Sequence[Turn], said: SaidOfConversation) -> Row | None:
+    """The row of a conversation; None: it is no trajectory. Its requests are of one user, each goes on from the one
+    before, and the tokens of the answers are logged."""
+    if not all(map(_is_turn, turns)) or not all(_goes_on(one, other) for (one, _), (other, _) in pairwise(turns)):
         return None
-    last = in_time[-1]
-    choice = last.choices[0]
+    last, choice = turns[-1]
     truncated = choice.finish_reason == "length"
-    trajectory: Json = {"segments": _segments(in_time, said), "truncated": truncated}
+    trajectory: Json = {"segments": _segments(turns, said), "truncated": truncated}
     if said.reward is not None:
         trajectory["reward"] = said.reward
     return Row(
         source="feedback",
         answer_id=choice.completion_id,
-        turn_ids=tuple(one.choices[0].completion_id for one in in_time),
+        turn_ids=tuple(one.completion_id for _, one in turns),
         at=last.at,
         key_id=last.owner,
         user=last.user,
@@ -85,15 +124,15 @@ def session_row(requests: Sequence[LoggedRequest], said: SaidOfSession) -> Row |
     )
 
 
-def _is_turn(request: LoggedRequest) -> bool:
+def _is_turn(turn: Turn) -> bool:
+    request, choice = turn
     return (
         request.kind == "chat"
         and request.messages is not None
         and bool(request.prompt_token_ids and request.prompt_token_ids[0])
-        and len(request.choices) == 1
-        and bool(request.choices[0].token_ids)
-        and request.choices[0].message is not None
-        and request.choices[0].finish_reason is not None
+        and bool(choice.token_ids)
+        and choice.message is not None
+        and choice.finish_reason is not None
     )
 
 
@@ -108,14 +147,14 @@ def _goes_on(first: LoggedRequest, second: LoggedRequest) -> bool:
     )
 
 
-def _segments(requests: Sequence[LoggedRequest], said: SaidOfSession) -> list[Json]:
+def _segments(turns: Sequence[Turn], said: SaidOfConversation) -> list[Json]:
     """Actions and observations. Where a prompt does not begin with the tokens before it (a template that drops earlier
     thoughts), the context begins anew."""
-    recorded = all(len(one.choices[0].logprobs or ()) == len(one.choices[0].token_ids or ()) for one in requests)
+    recorded = all(len(one.logprobs or ()) == len(one.token_ids or ()) for _, one in turns)
     segments: list[Json] = []
     before: list[int] = []
-    for request in requests:
-        prompt, choice = (request.prompt_token_ids or [[]])[0], request.choices[0]
+    for request, choice in turns:
+        prompt = (request.prompt_token_ids or [[]])[0]
         follows = prompt[: len(before)] == before
         seen: Json = {"type": "observation", "token_ids": prompt[len(before) :] if follows else prompt}
         if not follows:

@@ -1,0 +1,1 @@
+"""Rollouts of training jobs from the pod's own engine."""

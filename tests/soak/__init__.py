@@ -1,0 +1,1 @@
+"""Soak: a whole Temper under mixed traffic for a long time: memory, handles, disk, store, queue and logs stay flat."""
