@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from kernels.gpu.sampling.sample import MaskTensors
     from services.engine.executors.cuda.buffers import LoadedStep
     from services.engine.executors.cuda.runner import CudaRunner
     from services.engine.executors.cuda.speculation import CudaSpeculation, SampledChunks
@@ -34,7 +35,15 @@ class ChosenAcceptance:
         self._right = (torch.rand(_DRAWS, rows, generator=generator) < share).to(device)
         self._turn = 0
 
-    def accept(self, step: LoadedStep, sampling: Tensor, words: Tensor, chunks: SampledChunks, results: Tensor) -> None:
+    def accept(
+        self,
+        step: LoadedStep,
+        sampling: Tensor,
+        words: Tensor,
+        chunks: SampledChunks,
+        results: Tensor,
+        masks: MaskTensors | None,
+    ) -> None:
         """Accepts the tokens of a step behind the draws."""
         if chunks.group > 1:
             self._turn = (self._turn + 1) % _DRAWS
@@ -43,7 +52,7 @@ class ChosenAcceptance:
             sampled = results[:rows].view(-1, group, results.shape[1])[:, :-1, 0]
             right = self._right[self._turn, :rows].view(-1, group)[:, 1:]
             sampled.copy_(torch.where(right, drafts, drafts ^ 1))
-        self._accept(step, sampling, words, chunks, results)
+        self._accept(step, sampling, words, chunks, results, masks)
 
 
 def impose(runner: CudaRunner, share: float) -> None:

@@ -45,9 +45,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib.in_process import Prompt, only_warnings
-from benchmarks.training import opd
 from benchmarks.training.next_request import NextRequest, registry_in_memory
-from benchmarks.training.opd_workloads import WORKLOADS
+from benchmarks.training.opd import steps as opd
+from benchmarks.training.opd.workloads import WORKLOADS
 from benchmarks.training.pod import (
     Steps,
     TrainingPod,

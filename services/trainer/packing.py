@@ -20,6 +20,8 @@ from services.common.jobs.documents import Document
 
 LEAST_SHARED = 32
 """Tokens that several documents must have in common to be worth a piece of their own."""
+LEAST_COUNTED = 64
+"""Tokens that a branch counts as at least in a microbatch: a tile of the recurrence on a GPU, which keeps a state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +171,10 @@ def pack_branches(documents: Sequence[Document], max_tokens: int, device: torch.
     room = 0
     for document, less in zip(order, saved, strict=True):
         need = document.length - 1
-        if bins and need - less <= room:
+        own = max(need - less, min(LEAST_COUNTED, need)) if less else need
+        if bins and own <= room:
             bins[-1].append(document)
-            room -= need - less
+            room -= own
         else:
             bins.append([document])
             room = max_tokens - need

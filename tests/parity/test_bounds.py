@@ -83,12 +83,16 @@ def test_serving(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.parametrize("branches", [False, True])
 @pytest.mark.parametrize("architecture", TRAINED)
-def test_training(architecture: str) -> None:
-    """Documents of one tile and of two, with room for another, as captured steps have."""
+def test_training(architecture: str, branches: bool) -> None:
+    """Documents of one tile and of two, with room for another, as captured steps have; or that go on from others."""
     model = random_model(TINY, torch.bfloat16, kernels=_kernels(architecture))
     lora = LoraParams.create(TINY, LoraSettings(rank=4))
     documents = Documents.build([66, 1, 13], "cpu", room=4)
+    if branches:
+        device, past = torch.device("cpu"), TINY.conv_kernel - 1
+        documents = Documents.branching([66, 1, 4, 9], [None, 0, 1, 0], device, past=past)
     with bounds_checked() as checked, torch.no_grad():
         adapter = WorkingAdapter(lora, TINY, model.dtype)
         trunk = Trunk(TINY, model.weights, model.rotation, documents, adapter)

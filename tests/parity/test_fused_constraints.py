@@ -11,17 +11,23 @@ import torch
 
 import tests.kernels.gpu.interpreter  # noqa: F401
 from services.engine.compute_sharing.host_lock import SliceGate
+from services.engine.constraints.masks import RowMasks
 from services.engine.constraints.matcher import ConstraintBroken, OutputMatcher
 from services.engine.constraints.vocabulary import Bits, Vocabulary, allow
 from services.engine.executors.cpu.runner import ModelRunner
-from services.engine.executors.runner import Runner
+from services.engine.executors.cuda.launched_steps import LaunchedStep, OpenedStep
+from services.engine.executors.cuda.runner import CudaRunner
+from services.engine.executors.runner import OpenStep, Runner, StepHandle
 from services.engine.loop.step_pipeline import StepPipeline
 from services.engine.observability.events import EventStream
+from services.engine.observability.status import Counts
 from services.engine.requests.request import FinishReason, Request
 from services.engine.requests.sampling_params import Constraint, ConstraintKind, SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
+from services.engine.scheduler.step_plan import StepPlan
 from tests.parity.fused_models import TINY, cuda_runner, random_adapters, random_model
 from tests.parity.test_fused import DEVICE, LIMITS
+from tests.parity.test_fused_speculation import steer
 
 MODULUS = 7
 
@@ -70,13 +76,40 @@ def asked() -> list[Request]:
     made = []
     for number, fields in enumerate(kinds):
         limited = number % 3 != 2
-        sampling = SamplingParams(max_tokens=3 + number % 2, constraint=constraint if limited else None, **fields)
+        sampling = SamplingParams(max_tokens=5 + number % 2, constraint=constraint if limited else None, **fields)
         prompt = tuple(range(1, 4 + number % 3))
         made.append(Request(f"r{number}", prompt, sampling, matcher=Sums(number) if limited else None))
     return made
 
 
-def outputs(runner: Runner, limits: SchedulerConfig) -> dict[str, list[int]]:
+class Steered:
+    """The GPU's runner, most draft tokens of which are those that will be sampled."""
+
+    depth, costs = 2, None
+
+    def __init__(self, runner: CudaRunner, known: dict[str, list[int]]) -> None:
+        self._runner, self._known = runner, known
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        handle = self._runner.launch(plan)
+        steer(self._runner, plan, self._known)
+        return handle
+
+    def open(self, plan: StepPlan) -> OpenStep:
+        opened = self._runner.open(plan)
+        assert isinstance(opened, OpenedStep)
+        sample = opened.sample
+
+        def sampled(masks: RowMasks) -> LaunchedStep:
+            launched = sample(masks)
+            steer(self._runner, plan, self._known)
+            return launched
+
+        opened.sample = sampled
+        return opened
+
+
+def outputs(runner: Runner, limits: SchedulerConfig, counts: list[Counts] | None = None) -> dict[str, list[int]]:
     """Outputs of all requests, two of which come at a time."""
     pipeline = StepPipeline(limits, runner, SliceGate(1.0), EventStream(), lambda: 0.0)
     coming = asked()
@@ -89,6 +122,8 @@ def outputs(runner: Runner, limits: SchedulerConfig) -> dict[str, list[int]]:
             if update.finished is not None:
                 assert update.finish_reason is FinishReason.LENGTH, update
                 found[update.request_id] = list(update.finished.output_ids)
+    if counts is not None:
+        counts.append(pipeline.scheduler.counts())
     return found
 
 
@@ -108,7 +143,9 @@ def test_overlapping_steps_have_the_tokens_of_the_plain_runner(speculative: bool
     fused = cuda_runner(model, limits, random_adapters(model, 0))
     assert fused.depth == 2
     expected = outputs(plain, limits)
-    assert outputs(fused, limits) == expected
+    counts: list[Counts] = []
+    assert outputs(Steered(fused, expected) if speculative else fused, limits, counts) == expected
+    assert (0 < counts[0].num_accepted_tokens < counts[0].num_draft_tokens) == speculative
     for number, request in enumerate(asked()):
         tokens = [number, *expected[request.request_id]]
         if request.matcher is not None:

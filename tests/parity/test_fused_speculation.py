@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tests.kernels.gpu.interpreter  # noqa: F401
+from services.engine.executors.cuda.runner import CudaRunner
 from services.engine.executors.runner import StepHandle
 from services.engine.requests.outputs import Finished
 from services.engine.requests.request import Request
@@ -60,7 +61,7 @@ class Ahead:
                 in_flight.append((plan, self.runner.launch(plan)))
                 self.steps += 1
                 self.rows |= {len(chunk.token_ids) for chunk in plan.chunks if chunk.is_decode}
-                self._steer(plan)
+                steer(self.runner, plan, self._outputs)
             if in_flight and (plan is None or len(in_flight) == 2):
                 done, handle = in_flight.popleft()
                 for update in self.scheduler.update(done, handle.result(), 0.0):
@@ -71,20 +72,21 @@ class Ahead:
         self.scheduler.check_integrity()
         return results
 
-    def _steer(self, plan: StepPlan) -> None:
-        """Replaces two of three draft tokens behind the step."""
-        if plan.num_draft_tokens == 0:
-            return
-        self.runner.stream.synchronize()
-        slots = self.runner._speculation._slots
-        for chunk in plan.chunks:
-            if not chunk.samples or chunk.request.request_id not in self._outputs:
-                continue
-            known = self._outputs[chunk.request.request_id]
-            count = int(slots.computed[chunk.slot]) - len(chunk.request.prompt_token_ids) + 1
-            for place in range(plan.num_draft_tokens):
-                if count + place < len(known) and (count + place) % 3:
-                    slots.drafts[chunk.slot, place] = known[count + place]
+
+def steer(runner: CudaRunner, plan: StepPlan, outputs: dict[str, list[int]]) -> None:
+    """Replaces two of three draft tokens behind a step by what will be sampled."""
+    if plan.num_draft_tokens == 0:
+        return
+    runner.stream.synchronize()
+    slots = runner._speculation._slots
+    for chunk in plan.chunks:
+        if not chunk.samples or chunk.request.request_id not in outputs:
+            continue
+        known = outputs[chunk.request.request_id]
+        count = int(slots.computed[chunk.slot]) - len(chunk.request.prompt_token_ids) + 1
+        for place in range(plan.num_draft_tokens):
+            if count + place < len(known) and (count + place) % 3:
+                slots.drafts[chunk.slot, place] = known[count + place]
 
 
 def steered(
@@ -106,7 +108,7 @@ def steered(
 
 
 def mixture(tokens: int) -> list[Request]:
-    """Greedy, with noise, with log-probabilities, with a token to stop at, and one that nothing is drafted for."""
+    """Greedy, with noise, with log-probabilities, with a token to stop at, and with penalties."""
     made = requests(3, 5, 2, 4, 2, tokens=tokens)
     changes: list[dict[str, Any]] = [
         {},
@@ -134,6 +136,28 @@ def test_draft_tokens_right_and_wrong(draft_tokens: int, sorts: slice, tokens: i
     limits = replace(SPECULATIVE, draft_tokens=draft_tokens, max_num_seqs=3)
     ahead = steered(made, limits, arrivals=len(made) // 2)
     assert {1, 1 + draft_tokens} <= ahead.rows
+
+
+def test_draft_tokens_beside_edited_logits() -> None:
+    """Penalties count what was accepted and what a row follows, and min_tokens holds at each row. One without edits
+    comes when there is a seat."""
+    every = {
+        "repetition_penalty": 1.5,
+        "frequency_penalty": 0.7,
+        "min_tokens": 3,
+        "stop_token_ids": frozenset(range(8)),
+    }
+    changes: list[dict[str, Any]] = [
+        {"temperature": 0.0, "logit_bias": {7: 0.5, 40: -1.0}} | every,
+        {"temperature": 0.9, "top_p": 0.9, "seed": 3, "presence_penalty": -1.0} | every,
+        {"temperature": 0.0},
+    ]
+    made = [
+        replace(one, sampling=SamplingParams(max_tokens=7, ignore_eos=True, **change))
+        for one, change in zip(requests(3, 2, 2, tokens=7), changes, strict=True)
+    ]
+    ahead = steered(made, replace(SPECULATIVE, max_num_seqs=2))
+    assert 4 in ahead.rows
 
 
 @pytest.mark.thorough

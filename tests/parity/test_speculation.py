@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -138,6 +140,36 @@ class Oracle:
         monkeypatch.setattr(CpuSpeculation, "_draw", draw)
 
 
+def mixed(seed: int) -> list[Request]:
+    """Requests with a random mixture of all that changes the choice of a token."""
+    chance = random.Random(seed)
+
+    def some(*values: Any) -> Any:
+        return chance.choice(values)
+
+    made = []
+    for n, prompt in enumerate(prompts()):
+        most = some(8, MAX_TOKENS)
+        sampling = SamplingParams(
+            temperature=some(0.0, 0.7, 1.0, 1.5),
+            top_p=some(1.0, 0.8),
+            top_k=some(0, 30),
+            min_p=some(0.0, 0.02),
+            seed=n,
+            presence_penalty=some(0.0, 1.5, -0.5),
+            frequency_penalty=some(0.0, 0.9),
+            repetition_penalty=some(1.0, 1.4, 0.8),
+            logit_bias=some({}, {chance.randrange(211): chance.uniform(-3, 6) for _ in range(20)}),
+            stop_token_ids=some(frozenset(), frozenset(range(60, 68))),
+            min_tokens=some(0, 5, most),
+            max_tokens=most,
+            top_logprobs=some(None, 2),
+        )
+        pin = AdapterPin(f"a@{n % 3}", f"digest {n % 3}", n % 3) if n % 3 else AdapterPin()
+        made.append(Request(f"r{n}", prompt, sampling, pin, arrival=n))
+    return made
+
+
 def requests(**sampling: object) -> list[Request]:
     """Greedy, seeded, filtered and penalised ones, some with an adapter and with tokens to stop at."""
     made = []
@@ -214,6 +246,32 @@ def test_tokens_are_the_same(
         assert 0.3 < counts[0].num_accepted_tokens / counts[0].num_draft_tokens < 0.9
 
 
+@pytest.mark.parametrize(
+    ("seed", "changes"),
+    [
+        (1, {"draft_tokens": 4}),
+        (2, {"draft_tokens": 3, "num_blocks": 34, "block_size": 4}),
+        (3, {"draft_tokens": 2, "num_slots": 10}),
+    ],
+)
+def test_tokens_are_the_same_with_every_mixture_of_parameters(
+    grouped: Pair, seed: int, changes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With preemptions, and prefixes from the cache: the last prompts came before."""
+    model = grouped.model
+    plain, _ = serve(model, mixed(seed), arrivals=7, lora=random_adapters(model, 2))
+    Oracle(plain).install(monkeypatch)
+    counts: list[Counts] = []
+    results, preemptions = serve(
+        model, mixed(seed), arrivals=7, lora=random_adapters(model, 2), counts=counts, **(ROOM | changes)
+    )
+    for result, wanted in zip(results, plain, strict=True):
+        assert list(result.output_ids) == list(wanted.output_ids), result.request
+        assert result.finish_reason == wanted.finish_reason
+    assert 0.3 < counts[0].num_accepted_tokens / counts[0].num_draft_tokens < 0.9
+    assert (preemptions > 0) == ("num_blocks" in changes)
+
+
 @pytest.mark.parametrize("oracle", [True, False])
 def test_with_plans_in_flight(
     grouped: Pair, expected: list[Finished], oracle: bool, monkeypatch: pytest.MonkeyPatch
@@ -224,7 +282,7 @@ def test_with_plans_in_flight(
     if oracle:
         Oracle(expected).install(monkeypatch)
     wanted = {result.request.request_id: result for result in expected}
-    some = [request for request in requests() if not request.sampling.edits_logits]
+    some = [request for request in requests() if not request.sampling.penalises]
     config = SchedulerConfig(
         max_num_seqs=8,
         token_budget=64,

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from kernels.gpu.train.head import token_scores
 from services.engine.models.interface import Probe, Recompute
 from services.engine.models.lora.binding import bind_adapter
+from services.engine.models.lora.lora_batch import LoraBatch
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.models.qwen3_5.training import plain, trunk
@@ -119,6 +121,48 @@ def test_recomputation_changes_no_bit(pairs: dict[str, Pair], name: str, tmp_pat
         for name, value in found[0].items():
             assert value.any()
             assert torch.equal(value, other[name]), name
+
+
+def test_documents_that_go_on_from_others(pairs: dict[str, Pair], tmp_path: Path) -> None:
+    """Behind up to three others, several behind one; whatever is computed again."""
+    pair = pairs["grouped"]
+    make_adapter(pair.path, tmp_path, r=3)
+    bound = bind_adapter(adapter_files(tmp_path), pair.model.config, max_rank=8)
+    begin = 70 if torch.cuda.is_available() else 6
+    lengths, parents = [begin, 2, 1, 3, 2, 2, 4], [None, None, 0, 0, 1, 2, 5]
+    device, model = device_and_model(pair)
+    tokens = torch.tensor(prompt(sum(lengths)))
+    weights = torch.randn(sum(lengths), model.config.hidden_size, generator=torch.Generator().manual_seed(3))
+    lora = LoraParams.from_bound(bound)
+    give_way: Any = {"give_way": lambda: None, "parents": parents}
+    exact = pair.model.forward_train(tokens, lengths, lora, recompute="none", **give_way)
+    (exact * weights).sum().backward()
+    expected = gradients(lora)
+    found = []
+    levels: tuple[Recompute, ...] = ("none", "selective", "full")
+    for recompute in levels:
+        ours = LoraParams.from_bound(bound, device=device)
+        settings = (model.config, model.weights, model.rotation, ours)
+        hidden = trunk.forward_packed(tokens.to(device), lengths, *settings, recompute=recompute, **give_way)
+        assert float((hidden.detach().cpu() - exact.detach()).abs().max()) <= 2e-4
+        (hidden * weights.to(device)).sum().backward()
+        found.append({key: value.cpu() for key, value in gradients(ours).items()})
+    assert_equal_gradients(found[0], expected)
+    for other in found[1:]:
+        for key, value in found[0].items():
+            assert torch.equal(value, other[key]), key
+
+
+def test_documents_of_several_adapters_go_on_from_none(pairs: dict[str, Pair], tmp_path: Path) -> None:
+    pair = pairs["grouped"]
+    make_adapter(pair.path, tmp_path, r=3)
+    device, model = device_and_model(pair)
+    bound = bind_adapter(adapter_files(tmp_path), model.config, max_rank=8)
+    lora = LoraBatch((LoraParams.from_bound(bound, device=device), LoraParams.from_bound(bound, device=device)), (1, 1))
+    settings = (model.config, model.weights, model.rotation, lora)
+    tokens = torch.tensor(prompt(3), device=device)
+    with pytest.raises(ValueError, match="several adapters"):
+        trunk.forward_packed(tokens, [2, 1], *settings, recompute="none", give_way=lambda: None, parents=[None, 0])
 
 
 class Seen(Probe):

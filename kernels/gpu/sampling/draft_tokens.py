@@ -23,9 +23,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.sampling.rows import MOST_OUTPUT, MOST_STOPS, PARAMETERS, STOPS
+from kernels.gpu.sampling.rows import (
+    EDIT_ROW,
+    EDITED,
+    FLAGS,
+    MIN_TOKENS,
+    MOST_DRAFTS,
+    MOST_OUTPUT,
+    MOST_STOPS,
+    PARAMETERS,
+    STOPS,
+)
 
-MOST = 4
+MOST = int(MOST_DRAFTS.value)
 """Most draft tokens of a slot."""
 CHUNK_WORDS = 8
 """int32 words of a chunk for `accept`: its slot (0: padding), the row of the batch of its first token that is sampled
@@ -35,13 +45,16 @@ if it goes on from what the device knows of its slot."""
 _SLOT = tl.constexpr(0)
 _ROW = tl.constexpr(1)
 _PLACE = tl.constexpr(2)
-_ROWS = tl.constexpr(3)
+ROWS_WORD = 3
+_ROWS = tl.constexpr(ROWS_WORD)
 _ROOM = tl.constexpr(4)
 _GOES_ON = tl.constexpr(5)
-_MOST = tl.constexpr(MOST)
 _WORDS = tl.constexpr(CHUNK_WORDS)
 _PENDING = tl.constexpr(-1)
 _DRAFT = tl.constexpr(-2)
+UNWANTED = -2
+"""Instead of the mask of a row: its token does not count, nor does one behind it."""
+_UNWANTED = tl.constexpr(UNWANTED)
 _ERROR = tl.constexpr(1)
 _FLAGS = tl.constexpr(3)
 ACCEPTED_SHIFT = 4
@@ -64,6 +77,7 @@ class _Chain(NamedTuple):
     room: Any
     next_ids: Any
     step: Any
+    drafted: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +120,8 @@ class Chain:
     """[C]: the token behind that row, the draft token before."""
     step: Tensor
     """[3, C]: what the sampler needs of a row (see sample_rows)."""
+    drafted: Tensor
+    """[C, MOST]: draft tokens before the one that is drawn, -1 where there is none yet."""
     no_adapters: Tensor
     """[C]: zeros."""
 
@@ -116,17 +132,23 @@ class Chain:
         rows, slots, positions, room, next_ids, none = torch.zeros(
             6, -(-chunks // 4) * 4, dtype=torch.int32, device=device
         )[:, :chunks]
-        return cls(
-            rows, slots, positions, room, next_ids, torch.zeros(3, chunks, dtype=torch.int32, device=device), none
-        )
+        step = torch.zeros(3, chunks, dtype=torch.int32, device=device)
+        drafted = torch.full((chunks, MOST), -1, dtype=torch.int32, device=device)
+        return cls(rows, slots, positions, room, next_ids, step, drafted, none)
 
     def arguments(self) -> _Chain:
-        return _Chain(self.rows, self.slots, self.positions, self.room, self.next_ids, self.step)
+        return _Chain(self.rows, self.slots, self.positions, self.room, self.next_ids, self.step, self.drafted)
 
 
-@triton.jit(do_not_specialize=["step_stride"])
-def _place_rows_kernel(tokens, positions, row_slots, step, step_stride, slots, GROUP: tl.constexpr):
-    begin = tl.program_id(0) * GROUP
+@triton.jit(do_not_specialize=["step_stride", "chunks"])
+def _place_rows_kernel(tokens, positions, row_slots, step, step_stride, drafted, slots, chunks, GROUP: tl.constexpr):
+    chunk = tl.program_id(0)
+    places = tl.arange(0, MOST_DRAFTS)
+    before = tl.full((MOST_DRAFTS,), -1, tl.int32)
+    if chunk >= chunks:
+        tl.store(drafted + (chunks * (GROUP - 1) + chunk) * MOST_DRAFTS + places, before)
+        return
+    begin = chunk * GROUP
     slot = tl.load(row_slots + begin)
     pending = tl.load(tokens + begin) == _PENDING
     shift = tl.where(pending, tl.load(slots.computed + slot) - tl.load(positions + begin), 0)
@@ -137,8 +159,10 @@ def _place_rows_kernel(tokens, positions, row_slots, step, step_stride, slots, G
         row = begin + index
         token = tl.load(tokens + row)
         if index > 0:
-            draft = tl.load(slots.drafts + slot * _MOST + (index - 1))
+            draft = tl.load(slots.drafts + slot * MOST_DRAFTS + (index - 1))
             token = tl.where(token == _DRAFT, draft, token)
+            before = tl.where(places == index - 1, token, before)
+        tl.store(drafted + row * MOST_DRAFTS + places, before)
         held = (tl.load(row_slots + row) > 0) & (gone == 0)
         tl.store(tokens + row, tl.where(held, token, 0))
         tl.store(positions + row, tl.where(held, tl.load(positions + row) + shift, 0))
@@ -148,7 +172,15 @@ def _place_rows_kernel(tokens, positions, row_slots, step, step_stride, slots, G
 
 
 def place_rows(
-    tokens: Tensor, positions: Tensor, row_slots: Tensor, step: Tensor, slots: SlotTokens, chunks: int, group: int
+    tokens: Tensor,
+    positions: Tensor,
+    row_slots: Tensor,
+    step: Tensor,
+    drafted: Tensor,
+    slots: SlotTokens,
+    chunks: int,
+    group: int,
+    others: int = 0,
 ) -> None:
     """Fills in the rows of the chunks that decode, which are the first of a step.
 
@@ -157,16 +189,19 @@ def place_rows(
         positions: [T] int32; behind a pending token the least ones.
         row_slots: [T] int32; 0 for padding and for the rows of a group, at its end, that have no token.
         step: [3, ≥ chunks · group] int32: slots and output counts of the sampled rows, those of the groups first.
+        drafted: [≥ chunks · group + others, MOST] int32, gets the draft tokens that each sampled row follows, -1 where
+            there are fewer.
         slots: rows of requests that have ended get slot 0.
         chunks: groups.
         group: rows of a group.
+        others: sampled rows behind the groups, which follow no draft token.
     """
-    if chunks:
-        arguments = (tokens, positions, row_slots, step, step.stride(0), slots.arguments())
-        _place_rows_kernel[(chunks,)](*arguments, GROUP=group, num_warps=1)
+    if chunks + others:
+        arguments = (tokens, positions, row_slots, step, step.stride(0), drafted, slots.arguments(), chunks)
+        _place_rows_kernel[(chunks + others,)](*arguments, GROUP=group, num_warps=1)
 
 
-@triton.jit(do_not_specialize=["result_stride", "step_stride", "chain_stride"])
+@triton.jit(do_not_specialize=["result_stride", "step_stride", "chain_stride", "vocab"])
 def _accept_kernel(
     chunks,
     results,
@@ -177,6 +212,9 @@ def _accept_kernel(
     positions,
     next_ids,
     parameters,
+    words,
+    vocab,
+    masks,
     slots,
     rejected,
     chain,
@@ -184,16 +222,19 @@ def _accept_kernel(
     GROUP: tl.constexpr,
 ):
     chunk = tl.program_id(0)
-    words = chunks + chunk * _WORDS
-    slot = tl.load(words + _SLOT)
-    row = tl.load(words + _ROW)
-    place = tl.load(words + _PLACE)
-    rows = tl.load(words + _ROWS)
+    about = chunks + chunk * _WORDS
+    slot = tl.load(about + _SLOT)
+    row = tl.load(about + _ROW)
+    place = tl.load(about + _PLACE)
+    rows = tl.load(about + _ROWS)
     known = parameters + slot * PARAMETERS
     stops = tl.load(known + STOPS + tl.arange(0, MOST_STOPS))
     most = tl.load(known + MOST_OUTPUT)
+    least = tl.load(known + MIN_TOKENS)
+    edited = (tl.load(known + FLAGS) & EDITED) != 0
+    generated = words + tl.load(known + EDIT_ROW).to(tl.int64) * vocab
     count = tl.load(step + step_stride + place)
-    ended = tl.where(tl.load(words + _GOES_ON) > 0, tl.load(slots.ended + slot), 0)
+    ended = tl.where(tl.load(about + _GOES_ON) > 0, tl.load(slots.ended + slot), 0)
     alive = (ended == 0) & (slot > 0)
     accepted = 0
     newest = 0
@@ -203,13 +244,17 @@ def _accept_kernel(
         token = tl.load(result, mask=inside, other=0)
         flags = tl.load(result + _FLAGS, mask=inside, other=0)
         draft = tl.load(tokens + row + index + 1, mask=index + 1 < rows, other=-1)
+        wanted = tl.load(masks + place + index + 1, mask=index + 1 < rows, other=_UNWANTED) != _UNWANTED
         tl.store(next_ids + row + index, token, mask=inside)
         counts = alive & inside
         accepted += counts.to(tl.int32)
+        tl.atomic_add(generated + token, 1, mask=counts & edited, sem="relaxed")
         newest = tl.where(counts, token, newest)
-        last = (tl.sum((stops == token).to(tl.int32)) > 0) | (count + index + 1 >= most) | ((flags & _ERROR) != 0)
+        number = count + index + 1
+        stopped = (tl.sum((stops == token).to(tl.int32)) > 0) & (number > least)
+        last = stopped | (number >= most) | ((flags & _ERROR) != 0)
         ended = tl.where(counts & last, 1, ended)
-        alive = counts & (last == 0) & (index + 1 < rows) & (token == draft)
+        alive = counts & (last == 0) & wanted & (token == draft)
     position = tl.load(positions + row)
     # A row that was not sampled has the flags of a step before.
     first_flags = tl.load(results + place * result_stride + _FLAGS, mask=slot > 0, other=0)
@@ -225,10 +270,11 @@ def _accept_kernel(
     tl.store(chain.rows + chunk, row + tl.maximum(accepted, 1) - 1)
     tl.store(chain.slots + chunk, tl.where(drafts, slot, 0))
     tl.store(chain.positions + chunk, tl.where(drafts, position + accepted - 1, 0))
-    tl.store(chain.room + chunk, tl.load(words + _ROOM))
+    tl.store(chain.room + chunk, tl.load(about + _ROOM))
     tl.store(chain.step + chunk, tl.where(drafts, slot, 0))
     tl.store(chain.step + chain_stride + chunk, count + accepted)
     tl.store(chain.step + 2 * chain_stride + chunk, -1)
+    tl.store(chain.drafted + chunk * MOST_DRAFTS + tl.arange(0, MOST_DRAFTS), tl.full((MOST_DRAFTS,), -1, tl.int32))
 
 
 def accept(
@@ -240,12 +286,15 @@ def accept(
     next_ids: Tensor,
     parameters: Tensor,
     slots: SlotTokens,
+    words: Tensor,
+    masks: Tensor,
     rejected: Tensor,
     chain: Chain,
     group: int,
 ) -> None:
     """Decides how many of each chunk's tokens count: up to the first that is not the draft token behind it, a stop
-    token, the last of its request, or one whose sampling failed; none of a request that has ended. Moves the slots on.
+    token, the last of its request, one whose sampling failed, or one before an unwanted row; none of a request that has
+    ended. Moves the slots on.
 
     Args:
         chunks: [C, CHUNK_WORDS] int32, chunks that sample; the padding at the end has slot 0 and no rows.
@@ -256,6 +305,8 @@ def accept(
         next_ids: [T] int32, gets the sampled token behind each sampled row.
         parameters: [num_slots, PARAMETERS] int32, of the sampling tables.
         slots: changed.
+        words: [E, V] int32, the token words of sample_rows(): the tokens that count are counted.
+        masks: [≥ R] int32, the mask of each sampled row, of which only UNWANTED matters.
         rejected: [≥ C] int32, gets how many of the rows do not count.
         chain: of at least C chunks, gets the row that the next draft token is drawn behind.
         group: most sampled rows of a chunk.
@@ -270,6 +321,9 @@ def accept(
         positions,
         next_ids,
         parameters,
+        words,
+        words.shape[1],
+        masks,
         slots.arguments(),
         rejected,
         chain.arguments(),
@@ -290,7 +344,8 @@ def _next_draft_kernel(results, result_stride, slots, chain, chain_stride, numbe
     goes_on = (slot > 0) & (position < tl.load(chain.room + chunk))
     count = tl.load(chain.step + chain_stride + chunk)
     tl.debug_barrier()
-    tl.store(slots.drafts + slot * _MOST + number, token, mask=slot > 0)
+    tl.store(slots.drafts + slot * MOST_DRAFTS + number, token, mask=slot > 0)
+    tl.store(chain.drafted + chunk * MOST_DRAFTS + number, token)
     tl.store(chain.next_ids + chunk, token)
     tl.store(chain.slots + chunk, tl.where(goes_on, slot, 0))
     tl.store(chain.step + chunk, tl.where(goes_on, slot, 0))

@@ -33,6 +33,8 @@ MOST_OUTPUT = tl.constexpr(13)
 STOPS = tl.constexpr(16)
 """First of the words with the request's stop tokens, -1 where there are fewer; for the same."""
 MOST_STOPS = tl.constexpr(16)
+MOST_DRAFTS = tl.constexpr(4)
+"""Most draft tokens of a slot."""
 
 GREEDY = tl.constexpr(1)
 FILTERED = tl.constexpr(2)
@@ -87,6 +89,10 @@ def edited_logits(x, column, inside, request, tables):
                     x += tl.load(tables.biases + row + column, mask=inside, other=0.0)
             word = tl.load(tables.words + row + column, mask=inside, other=0)
             generated = word & COUNT_MASK
+            if tables.drafted is not None:
+                for place in tl.static_range(MOST_DRAFTS):
+                    draft = tl.load(tables.drafted + request.row * MOST_DRAFTS + place)
+                    generated += (column == draft).to(tl.int32)
             early = request.output_count < tl.load(request.parameters + MIN_TOKENS)
             x = tl.where(early & ((word & MASKED_EARLY) != 0), float("-inf"), x)
             repetition = float_parameter(request.parameters, REPETITION)

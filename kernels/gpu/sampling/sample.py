@@ -34,7 +34,7 @@ from torch import Tensor
 
 from kernels.gpu.sampling import state
 from kernels.gpu.sampling.nucleus import again_kernel, check_kernel
-from kernels.gpu.sampling.rows import BINS, PARAMETERS
+from kernels.gpu.sampling.rows import BINS, MOST_DRAFTS, PARAMETERS
 from kernels.gpu.sampling.scan import scan_kernel
 from kernels.gpu.sampling.select import narrow_kernel, race_kernel, select_kernel
 from kernels.gpu.sampling.top import alternatives_kernel
@@ -45,6 +45,7 @@ MOST_ALTERNATIVES = int(state.MOST_ALTERNATIVES.value)
 """A row's result goes on with as many token ids and then as many log-probabilities (bits)."""
 ROW_WORDS = RESULT_WORDS + 2 * MOST_ALTERNATIVES
 PARAMETER_WORDS = int(PARAMETERS.value)
+MOST_DRAFT_TOKENS = int(MOST_DRAFTS.value)
 
 _MIN_BLOCKS = 16
 
@@ -118,7 +119,7 @@ class MaskTensors:
     """Masks of tokens that rows may take, as the kernels read them: 31 KiB a masked row at a vocabulary of 248,320."""
 
     rows: Tensor
-    """[R] int32: the mask of each row, -1 for none."""
+    """[R] int32: the mask of each row, negative for none."""
     bits: Tensor
     """[n, ceil(V / 32)] int32: bit t % 32 of word t // 32 says whether token t is allowed. None is all zeros: a row
     must have a token to take."""
@@ -149,6 +150,7 @@ def sample_rows(
     *,
     words: Tensor | None = None,
     biases: Tensor | None = None,
+    drafted: Tensor | None = None,
     masks: MaskTensors | None = None,
     nucleus: bool = False,
     selections: int = 0,
@@ -167,8 +169,10 @@ def sample_rows(
         table: [num_slots, 16] int32: the parameters of the request in each slot (`kernels.gpu.sampling.rows`).
         last_tokens: [num_slots] int32, gets the tokens.
         results: [R, 4] or, with alternatives, [R, 44] int32; see RESULT_WORDS.
-        words: [E, V] int32 token words of requests with edits: counts of generated tokens (updated here) and marks.
+        words: [E, V] int32 token words of requests with edits: counts of generated tokens and marks. What is drawn is
+            counted here, or with ``drafted`` by kernels.gpu.sampling.draft_tokens.accept().
         biases: [E, V] float32 logit_bias.
+        drafted: [≥ R, MOST_DRAFTS] int32: draft tokens that each row follows, -1 for none; None: without speculation.
         masks: what rows of constrained requests may take; log-probabilities do not know of it.
         nucleus: a row has top_p and no other filter (it needs 3 selections as well, for the rare case).
         selections: levels of selection: 3 for top_k or top_p, 5 if a row has both.
@@ -187,6 +191,8 @@ def sample_rows(
         raise ValueError(f"sampling: {rows} rows, step {tuple(step.shape)}, results {tuple(results.shape)}")
     if width < (ROW_WORDS if alternatives else RESULT_WORDS):
         raise ValueError(f"sampling: results of {width} words do not hold the alternatives")
+    if drafted is not None and (drafted.shape[0] < rows or drafted.shape[1:] != (MOST_DRAFT_TOKENS,)):
+        raise ValueError(f"sampling: {rows} rows, their draft tokens are {tuple(drafted.shape)}")
     if masks is not None:
         masks.check(rows, vocab)
     if rows == 0:
@@ -200,6 +206,7 @@ def sample_rows(
         parameters=table,
         words=words,
         biases=biases,
+        drafted=None if words is None else drafted,
         mask_rows=None if masks is None else masks.rows,
         masks=None if masks is None else masks.bits,
         last_tokens=last_tokens,
@@ -219,7 +226,9 @@ def sample_rows(
         form does for all."""
         kernel[(triton.cdiv(vocab, config.block), rows) if each_block else (rows,)](
             batch,
-            tables if each_block else tables._replace(words=None, biases=None, mask_rows=None, masks=None),
+            tables
+            if each_block
+            else tables._replace(words=None, biases=None, drafted=None, mask_rows=None, masks=None),
             **constants,
             BLOCK=config.block,
             BLOCKS=buffers.partials.shape[2],

@@ -102,6 +102,9 @@ class Tables(NamedTuple):
     """None: no row has edits."""
     biases: Any
     """None: no row has a logit_bias."""
+    drafted: Any
+    """[rows, MOST_DRAFTS] int32: draft tokens that a row follows, which count as if generated; -1: none. None: no row
+    has any, and what is drawn is counted at once."""
     mask_rows: Any
     """[rows] int32: the mask of each row, -1: none. None: no row has one."""
     masks: Any
@@ -131,6 +134,7 @@ class Row(NamedTuple):
 class Request(NamedTuple):
     """Parameters of a row's request, and its logits."""
 
+    row: Any
     slot: Any
     output_count: Any
     parameters: Any
@@ -163,6 +167,7 @@ def request_of(row, slot, batch, tables):
     if tables.masks is not None:
         mask = tl.load(tables.mask_rows + row.index)
     return Request(
+        row.index,
         slot,
         tl.load(batch.step + batch.rows + row.index),
         parameters,
@@ -225,7 +230,7 @@ def finish(token, row, request, log_z, raw_log_z, batch, tables):
     tl.store(result + 2, bits(x - raw_log_z))
     tl.store(result + 3, status)
     tl.store(tables.last_tokens + request.slot, token)
-    if tables.words is not None:
+    if (tables.words is not None) and (tables.drafted is None):
         if (request.flags & EDITED) != 0:
             word = tables.words + tl.load(request.parameters + EDIT_ROW).to(tl.int64) * tables.vocab + token
             tl.store(word, tl.load(word) + 1)

@@ -1,4 +1,6 @@
-"""Causal attention within each packed document, with its output gate, keeping what the backward reads.
+"""Causal attention within each packed document and to those that it goes on from, with its output gate.
+
+What the backward reads is kept.
 
 FlashAttention-2's loop (Dao, arXiv 2307.08691): a program has one kv head and some tokens with all query heads of the
 group as rows of one product. Reference: `kernels.attention.packed_causal`.
@@ -50,6 +52,16 @@ def values_of(base, row, stride, kv_head, DIM: tl.constexpr, BLOCK_DIM: tl.const
 
 
 @triton.jit
+def _read(scores, v, scale, highest, total, acc):
+    """Goes on with the softmax and the sum that it weighs, of these scores and values."""
+    new = tl.maximum(highest, tl.max(scores, axis=1) * scale)
+    weight = tl.exp2(scores * scale - new[:, None])
+    correction = tl.exp2(highest - new)
+    total = total * correction + tl.sum(weight, axis=1)
+    return new, total, tl.dot(weight.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
+
+
+@triton.jit
 def _forward_kernel(
     rotated,
     gate,
@@ -57,6 +69,7 @@ def _forward_kernel(
     begins,
     tile_segment,
     tile_row,
+    parents,
     out,
     gated,
     normalizer,
@@ -110,14 +123,22 @@ def _forward_kernel(
             scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
             if masked:
                 scores = tl.where(key[None, :] <= row[:, None], scores, float("-inf"))
-            new = tl.maximum(highest, tl.max(scores, axis=1) * scale)
-            weight = tl.exp2(scores * scale - new[:, None])
-            correction = tl.exp2(highest - new)
-            total = total * correction + tl.sum(weight, axis=1)
-            highest = new
-            acc = tl.dot(weight.to(queries.dtype), v, acc * correction[:, None], input_precision="ieee")
+            highest, total, acc = _read(scores, v, scale, highest, total, acc)
         key_from = unmasked
         key_to = last
+    if parents is not None:
+        above = tl.load(parents + segment)
+        while above >= 0:
+            key_to = tl.load(begins + above + 1)
+            for first in tl.range(tl.load(begins + above), key_to, BLOCK_KEYS, num_stages=STAGES):
+                key = first + tl.arange(0, BLOCK_KEYS)
+                there = key < key_to
+                k = rows_of(rotated, key, heads + kv_head, heads + KV_HEADS, DIM, BLOCK_DIM, there)
+                v = values_of(values, key, projected_stride, kv_head, DIM, BLOCK_DIM, there)
+                scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
+                scores = tl.where(there[None, :], scores, float("-inf"))
+                highest, total, acc = _read(scores, v, scale, highest, total, acc)
+            above = tl.load(parents + above)
     attended = (acc / total[:, None]).to(out.dtype.element_ty)
     # Addresses kept through the loop do not fit the registers: read again, for the compiler to compute them here.
     row = tl.load(tile_row + tile, volatile=True) + work % PARTS * TOKENS + lane // BLOCK_GROUP
@@ -222,6 +243,7 @@ def attention_forward(
         documents.segments.begin,
         documents.segments.tile_segment,
         documents.segments.tile_row,
+        None if documents.tree is None else documents.tree.parent,
         out,
         gated,
         normalizer,

@@ -70,6 +70,7 @@ def _keys_kernel(
     begins,
     tile_segment,
     tile_row,
+    until,
     drotated,
     dvalues,
     tokens,
@@ -99,6 +100,10 @@ def _keys_kernel(
     first_key = tl.load(tile_row + tile) + work % PARTS * BLOCK_KEYS
     if first_key >= end:
         return
+    # In depth-first order all rows behind that see the keys follow without a gap.
+    reached = end
+    if until is not None:
+        reached = tl.load(until + segment)
     key = first_key + tl.arange(0, BLOCK_KEYS)
     there = key < end
     k = rows_of(rotated, key, heads + kv_head, heads + KV_HEADS, DIM, BLOCK_DIM, there)
@@ -108,9 +113,9 @@ def _keys_kernel(
     lane = tl.arange(0, TOKENS * BLOCK_GROUP)
     member = lane % BLOCK_GROUP
     head = kv_head * GROUP + member
-    for first in tl.range(first_key, end, TOKENS, num_stages=STAGES):
+    for first in tl.range(first_key, reached, TOKENS, num_stages=STAGES):
         row = first + lane // BLOCK_GROUP
-        real = (row < end) & (member < GROUP)
+        real = (row < reached) & (member < GROUP)
         q = rows_of(rotated, row, head, heads + KV_HEADS, DIM, BLOCK_DIM, real)
         do = rows_of(grad, row, head, heads, DIM, BLOCK_DIM, real)
         place = head.to(tl.int64) * tokens + row
@@ -135,6 +140,16 @@ def _keys_kernel(
 
 
 @triton.jit
+def _query_grad(q, k, v, do, seen, log_total, product, scale, dq):
+    """dq of these keys, which the queries see where ``seen``, onto that of others."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale - log_total[:, None]
+    weight = tl.where(seen, tl.exp2(scores), 0.0)
+    dweight = tl.dot(do, tl.trans(v), input_precision="ieee")
+    dscores = weight * (dweight - product[:, None])
+    return tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
+
+
+@triton.jit
 def _queries_kernel(
     rotated,
     values,
@@ -144,6 +159,7 @@ def _queries_kernel(
     begins,
     tile_segment,
     tile_row,
+    parents,
     drotated,
     tiles,
     tokens,
@@ -189,11 +205,19 @@ def _queries_kernel(
         there = key < last
         k = rows_of(rotated, key, heads + kv_head, heads + KV_HEADS, DIM, BLOCK_DIM, there)
         v = values_of(values, key, projected_stride, kv_head, DIM, BLOCK_DIM, there)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2) - log_total[:, None]
-        weight = tl.where(key[None, :] <= row[:, None], tl.exp2(scores), 0.0)
-        dweight = tl.dot(do, tl.trans(v), input_precision="ieee")
-        dscores = weight * (dweight - product[:, None])
-        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
+        seen = key[None, :] <= row[:, None]
+        dq = _query_grad(q, k, v, do, seen, log_total, product, scale * LOG2, dq)
+    if parents is not None:
+        above = tl.load(parents + segment)
+        while above >= 0:
+            key_to = tl.load(begins + above + 1)
+            for first in tl.range(tl.load(begins + above), key_to, BLOCK_KEYS, num_stages=STAGES):
+                key = first + tl.arange(0, BLOCK_KEYS)
+                there = key < key_to
+                k = rows_of(rotated, key, heads + kv_head, heads + KV_HEADS, DIM, BLOCK_DIM, there)
+                v = values_of(values, key, projected_stride, kv_head, DIM, BLOCK_DIM, there)
+                dq = _query_grad(q, k, v, do, there[None, :], log_total, product, scale * LOG2, dq)
+            above = tl.load(parents + above)
     column = tl.arange(0, BLOCK_DIM)
     mask = within(real, column, DIM, BLOCK_DIM)
     at = drotated + (row.to(tl.int64) * (heads + KV_HEADS) + head)[:, None] * DIM + column[None, :]
@@ -283,6 +307,8 @@ def attention_backward(
     out = torch.empty_like(rotated)
     usual_keys, usual_queries = backward_cuts(rotated.dtype, device or limits_of(rotated.device))
     keys, queries = keys or usual_keys, queries or usual_queries
+    tree = documents.tree
+    until, parents = (None, None) if tree is None else (tree.until, tree.parent)
     where = (documents.segments.begin, documents.segments.tile_segment, documents.segments.tile_row)
     common = {
         "KV_HEADS": shape.kv_heads,
@@ -301,6 +327,7 @@ def attention_backward(
         normalizer,
         products,
         *where,
+        until,
         out,
         dvalues,
         count,
@@ -322,6 +349,7 @@ def attention_backward(
         normalizer,
         products,
         *where,
+        parents,
         out,
         documents.tiles,
         count,

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kernels.gpu.segments import TILE, Segments
+from kernels.gpu.train.tree import Tree, depth_first
 
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Packed documents end to end; nothing comes before any of them. All tensors are int32 views of ``buffer``.
+    """Packed documents end to end; nothing comes before any of them but where there is a tree. All tensors are int32
+    views of ``buffer``.
 
     Everything that varies from batch to batch is read on the device, so that a captured CUDA graph serves every batch
     of as many rows that fits its capacity.
@@ -24,8 +26,10 @@ class Documents:
     first_tile: Tensor
     """[S]: number of each document's first tile."""
     positions: Tensor
-    """[T]: place of each token in its document."""
+    """[T]: place of each token in its document, or behind the root that it goes on from."""
     buffer: Tensor
+    tree: Tree | None = None
+    """Which go on from others; None: none does."""
 
     @property
     def count(self) -> int:
@@ -76,6 +80,28 @@ class Documents:
         views = torch.split(buffer, [len(part) for part in parts])
         return cls(Segments(*views[:8]), views[8], views[9], buffer)
 
+    @classmethod
+    def branching(
+        cls, lengths: Sequence[int], parents: Sequence[int | None], device: torch.device, *, past: int
+    ) -> Documents:
+        """Layout of documents that go on from others, in depth-first order.
+
+        Args:
+            parents: of each document the one that it goes on from; None: it begins.
+            past: inputs that a convolution looks back at.
+
+        Raises:
+            ValueError: the documents are in another order (`kernels.gpu.train.tree.depth_first`), or as build() says.
+        """
+        if [*range(len(lengths))] != depth_first(parents):
+            raise ValueError("documents that go on from others must be in depth-first order")
+        plain = cls.build(lengths, device)
+        tree = Tree.build(lengths, parents, device, past=past)
+        starts = torch.tensor(tree.starts, dtype=torch.int32)
+        plain.segments.start.copy_(starts)
+        plain.positions.add_(torch.repeat_interleave(starts, torch.tensor(lengths)).to(device))
+        return replace(plain, tree=tree)
+
     def replace(self, lengths: Sequence[int]) -> None:
         """Puts other documents of as many rows into the same tensors.
 
@@ -83,6 +109,6 @@ class Documents:
             ValueError: they do not fit.
         """
         other = Documents.build(lengths, "cpu", room=self.count)
-        if other.buffer.shape != self.buffer.shape:
+        if self.tree is not None or other.buffer.shape != self.buffer.shape:
             raise ValueError(f"documents of {sum(lengths)} rows in the place of {self.positions.shape[0]}")
         self.buffer.copy_(other.buffer)

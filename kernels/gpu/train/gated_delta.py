@@ -40,6 +40,10 @@ def _forward_kernel(
     out,
     writes,
     states,
+    members,
+    parents,
+    kept,
+    ends,
     tokens,
     KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -52,6 +56,8 @@ def _forward_kernel(
     MIXED_STRIDE: tl.constexpr,
 ):
     segment = tl.program_id(2)
+    if members is not None:
+        segment = tl.load(members + segment)
     begin = tl.load(begins + segment)
     end = tl.load(begins + segment + 1)
     tile = tl.load(first_tile + segment)
@@ -65,6 +71,11 @@ def _forward_kernel(
     head_rows = head.to(tl.int64) * tokens
     count = HEADS * tokens
     s = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if members is not None:
+        whole = i[:, None] * VALUE_DIM + j[None, :]
+        parent = tl.load(parents + segment)
+        before = tl.load(kept + parent, mask=parent >= 0, other=0).to(tl.int64) * HEADS + head
+        s = tl.load(ends + before * KEY_DIM * VALUE_DIM + whole, mask=held & (parent >= 0), other=0.0)
     for first in tl.range(begin, end, TILE_ROWS, num_stages=STAGES):
         row = (first + t).to(tl.int64)
         inside = row < end
@@ -92,6 +103,10 @@ def _forward_kernel(
         tl.store(writes + target, w.to(writes.dtype.element_ty), mask=value_mask)
         w *= tl.load(factor + 3 * count, mask=inside, other=0.0)[:, None]
         s = product(tl.trans(k), w, s * tl.load(factors + 4 * count + head_rows + first))
+    if members is not None:
+        behind = tl.load(kept + segment)
+        place = (behind.to(tl.int64) * HEADS + head) * KEY_DIM * VALUE_DIM
+        tl.store(ends + place + i[:, None] * VALUE_DIM + j[None, :], s, mask=held & (behind >= 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +132,13 @@ _PROGRAMS = 192
 """Programs of 32 value dimensions each that an H200 runs at once with room to spare, as in serving."""
 
 
-def scan_cut(shape: DeltaShape, documents: Documents, dtype: torch.dtype, device: DeviceLimits) -> ScanCut:
-    """The cut for so many documents."""
+def scan_cut(shape: DeltaShape, documents: int, dtype: torch.dtype, device: DeviceLimits) -> ScanCut:
+    """The cut for so many documents at once."""
     if dtype == torch.float32:
         return EXACT
     if device.size != "wide":
         return _SMALL if device.size == "small" else _LARGE
-    few = triton.cdiv(shape.value_dim, FEW.block_v) * shape.value_heads * documents.count
+    few = triton.cdiv(shape.value_dim, FEW.block_v) * shape.value_heads * documents
     return FEW if few <= device.wave(_PROGRAMS) else MANY
 
 
@@ -148,7 +163,7 @@ def gated_delta_forward(
     cut: ScanCut | None = None,
     device: DeviceLimits | None = None,
 ) -> tuple[Tensor, Tiles, DeltaTrace]:
-    """The recurrence from a state of zeros at each document.
+    """The recurrence from a state of zeros at each document, or from the last state of what it goes on from.
 
     Args:
         mixed: [T, conv_dim], the convolution's output: query | key | value. Rows contiguous.
@@ -174,28 +189,55 @@ def gated_delta_forward(
         num_warps=4,
     )
     out, writes = torch.empty(2, tokens, shape.value_size, dtype=dtype, device=mixed.device)
-    states = torch.empty(
-        documents.tiles, shape.value_heads, shape.key_dim, shape.value_dim, dtype=dtype, device=mixed.device
-    )
-    cut = cut or scan_cut(shape, documents, dtype, device or limits_of(mixed.device))
-    block_v = min(cut.block_v, max(16, triton.next_power_of_2(shape.value_dim)))
-    _forward_kernel[(triton.cdiv(shape.value_dim, block_v), shape.value_heads, documents.count)](
-        mixed,
-        tiles.factors,
-        tiles.systems,
-        tiles.scores,
-        documents.segments.begin,
-        documents.first_tile,
-        out,
-        writes,
-        states,
-        tokens,
-        BLOCK_V=block_v,
-        STAGES=cut.num_stages,
-        num_warps=cut.num_warps,
-        **scan_constants(mixed, projected, shape),
-    )
+    tree, size = documents.tree, (shape.value_heads, shape.key_dim, shape.value_dim)
+    states = torch.empty(documents.tiles, *size, dtype=dtype, device=mixed.device)
+    behind: tuple[Tensor | None, ...] = (None, None, None)
+    if tree is not None:
+        ends = torch.empty(tree.sizes[0], *size, dtype=torch.float32, device=mixed.device)
+        behind = (tree.parent, tree.kept, ends)
+    for members in (None,) if tree is None else tree.levels:
+        launch = scan_launch(shape, documents, members, dtype, cut, device or limits_of(mixed.device))
+        _forward_kernel[launch.grid](
+            mixed,
+            tiles.factors,
+            tiles.systems,
+            tiles.scores,
+            documents.segments.begin,
+            documents.first_tile,
+            out,
+            writes,
+            states,
+            members,
+            *behind,
+            tokens,
+            **launch.options,
+            **scan_constants(mixed, projected, shape),
+        )
     return out, tiles, DeltaTrace(writes, states)
+
+
+@dataclass(frozen=True, slots=True)
+class ScanLaunch:
+    """Launch of a scan over some documents."""
+
+    grid: tuple[int, int, int]
+    options: dict[str, int]
+
+
+def scan_launch(
+    shape: DeltaShape,
+    documents: Documents,
+    members: Tensor | None,
+    dtype: torch.dtype,
+    cut: ScanCut | None,
+    device: DeviceLimits,
+) -> ScanLaunch:
+    """The launch for these documents, for all if ``members`` is None; with the cut for so many if ``cut`` is None."""
+    count = documents.count if members is None else len(members)
+    cut = cut or scan_cut(shape, count, dtype, device)
+    block_v = min(cut.block_v, max(16, triton.next_power_of_2(shape.value_dim)))
+    options = {"BLOCK_V": block_v, "STAGES": cut.num_stages, "num_warps": cut.num_warps}
+    return ScanLaunch((triton.cdiv(shape.value_dim, block_v), shape.value_heads, count), options)
 
 
 def scan_constants(mixed: Tensor, projected: Tensor, shape: DeltaShape) -> dict[str, int]:

@@ -6,7 +6,8 @@ With the names of `kernels.gpu.delta.chunk` (P the scores, M = (I + A)⁻¹, S t
     dS = exp(G_L) dS′ + Σ_t exp(G_t) q̂_t ⊗ do_t − Σ_t β_t exp(G_t) k̂_t ⊗ dR_t
 
 Only this needs the tiles one after another, from the last: one program for each document, head and block of value
-dimensions keeps its part of dS in registers (`_scan_kernel`) and writes dR and dS′. What they lead to, all tiles at
+dimensions keeps its part of dS in registers (`_scan_kernel`) and writes dR and dS′. Behind the last tile dS′ is the sum
+of the first dS of all documents that go on from this one, which come before it here. What they lead to, all tiles at
 once, is in `gated_delta_gradients`.
 """
 
@@ -24,7 +25,7 @@ from kernels.gpu.delta.shape import DeltaShape
 from kernels.gpu.delta.tiles import Tiles
 from kernels.gpu.launch.device import DeviceLimits, limits_of
 from kernels.gpu.train.documents import Documents
-from kernels.gpu.train.gated_delta import ScanCut, product, scan_constants, scan_cut
+from kernels.gpu.train.gated_delta import ScanCut, product, scan_constants, scan_launch
 
 
 @triton.jit
@@ -38,6 +39,10 @@ def _scan_kernel(
     first_tile,
     write_grads,
     state_grads,
+    members,
+    children,
+    places,
+    start_grads,
     tokens,
     KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -50,6 +55,8 @@ def _scan_kernel(
     MIXED_STRIDE: tl.constexpr,
 ):
     segment = tl.program_id(2)
+    if members is not None:
+        segment = tl.load(members + segment)
     begin = tl.load(begins + segment)
     end = tl.load(begins + segment + 1)
     head = tl.program_id(1)
@@ -64,6 +71,13 @@ def _scan_kernel(
     last_tile = tl.load(first_tile + segment) + tiles - 1
     last_row = begin + (tiles - 1) * TILE_ROWS
     ds = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if members is not None:
+        eldest = tl.load(children + segment)
+        theirs = start_grads + (eldest.to(tl.int64) * HEADS + head) * KEY_DIM * VALUE_DIM
+        theirs = theirs + i[:, None] * VALUE_DIM + j[None, :]
+        for _ in tl.range(eldest, tl.load(children + segment + 1), num_stages=1):
+            ds += tl.load(theirs, mask=held, other=0.0)
+            theirs += HEADS * KEY_DIM * VALUE_DIM
     for back in tl.range(0, tiles, num_stages=STAGES):
         first = last_row - back * TILE_ROWS
         row = (first + t).to(tl.int64)
@@ -91,6 +105,10 @@ def _scan_kernel(
         ds = product(tl.trans(q), do, ds)
         dr *= tl.load(factor + count, mask=inside, other=0.0)[:, None]
         ds = product(tl.trans(k), -dr, ds)
+    if members is not None:
+        own = tl.load(places + segment)
+        place = (own.to(tl.int64) * HEADS + head) * KEY_DIM * VALUE_DIM
+        tl.store(start_grads + place + i[:, None] * VALUE_DIM + j[None, :], ds, mask=held & (own >= 0))
 
 
 def scan_backward(
@@ -116,26 +134,29 @@ def scan_backward(
     Returns:
         dR [T, value_size] and dS′ [tiles, value_heads, key_dim, value_dim], in mixed's dtype.
     """
-    cut = cut or scan_cut(shape, documents, mixed.dtype, device or limits_of(mixed.device))
-    block_v = min(cut.block_v, max(16, triton.next_power_of_2(shape.value_dim)))
     write_grads = torch.empty_like(grad)
-    state_grads = torch.empty(
-        documents.tiles, shape.value_heads, shape.key_dim, shape.value_dim, dtype=mixed.dtype, device=mixed.device
-    )
-    _scan_kernel[(triton.cdiv(shape.value_dim, block_v), shape.value_heads, documents.count)](
-        mixed,
-        tiles.factors,
-        tiles.systems,
-        tiles.scores,
-        grad,
-        documents.segments.begin,
-        documents.first_tile,
-        write_grads,
-        state_grads,
-        mixed.shape[0],
-        BLOCK_V=block_v,
-        STAGES=cut.num_stages,
-        num_warps=cut.num_warps,
-        **scan_constants(mixed, projected, shape),
-    )
+    tree, size = documents.tree, (shape.value_heads, shape.key_dim, shape.value_dim)
+    state_grads = torch.empty(documents.tiles, *size, dtype=mixed.dtype, device=mixed.device)
+    behind: tuple[Tensor | None, ...] = (None, None, None)
+    if tree is not None:
+        start_grads = torch.empty(tree.sizes[1], *size, dtype=torch.float32, device=mixed.device)
+        behind = (tree.children, tree.place, start_grads)
+    for members in (None,) if tree is None else reversed(tree.levels):
+        launch = scan_launch(shape, documents, members, mixed.dtype, cut, device or limits_of(mixed.device))
+        _scan_kernel[launch.grid](
+            mixed,
+            tiles.factors,
+            tiles.systems,
+            tiles.scores,
+            grad,
+            documents.segments.begin,
+            documents.first_tile,
+            write_grads,
+            state_grads,
+            members,
+            *behind,
+            mixed.shape[0],
+            **launch.options,
+            **scan_constants(mixed, projected, shape),
+        )
     return write_grads, state_grads

@@ -1,12 +1,13 @@
 """Output matcher: the tokens that may follow the output of one request, first in its reasoning, then in its answer.
 
 The matcher of a sequence has taken the tokens that the host knows. It never moves ahead of them or back, so a preempted
-sequence keeps it unchanged.
+sequence keeps it unchanged. Copies of it follow draft tokens, for the masks behind them.
 """
 
 from __future__ import annotations
 
 import enum
+from copy import copy
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -192,6 +193,18 @@ class OutputMatcher:
             return False
         self._check(grammar)
         return True
+
+    def ahead(self, token_id: int) -> OutputMatcher | None:
+        """Copy that has taken a draft token as well; None: the token is not allowed, or nothing may follow it."""
+        if token_id in self._stop_ids:
+            return None
+        other = copy(self)
+        other._grammar = self._grammar and self._grammar.deep_copy()
+        other._early = self._early and self._early.deep_copy()
+        try:
+            return None if other.advance(token_id) else other
+        except ConstraintBroken:
+            return None
 
     def _follow(self, token_id: int, thinking: Thinking) -> None:
         """Takes a token of the reasoning that may belong to an answer."""

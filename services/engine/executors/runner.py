@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +21,10 @@ class StepHandle(Protocol):
 
 class OpenStep(StepHandle, Protocol):
     """A step whose tokens are not sampled before its masks are there."""
+
+    def drafts(self) -> Sequence[Sequence[int]]:
+        """Draft tokens of each chunk that samples, for the masks behind them; waits until they are known."""
+        ...
 
     def seal(self, masks: RowMasks) -> None:
         """Samples under these masks, which are read before it returns. Called once, before ``result`` and before the

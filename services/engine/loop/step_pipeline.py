@@ -210,12 +210,14 @@ class StepPipeline:
         if step is None or step.open is None:
             return []
         opened = step.open
-        began = self._clock()
-        masks, updates = self.scheduler.masks(step.plan)
+        updates: list[SequenceUpdate] = []
         # From here on the step can be collected, even if sealing fails.
         step.open = None
-        step.mask_seconds = self._clock() - began
         try:
+            drafts = opened.drafts()
+            began = self._clock()
+            masks, updates = self.scheduler.masks(step.plan, drafts)
+            step.mask_seconds = self._clock() - began
             with self._gate.launching():
                 opened.seal(masks)
         except Exception as error:

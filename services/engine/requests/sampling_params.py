@@ -224,14 +224,10 @@ class SamplingParams:
     @property
     def draftable(self) -> bool:
         """True if draft tokens may be proposed. They are not proposed for forced tokens, which steps take one by one as
-        the replayed ones were sampled, nor where a token depends on a mask, which is made when the token before it is
-        known, nor to requests with more stop tokens than a runner looks for itself."""
-        few = len(self.stop_token_ids) <= MOST_STOP_TOKENS
-        return few and not self.edits_logits and not self.forced_ids and not self.masked
+        the replayed ones were sampled, nor to requests with more stop tokens than a runner looks for itself."""
+        return len(self.stop_token_ids) <= MOST_STOP_TOKENS and not self.forced_ids
 
     @property
-    def edits_logits(self) -> bool:
-        """True if logits depend on the output so far or are changed token by token, so that no draft token is
-        proposed."""
-        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
-        return penalties != (0.0, 0.0, 1.0) or bool(self.logit_bias) or self.min_tokens > 0
+    def penalises(self) -> bool:
+        """True if logits depend on how often tokens came before."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)

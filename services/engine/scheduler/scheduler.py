@@ -175,8 +175,9 @@ class Scheduler:
         expired, self._expired = self._expired, []
         return expired
 
-    def masks(self, plan: StepPlan) -> tuple[RowMasks, list[SequenceUpdate]]:
-        """Masks of the oldest step in flight, made when all tokens before it are known.
+    def masks(self, plan: StepPlan, drafts: SequenceABC[SequenceABC[int]]) -> tuple[RowMasks, list[SequenceUpdate]]:
+        """Masks of the oldest step in flight, made when all tokens before it are known, and the draft tokens of each
+        chunk that samples.
 
         Returns:
             The masks, valid until the next call; rows of requests that have ended have none. And the last
@@ -185,9 +186,9 @@ class Scheduler:
         Raises:
             ValueError: the plan is not the oldest in flight.
         """
-        masked = self._in_flight.oldest(plan).masked_rows()
-        masks, failures = self._masks.make([(row, sequence.matcher) for row, sequence in masked])
-        return masks, [self._end(masked[at][1], FinishReason.ERROR, error) for at, error in failures]
+        sequences, wanted = self._in_flight.oldest(plan).wanted_masks(drafts)
+        masks, failures = self._masks.make(wanted)
+        return masks, [self._end(sequences[at], FinishReason.ERROR, error) for at, error in failures]
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceUpdate]:
         """Takes the result of the oldest step in flight; tokens of requests that have ended are dropped.
@@ -416,7 +417,7 @@ class Scheduler:
         if update is not None:
             updates.append(update)
         if ending is not None:
-            updates.append(self._end(sequence, *ending, keep=token.error is None))
+            updates.append(self._end(sequence, *ending, keep=ending.error is None))
 
     def _end_broken(self, sequence: Sequence) -> SequenceUpdate:
         error = TemperError("the model produced numbers that are not finite")

@@ -44,6 +44,7 @@ class Sequence:
         "blocks",
         "cached_from",
         "cached_tokens",
+        "complete",
         "computed",
         "draftable",
         "drawn",
@@ -114,6 +115,9 @@ class Sequence:
         """Draft tokens of its chunks in flight."""
         self.matcher = cast(OutputMatcher | None, request.matcher)
         """Matcher of the constraint; it has taken all tokens but the pending ones. None: there is no constraint."""
+        self.complete = False
+        """True if the constraint lets nothing follow the output. No draft token in flight counts then: the plan that
+        checks them gets its masks after that is known."""
         self.known = len(request.prompt_token_ids)
         self.known_at_end = self.known + max_output
         """Value of ``known`` if nothing ends the answer before; its last token is never fed back."""
@@ -189,7 +193,6 @@ class Sequence:
         """
         known, start = self.known, self.computed
         samples = end == known
-        matcher = self.matcher
         output_count = known - len(self.request.prompt_token_ids)
         chunk = Chunk(
             self.request,
@@ -202,7 +205,7 @@ class Sequence:
             output_count,
             self.max_output,
             next_id=PENDING if samples else self.tokens(end, end + 1)[0],
-            masked=samples and matcher is not None and matcher.may_mask(output_count),
+            masked=samples and self.may_mask(output_count),
             snapshots=snapshots,
         )
         self.computed = end
@@ -210,6 +213,11 @@ class Sequence:
             self.known = known + 1
             self.pending += 1
         return chunk
+
+    def may_mask(self, output_count: int) -> bool:
+        """True if a token may need a mask: that behind so many output tokens or, as draft tokens are in flight, a later
+        one."""
+        return self.matcher is not None and self.matcher.may_mask(output_count + self.uncertain)
 
     @property
     def waiting(self) -> bool:
@@ -257,9 +265,10 @@ class Sequence:
         that one. Of others the next plan in flight computes the last token, too.
         """
         output = self.output_ids
-        if self.draftable and output and (output[-1] in self._stops or len(output) >= self.max_output):
-            return len(self.request.prompt_token_ids) + len(output) - 1
-        return None if self.uncertain else self.computed
+        count = len(output)
+        if self.draftable and output and (self._stops_at(count, output[-1]) or count >= self.max_output):
+            return len(self.request.prompt_token_ids) + count - 1
+        return self.computed if self.complete or not self.uncertain else None
 
     def take(self, token: SampledToken, now: float) -> tuple[SequenceUpdate | None, Ending | None]:
         """Takes the oldest pending token. Returns its update, and how the request ends with it; either may be None."""
@@ -289,12 +298,17 @@ class Sequence:
         self.sampling_logprobs.append(token.sampling_logprob)
         self.pending -= 1
         count = len(output)
-        # As in the sampler's mask: a stop token may be chosen once there are min_tokens other tokens.
-        if count > self._min_tokens and token.token_id in self._stops:
+        if self._stops_at(count, token.token_id):
             return FinishReason.STOP
         if self.matcher is not None and self.matcher.advance(token.token_id):
+            self.complete = True
             return FinishReason.STOP
         return FinishReason.LENGTH if count >= self.max_output else None
+
+    def _stops_at(self, count: int, token_id: int) -> bool:
+        """True if an output token of that number ends the output. As in the sampler's mask: a stop token may be chosen
+        once there are min_tokens other tokens."""
+        return count > self._min_tokens and token_id in self._stops
 
     def cut(self, count: int) -> None:
         """Drops all but the first ``count`` output tokens of a request that is about to end."""

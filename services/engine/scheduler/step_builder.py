@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 
+from services.engine.constraints.masks import WantedMasks
 from services.engine.kv_cache.radix_tree import InFlightNodes
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.prompt_scoring import PromptRead, PromptReport
@@ -72,10 +73,12 @@ class StepBuilder:
 
     def add_drafts(self, place: int, count: int) -> None:
         """Puts draft tokens behind the decode at a place."""
-        chunk = self._chunks[place]
+        chunk, sequence = self._chunks[place], self.sequences[place]
         token_ids = (*chunk.token_ids, *(DRAFT,) * count)
-        self._chunks[place] = chunk._replace(token_ids=token_ids, num_draft_tokens=count)
-        self.sequences[place].uncertain += count
+        sequence.uncertain += count
+        masked = sequence.may_mask(chunk.output_count)
+        self._chunks[place] = chunk._replace(token_ids=token_ids, num_draft_tokens=count, masked=masked)
+        self.masked = self.masked or masked
 
     @property
     def has_chunks(self) -> bool:
@@ -100,16 +103,22 @@ class StepBuilder:
         pairs = zip(self.sequences, self._chunks, strict=True)
         return sum(chunk.num_draft_tokens for sequence, chunk in pairs if sequence.slot and not sequence.ended)
 
-    def masked_rows(self) -> list[tuple[int, Sequence]]:
-        """(sampled row, sequence) of each sequence whose token is sampled under a mask and still wanted."""
-        rows: list[tuple[int, Sequence]] = []
+    def wanted_masks(self, drafts: SequenceABC[SequenceABC[int]]) -> tuple[list[Sequence], list[WantedMasks]]:
+        """Masked sequences, and what masks they need.
+
+        Args:
+            drafts: draft tokens of each chunk that samples.
+        """
+        sequences: list[Sequence] = []
+        wanted: list[WantedMasks] = []
         at = 0
         chunks = (chunk for chunk in self._chunks if chunk.samples)
-        for sequence, chunk in zip(self.sampling, chunks, strict=True):
-            if chunk.masked and not sequence.ended:
-                rows.append((at, sequence))
+        for sequence, chunk, drafted in zip(self.sampling, chunks, drafts, strict=True):
+            if chunk.masked:
+                sequences.append(sequence)
+                wanted.append(WantedMasks(at, None if sequence.ended else sequence.matcher, drafted))
             at += chunk.sampled_rows
-        return rows
+        return sequences, wanted
 
     def finish(self) -> StepPlan:
         """Finished step plan, decodes first."""

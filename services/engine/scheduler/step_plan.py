@@ -88,6 +88,8 @@ class Chunk(NamedTuple):
     out_slot: int = 0
     """State slot to write to; 0: ``slot``. Otherwise the convolution and recurrent state of ``slot`` stay unchanged.
     Only segments() have one."""
+    drafted_ids: Sequence[int] = ()
+    """Tokens behind ``output_ids`` that a sampled row follows, of its own step: only ``rows`` have them."""
     next_id: int = PENDING
     """Token behind a chunk that does not sample."""
     masked: bool = False
@@ -108,8 +110,19 @@ class Chunk(NamedTuple):
 
     @property
     def rows(self) -> list[Chunk]:
-        """Chunks of the sampled rows, one for each; they differ only in the output count."""
-        return [self._replace(output_count=self.output_count + row) for row in range(self.sampled_rows)]
+        """Chunks of the sampled rows, one for each; they differ in the output count and the tokens that they follow."""
+        return [self.followed_by(self.drafts[:row]) for row in range(self.sampled_rows)]
+
+    @property
+    def drafts(self) -> Sequence[int]:
+        """Draft tokens at the end of ``token_ids``."""
+        return self.token_ids[len(self.token_ids) - self.num_draft_tokens :]
+
+    def followed_by(self, token_ids: Sequence[int]) -> Chunk:
+        """Chunk of a sampled row that follows these tokens of its step as well."""
+        return self._replace(
+            output_count=self.output_count + len(token_ids), drafted_ids=(*self.drafted_ids, *token_ids)
+        )
 
     @property
     def is_decode(self) -> bool:

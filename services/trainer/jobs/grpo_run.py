@@ -64,9 +64,10 @@ class GrpoRun(AdapterRun):
         )
 
     def _pack(self, documents: Sequence[Document]) -> list[Microbatch]:
-        """What rollouts begin with in common, a prompt or the first turns, is read once where the model can."""
+        """What rollouts begin with in common, a prompt or the first turns, is read once where the model can and steps
+        are launched kernel by kernel. Captured ones know no branches, and theirs is the memory that this would take."""
         host = self._host
-        packed = pack_branches if host.model.shares_prefixes else pack
+        packed = pack_branches if host.model.shares_prefixes and self._graphs is None else pack
         return packed(documents, microbatch_tokens(self._spec, host), host.model.device)
 
     def _use(self, scored: ScoredRollouts) -> None:

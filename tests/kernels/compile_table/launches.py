@@ -237,9 +237,12 @@ def _train(start: Start, kernels: KernelConfigs) -> None:
 
 
 def _documents() -> Sequence[Documents]:
-    """One document, several, and rows that 16 does not divide; a captured step's, with room for more."""
+    """One document, several, and rows that 16 does not divide; a captured step's, with room for more; documents that go
+    on from others, few and many at once."""
     lengths: Sequence[Sequence[int]] = ([1], [48], [7, 26], [16] * 8, [1024], [8192])
-    return [*(Documents.build(each, _CPU) for each in lengths), Documents.build([512], _CPU, room=16)]
+    trees = (Documents.branching([16, 8, 9], [None, 0, 0], _CPU, past=DENSE.conv_kernel - 1),
+             Documents.branching([16] * 8, [None, *[0] * 7], _CPU, past=DENSE.conv_kernel - 1))  # fmt: skip
+    return [*(Documents.build(each, _CPU) for each in lengths), Documents.build([512], _CPU, room=16), *trees]
 
 
 def _decoded(weight: Fp8Weight | Int4Weight, dtype: torch.dtype) -> Tensor:

@@ -303,4 +303,5 @@ class ToyRunner:
         sampling = chunk.request.sampling
         if not self.config.draft_tokens or not sampling.draftable:
             return False
-        return count >= chunk.max_output or token in sampling.stops(self.config.eos_token_ids)
+        stops = count > sampling.min_tokens and token in sampling.stops(self.config.eos_token_ids)
+        return stops or count >= chunk.max_output

@@ -51,7 +51,7 @@ def test_nothing_to_force_is_refused() -> None:
 
 def test_nothing_is_drafted_of_given_tokens() -> None:
     assert SamplingParams().draftable
-    assert not SamplingParams(min_tokens=1).draftable
+    assert SamplingParams(min_tokens=1, presence_penalty=1.0, logit_bias={1: 1.0}).draftable
     assert not SamplingParams.forcing((1,), 1.0).draftable
 
 

@@ -69,7 +69,12 @@ class UnsampledStep:
     """A step that is computed, but for its sampling."""
 
     sample: Callable[[RowMasks], StepResult]
+    plan: StepPlan
+    """With its draft tokens."""
     value: StepResult | None = None
+
+    def drafts(self) -> Sequence[Sequence[int]]:
+        return [chunk.drafts for chunk in self.plan.chunks if chunk.samples]
 
     def seal(self, masks: RowMasks) -> None:
         self.value = self.sample(masks)
@@ -126,15 +131,15 @@ class ModelRunner:
 
     def open(self, plan: StepPlan) -> UnsampledStep:
         """Computes all chunks; ``seal`` samples."""
-        return UnsampledStep(self._compute(plan))
+        return self._compute(plan)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Computes all chunks and samples one token for each chunk that asks for it."""
-        return self._compute(plan)(NO_MASKS)
+        return self._compute(plan).sample(NO_MASKS)
 
     @torch.inference_mode()
-    def _compute(self, plan: StepPlan) -> Callable[[RowMasks], StepResult]:
-        """Computes all chunks; what it returns samples, under the masks it is given."""
+    def _compute(self, plan: StepPlan) -> UnsampledStep:
+        """Computes all chunks."""
         if plan.block_copies:
             sources, targets = zip(*((copy.source, copy.target) for copy in plan.block_copies), strict=True)
             self._model.copy_blocks(self._cache, sources, targets)
@@ -158,18 +163,18 @@ class ModelRunner:
         logits = self._model.logits(hidden) if rows else None
         reports = read_prompts(self._model, every, plan) if plan.reads else ()
         if speculation is None:
-            return lambda masks: StepResult(self._sample(logits, rows, masks), reports=reports)
+            return UnsampledStep(lambda masks: StepResult(self._sample(logits, rows, masks), reports=reports), plan)
 
         def sample(masks: RowMasks) -> StepResult:
             tokens = self._sample(logits, rows, masks)
-            accepted = speculation.accepted(plan.chunks, tokens)
+            accepted = speculation.accepted(plan.chunks, tokens, masks.unwanted)
             with torch.inference_mode():
                 self._roll_back(states, plan.chunks, accepted)
                 if plan.drafts:
                     speculation.draft(every, step, plan.chunks, tokens, accepted, plan.num_draft_tokens)
             return StepResult(tokens, accepted, reports)
 
-        return sample
+        return UnsampledStep(sample, plan)
 
     def _states(self, chunks: Sequence[Chunk]) -> Sequence[Sequence[torch.Tensor]]:
         """Copies of the states that chunks with draft tokens continue from; of others nothing."""

@@ -20,15 +20,29 @@ _MIN_TEMPERATURE = 1e-5
 
 
 @dataclass(slots=True)
-class _Penalised:
-    """Token counts of one request with penalties, carried on from step to step."""
+class _Counts:
+    """Token counts of one request with penalties, carried on from step to step. Draft tokens are not in them."""
 
-    row: int
     params: SamplingParams
     prompt: npt.NDArray[np.int64]
     """Distinct prompt tokens; empty unless the repetition penalty needs them."""
     counts: dict[int, int] = field(default_factory=dict)
     seen: int = 0
+
+    @classmethod
+    def of(cls, request: Request) -> _Counts:
+        needed = request.prompt_token_ids if request.sampling.repetition_penalty != 1.0 else ()
+        return cls(request.sampling, np.unique(np.array(needed, dtype=np.int64)))
+
+    def behind(self, chunk: Chunk) -> dict[int, int]:
+        """Counts of a sampled row: of the output, and of the tokens of its own step that it follows."""
+        self.update(chunk.output_ids)
+        if not chunk.drafted_ids:
+            return self.counts
+        counts = self.counts.copy()
+        for token in chunk.drafted_ids:
+            counts[token] = counts.get(token, 0) + 1
+        return counts
 
     def update(self, output_ids: Sequence[int]) -> None:
         if self.seen > len(output_ids):
@@ -93,14 +107,15 @@ class SamplingRows:
             for r, p in enumerate(params)
             if p.min_tokens > 0
         ]
-        kept: dict[int, _Penalised] = {}
+        kept: dict[int, _Counts] = {}
         if previous is not None:
-            kept = {id(previous._requests[p.row]): p for p in previous._penalised}
-        self._penalised: list[_Penalised] = [
-            _penalised(r, request, kept.get(id(request)))
-            for r, request in enumerate(self._requests)
-            if _has_penalties(request.sampling)
-        ]
+            kept = {id(previous._requests[row]): counts for row, counts in previous._penalised}
+        self._penalised: list[tuple[int, _Counts]] = []
+        """Rows with penalties; those of one request share its counts."""
+        for row, request in enumerate(self._requests):
+            if request.sampling.penalises:
+                counts = kept.get(id(request)) or kept.setdefault(id(request), _Counts.of(request))
+                self._penalised.append((row, counts))
 
     def same_requests(self, chunks: Sequence[Chunk]) -> bool:
         mine = self._requests
@@ -116,24 +131,23 @@ class SamplingRows:
             logits.index_put_((self._bias_rows, self._bias_tokens), self._biases, accumulate=True)
         if masked[0]:
             logits[self._index(masked[0]), self._index(masked[1])] = -math.inf
-        for penalised in self._penalised:
-            penalised.update(chunks[penalised.row].output_ids)
-            self._penalise(logits[penalised.row], penalised)
+        for row, counts in self._penalised:
+            self._penalise(logits[row], counts, counts.behind(chunks[row]))
         return logits
 
     def _masked(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[int]]:
         rows: list[int] = []
         tokens: list[int] = []
         for row, minimum, stops in self._minimums:
-            if len(chunks[row].output_ids) < minimum:
+            if chunks[row].output_count < minimum:
                 rows.extend([row] * len(stops))
                 tokens.extend(stops)
         return rows, tokens
 
-    def _penalise(self, logits: Tensor, penalised: _Penalised) -> None:
+    def _penalise(self, logits: Tensor, penalised: _Counts, counts: dict[int, int]) -> None:
         """Applies penalties in place to one row [V]; the definitions are those of OpenAI (presence, frequency) and CTRL
         (repetition)."""
-        params, counts = penalised.params, penalised.counts
+        params = penalised.params
         output = np.fromiter(counts.keys(), dtype=np.int64, count=len(counts))
         if params.repetition_penalty != 1.0:
             index = torch.from_numpy(np.union1d(penalised.prompt, output)).to(self._device)
@@ -154,17 +168,6 @@ class SamplingRows:
 
 def _has_filters(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-
-
-def _has_penalties(params: SamplingParams) -> bool:
-    return params.presence_penalty != 0.0 or params.frequency_penalty != 0.0 or params.repetition_penalty != 1.0
-
-
-def _penalised(row: int, request: Request, kept: _Penalised | None) -> _Penalised:
-    if kept is not None:
-        return _Penalised(row, request.sampling, kept.prompt, kept.counts, kept.seen)
-    needed = request.prompt_token_ids if request.sampling.repetition_penalty != 1.0 else ()
-    return _Penalised(row, request.sampling, np.unique(np.array(needed, dtype=np.int64)))
 
 
 def _seed(request: Request, salt: int) -> int:

@@ -74,8 +74,8 @@ class CpuSpeculation:
         answer = self._answers[chunk.slot]
         first, count = chunk.token_ids[0], chunk.num_draft_tokens
         if first == PENDING:
-            if chunk.request.sampling.edits_logits:
-                raise ValueError("a CPU computes plans one by one: tokens that change logits must be known")
+            if chunk.request.sampling.penalises:
+                raise ValueError("a CPU computes plans one by one: tokens that are penalised must be known")
             if answer.ended:
                 nothing = (0,) * (1 + count)
                 return chunk._replace(token_ids=nothing, start=1, blocks=(0,), slot=0)
@@ -85,12 +85,15 @@ class CpuSpeculation:
         drafts = (*answer.drafts, *(0,) * count)[:count]
         return chunk._replace(token_ids=(first, *drafts))
 
-    def accepted(self, chunks: Sequence[Chunk], tokens: Sequence[SampledToken]) -> list[int]:
+    def accepted(
+        self, chunks: Sequence[Chunk], tokens: Sequence[SampledToken], unwanted: Sequence[int] = ()
+    ) -> list[int]:
         """How many tokens of each chunk that samples count, and keeps them as the newest ones.
 
         Args:
             chunks: resolved ones.
             tokens: one for each sampled row.
+            unwanted: sampled rows that do not count, see RowMasks.
         """
         counts: list[int] = []
         at = 0
@@ -98,14 +101,15 @@ class CpuSpeculation:
             if not chunk.samples:
                 continue
             sampled = tokens[at : at + chunk.sampled_rows]
+            wanted = next((row - at for row in unwanted if at <= row < at + len(sampled)), len(sampled))
             at += len(sampled)
             if chunk.slot == 0:
                 counts.append(0)
                 continue
             count = 1
-            drafts = chunk.token_ids[len(chunk.token_ids) - chunk.num_draft_tokens :]
+            drafts = chunk.drafts
             ended = self._ends(chunk, 1, sampled[0])
-            while count <= len(drafts) and not ended and sampled[count - 1].token_id == drafts[count - 1]:
+            while count < wanted and not ended and sampled[count - 1].token_id == drafts[count - 1]:
                 count += 1
                 ended = self._ends(chunk, count, sampled[count - 1])
             counts.append(count)
@@ -118,8 +122,9 @@ class CpuSpeculation:
         sampling = chunk.request.sampling
         if not sampling.draftable:
             return False
-        full = chunk.output_count + count >= chunk.max_output
-        return full or token.error is not None or token.token_id in sampling.stops(self._eos)
+        number = chunk.output_count + count
+        stops = number > sampling.min_tokens and token.token_id in sampling.stops(self._eos)
+        return stops or number >= chunk.max_output or token.error is not None
 
     def draft(
         self,
@@ -152,7 +157,7 @@ class CpuSpeculation:
             count = next(counts)
             if count and chunk.request.sampling.draftable and not self._answers[chunk.slot].ended:
                 rows.append(len(next_ids) - 1 - chunk.num_draft_tokens + count - 1)
-                drawn.append(chunk._replace(output_count=chunk.output_count + count))
+                drawn.append(chunk.followed_by(sampled[:count]))
         device = self._model.device
         out = self._model.draft(hidden, torch.tensor(next_ids, device=device), step, self._cache)
         if rows and num_draft_tokens:
@@ -163,17 +168,16 @@ class CpuSpeculation:
 
         Args:
             out: [R, hidden] of the layer's rows in front of the first ones.
-            chunks: R chunks with the output count of the first ones.
+            chunks: R chunks as of the rows of the first ones.
         """
-        ids: list[list[int]] = []
+        rows = chunks
         for depth in range(count):
             if depth:
-                out = self._further(out, chunks, depth - 1, ids[-1])
-            rows = [chunk._replace(output_count=chunk.output_count + depth) for chunk in chunks]
+                out = self._further(out, chunks, depth - 1, [row.drafted_ids[-1] for row in rows])
             drawn = self._sampler.sample(self._model.logits(out), rows)
-            ids.append([token.token_id for token in drawn])
-        for chunk, *drafts in zip(chunks, *ids, strict=True):
-            self._answers[chunk.slot].drafts = drafts
+            rows = [row.followed_by((token.token_id,)) for row, token in zip(rows, drawn, strict=True)]
+        for row in rows:
+            self._answers[row.slot].drafts = list(row.drafted_ids[-count:])
 
     def _further(self, out: Tensor, chunks: Sequence[Chunk], ahead: int, ids: Sequence[int]) -> Tensor:
         """The layer's rows at the next positions: behind the newest tokens and ``ahead`` draft tokens, each with the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -11,10 +11,10 @@ from services.engine.constraints.masks import RowMasks
 from services.engine.executors.cuda.buffers import LoadedStep, StepShape
 from services.engine.executors.cuda.prompt_scoring import Reports
 from services.engine.executors.cuda.sampling.sampler import SampleRows
-from services.engine.executors.cuda.speculation import SampledChunks
+from services.engine.executors.cuda.speculation import PlacedRows, SampledChunks
 from services.engine.executors.cuda.stream import Arrival
 from services.engine.models.interface import DeviceForward
-from services.engine.scheduler.step_plan import StepResult
+from services.engine.scheduler.step_plan import StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,8 @@ class QueuedStep:
     sampling: SampleRows
     chunks: SampledChunks | None
     """Chunks that sample; None: without speculation."""
+    placed: PlacedRows | None
+    """Tokens of a masked step's decodes; None: without speculation."""
     drafts: bool
     """The mtp layer runs over the rows of the step."""
     num_draft_tokens: int
@@ -62,7 +64,15 @@ class OpenedStep:
 
     sample: Callable[[RowMasks], LaunchedStep]
     """Queues the sampling."""
+    plan: StepPlan
+    placed: PlacedRows | None
+    """Tokens of its decodes; None: without speculation."""
     launched: LaunchedStep | None = None
+
+    def drafts(self) -> Sequence[Sequence[int]]:
+        if self.placed is not None:
+            return self.placed.drafts()
+        return [() for chunk in self.plan.chunks if chunk.samples]
 
     def seal(self, masks: RowMasks) -> None:
         self.launched = self.sample(masks)

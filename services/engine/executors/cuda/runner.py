@@ -37,7 +37,7 @@ from services.engine.executors.cuda.shapes import (
     draft_buckets,
     most_decode_rows,
 )
-from services.engine.executors.cuda.speculation import CudaSpeculation, SampledChunks
+from services.engine.executors.cuda.speculation import CudaSpeculation, PlacedRows, SampledChunks
 from services.engine.executors.cuda.stream import EngineStream
 from services.engine.executors.cuda.warm_up import (
     draft_plans,
@@ -302,7 +302,7 @@ class CudaRunner:
     def open(self, plan: StepPlan) -> OpenStep:
         """Queues a step behind those in flight, up to its logits."""
         queued = self._queue_now(plan)
-        return OpenedStep(lambda masks: self._sample_now(queued, masks))
+        return OpenedStep(lambda masks: self._sample_now(queued, masks), plan, queued.placed)
 
     def _launch(self, plan: StepPlan, forward: DeviceForward) -> LaunchedStep:
         """A step whose rows may take any token, on the current stream."""
@@ -334,9 +334,9 @@ class CudaRunner:
             wanted = StepShape.of(decodes, lengths, chains=len(prefills))
         captured = self._graphs.find(wanted)
         shape = captured or wanted
-        entries = self._entries(chunks)
         sampling = self._sampler.prepare([chunk for chunk in chunks if chunk.samples], group)
         sampled: SampledChunks | None = None
+        placed: PlacedRows | None = None
         extra = sampling.step
         if self._speculation is not None:
             sampled = SampledChunks.of(chunks, decodes, shape, self._cache.block_size)
@@ -345,7 +345,7 @@ class CudaRunner:
             shape,
             chunks,
             decodes,
-            entries=entries,
+            entries=self._entries(chunks),
             copies_before=plan.copies_before,
             copies_after=plan.copies_after,
             block_copies=plan.block_copies,
@@ -355,7 +355,7 @@ class CudaRunner:
         self._cache.copy_blocks(step.block_copies)
         self._cache.copy_states(step.copies_before)
         if self._speculation is not None and sampled is not None:
-            self._speculation.place(step, _sampling_words(step, sampling), sampled)
+            placed = self._speculation.place(step, _sampling_words(step, sampling), sampled, fetch=plan.masked)
         out = (
             self._graphs.replay(captured, step.has_adapters)
             if captured
@@ -373,7 +373,7 @@ class CudaRunner:
             chosen = x[: step.num_logits] if step.logit_rows is None else x.index_select(0, step.logit_rows)
             logits = forward.logits(chosen)
         return QueuedStep(
-            forward, step, captured, x, logits, sampling, sampled, plan.drafts, plan.num_draft_tokens, reports
+            forward, step, captured, x, logits, sampling, sampled, placed, plan.drafts, plan.num_draft_tokens, reports
         )
 
     def _entries(self, chunks: Sequence[Chunk]) -> TableEntries:
@@ -404,9 +404,9 @@ class CudaRunner:
         if queued.logits is not None:
             words = _sampling_words(step, sampling)
             masked = self._masks.send(chunks.masks(masks))
-            results = self._sampler.launch(queued.logits, sampling, words, masked).words
+            results = self._sampler.launch(queued.logits, sampling, words, masked, speculation.drafted).words
             sampled = step.extra[: chunks.words.size].view(chunks.words.shape)
-            speculation.accept(step, words, sampled, chunks, results)
+            speculation.accept(step, words, sampled, chunks, results, masked)
             host = self._fetch(results)
             read = lambda: speculation.read(host, chunks)  # noqa: E731
         launched = LaunchedStep(self._stream.mark(), read, queued.reports)

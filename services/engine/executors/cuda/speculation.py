@@ -19,18 +19,20 @@ from kernels.gpu.delta.verify import cut_spans
 from kernels.gpu.sampling.draft_tokens import (
     ACCEPTED_SHIFT,
     CHUNK_WORDS,
+    ROWS_WORD,
     Chain,
     SlotTokens,
     accept,
     next_draft,
     place_rows,
 )
+from kernels.gpu.sampling.sample import MaskTensors
 from services.engine.constraints.masks import RowMasks
 from services.engine.executors.cuda.buffers import LoadedStep, StepShape
 from services.engine.executors.cuda.graphs import StepGraphs, StepOutput
 from services.engine.executors.cuda.sampling.sampler import CudaSampler, SampleRows
 from services.engine.executors.cuda.shapes import decode_bucket, decode_buckets
-from services.engine.executors.cuda.stream import EngineStream
+from services.engine.executors.cuda.stream import Arrival, EngineStream
 from services.engine.models.device_batch import DecodeAttention, DeviceCache, StepRows
 from services.engine.models.interface import DeviceForward
 from services.engine.scheduler.step_plan import MOST_DRAFT_TOKENS, PENDING, Chunk, StepResult
@@ -74,7 +76,24 @@ class SampledChunks:
 
     def masks(self, masks: RowMasks) -> RowMasks:
         """Masks of the plan's sampled rows as those of the sampler's."""
-        return RowMasks([self.places[row] for row in masks.rows], masks.bits)
+        places = self.places
+        return RowMasks([places[row] for row in masks.rows], masks.bits, [places[row] for row in masks.unwanted])
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedRows:
+    """Tokens of a step's decodes on their way to the host, which makes masks for the rows behind draft tokens."""
+
+    chunks: SampledChunks
+    tokens: Tensor
+    """[decodes · group] int32 on the host; empty without draft tokens."""
+    arrival: Arrival
+
+    def drafts(self) -> list[list[int]]:
+        """Draft tokens of each chunk that samples, once they are there."""
+        self.arrival.wait()
+        tokens, counts = self.tokens.tolist(), self.chunks.words[:, ROWS_WORD].tolist()
+        return [tokens[first + 1 : first + count] for first, count in zip(self.chunks.firsts, counts, strict=False)]
 
 
 class _Drafting:
@@ -128,31 +147,61 @@ class CudaSpeculation:
         self._slots = SlotTokens.allocate(sampler.last_tokens)
         most = decode_bucket(max_num_seqs)
         self._rejected = torch.zeros(most, dtype=torch.int32, device=stream.device)
+        self.drafted = torch.full((sampler.max_rows, MOST_DRAFT_TOKENS), -1, dtype=torch.int32, device=stream.device)
+        """[R, MOST_DRAFT_TOKENS] int32: draft tokens that each sampled row of the step follows, for the sampler."""
         self._drafting = {
             size: _Drafting(size, hidden, cache.conv.dtype, stream.device) for size in decode_buckets(max_num_seqs)
         }
         self._graphs = StepGraphs(stream, self._advance_shape, beside=graphs)
+        self._stream = stream
+        self._placed = stream.host_buffer(sampler.max_rows)
+        self._all_wanted = torch.full((sampler.max_rows,), -1, dtype=torch.int32, device=stream.device)
 
     @property
     def captures(self) -> int:
         """CUDA graphs captured since the start."""
         return self._graphs.captures
 
-    def place(self, step: LoadedStep, sampling: Tensor, chunks: SampledChunks) -> None:
+    def place(self, step: LoadedStep, sampling: Tensor, chunks: SampledChunks, *, fetch: bool) -> PlacedRows | None:
         """Queues what fills in the rows of a step's decodes, before its layers.
 
         Args:
             sampling: [3, R] int32, SampleRows.step on the device.
+            fetch: queue the copy of the tokens to the host as well: before it is called again, they must be read.
         """
-        rows = step.rows
-        place_rows(rows.tokens, rows.positions, rows.slots, sampling, self._slots, chunks.decodes, chunks.group)
+        rows, placed = step.rows, chunks.decodes * chunks.group
+        place_rows(
+            rows.tokens,
+            rows.positions,
+            rows.slots,
+            sampling,
+            self.drafted,
+            self._slots,
+            chunks.decodes,
+            chunks.group,
+            sampling.shape[1] - placed,
+        )
+        if not fetch:
+            return None
+        host = self._placed[: placed if chunks.group > 1 else 0]
+        host.copy_(rows.tokens[: len(host)], non_blocking=True)
+        return PlacedRows(chunks, host, self._stream.mark())
 
-    def accept(self, step: LoadedStep, sampling: Tensor, words: Tensor, chunks: SampledChunks, results: Tensor) -> None:
+    def accept(
+        self,
+        step: LoadedStep,
+        sampling: Tensor,
+        words: Tensor,
+        chunks: SampledChunks,
+        results: Tensor,
+        masks: MaskTensors | None,
+    ) -> None:
         """Queues what decides which of the sampled tokens count, and moves slots on by them.
 
         Args:
             words: chunks.words on the device.
             results: [R, ≥ 4] int32, of the sampler.
+            masks: that it had.
         """
         rows = step.rows
         if rows.next_ids is None:
@@ -166,6 +215,8 @@ class CudaSpeculation:
             rows.next_ids,
             self._sampler.parameters,
             self._slots,
+            self._sampler.words,
+            self._all_wanted if masks is None else masks.rows,
             self._rejected,
             self._drafting[len(words)].chain,
             1 if chunks.group == 1 else 1 + MOST_DRAFT_TOKENS,
@@ -186,15 +237,15 @@ class CudaSpeculation:
             sampling: of the step; draft tokens are drawn with the noise that the tokens themselves will be drawn with.
             count: draft tokens of each chunk, at least 1.
         """
-        features = replace(sampling.features, edits=False, biases=False, alternatives=False)
-        drawn = replace(sampling, features=features)
+        drawn = replace(sampling, features=replace(sampling.features, alternatives=False))
         size = len(chunks.words)
         buffers = self._drafting[size]
         torch.index_select(out, 0, buffers.chain.rows, out=buffers.hidden)
         for number in range(count):
             logits = self._forward.draft_logits(buffers.hidden)
-            results = self._sampler.launch(logits, drawn, buffers.chain.step).words
-            next_draft(results, self._slots, buffers.chain, number)
+            chain = buffers.chain
+            results = self._sampler.launch(logits, drawn, chain.step, drafted=chain.drafted).words
+            next_draft(results, self._slots, chain, number)
             if number + 1 < count:
                 self._advance(size)
 

@@ -218,8 +218,6 @@ class Qwen3_5(CausalLM):  # noqa: N801
         parents: Sequence[int | None] | None = None,
     ) -> Tensor:
         """See CausalLM."""
-        if parents is not None and not self.shares_prefixes:
-            raise ValueError("the training kernels of the GPU begin every document with an empty state")
         if self.device.type == "cuda":
             # Imported here: only engines on a GPU have Triton.
             from services.engine.models.qwen3_5.training import trunk
@@ -233,6 +231,7 @@ class Qwen3_5(CausalLM):  # noqa: N801
                 lora,
                 recompute=recompute,
                 give_way=give_way,
+                parents=parents,
             )
         return plain.forward_packed(
             token_ids,
@@ -249,7 +248,7 @@ class Qwen3_5(CausalLM):  # noqa: N801
     @property
     def shares_prefixes(self) -> bool:
         """See CausalLM."""
-        return self.device.type == "cpu"
+        return True
 
     def draft_packed(
         self,

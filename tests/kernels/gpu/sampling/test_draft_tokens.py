@@ -13,13 +13,14 @@ from kernels.gpu.sampling.draft_tokens import (
     ACCEPTED_SHIFT,
     CHUNK_WORDS,
     MOST,
+    UNWANTED,
     Chain,
     SlotTokens,
     accept,
     next_draft,
     place_rows,
 )
-from kernels.gpu.sampling.rows import MOST_OUTPUT, MOST_STOPS, PARAMETERS, STOPS
+from kernels.gpu.sampling.rows import EDIT_ROW, EDITED, FLAGS, MIN_TOKENS, MOST_OUTPUT, MOST_STOPS, PARAMETERS, STOPS
 from tests.kernels.gpu import interpreter  # noqa: F401
 
 NUM_SLOTS, NEVER = 9, 1 << 30
@@ -35,6 +36,7 @@ class Slot:
     newest: int
     stops: list[int] = field(default_factory=list)
     most: int = NEVER
+    least: int = 0
     drafts: list[int] = field(default_factory=lambda: [0] * MOST)
     ended: bool = False
 
@@ -53,6 +55,7 @@ class Device:
             self.tokens.drafts[number] = torch.tensor(slot.drafts, dtype=torch.int32)
             self.tokens.ended[number] = int(slot.ended)
             self.parameters[number, MOST_OUTPUT.value] = slot.most
+            self.parameters[number, MIN_TOKENS.value] = slot.least
             for place, stop in enumerate(slot.stops):
                 self.parameters[number, STOPS.value + place] = stop
 
@@ -75,7 +78,8 @@ def test_rows_are_placed(device: torch.device) -> None:
     step = torch.zeros(3, 16, dtype=torch.int32, device=device)
     step[0], step[1] = row_slots, on.ints([2, 3, 4, 1, 2, 0, 2, 0, 0, 6, 7, 8, 0, 0, 0, 5])
     step[2] = -1
-    place_rows(tokens, positions, row_slots, step, on.tokens, chunks=5, group=3)
+    drafted = on.ints([[9] * MOST] * 17)
+    place_rows(tokens, positions, row_slots, step, drafted, on.tokens, chunks=5, group=3, others=1)
     assert tokens.tolist() == [-1, 11, 12, 42, 21, 0, -1, 0, 0, 0, 0, 0, 0, 0, 0, 99]
     assert positions.tolist() == [20, 21, 22, 6, 7, 0, 9, 0, 0, 0, 0, 0, 0, 0, 0, 55]
     assert row_slots.tolist() == [3, 3, 3, 5, 5, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 8]
@@ -83,12 +87,26 @@ def test_rows_are_placed(device: torch.device) -> None:
     live = [0, 1, 2, 3, 4, 6, 15]
     assert step[1, live].tolist() == [5, 6, 7, 1, 2, 2, 5]
     assert step[2].tolist() == [-1] * 16
+    none = [-1] * MOST
+    assert drafted[[0, 1, 2, 3, 4, 6, 15, 16]].tolist() == [
+        none,
+        [11, -1, -1, -1],
+        [11, 12, -1, -1],
+        none,
+        [21, -1, -1, -1],
+        none,
+        none,
+        [9] * MOST,
+    ]
+    place_rows(tokens, positions, row_slots, step, drafted, on.tokens, chunks=0, group=1, others=2)
+    assert drafted[:2].tolist() == [none, none]
 
 
 def expected(slot: Slot, sampled: list[int], drafts: list[int], failed: int | None) -> tuple[int, bool]:
     """How many of the sampled tokens count, and whether the request ends with the last of them."""
     for index, token in enumerate(sampled):
-        if index == failed or token in slot.stops or slot.count + index + 1 >= slot.most:
+        number = slot.count + index + 1
+        if index == failed or (token in slot.stops and number > slot.least) or number >= slot.most:
             return index + 1, True
         if index == len(drafts) or token != drafts[index]:
             return index + 1, False
@@ -103,9 +121,11 @@ def test_tokens_that_count(device: torch.device, seed: int) -> None:
     slots: dict[int, Slot] = {}
     tokens, positions, words, results, counts = [], [], [], [], []
     rows_of: dict[int, tuple[list[int], list[int], int | None]] = {}
+    masks: list[int] = []
     for number in chance.sample(range(1, NUM_SLOTS), 6):
         slot = Slot(chance.randrange(5, 50), chance.randrange(1, 9), 1, stops=chance.sample(range(8), 1))
         slot.most = slot.count + chance.randrange(1, 9)
+        slot.least = chance.choice((0, slot.count + chance.randrange(4)))
         goes_on = chance.random() < 0.8
         slot.ended = chance.random() < (0.2 if goes_on else 0.5)
         slots[number] = slot
@@ -120,14 +140,22 @@ def test_tokens_that_count(device: torch.device, seed: int) -> None:
         results += [[token, 0, 0, flag] for token, flag in zip(drawn, flags, strict=True)]
         counts += range(slot.count, slot.count + rows)
         dead = goes_on and slot.ended
-        rows_of[number] = (drawn, [] if dead else drafts, failed)
+        wanted = chance.randrange(1, rows + 1) if chance.random() < 0.3 else rows
+        masks += [chance.choice((-1, 3)) if row < wanted else UNWANTED for row in range(rows)]
+        rows_of[number] = (drawn, [] if dead else drafts[: wanted - 1], failed)
     on = Device(slots, device)
+    penalised = [number for number in slots if chance.random() < 0.6]
+    for row, number in enumerate(penalised):
+        on.parameters[number, FLAGS.value] = EDITED.value
+        on.parameters[number, EDIT_ROW.value] = row
+    generated = torch.full((len(penalised), 8), 5, dtype=torch.int32, device=device)
     words += [[0] * CHUNK_WORDS] * 2
     step = on.ints([[0] * len(counts), counts, [-1] * len(counts)])
     found = on.ints(results)
     next_ids, rejected = torch.full((len(tokens) + 1,), -7, dtype=torch.int32, device=device), on.ints([-9] * 8)
     chain = Chain.allocate(8, device)
     chain.slots.fill_(3)
+    chain.drafted.fill_(6)
     before = [tensor.clone() for tensor in (on.tokens.computed, on.tokens.newest, on.tokens.ended)]
     accept(
         on.ints(words),
@@ -138,6 +166,8 @@ def test_tokens_that_count(device: torch.device, seed: int) -> None:
         next_ids,
         on.parameters,
         on.tokens,
+        generated,
+        on.ints(masks),
         rejected,
         chain,
         group,
@@ -159,6 +189,10 @@ def test_tokens_that_count(device: torch.device, seed: int) -> None:
             assert int(on.tokens.newest[number]) == drawn[count - 1]
             assert bool(on.tokens.ended[number]) == ended
         assert int(chain.slots[index]) == int(chain.step[0, index]) == (0 if ended else number)
+        if number in penalised:
+            counted = generated[penalised.index(number)].tolist()
+            assert counted == [5 + drawn[:count].count(token) for token in range(8)]
+        assert chain.drafted[index].tolist() == [-1] * MOST
         if not ended:
             assert int(chain.rows[index]) == row + count - 1
             assert int(chain.positions[index]) == slot.computed + count - 1
@@ -185,6 +219,7 @@ def test_a_chain_moves_on(device: torch.device) -> None:
             results[3, 3] = ERROR
         next_draft(results, on.tokens, chain, number)
         assert chain.next_ids.tolist()[:3] == tokens[:3]
+        assert chain.drafted[0].tolist() == [*(drawn[place][0] for place in range(number + 1)), *[-1] * (3 - number)]
     assert on.tokens.drafts[5, :3].tolist() == [31, 41, 0]
     assert on.tokens.drafts[7, :3].tolist() == [33, 43, 53]
     assert on.tokens.drafts[2, :3].tolist() == [34, 0, 54]

@@ -218,6 +218,49 @@ def test_a_pending_token_is_counted(device: torch.device) -> None:
     assert [*output, int(sampler.last_tokens[5])] == expected
 
 
+def test_draft_tokens_that_a_row_follows_are_counted(device: torch.device) -> None:
+    """Only there: what is drawn, and what follows is not taken, leaves nothing in the counts."""
+    fields: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {},
+        {"top_p": 0.8, "min_tokens": 5, "logit_bias": {EOS: 6.0, 9: 3.0}},
+        {"top_k": 9, "temperature": 0.7},
+    ]
+    drafts = [[4, 9, 4, 4], [9, 9], [EOS, 11, EOS], []]
+    chunks = []
+    for row, (changes, drafted) in enumerate(zip(fields, drafts, strict=True)):
+        params = SamplingParams(
+            seed=row, max_tokens=99, repetition_penalty=1.6, frequency_penalty=1.0, presence_penalty=0.3, **changes
+        )
+        asked = Request(f"r{row}", (1, 2, 3, 40), params)
+        chunks.append(Chunk(asked, [1, *drafted], 3, [1], row + 1, True, [4, 9], 2, num_draft_tokens=len(drafted)))
+    sampler = CudaSampler([EOS], 9, VOCAB, 20, device, config=SamplingConfig(128), speculative=True)
+    followed = torch.full((20, 4), -1, dtype=torch.int32, device=device)
+    alone, places = [], []
+    for chunk_at, one in enumerate(chunks):
+        for place in range(one.sampled_rows):
+            places.append(5 * chunk_at + place)
+            followed[places[-1], :place] = torch.tensor(one.drafts[:place], dtype=torch.int32)
+            alone.append(chunk(one.request.sampling, 1, [4, 9, *one.drafts[:place]], one.request))
+    for seed in range(2):
+        logits = random_logits(20, device, seed, 0.5)
+        words = sampler.launch(logits, sampler.prepare(chunks, 5), drafted=followed).words.cpu()
+        found = sampler.read(words)
+        assert_same([found[place] for place in places], reference(logits[places], alone))
+
+
+def test_a_request_that_moves_and_comes_back_is_counted_anew(device: torch.device) -> None:
+    """Draft tokens may have been accepted in between, so that its count alone does not tell."""
+    sampler, request = fresh(device), Request("r", (1, 2), PENALISED)
+    output: list[int] = []
+    for step, slot in enumerate([3, 4, 4, 3]):
+        logits = random_logits(1, device, step, 1.0)
+        mine = chunk(PENALISED, slot, list(output), request)
+        token = run(sampler, logits, [mine])[0]
+        assert_same([token], reference(logits, [mine]))
+        output.append(token.token_id)
+
+
 def test_a_sequence_that_starts_again_is_counted_anew(device: torch.device) -> None:
     sampler, request = fresh(device), Request("r", (1, 2), PENALISED)
     output: list[int] = []

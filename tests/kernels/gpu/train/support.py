@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kernels.gpu.delta.shape import DeltaShape
+from kernels.gpu.train.documents import Documents
 from kernels.rope import Rotation
 
 
 def split(x: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
     return torch.split(x, list(lengths))
+
+
+TREE: list[tuple[int, int | None]] = [
+    (65, None), (1, 0), (2, 1), (33, 2), (1, 2), (70, 0), (1, None), (1, 6), (3, 7), (4, 7)
+]  # fmt: skip
+"""Lengths of documents and which they go on from: behind one, two and three others, several behind one, a tile and a
+token and less than a convolution looks back at."""
+
+
+def along(function: Callable[[Tensor], Tensor], tree: Sequence[tuple[int, int | None]]) -> Tensor:
+    """What ``function`` makes of each document's rows behind those of all that it goes on from, without theirs.
+
+    Args:
+        function: rows [n] int64 of one sequence to [n, …].
+    """
+    rows: list[Tensor] = []
+    outputs, begin = [], 0
+    for length, parent in tree:
+        own = torch.arange(begin, begin + length)
+        rows.append(own if parent is None else torch.cat((rows[parent], own)))
+        outputs.append(function(rows[-1])[-length:])
+        begin += length
+    return torch.cat(outputs)
+
+
+def branching(tree: Sequence[tuple[int, int | None]], device: torch.device, past: int = 3) -> Documents:
+    lengths, parents = zip(*tree, strict=True)
+    return Documents.branching(lengths, parents, device, past=past)
 
 
 def rms_norm64(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from kernels.gpu.train.attention import AttentionCut, AttentionShape, attention_
 from kernels.gpu.train.attention_backward import attention_backward, backward_cuts, gate_backward
 from kernels.gpu.train.documents import Documents
 from tests.kernels.gpu import interpreter  # noqa: F401
-from tests.kernels.gpu.train.support import attention64, relative
+from tests.kernels.gpu.train.support import TREE, along, attention64, branching, relative
 
 LENGTHS = [70, 1, 3, 64, 130]
 
@@ -37,7 +39,19 @@ def errors(
     queries: AttentionCut | None = None,
 ) -> dict[str, float]:
     documents = Documents.build(lengths, device)
-    rotated, projected, dy = inputs(shape, sum(lengths), device, dtype)
+    return tree_errors(shape, [(length, None) for length in lengths], documents, dtype, forward, keys, queries)
+
+
+def tree_errors(
+    shape: AttentionShape,
+    tree: Sequence[tuple[int, int | None]],
+    documents: Documents,
+    dtype: torch.dtype,
+    forward: AttentionCut | None = None,
+    keys: AttentionCut | None = None,
+    queries: AttentionCut | None = None,
+) -> dict[str, float]:
+    rotated, projected, dy = inputs(shape, len(documents.positions), documents.positions.device, dtype)
     out, gated, normalizer = attention_forward(rotated, projected, shape, documents, cut=forward)
     grad = torch.zeros_like(projected)
     do, again, products = gate_backward(out, projected, dy, shape, projected_grad=grad)
@@ -56,11 +70,9 @@ def errors(
     rotated64 = rotated.double().requires_grad_()
     gate64 = projected[:, : shape.query_size].double().requires_grad_()
     values64 = shape.values(projected).double().requires_grad_()
-    attended = attention64(
-        rotated64[:, : shape.heads],
-        rotated64[:, shape.heads :],
-        values64.unflatten(1, (shape.kv_heads, shape.head_dim)),
-        lengths,
+    heads, wide = shape.heads, values64.unflatten(1, (shape.kv_heads, shape.head_dim))
+    attended = along(
+        lambda rows: attention64(rotated64[rows, :heads], rotated64[rows, heads:], wide[rows], [len(rows)]), tree
     ).flatten(1)
     expected = attended * torch.sigmoid(gate64)
     er, eg, ev = torch.autograd.grad(expected, (rotated64, gate64, values64), dy.double())
@@ -89,6 +101,17 @@ def test_shapes(device: torch.device, heads: int, kv_heads: int, dim: int) -> No
 def test_lengths(device: torch.device, length: int) -> None:
     shape = AttentionShape(2, 1, 16)
     assert_within(errors(shape, [length], device, torch.float32), 3e-6)
+
+
+@pytest.mark.parametrize("shape", [AttentionShape(6, 2, 16), AttentionShape(2, 2, 10)])
+def test_documents_that_go_on_from_others(device: torch.device, shape: AttentionShape) -> None:
+    assert_within(tree_errors(shape, TREE, branching(TREE, device), torch.float32), 3e-6)
+
+
+def test_bfloat16_of_documents_that_go_on_from_others(device: torch.device) -> None:
+    cut = AttentionCut(rows=64, keys=32, warps=4, stages=1)
+    shape, documents = AttentionShape(4, 2, 32), branching(TREE, device)
+    assert_within(tree_errors(shape, TREE, documents, torch.bfloat16, cut, cut, cut), 1e-2)
 
 
 def test_bfloat16(device: torch.device) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,13 +15,12 @@ from kernels.gpu.train.gated_delta_backward import scan_backward
 from kernels.gpu.train.gated_delta_gradients import gated_delta_gradients
 from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.kernels.gpu.delta.support import Mixer, mixer
-from tests.kernels.gpu.train.support import delta64, relative
+from tests.kernels.gpu.train.support import TREE, along, branching, delta64, relative
 
 
-def ours(m: Mixer, lengths: list[int], do: Tensor, cut: ScanCut | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def ours(m: Mixer, documents: Documents, do: Tensor, cut: ScanCut | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """o, and the gradients in the convolution's output and in b | a."""
     shape = DeltaShape(m.key_heads, m.heads, m.key_dim, m.value_dim)
-    documents = Documents.build(lengths, do.device)
     mixed = m.projected[:, : m.conv_dim].clone()
     out, tiles, trace = gated_delta_forward(mixed, m.projected, m.negative_a, m.dt_bias, shape, documents, cut=cut)
     write_grads, state_grads = scan_backward(mixed, m.projected, tiles, do, shape, documents, cut=cut)
@@ -43,13 +44,21 @@ def ours(m: Mixer, lengths: list[int], do: Tensor, cut: ScanCut | None = None) -
 
 
 def errors(m: Mixer, lengths: list[int], device: torch.device, cut: ScanCut | None = None) -> dict[str, float]:
+    return tree_errors(m, [(length, None) for length in lengths], Documents.build(lengths, device), cut)
+
+
+def tree_errors(
+    m: Mixer, tree: Sequence[tuple[int, int | None]], documents: Documents, cut: ScanCut | None = None
+) -> dict[str, float]:
     shape = DeltaShape(m.key_heads, m.heads, m.key_dim, m.value_dim)
     do = torch.randn(len(m.projected), shape.value_size, generator=torch.Generator().manual_seed(9))
-    do = do.to(device, m.projected.dtype)
-    out, mixed_grad, gate_grad = ours(m, lengths, do, cut)
+    do = do.to(m.projected.device, m.projected.dtype)
+    out, mixed_grad, gate_grad = ours(m, documents, do, cut)
     mixed64 = m.projected[:, : m.conv_dim].double().requires_grad_()
     gates64 = m.projected[:, m.conv_dim + shape.value_size :].double().requires_grad_()
-    expected = delta64(mixed64, gates64, m.negative_a, m.dt_bias, shape, lengths)
+    expected = along(
+        lambda rows: delta64(mixed64[rows], gates64[rows], m.negative_a, m.dt_bias, shape, [len(rows)]), tree
+    )
     dmixed, dgates = torch.autograd.grad(expected, (mixed64, gates64), do.double())
     keys = shape.key_heads * shape.key_dim
     parts = {
@@ -88,15 +97,23 @@ def test_packed_is_separate_bit_by_bit(device: torch.device) -> None:
     lengths = [5, 70, 1, 64]
     m = mixer(sum(lengths), device, heads=2)
     do = torch.randn(sum(lengths), m.heads * m.value_dim, generator=torch.Generator().manual_seed(9)).to(device)
-    together = ours(m, lengths, do)
+    together = ours(m, Documents.build(lengths, device), do)
     begin = 0
     for length in lengths:
         rows = slice(begin, begin + length)
         alone = mixer(sum(lengths), device, heads=2)
         object.__setattr__(alone, "projected", m.projected[rows].clone())
-        for packed, single in zip(together, ours(alone, [length], do[rows].clone()), strict=True):
+        for packed, single in zip(
+            together, ours(alone, Documents.build([length], device), do[rows].clone()), strict=True
+        ):
             assert torch.equal(packed[rows], single)
         begin += length
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_documents_that_go_on_from_others(device: torch.device, dtype: torch.dtype) -> None:
+    m = mixer(sum(length for length, _ in TREE), device, heads=2, dtype=dtype)
+    assert_within(tree_errors(m, TREE, branching(TREE, device)), 1e-5 if dtype == torch.float32 else 1.5e-2)
 
 
 @pytest.mark.parametrize("alike", [0.9, 0.999])

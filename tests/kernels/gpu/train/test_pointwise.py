@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from kernels.gpu.delta.conv1d import conv_prefill
 from kernels.gpu.train.activations import swiglu_backward
 from kernels.gpu.train.conv1d import conv_backward
 from kernels.gpu.train.documents import Documents
@@ -16,7 +17,7 @@ from kernels.gpu.train.qk_rope import qk_norm_rope, qk_norm_rope_backward
 from kernels.gpu.train.rms_norm import rms_norm_backward
 from kernels.rope import Rotation, inverse_frequencies
 from tests.kernels.gpu import interpreter  # noqa: F401
-from tests.kernels.gpu.train.support import conv64, relative, rms_norm64, rope64
+from tests.kernels.gpu.train.support import TREE, along, branching, conv64, relative, rms_norm64, rope64
 
 EPS = 1e-6
 LENGTHS = [70, 1, 3, 64, 65, 2]
@@ -102,11 +103,37 @@ def test_convolution(device: torch.device, dtype: torch.dtype, kernel: int, chan
     weight = normal(kernel, channels, seed=1, device=device, dtype=dtype)
     dy = normal(sum(LENGTHS), channels, seed=2, device=device, dtype=dtype)
     out = torch.full_like(wide, 7.0)
-    conv_backward(wide, weight, dy, documents.segments, out=out, rows=rows)
+    conv_backward(wide, weight, dy, documents, out=out, rows=rows)
     x64 = exact(wide[:, :channels])
     (dx,) = torch.autograd.grad(conv64(x64, weight, LENGTHS), x64, dy.double())
     assert relative(out[:, :channels], dx) <= BARS[dtype]
     assert bool((out[:, channels:] == 7.0).all())
+
+
+@pytest.mark.parametrize(("kernel", "channels", "rows"), [(4, 40, 8), (2, 7, 16), (5, 300, 4)])
+def test_convolution_of_documents_that_go_on_from_others(
+    device: torch.device, dtype: torch.dtype, kernel: int, channels: int, rows: int
+) -> None:
+    documents = branching(TREE, device, past=kernel - 1)
+    count = len(documents.positions)
+    wide = normal(count, channels + 9, seed=0, device=device, dtype=dtype)
+    weight = normal(kernel, channels, seed=1, device=device, dtype=dtype)
+    dy = normal(count, channels, seed=2, device=device, dtype=dtype)
+    past = torch.full((documents.count, kernel - 1, channels), 5.0, dtype=dtype, device=device)
+    assert documents.tree is not None
+    documents.tree.past(wide[:, :channels], out=past)
+    state = past.clone()
+    y = conv_prefill(wide, weight, state, documents.segments, rows=rows)
+    out = torch.full_like(wide, 7.0)
+    conv_backward(wide, weight, dy, documents, out=out, past=past, rows=rows)
+    x64 = exact(wide[:, :channels])
+    expected = along(lambda rows: conv64(x64[rows], weight, [len(rows)]), TREE)
+    (dx,) = torch.autograd.grad(expected, x64, dy.double())
+    assert relative(y, expected.detach()) <= BARS[dtype]
+    assert relative(out[:, :channels], dx) <= BARS[dtype]
+    assert bool((out[:, channels:] == 7.0).all())
+    with pytest.raises(ValueError, match="what comes before"):
+        conv_backward(wide, weight, dy, documents, out=out, rows=rows)
 
 
 @pytest.mark.parametrize(("heads", "dim", "rotary", "scale"), [(3, 16, 8, 1.0), (2, 10, 10, 1.0), (5, 32, 8, 1.14)])

@@ -96,6 +96,9 @@ class _Opened:
     plan: StepPlan
     value: StepResult | None = None
 
+    def drafts(self) -> list[list[int]]:
+        return [self.runner.drafts_of(chunk) for chunk in self.plan.chunks if chunk.samples]
+
     def seal(self, masks: RowMasks) -> None:
         self.runner.log.append("seal")
         self.value = self.runner.sample(self.plan, masks)
@@ -118,6 +121,10 @@ class RandomRunner:
     unsealed: StepPlan | None = None
     newest: dict[int, tuple[str, int]] = field(default_factory=dict)
     masked_rows: int = 0
+    known: dict[str, list[int]] = field(default_factory=dict)
+    """Outputs from which draft tokens are drawn: two of three are right."""
+    counts: dict[int, tuple[str, int, bool]] = field(default_factory=dict)
+    """Of each slot the request, its output tokens, and whether the runner knows that it has ended."""
 
     def launch(self, plan: StepPlan) -> CompletedStep:
         assert self.unsealed is None, "launched behind a step that is not sealed"
@@ -139,11 +146,54 @@ class RandomRunner:
         assert all(rows[row].masked for row in masks.rows)
         of_row = dict(zip(masks.rows, masks.bits, strict=True))
         self.masked_rows += len(of_row)
-        return StepResult([self._token(chunk, of_row.get(row)) for row, chunk in enumerate(rows)])
+        if not self.config.draft_tokens:
+            return StepResult([self._token(chunk, of_row.get(row)) for row, chunk in enumerate(rows)])
+        tokens: list[SampledToken] = []
+        accepted: list[int] = []
+        for chunk in plan.chunks:
+            if chunk.samples:
+                wanted = [row not in masks.unwanted for row in range(len(tokens), len(tokens) + chunk.sampled_rows)]
+                count = self._accept(chunk, [of_row.get(row) for row in range(len(tokens), len(rows))], wanted, tokens)
+                accepted.append(count)
+        return StepResult(tokens, accepted)
+
+    def count(self, chunk: Chunk) -> int:
+        """Output tokens before a chunk: at least those of the plan."""
+        name, count, _ = self.counts.get(chunk.slot, ("", 0, False))
+        return count if chunk.token_ids[0] == PENDING and name == chunk.request.request_id else chunk.output_count
+
+    def drafts_of(self, chunk: Chunk) -> list[int]:
+        count, known = self.count(chunk), self.known.get(chunk.request.request_id, [])
+        return [
+            known[number] if number < len(known) and number % 3 else 7 + number
+            for number in range(count, count + chunk.num_draft_tokens)
+        ]
+
+    def _accept(self, chunk: Chunk, masks: list[Bits | None], wanted: list[bool], tokens: list[SampledToken]) -> int:
+        """Appends a token for each row of a chunk; returns how many count."""
+        name, sampling = chunk.request.request_id, chunk.request.sampling
+        pending = chunk.token_ids[0] == PENDING
+        if pending and self.counts[chunk.slot] == (name, self.counts[chunk.slot][1], True):
+            tokens += [SampledToken(0, 0.0)] * chunk.sampled_rows
+            return 0
+        count, drafts = self.count(chunk), self.drafts_of(chunk)
+        accepted, goes_on, ended = 0, True, False
+        for row in range(chunk.sampled_rows):
+            goes_on = goes_on and wanted[row]
+            if not goes_on:
+                tokens.append(SampledToken(0, 0.0))
+                continue
+            token = self._token(chunk._replace(output_count=count + row), masks[row])
+            tokens.append(token)
+            accepted += 1
+            ended = token.token_id in sampling.stops(self.config.eos_token_ids) or count + accepted >= chunk.max_output
+            goes_on = not ended and row < len(drafts) and token.token_id == drafts[row]
+        self.counts[chunk.slot] = name, count + accepted, ended
+        return accepted
 
     def _token(self, chunk: Chunk, mask: Bits | None) -> SampledToken:
         name = chunk.request.request_id
-        if list(chunk.token_ids) == [PENDING]:
+        if chunk.token_ids[0] == PENDING:
             assert self.newest[chunk.slot][0] == name
         draw = random.Random(f"{name}/{chunk.output_count}")
         token = draw.choice(tokens_of(mask)) if mask is not None else draw.randrange(2039)

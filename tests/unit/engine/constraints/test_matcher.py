@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.engine.constraints.masks import MaskMaker, RowMasks
+from services.engine.constraints.masks import NO_MASKS, MaskMaker, RowMasks, WantedMasks
 from services.engine.constraints.matcher import ConstraintBroken, OutputMatcher
 from services.engine.constraints.vocabulary import allow, allows, forbid, tokens_of
 from services.engine.requests.sampling_params import SamplingParams, Thinking
@@ -166,13 +166,45 @@ def test_masks_of_a_step_are_made_at_once() -> None:
     assert broken._grammar is not None
     broken._grammar.consume_token(5)
     wanted = [(0, answers[0]), (2, budget), (3, None), (4, broken), (7, answers[1]), (9, answers[2])]
-    masks, failures = maker.make(wanted)
+    masks, failures = maker.make([WantedMasks(*each) for each in wanted])
     assert list(masks.rows) == [0, 4, 7, 9], "a budget that is not used up masks nothing"
     assert [place for place, _ in failures] == [3]
     assert (masks.bits[1] == -1).all(), "a row that is dropped may take anything"
     assert {tuple(tokens_of(masks.bits[at])) for at in (0, 2, 3)} == {tuple(tokens_of(masks.bits[0]))}
     assert set(ids("1")) <= set(tokens_of(masks.bits[0]))
-    assert not maker.make([(2, budget)])[0].rows
+    assert not maker.make([WantedMasks(2, budget)])[0].rows
+
+
+def test_masks_behind_draft_tokens() -> None:
+    """Those that the tokens one by one would give; behind one that nothing can follow nothing is wanted."""
+    maker = MaskMaker()
+    sampling = SamplingParams(constraint=constraint("regex", "[ab]{3}c?"))
+    letters = [ids(letter)[0] for letter in "abc"]
+    a, b, c = letters
+
+    def following(*tokens: int) -> list[int]:
+        of = matcher(sampling)
+        for token in tokens:
+            of.advance(token)
+        return tokens_of(mask_of(of))
+
+    def made(drafts: list[int], ended: bool = False) -> tuple[dict[int, list[int]], list[int]]:
+        wanted = WantedMasks(4, None if ended else matcher(sampling), drafts)
+        masks, failures = maker.make([wanted])
+        assert not failures
+        return {row: tokens_of(bits) for row, bits in zip(masks.rows, masks.bits, strict=True)}, list(masks.unwanted)
+
+    assert made([a, b]) == ({4: following(), 5: following(a), 6: following(a, b)}, [])
+    assert made([a, c, b]) == ({4: following(), 5: following(a)}, [6, 7])
+    assert made([min(EOS)]) == ({4: following()}, [5])
+    assert made([a, a, a, c]) == ({4 + n: following(*[a] * n) for n in range(4)}, [8]), "nothing may follow"
+    assert made([a, b], ended=True) == ({}, [5, 6])
+    asked = thinking(2, grammar=False)
+    assert asked._thinking is not None
+    masks, _ = maker.make([WantedMasks(0, asked, [a, b, a])])
+    assert list(masks.rows) == [2], "the budget is used up behind two tokens"
+    assert masks.unwanted == [3], "another token closes the reasoning"
+    assert maker.make([WantedMasks(0, asked, [a])])[0] is NO_MASKS, "the matcher itself has not moved"
 
 
 def test_bits() -> None:

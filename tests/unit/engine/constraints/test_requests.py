@@ -35,8 +35,7 @@ def test_every_kind_is_read(message: pb.Constraint, expected: Constraint) -> Non
     sampling = read(constraint=message)
     assert sampling.constraint == expected
     assert sampling.masked
-    assert not sampling.draftable
-    assert not sampling.edits_logits, "masks take no part in the counts that edits need"
+    assert sampling.draftable
 
 
 def test_thinking_is_read() -> None:

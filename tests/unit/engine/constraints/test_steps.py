@@ -134,6 +134,47 @@ def test_outputs_do_not_depend_on_overlap_and_preemption() -> None:
     assert outputs[0] == outputs[1] == outputs[2]
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("blocks", [256, 19])
+def test_outputs_do_not_depend_on_draft_tokens(depth: int, blocks: int) -> None:
+    """Rows behind draft tokens have the masks that they would have one by one."""
+    plain = Bench(2, block_size=2, max_model_len=36)
+    plain.add(*mixed())
+    plain.run()
+    expected = {each.request_id: plain.output(each.request_id) for each in mixed()}
+    bench = Bench(depth, num_blocks=blocks, block_size=2, max_model_len=36, draft_tokens=3)
+    bench.runner.known = expected
+    bench.add(*mixed())
+    bench.run()
+    assert {name: bench.output(name) for name in expected} == expected
+    counts = bench.pipeline.scheduler.counts()
+    assert counts.num_draft_tokens / 5 < counts.num_accepted_tokens < counts.num_draft_tokens
+    assert (counts.preemptions > 0) == (blocks == 19)
+    assert len(bench.stats) < len(plain.stats)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("length", range(6, 11))
+def test_the_state_of_a_complete_answer_is_kept(depth: int, length: int) -> None:
+    """Wherever among draft tokens it ends: none behind it counts, even a right one."""
+    prompt, limit = tuple(range(5, 20)), constraint("regex", f"[acegik]{{{length}}}")
+    plain = Bench(2)
+    plain.add(request("r", prompt, constraint=limit))
+    plain.run()
+    bench = Bench(depth, draft_tokens=4)
+    bench.runner.known = {"r": [*plain.output("r"), *range(9)]}
+    bench.add(request("r", prompt, constraint=limit))
+    bench.run()
+    output = bench.output("r")
+    assert output == plain.output("r")
+    assert bench.pipeline.scheduler.counts().num_accepted_tokens > 0
+    history = (*prompt, *output)
+    bench.add(request("next", (*history, 8, 9), max_tokens=2))
+    bench.run()
+    # With a plan in flight the last token is computed, too.
+    assert bench.updates["next"][0].cached_tokens == len(history) - (depth == 1)
+
+
 def test_a_step_is_opened_before_the_one_before_is_collected_and_sealed_after() -> None:
     bench = Bench(2)
     bench.add(request("r", constraint=constraint("regex", "[ab]{4}")))

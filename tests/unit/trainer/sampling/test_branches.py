@@ -39,14 +39,18 @@ def test_pieces_make_the_sequences(seed: int) -> None:
 def test_what_is_common_is_packed_once() -> None:
     prompt = list(range(50))
     documents = [completion_document(prompt, [60 + number] * 5, number) for number in range(6)]
-    (packed,) = pack_branches(documents, 100, torch.device("cpu"))
+    # A branch counts as LEAST_COUNTED tokens, or as all of the document if that has fewer.
+    (packed,) = pack_branches(documents, 6 * 54, torch.device("cpu"))
     # An input less a document: its last token is only a target. The row before the completion is the prompt's last.
     assert packed.num_tokens == 50 + 6 * 4
     assert [document.source for document in packed.documents] == list(range(6))
     assert [int(row) for row in packed.rows[::5]] == [49] * 6
     assert [int(token) for token in packed.targets] == [60 + number for number in range(6) for _ in range(5)]
-    first, second = pack_branches(documents, 62, torch.device("cpu"))
-    assert (first.num_tokens, second.num_tokens) == (62, 62)
+    first, second = pack_branches(documents, 6 * 54 - 1, torch.device("cpu"))
+    assert (first.num_tokens, second.num_tokens) == (50 + 5 * 4, 54)
+    long = [completion_document(prompt, [60 + number] * 80, number) for number in range(6)]
+    (packed,) = pack_branches(long, 50 + 6 * 79, torch.device("cpu"))
+    assert packed.num_tokens == 50 + 6 * 79
 
 
 def test_documents_with_nothing_in_common_are_packed_as_ever() -> None:

@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.gpu.sampling.draft_tokens import UNWANTED
 from kernels.gpu.sampling.sample import MaskTensors
 from services.engine.constraints.masks import RowMasks
 from services.engine.executors.cuda.stream import Arrival, EngineStream
@@ -38,17 +39,18 @@ class MaskUpload:
             ValueError: the masks are of another vocabulary.
         """
         count = len(masks.rows)
-        if not count:
+        if not count and not masks.unwanted:
             return None
-        if masks.bits.shape[1] != self._width:
+        if count and masks.bits.shape[1] != self._width:
             raise ValueError(f"masks of {masks.bits.shape[1]} words, the logits need {self._width}")
         self._turn = (self._turn + 1) % _TURNS
         self._copied[self._turn].wait()
         host: npt.NDArray[np.int32] = self._hosts[self._turn].numpy()
         end = self._first + count * self._width
         host[: self._max_rows] = -1
-        host[np.asarray(masks.rows)] = np.arange(count)
+        host[np.asarray(masks.rows, dtype=np.int64)] = np.arange(count)
+        host[np.asarray(masks.unwanted, dtype=np.int64)] = UNWANTED
         host[self._first : end] = masks.bits.reshape(-1)
         self._device[:end].copy_(self._hosts[self._turn][:end], non_blocking=True)
         self._copied[self._turn] = self._stream.mark()
-        return MaskTensors(self._device[: self._max_rows], self._device[self._first : end].view(count, self._width))
+        return MaskTensors(self._device[: self._max_rows], self._device[self._first :].view(-1, self._width))

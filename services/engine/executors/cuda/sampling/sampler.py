@@ -79,7 +79,7 @@ class CudaSampler:
         speculative: bool = False,
     ) -> None:
         self._device = device
-        self._max_rows = max_rows
+        self.max_rows = max_rows
         self._pdl = pdl
         self._tables = SamplingTables(eos_token_ids, num_slots, vocab, device, max_rows)
         self._buffers = SamplingBuffers.allocate(max_rows, vocab, device, config or SamplingConfig(BLOCK))
@@ -94,14 +94,19 @@ class CudaSampler:
         """[num_slots, PARAMETER_WORDS] int32: the parameters of the request in each slot."""
         return self._tables.parameters
 
+    @property
+    def words(self) -> Tensor:
+        """[E, V] int32: token words of the requests that have them; others than before when their number grows."""
+        return self._tables.words
+
     def prepare(self, chunks: Sequence[Chunk], group: int = 1) -> SampleRows:
         """Sampling inputs of the chunks that sample, in row order; enqueues copies only for requests that are new.
 
         Args:
             group: rows of each chunk; those at its end that it has no tokens for get slot 0.
         """
-        if len(chunks) * group > self._max_rows:
-            raise ValueError(f"{len(chunks) * group} rows to sample, the most is {self._max_rows}")
+        if len(chunks) * group > self.max_rows:
+            raise ValueError(f"{len(chunks) * group} rows to sample, the most is {self.max_rows}")
         features = self._tables.seat(chunks)
         columns = np.empty((3, len(chunks), 1), dtype=np.int32)
         columns[0, :, 0] = [chunk.slot for chunk in chunks]
@@ -117,7 +122,12 @@ class CudaSampler:
 
     @torch.inference_mode()
     def launch(
-        self, logits: Tensor, rows: SampleRows, step: Tensor | None = None, masks: MaskTensors | None = None
+        self,
+        logits: Tensor,
+        rows: SampleRows,
+        step: Tensor | None = None,
+        masks: MaskTensors | None = None,
+        drafted: Tensor | None = None,
     ) -> DeviceResults:
         """Enqueues the sampling of a step.
 
@@ -126,6 +136,7 @@ class CudaSampler:
                 given, with slot 0 for the rows beyond.
             step: [3, R] int32 on the device, what ``rows.step`` says; None: copied here.
             masks: of constrained rows; None: no row has one.
+            drafted: draft tokens that each row follows, see sample_rows(); None: without speculation.
         """
         if step is None:
             step = torch.from_numpy(rows.step)
@@ -144,6 +155,7 @@ class CudaSampler:
             words,
             words=self._tables.words if features.edits else None,
             biases=self._tables.biases if features.biases else None,
+            drafted=drafted,
             masks=masks,
             nucleus=features.nucleus,
             selections=features.selections,

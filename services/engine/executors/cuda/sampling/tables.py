@@ -40,7 +40,7 @@ class _Tenant:
     """See Chunk."""
     edit_row: int | None
     next_count: int
-    """Output count of the next step if the counts on the device go on."""
+    """Least output count of the next step if the counts on the device go on."""
     used: int
     """Number of the latest step that sampled it."""
 
@@ -133,7 +133,8 @@ class SamplingTables:
         if (
             tenant is None
             or tenant.request is not chunk.request
-            or (tenant.edit_row is not None and tenant.next_count != chunk.output_count)
+            # More than that are draft tokens that were accepted: the device has counted them.
+            or (tenant.edit_row is not None and tenant.next_count > chunk.output_count)
         ):
             return False
         tenant.next_count = chunk.output_count + 1
@@ -146,6 +147,7 @@ class SamplingTables:
         row = None if old is None else old.edit_row
         flags = _flags(params, self._vocab)
         if flags & layout.EDITED.value:
+            self._leave(chunk.request)
             if row is None:
                 row = self._free_edit_row()
                 self._edit_slots[row] = chunk.slot
@@ -166,6 +168,12 @@ class SamplingTables:
             chunk.output_count + 1,
             self._steps,
         )
+
+    def _leave(self, request: Request) -> None:
+        """Takes a request out of the slot that it had before: its counts there are not carried on."""
+        for slot, tenant in enumerate(self._tenants):
+            if tenant is not None and tenant.request is request:
+                self._tenants[slot] = None
 
     def _free_edit_row(self) -> int:
         """A row nobody has, else one whose request takes no part in this step, else a new one.
@@ -278,8 +286,7 @@ def _flags(params: SamplingParams, vocab: int) -> int:
         flags |= layout.FILTERED.value
         if params.top_p < 1.0 and params.min_p == 0.0 and not 0 < params.top_k < vocab:
             flags |= layout.NUCLEUS.value
-    penalised = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0.0, 0.0, 1.0)
-    if penalised or params.min_tokens > 0 or params.logit_bias:
+    if params.penalises or params.min_tokens > 0 or params.logit_bias:
         flags |= layout.EDITED.value
     if params.logit_bias:
         flags |= layout.BIASED.value

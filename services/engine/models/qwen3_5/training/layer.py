@@ -52,7 +52,8 @@ class Shared:
     device: DeviceLimits
     """Limits that kernels are cut up for."""
     past: Tensor
-    """[documents, kernel - 1, conv_dim]: scratch for the convolution's states, which training has no use for."""
+    """[documents, kernel - 1, conv_dim]: scratch for the convolution's states: what comes before documents that go on
+    from others."""
 
     @property
     def delta(self) -> DeltaShape:
@@ -273,6 +274,7 @@ class Layer:
     def _delta(self, projected: Tensor, weights: DeltaNetWeights) -> DeltaInside:
         shared = self._shared
         mixed = torch.empty(len(projected), shared.config.conv_dim, dtype=projected.dtype, device=projected.device)
+        self._past(projected)
         conv_prefill(projected, weights.conv, shared.past, shared.documents.segments, out=mixed)
         out, tiles, trace = gated_delta_forward(
             mixed,
@@ -284,6 +286,11 @@ class Layer:
             device=shared.device,
         )
         return DeltaInside(mixed, out, tiles, trace)
+
+    def _past(self, projected: Tensor) -> Tensor | None:
+        """The convolution's inputs before each document, where some go on from others."""
+        tree, past = self._shared.documents.tree, self._shared.past
+        return None if tree is None else tree.past(projected[:, : past.shape[2]], out=past)
 
     def _delta_gate(self, projected: Tensor) -> Tensor:
         """z, a view of the mixer's projection or of its gradient."""
@@ -382,5 +389,6 @@ class Layer:
             documents,
             projected_grad=projected_grad,
         )
-        conv_backward(projected, weights.conv, mixed_grad, documents.segments, out=projected_grad)
+        past = self._past(projected)
+        conv_backward(projected, weights.conv, mixed_grad, documents, out=projected_grad, past=past)
         return result

@@ -8,6 +8,8 @@ directions, the trainer gives way to the engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +20,7 @@ from kernels.gpu.configs import KernelConfigs
 from kernels.gpu.rms_norm import rms_norm
 from kernels.gpu.train.documents import Documents
 from kernels.gpu.train.rms_norm import rms_norm_backward
+from kernels.gpu.train.tree import depth_first
 from kernels.rope import Rotation
 from services.engine.models.interface import Probe, Recompute
 from services.engine.models.lora.lora_batch import LoraBatch
@@ -29,6 +32,16 @@ from services.engine.models.qwen3_5.training.layer import Kept, Layer, Shared
 from services.engine.models.qwen3_5.weights import ModelWeights
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Two orders of the same rows: that of a packed batch, and that of its documents in the layers."""
+
+    there: Tensor
+    """[T] int64: row of the batch of each row in the layers."""
+    here: Tensor
+    """[T] int64: row in the layers of each of the batch."""
+
+
 class Trunk:
     """The layers for one set of documents, in both directions.
 
@@ -36,6 +49,7 @@ class Trunk:
         rotation: of queries and keys.
         adapter: None: the base model.
         probe: sees, and may change, what goes into the output projections; for forwards without a backward.
+        order: where the rows of the documents stand in what goes in and comes out; None: in the same places.
     """
 
     def __init__(
@@ -46,12 +60,14 @@ class Trunk:
         documents: Documents,
         adapter: WorkingFactors | None,
         probe: Probe | None = None,
+        *,
+        order: Order | None = None,
     ) -> None:
         device, dtype = weights.embedding.device, weights.embedding.dtype
         past = torch.empty(documents.count, config.conv_kernel - 1, config.conv_dim, dtype=dtype, device=device)
         kernels = weights.kernels or KernelConfigs.on(device)
         shared = Shared(config, documents, rotation, kernels.device, past)
-        self._weights, self._eps = weights, config.rms_norm_eps
+        self._weights, self._eps, self._order = weights, config.rms_norm_eps, order
         self.layers = [
             Layer(
                 layer,
@@ -64,14 +80,19 @@ class Trunk:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] int64 to [T, hidden]."""
+        if self._order is not None:
+            token_ids = token_ids.index_select(0, self._order.there)
         return F.embedding(token_ids, self._weights.embedding)
 
     def finish(self, x: Tensor) -> Tensor:
         """The last layer's output to the final hidden states, normed."""
-        return rms_norm(x, self._weights.final_norm, self._eps)
+        hidden = rms_norm(x, self._weights.final_norm, self._eps)
+        return hidden if self._order is None else hidden.index_select(0, self._order.here)
 
     def finish_backward(self, x: Tensor, grad: Tensor) -> Tensor:
         """Gradient in the last layer's output ``x``."""
+        if self._order is not None:
+            grad = grad.index_select(0, self._order.there)
         return rms_norm_backward(x, self._weights.final_norm, self._eps, grad, None)[0]
 
 
@@ -177,15 +198,26 @@ def forward_packed(
     *,
     recompute: Recompute,
     give_way: Callable[[], None],
+    parents: Sequence[int | None] | None = None,
 ) -> Tensor:
-    """See Qwen3_5.forward_train."""
-    documents = _documents(token_ids, lengths)
+    """See Qwen3_5.forward_train.
+
+    Raises:
+        ValueError: as there; or documents of several adapters go on from each other.
+    """
+    order = None
+    if parents is None:
+        documents = _documents(token_ids, lengths)
+    elif isinstance(lora, LoraBatch):
+        raise ValueError("parents: documents of several adapters have nothing in common")
+    else:
+        documents, order = _branching(token_ids, lengths, parents, past=config.conv_kernel - 1)
     adapter: WorkingFactors | None = None
     if isinstance(lora, LoraBatch):
         adapter = WorkingBatch(lora, lora.rows(lengths), config, weights.embedding.dtype)
     elif lora is not None:
         adapter = WorkingAdapter(lora, config, weights.embedding.dtype)
-    trunk = Trunk(config, weights, rotation, documents, adapter)
+    trunk = Trunk(config, weights, rotation, documents, adapter, order=order)
     if lora is None or not torch.is_grad_enabled():
         with torch.no_grad():
             return EagerStep(trunk, token_ids, None, give_way).forward()
@@ -218,6 +250,24 @@ def forward_probed(
 
 def _documents(token_ids: Tensor, lengths: Sequence[int]) -> Documents:
     """Raises ValueError if the lengths do not add up to T."""
+    _check(token_ids, lengths)
+    return Documents.build(lengths, token_ids.device)
+
+
+def _branching(
+    token_ids: Tensor, lengths: Sequence[int], parents: Sequence[int | None], *, past: int
+) -> tuple[Documents, Order]:
+    """Documents in depth-first order, and where their rows are. Raises ValueError as forward_packed()."""
+    _check(token_ids, lengths)
+    order = depth_first(parents)
+    place = {index: at for at, index in enumerate(order)}
+    above = [None if (parent := parents[index]) is None else place[parent] for index in order]
+    documents = Documents.branching([lengths[index] for index in order], above, token_ids.device, past=past)
+    begins = [end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
+    there = torch.cat([torch.arange(begins[index], begins[index] + lengths[index]) for index in order])
+    return documents, Order(there.to(token_ids.device), torch.argsort(there).to(token_ids.device))
+
+
+def _check(token_ids: Tensor, lengths: Sequence[int]) -> None:
     if sum(lengths) != token_ids.shape[0] or min(lengths, default=0) < 1:
         raise ValueError(f"lengths {list(lengths)[:8]} do not cut {token_ids.shape[0]} tokens into documents")
-    return Documents.build(lengths, token_ids.device)

@@ -146,6 +146,36 @@ def test_rows_kept_between_steps_count_new_tokens() -> None:
         output.append(token.token_id)
 
 
+def test_rows_behind_draft_tokens_are_those_behind_the_same_output() -> None:
+    """Draft tokens that are not taken leave nothing behind: the same sampler over several steps equals a fresh one."""
+    shared: dict[str, Any] = {"max_tokens": 99, "repetition_penalty": 1.5, "frequency_penalty": 0.8}
+    requests = [
+        Request(f"{seed}", (1, 2, 3), SamplingParams(seed=seed, **fields))
+        for seed, fields in enumerate(
+            [shared, shared | {"min_tokens": 6, "logit_bias": {EOS: 9.0, 11: 8.0}}, {"temperature": 0.0, **shared}]
+        )
+    ]
+    kept, outputs = sampler(), [[4, 4], [9], list[int]()]
+    for step in range(5):
+        drafts = [[4, 9, 4, EOS], [11, 11], [5, 5, 5, 6]]
+        chunks = [
+            Chunk(request, [1, *drafted], 3, [1], 1, True, output, len(output), num_draft_tokens=len(drafted))
+            for request, output, drafted in zip(requests, outputs, drafts, strict=True)
+        ]
+        rows = [row for c in chunks for row in c.rows]
+        plain = [
+            Chunk(c.request, [1], 3, [1], 1, True, list(c.output_ids) + list(c.drafts[:place]), c.output_count + place)
+            for c in chunks
+            for place in range(c.sampled_rows)
+        ]
+        logits = random_logits(len(rows), step, 1.0)
+        tokens = kept.sample(logits, rows)
+        for place, one in enumerate(plain):
+            assert tokens[place] == sampler().sample(logits[place : place + 1], [one])[0]
+        for output, drafted in zip(outputs, drafts, strict=True):
+            output.extend(drafted[:step])
+
+
 @pytest.mark.parametrize("block", [1, 2, 4, 1024])
 def test_the_distribution_is_softmax(block: int) -> None:
     """Whether all tokens race or blocks of them first, the last of which is not full."""

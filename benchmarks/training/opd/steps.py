@@ -30,8 +30,8 @@ from typing import Any
 import torch
 
 from benchmarks.lib.in_process import only_warnings
-from benchmarks.training.opd_trl import check_importable, measure_trl
-from benchmarks.training.opd_workloads import MODULES, RANK, WORKLOADS, Workload
+from benchmarks.training.opd.trl import check_importable, measure_trl
+from benchmarks.training.opd.workloads import MODULES, RANK, WORKLOADS, Workload
 from benchmarks.training.pod import add_arguments, checkpoints, end_job, measure_steps, report_to, training_pod
 from services.common.jobs import OpdJob
 from services.pod.host import PodHost
@@ -107,7 +107,3 @@ def main() -> None:
             torch.cuda.empty_cache()
             for workload in chosen:
                 report(measure_trl(student, teacher, options.device, workload, options.steps, options.warm_up))
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.training.opd_workloads import MODULES, RANK, Workload
+from benchmarks.training.opd.workloads import MODULES, RANK, Workload
 
 _NEEDED = ("trl", "datasets", "peft", "transformers")
 

@@ -1,0 +1,1 @@
+"""Benchmark of on-policy distillation, with and without TRL."""
