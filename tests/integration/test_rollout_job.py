@@ -18,11 +18,13 @@ from services.common.queue.job_queue import JobQueue
 from services.common.storage.object_store import ObjectStore
 from services.engine.requests.adapter import AdapterChoice
 from services.trainer.jobs import prepare_run
+from tests.forked import pod_worker
 from tests.integration.beside_engine import Start, events, pod, start, until
-from tests.rollout_support import Pod, wait_for
+from tests.integration.test_worker import Spawn, spawn, trainer_settings
+from tests.rollout_support import Pod, running_pod, wait_for
 from tests.unit.common.jobs.scorers.test_webhook import SECRET, ok, serving
 
-__all__ = ["pod", "start"]
+__all__ = ["pod", "spawn", "start", "trainer_settings"]
 
 QUICK = {
     "prompts": [f"Say {n}" for n in range(4)],
@@ -173,3 +175,28 @@ async def test_a_webhook_that_is_not_listed_fails_at_once(queue: JobQueue, start
     done = await until(queue, (await queue.submit(spec)).id, lambda job: job.state.terminal)
     assert (done.state, done.attempts) == (JobState.FAILED, 1)
     assert "not covered by TEMPER_REWARD_WEBHOOKS" in (done.reason or "")
+
+
+async def test_kill_nine_while_a_round_is_sampled_ahead(
+    queue: JobQueue, registry: AdapterRegistry, spawn: Spawn
+) -> None:
+    """Twice, each time with the next round under way and groups that wait for it: a third process ends the job with the
+    weights of an undisturbed one."""
+    spec = job(rounds=5, completions=8, max_tokens=40, staleness=1, cut={"fraction": 0.5})
+    submitted = await queue.submit(spec)
+    for step in (2, 3):
+        process = spawn(pod_worker)
+        await until(queue, submitted.id, lambda job, step=step: job.progress.step >= step)  # type: ignore[misc]
+        process.kill()
+        process.wait()
+        assert (await queue.get(submitted.id)).state is JobState.RUNNING
+    spawn(pod_worker)
+    done = await until(queue, submitted.id, lambda job: job.state.terminal)
+    assert (done.state, done.attempts, done.result_adapter) == (JobState.SUCCEEDED, 3, "toy@1"), done.reason
+    resumed = [event.data["message"] for event in await events(queue, done.id) if "resumed" in str(event.data)]
+    assert resumed
+    assert "after step 0 " not in resumed[-1]
+    assert any("rollouts were cut by generate.cut" in note for note in done.notes)
+    weights = registry.files(AdapterVersion("toy", 1))[WEIGHTS]
+    with running_pod() as alone:
+        assert weights == await asyncio.to_thread(undisturbed, alone, spec)

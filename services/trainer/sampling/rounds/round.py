@@ -18,7 +18,7 @@ from services.trainer.sampling.rounds.groups import Group, ScoredPrompt, stalene
 
 def completion_tensors(prefix: str, completions: Sequence[Completion]) -> dict[str, Tensor]:
     """Tensors of a checkpoint that hold these completions: ``prefix`` + token_ids, logprobs, lengths, truncated, and
-    for those that say it cut, versions, version_tokens, version_counts."""
+    where one was cut or says its policies cut, versions, version_tokens, version_counts."""
     tokens = [token for one in completions for token in one.token_ids]
     logprobs = [value for one in completions for value in one.logprobs]
     found = {
@@ -28,7 +28,7 @@ def completion_tensors(prefix: str, completions: Sequence[Completion]) -> dict[s
         f"{prefix}truncated": torch.tensor([one.truncated for one in completions], dtype=torch.bool),
     }
     spans = [span for one in completions for span in one.versions]
-    if spans:
+    if spans or any(one.cut for one in completions):
         found |= {
             f"{prefix}cut": torch.tensor([one.cut for one in completions], dtype=torch.bool),
             f"{prefix}versions": torch.tensor([version for version, _ in spans], dtype=torch.float64),
@@ -44,7 +44,7 @@ def completions_of(prefix: str, tensors: Mapping[str, Tensor]) -> list[Completio
     count = len(lengths)
     cut, counts = [False] * count, [0] * count
     spans: Iterator[tuple[float, int]] = iter(())
-    if f"{prefix}versions" in tensors:
+    if f"{prefix}cut" in tensors:
         cut, counts = tensors[f"{prefix}cut"].tolist(), tensors[f"{prefix}version_counts"].tolist()
         versions, tokens_by = tensors[f"{prefix}versions"].tolist(), tensors[f"{prefix}version_tokens"].tolist()
         spans = zip(versions, tokens_by, strict=True)

@@ -62,6 +62,10 @@ def test_completions_survive_a_checkpoint() -> None:
     given = [SAID, empty, dataclasses.replace(SAID, truncated=True)]
     assert completions_of("x.", completion_tensors("x.", given)) == given
     assert completions_of("x.", completion_tensors("x.", [])) == []
+    cut = [dataclasses.replace(empty, truncated=False, cut=True)]
+    assert completions_of("x.", completion_tensors("x.", cut)) == cut
+    some = [*given, *cut, dataclasses.replace(SAID.by(1.0), cut=True), SAID.by(2.5)]
+    assert completions_of("x.", completion_tensors("x.", some)) == some
 
 
 def test_losses_do_not_depend_on_the_cut() -> None:
