@@ -1,7 +1,7 @@
-"""A small text game: a hidden number is guessed, and each miss is told to be too low or too high.
+"""A small text game: a hidden number is guessed, and each miss is told to be too low or too high, with what is left.
 
 The hidden one of three numbers is found in two guesses whatever it is, if the first is the middle one and the second
-heeds what was said of it. Who forgets that finds fewer.
+heeds what was said of it. Who forgets that finds two of three.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Guess(Environment):
     """See the module. The reward is 1 for the guess that hits, else 0."""
 
     name: ClassVar[str] = "guess"
-    description: ClassVar[str] = "A hidden number is guessed; a miss is told to be too low or too high."
+    description: ClassVar[str] = "A hidden number is guessed; a miss is told to be too low or high, and what is left."
     params: ClassVar[type[Params]] = GuessParams
     action_schema: ClassVar[Mapping[str, Any]] = object_schema({"message": {"type": "string"}})
     observation_schema: ClassVar[Mapping[str, Any]] = object_schema({"text": {"type": "string"}})
@@ -57,7 +57,9 @@ class Guess(Environment):
         if guess is None or not self._lowest <= guess <= self._highest:
             text = f"Say a number from {self._lowest} to {self._highest}."
         else:
-            text = f"The number is {'higher' if guess < self._hidden else 'lower'}."
+            higher = guess < self._hidden
+            self._lowest, self._highest = (guess + 1, self._highest) if higher else (self._lowest, guess - 1)
+            text = f"It is {'higher' if higher else 'lower'}, from {self._lowest} to {self._highest}."
         return Observation({"text": text}, 0.0, done=last)
 
     def _secrets(self) -> dict[str, Any]:

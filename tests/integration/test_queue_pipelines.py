@@ -10,7 +10,7 @@ import redis
 from services.common.jobs import GrpoJob, JobState
 from services.common.queue import lua as scripts
 from services.common.queue.job_queue import JobQueue
-from services.common.queue.records import job_id_of_entry
+from services.common.queue.records import job_id_of_entry, spec_json
 from tests.integration.jobs import Consumers, must_claim, sft
 
 
@@ -113,7 +113,7 @@ async def test_an_old_spec_that_no_longer_parses_fails_the_job(
     queue: JobQueue, consumers: Consumers, raw: redis.Redis
 ) -> None:
     job = await queue.submit(sft())
-    raw.hset(scripts.job_key(job.id), "spec", json.dumps({"kind": "sft", "gone": 1}))
+    raw.hset(scripts.job_key(job.id), "spec", json.dumps({**json.loads(spec_json(sft())), "epochs": 0}))
     assert consumers("a").claim(0) is None
     done = await queue.get(job.id)
     assert done.state is JobState.FAILED

@@ -53,7 +53,7 @@ def _bodies(adapter: str, sources: Sequence[str]) -> dict[str, tuple[str, dict[s
         "grpo generate": ("/v1/train/grpo", own | {"generate": generate}),
         "opd": (
             "/v1/train/opd",
-            own | {"teacher": "base", "prompts": [{"prompt": "What is 12 plus 7?"}], "rounds": 3, "max_tokens": 8},
+            own | {"teacher": sources[0], "prompts": [{"prompt": "What is 12 plus 7?"}], "rounds": 3, "max_tokens": 8},
         ),
         "merge": (
             f"/v1/adapters/{adapter}/merge",

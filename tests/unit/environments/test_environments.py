@@ -35,7 +35,9 @@ def test_halving_finds_every_number(seed: int, numbers: int, guesses: int) -> No
         found = say(game, f"It is {middle}.")
         if found.done:
             break
-        low, high = (middle + 1, high) if found.fields["text"] == "The number is higher." else (low, middle - 1)
+        text = str(found.fields["text"])
+        word, low, high = ("higher", middle + 1, high) if "higher" in text else ("lower", low, middle - 1)
+        assert text == f"It is {word}, from {low} to {high}."
     assert found.reward == 1.0
     assert game.state["hidden"] == middle
 

@@ -16,7 +16,7 @@ async def play(url: str) -> None:
             middle = (low + high) // 2
             result = await client.step({"message": str(middle)})
             told.append(result.observation["text"])
-            low, high = (middle + 1, high) if told[-1] == "The number is higher." else (low, middle - 1)
+            low, high = (middle + 1, high) if "higher" in told[-1] else (low, middle - 1)
         state = await client.state()
         try:
             await client.step({"message": "4"})

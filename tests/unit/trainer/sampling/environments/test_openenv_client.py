@@ -65,7 +65,7 @@ def test_a_text_game(guess: str) -> None:
     shown, (unsaid, first, second) = play(guess, halves)
     assert shown == "What number is it, from 2 to 4?"
     assert unsaid == Outcome([{"role": "user", "content": "Say a number from 2 to 4."}], 0.0)
-    assert first == Outcome([{"role": "user", "content": "The number is higher."}], 0.0)
+    assert first == Outcome([{"role": "user", "content": "It is higher, from 4 to 4."}], 0.0)
     assert second == Outcome((), 1.0, done=True)
 
 
