@@ -83,10 +83,10 @@ class Serving:
     """Last lines of this process's log."""
     block_size: int = 0
     """Tokens of a KV block; 0: it is not told."""
-    prompts: RecentPrompts = field(default_factory=RecentPrompts)
     sleep: Callable[[SleepLevel], None] | None = None
     """Begins to put the process to sleep; raises InvalidRequest at a level that it does not have. None: it cannot
     be."""
+    prompts: RecentPrompts = field(default_factory=RecentPrompts)
 
 
 _MOST_PAUSED_SECONDS = 3600.0
