@@ -68,7 +68,11 @@ SECTIONS = (
     _serving("invariant", 200, "--cases 1x512x128,64x512x256 --batch-invariant"),
     Section("multiturn", 400, (f"{_BENCH}.prefix_cache.multiturn {_MODEL} --out {{out}}/multiturn.jsonl",)),
     Section("prefix-noise", 400, (f"{_BENCH}.prefix_cache.noise {_MODEL} --out {{out}}/prefix-noise.jsonl",)),
-    Section("http", 300, (f"{_BENCH}.http.rates --model qwen3.5-4b --cases 1x512x128,64x512x256 --out {{out}}",)),
+    Section(
+        "http", 300, (f"{_BENCH}.gateway.http.rates --model qwen3.5-4b --cases 1x512x128,64x512x256 --out {{out}}",)
+    ),
+    # Needs no GPU: its cost model comes from the results of others.
+    Section("fleet", 3600, (f"{_BENCH}.fleet --out {{out}}", f"{_BENCH}.fleet --plot {{out}}/fleet.jsonl")),
     Section("startup", 200, (f"{_BENCH}.serving.starts.startup --out {{out}}/startup.jsonl",)),
     Section(
         "accuracy",

@@ -36,8 +36,8 @@ from typing import Any
 import psutil
 from grpc import aio
 
-from benchmarks.http.client import Load, request_bytes
-from benchmarks.http.rates import await_ready, child, first_line
+from benchmarks.gateway.http.client import Load, request_bytes
+from benchmarks.gateway.http.rates import await_ready, child, first_line
 from benchmarks.lib.cases import milliseconds
 from benchmarks.lib.environment import environment
 from benchmarks.lib.recorder import put_line

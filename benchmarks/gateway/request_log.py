@@ -30,7 +30,7 @@ import psutil
 from pydantic import SecretStr
 
 from benchmarks.gateway.exchanges import Exchanges, Told, exchange
-from benchmarks.http.rates import await_ready, child, first_line
+from benchmarks.gateway.http.rates import await_ready, child, first_line
 from benchmarks.lib.cases import milliseconds
 from benchmarks.lib.environment import environment
 from benchmarks.lib.recorder import put_line

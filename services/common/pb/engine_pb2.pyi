@@ -642,6 +642,7 @@ class GenerateRequest(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     BOUNDARIES_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
+    PREFIX_HASHES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller, unique on the engine while the request lives; also the completion id of its rollout."""
     deadline_unix_ms: _builtins.int
@@ -666,6 +667,8 @@ class GenerateRequest(_message.Message):
     """
     owner: _builtins.str
     """Id of the API key that may train on the kept rollout; empty: there are no keys."""
+    prefix_hashes: _builtins.bytes
+    """Hashes of the prompt's blocks by which gateways route, 8 bytes each: the engine only tells them to other gateways."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -700,10 +703,11 @@ class GenerateRequest(_message.Message):
         session: Global___SessionRef | None = ...,
         boundaries: _abc.Iterable[_builtins.int] | None = ...,
         owner: _builtins.str = ...,
+        prefix_hashes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "boundaries", b"boundaries", "cache_salt", b"cache_salt", "deadline_unix_ms", b"deadline_unix_ms", "keep_rollout", b"keep_rollout", "owner", b"owner", "pooling", b"pooling", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_from", b"prompt_logprobs_from", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "boundaries", b"boundaries", "cache_salt", b"cache_salt", "deadline_unix_ms", b"deadline_unix_ms", "keep_rollout", b"keep_rollout", "owner", b"owner", "pooling", b"pooling", "prefix_hashes", b"prefix_hashes", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_from", b"prompt_logprobs_from", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
@@ -1131,14 +1135,21 @@ Global___FileChunk: _TypeAlias = FileChunk  # noqa: Y015
 class GetStatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PROMPTS_AFTER_FIELD_NUMBER: _builtins.int
+    prompts_after: _builtins.int
+    """Tell the prompts after this number, as far as they are remembered; 0: all. Unset: none are told."""
     def __init__(
         self,
+        *,
+        prompts_after: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompts_after", b"_prompts_after", "prompts_after", b"prompts_after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompts_after", b"_prompts_after", "prompts_after", b"prompts_after"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__prompts_after: _TypeAlias = _typing.Literal["prompts_after"]  # noqa: Y015
+    _WhichOneofArgType__prompts_after: _TypeAlias = _typing.Literal["_prompts_after", b"_prompts_after"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompts_after) -> _WhichOneofReturnType__prompts_after | None: ...
 
 Global___GetStatusRequest: _TypeAlias = GetStatusRequest  # noqa: Y015
 
@@ -1213,6 +1224,8 @@ class EngineStatus(_message.Message):
     ASLEEP_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
     SLEEP_LEVEL_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    PROMPTS_SEEN_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     blocks_used: _builtins.int
@@ -1246,6 +1259,8 @@ class EngineStatus(_message.Message):
     """It computes nothing now: see Pause."""
     sleep_level: _builtins.str
     """What it has given back, if it sleeps: see SleepRequest."""
+    prompts_seen: _builtins.int
+    """Number of the last of them: what `prompts_after` is next. 0: there was none, or the engine is of an earlier release."""
     @_builtins.property
     def loaded_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Versions in adapter slots, and compositions of versions, "a@3*0.7+b@1"."""
@@ -1267,6 +1282,10 @@ class EngineStatus(_message.Message):
     @_builtins.property
     def waiting_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Adapters that requests wait for, as they were asked for."""
+
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The `prefix_hashes` of requests that it was given, oldest first: from them a gateway knows what others sent here."""
 
     def __init__(
         self,
@@ -1298,10 +1317,12 @@ class EngineStatus(_message.Message):
         asleep: _builtins.bool = ...,
         paused: _builtins.bool = ...,
         sleep_level: _builtins.str = ...,
+        prompts: _abc.Iterable[_builtins.bytes] | None = ...,
+        prompts_seen: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asleep", b"asleep", "attached_adapter", b"attached_adapter", "block_size", b"block_size", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "cache_hit_tokens", b"cache_hit_tokens", "decode_tokens", b"decode_tokens", "draining", b"draining", "instance", b"instance", "job_id", b"job_id", "loaded_adapters", b"loaded_adapters", "max_waiting", b"max_waiting", "memory_plan", b"memory_plan", "paused", b"paused", "prefill_tokens", b"prefill_tokens", "prompt_tokens", b"prompt_tokens", "running", b"running", "serving_adapters", b"serving_adapters", "sessions_max", b"sessions_max", "sessions_open", b"sessions_open", "sleep_level", b"sleep_level", "slots_cached", b"slots_cached", "slots_total", b"slots_total", "slots_used", b"slots_used", "waiting", b"waiting", "waiting_adapters", b"waiting_adapters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asleep", b"asleep", "attached_adapter", b"attached_adapter", "block_size", b"block_size", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "cache_hit_tokens", b"cache_hit_tokens", "decode_tokens", b"decode_tokens", "draining", b"draining", "instance", b"instance", "job_id", b"job_id", "loaded_adapters", b"loaded_adapters", "max_waiting", b"max_waiting", "memory_plan", b"memory_plan", "paused", b"paused", "prefill_tokens", b"prefill_tokens", "prompt_tokens", b"prompt_tokens", "prompts", b"prompts", "prompts_seen", b"prompts_seen", "running", b"running", "serving_adapters", b"serving_adapters", "sessions_max", b"sessions_max", "sessions_open", b"sessions_open", "sleep_level", b"sleep_level", "slots_cached", b"slots_cached", "slots_total", b"slots_total", "slots_used", b"slots_used", "waiting", b"waiting", "waiting_adapters", b"waiting_adapters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -46,6 +46,7 @@ from services.engine.server.protobuf import (
     submission,
     update_message,
 )
+from services.engine.server.recent_prompts import RecentPrompts
 
 _CHUNK_BYTES = 1024 * 1024
 _MAX_ADAPTER_BYTES = 4 * 1024**3
@@ -85,6 +86,7 @@ class Serving:
     sleep: Callable[[SleepLevel], None] | None = None
     """Begins to put the process to sleep; raises InvalidRequest at a level that it does not have. None: it cannot
     be."""
+    prompts: RecentPrompts = field(default_factory=RecentPrompts)
 
 
 _MOST_PAUSED_SECONDS = 3600.0
@@ -144,6 +146,7 @@ class _Stream:
             self._receive([_refusal(name, error)])
         else:
             self._live.add(name)
+            self._serving.prompts.note(message.prefix_hashes)
 
     async def _compile(self, asked: Submission) -> None:
         """Compiles the constraint of a request and hands it to the loop."""
@@ -274,10 +277,11 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
     async def GetStatus(  # noqa: N802
         self,
-        request: pb.GetStatusRequest,  # noqa: ARG002
+        request: pb.GetStatusRequest,
         context: _Context,  # noqa: ARG002
     ) -> pb.EngineStatus:
         serving = self._serving
+        prompts = serving.prompts.after(request.prompts_after) if request.HasField("prompts_after") else ()
         status = serving.loop.status()
         counts = status.counts
         adapters = serving.adapters.snapshot()
@@ -308,6 +312,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             serving_adapters=adapters.serving,
             waiting_adapters=adapters.waiting,
             block_size=serving.block_size,
+            prompts=prompts,
+            prompts_seen=serving.prompts.seen,
         )
 
     async def GetRequests(  # noqa: N802

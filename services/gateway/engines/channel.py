@@ -84,6 +84,13 @@ class Channels:
                 return f"{'TLS: ' if self.certificates else ''}{meaning}"
         return f"{error.code().name}: {details}"
 
+    def describe(self, group: BaseExceptionGroup[BaseException]) -> str:
+        """The first of the errors that ended a connection, for logs and /healthz."""
+        first: BaseException = group
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        return self.explain(first) if isinstance(first, aio.AioRpcError) else str(first)
+
 
 def _traced(details: aio.ClientCallDetails) -> aio.ClientCallDetails:
     traceparent = tracing.current()

@@ -32,7 +32,7 @@ from services.gateway.engines.load_balancing import (
     holds,
     named_adapter,
 )
-from services.gateway.engines.prefix_index import BLOCK_TOKENS, PrefixIndex
+from services.gateway.engines.prefix_index import BLOCK_TOKENS, PrefixIndex, joined
 from services.gateway.engines.update_queue import StreamBroken, UpdateQueue
 
 log = structlog.get_logger(__name__)
@@ -101,6 +101,7 @@ class EngineClient:
         """Indexes and queues of the requests that wait until the engine has kept their rollout, by request id."""
         self._others = 0
         """Requests of other gateways there, when its status was read."""
+        self._heard = 0  # number of the last prompt of all gateways that the engine has told
         self._outgoing: asyncio.Queue[engine_pb2.ClientFrame] | None = None
         self._channels = channels
         self._channel: aio.Channel | None = None
@@ -142,6 +143,7 @@ class EngineClient:
             self.load,
             holds=bool(route.adapter) and self._holds(route.adapter),
             matched=self.prefixes.matched(route.chain),
+            prefill=self._requests.prefill,
         )
 
     def _holds(self, adapter: str) -> bool:
@@ -167,6 +169,7 @@ class EngineClient:
             max(0, route.tokens - cached),
             None if request.pooling or request.HasField("prompt_logprobs") else predicted,
         )
+        request.prefix_hashes = joined(route.chain)
         self._requests.add(request.request_id, sent)
         self.breaker.sent(request.request_id)
         self._outgoing.put_nowait(engine_pb2.ClientFrame(submit=request))
@@ -300,11 +303,11 @@ class EngineClient:
                 try:
                     await self._session()
                 except* aio.AioRpcError as group:
-                    if (reason := self._describe(group)) != self.last_error and not self.connected:
+                    if (reason := self._channels.describe(group)) != self.last_error and not self.connected:
                         log.warning("engine cannot be reached", engine=self.address, error=reason)
                     self.last_error = reason
                 except* TemperError as group:
-                    if (reason := self._describe(group)) != self.last_error:
+                    if (reason := self._channels.describe(group)) != self.last_error:
                         log.warning("engine refused", engine=self.address, error=reason)
                     self.last_error = reason
                 except* Exception as group:
@@ -406,10 +409,14 @@ class EngineClient:
 
     async def _ask_status(self, stub: engine_pb2_grpc.EngineAsyncStub) -> None:
         before = len(self._requests)
-        self.status = await stub.GetStatus(engine_pb2.GetStatusRequest(), timeout=self._stale_after)
-        self.instance = self.status.instance
-        # Of its requests those are somebody else's that are more than this gateway had at any of the two moments.
-        self._others = max(0, self.status.running + self.status.waiting - max(before, len(self._requests)))
+        asked = engine_pb2.GetStatusRequest(prompts_after=self._heard)
+        status = self.status = await stub.GetStatus(asked, timeout=self._stale_after)
+        self.prefixes.heard(status.prompts)
+        self._heard = status.prompts_seen
+        status.ClearField("prompts")
+        self.instance = status.instance
+        # Somebody else's are those of its requests that are more than this gateway had at any of the two moments.
+        self._others = max(0, status.running + status.waiting - max(before, len(self._requests)))
 
     async def _poll(self, stub: engine_pb2_grpc.EngineAsyncStub) -> None:
         while True:
@@ -427,7 +434,7 @@ class EngineClient:
         was_connected = self.connected
         self._outgoing = self.status = self.model = None
         orphans = self._requests.take_all()
-        self._others = 0
+        self._others = self._heard = 0
         # Whoever comes back may be another process.
         self.prefixes.clear()
         if orphans:
@@ -441,9 +448,3 @@ class EngineClient:
             self.away_since = asyncio.get_running_loop().time()
             log.warning("engine lost", engine=self.address, error=self.last_error, requests=len(orphans))
         self._on_change()
-
-    def _describe(self, group: BaseExceptionGroup[BaseException]) -> str:
-        first: BaseException = group
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        return self._channels.explain(first) if isinstance(first, aio.AioRpcError) else str(first)

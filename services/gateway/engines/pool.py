@@ -55,6 +55,7 @@ class EnginePool:
         metrics: where routing is counted.
         ask: the resolver.
         certificates: for TLS to the engines; None: plaintext.
+        channels: opens connections to engines; None: over gRPC, as settings and certificates say.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class EnginePool:
         metrics: GatewayMetrics,
         ask: Resolve = resolve,
         certificates: Certificates | None = None,
+        channels: Channels | None = None,
     ) -> None:
         self._settings = settings
         self._metrics = metrics
@@ -87,7 +89,9 @@ class EnginePool:
         self._sessions: OrderedDict[tuple[str, str], str] = OrderedDict()
         """The address that each client's session (its owner's) is at, least recently used first."""
         self._discovery = Discovery(settings.engine_targets, settings.engines_dns_seconds, self._members, ask)
-        self._channels = Channels(certificates, settings.grpc_tls_server_name, traced=bool(settings.otlp_endpoint))
+        self._channels = channels or Channels(
+            certificates, settings.grpc_tls_server_name, traced=bool(settings.otlp_endpoint)
+        )
         # In the order given: the dictionary keeps it.
         self._clients = {
             target.address: self._new_client(target.address) for target in settings.engine_targets if not target.dns

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -37,6 +37,11 @@ def hash_chain(tokens: Sequence[int], salt: bytes) -> tuple[bytes, ...]:
         hasher.update(packed[start : start + step])
         chain.append(hasher.copy().digest())
     return tuple(chain)
+
+
+def joined(chain: Sequence[bytes]) -> bytes:
+    """A chain as one string, for the engine to tell other gateways."""
+    return b"".join(chain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +155,17 @@ class PrefixIndex:
                 blocks[chain[place - 1]].link(chain[place])
         while len(blocks) > self._capacity:
             self._remove(next(iter(blocks)))
+
+    def heard(self, prompts: Iterable[bytes]) -> None:
+        """Other gateways have routed prompts here.
+
+        Args:
+            prompts: hashes of their blocks, as ``joined`` makes them of a chain.
+        """
+        for hashes in prompts:
+            chain = [hashes[at : at + _HASH_BYTES] for at in range(0, len(hashes), _HASH_BYTES)]
+            if self.matched(chain) < len(chain):
+                self.add(chain)
 
     def told(self, predicted: Prediction, tokens: int) -> None:
         """The engine has told how many tokens of a prompt it had when it came to it."""

@@ -1,4 +1,4 @@
-"""Latency and rates through gateway and gRPC: `python -m benchmarks.http.rates --cases 1x512x256,64x512x256`.
+"""Latency and rates through gateway and gRPC: `python -m benchmarks.gateway.http.rates --cases 1x512x256,64x512x256`.
 
 Starts an engine process, which first measures the same cases in process, and a gateway process; neither needs Redis or
 an object store. With --url a running stack is measured instead; with --steady-ms an engine without a model that gives
@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.http.client import Load, run_load
+from benchmarks.gateway.http.client import Load, run_load
 from benchmarks.lib.cases import Case, milliseconds
 from benchmarks.lib.environment import environment
 from benchmarks.lib.random_checkpoint import checkpoint
@@ -131,7 +131,7 @@ def _engine(options: argparse.Namespace, stack: ExitStack) -> tuple[psutil.Proce
         return psutil.Process(process.pid), int(first_line(process)), 2000, {}
     arguments = ["--model", str(checkpoint(options.model, options.scratch)), "--device", options.device]
     arguments += ["--cases", options.cases, "--quant", options.quant, "--kv", options.kv]
-    process = stack.enter_context(child("benchmarks.http.engine_server", *arguments))
+    process = stack.enter_context(child("benchmarks.gateway.http.engine_server", *arguments))
     figures: dict[str, Any] = {}
     while "port" not in (line := json.loads(first_line(process))):
         figures[f"{line['c']}x{line['in']}x{line['out']}"] = line

@@ -1,4 +1,4 @@
-"""An engine process for benchmarks.http.rates: measures its cases in process, then serves the same engine over gRPC.
+"""An engine process for benchmarks.gateway.http.rates: measures cases in process, then serves the engine over gRPC.
 
 Like a pod, without Redis, an object store and a trainer. Prints one JSON line a case, then one with the port.
 """

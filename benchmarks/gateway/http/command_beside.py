@@ -1,5 +1,5 @@
 """`temper bench` beside this package's client, one after the other on the same server:
-`python -m benchmarks.http.command_beside --url http://127.0.0.1:8420 --cases 8x64x64 --rounds 20`.
+`python -m benchmarks.gateway.http.command_beside --url http://127.0.0.1:8420 --cases 8x64x64 --rounds 20`.
 
 A round is this client, the command, and this client again, each with the same shape of load and prompts of its own; how
 far the two runs of this client are apart is what a difference means nothing below. One JSON line a case: the better
@@ -20,8 +20,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.http.client import Load, run_load
-from benchmarks.http.rates import Stack, seconds_of, stack_of
+from benchmarks.gateway.http.client import Load, run_load
+from benchmarks.gateway.http.rates import Stack, seconds_of, stack_of
 from benchmarks.lib.cases import Case, milliseconds
 from benchmarks.lib.environment import environment
 from benchmarks.lib.recorder import put_line
@@ -30,7 +30,7 @@ Figures = dict[str, float]
 
 
 def of_this_client(stack: Stack, case: Case, seed: int, clients: int) -> Figures:
-    """As benchmarks.http.rates counts."""
+    """As benchmarks.gateway.http.rates counts."""
     load = Load(
         *(stack.host, stack.port, stack.model, case.prompt_tokens, case.new_tokens, stack.vocab_size),
         usage=True,  # as the command asks: it costs the gateway a little for every token

@@ -1,4 +1,4 @@
-"""Cost of traces: `python -m benchmarks.http.telemetry_cost --cases 64x512x256 --rounds 3`.
+"""Cost of traces: `python -m benchmarks.gateway.http.telemetry_cost --cases 64x512x256 --rounds 3`.
 
 One engine and two gateways in front of it, one of which sends every request's trace to a collector (ratio 1.0), the
 engine with it; the same load goes to either in turn. The collector is a process that takes spans and forgets them.
@@ -21,7 +21,7 @@ import grpc
 import psutil
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from benchmarks.http.rates import Stack, await_ready, child, first_line, measure
+from benchmarks.gateway.http.rates import Stack, await_ready, child, first_line, measure
 from benchmarks.lib.cases import Case
 from benchmarks.lib.environment import environment
 from benchmarks.lib.random_checkpoint import checkpoint
@@ -49,7 +49,7 @@ def _collect() -> None:
 
 def _stacks(options: argparse.Namespace, scope: ExitStack) -> tuple[Stack, Stack]:
     """Stacks without traces and with them."""
-    sink = scope.enter_context(child("benchmarks.http.telemetry_cost", "--collect"))
+    sink = scope.enter_context(child("benchmarks.gateway.http.telemetry_cost", "--collect"))
     endpoint = f"http://127.0.0.1:{int(first_line(sink))}"
     if options.steady_ms:
         engine = scope.enter_context(child("benchmarks.gateway.steady_engine", "--step-ms", str(options.steady_ms)))
@@ -57,7 +57,9 @@ def _stacks(options: argparse.Namespace, scope: ExitStack) -> tuple[Stack, Stack
     else:
         model = str(checkpoint(options.model, options.scratch))
         arguments = ["--model", model, "--device", options.device, "--cases", ""]
-        engine = scope.enter_context(child("benchmarks.http.engine_server", *arguments, TEMPER_OTLP_ENDPOINT=endpoint))
+        engine = scope.enter_context(
+            child("benchmarks.gateway.http.engine_server", *arguments, TEMPER_OTLP_ENDPOINT=endpoint)
+        )
         line = json.loads(first_line(engine))
         engine_port, vocabulary = line["port"], line["vocab_size"]
     made = []

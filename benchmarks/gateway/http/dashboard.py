@@ -1,6 +1,6 @@
 """The dashboard in a browser: first paint, interactions beside streams, long curves, and what is loaded.
 
-    python -m benchmarks.http.dashboard --url http://localhost:8420 [--streams 50] [--chromium /usr/bin/chromium]
+    python -m benchmarks.gateway.http.dashboard --url http://localhost:8420 [--streams 50] [--chromium PATH]
 
 Needs a running Temper and Playwright. The streams are chats of this process through the same gateway. An interaction is
 a click on the dashboard, from its event to the frame that shows what it changed.
