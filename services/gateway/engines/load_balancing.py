@@ -1,7 +1,7 @@
 """Load balancing: which engine answers a request, and what each has in flight.
 
-The session's engine answers, else one that has the adapter, else the one that has least to compute of the prompt and
-before it, else any, by consistent hashing; and never one that has much more to do than the others. The choice is pure:
+The session's engine answers, else one that has the adapter, else the one with the longest part of the prompt in its
+cache, else any, by consistent hashing; and never one that has much more to do than the others. The choice is pure:
 everything that is known about engines comes in, an address comes out.
 """
 
@@ -92,17 +92,8 @@ sequence in some hundred steps of decoding."""
 _ADAPTER_REQUESTS = 4.0
 """Requests that an engine may have above its share before its adapter is loaded into another one as well."""
 _KEY_TOKENS = 128
-_PREFIX_REQUESTS = 8.0
-"""Requests that an engine may have above its share, at least, if it has a part of the prompt: beside 8 more, a step of
-decodes takes a tenth longer (benchmarks/results), and the 16 answers to one prompt of a GRPO job do not all compute
-it."""
-_COMPUTED_TWICE = 4.0
-"""Tokens that may wait at an engine for each token that need not be computed because it is cached there: what another
-engine computes again delays this request once, and that engine's others as well."""
-_BESIDE_TOKENS = 16.0
-"""Prompt tokens whose computation delays a first token as much as one more request that decodes."""
 
-Reason = Literal["session", "adapter", "prefix", "load", "hash"]
+Reason = Literal["session", "adapter", "prefix", "hash"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +141,6 @@ class Candidate:
     """The adapter that the request names is in one of its slots."""
     matched: int = 0
     """Blocks of the prompt that it has been given before."""
-    prefill: int = 0
-    """Prompt tokens that wait there."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.load < float("inf") or self.matched < 0:
@@ -222,8 +211,6 @@ def share(candidates: Sequence[Candidate]) -> float:
 def allowance(candidate: Candidate, *, named: bool) -> float:
     """Load above its share that an engine may have: as much as sending the request there saves."""
     saved = candidate.matched * BLOCK_TOKENS / TOKENS_PER_REQUEST
-    if candidate.matched:
-        saved = max(saved, _PREFIX_REQUESTS)
     return saved + (_ADAPTER_REQUESTS if named and candidate.holds else 0.0)
 
 
@@ -248,21 +235,13 @@ def choose(candidates: Sequence[Candidate], route: Route, *, new_session: str | 
     if new_session is not None:
         # Not by the prompt: other gateways have seen other prompts, and the session must not depend on which it meets.
         return _ranked(roomy, session_key(new_session)), "session"
-    if any(candidate.matched for candidate in roomy):
-        delays = [_delay(candidate, route.tokens) for candidate in roomy]
-        least = min(delays)
-        best = [candidate for candidate, delay in zip(roomy, delays, strict=True) if delay == least]
-        if reason != "adapter":
-            reason = "prefix" if best[0].matched else "load"
-        return _ranked(best, route.key), reason
+    longest = max(candidate.matched for candidate in roomy)
+    if longest:
+        best = [candidate for candidate in roomy if candidate.matched == longest]
+        least = min(candidate.load for candidate in best)
+        best = [candidate for candidate in best if candidate.load == least]
+        return _ranked(best, route.key), reason if reason == "adapter" else "prefix"
     return _ranked(roomy, route.key), reason
-
-
-def _delay(candidate: Candidate, tokens: int) -> float:
-    """What a prompt's first token waits for at an engine, in prompt tokens that are computed."""
-    computed = max(0, tokens - candidate.matched * BLOCK_TOKENS)
-    decoding = candidate.load - candidate.prefill / TOKENS_PER_REQUEST
-    return candidate.prefill + _COMPUTED_TWICE * computed + _BESIDE_TOKENS * decoding
 
 
 def _ranked(candidates: Sequence[Candidate], key: bytes) -> str:
