@@ -25,8 +25,6 @@ class Ledger:
     """Faults in their order."""
     start: float = 0.0
     """Seconds that the fleet took to be ready, undisturbed."""
-    calm: float = 0.0
-    """Seconds that a whole answer might take after the last fault."""
     first_answers: list[float] = field(default_factory=list)
     """Seconds from the last fault to a whole answer, by gateway."""
     settled: float = 0.0
@@ -54,7 +52,6 @@ class Ledger:
             "traffic": {name: dict(sorted(counts.items())) for name, counts in self.parts.items()},
             "histories": dict(self.histories()),
             "start_s": self.start,
-            "calm_s": self.calm,
             "first_answers_s": self.first_answers,
             "settled_s": self.settled,
             "grown_mib": self.grown,

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.soak.flatness import Verdict, judge, spark
-from tests.soak.samples import Sampler, bound_of
+from tests.soak.samples import BOUNDS, Sampler
 from tests.soak.traffic import Traffic
 from tests.stack import PATIENCE, Stack
 
@@ -132,6 +132,6 @@ async def _soak(stack: Stack, plan: Plan) -> Outcome:
     outcome.requests, outcome.done, outcome.problems = traffic.requests, dict(traffic.done), traffic.problems
     outcome.series = dict(sampler.series)
     outcome.verdicts = [
-        judge(name, points, bound_of(name), warm_up=WARM_UP) for name, points in sorted(sampler.series.items())
+        judge(name, points, BOUNDS[name.split()[0]], warm_up=WARM_UP) for name, points in sorted(sampler.series.items())
     ]
     return outcome

@@ -19,7 +19,6 @@ from tests.stack import Stack
 _MIB = 2**20
 BOUNDS: Mapping[str, Bound] = {
     "rss": Bound(0.06, 16.0),
-    "rss s3": Bound(0.20, 32.0),
     "handles": Bound(0.05, 6.0),
     "threads": Bound(0.05, 4.0),
     "disk": Bound(0.10, 24.0),
@@ -27,15 +26,7 @@ BOUNDS: Mapping[str, Bound] = {
     "keys": Bound(0.10, 12.0),
     "redis": Bound(0.10, 1.0),
 }
-"""Bound of each kind of series, or of one; memory and disk in MiB. Buffers of the local object store, SeaweedFS, go on
-filling for some ten minutes: 370 to 427 MiB between the third minute and the eighth, ever slower."""
-
-
-def bound_of(name: str) -> Bound:
-    """Bound of a series."""
-    return BOUNDS.get(name) or BOUNDS[name.split()[0]]
-
-
+"""Bound of each kind of series; memory and disk in MiB."""
 _FAMILY = re.compile(r"^(temper:[^:]+)(?::.*?)?(:events|:counts|:leases)?$")
 
 
