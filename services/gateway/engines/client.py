@@ -143,7 +143,6 @@ class EngineClient:
             self.load,
             holds=bool(route.adapter) and self._holds(route.adapter),
             matched=self.prefixes.matched(route.chain),
-            prefill=self._requests.prefill,
         )
 
     def _holds(self, adapter: str) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from services.common.pb import engine_pb2
 from services.gateway.engines.load_balancing import Affinity, Candidate, Route, allowance, choose, route_of, share
-from services.gateway.engines.prefix_index import BLOCK_TOKENS, Prediction, PrefixIndex, hash_chain
+from services.gateway.engines.prefix_index import BLOCK_TOKENS, Prediction, PrefixIndex, hash_chain, joined
 
 CANDIDATES = st.lists(
     st.builds(
@@ -274,3 +274,13 @@ def test_the_index_stays_one_of_beginnings_whatever_is_told(
             assert present == sorted(present, reverse=True)
         linked = [child for block in index._blocks.values() for child in block.children()]
         assert sorted(linked) == sorted(name for name, block in index._blocks.items() if block.parent is not None)
+
+
+def test_what_other_gateways_sent_is_known_once_the_engine_has_told_it() -> None:
+    mine, theirs = PrefixIndex(100), PrefixIndex(100)
+    prompt = chain(1, 2, 3)
+    mine.route(prompt, 3 * BLOCK_TOKENS)
+    theirs.heard([joined(prompt)])
+    assert theirs.matched(chain(1, 2, 4)) == 2
+    mine.heard([joined(prompt)])
+    assert (len(mine), mine.matched(prompt)) == (3, 3), "its own is no news"
