@@ -21,7 +21,7 @@ from services.pod.forging.job import PodForge
 from tests.forked import pod_worker
 from tests.integration.beside_engine import Start, events, pod, start, until
 from tests.integration.test_evaluation_job import made
-from tests.integration.test_worker import RECLAIM, Spawn, spawn, trainer_settings
+from tests.integration.worker_jobs import RECLAIM, Spawn, spawn, trainer_settings
 from tests.rollout_support import TINY, Pod
 
 __all__ = ["pod", "spawn", "start", "trainer_settings"]

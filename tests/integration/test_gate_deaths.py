@@ -15,7 +15,7 @@ from services.common.queue.job_queue import JobQueue
 from services.common.storage.object_store import ObjectStore
 from tests.forked import pod_worker
 from tests.integration.test_suite_gates import MANY, SUMS, job, suites
-from tests.integration.test_worker import Spawn, events_of, finished, spawn, trainer_settings, until
+from tests.integration.worker_jobs import Spawn, events_of, finished, spawn, trainer_settings, until
 
 __all__ = ["spawn", "suites", "trainer_settings"]
 

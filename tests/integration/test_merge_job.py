@@ -19,7 +19,8 @@ from services.common.settings import CommonSettings
 from services.trainer.runtime.worker import TrainerWorker
 from services.trainer.settings import TrainerSettings
 from tests.integration.test_registry import files
-from tests.integration.test_worker import (
+from tests.integration.toy import BASE_DIGEST, SIZE, ToyHost, make_worker
+from tests.integration.worker_jobs import (
     Spawn,
     events_of,
     finished,
@@ -29,7 +30,6 @@ from tests.integration.test_worker import (
     until,
     worker,
 )
-from tests.integration.toy import BASE_DIGEST, SIZE, ToyHost, make_worker
 
 __all__ = ["spawn", "trainer_settings", "worker"]
 

@@ -12,7 +12,7 @@ from services.common.queue.job_queue import JobQueue
 from services.common.storage.object_store import ObjectStore
 from services.trainer.runtime.worker import TrainerWorker
 from tests.integration.jobs import Consumers, must_claim, read_events, sft, silence
-from tests.integration.test_worker import check_done, finished, spec, trainer_settings, until, worker
+from tests.integration.worker_jobs import check_done, finished, spec, trainer_settings, until, worker
 
 __all__ = ["trainer_settings", "worker"]
 

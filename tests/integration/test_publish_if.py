@@ -14,7 +14,8 @@ from services.common.adapters.retention import RetentionPolicy, prune
 from services.common.jobs import JobState, SftJob
 from services.common.queue.job_queue import JobQueue
 from services.trainer.runtime.worker import TrainerWorker
-from tests.integration.test_worker import (
+from tests.integration.toy import ToyRun, expected
+from tests.integration.worker_jobs import (
     Spawn,
     events_of,
     finished,
@@ -23,7 +24,6 @@ from tests.integration.test_worker import (
     until,
     worker,
 )
-from tests.integration.toy import ToyRun, expected
 
 __all__ = ["spawn", "trainer_settings", "worker"]
 

@@ -66,6 +66,28 @@ def test_rollback_moves_the_pointer_and_a_newer_attachment(registry: AdapterRegi
     assert len(registry.moves("m")) == 3, "the history outlives a publish"
 
 
+def test_a_rollback_is_made_once_for_a_request(registry: AdapterRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asked died behind the pointer's move, before what is attached followed it; the request comes again."""
+    versions = publish(registry, 4)
+    registry.attach(versions[3])
+    with monkeypatch.context() as dying:
+        dying.setattr(registry, "attached", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            registry.rollback("m", request="r1")
+    assert (registry.current("m"), registry.attached()) == (versions[2], versions[3])
+    for _ in range(2):
+        done = registry.rollback("m", request="r1")
+        assert (str(done.before), str(done.after), str(done.attached)) == ("m@4", "m@3", "m@3")
+    assert registry.rollback("m", request="r2").after == versions[1], "another request is another rollback"
+    assert [set(move) for move in registry.moves("m")] == [{"from", "to", "at"}] * 2
+
+    later = registry.publish("m", files("5"), base_digest=BASE).ref
+    registry.attach(later)
+    done = registry.rollback("m", request="r2")
+    assert (done.after, done.attached) == (versions[1], later), "what came after it is not undone"
+    assert registry.current("m") == later
+
+
 def test_rollback_leaves_other_adapters_attached(registry: AdapterRegistry) -> None:
     publish(registry, 2)
     other = publish(registry, 1, "other")[0]

@@ -20,7 +20,7 @@ from services.engine.requests.adapter import AdapterChoice
 from services.trainer.jobs import prepare_run
 from tests.forked import pod_worker
 from tests.integration.beside_engine import Start, events, pod, start, until
-from tests.integration.test_worker import Spawn, spawn, trainer_settings
+from tests.integration.worker_jobs import Spawn, spawn, trainer_settings
 from tests.rollout_support import Pod, running_pod, wait_for
 from tests.unit.common.jobs.scorers.test_webhook import SECRET, ok, serving
 

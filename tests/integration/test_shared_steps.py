@@ -26,8 +26,8 @@ from tests.forked import ForkedProcess
 from tests.forked import small_worker as small_process
 from tests.integration.servers import RunningServer
 from tests.integration.small_jobs import SmallHost, curve_of, small_job
-from tests.integration.test_worker import events_of, finished, loss_curve, until
 from tests.integration.toy import make_worker
+from tests.integration.worker_jobs import events_of, finished, loss_curve, until
 from tests.tokenizer_support import qwen_like_tokenizer
 from tests.training_host import TrainingHost
 from tests.training_support import write_checkpoint

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from services.common.adapters.keys import attachment_key, current_key, removing_prefix
 from services.common.adapters.manifest import Kind, Manifest
-from services.common.adapters.names import AdapterVersion, check_adapter_name, parse_adapter_ref
+from services.common.adapters.names import AdapterVersion, check_adapter_name
+from services.common.adapters.pointer_document import (
+    Change,
+    Pointer,
+    attaching,
+    kind_of,
+    newest_of,
+    of_kind,
+    parse_attachment,
+    rollback_change,
+    with_move,
+)
 from services.common.errors import Conflict, InvalidRequest, ModelNotFound, Unavailable
 from services.common.storage.object_store import ObjectNotFound, ObjectStore, PreconditionFailed
 from services.common.storage.record_versions import FIELD, POINTER
 
 RACES = 64
 """Lost compare-and-swap rounds after which a writer gives up."""
-_Pointer: TypeAlias = dict[str, Any]
-_MOVES = 16
-"""Rollbacks and promotions that a pointer remembers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +52,8 @@ class Attachment:
     """What is attached to the base model's name, as it was read."""
 
     version: AdapterVersion | None
-    pointer: tuple[_Pointer, str] | None
+    pointer: tuple[Pointer, str] | None
     """The object with its etag; None: there is none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Move of a pointer, as it is told outside."""
-
-    key: str
-    """Of the pointer."""
-    at: float
-    """Unix seconds; later than those before it of the same pointer."""
-    type: str
-    """"adapter.attached", "adapter.detached" or "adapter.rolled_back"."""
-    data: Mapping[str, str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +101,7 @@ class AdapterPointers(ABC):
     def newest(self, name: str) -> int:
         """Greatest number that has been current; 0: none has. Versions above it are candidates."""
         pointer = self._read_json(current_key(check_adapter_name(name)))
-        return 0 if pointer is None else _newest_of(pointer[0])
+        return 0 if pointer is None else newest_of(pointer[0])
 
     def attached(self) -> AdapterVersion | None:
         """Version that the base model's name answers with; None: the base model itself."""
@@ -116,7 +110,7 @@ class AdapterPointers(ABC):
     def attachment(self) -> Attachment:
         """What is attached now, for `attach_instead`."""
         pointer = self._read_json(self._attachment)
-        return Attachment(_parse_attachment(pointer[0]) if pointer is not None else None, pointer)
+        return Attachment(parse_attachment(pointer[0]) if pointer is not None else None, pointer)
 
     def pointers(self) -> Pointers:
         """All pointers, for polling: unchanged ones cost one HEAD each."""
@@ -132,7 +126,7 @@ class AdapterPointers(ABC):
                 continue
             pointer = self._read_json(current_key(name))
             if pointer is not None:
-                fresh[name] = (pointer[1], int(pointer[0]["version"]), _kind_of(pointer[0]))
+                fresh[name] = (pointer[1], int(pointer[0]["version"]), kind_of(pointer[0]))
         self._pointer_cache = fresh
         attached = self.attached()
         current = {name: version for name, (_, version, _) in fresh.items()}
@@ -144,7 +138,7 @@ class AdapterPointers(ABC):
         """Kind of the versions of a name; None: it has none."""
         pointer = self._read_json(current_key(check_adapter_name(name)))
         if pointer is not None:
-            return _kind_of(pointer[0])
+            return kind_of(pointer[0])
         candidates = self.versions(name)
         return candidates[0].kind if candidates else None
 
@@ -165,28 +159,37 @@ class AdapterPointers(ABC):
         """Makes a new version current, unless it or a newer one has been before."""
         number = manifest.version
 
-        def target(pointer: _Pointer) -> _Pointer | None:
-            if number <= _newest_of(pointer):
+        def target(pointer: Pointer) -> Pointer | None:
+            if number <= newest_of(pointer):
                 return None
-            return {**pointer, **_of_kind(manifest.kind), "version": number, "newest": number}
+            return {**pointer, **of_kind(manifest.kind), "version": number, "newest": number}
 
         self._move(manifest.name, target)
 
-    def set_current(self, version: AdapterVersion, *, only_from: int | None = None, by: str | None = None) -> int:
+    def set_current(
+        self,
+        version: AdapterVersion,
+        *,
+        only_from: int | None = None,
+        by: str | None = None,
+        request: str | None = None,
+    ) -> int:
         """Moves the adapter's pointer, also backwards, and returns the number that was current; 0: none was.
 
         Args:
             only_from: the number that must be current now.
             by: what moves it, and does so once: nothing happens if it has before.
+            request: for which request, for the pointer's history.
 
         Raises:
             ModelNotFound: there is no such version.
             Conflict: it is being removed, or another version is current than ``only_from``.
         """
         kind = self._check_kept(version).kind
+        made = {name: value for name, value in {"by": by, "request": request}.items() if value is not None}
         before = 0
 
-        def target(pointer: _Pointer) -> _Pointer | None:
+        def target(pointer: Pointer) -> Pointer | None:
             nonlocal before
             before = int(pointer.get("version", 0))
             if by is not None and any(move.get("by") == by for move in pointer.get("moves", [])):
@@ -199,26 +202,30 @@ class AdapterPointers(ABC):
                 )
             if before == version.version:
                 return None
-            moves = _moved(pointer.get("moves", []), before, version.version, **({} if by is None else {"by": by}))
-            newest = max(_newest_of(pointer), version.version)
-            return {**pointer, **_of_kind(kind), "version": version.version, "newest": newest, "moves": moves}
+            moves = with_move(pointer.get("moves", []), before, version.version, **made)
+            newest = max(newest_of(pointer), version.version)
+            return {**pointer, **of_kind(kind), "version": version.version, "newest": newest, "moves": moves}
 
         undo = self._move(version.name, target)
         self._check_still_kept(version, current_key(version.name), undo)
         return before
 
-    def rollback(self, name: str, number: int | None = None) -> Rollback:
+    def rollback(self, name: str, number: int | None = None, *, request: str | None = None) -> Rollback:
         """Makes an earlier version current; a newer version of the adapter that is attached goes back with it.
 
         Args:
             number: the version; None: the newest one below the current one.
+            request: who asks: asked again under the same name, it finishes that rollback and makes no other.
 
         Raises:
             ModelNotFound: there is no such adapter or version.
             Conflict: there is no earlier version, or a publisher or another rollback came in between.
         """
         current = self.current(name)
-        if number is None:
+        made = [move for move in self._moves(name) if request is not None and move.get("request") == request]
+        if made:
+            before, target = int(made[-1]["from"]), AdapterVersion(name, int(made[-1]["to"]))
+        elif number is None:
             earlier = [manifest.version for manifest in self.versions(name) if manifest.version < current.version]
             if not earlier:
                 raise Conflict(
@@ -227,12 +234,13 @@ class AdapterPointers(ABC):
                     param="version",
                 )
             target = AdapterVersion(name, max(earlier))
-            before = self.set_current(target, only_from=current.version)
+            before = self.set_current(target, only_from=current.version, request=request)
         else:
             target = AdapterVersion(name, number)
-            before = self.set_current(target)
+            before = self.set_current(target, request=request)
         attached = self.attached()
-        if attached is not None and attached.name == name and attached > target:
+        overtaken = bool(made) and current != target  # by what came after: that decides what is attached
+        if attached is not None and attached.name == name and attached > target and not overtaken:
             attached = self._attach(target, lambda now: now is not None and now.name == name and now > target)
         mine = attached if attached is not None and attached.name == name else None
         return Rollback(AdapterVersion(name, before), target, mine)
@@ -240,8 +248,7 @@ class AdapterPointers(ABC):
     def moves(self, name: str) -> list[dict[str, Any]]:
         """The newest rollbacks and promotions of an adapter, {"from", "to", "at" (unix seconds)} each, and "by" which
         canary; oldest first."""
-        pointer = self._read_json(current_key(check_adapter_name(name)))
-        return list(pointer[0].get("moves", [])) if pointer is not None else []
+        return [{what: said for what, said in move.items() if what != "request"} for move in self._moves(name)]
 
     def changes(self, seen: Mapping[str, str], name: str | None = None) -> tuple[list[Change], dict[str, str]]:
         """The newest moves of what is attached and of what is current, oldest first of each pointer, without those that
@@ -265,10 +272,10 @@ class AdapterPointers(ABC):
             for move in pointer[0].get("moves", []):
                 if one is not None and "by" in move:
                     continue
-                found.append(self._attachment_change(move) if one is None else _rollback_change(one, move))
+                found.append(self._attachment_change(move) if one is None else rollback_change(one, move))
         return found, etags
 
-    def _attachment_change(self, move: _Pointer) -> Change:
+    def _attachment_change(self, move: Pointer) -> Change:
         after, before = move["to"], move["from"]
         kind = "adapter.detached" if after is None else "adapter.attached"
         return Change(self._attachment, move["at"], kind, {"adapter": after, "before": before, "model": self.model})
@@ -312,7 +319,7 @@ class AdapterPointers(ABC):
             InvalidRequest: it is a drafter.
         """
         self._check_attachable(version)
-        attached = _attaching(version, seen.pointer)
+        attached = attaching(version, seen.pointer)
         if not self._swap(self._attachment, seen.pointer, json.dumps(attached).encode()):
             return False
         before = seen.pointer[0] if seen.pointer is not None else {"adapter": None}
@@ -331,13 +338,17 @@ class AdapterPointers(ABC):
             now = seen.version
             if now is None or now.name != name or number not in (None, now.version):
                 return now
-            if self._swap(self._attachment, seen.pointer, json.dumps(_attaching(None, seen.pointer)).encode()):
+            if self._swap(self._attachment, seen.pointer, json.dumps(attaching(None, seen.pointer)).encode()):
                 return None
         raise Unavailable("what is attached to the base model kept changing; retry")
 
     # Parts.
 
-    def _move(self, name: str, target: Callable[[_Pointer], _Pointer | None]) -> tuple[_Pointer, _Pointer] | None:
+    def _moves(self, name: str) -> list[Pointer]:
+        pointer = self._read_json(current_key(check_adapter_name(name)))
+        return list(pointer[0].get("moves", [])) if pointer is not None else []
+
+    def _move(self, name: str, target: Callable[[Pointer], Pointer | None]) -> tuple[Pointer, Pointer] | None:
         """Writes what ``target`` makes of the pointer ({} if there is none); returns both, None if nothing moved."""
         for _ in range(RACES):
             pointer = self._read_json(current_key(name))
@@ -362,7 +373,7 @@ class AdapterPointers(ABC):
             raise Conflict(f"{version} is being removed by retention: choose another version", param="version")
         return manifest
 
-    def _check_still_kept(self, version: AdapterVersion, key: str, moved: tuple[_Pointer, _Pointer] | None) -> None:
+    def _check_still_kept(self, version: AdapterVersion, key: str, moved: tuple[Pointer, Pointer] | None) -> None:
         """Called once a pointer has been moved to a version. Whoever removes a version says so first and then looks at
         the pointers; here it is the other way round, so that one of the two sees the other and gives way."""
         try:
@@ -390,53 +401,6 @@ class AdapterPointers(ABC):
             stored = self._store.get(key)
         except ObjectNotFound:
             return None
-        pointer: _Pointer = json.loads(stored.data)
+        pointer: Pointer = json.loads(stored.data)
         POINTER.check(pointer.get(FIELD), key)
         return pointer, stored.etag
-
-
-def _attaching(version: AdapterVersion | None, pointer: tuple[_Pointer, str] | None) -> _Pointer:
-    """The pointer of what is attached. With its time, so that the same version attached again is another object: who
-    has read the one before does not take it for that.
-
-    Args:
-        pointer: the one before, as it was read.
-    """
-    ref = None if version is None else str(version)
-    before = {} if pointer is None else pointer[0]
-    moves = before.get("moves", [])
-    if before.get("adapter") != ref:
-        moves = _moved(moves, before.get("adapter"), ref)
-    return POINTER.stamped({**before, "adapter": ref, "at": round(time.time(), 6), "moves": moves})
-
-
-def _moved(moves: Sequence[_Pointer], before: object, after: object, **by: str) -> list[_Pointer]:
-    """Moves with one more, the newest of them all whatever the clocks of two processes say."""
-    at = max([time.time(), *(move["at"] + 1e-3 for move in moves[-1:])])
-    return [*moves, {"from": before, "to": after, "at": round(at, 3), **by}][-_MOVES:]
-
-
-def _rollback_change(name: str, move: _Pointer) -> Change:
-    data = {"adapter": name, "from": f"{name}@{move['from']}", "to": f"{name}@{move['to']}"}
-    return Change(current_key(name), move["at"], "adapter.rolled_back", data)
-
-
-def _of_kind(kind: Kind) -> _Pointer:
-    """What a pointer says of its versions' kind: nothing of adapters, as those of earlier releases."""
-    return {} if kind == "adapter" else {"kind": kind}
-
-
-def _kind_of(pointer: Mapping[str, Any]) -> Kind:
-    return "drafter" if pointer.get("kind") == "drafter" else "adapter"
-
-
-def _newest_of(pointer: Mapping[str, Any]) -> int:
-    return int(pointer.get("newest", pointer.get("version", 0)))
-
-
-def _parse_attachment(pointer: Mapping[str, Any]) -> AdapterVersion | None:
-    ref = pointer.get("adapter")
-    if ref is None:
-        return None
-    name, number = parse_adapter_ref(str(ref))
-    return AdapterVersion(name, number) if number is not None else None

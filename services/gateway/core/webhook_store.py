@@ -22,7 +22,7 @@ from typing import Any, Final, Literal, TypeAlias, cast
 import structlog
 from pydantic import Field
 
-from services.common.adapters.pointers import Change
+from services.common.adapters.pointer_document import Change
 from services.common.errors import NewerSchema, NotFound
 from services.common.settings import CommonSettings
 from services.common.storage.outbox import NOTIFY, OUTBOX

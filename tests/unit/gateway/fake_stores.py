@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from services.common.adapters.names import AdapterVersion
-from services.common.adapters.pointers import Change
+from services.common.adapters.pointer_document import Change
 from services.common.errors import Conflict, NotFound, Unavailable
 from services.common.jobs import Job, JobEvent, JobState, Spec
 from services.common.jobs.fields.dataset import OfDataset

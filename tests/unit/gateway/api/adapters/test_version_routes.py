@@ -112,6 +112,19 @@ def test_rollback(running: Running, http: httpx.Client) -> None:
     assert refusal(http.post("/v1/adapters/a/rollback", json={"to": 1}))["param"] == "to"
 
 
+def test_a_rollback_whose_gateway_died_is_not_made_twice(running: Running, http: httpx.Client) -> None:
+    """It had moved the pointer, and kept no answer under the key."""
+    versions(http, "a", 4)
+    key = {"idempotency-key": "back"}
+    answers = []
+    for _ in range(3):
+        answers.append(http.post("/v1/adapters/a/rollback", headers=key).json())
+        running.records.kept.clear()
+    assert [(answer["before"], answer["current"]) for answer in answers] == [("a@4", "a@3")] * 3
+    assert http.get("/v1/adapters/a").json()["current"] == 3
+    assert http.post("/v1/adapters/a/rollback", headers={"idempotency-key": "again"}).json()["current"] == "a@2"
+
+
 def test_prune(running: Running, http: httpx.Client) -> None:
     finish_all(running)
     versions(http, "a", 6)
