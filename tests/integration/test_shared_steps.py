@@ -104,10 +104,10 @@ async def check_as_alone(
 async def test_jobs_that_wait_take_their_steps_together(
     queue: JobQueue, registry: AdapterRegistry, start: Start, checkpoint: Path, store: ObjectStore
 ) -> None:
-    # Long enough that the first has steps left when the last is claimed.
+    # Long enough that the first has steps left when the last is claimed, however slow the queue's answers are.
     specs = [small_job(number, epochs=12 + number % 2) for number in range(5)]
     jobs = [await queue.submit(spec) for spec in specs]
-    host = SmallHost(checkpoint)
+    host = SmallHost(checkpoint, pause=PAUSE)
     forwards = Forwards(host)
     start(host)
     for job, spec in zip(jobs, specs, strict=True):
