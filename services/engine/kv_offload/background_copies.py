@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from services.engine.kv_cache.keys import Key, Tier
@@ -30,8 +31,25 @@ class Target(Protocol):
     def remove(self, key: Key) -> None: ...
 
 
+@dataclass(eq=False, slots=True)
+class _Copy:
+    """Copy of an entry that a tier makes, behind those of its parents."""
+
+    record: Record
+    buffer: Buffer | None
+    """Its bytes, if no tier keeps them; the copy is a reader of it."""
+    forced: bool
+    links: list[Record]
+    """What is still to be copied, parents first."""
+    fetched: Buffer | None = None
+    """Bytes of the first of them that were fetched for this; the copy is a reader of it."""
+
+
 class LowerTier:
     """Copies of one tier below the host. A parent is written before its children and removed after them. Thread-safe.
+
+    Copies whose bytes have to be fetched wait for them in a thread of their own. Copies that wait for the one that
+    writes may hold the memory that the fetch needs.
 
     Args:
         failed: called, under the index's lock, when a requested copy will not be made.
@@ -59,6 +77,7 @@ class LowerTier:
         self._wanted: set[Key] = set()
         """Keys of copies that wait to be made without a request for them."""
         self.worker = Worker(f"tiers-{tier.value}")
+        self.fetches = Worker(f"tiers-{tier.value}-fetch")
 
     def want(self, record: Record, *, forced: bool = False, buffer: Buffer | None = None) -> None:
         """Schedules a copy of an entry; the caller holds the index's lock.
@@ -77,10 +96,11 @@ class LowerTier:
         record.claims += 1
         if buffer is not None:
             buffer.readers += 1
+        copy = _Copy(record, buffer, forced, [])
         self.worker.put(
-            lambda: self._copy_with_parents(record, buffer, forced),
+            lambda: self._begin(copy),
             rank=FORCED_RANK if forced else WRITE_RANK,
-            failed=lambda: self._done(record, buffer, forced, False),
+            failed=lambda: self._done(copy, False),
         )
 
     def erase(self, key: Key) -> None:
@@ -88,48 +108,82 @@ class LowerTier:
         self._to_remove[key] = None
         self.worker.put(self._erase, rank=ERASE_RANK)
 
-    def _copy_with_parents(self, record: Record, buffer: Buffer | None, forced: bool) -> None:
-        with self._index.lock:
-            chain = [record]
-            while (parent := chain[-1].parent) is not None and self.tier not in parent.tiers:
-                chain.append(parent)
-        succeeded = True
-        for link in reversed(chain):
-            succeeded = succeeded and self._copy(link, buffer if link is record else None, forced)
-        self._done(record, buffer, forced, succeeded)
+    def wait_idle(self, until: float) -> None:
+        """Waits until no copy is to be made, but not beyond a time of time.monotonic()."""
+        idle = self.worker.wait_idle(until) and self.fetches.wait_idle(until)
+        while idle and not (self.worker.wait_idle(0.0) and self.fetches.wait_idle(0.0)):
+            idle = self.worker.wait_idle(until) and self.fetches.wait_idle(until)
 
-    def _done(self, record: Record, buffer: Buffer | None, forced: bool, succeeded: bool) -> None:
+    def _begin(self, copy: _Copy) -> None:
         with self._index.lock:
-            if not forced:
+            copy.links = [copy.record]
+            while (parent := copy.links[0].parent) is not None and self.tier not in parent.tiers:
+                copy.links.insert(0, parent)
+        self._go_on(copy)
+
+    def _go_on(self, copy: _Copy) -> None:
+        """Makes copies until they are made, one cannot be, or the bytes of one have to be fetched."""
+        while copy.links:
+            made = self._copy(copy)
+            if made is None and copy.forced:
+                self._let_go(copy)
+                self.fetches.put(lambda: self._fetch(copy), failed=lambda: self._done(copy, False))
+                return
+            if not made:
+                break
+            copy.links.pop(0)
+        self._done(copy, not copy.links)
+
+    def _fetch(self, copy: _Copy) -> None:
+        if self.tier not in copy.links[0].tiers:  # nobody has copied it while this waited
+            copy.fetched = self._fetcher.fetch(copy.links[0], time.monotonic() + _FETCH_SECONDS)
+        if copy.fetched is None and self.tier not in copy.links[0].tiers:
+            self._done(copy, False)
+        else:
+            self.worker.put(lambda: self._go_on(copy), rank=FORCED_RANK, failed=lambda: self._done(copy, False))
+
+    def _done(self, copy: _Copy, succeeded: bool) -> None:
+        record = copy.record
+        with self._index.lock:
+            if not copy.forced:
                 self._wanted.discard(record.entry.key)
             elif not succeeded:
                 self._failed(record.entry.key, self.tier)
-            if buffer is not None:
-                self._index.release(record, buffer)
+            if copy.fetched is not None:
+                self._index.release(copy.links[0], copy.fetched)
+            self._let_go(copy)
             self._index.unclaim(record)
 
-    def _copy(self, record: Record, buffer: Buffer | None, forced: bool) -> bool:
-        """Makes one copy, whose parent is there; False: it could not be made."""
-        index, parent = self._index, record.parent
+    def _let_go(self, copy: _Copy) -> None:
+        """Gives up the bytes that a copy came with: the fetch for which it waits may need their memory."""
+        with self._index.lock:
+            if copy.buffer is not None:
+                self._index.release(copy.record, copy.buffer)
+                copy.buffer = None
+
+    def _copy(self, copy: _Copy) -> bool | None:
+        """Makes the next copy, whose parent is there; False: it cannot be made, None: its bytes are not in memory."""
+        index, record = self._index, copy.links[0]
         with index.lock:
-            if self.tier in record.tiers:
-                return True
-            if not index.is_live(record) or (parent is not None and self.tier not in parent.tiers):
-                return False
-            source = buffer or record.buffer
-            if source is not None and source.state == "ready":
-                source.readers += 1
-            else:
-                source = None
-        if source is None and forced:
-            source = self._fetcher.fetch(record, time.monotonic() + _FETCH_SECONDS)
-        if source is None:
-            return False
+            source, copy.fetched = copy.fetched, None
+            if source is None:
+                source = copy.buffer if copy.buffer is not None and record is copy.record else record.buffer
+                if source is not None and source.state == "ready":
+                    source.readers += 1
+                else:
+                    source = None
         try:
-            return self._write(record, source)
-        finally:
             with index.lock:
-                index.release(record, source)
+                parent = record.parent
+                if self.tier in record.tiers:
+                    return True
+                if not index.is_live(record) or (parent is not None and self.tier not in parent.tiers):
+                    return False
+            return None if source is None else self._write(record, source)
+        finally:
+            if source is not None:
+                with index.lock:
+                    index.release(record, source)
 
     def _write(self, record: Record, source: Buffer) -> bool:
         index, size = self._index, self._index.file_bytes(record)

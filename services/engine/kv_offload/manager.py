@@ -221,9 +221,10 @@ class TierManager:
         until = time.monotonic() + seconds
         workers = self._workers()
         while True:
+            given = [worker.given for worker in workers]
             if not all(worker.wait_idle(until) for worker in workers):
                 return False
-            if all(worker.wait_idle(0.0) for worker in workers):  # no worker has given another one work meanwhile
+            if given == [worker.given for worker in workers]:  # no worker has given another one work meanwhile
                 return True
 
     def close(self, seconds: float) -> None:
@@ -247,7 +248,7 @@ class TierManager:
         if self._store is not None:
             self._store.worker.cancel(WRITE_RANK)
         for tier in self._lower.values():
-            tier.worker.wait_idle(until)
+            tier.wait_idle(until)
         end = max(until, time.monotonic()) + _END_SECONDS
         ended = [worker.close(end) for worker in self._workers()]
         if not all(ended):
@@ -260,7 +261,8 @@ class TierManager:
             self._transfer.close()
 
     def _workers(self) -> list[Worker]:
-        workers = [self._commands, self._device, self._fetcher.worker, *(tier.worker for tier in self._lower.values())]
+        workers = [self._commands, self._device, self._fetcher.worker]
+        workers += [worker for tier in self._lower.values() for worker in (tier.worker, tier.fetches)]
         if self._disk is not None:
             workers.append(self._disk.warmer)
         if self._store is not None:

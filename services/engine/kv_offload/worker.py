@@ -37,6 +37,7 @@ class Worker:
         self._later: list[tuple[float, int, int, Call, Call]] = []
         self._numbers = count()
         self._running = 0
+        self._given = 0
         self._closed = False
         self._threads = [
             threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True) for number in range(threads)
@@ -54,9 +55,15 @@ class Worker:
                     heappush(self._later, (at, next(self._numbers), rank, call, failed))
                 else:
                     heappush(self._ready, (rank, next(self._numbers), call, failed))
+                    self._given += 1
                 self._changed.notify_all()
                 return
         self._safely(failed)
+
+    @property
+    def given(self) -> int:
+        """Calls that a thread was free to take, since the start."""
+        return self._given
 
     @property
     def waiting(self) -> int:
@@ -119,6 +126,7 @@ class Worker:
             while self._later and self._later[0][0] <= now:
                 _, number, rank, call, failed = heappop(self._later)
                 heappush(self._ready, (rank, number, call, failed))
+                self._given += 1
             if self._ready:
                 _, _, call, failed = heappop(self._ready)
                 return call, failed

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -253,3 +254,32 @@ def test_orphans_are_adopted_in_order_however_deep() -> None:
         bench.submit(Forget([entries[0].key]))
         bench.settle()
         assert store.objects == {}
+
+
+@pytest.mark.parametrize("behind", [True, False], ids=["its-child", "another"])
+def test_a_copy_that_waits_for_memory_is_not_waited_for_by_those_that_have_it(tmp_path: Path, behind: bool) -> None:
+    """An entry on disk is wanted in the store, and the memory to read it to is a new entry's, which is wanted there
+    as well: behind it, because its parent comes first or because its turn does."""
+    old, new = chain(4, 4)
+    if not behind:
+        (new,) = chain(4, seed=1)
+    limit = limits(3, host=False, disk_dir=tmp_path, store=True)
+    with Bench(limit, store := ToyStore()) as bench:
+        bench.save(old)
+        assert not store.objects
+        saving, go, copy = threading.Event(), threading.Event(), bench.device.save
+
+        def slowly(*args: Any) -> Any:
+            saving.set()
+            assert go.wait(20)
+            return copy(*args)
+
+        bench.device.save = slowly  # type: ignore[method-assign]
+        bench.submit(bench.put(new, 10, 3))
+        assert saving.wait(20)
+        bench.submit(Persist(1, keys([old, new])))
+        assert bench.manager._commands.wait_idle(time.monotonic() + 20)
+        go.set()
+        assert Persisted(1, ()) in bench.settle()
+        assert {key.rpartition("/")[2] for key in store.objects} == {old.key.hex(), new.key.hex()}
+        assert bench.load(*([old, new] if behind else [new])) == Loaded(1)
