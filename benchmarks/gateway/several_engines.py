@@ -104,7 +104,10 @@ def running(model: Path, engines: int, device: str) -> Iterator[Fleet]:
             pids = {name: psutil.Process(pid) for name, pid in json.loads(line)["pids"].items()}
             parts = {name: one for name, one in pids.items() if name not in ("valkey", "s3")}
             with httpx.Client(
-                base_url=f"http://127.0.0.1:{port}", timeout=_PATIENCE, trust_env=False, limits=httpx.Limits(None)
+                base_url=f"http://127.0.0.1:{port}",
+                timeout=_PATIENCE,
+                trust_env=False,
+                limits=httpx.Limits(max_connections=None),
             ) as http:
                 fleet = Fleet(port, parts, http)
                 fleet.await_ready(engines)

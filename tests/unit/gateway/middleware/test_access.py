@@ -103,7 +103,7 @@ def _answer_to_head(running: Running, path: str, *headers: str, body: bytes = b"
 
 
 def test_bodies_in_memory(start: Starter) -> None:
-    running = start(max_body_bytes=4000, max_bodies_bytes=5000, body_timeout_seconds=1.0)
+    running = start(max_body_bytes=4000, max_bodies_bytes=5000, body_timeout_seconds=3.0)
     host, port = running.url.removeprefix("http://").split(":")
     with (
         httpx.Client(base_url=running.url, timeout=20, verify=False) as http,
