@@ -201,9 +201,10 @@ class Soak:
 
     Args:
         tiers: whether the host keeps what the device does not.
+        load_share: see SchedulerConfig: how much of a computation's time a load from there may take.
     """
 
-    def __init__(self, model: Path, seed: int, *, tiers: bool) -> None:
+    def __init__(self, model: Path, seed: int, *, tiers: bool, load_share: float = 0.75) -> None:
         self.config = SchedulerConfig(
             max_num_seqs=6,
             token_budget=96,
@@ -212,6 +213,7 @@ class Soak:
             num_slots=20,
             max_model_len=_LONGEST + _MOST_OUTPUT + 1,
             mixed_prefill_tokens=64,
+            load_share=load_share,
         )
         loaded = Qwen3_5.from_directory(model, dtype="float32", device=torch.device("cpu"))
         self._vocab = loaded.config.vocab_size

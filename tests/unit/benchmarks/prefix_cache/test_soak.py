@@ -20,7 +20,8 @@ PROMPT = tuple(range(100, 120))
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("tiers", [True, False])
 def test_random_traffic_leaks_nothing_and_counts_every_token(tiers: bool) -> None:
-    soak = Soak(TINY, seed=1, tiers=tiers)
+    # On a busy machine a load seldom seems to be worth its time.
+    soak = Soak(TINY, seed=1, tiers=tiers, load_share=50.0)
     try:
         for _ in range(60):  # until all of it has happened, which is a matter of the machine
             outcome = soak.run(cpu_seconds=1.0)
