@@ -30,8 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from benchmarks.lib.adapters import GeneratedAdapters
@@ -218,17 +216,19 @@ def learn(host: PodHost, method: str, seed: int, every: int) -> tuple[Curve, dic
 
 
 @contextmanager
-def pod() -> Iterator[tuple[PodHost, Shelf]]:
+def pod(device: str, *, float8: bool) -> Iterator[tuple[PodHost, Shelf]]:
     """A running engine of the tiny model."""
     shelf = Shelf(read_config(TINY))
-    with training_pod(
-        TINY, "cpu", shelf, max_num_seqs=64, token_budget=1024, num_blocks=2049, max_train_tokens=512
-    ) as made:
+    sizes = {"max_num_seqs": 64, "token_budget": 1024, "num_blocks": 2049, "max_train_tokens": 512}
+    with training_pod(TINY, device, shelf, train_float8=float8, **sizes) as made:
         yield made.host, shelf
 
 
 def plot(curves: Sequence[Curve], path: Path) -> None:
     """A line a run, a colour a method, a panel a measure."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(13, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     said, preferred = figure.subplots(1, 2, sharex=True, sharey=True)
@@ -254,6 +254,9 @@ def main() -> None:
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--every", type=int, default=2, help="steps between two rounds of questions")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--float8", action="store_true", help="frozen weights in float8 (TEMPER_TRAIN_FLOAT8; cuda)")
+    parser.add_argument("--no-plot", action="store_true", help="only learning.jsonl, where there is no matplotlib")
     parser.add_argument("--out", type=Path, required=True, help="directory for learning.jsonl and learning.png")
     options = parser.parse_args()
     only_warnings()
@@ -262,7 +265,11 @@ def main() -> None:
     if "opd" in chosen and "sft" not in chosen:
         parser.error("opd needs sft: its first seed is the teacher")
     curves: list[Curve] = []
-    with pod() as (host, shelf), (options.out / "learning.jsonl").open("w") as file:
+    where = {"device": options.device, "float8": options.float8}
+    with (
+        pod(options.device, float8=options.float8) as (host, shelf),
+        (options.out / "learning.jsonl").open("w") as file,
+    ):
         for method in chosen:
             for seed in range(options.seeds):
                 curve, files = learn(host, method, seed, options.every)
@@ -279,11 +286,13 @@ def main() -> None:
                         "train_seconds": round(curve.seconds, 1),
                         "points": [dataclasses.astuple(point) for point in curve.points],
                     }
+                    | where
                     | environment()
                 )
                 file.write(line + "\n")
                 print(line[:140], flush=True)
-    plot(curves, options.out / "learning.png")
+    if not options.no_plot:
+        plot(curves, options.out / "learning.png")
 
 
 if __name__ == "__main__":

@@ -227,15 +227,20 @@ def main() -> None:
     parser.add_argument("--cases", default="1x512,1x2048,4x2048,1x8192")
     parser.add_argument("--recompute", default="none", help=f"any of {','.join(get_args(Recompute))}")
     parser.add_argument("--quant", choices=get_args(Quantization), default="none")
+    parser.add_argument("--float8", action="store_true", help="products with the frozen weights (TEMPER_TRAIN_FLOAT8)")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--warm-up", type=int, default=2, help="steps before them")
     parser.add_argument("--profile", type=int, default=0, metavar="ROWS", help="print the kernels of each case, too")
     parser.add_argument("--out", type=Path, help="append each line to this file")
     options = parser.parse_args()
-    trainer = Trainer(random_model(options.shape, options.quant), options.rank)
+    model = random_model(options.shape, options.quant)
+    if options.float8:
+        model.train_in_float8()
+    trainer = Trainer(model, options.rank)
     torch.cuda.empty_cache()  # what making random weights took
-    facts = {"shape": options.shape, "quantization": options.quant, "rank": options.rank} | environment()
+    facts = {"shape": options.shape, "quantization": options.quant, "float8": options.float8, "rank": options.rank}
+    facts |= environment()
     for case in (Case.parse(text) for text in options.cases.split(",")):
         for recompute in options.recompute.split(","):
             put_line(measure(trainer, case, recompute, options.repeats, options.warm_up) | facts, options.out)

@@ -174,6 +174,9 @@ class EngineSettings(CommonSettings):
     """Longest training example in tokens."""
     train_memory_bytes: ByteSize = Field(ByteSize(0), ge=0)
     """Memory that a training job may use; 0: a quarter of what weights, states and adapters leave."""
+    train_float8: bool = False
+    """Multiply with the frozen weights in float8 in forwards and backwards of training: faster, with the error in the
+    gradients that factors rounded to e4m3 give, for two bytes more a weight. Needs compute capability 8.9."""
     teacher_model: Path | None = None
     """Directory of a second checkpoint with the same tokenizer, which opd jobs may learn from (teacher "checkpoint");
     it stays in memory beside the model."""
@@ -316,6 +319,11 @@ class EngineSettings(CommonSettings):
     def followed_drafter(self) -> tuple[str, int | None] | None:
         """Name and version (None: the current one) of the drafter in the store; None: it is not there."""
         return parse_adapter_ref(self.drafter) if self.drafter and "/" not in self.drafter else None
+
+    @property
+    def trains_in_float8(self) -> bool:
+        """True if training multiplies with float8 copies of the weights."""
+        return self.trainer and self.train_float8
 
     def termination_seconds(self, trainer_drain_seconds: float) -> float:
         """Longest time from SIGTERM to exit, which Kubernetes' terminationGracePeriodSeconds has to allow."""

@@ -168,6 +168,10 @@ def _check_gpu(settings: EngineSettings, device: Device) -> None:
         raise InvalidRequest(
             f"TEMPER_KV_CACHE_DTYPE=fp8 needs compute capability 8.9 or higher, {has}; use auto", param="kv_cache_dtype"
         )
+    if settings.train_float8:
+        raise InvalidRequest(
+            f"TEMPER_TRAIN_FLOAT8=true needs compute capability 8.9 or higher, {has}; unset it", param="train_float8"
+        )
 
 
 def with_quantization(
@@ -200,6 +204,7 @@ def _check_cpu(settings: EngineSettings) -> None:
         "kv_cache_dtype": ("auto",),
         "state_dtype": ("float32",),
         "batch_invariant": (False,),
+        "train_float8": (False,),
         "device_limits": ("",),
         "device_memory": (0,),
     }

@@ -18,6 +18,7 @@ from services.engine.models.footprint import (
     Storage,
     block_bytes,
     copies_head,
+    float8_training_bytes,
     slot_bytes,
     weight_bytes,
     widest_output,
@@ -177,6 +178,8 @@ def footprint(
     logits = 4 * config.vocab_size
     sampled = _sampled_rows(settings)
     weights, block = weight_bytes(config, stored), block_bytes(config, settings.block_size, stored)
+    if settings.trains_in_float8:
+        weights += float8_training_bytes(config, stored)
     slot = slot_bytes(config, stored)
     adapter_slot = LoraSlots.bytes_per_slot(config, settings.max_lora_rank, dtype)
     if device.kind == "cpu":

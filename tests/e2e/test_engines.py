@@ -51,7 +51,7 @@ def cluster(
         "TEMPER_TOKEN_BUDGET": "256",
         "TEMPER_MAX_MODEL_LEN": "1024",
         "TEMPER_KV_CACHE_BYTES": "128MiB",
-        "TEMPER_DRAIN_SECONDS": "30",
+        "TEMPER_DRAIN_SECONDS": "120",
     }
     gateway = {"TEMPER_STATUS_INTERVAL_SECONDS": "0.2", "TEMPER_REQUEST_TIMEOUT_SECONDS": "60"}
     directory = tmp_path_factory.mktemp("cluster")

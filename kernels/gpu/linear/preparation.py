@@ -45,6 +45,11 @@ _ROWS_ALONE = ShrinkConfig(1, 1, 16, 1, 4)
 depend on whether some row has one."""
 
 
+_HELD = 10240
+"""Numbers of a row that those warps hold without spilling; a longer one, which has neither norm nor adapter, gets four
+times as many."""
+
+
 @triton.jit
 def _weigh_row(x, gain, values, squares, row, x_stride, K: tl.constexpr, PDL: tl.constexpr, HOLD: tl.constexpr):
     """Row times the norm's weight, in its dtype, and its sum of squares."""
@@ -216,6 +221,8 @@ def prepare(
         programs += triton.cdiv(targets * rank, use.block_r) * use.splits * use.turns(count, slots)
     if programs:
         warps = use.warps if rows == "as they are" else _ROWS_ALONE.warps
+        if gain is None and lora is None and depth > _HELD:
+            warps *= 4
         _prepare_kernel[(programs,)](
             job,
             values,

@@ -103,6 +103,31 @@ def weight_bytes(config: ModelConfig, formats: Formats) -> int:
     return total + embedding * (2 if own_head else 1)
 
 
+def float8_training_bytes(config: ModelConfig, formats: Formats) -> int:
+    """Bytes of the float8 copies of the layers' matrices that training multiplies with, transposed and not; of a float8
+    model's own matrices only the transposed ones are copies. Experts have none.
+
+    Raises:
+        InvalidRequest: groups of numbers do not divide the inputs of a matrix.
+    """
+    total = 0
+    for layer in range(config.num_layers):
+        shapes = config.linear_shapes(layer)
+        for group in config.linear_groups(layer).values():
+            out, into = sum(shapes[module][0] for module in group), shapes[group[0]][1]
+            if into % GROUP:
+                raise InvalidRequest(
+                    f"TEMPER_TRAIN_FLOAT8 needs inputs in multiples of {GROUP}, layers.{layer}.{group[0]} has {into}: "
+                    "unset it",
+                    param="train_float8",
+                )
+            rest = out % GROUP
+            total += matrix_bytes(into, out - rest, formats.itemsize, "fp8") + rest * into * formats.itemsize
+            if formats.storage.quantization != "fp8":
+                total += matrix_bytes(out, into, formats.itemsize, "fp8")
+    return total
+
+
 def block_bytes(config: ModelConfig, block_size: int, formats: Formats) -> int:
     """Bytes of K and V of one block over all full-attention layers and the mtp layer, scales included."""
     layout = config.cache_layout

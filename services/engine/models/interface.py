@@ -273,6 +273,17 @@ class CausalLM(TakesDrafters, ABC):
 
     # Training.
 
+    def train_in_float8(self) -> None:
+        """Has training forwards on a GPU multiply with the frozen weights in float8 from now on, by copies that are
+        made here; the plain forward of a CPU stays as it is.
+
+        Raises:
+            InvalidRequest: the architecture cannot.
+        """
+        raise InvalidRequest(
+            f"{type(self).__name__} does not train in float8: unset TEMPER_TRAIN_FLOAT8", param="train_float8"
+        )
+
     @abstractmethod
     def forward_train(
         self,

@@ -105,6 +105,8 @@ class PlannedEngine:
         seconds = watch.lap()
         nbytes = model.nbytes()
         log.info("weights loaded", bytes=nbytes, seconds=seconds, gb_per_second=rate(nbytes, seconds))
+        if settings.trains_in_float8:
+            model.train_in_float8()
         return model
 
     def lora_slots(self, model: CausalLM) -> LoraSlots:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby, islice, repeat
 from typing import Any
 from unittest.mock import patch
 
@@ -29,7 +29,7 @@ from kernels.gpu.linear.skinny import SplitWorkspace
 from kernels.gpu.train.divergence import divergence
 from kernels.gpu.train.documents import Documents
 from kernels.gpu.train.head import token_scores
-from kernels.quantize import Fp8Weight, Int4Weight
+from kernels.quantize import GROUP, Fp8Weight, Int4Weight
 from services.common.jobs import LoraSettings
 from services.engine.executors.cuda import runner as runner_module
 from services.engine.executors.cuda.cache_transfer import CudaCacheTransfer
@@ -47,8 +47,10 @@ from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.models.qwen3_5.moe_config import Qwen3_5MoeConfig
 from services.engine.models.qwen3_5.training.adapters import WorkingAdapter
+from services.engine.models.qwen3_5.training.frozen import Float8Linear, FrozenLinears, matrices
 from services.engine.models.qwen3_5.training.trunk import EagerStep, Trunk
-from services.engine.models.weights import matrix
+from services.engine.models.weights import matrix as weight_matrices
+from services.engine.models.weights.matrix import Matrix
 from services.engine.scheduler.step_plan import StepPlan
 from services.pod.memory import WAITING_WRITES
 
@@ -73,13 +75,14 @@ class Start:
     rank: int = 32
     """TEMPER_MAX_LORA_RANK."""
     config: Qwen3_5Config = DENSE
+    trains_in_float8: bool = False
     samples: bool = False
     """With everything that a request may ask of the sampler, which the other settings do not change."""
 
     @property
     def float8(self) -> bool:
         """True if the device must have float8."""
-        return self.kv_float8 or self.quantization == "fp8"
+        return self.kv_float8 or self.quantization == "fp8" or self.trains_in_float8
 
 
 STARTS = (
@@ -100,6 +103,7 @@ that a request may ask for, masks of constrained rows, prompts that are scored, 
 model's head is fp8 where the device has float8 (services.pod.memory.storage)."""
 TRAINED = (
     Start("training"),
+    Start("training in float8", trains_in_float8=True),
     Start("35B-A3B, training", config=EXPERTS),
     Start("35B-A3B, training on fp8", "fp8", config=EXPERTS),
     Start("35B-A3B, training on int4", "int4", config=EXPERTS),
@@ -124,7 +128,7 @@ def variants_of(cards: Sequence[DeviceLimits]) -> Iterator[tuple[str, list[Varia
 def _recorded(
     launch: Callable[[Start, KernelConfigs], None], start: Start, cards: Sequence[DeviceLimits]
 ) -> list[Variant]:
-    decoders = patch.multiple(matrix, dequantize_fp8=_decoded, dequantize_int4=_decoded)
+    decoders = patch.multiple(weight_matrices, dequantize_fp8=_decoded, dequantize_int4=_decoded)
     with recorded() as variants, _nothing_large(), decoders, torch.no_grad():
         for card in cards:
             launch(start, KernelConfigs(card))
@@ -216,10 +220,15 @@ def _some_plans(max_num_seqs: int, *, every: bool) -> Iterator[StepPlan]:
 def _train(start: Start, kernels: KernelConfigs) -> None:
     config, model = start.config, _model(start, kernels)
     lora = LoraParams.create(config, LoraSettings(rank=16))
+    linears = None
+    if start.trains_in_float8:
+        linears = [
+            FrozenLinears(*map(_float8, matrices(layer), repeat(kernels.device))) for layer in model.weights.layers
+        ]
     for documents in _documents():
         tokens = torch.zeros(len(documents.positions), dtype=torch.int64)
         for adapter in (WorkingAdapter(lora, config, model.dtype), None):  # None: the base, or a teacher
-            trunk = Trunk(config, model.weights, model.rotation, documents, adapter)
+            trunk = Trunk(config, model.weights, model.rotation, documents, adapter, linears=linears)
             for recompute in _RECOMPUTE if adapter else (None,):
                 step = EagerStep(trunk, tokens, recompute, lambda: None)
                 hidden = step.forward()
@@ -234,6 +243,17 @@ def _train(start: Start, kernels: KernelConfigs) -> None:
                 for beta in (0.0, 0.5, 1.0):
                     head = model.weights.embedding
                     divergence(hidden, head, hidden.detach(), head, beta=beta, temperature=1.0)
+
+
+def _float8(matrix: Matrix, device: DeviceLimits) -> Float8Linear:
+    """What Float8Linear.of() makes of a matrix, without its numbers."""
+    (out, into), rest = matrix.shape, matrix.shape[0] % GROUP
+
+    def weight(rows: int, width: int) -> Fp8Weight:
+        return Fp8Weight(torch.empty(rows, width, dtype=torch.float8_e4m3fn), torch.empty(rows))
+
+    last = torch.empty(rest, into, dtype=torch.bfloat16) if rest else None
+    return Float8Linear(weight(out, into), weight(into, out - rest), last, device)
 
 
 def _documents() -> Sequence[Documents]:

@@ -73,6 +73,8 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
         (CPU, {"kv_cache_dtype": "fp8"}, "TEMPER_KV_CACHE_DTYPE=fp8 needs a GPU"),
         (CPU, {"state_dtype": "bfloat16"}, "TEMPER_STATE_DTYPE=bfloat16 needs a GPU"),
         (CPU, {"batch_invariant": True}, "TEMPER_BATCH_INVARIANT=true needs a GPU"),
+        (CPU, {"train_float8": True}, "TEMPER_TRAIN_FLOAT8=true needs a GPU.*leave it at false"),
+        (A100, {"train_float8": True}, r"TEMPER_TRAIN_FLOAT8=true needs .* 8\.9.*unset it"),
         (A100, {"quantization": "fp8"}, r"needs compute capability 8\.9 or higher, NVIDIA A100 has .* 8\.0; use int4"),
         (A100, {"kv_cache_dtype": "fp8"}, r"TEMPER_KV_CACHE_DTYPE=fp8 needs .* 8\.9.*use auto"),
         (T4, {}, r"Tesla T4 has compute capability 7\.5.*needs 8\.0.*TEMPER_DEVICE=cpu"),

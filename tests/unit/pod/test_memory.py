@@ -14,7 +14,15 @@ from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import CheckpointRejected, DoesNotFit, InvalidRequest
 from services.common.storage.object_store import ObjectStore
 from services.engine.executors.cuda.shapes import verified_rows
-from services.engine.models.footprint import Formats, Quantization, Storage, block_bytes, slot_bytes, weight_bytes
+from services.engine.models.footprint import (
+    Formats,
+    Quantization,
+    Storage,
+    block_bytes,
+    float8_training_bytes,
+    slot_bytes,
+    weight_bytes,
+)
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.models.qwen3_5.moe_config import Qwen3_5MoeConfig
@@ -180,6 +188,10 @@ def test_groups_must_divide_the_shapes(quantization: Quantization) -> None:
     config = Qwen3_5Config.from_dict({"model_type": "qwen3_5_text", "rms_norm_eps": 1e-6} | BASE)
     with pytest.raises(InvalidRequest, match=rf"{quantization} needs inputs in multiples of 128, layers\.0\..* has 48"):
         Storage(quantization).check(config)
+    with pytest.raises(
+        InvalidRequest, match=r"TEMPER_TRAIN_FLOAT8 needs inputs in multiples of 128, layers\.0\..* has 48"
+    ):
+        float8_training_bytes(config, Formats(2))
 
 
 def test_the_published_shape() -> None:
@@ -197,6 +209,10 @@ def test_quantized_sizes() -> None:
     # Layers 3.57 G numbers; embedding bf16 1.27 GB; head fp8 0.64 GB beside it.
     assert weights(quantization="fp8") == pytest.approx(3.57 + 1.27 + 0.64, abs=0.02)
     assert weights(quantization="int4") == pytest.approx(3.57 * (0.5 + 3 / 128) + 1.27 + 0.64, abs=0.02)
+    # A byte a number in each direction; an fp8 model has one of them.
+    assert weights(train_float8=True) - weights() == pytest.approx(2 * 3.57, abs=0.02)
+    assert weights(train_float8=True, quantization="fp8") - weights(quantization="fp8") == pytest.approx(3.57, abs=0.02)
+    assert weights(train_float8=True, trainer=False) == weights(), "nobody trains"
     half = footprint(QWEN_4B, settings(kv_cache_dtype="fp8", state_dtype="bfloat16").for_device("cuda"), BF16, H200)
     assert half.block == 16 * 8 * 2 * 4 * (256 + 4)
     assert half.slot == pytest.approx((25.1 + 4.63) * 2**20, rel=1e-3)

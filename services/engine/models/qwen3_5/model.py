@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from services.engine.models.device_batch import DeviceCache
     from services.engine.models.qwen3_5.fused import FusedForward
     from services.engine.models.qwen3_5.training.captured import CapturedSteps
+    from services.engine.models.qwen3_5.training.frozen import FrozenLinears
     from services.engine.models.training_arena import GraphMemory
 
 
@@ -66,6 +67,8 @@ class Qwen3_5(CausalLM):  # noqa: N801
         self.config = config
         self.weights = weights
         self.rotation = rotation_of(config, self.device)
+        self._linears: tuple[FrozenLinears, ...] | None = None
+        """What training forwards on a GPU multiply with instead of the weights' own matrices."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -207,6 +210,14 @@ class Qwen3_5(CausalLM):  # noqa: N801
             pdl=pdl,
         )
 
+    def train_in_float8(self) -> None:
+        """See CausalLM."""
+        # Imported here: only engines on a GPU have Triton.
+        from services.engine.models.qwen3_5.training.frozen import FrozenLinears
+
+        device = self.kernel_configs().device
+        self._linears = tuple(FrozenLinears.float8(layer, device) for layer in self.weights.layers)
+
     def forward_train(
         self,
         token_ids: Tensor,
@@ -232,6 +243,7 @@ class Qwen3_5(CausalLM):  # noqa: N801
                 recompute=recompute,
                 give_way=give_way,
                 parents=parents,
+                linears=self._linears,
             )
         return plain.forward_packed(
             token_ids,
@@ -305,4 +317,6 @@ class Qwen3_5(CausalLM):  # noqa: N801
         """See CausalLM."""
         from services.engine.models.qwen3_5.training.captured import CapturedSteps
 
-        return CapturedSteps(self.config, self.weights, self.rotation, lora, recompute, memory, most_tokens)
+        return CapturedSteps(
+            self.config, self.weights, self.rotation, lora, recompute, memory, most_tokens, self._linears
+        )

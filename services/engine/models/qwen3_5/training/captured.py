@@ -23,6 +23,7 @@ from services.engine.models.interface import Recompute
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.training.adapters import WorkingAdapter
+from services.engine.models.qwen3_5.training.frozen import FrozenLinears
 from services.engine.models.qwen3_5.training.layer import Kept
 from services.engine.models.qwen3_5.training.trunk import Trunk, differentiable
 from services.engine.models.qwen3_5.weights import ModelWeights
@@ -37,6 +38,7 @@ class GraphChain:
         rows, room: rows, and documents there is room for.
         recompute: what the backward computes again; None: there will be none.
         memory: shared with other chains, of which only one is in use at a time.
+        linears: see Trunk.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class GraphChain:
         room: int,
         recompute: Recompute | None,
         memory: GraphMemory,
+        linears: Sequence[FrozenLinears] | None,
     ) -> None:
         device, dtype = weights.embedding.device, weights.embedding.dtype
         self._documents = Documents.build([rows], device, room=room)
@@ -58,7 +61,7 @@ class GraphChain:
         self._backward: list[torch.cuda.CUDAGraph] = []
         self._memory = memory
         # Held, because its scratch is what the graphs write to.
-        self._trunk = trunk = Trunk(config, weights, rotation, self._documents, adapter)
+        self._trunk = trunk = Trunk(config, weights, rotation, self._documents, adapter, linears=linears)
         memory.stream.wait_stream(torch.cuda.current_stream(device))
         with memory.allocating():  # what the captures take again
             self._rehearse(trunk, recompute)
@@ -172,6 +175,7 @@ class CapturedSteps:
         recompute: what the backwards compute again; None: there will be none, and the masters stay as they are now.
         memory: where the graphs compute.
         most_tokens: of the steps that it has room for; None: of all that are captured.
+        linears: see Trunk.
     """
 
     def __init__(
@@ -183,10 +187,11 @@ class CapturedSteps:
         recompute: Recompute | None,
         memory: GraphMemory,
         most_tokens: int | None = None,
+        linears: Sequence[FrozenLinears] | None = None,
     ) -> None:
         self._config, self._weights, self._rotation = config, weights, rotation
         self._lora = lora
-        self._most_tokens = most_tokens
+        self._most_tokens, self._linears = most_tokens, linears
         self._recompute: Recompute | None = recompute
         self._adapter = None if lora is None else WorkingAdapter(lora, config, weights.embedding.dtype)
         self._memory = memory
@@ -227,5 +232,6 @@ class CapturedSteps:
                 *shape,
                 self._recompute,
                 self._memory,
+                self._linears,
             )
         return chain.step(token_ids, lengths, give_way)

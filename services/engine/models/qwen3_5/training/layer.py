@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kernels.gpu.activations import swiglu
@@ -37,8 +36,8 @@ from services.engine.models.interface import Recompute
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.training.adapters import GroupProducts
 from services.engine.models.qwen3_5.training.experts import ExpertsInside, TrainedThrough, gate
+from services.engine.models.qwen3_5.training.frozen import FrozenLinear, FrozenLinears
 from services.engine.models.qwen3_5.weights import AttentionWeights, DeltaNetWeights, LayerWeights
-from services.engine.models.weights.matrix import DenseMatrix, Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +110,7 @@ class Layer:
 
     Args:
         adapter: the layer's groups that have an adapter.
+        linears: products with its matrices; None: in the model's dtype.
         observe: given an output projection's group ("out", "down") and its inputs [T, in], returns what goes in in
             their place; for forwards without a backward.
     """
@@ -120,9 +120,11 @@ class Layer:
         weights: LayerWeights,
         shared: Shared,
         adapter: Mapping[str, GroupProducts],
+        linears: FrozenLinears | None = None,
         observe: Callable[[str, Tensor], Tensor] | None = None,
     ) -> None:
         self._weights, self._shared, self._adapter = weights, shared, adapter
+        self._linears = linears or FrozenLinears.dense(weights)
         self._observe = observe
         self._eps = shared.config.rms_norm_eps
         self._experts = None if weights.experts is None else TrainedThrough(weights.experts, shared.device)
@@ -138,7 +140,7 @@ class Layer:
         kept = Kept(x)
         projected = self._project(x)
         mixed, inside = self._mix(projected)
-        middle = self._add(x, self._observed("out", mixed), self._weights.mixer.out_proj, "out")
+        middle = self._add(x, self._observed("out", mixed), self._linears.mixer_out, "out")
         if recompute in ("none", "selective"):
             kept.projected, kept.middle = projected, middle
             # Attention costs most to compute again and keeps least.
@@ -149,14 +151,14 @@ class Layer:
     def mlp(self, middle: Tensor, kept: Kept, recompute: Recompute | None) -> Tensor:
         """The mixer's part of the layer's output, [T, hidden]."""
         normed = rms_norm(middle, self._weights.post_norm, self._eps)
-        gate_up = self._linear(normed, self._weights.gate_up, "gate_up")
+        gate_up = self._linear(normed, self._linears.gate_up, "gate_up")
         if recompute == "none":
             kept.gate_up = gate_up
         active = swiglu(gate_up)
         if self._experts is None:
-            return self._add(middle, self._observed("down", active), self._weights.down, "down")
+            return self._add(middle, self._observed("down", active), self._linears.down, "down")
         inside = self._experts.inside(normed)
-        out = self._add(middle, self._observed("down", active.mul_(gate(inside))), self._weights.down, "down")
+        out = self._add(middle, self._observed("down", active.mul_(gate(inside))), self._linears.down, "down")
         self._experts.add_to(out, normed, inside)
         if recompute == "none":
             kept.experts = inside
@@ -168,7 +170,7 @@ class Layer:
             kept.projected = self._project(kept.x)
         if kept.middle is None:
             mixed, kept.inside = self._mix(kept.projected)
-            kept.middle = self._add(kept.x, mixed, self._weights.mixer.out_proj, "out")
+            kept.middle = self._add(kept.x, mixed, self._linears.mixer_out, "out")
         elif kept.inside is None and isinstance(self._weights.mixer, DeltaNetWeights):
             kept.inside = self._delta(kept.projected, self._weights.mixer)
 
@@ -183,7 +185,7 @@ class Layer:
             raise ValueError("nothing of the mixer was kept or computed again")
         gate_up = self._gate_up(kept.middle) if kept.gate_up is None else kept.gate_up
         kept.gate_up = None
-        down, down_grad = self._back(grad, self._weights.down, "down")
+        down, down_grad = self._back(grad, self._linears.down, "down")
         through = inside = None
         if self._experts is not None:
             normed = rms_norm(kept.middle, self._weights.post_norm, self._eps)
@@ -196,7 +198,7 @@ class Layer:
             active.mul_(gate(inside))
         self._gradients("down", active, down_grad, grad)
         del active, down, inside
-        normed_grad, reduced_grad = self._back(gate_up_grad, self._weights.gate_up, "gate_up")
+        normed_grad, reduced_grad = self._back(gate_up_grad, self._linears.gate_up, "gate_up")
         if through is not None:
             normed_grad += through
         result, normed = rms_norm_backward(kept.middle, self._weights.post_norm, self._eps, normed_grad, grad)
@@ -210,7 +212,7 @@ class Layer:
         Args:
             input_grad: False: nobody needs the gradient in the input.
         """
-        mixed_grad, reduced_grad = self._back(grad, self._weights.mixer.out_proj, "out")
+        mixed_grad, reduced_grad = self._back(grad, self._linears.mixer_out, "out")
         mixed, projected_grad = self._inside_backward(kept, mixed_grad)
         self._gradients("out", mixed, reduced_grad, grad)
         del mixed, mixed_grad
@@ -219,7 +221,7 @@ class Layer:
                 normed = rms_norm(kept.x, self._weights.input_norm, self._eps)
                 self._gradients("in", normed, adapter.back(projected_grad), projected_grad)
             return None
-        normed_grad, reduced_grad = self._back(projected_grad, self._weights.mixer.in_proj, "in")
+        normed_grad, reduced_grad = self._back(projected_grad, self._linears.mixer_in, "in")
         result, normed = rms_norm_backward(kept.x, self._weights.input_norm, self._eps, normed_grad, grad)
         self._gradients("in", normed, reduced_grad, projected_grad)
         return result
@@ -231,20 +233,20 @@ class Layer:
 
     def _project(self, x: Tensor) -> Tensor:
         normed = rms_norm(x, self._weights.input_norm, self._eps)
-        return self._linear(normed, self._weights.mixer.in_proj, "in")
+        return self._linear(normed, self._linears.mixer_in, "in")
 
     def _gate_up(self, middle: Tensor) -> Tensor:
-        return self._linear(rms_norm(middle, self._weights.post_norm, self._eps), self._weights.gate_up, "gate_up")
+        return self._linear(rms_norm(middle, self._weights.post_norm, self._eps), self._linears.gate_up, "gate_up")
 
-    def _linear(self, x: Tensor, weight: Matrix, group: str) -> Tensor:
+    def _linear(self, x: Tensor, linear: FrozenLinear, group: str) -> Tensor:
         if (adapter := self._adapter.get(group)) is not None:
-            return adapter.expand(adapter.reduce(x)).addmm_(x, weight.dense().t())
-        return weight.product(x, pdl=False) if isinstance(weight, DenseMatrix) else F.linear(x, weight.dense())
+            return linear.product(x, adapter.expand(adapter.reduce(x)), in_place=True)
+        return linear.product(x)
 
-    def _add(self, residual: Tensor, x: Tensor, weight: Matrix, group: str) -> Tensor:
+    def _add(self, residual: Tensor, x: Tensor, linear: FrozenLinear, group: str) -> Tensor:
         if group in self._adapter:
-            return self._linear(x, weight, group).add_(residual)
-        return torch.addmm(residual, x, weight.dense().t())
+            return self._linear(x, linear, group).add_(residual)
+        return linear.product(x, residual)
 
     def _mix(self, projected: Tensor) -> tuple[Tensor, DeltaInside | AttentionInside]:
         if isinstance(self._weights.mixer, AttentionWeights):
@@ -299,12 +301,12 @@ class Layer:
 
     # Backward.
 
-    def _back(self, grad: Tensor, weight: Matrix, group: str) -> tuple[Tensor, Tensor | None]:
+    def _back(self, grad: Tensor, linear: FrozenLinear, group: str) -> tuple[Tensor, Tensor | None]:
         """Gradient in a linear layer's input, and in the adapter's low-rank rows if there is one."""
         if (adapter := self._adapter.get(group)) is None:
-            return torch.mm(grad, weight.dense()), None
+            return linear.input_grad(grad), None
         reduced = adapter.back(grad)
-        return adapter.input_grad(reduced).addmm_(grad, weight.dense()), reduced
+        return linear.input_grad(grad, adapter.input_grad(reduced)), reduced
 
     def _gradients(self, group: str, x: Tensor, reduced_grad: Tensor | None, grad: Tensor) -> None:
         if reduced_grad is not None:

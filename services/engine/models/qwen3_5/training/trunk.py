@@ -28,6 +28,7 @@ from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.training.adapter_batch import WorkingBatch
 from services.engine.models.qwen3_5.training.adapters import WorkingAdapter, WorkingFactors
+from services.engine.models.qwen3_5.training.frozen import FrozenLinears
 from services.engine.models.qwen3_5.training.layer import Kept, Layer, Shared
 from services.engine.models.qwen3_5.weights import ModelWeights
 
@@ -48,6 +49,7 @@ class Trunk:
     Args:
         rotation: of queries and keys.
         adapter: None: the base model.
+        linears: products with each layer's matrices; None: in the model's dtype.
         probe: sees, and may change, what goes into the output projections; for forwards without a backward.
         order: where the rows of the documents stand in what goes in and comes out; None: in the same places.
     """
@@ -61,6 +63,7 @@ class Trunk:
         adapter: WorkingFactors | None,
         probe: Probe | None = None,
         *,
+        linears: Sequence[FrozenLinears] | None = None,
         order: Order | None = None,
     ) -> None:
         device, dtype = weights.embedding.device, weights.embedding.dtype
@@ -73,6 +76,7 @@ class Trunk:
                 layer,
                 shared,
                 {} if adapter is None else adapter.layer(index),
+                None if linears is None else linears[index],
                 None if probe is None else _outputs(probe, index, config),
             )
             for index, layer in enumerate(weights.layers)
@@ -199,8 +203,12 @@ def forward_packed(
     recompute: Recompute,
     give_way: Callable[[], None],
     parents: Sequence[int | None] | None = None,
+    linears: Sequence[FrozenLinears] | None = None,
 ) -> Tensor:
     """See Qwen3_5.forward_train.
+
+    Args:
+        linears: see Trunk.
 
     Raises:
         ValueError: as there; or documents of several adapters go on from each other.
@@ -217,7 +225,7 @@ def forward_packed(
         adapter = WorkingBatch(lora, lora.rows(lengths), config, weights.embedding.dtype)
     elif lora is not None:
         adapter = WorkingAdapter(lora, config, weights.embedding.dtype)
-    trunk = Trunk(config, weights, rotation, documents, adapter, order=order)
+    trunk = Trunk(config, weights, rotation, documents, adapter, linears=linears, order=order)
     if lora is None or not torch.is_grad_enabled():
         with torch.no_grad():
             return EagerStep(trunk, token_ids, None, give_way).forward()
