@@ -53,7 +53,7 @@ class AdapterEvents:
             except (redis.exceptions.RedisError, OSError):
                 reply = None
                 self._closed.wait(max(0.0, block))
-            except ValueError:  # close() shut the buffer that this thread reads from
+            except (ValueError, AttributeError):  # close() shut or dropped the buffer that this thread reads from
                 if not self._closed.is_set():
                     raise
                 return False
