@@ -17,6 +17,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+from benchmarks.gateway import several_engines
 from cli.local.ports import free_ports
 from tests.e2e.jobs import submit_sft, wait_for_end
 from tests.stack import PATIENCE, ROOT, TINY, Stack, clean_environment
@@ -94,6 +95,21 @@ def test_two_engines_behind_one_gateway(tmp_path: Path) -> None:
             wait_until(lambda: "engine-2" in two.state["pids"], "the restart of the second")
             wait_until(lambda: sum(one["ready"] for one in client.get("/healthz").json()["engines"]) == 2, "both ready")
             assert {one["attached_adapter"] for one in client.get("/healthz").json()["engines"]} == {"one@1"}
+
+
+@pytest.mark.thorough
+def test_one_engine_and_two_as_a_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "lines.jsonl"
+    smallest = ["--cases", "2x16x8", "--steps", "10", "--tokens", "32", "--clients", "1"]
+    options = ["--model", str(TINY), "--device", "cpu", *smallest, "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["several_engines", *options])
+    several_engines.main()
+    one, two, shared = map(json.loads, out.read_text().splitlines())
+    assert [(line["engines"], line["c"]) for line in (one, two)] == [(1, 2), (2, 4)]
+    assert one["times"] == 1.0
+    assert two["times"] == pytest.approx(two["decode_tok_s"] / one["decode_tok_s"], rel=1e-3)
+    assert (shared["job"], shared["serving"]) == ("succeeded", 2)
+    assert sum(shared["killed"]["answers"].values()) == 4
 
 
 def check_ready_line(own: Stack) -> None:
