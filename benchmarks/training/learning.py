@@ -219,8 +219,16 @@ def learn(host: PodHost, method: str, seed: int, every: int) -> tuple[Curve, dic
 def pod(device: str, *, float8: bool) -> Iterator[tuple[PodHost, Shelf]]:
     """A running engine of the tiny model."""
     shelf = Shelf(read_config(TINY))
-    sizes = {"max_num_seqs": 64, "token_budget": 1024, "num_blocks": 2049, "max_train_tokens": 512}
-    with training_pod(TINY, device, shelf, train_float8=float8, **sizes) as made:
+    with training_pod(
+        TINY,
+        device,
+        shelf,
+        max_num_seqs=64,
+        token_budget=1024,
+        num_blocks=2049,
+        max_train_tokens=512,
+        train_float8=float8,
+    ) as made:
         yield made.host, shelf
 
 
