@@ -16,12 +16,8 @@ engines get twice the requests of one.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -38,7 +34,7 @@ from benchmarks.lib.cases import Case
 from benchmarks.lib.environment import environment
 from benchmarks.lib.random_checkpoint import checkpoint
 from benchmarks.lib.recorder import put_line
-from cli.local.ports import free_ports
+from benchmarks.serving.http_latency import started
 
 _PATIENCE = 300.0
 _VOCABULARY = 2000
@@ -87,34 +83,16 @@ def running(model: Path, engines: int, device: str) -> Iterator[Fleet]:
     """`temper up` with so many engines, all of them ready.
 
     Raises:
-        RuntimeError: it does not get ready.
+        RuntimeError, TimeoutError: they do not get ready.
     """
-    with tempfile.TemporaryDirectory() as scratch:
-        (port,) = free_ports(1)
-        options = ["--model", str(model), "--engines", str(engines), "--device", device, "--port", str(port)]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "cli", "up", "--json", *options, "--data-dir", f"{scratch}/data"],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            line = process.stdout.readline() if process.stdout is not None else ""
-            if not line:
-                raise RuntimeError("temper up did not get ready; its log above has the reason")
-            pids = {name: psutil.Process(pid) for name, pid in json.loads(line)["pids"].items()}
-            parts = {name: one for name, one in pids.items() if name not in ("valkey", "s3")}
-            with httpx.Client(
-                base_url=f"http://127.0.0.1:{port}",
-                timeout=_PATIENCE,
-                trust_env=False,
-                limits=httpx.Limits(max_connections=None),
-            ) as http:
-                fleet = Fleet(port, parts, http)
-                fleet.await_ready(engines)
-                yield fleet
-        finally:
-            process.terminate()
-            process.wait(90)
+    with started(model, "--engines", str(engines), "--device", device, quiet=False) as ready:
+        pids: dict[str, int] = ready["pids"]
+        parts = {name: psutil.Process(pid) for name, pid in pids.items() if name not in ("valkey", "s3")}
+        many = httpx.Limits(max_connections=None)
+        with httpx.Client(base_url=ready["url"], timeout=_PATIENCE, trust_env=False, limits=many) as http:
+            fleet = Fleet(http.base_url.port or 80, parts, http)
+            fleet.await_ready(engines)
+            yield fleet
 
 
 def rates(fleet: Fleet, cases: Sequence[Case], clients: int) -> Iterator[tuple[Case, dict[str, Any]]]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -19,24 +20,41 @@ from cli.local.ports import free_ports
 
 
 @contextmanager
-def running_stack(model: Path) -> Iterator[tuple[str, float]]:
-    """A `temper up` of its own; yields the URL and the seconds it took to get ready."""
+def started(model: Path, *options: str, quiet: bool = True) -> Iterator[dict[str, Any]]:
+    """A `temper up` of its own, with its options; yields the line that it prints when it is ready: url, pids.
+
+    Args:
+        quiet: its log is not shown.
+
+    Raises:
+        RuntimeError: it did not get ready.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-m", "cli", "up", "--json", "--model", str(model), "--data-dir", f"{scratch}/data"]
-        began = time.perf_counter()
         process = subprocess.Popen(
-            [*command, "--port", str(free_ports(1)[0])], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            [*command, "--port", str(free_ports(1)[0]), *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if quiet else None,
+            text=True,
         )
         try:
             line = process.stdout.readline() if process.stdout is not None else ""
             if not line:
                 raise RuntimeError("temper up did not get ready; run it by hand to see why")
-            yield json.loads(line)["url"], time.perf_counter() - began
+            yield json.loads(line)
         finally:
             process.terminate()
             process.wait(90)
             if process.stdout is not None:
                 process.stdout.close()
+
+
+@contextmanager
+def running_stack(model: Path) -> Iterator[tuple[str, float]]:
+    """A `temper up` of its own; yields the URL and the seconds it took to get ready."""
+    began = time.perf_counter()
+    with started(model) as ready:
+        yield ready["url"], time.perf_counter() - began
 
 
 async def _one(client: httpx.AsyncClient, model: str, text: str, max_tokens: int) -> tuple[float, float]:

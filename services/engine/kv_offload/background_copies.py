@@ -108,11 +108,10 @@ class LowerTier:
         self._to_remove[key] = None
         self.worker.put(self._erase, rank=ERASE_RANK)
 
-    def wait_idle(self, until: float) -> None:
-        """Waits until no copy is to be made, but not beyond a time of time.monotonic()."""
-        idle = self.worker.wait_idle(until) and self.fetches.wait_idle(until)
-        while idle and not (self.worker.wait_idle(0.0) and self.fetches.wait_idle(0.0)):
-            idle = self.worker.wait_idle(until) and self.fetches.wait_idle(until)
+    @property
+    def workers(self) -> tuple[Worker, Worker]:
+        """What gives each other its copies to make."""
+        return self.worker, self.fetches
 
     def _begin(self, copy: _Copy) -> None:
         with self._index.lock:

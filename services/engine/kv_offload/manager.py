@@ -40,7 +40,7 @@ from services.engine.kv_offload.messages import (
     Use,
 )
 from services.engine.kv_offload.object_store import StoreObjects, StoreTier
-from services.engine.kv_offload.worker import Bandwidth, FailureLog, Worker
+from services.engine.kv_offload.worker import Bandwidth, FailureLog, Worker, wait_all_idle
 from services.engine.observability.events import EventStream
 from services.engine.observability.status import TierStatus
 
@@ -218,14 +218,7 @@ class TierManager:
 
     def wait_idle(self, seconds: float) -> bool:
         """Waits until all submitted commands are done, in the lower tiers as well; False: they are not in this time."""
-        until = time.monotonic() + seconds
-        workers = self._workers()
-        while True:
-            given = [worker.given for worker in workers]
-            if not all(worker.wait_idle(until) for worker in workers):
-                return False
-            if given == [worker.given for worker in workers]:  # no worker has given another one work meanwhile
-                return True
+        return wait_all_idle(self._workers(), time.monotonic() + seconds)
 
     def close(self, seconds: float) -> None:
         """Answers every command and ends the threads. As far as the time allows, pinned entries are copied to disk
@@ -248,7 +241,7 @@ class TierManager:
         if self._store is not None:
             self._store.worker.cancel(WRITE_RANK)
         for tier in self._lower.values():
-            tier.wait_idle(until)
+            wait_all_idle(tier.workers, until)
         end = max(until, time.monotonic()) + _END_SECONDS
         ended = [worker.close(end) for worker in self._workers()]
         if not all(ended):
@@ -262,7 +255,7 @@ class TierManager:
 
     def _workers(self) -> list[Worker]:
         workers = [self._commands, self._device, self._fetcher.worker]
-        workers += [worker for tier in self._lower.values() for worker in (tier.worker, tier.fetches)]
+        workers += [worker for tier in self._lower.values() for worker in tier.workers]
         if self._disk is not None:
             workers.append(self._disk.warmer)
         if self._store is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -140,6 +140,17 @@ class Worker:
             log.exception("tier_worker_failed", worker=self._name)
             return False
         return True
+
+
+def wait_all_idle(workers: Sequence[Worker], until: float) -> bool:
+    """Waits until no worker has anything to do, what they give each other included; False: one has at ``until``, a time
+    of time.monotonic()."""
+    while True:
+        given = [worker.given for worker in workers]
+        if not all(worker.wait_idle(until) for worker in workers):
+            return False
+        if given == [worker.given for worker in workers]:  # no worker has given another one work meanwhile
+            return True
 
 
 _LOG_SECONDS = 10.0
