@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.fleet import clock
 from benchmarks.fleet.figures import beside_ideal, described, first_tokens, loss, percentile, throughput
 from benchmarks.fleet.ideal import ideal
 from benchmarks.fleet.simulation import Fleet, Setting, only_errors, played, simulate
 from benchmarks.fleet.subject import Subject
 from benchmarks.fleet.traces import SHAPES, Session, adapter_names, draw
+from benchmarks.fleet.virtual import clock
 
 _SPREAD_SECONDS = 30.0
 """After so long a new version is looked for in every engine."""

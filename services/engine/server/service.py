@@ -47,12 +47,15 @@ from services.engine.server.protobuf import (
     update_message,
 )
 from services.engine.server.recent_prompts import RecentPrompts
+from services.engine.server.stream_load import StreamLoads
 
 _CHUNK_BYTES = 1024 * 1024
 _MAX_ADAPTER_BYTES = 4 * 1024**3
 _SYNC_SECONDS = 60.0
 _MAX_BACKLOG = 65536
 """Most unread updates of a stream before it is closed."""
+_MOST_HEARD = 1024
+"""Most prompts of others that wait for a stream's next frame; the status tells of all."""
 
 log = structlog.get_logger(__name__)
 _Context: TypeAlias = "aio.ServicerContext[Any, Any]"
@@ -87,21 +90,28 @@ class Serving:
     """Begins to put the process to sleep; raises InvalidRequest at a level that it does not have. None: it cannot
     be."""
     prompts: RecentPrompts = field(default_factory=RecentPrompts)
+    loads: StreamLoads = field(default_factory=StreamLoads)
 
 
 _MOST_PAUSED_SECONDS = 3600.0
 
 
 class _Stream:
-    """Stream of one client: its requests and their updates. It is the sink that the loop thread calls."""
+    """Stream of one client: its requests and their updates. It is the sink that the loop thread calls.
 
-    def __init__(self, serving: Serving) -> None:
+    Args:
+        hears: it has frames of what others' requests are to the engine, too.
+    """
+
+    def __init__(self, serving: Serving, *, hears: bool) -> None:
         self._serving = serving
         self._events = asyncio.get_running_loop()
         self._pending: deque[list[SequenceUpdate]] = deque()
         self._backlog = 0
         self._arrived = asyncio.Event()
-        self._live: set[str] = set()
+        self._live = serving.loads.open(self._hear if hears else None)
+        self._heard: deque[bytes] = deque(maxlen=_MOST_HEARD)
+        """Prompts of others that no frame has told of."""
         self._compiling: dict[str, asyncio.Task[None]] = {}
         """Live requests whose constraint is being compiled; the loop does not have them yet."""
         self._closed = False
@@ -111,7 +121,11 @@ class _Stream:
         self._events.call_soon_threadsafe(self._step_done, updates)
 
     def _step_done(self, updates: list[SequenceUpdate]) -> None:
-        self._live.difference_update(update.request_id for update in updates if update.finish_reason is not None)
+        for update in updates:
+            if update.finish_reason is None:
+                self._live.begun(update.request_id)
+            else:
+                self._live.ended(update.request_id)
         self._receive(updates)
 
     def _receive(self, updates: list[SequenceUpdate]) -> None:
@@ -129,6 +143,22 @@ class _Stream:
         for task in self._compiling.values():
             task.cancel()
         self._serving.loop.abort_all(self)
+        self._live.close()
+
+    def _hear(self, hashes: bytes) -> None:
+        """Others' load has changed by much, by a prompt if hashes are given."""
+        if hashes:
+            self._heard.append(hashes)
+        if not self._pending:
+            self._receive([])
+
+    def frame(self, updates: list[SequenceUpdate]) -> pb.EngineFrame:
+        """Updates with what is new of others."""
+        heard = tuple(self._heard)
+        self._heard.clear()
+        return pb.EngineFrame(
+            updates=[update_message(update) for update in updates], others=self._live.others.message, prompts=heard
+        )
 
     def submit(self, message: pb.GenerateRequest) -> None:
         """Hands a request to the loop once its constraint is compiled. If it is refused, the error is its only
@@ -145,7 +175,7 @@ class _Stream:
         except Exception as error:
             self._receive([_refusal(name, error)])
         else:
-            self._live.add(name)
+            self._live.submitted(message)
             self._serving.prompts.note(message.prefix_hashes)
 
     async def _compile(self, asked: Submission) -> None:
@@ -220,12 +250,12 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     async def Stream(  # noqa: N802 - the protocol's name
         self, request_iterator: AsyncIterable[pb.ClientFrame], context: _Context
     ) -> AsyncIterator[pb.EngineFrame]:
-        stream = _Stream(self._serving)
+        stream = _Stream(self._serving, hears=True)
         await context.send_initial_metadata(())
         reader = asyncio.create_task(_read(request_iterator, stream))
         try:
             async for updates in stream.frames():
-                yield pb.EngineFrame(updates=[update_message(update) for update in updates])
+                yield stream.frame(updates)
         except TemperError as error:
             await context.abort(status_code(error), error.message)
         finally:
@@ -235,7 +265,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: _Context
     ) -> AsyncIterator[pb.Update]:
-        stream = _Stream(self._serving)
+        stream = _Stream(self._serving, hears=False)
         remaining = context.time_remaining()
         if remaining is not None and not request.deadline_unix_ms:
             request.deadline_unix_ms = int((time.time() + remaining) * 1000)
@@ -314,6 +344,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             block_size=serving.block_size,
             prompts=prompts,
             prompts_seen=serving.prompts.seen,
+            load=serving.loads.total.message,
         )
 
     async def GetRequests(  # noqa: N802

@@ -100,7 +100,9 @@ class EngineClient:
         self._keeping: dict[str, tuple[int, UpdateQueue]] = {}
         """Indexes and queues of the requests that wait until the engine has kept their rollout, by request id."""
         self._others = 0
-        """Requests of other gateways there, when its status was read."""
+        """Requests of other gateways there, as last heard."""
+        self._others_prefill = 0
+        """Prompt tokens that those of them wait for which have not begun."""
         self._heard = 0  # number of the last prompt of all gateways that the engine has told
         self._outgoing: asyncio.Queue[engine_pb2.ClientFrame] | None = None
         self._channels = channels
@@ -134,7 +136,8 @@ class EngineClient:
     @property
     def load(self) -> float:
         """Requests there, of this gateway and of others, and prompt tokens that wait, in requests."""
-        return len(self._requests) + self._others + self._requests.prefill / TOKENS_PER_REQUEST
+        prefill = self._requests.prefill + self._others_prefill
+        return len(self._requests) + self._others + prefill / TOKENS_PER_REQUEST
 
     def candidate(self, route: Route) -> Candidate:
         """Candidate for a route: what routing has to know of this engine."""
@@ -168,7 +171,7 @@ class EngineClient:
             max(0, route.tokens - cached),
             None if request.pooling or request.HasField("prompt_logprobs") else predicted,
         )
-        request.prefix_hashes = joined(route.chain)
+        request.prefix_hashes, request.expected_prefill = joined(route.chain), sent.prefill
         self._requests.add(request.request_id, sent)
         self.breaker.sent(request.request_id)
         self._outgoing.put_nowait(engine_pb2.ClientFrame(submit=request))
@@ -369,6 +372,9 @@ class EngineClient:
 
     async def _read(self, call: aio.StreamStreamCall[engine_pb2.ClientFrame, engine_pb2.EngineFrame]) -> None:
         async for frame in call:
+            if frame.HasField("others"):
+                self._others, self._others_prefill = frame.others.requests, frame.others.prefill_tokens
+            self.prefixes.heard(frame.prompts)
             failed = False
             for update in frame.updates:
                 name = update.request_id
@@ -407,7 +413,7 @@ class EngineClient:
         return False
 
     async def _ask_status(self, stub: engine_pb2_grpc.EngineAsyncStub) -> None:
-        before = len(self._requests)
+        before, prefill = len(self._requests), self._requests.prefill
         asked = engine_pb2.GetStatusRequest(prompts_after=self._heard)
         status = self.status = await stub.GetStatus(asked, timeout=self._stale_after)
         self.prefixes.heard(status.prompts)
@@ -416,6 +422,7 @@ class EngineClient:
         self.instance = status.instance
         # Somebody else's are those of its requests that are more than this gateway had at any of the two moments.
         self._others = max(0, status.running + status.waiting - max(before, len(self._requests)))
+        self._others_prefill = max(0, status.load.prefill_tokens - max(prefill, self._requests.prefill))
 
     async def _poll(self, stub: engine_pb2_grpc.EngineAsyncStub) -> None:
         while True:
@@ -433,7 +440,7 @@ class EngineClient:
         was_connected = self.connected
         self._outgoing = self.status = self.model = None
         orphans = self._requests.take_all()
-        self._others = self._heard = 0
+        self._others = self._others_prefill = self._heard = 0
         # Whoever comes back may be another process.
         self.prefixes.clear()
         if orphans:

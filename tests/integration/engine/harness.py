@@ -94,6 +94,8 @@ class GatewayStream:
         self.call = stub.Stream()
         self.answers: dict[str, Answer] = {}
         self.frames = 0
+        self.heard: asyncio.Queue[pb.EngineFrame] = asyncio.Queue()
+        """Frames that are only of other clients' requests."""
         self.kept: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
         """Event of each request, set when an abort with ``keep_tokens`` is done."""
         self._done: dict[str, asyncio.Event] = {}
@@ -142,6 +144,8 @@ class GatewayStream:
     async def _read(self) -> None:
         async for frame in self.call:
             self.frames += 1
+            if not frame.updates:
+                self.heard.put_nowait(frame)
             for update in frame.updates:
                 if update.kept:
                     self.kept[update.request_id].set()

@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.fleet import clock, scenarios
-from benchmarks.fleet.adapters import SharedLink
+from benchmarks.fleet import scenarios
 from benchmarks.fleet.figures import beside_ideal
 from benchmarks.fleet.ideal import ideal
 from benchmarks.fleet.report import line
 from benchmarks.fleet.scenarios import Options
 from benchmarks.fleet.simulation import Outcome, Setting, simulate
 from benchmarks.fleet.traces import SHAPES, Session, adapter_names, draw
+from benchmarks.fleet.virtual import clock
+from benchmarks.fleet.virtual.adapters import SharedLink
 from tests.unit.benchmarks.fleet.fleets import SMALL
 
 OPTIONS = Options(SMALL, engines=2, gateways=2, seconds=2.0, load=0.4, seed=3)
