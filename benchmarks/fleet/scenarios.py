@@ -113,7 +113,7 @@ def growth(options: Options, share: float = 0.25, name: str = "chat") -> dict[st
 def spread(options: Options, links: Sequence[float] = (12.5e9, 25e9, 50e9, 100e9)) -> dict[str, Any]:
     """Seconds until every engine that has an adapter answers with a new version of it.
 
-    ``rows``: of an adapter that every engine has, by the store's link. ``popular``: of the one that is asked most in the
+    ``rows``: of an adapter that every engine has, by the store's link. ``popular``: of the one asked for most in the
     trace of adapters, a tenth of which get nine tenths of the traffic, by the engines that have it then.
     """
     setting, sessions = _setting(options, "chat")

@@ -37,7 +37,7 @@ from services.gateway.settings import GatewaySettings
 
 ENGINES = 4
 TOLERANCE = 0.10
-_CLIENTS = 16
+_CLIENTS = 8
 _DEVICE_MS = ("120", "4", "8")
 """Milliseconds of a step, and more for each decode and each prompt token in it: some eight times what a core takes."""
 _SHAPE = Shape(8, 256, 3.0, 40.0, 48.0, 0.0, most_output=96)
@@ -55,7 +55,7 @@ class _Closed(Player):
 Outcome = tuple[Sequence[Answered], float]
 
 
-def validate(seed: int, sessions: int = 64, *, stretched: bool = True) -> dict[str, Any]:
+def validate(seed: int, sessions: int = 48, *, stretched: bool = True) -> dict[str, Any]:
     """Plays a trace of so many sessions against both.
 
     Raises:
