@@ -24,7 +24,7 @@ _PAUSE = 0.02
 """Longest time between two steps that counts to the second: longer, the engine had nothing to do."""
 
 
-class _Steps:
+class Steps:
     """Lets steps take as long as they do on the device, and notes decodes, prompt tokens and seconds of each.
 
     Args:
@@ -65,7 +65,7 @@ def main() -> None:
     """Serves until the process is ended."""
     only_warnings()
     step, decode, token = (float(argument) / 1e3 for argument in sys.argv[1:])
-    steps = _Steps(step, decode, token)
+    steps = Steps(step, decode, token)
     settings = settings_for(_MODEL, "cpu", torch_threads=1)
     engine = InProcessEngine(settings, events=EventStream(steps.note), prefix_cache=True)
     config = asdict(engine.engine.loop.config)
