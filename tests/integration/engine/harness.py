@@ -23,7 +23,8 @@ from services.common.pb import engine_pb2 as pb
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.server.health import HealthReporter, ProcessHealth, Vitals
 from services.engine.server.listen import bind
-from services.engine.server.service import Serving, make_server
+from services.engine.server.service import make_server
+from services.engine.server.serving import Serving
 from services.gateway.inference.engine_request import version_ref
 from services.pod.engine import Engine
 

@@ -376,7 +376,7 @@ async def test_an_engine_that_tells_of_less_than_before_has_lost_it(engines: lis
 
 async def test_what_others_sent_to_an_engine_counts_as_soon_as_it_tells(engines: list[FakeEngine], make: Maker) -> None:
     pool = make(engines[:2], status_interval_seconds=60.0)
-    await until(lambda: len(ready(pool)) == 2)
+    await until(lambda: len(ready(pool)) == 2 and engines[0].connected)
     prompt = list(range(9 * 64))
     where = route_of(request(), prompt, Affinity())
     first, second = (client_of(pool, engine) for engine in engines[:2])
