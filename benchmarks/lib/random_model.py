@@ -68,7 +68,7 @@ class RandomWeights:
             embedding_norm=self._ones(hidden),
             hidden_norm=self._ones(hidden),
             fc=self._matrix(hidden, 2 * hidden),
-            layer=self._layer("full_attention"),
+            layers=(self._layer("full_attention"),),
             final_norm=self._ones(hidden),
             head=self._stored(embedding, "int4") if self.draft_head else None,
         )

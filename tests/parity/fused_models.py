@@ -134,7 +134,7 @@ def random_model(
             embedding_norm=norm(config.hidden_size),
             hidden_norm=norm(config.hidden_size),
             fc=matrix(config.hidden_size, 2 * config.hidden_size),
-            layer=layer(config.layer_types.index("full_attention")),
+            layers=(layer(config.layer_types.index("full_attention")),),
             final_norm=norm(config.hidden_size),
         )
 
@@ -259,9 +259,11 @@ def cuda_runner(
         num_slots=limits.num_slots,
         kv_dtype=kv_dtype,
         state_dtype=state_dtype,
-        mtp=bool(limits.draft_tokens),
+        draft_layers=0 if model.drafter_form is None else model.drafter_form.layers,
         waiting_writes=waiting_writes,
-        verified_rows=verified_rows(limits.max_num_seqs) if limits.draft_tokens and verified else 0,
+        verified_rows=verified_rows(limits.max_num_seqs, limits.draft_tokens)
+        if limits.draft_tokens and verified
+        else 0,
     )
     runner = CudaRunner(
         model,
@@ -273,7 +275,7 @@ def cuda_runner(
             limits.max_model_len,
             largest_graph=largest_graph,
             mixed_tokens=limits.mixed_prefill_tokens or 0,
-            speculative=bool(limits.draft_tokens),
+            draft_tokens=limits.draft_tokens,
         ),
         options or RunnerOptions(),
         eos_token_ids=sorted(limits.eos_token_ids),

@@ -19,6 +19,7 @@ from kernels.gpu.delta.verify import cut_spans
 from kernels.gpu.sampling.draft_tokens import (
     ACCEPTED_SHIFT,
     CHUNK_WORDS,
+    MOST,
     ROWS_WORD,
     Chain,
     SlotTokens,
@@ -35,7 +36,7 @@ from services.engine.executors.cuda.shapes import decode_bucket, decode_buckets
 from services.engine.executors.cuda.stream import Arrival, EngineStream
 from services.engine.models.device_batch import DecodeAttention, DeviceCache, StepRows
 from services.engine.models.interface import DeviceForward
-from services.engine.scheduler.step_plan import MOST_DRAFT_TOKENS, PENDING, Chunk, StepResult
+from services.engine.scheduler.step_plan import PENDING, Chunk, StepResult
 
 Words = npt.NDArray[np.int32]
 
@@ -147,8 +148,8 @@ class CudaSpeculation:
         self._slots = SlotTokens.allocate(sampler.last_tokens)
         most = decode_bucket(max_num_seqs)
         self._rejected = torch.zeros(most, dtype=torch.int32, device=stream.device)
-        self.drafted = torch.full((sampler.max_rows, MOST_DRAFT_TOKENS), -1, dtype=torch.int32, device=stream.device)
-        """[R, MOST_DRAFT_TOKENS] int32: draft tokens that each sampled row of the step follows, for the sampler."""
+        self.drafted = torch.full((sampler.max_rows, MOST), -1, dtype=torch.int32, device=stream.device)
+        """[R, MOST] int32: draft tokens that each sampled row of the step follows, for the sampler."""
         self._drafting = {
             size: _Drafting(size, hidden, cache.conv.dtype, stream.device) for size in decode_buckets(max_num_seqs)
         }
@@ -219,7 +220,7 @@ class CudaSpeculation:
             self._all_wanted if masks is None else masks.rows,
             self._rejected,
             self._drafting[len(words)].chain,
-            1 if chunks.group == 1 else 1 + MOST_DRAFT_TOKENS,
+            1 if chunks.group == 1 else 1 + MOST,
         )
 
     def settle(self, step: LoadedStep, chunks: SampledChunks) -> None:

@@ -1,4 +1,4 @@
-"""A drafter's files: weights of the mtp layer by canonical name, and whose they are."""
+"""A drafter's files: weights of its layers by canonical name, of which form they are, and whose."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from services.common.adapters.drafter_form import MTP_FORM, DrafterForm
 from services.common.adapters.manifest import (
     DRAFTER_CONFIG,
     DRAFTER_FORMAT,
     DRAFTER_WEIGHTS,
     drafter_base,
+    drafter_form,
     kind_of,
 )
 from services.common.errors import AdapterRejected, InvalidRequest
@@ -40,17 +42,18 @@ class TakesDrafters:
         raise InvalidRequest(f"{type(self).__name__} has no mtp layer, so there is nothing to train", param="kind")
 
     def stage_drafter(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-        """Makes everything ready to write these tensors over the mtp layer's, where those are: what has been captured
-        or launched reads them there.
+        """Makes everything ready to write these tensors over those of the loaded drafter, where they are: what has been
+        captured or launched reads them there.
 
         Args:
-            tensors: all of config.mtp_shapes(), on the CPU.
+            tensors: all of config.drafter_shapes(), on the CPU.
 
         Returns:
             Function that writes, on the current stream; to be called between two steps.
 
         Raises:
-            InvalidRequest: the layer is not loaded.
+            InvalidRequest: nothing that drafts is loaded.
+            AdapterRejected: what is loaded is of another form.
         """
         del tensors
         raise InvalidRequest(
@@ -67,18 +70,19 @@ class TakesDrafters:
         *,
         give_way: Callable[[], None],
     ) -> list[Tensor]:
-        """Runs an mtp layer over packed documents, once for each token that it proposes in a row; differentiable in its
+        """Runs a drafter over packed documents, once for each token that it proposes in a row; differentiable in its
         tensors. In plain torch on every device.
 
         Args:
-            tensors: all of config.mtp_shapes(), on the model's device.
+            tensors: all of config.drafter_shapes(), on the model's device.
             hidden: [T, hidden], final hidden states of the rows, from forward_train().
             ids: [T] int64 each: the tokens one, two, … behind each row's.
             lengths: rows of each document.
 
         Returns:
             [T, hidden] for each of ``ids``: its logits are those of the token behind these. The first is as draft() has
-            it; each further one is made of the one before, in the place of ``hidden``.
+            it. Each further one of an mtp layer is made of the one before, in the place of ``hidden``; of a block
+            drafter all are made of the first, and of what stands for ``ids``, which it does not see.
 
         Raises:
             InvalidRequest: the architecture has no such layer.
@@ -95,8 +99,8 @@ def read_drafter(files: Mapping[str, bytes], config: ModelConfig, base_digest: s
         base_digest: of that model.
 
     Raises:
-        AdapterRejected: it is of another base model or a later format; a tensor is missing, unknown, misshaped, of
-            another dtype or has numbers that are not finite; or a file is missing or corrupt.
+        AdapterRejected: it is of another base model, a later format or a form that there is not; a tensor is missing,
+            unknown, misshaped, of another dtype or has numbers that are not finite; or a file is missing or corrupt.
     """
     if kind_of(files) != "drafter":
         raise AdapterRejected(f"a drafter has the files {DRAFTER_WEIGHTS} and {DRAFTER_CONFIG}, got {sorted(files)}")
@@ -110,22 +114,24 @@ def read_drafter(files: Mapping[str, bytes], config: ModelConfig, base_digest: s
         tensors = read_tensors(files[DRAFTER_WEIGHTS])
     except ValueError as error:
         raise AdapterRejected(f"{DRAFTER_WEIGHTS} is corrupt: {error}") from error
-    shapes = config.mtp_shapes()
+    form = drafter_form(files[DRAFTER_CONFIG])
+    shapes = config.drafter_shapes(form)
     if not shapes:
         raise AdapterRejected("the served model's architecture has no mtp layer, so it takes no drafter")
     for name in shapes.keys() - tensors.keys():
-        raise AdapterRejected(f"tensor {name} is missing from {DRAFTER_WEIGHTS}")
+        raise AdapterRejected(f"tensor {name} is missing from {DRAFTER_WEIGHTS}, which is to have {form}")
     for name, tensor in tensors.items():
-        _check(name, tensor, shapes)
+        _check(name, tensor, shapes, form)
     return tensors
 
 
-def _check(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]], form: DrafterForm) -> None:
     if name not in shapes:
-        raise AdapterRejected(f"tensor {name} of {DRAFTER_WEIGHTS} is not part of the mtp layer")
+        raise AdapterRejected(f"tensor {name} of {DRAFTER_WEIGHTS} is not part of {form}")
     if tuple(tensor.shape) != shapes[name]:
         raise AdapterRejected(
-            f"tensor {name} of {DRAFTER_WEIGHTS} has shape {list(tensor.shape)}, this model's has {list(shapes[name])}"
+            f"tensor {name} of {DRAFTER_WEIGHTS} has shape {list(tensor.shape)}, and {form} of this model has "
+            f"{list(shapes[name])}"
         )
     if tensor.dtype not in _FLOATS:
         raise AdapterRejected(f"tensor {name} of {DRAFTER_WEIGHTS} is {tensor.dtype}: only plain floats are read")
@@ -141,7 +147,7 @@ def stage_files(
     base_digest: str,
     queue: Callable[[], AbstractContextManager[object]],
 ) -> Callable[[], None]:
-    """Reads a drafter and makes it ready to be written over the model's mtp layer.
+    """Reads a drafter and makes it ready to be written over the one that the model has.
 
     Args:
         config: of the model.
@@ -152,8 +158,8 @@ def stage_files(
         Function that writes; to be called between two steps.
 
     Raises:
-        AdapterRejected: see read_drafter().
-        InvalidRequest: the model has no mtp layer loaded.
+        AdapterRejected: see read_drafter(), or the model has one of another form.
+        InvalidRequest: the model has none loaded.
     """
     write = stage(read_drafter(files, config, base_digest))
 
@@ -175,15 +181,20 @@ def read_directory(path: Path) -> dict[str, bytes]:
     return files
 
 
-def drafter_files(tensors: Mapping[str, Tensor], base_digest: str, provenance: Mapping[str, Any]) -> dict[str, bytes]:
+def drafter_files(
+    tensors: Mapping[str, Tensor],
+    base_digest: str,
+    provenance: Mapping[str, Any],
+    form: DrafterForm = MTP_FORM,
+) -> dict[str, bytes]:
     """Files of a drafter.
 
     Args:
-        tensors: of the mtp layer, by canonical name.
+        tensors: by canonical name.
         base_digest: of the model that it drafts for.
         provenance: what it comes of, in JSON.
     """
-    described = {
+    described = form.stated() | {
         "format": DRAFTER_FORMAT,
         "base_digest": base_digest,
         "shapes": {name: list(tensor.shape) for name, tensor in sorted(tensors.items())},

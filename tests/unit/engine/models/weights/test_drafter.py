@@ -41,9 +41,9 @@ def test_a_drafter_is_written_where_the_layer_is(quantization: str) -> None:
     assert layer is not None
 
     def addresses() -> list[int]:
-        matrices = (layer.fc, layer.layer.mixer.in_proj, layer.layer.gate_up, layer.layer.down)
+        matrices = (layer.fc, layer.layers[0].mixer.in_proj, layer.layers[0].gate_up, layer.layers[0].down)
         stored = [tensor for matrix in matrices for tensor in _stored(matrix)]
-        return [tensor.data_ptr() for tensor in (layer.final_norm, layer.layer.input_norm, *stored)]
+        return [tensor.data_ptr() for tensor in (layer.final_norm, layer.layers[0].input_norm, *stored)]
 
     before, places = layer.fc.dense().clone(), addresses()
     new = shifted(served.checkpoint_drafter(DIRECTORY))
@@ -55,14 +55,14 @@ def test_a_drafter_is_written_where_the_layer_is(quantization: str) -> None:
     expected = built(served.config, new, torch.float32)
     for found, wanted in (
         (layer.fc, expected.fc),
-        (layer.layer.mixer.in_proj, expected.layer.mixer.in_proj),
-        (layer.layer.mixer.out_proj, expected.layer.mixer.out_proj),
-        (layer.layer.gate_up, expected.layer.gate_up),
-        (layer.layer.down, expected.layer.down),
+        (layer.layers[0].mixer.in_proj, expected.layers[0].mixer.in_proj),
+        (layer.layers[0].mixer.out_proj, expected.layers[0].mixer.out_proj),
+        (layer.layers[0].gate_up, expected.layers[0].gate_up),
+        (layer.layers[0].down, expected.layers[0].down),
     ):
         assert torch.equal(found.dense(), quantize(wanted.dense(), quantization).dense())
     assert torch.equal(layer.final_norm, expected.final_norm)
-    assert torch.equal(layer.layer.mixer.qk_norm, expected.layer.mixer.qk_norm)  # type: ignore[union-attr]
+    assert torch.equal(layer.layers[0].mixer.qk_norm, expected.layers[0].mixer.qk_norm)  # type: ignore[union-attr]
 
 
 def test_weights_of_a_drafter_are_those_that_a_checkpoint_with_it_has() -> None:
@@ -71,7 +71,7 @@ def test_weights_of_a_drafter_are_those_that_a_checkpoint_with_it_has() -> None:
     made = built(tiny().config, tiny().checkpoint_drafter(DIRECTORY), torch.float32)
     for name in ("embedding_norm", "hidden_norm", "final_norm"):
         assert torch.equal(getattr(made, name), getattr(loaded, name))
-    for place in (lambda mtp: mtp.fc, lambda mtp: mtp.layer.mixer.in_proj, lambda mtp: mtp.layer.gate_up):
+    for place in (lambda mtp: mtp.fc, lambda mtp: mtp.layers[0].mixer.in_proj, lambda mtp: mtp.layers[0].gate_up):
         assert torch.equal(place(made).dense(), place(loaded).dense())
 
 
@@ -109,7 +109,7 @@ def test_files_come_back(model: Qwen3_5, tmp_path: Path) -> None:
         ("mtp.fc.weight", torch.zeros(3, 4), r"mtp.fc.weight .* shape \[3, 4\]"),
         ("mtp.norm.weight", torch.full((96,), float("nan")), "not finite"),
         ("mtp.norm.weight", torch.zeros(96, dtype=torch.int64), "only plain floats"),
-        ("mtp.other.weight", torch.zeros(2), "not part of the mtp layer"),
+        ("mtp.other.weight", torch.zeros(2), "not part of an mtp layer"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_its_name(
