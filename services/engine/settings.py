@@ -17,6 +17,9 @@ from services.common.shutdown import CLOSE_SECONDS
 _GIB = 1024**3
 ADAPTER_SLOTS = 8
 """Adapter slots where neither the settings nor a small card say otherwise."""
+MOST_DRAFTED_ON_GPU = 7
+"""Most draft tokens of a request in a step on a GPU: beside a state the writes of as many and of the newest token can
+wait (kernels.gpu.delta.waiting_writes)."""
 TIERS = ("host", "disk", "store")
 """Fastest first, as in services/engine/kv_offload/messages.py."""
 
@@ -45,7 +48,7 @@ class EngineSettings(CommonSettings):
     draft_tokens, and none in steps of many requests."""
     draft_tokens: int = Field(0, ge=0, le=MOST_BLOCK)
     """Most draft tokens of a request in a step, with speculative=mtp: up to 4, with a block drafter up to its block.
-    0: 4 on a GPU, 1 on a CPU, where every step has as many; with a block drafter its block."""
+    0: 4 on a GPU, 1 on a CPU, where every step has as many; with a block drafter its block. A GPU checks at most 7."""
     drafter: str = ""
     """What drafts in the place of the checkpoint's mtp layer, such a layer or a block drafter: a directory with
     drafter.safetensors and drafter.json (with a / in it), or a drafter in the store, "name@n", or "name", whose current
@@ -301,6 +304,7 @@ class EngineSettings(CommonSettings):
     def for_device(self, device: Literal["cpu", "cuda"]) -> EngineSettings:
         """Settings with every 0 that means "by device" filled in."""
         cuda = device == "cuda"
+        block = min(self._form.block, MOST_DRAFTED_ON_GPU) if cuda else self._form.block
         sequences = self.max_num_seqs or (256 if cuda else 64)
         if self.token_budget and not self.max_num_seqs:
             sequences = min(sequences, self.token_budget)
@@ -310,7 +314,7 @@ class EngineSettings(CommonSettings):
                 "max_num_seqs": sequences,
                 "token_budget": budget,
                 "adapter_slots": self.adapter_slots or ADAPTER_SLOTS,
-                "draft_tokens": self.draft_tokens or self._form.block or (MOST_CHAINED if cuda else 1),
+                "draft_tokens": self.draft_tokens or block or (MOST_CHAINED if cuda else 1),
                 "mixed_prefill_tokens": self.mixed_prefill_tokens or (min(3840, budget) if cuda else budget),
             }
         )

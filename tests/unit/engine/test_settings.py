@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from services.common.adapters.drafter_form import MTP_FORM, DrafterForm
 from services.common.errors import InvalidRequest
-from services.engine.settings import EngineSettings
+from services.engine.settings import MOST_DRAFTED_ON_GPU, EngineSettings
 from services.pod.parts.tiers import tier_limits
 
 
@@ -66,6 +66,7 @@ def test_speculation_keeps_the_limits_and_has_its_own() -> None:
     assert block.drafting_with(DrafterForm(16)).for_device("cpu").draft_tokens == 8
     left = EngineSettings(speculative="mtp", drafter="./block").drafting_with(DrafterForm(12, 2))
     assert (left.drafter_form, left.for_device("cpu").draft_tokens) == (DrafterForm(12, 2), 12)
+    assert left.for_device("cuda").draft_tokens == MOST_DRAFTED_ON_GPU
     with pytest.raises(ValidationError, match="batch_invariant and speculative contradict"):
         EngineSettings(speculative="mtp", batch_invariant=True)
 

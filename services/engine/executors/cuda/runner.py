@@ -120,14 +120,9 @@ class CudaRunner:
         max_blocks = -(-limits.max_model_len // cache.block_size)
         self._tables = torch.zeros(cache.num_slots, -(-max_blocks // 4) * 4, dtype=torch.int32, device=device)
         self._shadow = TableShadow(cache.num_slots, self._tables.shape[1])
+        drafting = limits.draft_tokens > 0
         self._sampler = CudaSampler(
-            eos_token_ids,
-            cache.num_slots,
-            config.vocab_size,
-            sampled,
-            device,
-            pdl=options.pdl,
-            speculative=limits.draft_tokens > 0,
+            eos_token_ids, cache.num_slots, config.vocab_size, sampled, device, pdl=options.pdl, speculative=drafting
         )
         self._reader = CudaPromptReader(self._stream, config.vocab_size, limits.max_num_seqs)
         self._masks = MaskUpload(self._stream, sampled, config.vocab_size)
@@ -170,7 +165,7 @@ class CudaRunner:
             capacity=words + extra + 64,
             depth=self.depth,
             adapter_slots=adapter_slots,
-            next_ids=limits.draft_tokens > 0,
+            next_ids=drafting,
         )
         self._graphs = StepGraphs(self._stream, self._run_shape)
         self._draft_graphs = StepGraphs(self._stream, self._draft_shape, beside=self._graphs)
@@ -186,6 +181,8 @@ class CudaRunner:
                 lambda rows: self._attention[decode_bucket(rows)],
                 hidden=config.hidden_size,
                 max_num_seqs=limits.max_num_seqs,
+                draft_tokens=limits.draft_tokens,
+                at_once=model.drafter_form is not None and model.drafter_form.block > 0,
                 graphs=self._graphs,
             )
 
@@ -214,13 +211,8 @@ class CudaRunner:
     def warm_up_shapes(self) -> list[StepShape]:
         """Shapes of this runner's warm-up; see the function of that name."""
         limits = self._limits
-        return warm_up_shapes(
-            self._shapes,
-            limits.max_num_seqs,
-            limits.token_budget,
-            draft_tokens=limits.draft_tokens,
-            rows=self.forward.rows_that_differ,
-        )
+        budget, differ = limits.token_budget, self.forward.rows_that_differ
+        return warm_up_shapes(self._shapes, limits.max_num_seqs, budget, draft_tokens=limits.draft_tokens, rows=differ)
 
     def place_decodes(self, rows: int, chunks: Sequence[Chunk]) -> None:
         """Sends decodes for run_decodes(), before requests are served. No chunks: padding, and empty block tables."""
@@ -267,9 +259,8 @@ class CudaRunner:
                 limits, block_size = self._limits, self._cache.block_size
                 sizes = draft_buckets(min(limits.max_num_seqs, limits.largest_graph))
                 self._speculation.capture(sizes)
-                self.costs = measured_costs(
-                    self.launch, self._stream, sizes, limits.draft_tokens, limits.max_model_len, block_size
-                )
+                most, model_len = limits.draft_tokens, limits.max_model_len
+                self.costs = measured_costs(self.launch, self._stream, sizes, most, model_len, block_size)
         self._stream.synchronize()
 
     def _launch_all(self, shapes: Sequence[StepShape], forward: DeviceForward) -> None:

@@ -25,6 +25,8 @@ from services.common.errors import AdapterRejected, InvalidRequest
 from services.engine.models.config import ModelConfig
 from services.engine.models.weights.tensor_file import read_tensors
 
+_PUT_OUT = ("o_proj.weight", "down_proj.weight", "down_proj")
+"""Ends of the names of the tensors by which a layer adds to the residual stream."""
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -179,6 +181,25 @@ def read_directory(path: Path) -> dict[str, bytes]:
         except OSError as error:
             raise AdapterRejected(f"{path / name} cannot be read: {error.strerror}", param="drafter") from error
     return files
+
+
+def grown(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
+    """Tensors of a drafter that begins as another one: what that has not is random. Further layers change nothing at
+    first, as what they put out is zero.
+
+    Args:
+        tensors: of the other one, float32.
+        shapes: of the drafter.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    made = dict(tensors)
+    for name, shape in sorted(shapes.items()):
+        if name in made:
+            continue
+        silent = len(shape) == 1 or name.endswith(_PUT_OUT)
+        scale = 0.0 if silent else shape[-1] ** -0.5
+        made[name] = scale * torch.randn(shape, generator=generator)
+    return made
 
 
 def drafter_files(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kernels.gpu.delta.waiting_writes import MOST
 from services.engine.executors.cuda.buffers import StepShape
 from services.engine.executors.cuda.shapes import (
     captured_shapes,
@@ -16,6 +17,7 @@ from services.engine.executors.cuda.shapes import (
     verified_rows,
 )
 from services.engine.executors.cuda.warm_up import sampling_plans, warm_up_shapes
+from services.engine.settings import MOST_DRAFTED_ON_GPU
 
 
 def test_buckets_hold_every_batch() -> None:
@@ -47,6 +49,7 @@ def test_the_largest_are_captured_first() -> None:
 
 
 def test_numbers_of_draft_tokens() -> None:
+    assert MOST_DRAFTED_ON_GPU == MOST - 1, "and the newest token"
     assert [draft_counts(most) for most in (0, 1, 4, 7, 16)] == [
         [],
         [1],
