@@ -276,6 +276,7 @@ class CudaRunner:
             for masks in masks_to_try(plan, self._vocab):
                 self._sample(self._queue(plan, forward), masks).result()
         if self._speculation is not None:
+            self._speculation.launch_blocks()
             for plan in draft_plans(limits.max_num_seqs, limits.draft_tokens, self._cache.block_size):
                 self._launch(plan, forward).result()
 

@@ -306,12 +306,16 @@ class CudaSpeculation:
         results = self._sampler.launch(logits, drawn, block.step, drafted=block.drafted).words
         take_block(results, self._slots, chain, block.count)
 
+    def launch_blocks(self) -> None:
+        """Launches a block drafter's part of every number of chunks and draft tokens, for chunks that draw nothing."""
+        for size, count in self._at_once:
+            self._advance_shape(StepShape.of_groups(size, count), adapters=False)
+
     def capture(self, sizes: Sequence[int]) -> None:
-        """Captures the chains of so many chunks each, after they have run."""
+        """Captures the chains of so many chunks each, or the blocks, after they have run."""
         shapes = [StepShape(size, size) for size in sizes]
         if self._at_once:
-            counts = draft_counts(self._most)
-            shapes = [StepShape.of_groups(size, count) for size in sizes for count in counts]
+            shapes = [StepShape.of_groups(size, count) for size, count in self._at_once if size in sizes]
         self._graphs.capture(sorted(shapes, key=lambda shape: -shape.rows), adapters=False)
 
     def read(self, host: Tensor, chunks: SampledChunks) -> StepResult:
