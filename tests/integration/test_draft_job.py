@@ -231,7 +231,7 @@ async def test_a_block_drafter_is_made_of_nothing_and_learns_what_an_adapter_say
     queue: JobQueue, registry: AdapterRegistry, start: Start, pod: Pod
 ) -> None:
     registry.publish("sailor", await asyncio.to_thread(shifted, pod), base_digest=pod.engine.base_digest)
-    spec = job(adapter="wide", form="block", block=8, epochs=12, learning_rate=0.002)
+    spec = job(adapter="wide", form="block", block=8, epochs=6, learning_rate=0.002)
     fresh = await asyncio.to_thread(prepare_run, spec, pod.host, None)
     registry.publish("wide", fresh.files(""), base_digest=pod.engine.base_digest)
     start()
