@@ -17,8 +17,8 @@ LINES = dict(line.split(" ", 1) for line in (PLACE / "documents.txt").read_text(
 
 
 def form(value: Any) -> Any:
-    """A value's fields and types, and the number of its schema. Text that is JSON counts as what it says; a list by what
-    its entries are."""
+    """A value's fields and types, and the number of its schema. Text that is JSON counts as what it says; a list by
+    what its entries are."""
     if isinstance(value, str) and value[:1] in ("{", "["):
         value = json.loads(value)
     if isinstance(value, dict):
