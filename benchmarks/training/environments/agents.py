@@ -4,11 +4,13 @@
 from an environment in this process, which says what it has to at once. Qwen3.5-4B's shape with random weights, rank 16
 on all linear layers, AdamW; a step is a round. `--device cpu --shape tiny` does the same on the tiny model, in small.
 
-One JSON line a staleness (0: sampling and training in turn; 1: the next round is sampled while this one trains), which
-is written to --out as it comes. Each takes half of --seconds, at least one step behind --warm-up:
+One JSON line a staleness (0: sampling and training in turn; 1: the next round is sampled while this one trains) and
+microbatch, which is written to --out as it comes. Each takes its part of --seconds, at least one step behind --warm-up:
 
 - step_seconds: median wall time of a step, the device waited for; steps, how many that is of; slowest_seconds
-- episodes_per_second: episodes of a step over that; rate_to_first: this over that of the first staleness
+- max_tokens_per_microbatch, recompute: fields of the job; null: not given. Over 8,192 tokens, and where captured steps
+  would need more memory than there is for them, episodes of a group have their beginning in common
+- episodes_per_second: episodes of a step over that; rate_to_first: this over that of the first line
 - split: medians of what the sampling took (sampling, reward; beside the training where rounds are ahead), and of the
   trainer: waiting and training; other: the rest of the step
 - parts: medians of the parts of the trainer's time (docs/guides/training.md)
@@ -30,7 +32,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -194,7 +196,23 @@ def host_around(pod: TrainingPod, sizes: Sizes, reading: Reading) -> PolicyHost:
     return cast("PolicyHost", _Around(pod.host, rollouts=_Around(pod.host.rollouts, stream=stream)))
 
 
-def scripted_run(pod: TrainingPod, sizes: Sizes, reading: Reading, staleness: int) -> EpisodeRun:
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What is compared: fields of the job."""
+
+    staleness: int
+    max_tokens_per_microbatch: int | None = None
+    recompute: str | None = None
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in asdict(self).items() if value is not None)
+
+    def training(self) -> dict[str, Any]:
+        """Those that are given, but for the staleness."""
+        return {name: value for name, value in asdict(self).items() if name != "staleness" and value is not None}
+
+
+def scripted_run(pod: TrainingPod, sizes: Sizes, reading: Reading, variant: Variant) -> EpisodeRun:
     """A job of many rounds, a step each."""
     codec = pod.host.codec
     prompts = [_prompt(codec, sizes, number) for number in range(4 * sizes.groups)]
@@ -203,13 +221,14 @@ def scripted_run(pod: TrainingPod, sizes: Sizes, reading: Reading, staleness: in
             "adapter": "agents",
             "learning_rate": 1e-5,
             "lora": {"rank": RANK},
+            **variant.training(),
             "generate": {
                 "prompts": [{"messages": prompt} for prompt in prompts],
                 "rounds": _ROUNDS,
                 "prompts_per_round": sizes.groups,
                 "completions": sizes.episodes,
                 "max_tokens": sizes.action,
-                "staleness": staleness,
+                "staleness": variant.staleness,
                 "reward": {
                     "type": "environment",
                     "url": "http://127.0.0.1:9",
@@ -245,12 +264,12 @@ def _prompt(codec: TextCodec, sizes: Sizes, number: int) -> list[dict[str, str]]
 
 
 def measure(
-    pod: TrainingPod, sizes: Sizes, reading: Reading, staleness: int, *, seconds: float, warm_up: int, most: int
+    pod: TrainingPod, sizes: Sizes, reading: Reading, variant: Variant, *, seconds: float, warm_up: int, most: int
 ) -> dict[str, Any]:
     """Steps of a job until the time is up, in the fields above."""
     until = time.monotonic() + seconds
     reading.read, reading.new, reading.prefilled = 0, 0.0, 0
-    run = scripted_run(pod, sizes, reading, staleness)
+    run = scripted_run(pod, sizes, reading, variant)
     rows: list[tuple[float, dict[str, float]]] = []
     episodes: list[int] = []
     tokens: list[int] = []
@@ -263,7 +282,7 @@ def measure(
             if index == warm_up:
                 forget_peak(pod.host)
             last, metrics = timed_step(pod.host, run, index)
-            print(f"staleness {staleness}, step {index}: {last:.2f} s", file=sys.stderr, flush=True)
+            print(f"{variant}, step {index}: {last:.2f} s", file=sys.stderr, flush=True)
             if index < warm_up:
                 continue
             rows.append((last, metrics))
@@ -275,7 +294,7 @@ def measure(
         run.close()
     step = statistics.median(took for took, _ in rows)
     return {
-        "staleness": staleness,
+        **asdict(variant),
         "step_seconds": round(step, 4),
         "slowest_seconds": round(max(took for took, _ in rows), 4),
         "steps": len(rows),
@@ -310,12 +329,25 @@ def _split(took: float, metrics: Mapping[str, float]) -> dict[str, float]:
     }
 
 
+def _microbatch(given: str) -> tuple[int, str | None]:
+    tokens, _, recompute = given.partition(":")
+    return int(tokens), recompute or None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shape", choices=(*SHAPES, "tiny"), default="qwen3.5-4b")
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/temper-bench"), help="for random checkpoints")
     parser.add_argument("--staleness", default="0,1", help="one job each, in this order")
+    parser.add_argument(
+        "--microbatches",
+        type=lambda given: [_microbatch(one) for one in given.split(",")],
+        default=[(None, None)],
+        metavar="TOKENS:RECOMPUTE,…",
+        help="each with every staleness, e.g. 2048:none,16384:selective",
+    )
+    parser.add_argument("--train-memory", default="0", help="memory of training, e.g. 40GiB; 0: the plan's")
     parser.add_argument("--seconds", type=float, default=100.0, help="for all steps, without the start of the engine")
     parser.add_argument("--steps", type=int, default=5, help="most steps of each that count")
     parser.add_argument("--warm-up", type=int, default=1, help="steps of each that do not")
@@ -324,7 +356,7 @@ def main() -> None:
     only_warnings()
     small = options.shape == "tiny"
     sizes, reading = (SMALL if small else FULL), Reading()
-    levels = [int(level) for level in options.staleness.split(",")]
+    variants = [Variant(int(level), *one) for one in options.microbatches for level in options.staleness.split(",")]
     began = time.monotonic()
     model = TINY if small else checkpoint(options.shape, options.scratch)
     # A few tokens more than an episode has: its turns are asked for as long as the longest may be.
@@ -337,16 +369,17 @@ def main() -> None:
         max_lora_rank=RANK,
         max_train_tokens=room,
         max_model_len=room,
+        train_memory_bytes=options.train_memory,
     ) as pod:
         report = report_to(options, start_seconds=round(time.monotonic() - began, 1))
         first: float | None = None
-        for level in levels:
+        for variant in variants:
             line = measure(
                 pod,
                 sizes,
                 reading,
-                level,
-                seconds=options.seconds / len(levels),
+                variant,
+                seconds=options.seconds / len(variants),
                 warm_up=options.warm_up,
                 most=options.steps,
             )
