@@ -50,7 +50,12 @@ class _Output:
             sys.stdout.flush()
 
 
-structlog.configure(logger_factory=structlog.WriteLoggerFactory(cast(TextIO, _Output())))
+# Tracebacks as Python prints them: one that is drawn, with the values of all variables, takes a second of a processor.
+_PLAIN = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
+structlog.configure(
+    processors=[*structlog.get_config()["processors"][:-1], _PLAIN],
+    logger_factory=structlog.WriteLoggerFactory(cast(TextIO, _Output())),
+)
 
 
 if forced := os.environ.get("TEMPER_DEVICE_LIMITS"):

@@ -36,6 +36,15 @@ def spread(keep: int, count: int) -> set[int]:
     return {number * count // min(keep, count) for number in range(min(keep, count))}
 
 
+def numbered(params: Sequence[Mapping[str, object]]) -> list[Case]:
+    """Each case of a parametrised test, by the values that it was given: the cases of a product share those. pytest's
+    own ``indices`` do not tell: there each case has numbers of its own."""
+    numbers: dict[tuple[str, int], int] = {}
+    return [
+        {name: numbers.setdefault((name, id(value)), len(numbers)) for name, value in case.items()} for case in params
+    ]
+
+
 def mark_thorough(items: Iterable[pytest.Item]) -> None:
     """Marks what is left out of the samples of sampled tests."""
     sampled: dict[str, list[pytest.Function]] = {}
@@ -44,7 +53,11 @@ def mark_thorough(items: Iterable[pytest.Item]) -> None:
             sampled.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in sampled.values():
         (mark,) = cases[0].iter_markers("sampled")
-        kept = spread(*mark.args, len(cases)) if mark.args else covering([case.callspec.indices for case in cases])
+        kept = (
+            spread(*mark.args, len(cases))
+            if mark.args
+            else covering(numbered([case.callspec.params for case in cases]))
+        )
         for place, case in enumerate(cases):
             if place not in kept:
                 case.add_marker("thorough")

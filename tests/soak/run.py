@@ -22,6 +22,9 @@ LOG_BYTES_A_REQUEST = 1500.0
 WARM_UP = 0.4
 """Share of the time in which caches fill, and retention has not begun to bite."""
 
+AOF_BYTES = 8 * 2**20
+"""Size from which Valkey writes its append-only file anew: an eighth of its own 64 MiB, as the hour is of eight."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -114,6 +117,7 @@ async def _soak(stack: Stack, plan: Plan) -> Outcome:
     outcome = Outcome(plan.seconds, plan.kept)
     sampler = Sampler(stack)
     try:
+        sampler.redis.config_set("auto-aof-rewrite-min-size", AOF_BYTES)
         async with httpx.AsyncClient(base_url=stack.url, timeout=PATIENCE, trust_env=False) as client:
             traffic = Traffic(client, random.Random(plan.seed), stack.served_model_name, plan.pause)
             logged = sampler.log_bytes()

@@ -36,12 +36,12 @@ class Sampler:
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
         self._store = ObjectStore(stack.settings)
-        self._redis = redis.Redis.from_url(stack.settings.redis_url.get_secret_value(), decode_responses=True)
+        self.redis = redis.Redis.from_url(stack.settings.redis_url.get_secret_value(), decode_responses=True)
         self.series: dict[str, list[Point]] = defaultdict(list)
         self._began = time.monotonic()
 
     def close(self) -> None:
-        self._redis.close()
+        self.redis.close()
 
     def take(self) -> None:
         """One sample of everything."""
@@ -57,10 +57,10 @@ class Sampler:
         objects = Counter(key.partition("/")[0] for key in self._store.list(""))
         found |= {f"objects {prefix}": float(count) for prefix, count in objects.items()}
         found["objects all"] = float(objects.total())
-        keys = Counter(family(key) for key in self._redis.scan_iter(count=1000))
+        keys = Counter(family(key) for key in self.redis.scan_iter(count=1000))
         found |= {f"keys {name}": float(count) for name, count in keys.items()}
         found["keys all"] = float(keys.total())
-        memory: Any = self._redis.info("memory")
+        memory: Any = self.redis.info("memory")
         found["redis dataset"] = memory["used_memory_dataset"] / _MIB
         for name in {*self.series, *found}:
             if name not in self.series:  # it was not there before

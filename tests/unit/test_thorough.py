@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import os
 from pathlib import Path
 
 import pytest
 
-from tests.thorough import covering, spread
+from tests.thorough import covering, mark_thorough, spread
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = {
@@ -70,6 +71,37 @@ def test_a_sample_has_each_value_of_a_product() -> None:
     kept = [product[place] for place in covering(product)]
     assert len(kept) == 4
     assert {value for case in kept for value in case.items()} == {value for case in product for value in case.items()}
+
+
+PRODUCT = """
+import pytest
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("shape", [{"heads": 1}, {"heads": 2}])
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize(("dtype", "bound"), [("a", 0.1), ("b", 0.2), ("c", 0.3), ("d", 0.4)])
+def test_product(shape, rows, dtype, bound): ...
+"""
+
+
+class Marked:
+    """Plugin of a pytest: what is left of its tests."""
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        mark_thorough(items)
+        self.kept = [item for item in items if item.get_closest_marker("thorough") is None]
+
+
+def test_of_a_product_as_pytest_collects_it_few_are_left(tmp_path: Path) -> None:
+    (tmp_path / "test_product.py").write_text(PRODUCT)
+    found = Marked()
+    options = ["-qq", "--collect-only", "-c", os.devnull, "--rootdir", str(tmp_path), "-p", "no:cacheprovider"]
+    assert pytest.main([*options, "-W", "ignore", str(tmp_path)], plugins=[found]) == pytest.ExitCode.OK
+    cases = [case.callspec.params for case in found.kept if isinstance(case, pytest.Function)]
+    assert len(cases) == 4
+    assert {(case["dtype"], case["bound"]) for case in cases} == {("a", 0.1), ("b", 0.2), ("c", 0.3), ("d", 0.4)}
+    assert {case["rows"] for case in cases} == {1, 2, 3}
+    assert {str(case["shape"]) for case in cases} == {"{'heads': 1}", "{'heads': 2}"}
 
 
 def test_a_sample_of_a_number_lies_evenly_among_all() -> None:

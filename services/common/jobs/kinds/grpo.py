@@ -388,7 +388,7 @@ class GrpoJob(RefreshesDrafter, OfDataset, JobBase):
         found: dict[str, str] = {}
         for number, group in enumerate(self.groups or ()):
             for place, name in group.samplers:
-                found.setdefault(name, f"groups[{number}].{place}.adapter")
+                found.setdefault(name, f"groups[{number}].{place}")
         versions: dict[AdapterVersion, str] = {}
         for name, field in found.items():
             for version in versions_of(parse_policy(name)):

@@ -199,15 +199,21 @@ class GrpoGroup(PromptFields):
 
     @property
     def samplers(self) -> list[tuple[str, str]]:
-        """Who sampled a member or a turn of it, where that is said, after its place in the group."""
-        named = [(f"completions[{index}]", one.adapter) for index, one in enumerate(self.completions)]
-        named += [
-            (f"trajectories[{index}].segments[{place}]", segment.adapter)
-            for index, trajectory in enumerate(self.played)
-            for place, segment in enumerate(trajectory.segments)
-            if segment.type == "action"
+        """Who sampled a member, or a turn of it or a part of one, where that is said, after the field that says it."""
+        named = [
+            (f"completions[{index}].adapter", one.adapter)
+            for index, one in enumerate(self.completions)
+            if one.adapter is not None
         ]
-        return [(place, name) for place, name in named if name is not None]
+        for index, trajectory in enumerate(self.played):
+            for place, segment in enumerate(trajectory.segments):
+                if segment.type != "action":
+                    continue
+                field = f"trajectories[{index}].segments[{place}]"
+                for number, span in enumerate(segment.sampled_by):
+                    where = "adapter" if segment.versions is None else f"versions[{number}].adapter"
+                    named.append((f"{field}.{where}", span.adapter))
+        return named
 
 
 class ScoredCompletion(SentModel):

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from services.common.jobs.fields.messages import Message, check_asks
 from services.common.jobs.fields.refs import FixedPolicy
-from services.common.validation.json_rules import Rules, contains, exactly_one, has
+from services.common.validation.json_rules import Rules, at_most_one, contains, exactly_one, has
 from services.common.validation.strict_models import SentModel, absent
 
 Reward = Annotated[float, Field(ge=-1e9, le=1e9)]
@@ -18,6 +18,15 @@ MOST_SEGMENTS = 4096
 
 
 SegmentTokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+
+class SampledBy(SentModel):
+    """Tokens in a row that one policy sampled."""
+
+    adapter: FixedPolicy
+    """"name@n", several together ("a@3*0.7+b@1"), or "base"."""
+    tokens: Annotated[int, Field(ge=1)]
+    """How many they are."""
 
 
 class Action(SentModel):
@@ -32,14 +41,31 @@ class Action(SentModel):
     adapter: FixedPolicy | None = None
     """"name@n" that sampled it, several together ("a@3*0.7+b@1"), or "base"; a version must exist when the job is
     submitted. Turns of one trajectory may have different ones."""
+    versions: list[SampledBy] | None = Field(None, min_length=1, exclude_if=absent)
+    """In the place of `adapter`, where a turn went on under another version: who sampled which of its tokens, in their
+    order, altogether as many as token_ids."""
     reward: Reward | None = Field(None, exclude_if=absent)
     """Reward of this turn, beside the trajectory's."""
+
+    json_rules: ClassVar[Rules] = (at_most_one("adapter", "versions"),)
 
     @model_validator(mode="after")
     def _one_each(self) -> Action:
         if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
             raise ValueError("logprobs must have one entry per token id")
+        if self.versions is not None:
+            if self.adapter is not None:
+                raise ValueError("adapter and versions both say who sampled the tokens: leave one of them out")
+            if (named := sum(span.tokens for span in self.versions)) != len(self.token_ids):
+                raise ValueError(f"versions name {named} tokens, and the action has {len(self.token_ids)} token_ids")
         return self
+
+    @property
+    def sampled_by(self) -> list[SampledBy]:
+        """Who sampled which of its tokens, in their order; nobody, where that is not said."""
+        if self.adapter is not None:
+            return [SampledBy(adapter=self.adapter, tokens=len(self.token_ids))]
+        return list(self.versions or ())
 
 
 class Observation(SentModel):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 
+from services.common.adapters.names import BASE
 from services.common.errors import InvalidRequest, NotFound
 from services.common.jobs import GrpoCompletion, GrpoGroup, GrpoJob, SftExample, SftJob
 from services.common.jobs.token_checks import check_segments
@@ -151,7 +152,7 @@ def _completion(rollout: engine_pb2.Rollout, reward: float) -> GrpoCompletion:
         logprobs=list(rollout.sampling_logprobs),
         temperature=rollout.temperature,
         truncated=rollout.finish_reason == engine_pb2.FINISH_REASON_LENGTH,
-        adapter=rollout.adapter or None,
+        adapter=rollout.adapter or BASE,
         reward=reward,
     )
 

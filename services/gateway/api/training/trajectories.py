@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from services.common.adapters.names import BASE
 from services.common.errors import InvalidRequest, NotFound
 from services.common.jobs import Action, Observation, Trajectory
+from services.common.jobs.trajectories.segments import SampledBy
 from services.common.jobs.trajectories.stored import StoredTrajectory
 from services.common.pb import engine_pb2
 from services.gateway.auth.caller import owner
@@ -69,7 +73,12 @@ def resolved(stored: StoredTrajectory, found: Rollouts, sessions: Sessions, fiel
                 "split, so that the context begins anew there, or give them as several trajectories",
                 param=field,
             )
-        segments.append(_action(rollout, reward))
+        action = _action(rollout, reward)
+        last = segments[-1] if segments else None
+        if isinstance(last, Action) and last.temperature == action.temperature:
+            segments[-1] = _continued(last, action)
+        else:
+            segments.append(action)
         tokens = [*prompt, *rollout.token_ids]
         before = name
     truncated = stored.truncated
@@ -84,8 +93,27 @@ def _action(rollout: engine_pb2.Rollout, reward: float | None) -> Action:
         token_ids=list(rollout.token_ids),
         logprobs=list(rollout.sampling_logprobs),
         temperature=rollout.temperature,
-        adapter=rollout.adapter or None,
+        adapter=rollout.adapter or BASE,
         reward=reward,
+    )
+
+
+def _continued(first: Action, more: Action) -> Action:
+    """A turn that went on in another completion, behind which nothing was seen: one action, of both."""
+    spans = [*first.sampled_by, *more.sampled_by]
+    versions = [
+        SampledBy(adapter=name, tokens=sum(span.tokens for span in same))
+        for name, same in itertools.groupby(spans, lambda span: span.adapter)
+    ]
+    rewards = [one.reward for one in (first, more) if one.reward is not None]
+    return Action(
+        type="action",
+        token_ids=[*first.token_ids, *more.token_ids],
+        logprobs=[*(first.logprobs or ()), *(more.logprobs or ())],
+        temperature=first.temperature,
+        adapter=versions[0].adapter if len(versions) == 1 else None,
+        versions=versions if len(versions) > 1 else None,
+        reward=math.fsum(rewards) if rewards else None,
     )
 
 

@@ -260,9 +260,10 @@ async def _check_samplers(training: TrainingServices, spec: GrpoJob) -> None:
         try:
             await training.threads.run(training.registry.manifest, version)
         except ModelNotFound as error:
+            said = "versions" if ".versions[" in where else "adapter"
             raise ModelNotFound(
                 f"{where}: the rollout was sampled by {version}, which was never published or is deleted: sample "
-                "again, or leave `adapter` out",
+                f"again, or leave `{said}` out",
                 param=where,
             ) from error
 

@@ -127,19 +127,12 @@ def test_groups_of_trajectories_that_say_too_little_or_too_much(fields: dict[str
 
 
 def test_who_sampled_each_turn_is_known() -> None:
-    job = GrpoJob.model_validate(
-        {
-            "adapter": "a",
-            "groups": [
-                {
-                    "trajectories": [
-                        {"segments": [see(5), act(1, adapter="a@1"), see(2), act(3, adapter="a@2")], "reward": 1}
-                    ]
-                }
-            ],
-        }
-    )
+    spans = [{"adapter": "a@2", "tokens": 1}, {"adapter": "a@3", "tokens": 1}]
+    walk = [see(5), act(1, adapter="a@1"), see(2), act(3, adapter="a@2"), see(2), act(3, 4, versions=spans)]
+    groups = [{"trajectories": [{"segments": walk, "reward": 1}]}]
+    job = GrpoJob.model_validate({"adapter": "a", "groups": groups})
     assert {str(version): place for version, place in job.sampled_by.items()} == {
         "a@1": "groups[0].trajectories[0].segments[1].adapter",
         "a@2": "groups[0].trajectories[0].segments[3].adapter",
+        "a@3": "groups[0].trajectories[0].segments[5].versions[1].adapter",
     }

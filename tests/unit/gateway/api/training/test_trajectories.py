@@ -9,7 +9,7 @@ import httpx
 from services.common.jobs import GrpoJob, SftJob
 from services.common.jobs.training_sessions import ForwardBackward
 from services.common.pb import engine_pb2
-from tests.unit.gateway.api.training.test_training import refusal
+from tests.unit.gateway.api.training.test_training import publish, refusal
 from tests.unit.gateway.conftest import Running
 
 
@@ -67,6 +67,48 @@ def test_a_chain_of_completions_is_a_trajectory(running: Running, http: httpx.Cl
     assert group.turn_rewards == [[0.5, 1.0], [0.0, 0.0], [1.25]]
     action = group.played[0].actions[0]
     assert (action.logprobs, action.temperature) == ([-0.5, -0.5], 0.5)
+    assert [one.adapter for one in group.played[0].actions] == ["base", "base"]
+
+
+def test_a_turn_that_goes_on_under_another_version_says_which_tokens_are_whose(
+    running: Running, http: httpx.Client
+) -> None:
+    for _ in range(2):
+        publish(running, "bot")
+    remember(running, "c1", [1, 2], [3, 4], session="walk", ended_at=2.0, adapter="bot@1")
+    remember(running, "c2", [1, 2, 3, 4], [5], session="walk", ended_at=3.0, adapter="bot@2")
+    remember(running, "c3", [1, 2, 3, 4, 5], [6, 7], session="walk", ended_at=4.0, adapter="bot@2")
+    remember(running, "c4", [1, 2, 3, 4, 5, 6, 7, 8], [9], session="walk", ended_at=5.0, adapter="bot@2")
+    by_ids = {"completion_ids": ["c1", "c2", "c3", "c4"], "rewards": [0.5, 0.25, 0, 1]}
+    answer = submit(http, by_ids, {"session_id": "walk", "reward": 0})
+    whole = [("observation", [1, 2]), ("action", [3, 4, 5, 6, 7]), ("observation", [8]), ("action", [9])]
+    assert segments(running, answer) == [whole, whole]
+    (group,) = running.queue.specs[answer.json()["id"]].groups
+    first, last = group.played[0].actions
+    assert first.model_dump(exclude_none=True) == {
+        "type": "action",
+        "token_ids": [3, 4, 5, 6, 7],
+        "logprobs": [-0.5] * 5,
+        "temperature": 0.5,
+        "versions": [{"adapter": "bot@1", "tokens": 2}, {"adapter": "bot@2", "tokens": 3}],
+        "reward": 0.75,
+    }
+    assert (last.adapter, last.versions) == ("bot@2", None)
+    assert group.turn_rewards[0] == [0.75, 1.0]
+    other = first.model_dump(exclude_none=True)
+    opening = {"type": "observation", "token_ids": [1, 2]}
+    for changed, says in (
+        ({"adapter": "bot@1"}, "adapter and versions both say"),
+        ({"versions": [{"adapter": "bot@1", "tokens": 2}]}, "versions name 2 tokens, and the action has 5 token_ids"),
+        ({"versions": [{"adapter": "bot", "tokens": 5}]}, "versions"),
+        ({"versions": []}, "versions"),
+    ):
+        error = refusal(submit(http, {"segments": [opening, other | changed], "reward": 1}))
+        assert says in error["message"], error
+    gone = {"versions": [{"adapter": "bot@1", "tokens": 1}, {"adapter": "bot@9", "tokens": 4}]}
+    error = refusal(submit(http, {"segments": [opening, other | gone], "reward": 1}), 404)
+    assert error["param"] == "groups[0].trajectories[0].segments[1].versions[1].adapter"
+    assert "bot@9, which was never published or is deleted: sample again, or leave `versions` out" in error["message"]
 
 
 def test_a_chain_that_does_not_go_on_names_the_place(running: Running, http: httpx.Client) -> None:
