@@ -138,6 +138,7 @@ def test_draft_tokens_right_and_wrong(draft_tokens: int, sorts: slice, tokens: i
     assert {1, 1 + draft_tokens} <= ahead.rows
 
 
+@pytest.mark.thorough
 def test_draft_tokens_beside_edited_logits() -> None:
     """Penalties count what was accepted and what a row follows, and min_tokens holds at each row. One without edits
     comes when there is a seat."""

@@ -195,6 +195,7 @@ def expected(grouped: Pair) -> list[Finished]:
     return serve(grouped.model, requests(), arrivals=13, lora=random_adapters(grouped.model, 2))[0]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("arrivals", "changes", "oracle"),
     [
@@ -246,6 +247,7 @@ def test_tokens_are_the_same(
         assert 0.3 < counts[0].num_accepted_tokens / counts[0].num_draft_tokens < 0.9
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("seed", "changes"),
     [
@@ -332,6 +334,7 @@ def test_a_checkpoint_without_the_layer(tmp_path: Path) -> None:
         Qwen3_5.from_directory(tmp_path, dtype="float32", device="cpu", mtp=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("draft_tokens", "share"), [(1, 0.85), (3, 0.45)])
 def test_the_tiny_model_drafts_well(draft_tokens: int, share: float) -> None:
