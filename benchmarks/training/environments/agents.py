@@ -1,14 +1,18 @@
 """A GRPO step on episodes of several turns, end to end: `python -m benchmarks.training.environments.agents --out FILE`.
 
 8 groups of 8 episodes of 6 turns: a prompt of 512 tokens, 128 sampled tokens a turn, and 200 tokens between two of them
-from an environment in this process, which says what it has to at once. Qwen3.5-4B's shape with random weights, rank 16
-on all linear layers, AdamW; a step is a round. `--device cpu --shape tiny` does the same on the tiny model, in small.
+from an environment in this process, which says what it has to at once, or after --answer-seconds. Qwen3.5-4B's shape
+with random weights, rank 16 on all linear layers, AdamW; a step is a round. `--device cpu --shape tiny` does the same
+on the tiny model, in small.
 
-One JSON line a staleness (0: sampling and training in turn; 1: the next round is sampled while this one trains), which
-is written to --out as it comes. Each takes half of --seconds, at least one step behind --warm-up:
+One JSON line a staleness (0: sampling and training in turn; 1: the next round is sampled while this one trains) and
+microbatch, which is written to --out as it comes. Each takes its part of --seconds, at least one step behind --warm-up:
 
 - step_seconds: median wall time of a step, the device waited for; steps, how many that is of; slowest_seconds
-- episodes_per_second: episodes of a step over that; rate_to_first: this over that of the first staleness
+- answer_seconds: what an environment takes for an answer
+- max_tokens_per_microbatch, recompute: fields of the job; null: not given. Over 8,192 tokens, and where captured steps
+  would need more memory than there is for them, episodes of a group have their beginning in common
+- episodes_per_second: episodes of a step over that; rate_to_first: this over that of the first line
 - split: medians of what the sampling took (sampling, reward; beside the training where rounds are ahead), and of the
   trainer: waiting and training; other: the rest of the step
 - parts: medians of the parts of the trainer's time (docs/guides/training.md)
@@ -23,6 +27,7 @@ is written to --out as it comes. Each takes half of --seconds, at least one step
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import random
 import statistics
@@ -30,7 +35,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -97,10 +102,11 @@ def filler(tokens: Callable[[str], int], wanted: int) -> str:
 class ScriptedWorld:
     """Says the same after every answer, and ends with a reward that is drawn: groups have spread."""
 
-    def __init__(self, turns: int, said: str, reward: float) -> None:
+    def __init__(self, turns: int, said: str, reward: float, answer_seconds: float) -> None:
         self._left = turns
         self._said = said
         self._reward = reward
+        self._answer_seconds = answer_seconds
 
     async def begin(self, params: Mapping[str, Any]) -> str:
         """See World.begin."""
@@ -110,6 +116,7 @@ class ScriptedWorld:
     async def act(self, answer: ReadAnswer) -> Outcome:
         """See World.act."""
         del answer
+        await asyncio.sleep(self._answer_seconds)
         self._left -= 1
         if not self._left:
             return Outcome(reward=self._reward, done=True)
@@ -119,16 +126,17 @@ class ScriptedWorld:
 class ScriptedWorlds:
     """Implements Worlds in this process."""
 
-    def __init__(self, turns: int, said: str) -> None:
+    def __init__(self, turns: int, said: str, answer_seconds: float) -> None:
         self._turns = turns
         self._said = said
+        self._answer_seconds = answer_seconds
         self._rewards = random.Random(0)
 
     @contextlib.asynccontextmanager
     async def open(self, tools: Sequence[Mapping[str, Any]]) -> AsyncIterator[ScriptedWorld]:
         """See Worlds.open."""
         del tools
-        yield ScriptedWorld(self._turns, self._said, self._rewards.random())
+        yield ScriptedWorld(self._turns, self._said, self._rewards.random(), self._answer_seconds)
 
 
 @dataclass(slots=True)
@@ -194,7 +202,25 @@ def host_around(pod: TrainingPod, sizes: Sizes, reading: Reading) -> PolicyHost:
     return cast("PolicyHost", _Around(pod.host, rollouts=_Around(pod.host.rollouts, stream=stream)))
 
 
-def scripted_run(pod: TrainingPod, sizes: Sizes, reading: Reading, staleness: int) -> EpisodeRun:
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What is compared: fields of the job, and how long an environment takes to answer."""
+
+    staleness: int
+    answer_seconds: float = 0.0
+    max_tokens_per_microbatch: int | None = None
+    recompute: str | None = None
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in asdict(self).items() if value is not None)
+
+    def training(self) -> dict[str, Any]:
+        """Fields of the job's training that are given."""
+        given = {"max_tokens_per_microbatch": self.max_tokens_per_microbatch, "recompute": self.recompute}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def scripted_run(pod: TrainingPod, sizes: Sizes, reading: Reading, variant: Variant) -> EpisodeRun:
     """A job of many rounds, a step each."""
     codec = pod.host.codec
     prompts = [_prompt(codec, sizes, number) for number in range(4 * sizes.groups)]
@@ -203,13 +229,14 @@ def scripted_run(pod: TrainingPod, sizes: Sizes, reading: Reading, staleness: in
             "adapter": "agents",
             "learning_rate": 1e-5,
             "lora": {"rank": RANK},
+            **variant.training(),
             "generate": {
                 "prompts": [{"messages": prompt} for prompt in prompts],
                 "rounds": _ROUNDS,
                 "prompts_per_round": sizes.groups,
                 "completions": sizes.episodes,
                 "max_tokens": sizes.action,
-                "staleness": staleness,
+                "staleness": variant.staleness,
                 "reward": {
                     "type": "environment",
                     "url": "http://127.0.0.1:9",
@@ -224,7 +251,7 @@ def scripted_run(pod: TrainingPod, sizes: Sizes, reading: Reading, staleness: in
         seen = Observation.model_validate({"type": "observation", "messages": [{"role": "user", "content": text}]})
         return len(observation_tokens(codec, seen, after=[5], options=spec.chat_template_kwargs))
 
-    worlds = ScriptedWorlds(sizes.turns, filler(said, sizes.observation))
+    worlds = ScriptedWorlds(sizes.turns, filler(said, sizes.observation), variant.answer_seconds)
 
     class ScriptedRun(EpisodeRun):
         def _worlds(self, *given: Any) -> Any:
@@ -245,12 +272,12 @@ def _prompt(codec: TextCodec, sizes: Sizes, number: int) -> list[dict[str, str]]
 
 
 def measure(
-    pod: TrainingPod, sizes: Sizes, reading: Reading, staleness: int, *, seconds: float, warm_up: int, most: int
+    pod: TrainingPod, sizes: Sizes, reading: Reading, variant: Variant, *, seconds: float, warm_up: int, most: int
 ) -> dict[str, Any]:
     """Steps of a job until the time is up, in the fields above."""
     until = time.monotonic() + seconds
     reading.read, reading.new, reading.prefilled = 0, 0.0, 0
-    run = scripted_run(pod, sizes, reading, staleness)
+    run = scripted_run(pod, sizes, reading, variant)
     rows: list[tuple[float, dict[str, float]]] = []
     episodes: list[int] = []
     tokens: list[int] = []
@@ -263,7 +290,7 @@ def measure(
             if index == warm_up:
                 forget_peak(pod.host)
             last, metrics = timed_step(pod.host, run, index)
-            print(f"staleness {staleness}, step {index}: {last:.2f} s", file=sys.stderr, flush=True)
+            print(f"{variant}, step {index}: {last:.2f} s", file=sys.stderr, flush=True)
             if index < warm_up:
                 continue
             rows.append((last, metrics))
@@ -275,7 +302,7 @@ def measure(
         run.close()
     step = statistics.median(took for took, _ in rows)
     return {
-        "staleness": staleness,
+        **asdict(variant),
         "step_seconds": round(step, 4),
         "slowest_seconds": round(max(took for took, _ in rows), 4),
         "steps": len(rows),
@@ -310,12 +337,26 @@ def _split(took: float, metrics: Mapping[str, float]) -> dict[str, float]:
     }
 
 
+def _microbatch(given: str) -> tuple[int, str | None]:
+    tokens, _, recompute = given.partition(":")
+    return int(tokens), recompute or None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shape", choices=(*SHAPES, "tiny"), default="qwen3.5-4b")
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/temper-bench"), help="for random checkpoints")
     parser.add_argument("--staleness", default="0,1", help="one job each, in this order")
+    parser.add_argument(
+        "--microbatches",
+        type=lambda given: [_microbatch(one) for one in given.split(",")],
+        default=[(None, None)],
+        metavar="TOKENS:RECOMPUTE,…",
+        help="each with every staleness, e.g. 2048:none,16384:selective",
+    )
+    parser.add_argument("--answer-seconds", default="0", help="of an environment, e.g. 0,1: each with all of the above")
+    parser.add_argument("--train-memory", default="0", help="memory of training, e.g. 40GiB; 0: the plan's")
     parser.add_argument("--seconds", type=float, default=100.0, help="for all steps, without the start of the engine")
     parser.add_argument("--steps", type=int, default=5, help="most steps of each that count")
     parser.add_argument("--warm-up", type=int, default=1, help="steps of each that do not")
@@ -324,7 +365,12 @@ def main() -> None:
     only_warnings()
     small = options.shape == "tiny"
     sizes, reading = (SMALL if small else FULL), Reading()
-    levels = [int(level) for level in options.staleness.split(",")]
+    variants = [
+        Variant(int(level), seconds, *one)
+        for seconds in map(float, options.answer_seconds.split(","))
+        for one in options.microbatches
+        for level in options.staleness.split(",")
+    ]
     began = time.monotonic()
     model = TINY if small else checkpoint(options.shape, options.scratch)
     # A few tokens more than an episode has: its turns are asked for as long as the longest may be.
@@ -337,16 +383,17 @@ def main() -> None:
         max_lora_rank=RANK,
         max_train_tokens=room,
         max_model_len=room,
+        train_memory_bytes=options.train_memory,
     ) as pod:
         report = report_to(options, start_seconds=round(time.monotonic() - began, 1))
         first: float | None = None
-        for level in levels:
+        for variant in variants:
             line = measure(
                 pod,
                 sizes,
                 reading,
-                level,
-                seconds=options.seconds / len(levels),
+                variant,
+                seconds=options.seconds / len(variants),
                 warm_up=options.warm_up,
                 most=options.steps,
             )

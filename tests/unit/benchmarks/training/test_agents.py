@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.lib.random_checkpoint import TINY
-from benchmarks.training.environments.agents import SMALL, Reading, measure
+from benchmarks.training.environments.agents import SMALL, Reading, Variant, measure
 from benchmarks.training.pod import training_pod
 from services.engine.observability.events import EventStream
 
@@ -26,11 +26,14 @@ def test_a_step_in_turn_and_ahead() -> None:
     ) as pod:
         torch.set_num_threads(1)
         for staleness in (0, 1):
-            line = measure(pod, SMALL, reading, staleness, seconds=0, warm_up=staleness, most=3)
+            line = measure(
+                pod, SMALL, reading, Variant(staleness, 0.0, 256, "selective"), seconds=0, warm_up=staleness, most=3
+            )
             assert line["steps"] == 1
             assert line["episodes"] == size
             assert line["turns"] == SMALL.turns
-            assert line["staleness_mean"] == staleness
+            assert line["staleness_mean"] == line["staleness"] == staleness
+            assert (line["max_tokens_per_microbatch"], line["recompute"]) == (256, "selective")
             split = line["split"]
             assert min(split.values()) >= 0
             assert split["waiting"] + split["training"] + split["other"] == pytest.approx(
