@@ -130,6 +130,7 @@ async def following(queue: JobQueue, adapter: str) -> Job:
     return await until(queue, job.id, lambda job: job.state.terminal)
 
 
+@pytest.mark.thorough
 async def test_an_sft_job_has_the_drafter_refreshed(
     queue: JobQueue, registry: AdapterRegistry, start: Start, pod: Pod
 ) -> None:

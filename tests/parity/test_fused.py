@@ -78,6 +78,7 @@ def test_prompts_are_read() -> None:
     assert run.steps == 3
 
 
+@pytest.mark.thorough
 def test_prompts_are_read_beside_draft_tokens() -> None:
     """Of the first only log-probabilities are wanted, of the second a vector as well."""
     limits = replace(LIMITS, token_budget=16, draft_tokens=2)
@@ -113,6 +114,7 @@ def test_adapters_of_a_batch() -> None:
     assert run.steps == 2
 
 
+@pytest.mark.thorough
 def test_writes_to_states_wait() -> None:
     """As in large batches: prompts cut so that single tokens of theirs are computed as decodes are, before and between
     chunks, and answers long enough that states are written back meanwhile."""
@@ -187,6 +189,7 @@ def test_many_rows_of_fp8_matrices(dtype: torch.dtype, length: int, share: float
         assert (ours - exact).norm() < 1.1 * moved
 
 
+@pytest.mark.thorough
 def test_many_rows_of_fp8_matrices_rounded_alike() -> None:
     """The same without chance: the plain model takes over which numbers ours rounded up and which down, having checked
     that together they are as near to its own as the nearest. What is left is the error of sums; tensor cores keep some

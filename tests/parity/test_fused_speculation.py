@@ -150,6 +150,7 @@ def test_edited_logits_count_no_more_than_four_draft_tokens() -> None:
     assert 7 in ahead.rows
 
 
+@pytest.mark.thorough
 def test_draft_tokens_beside_edited_logits() -> None:
     """Penalties count what was accepted and what a row follows, and min_tokens holds at each row. One without edits
     comes when there is a seat."""
