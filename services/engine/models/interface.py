@@ -165,11 +165,6 @@ class CausalLM(TakesDrafters, ABC):
 
         return KernelConfigs.on(self.device)
 
-    @property
-    def drafter_form(self) -> DrafterForm | None:
-        """Form of what drafts; None: nothing that does is loaded."""
-        return None
-
     # Serving.
 
     def allocate_cache(self, num_blocks: int, block_size: int, num_slots: int) -> CacheBuffers:
@@ -249,19 +244,6 @@ class CausalLM(TakesDrafters, ABC):
         """
         del hidden, next_ids, step, cache
         raise ValueError("the mtp layer is not loaded")
-
-    def draft_block(self, out: Tensor, count: int, step: Any, cache: CacheBuffers) -> Tensor:
-        """Runs a block drafter over the places behind some rows, all at once.
-
-        Args:
-            out: [R, hidden], what draft() returned for the rows.
-            step: of a batch of R chunks of ``count`` tokens, in the order of the rows.
-
-        Returns:
-            [R · count, hidden]: for logits() of the tokens further on.
-        """
-        del out, count, step, cache
-        raise ValueError("no block drafter is loaded")
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save
@@ -25,13 +25,17 @@ from services.common.errors import AdapterRejected, InvalidRequest
 from services.engine.models.config import ModelConfig
 from services.engine.models.weights.tensor_file import read_tensors
 
+if TYPE_CHECKING:
+    from services.engine.models.batch import CacheBuffers
+
 _PUT_OUT = ("o_proj.weight", "down_proj.weight", "down_proj")
 """Ends of the names of the tensors by which a layer adds to the residual stream."""
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class TakesDrafters:
-    """Part of a language model that is about its mtp layer's weights: an architecture without such a layer has this."""
+    """Part of a language model that is about its mtp layer's weights, or a drafter's in their place: an architecture
+    without such a layer has this."""
 
     def checkpoint_drafter(self, path: Path) -> dict[str, Tensor]:
         """Tensors of the mtp layer of this model's checkpoint, all of config.mtp_shapes(), float32 on the CPU.
@@ -42,6 +46,24 @@ class TakesDrafters:
         """
         del path
         raise InvalidRequest(f"{type(self).__name__} has no mtp layer, so there is nothing to train", param="kind")
+
+    @property
+    def drafter_form(self) -> DrafterForm | None:
+        """Form of what drafts; None: nothing that does is loaded."""
+        return None
+
+    def draft_block(self, out: Tensor, count: int, step: Any, cache: CacheBuffers) -> Tensor:
+        """Runs a block drafter over the places behind some rows, all at once.
+
+        Args:
+            out: [R, hidden], what draft() returned for the rows.
+            step: of a batch of R chunks of ``count`` tokens, in the order of the rows.
+
+        Returns:
+            [R · count, hidden]: for logits() of the tokens further on.
+        """
+        del out, count, step, cache
+        raise ValueError("no block drafter is loaded")
 
     def stage_drafter(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         """Makes everything ready to write these tensors over those of the loaded drafter, where they are: what has been
