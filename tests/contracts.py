@@ -4,7 +4,7 @@ One file a surface under tests/fixtures/contracts: routes and schemas of the HTT
 be improved at any time), messages and numbers of the gRPC API, metrics with their labels, settings with their defaults,
 and commands with their options. A change of a line is a change that users see: it is made on purpose, with --write, and
 told in CHANGELOG.md. What lies in Redis and in the object store is kept true by tests/integration/test_upgrade.py, with
-data of earlier releases.
+data of earlier releases, and by test_formats.py beside it.
 """
 
 from __future__ import annotations

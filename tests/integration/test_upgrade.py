@@ -21,6 +21,7 @@ from cli.local.ports import claim_ports
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import NewerSchema
+from services.common.jobs.training_sessions import checkpoint_key
 from services.common.queue.consumer import JobConsumer
 from services.common.queue.job_queue import JobQueue
 from services.common.queue.records import SPEC, job_id_of_entry, spec_json
@@ -29,7 +30,8 @@ from services.common.storage.object_store import ObjectStore
 from services.gateway.core.file_store import FileStore
 from services.trainer.runtime.checkpoint import CheckpointStore
 from tests.e2e.jobs import losses, wait_for_end
-from tests.fixtures.upgrade import RELEASES, facts, load
+from tests.e2e.test_sessions import Client as Session
+from tests.fixtures.upgrade import HERE, RELEASES, UNRELEASED, answer_of, facts, load
 from tests.integration.jobs import RECLAIM, silence
 from tests.integration.servers import RunningServer
 from tests.stack import ROOT, TINY, clean_environment
@@ -70,6 +72,10 @@ def upgraded(release: str, settings: CommonSettings, tmp_path: Path) -> Iterator
         "TEMPER_ENGINES": f"127.0.0.1:{grpc_port.number}",
         "TEMPER_CHECKPOINT_DIR": str(tmp_path / "checkpoints"),
         "TEMPER_EXIT_WITH_PARENT": "true",
+        "TEMPER_REQUEST_LOG": "true",
+        "TEMPER_REQUEST_LOG_SPOOL": str(tmp_path / "spool"),
+        # Fixtures get old.
+        "TEMPER_REQUEST_LOG_TTL_SECONDS": str(2**31),
     }
     url = f"http://127.0.0.1:{http_port.number}"
     with ExitStack() as stack:
@@ -99,12 +105,19 @@ def wait_until_ready(client: httpx.Client, log: Path) -> None:
     raise TimeoutError(log.read_text(errors="replace")[-3000:])
 
 
+@pytest.mark.parametrize(
+    "release",
+    [pytest.param(name, marks=[pytest.mark.thorough] if name == UNRELEASED else []) for name in RELEASES],
+    indirect=True,
+)
 def test_everything_is_read(upgraded: Upgraded, raw: redis.Redis, store: ObjectStore) -> None:
     known = upgraded.facts
+    documents_are_there(upgraded, known)
     adapters_are_served(upgraded, known)
     a_finished_job_is_there(upgraded, known)
     files_and_batches_are_there(upgraded, known)
     a_response_is_there(upgraded, known)
+    a_session_goes_on(upgraded, store)
     work_goes_on(upgraded, known)
     a_later_release_is_named(upgraded, known, raw, store)
 
@@ -142,6 +155,48 @@ def is_refused(answer: httpx.Response, named: str) -> None:
     assert named in error["message"]
     assert "has schema 9 of" in error["message"]
     assert "by a later release; upgrade this service, engines before gateways" in error["message"]
+
+
+def documents_are_there(upgraded: Upgraded, known: dict[str, Any]) -> None:
+    """What the release answered is answered now; v0.1 has not written it down."""
+    for path, answered in known.get("answers", {}).items():
+        assert said_of(answered, answer_of(upgraded.client, path)) == answered, path
+
+
+def said_of(answered: Any, now: Any) -> Any:
+    """An answer without the fields that an earlier one did not have."""
+    if isinstance(answered, dict) and isinstance(now, dict):
+        return {name: said_of(answered[name], value) for name, value in now.items() if name in answered}
+    if isinstance(answered, list) and isinstance(now, list) and len(answered) == len(now):
+        return [said_of(before, after) for before, after in zip(answered, now, strict=True)]
+    return now
+
+
+def a_session_goes_on(upgraded: Upgraded, store: ObjectStore) -> None:
+    """From a checkpoint of v0.1: with its weights, AdamW's moments and its count of steps; without them it learns
+    otherwise."""
+    directory = HERE / "v0.1-sessions"
+    known = json.loads((directory / "session.json").read_text())
+    key = checkpoint_key(known["checkpoint"])
+    store.put(key, (directory / "s3" / key).read_bytes())
+    kept, fresh = (
+        losses_of_session(upgraded.client, known, {"checkpoint": known["checkpoint"], **how})
+        for how in ({}, {"fresh_optimizer": True})
+    )
+    assert kept == pytest.approx(known["losses_behind_it"], rel=1e-4)
+    assert fresh[0] == pytest.approx(kept[0], rel=1e-4)
+    assert fresh[1] != pytest.approx(kept[1], rel=1e-3)
+
+
+def losses_of_session(client: httpx.Client, known: dict[str, Any], begun: dict[str, Any]) -> list[float]:
+    """Losses of a new session before a step and behind it."""
+    session = Session(client, **begun)
+    forward = {"loss": "cross_entropy", "data": known["data"]}
+    losses = [session.run("forward_backward", **forward)["loss"]]
+    session.run("optim_step", **known["step"])
+    losses.append(session.run("forward_backward", **forward)["loss"])
+    assert client.delete(f"/v1/train/sessions/{session.id}").status_code == 200
+    return losses
 
 
 def adapters_are_served(upgraded: Upgraded, known: dict[str, Any]) -> None:
