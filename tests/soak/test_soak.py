@@ -44,7 +44,7 @@ def test_a_warm_up_does_not_count() -> None:
 
 @pytest.mark.parametrize("leak", [0.0, 0.5])
 def test_what_stays_for_a_time_counts_beside_the_traffic_of_that_time(leak: float) -> None:
-    """The traffic halves in the middle and comes back: keys that stay 60 seconds follow it, those that never go tell."""
+    """Traffic halves in the middle and comes back: keys that stay 60 seconds follow it, and a leak is still seen."""
     rate = [5.0 if 300 <= at < 450 else 10.0 for at in range(600)]
     done = [(float(at), sum(rate[:at])) for at in range(600)]
     keys = [(at, sum(rate[max(0, int(at) - 60) : int(at)]) + leak * at) for at, _ in done]
