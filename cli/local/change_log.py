@@ -50,7 +50,7 @@ class ChangeLog:
         self._look_at = time.monotonic() + _EVERY_SECONDS
         try:
             self._remove(datetime.now(UTC) - self._kept)
-        except (urllib3.exceptions.HTTPError, ValueError):
+        except (urllib3.exceptions.HTTPError, OSError, ValueError, KeyError):
             return
 
     def _remove(self, before: datetime) -> None:
