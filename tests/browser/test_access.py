@@ -109,6 +109,7 @@ def test_a_key_is_asked_for_and_decides_what_is_shown(chromium: Browser, guarded
     assert refusals == [], "a browser says of each refused key that it was refused"
 
 
+@pytest.mark.thorough
 def test_what_is_open_waits_for_the_next_key_of_the_same_name(chromium: Browser, guarded: str, keys: Keys) -> None:
     keys.add("guest", Scope.INFERENCE)
 

@@ -27,6 +27,7 @@ def adapter(stack: Stack) -> Iterator[str]:
     httpx.delete(f"{stack.url}/v1/adapters/{name}", timeout=PATIENCE).raise_for_status()
 
 
+@pytest.mark.thorough
 def test_arms_of_a_canary_side_by_side_and_a_rollback(reader: Reader, stack: Stack, adapter: str) -> None:
     body = {"version": f"{adapter}@2", "policy": {"share": 0.5}}
     canary = httpx.post(f"{stack.url}/v1/canaries", json=body, timeout=PATIENCE).raise_for_status().json()

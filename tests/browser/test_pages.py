@@ -155,6 +155,7 @@ def test_a_job_from_a_file_and_its_end(reader: Reader, stack: Stack, tmp_path: P
     expect(page.get_by_label("Jobs").get_by_role("row")).to_have_count(2)
 
 
+@pytest.mark.thorough
 def test_two_jobs_in_one_plot(reader: Reader, adapter: str) -> None:
     page = reader.open("jobs", "Jobs")
     boxes = page.get_by_role("checkbox")
@@ -190,6 +191,7 @@ def test_an_adapter_is_attached_downloaded_and_deleted(
     assert httpx.get(f"{stack.url}/v1/adapters", timeout=PATIENCE).json()["attached"] is None
 
 
+@pytest.mark.thorough
 def test_a_suite_its_run_and_its_items(reader: Reader, stack: Stack) -> None:
     name = f"sums-{uuid.uuid4().hex[:6]}"
     page = reader.open("evaluations", "Evaluations")
@@ -235,6 +237,7 @@ def test_a_batch_and_its_results(reader: Reader, tmp_path: Path) -> None:
     expect(page.get_by_text("The file is deleted.")).to_be_visible()
 
 
+@pytest.mark.thorough
 def test_a_session_is_saved_and_forgotten(reader: Reader, stack: Stack) -> None:
     name = f"talk/ä?#%20<img src=x>{uuid.uuid4().hex[:6]}"
     body = {"model": "qwen3.5", "messages": [PROMPT], "max_tokens": 4, "session_id": name}
@@ -249,6 +252,7 @@ def test_a_session_is_saved_and_forgotten(reader: Reader, stack: Stack) -> None:
     expect(row).to_have_count(0)
 
 
+@pytest.mark.thorough
 def test_events_are_filtered(reader: Reader, adapter: str) -> None:
     page = reader.open("events", "Events and logs")
     lines = page.get_by_label("Events", exact=True).get_by_role("listitem")
@@ -259,6 +263,7 @@ def test_events_are_filtered(reader: Reader, adapter: str) -> None:
     expect(page.get_by_label("Requests of this page").get_by_text("/v1/keys")).to_have_count(1)
 
 
+@pytest.mark.thorough
 def test_processes_are_followed(reader: Reader, stack: Stack) -> None:
     page = reader.open("events", "Events and logs")
     page.get_by_role("tab", name="Gateway and engines").click()
@@ -291,6 +296,7 @@ def test_a_batch_that_cannot_be_read_says_why(reader: Reader, tmp_path: Path) ->
     expect(row).to_contain_text("line 1: the line is not valid JSON", timeout=60_000)
 
 
+@pytest.mark.thorough
 def test_an_answer_that_breaks_off_says_so(reader: Reader) -> None:
     page = reader.open("chat", "Chat")
     chunk = {"id": "chatcmpl-1", "choices": [{"index": 0, "delta": {"content": "Half an ans"}, "finish_reason": None}]}
@@ -309,6 +315,7 @@ def test_addresses_that_lead_nowhere(reader: Reader) -> None:
     expect(page.get_by_role("main")).to_contain_text(re.compile("There is no adapter %zz|No adapter yet"))
 
 
+@pytest.mark.thorough
 def test_long_lists_are_shown_page_by_page(reader: Reader) -> None:
     def session(number: int) -> dict[str, object]:
         numbers = {"tokens": 1, "requests": 1, "used_at": 1.0, "expires_at": 1.0}

@@ -108,6 +108,7 @@ def test_codex(client: openai.OpenAI, model: str) -> None:
     assert client.responses.create(model=model, **CODEX | {"input": told}).status == "completed"
 
 
+@pytest.mark.thorough
 def test_custom_tools(client: openai.OpenAI, model: str) -> None:
     language = {"type": "grammar", "syntax": "regex", "definition": r"\*\*\* [a-c]{3}\n\+[x-z]{2}"}
     tool: Any = {"type": "custom", "name": "patch", "description": "Changes a file.", "format": language}
@@ -123,6 +124,7 @@ def test_custom_tools(client: openai.OpenAI, model: str) -> None:
     assert told.status == "completed"
 
 
+@pytest.mark.thorough
 def test_two_turns_by_references(client: openai.OpenAI, model: str) -> None:
     """What the AI SDK's provider sends for a second turn."""
     first = client.responses.create(model=model, input="What is 12 plus 7?", temperature=0)
@@ -194,6 +196,7 @@ def test_a_tool_loop_with_edits(claude: anthropic.Anthropic, model: str) -> None
     assert (counted.input_tokens, counted.context_management.original_input_tokens) == (read[1], read[0])
 
 
+@pytest.mark.thorough
 def test_instructions_anywhere(stack: Stack, client: openai.OpenAI, model: str) -> None:
     leading: Any = [
         {"role": "system", "content": "You are brief."},

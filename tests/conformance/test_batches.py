@@ -118,6 +118,7 @@ def test_cancel(client: openai.OpenAI, stack: Stack) -> None:
     assert {entry["error"]["code"] for entry in refused.values()} == {"batch_cancelled"}
 
 
+@pytest.mark.thorough
 def test_the_guide_runs_as_written(stack: Stack, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = GUIDE.read_text()
     program = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)[0]

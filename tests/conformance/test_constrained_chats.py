@@ -72,6 +72,7 @@ def test_json_schema(client: openai.OpenAI, stack: Stack) -> None:
     assert len({choice.message.content for choice in answer.choices}) > 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("field", "fits"),
     [
@@ -88,6 +89,7 @@ def test_other_forms(client: openai.OpenAI, stack: Stack, field: dict[str, Any],
         assert re.fullmatch(fits, said), said
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
 @pytest.mark.parametrize("stream", [False, True])
 def test_forced_calls(client: openai.OpenAI, stack: Stack, choice: Any, stream: bool) -> None:
@@ -137,6 +139,7 @@ EDGES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("edge", EDGES, ids=lambda edge: json.dumps(edge)[:60])
 def test_the_edges_of_schemas(client: openai.OpenAI, stack: Stack, edge: dict[str, Any]) -> None:
     schema = {"type": "object", "properties": {"v": edge}, "required": ["v"], "additionalProperties": False}

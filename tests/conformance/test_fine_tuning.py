@@ -79,6 +79,7 @@ def test_a_supervised_job_from_its_file_to_answers(client: openai.OpenAI, stack:
     assert [one.id for one in mine.data] == [job.id]
 
 
+@pytest.mark.thorough
 def test_reinforcement_by_a_grader(client: openai.OpenAI, stack: Stack) -> None:
     rows = [{"messages": [{"role": "user", "content": f"What is {n} plus 7?"}], "sum": n + 7} for n in (1, 2)]
     job = client.fine_tuning.jobs.create(

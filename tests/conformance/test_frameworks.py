@@ -128,12 +128,14 @@ def test_langchain_calls_a_tool_and_takes_its_answer(chain: ChatOpenAI) -> None:
     assert after.response_metadata["finish_reason"] in ("stop", "length", "tool_calls")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_langchain_parses_structured_output(chain: ChatOpenAI, method: Any) -> None:
     found = chain.with_structured_output(Sum, method=method).invoke(QUESTION)
     assert isinstance(found, Sum)
 
 
+@pytest.mark.thorough
 def test_langchain_embeds(stack: Stack) -> None:
     from langchain_openai import OpenAIEmbeddings
 
@@ -181,6 +183,7 @@ def test_litellm_answers_and_streams(stack: Stack, litellm: Any) -> None:
     assert litellm.stream_chunk_builder(chunks).usage.completion_tokens == answer.usage.completion_tokens
 
 
+@pytest.mark.thorough
 def test_litellm_calls_a_tool(stack: Stack, litellm: Any) -> None:
     answer = litellm.completion(
         **_litellm(stack), messages=USER, tools=[ADD], tool_choice="required", max_tokens=ENOUGH
@@ -191,6 +194,7 @@ def test_litellm_calls_a_tool(stack: Stack, litellm: Any) -> None:
     assert set(json.loads(calls[0].function.arguments)) == {"left", "right"}
 
 
+@pytest.mark.thorough
 def test_litellm_structured_output_and_embeddings(stack: Stack, litellm: Any) -> None:
     answer = litellm.completion(**_litellm(stack), messages=USER, response_format=Sum, max_tokens=ENOUGH)
     assert isinstance(Sum.model_validate_json(answer.choices[0].message.content), Sum)
@@ -208,6 +212,7 @@ def plain(stack: Stack) -> Iterator[openai.OpenAI]:
         yield client
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"])
 def test_instructor_returns_the_callers_type(stack: Stack, plain: openai.OpenAI, mode: str) -> None:
     import instructor
@@ -219,6 +224,7 @@ def test_instructor_returns_the_callers_type(stack: Stack, plain: openai.OpenAI,
     assert isinstance(found, Sum)
 
 
+@pytest.mark.thorough
 def test_instructor_streams_partial_objects(stack: Stack, plain: openai.OpenAI) -> None:
     import instructor
 

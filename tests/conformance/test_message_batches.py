@@ -82,6 +82,7 @@ def test_cancel(client: anthropic.Anthropic, stack: Stack) -> None:
     assert (types.count("canceled"), types.count("succeeded")) == (counts.canceled, counts.succeeded)
 
 
+@pytest.mark.thorough
 def test_the_guide_runs_as_written(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     (program,) = re.findall(
         r"^```python\n(import time\n\nimport anthropic.*?)^```$", GUIDE.read_text(), re.DOTALL | re.M

@@ -60,6 +60,7 @@ def test_token_prompts_equal_text_prompts(client: openai.OpenAI, model: str) -> 
     assert [choice.index for choice in batch.choices] == [0, 1, 2]
 
 
+@pytest.mark.thorough
 def test_seed_does_not_depend_on_company(stack: Stack, client: openai.OpenAI, model: str) -> None:
     options = {"model": model, "prompt": "Once", "max_tokens": 16, "seed": 5, "temperature": 2.0}
     options["extra_body"] = {"ignore_eos": True}

@@ -89,6 +89,7 @@ def test_tools_and_conversation(client: openai.OpenAI, model: str) -> None:
     assert again.output_text == second.output_text
 
 
+@pytest.mark.thorough
 def test_thinking(client: openai.OpenAI, model: str) -> None:
     answer = client.responses.create(
         model=model,
@@ -158,6 +159,7 @@ def test_errors(client: openai.OpenAI, model: str) -> None:
     assert (long.value.code, "max_output_tokens" in long.value.message) == ("context_length_exceeded", True)
 
 
+@pytest.mark.thorough
 def test_the_guide_runs(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     assert len(blocks) == 9

@@ -81,6 +81,7 @@ def test_scores_are_those_of_transformers(
     assert entry["token_logprobs"][1:] == pytest.approx(reference_logprobs(reference, long), abs=BAR)
 
 
+@pytest.mark.thorough
 def test_echo_says_what_score_says(stack: Stack, http: httpx.Client, client: openai.OpenAI, tokenizer: Any) -> None:
     """As lm-eval asks for likelihoods: tokens of context and continuation, one token more, and that one cut off."""
     model = stack.served_model_name

@@ -45,6 +45,7 @@ def tools(**function: Any) -> list[dict[str, Any]]:
 ENUM = {"type": "object", "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}}, "required": ["city"]}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "change",
     [{}, {"tool_choice": "required"}, {"tools": tools(strict=True, parameters=ENUM)}, {"parallel_tool_calls": False}],
@@ -80,6 +81,7 @@ def test_reasoning_has_no_stops(http: httpx.Client, model: str) -> None:
         assert found["finish_reason"] == "stop"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 8])
 @pytest.mark.parametrize(

@@ -137,6 +137,7 @@ def test_losses_are_those_of_tinkers_documentation(service: tinker.ServiceClient
     assert found.metrics["loss:sum"] == pytest.approx(float(expected), rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_custom_loss_has_the_gradient_of_the_one_it_says(service: tinker.ServiceClient, stack: Stack) -> None:
     built_in, custom = (trainer(service, stack, seed=4) for _ in range(2))
     data = [datum(TOKENS), datum(TOKENS[5:20])]
@@ -310,6 +311,7 @@ def test_what_cannot_be_is_said_at_once(service: tinker.ServiceClient, rest: tin
         rest.publish_checkpoint_from_tinker_path(path).result(PATIENCE)
 
 
+@pytest.mark.thorough
 def test_supervised_learning(service: tinker.ServiceClient, stack: Stack) -> None:
     """The loop of the cookbook's sl_loop: batches of conversations, a linear schedule, losses a token."""
     training = trainer(service, stack, rank=16)
@@ -327,6 +329,7 @@ def test_supervised_learning(service: tinker.ServiceClient, stack: Stack) -> Non
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.thorough
 def test_reinforcement_learning(service: tinker.ServiceClient, stack: Stack) -> None:
     """The loop of the cookbook's rl_loop: groups of samples, advantages within a group, a new sampler each step."""
     training = trainer(service, stack, rank=16)

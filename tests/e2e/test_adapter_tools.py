@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import httpx
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -96,6 +97,7 @@ def test_merge_extract_roll_back_prune(stack: Stack, tmp_path: Path) -> None:
     assert [one["version"] for one in ok(stack, "adapters", "show", merged)] == [1, 4]
 
 
+@pytest.mark.thorough
 def test_a_job_that_does_not_improve_enough_fails(stack: Stack, tmp_path: Path) -> None:
     adapter, data = name(), lessons(tmp_path, 0)
     submit = ("train", "submit", "sft", "--data", data, "--adapter", adapter, "--epochs", "2", "--no-attach", "--wait")

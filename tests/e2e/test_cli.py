@@ -80,6 +80,7 @@ def test_train_attach_roll_back(stack: Stack, examples: str, tmp_path: Path) -> 
     assert temper(stack, "adapters", "detach").returncode == 0
 
 
+@pytest.mark.thorough
 def test_an_idempotency_key_trains_once(stack: Stack, examples: str) -> None:
     submit = ("train", "submit", "sft", "--data", examples, "--adapter", name(), "--epochs", "1", "--no-attach")
     key = ("--idempotency-key", uuid.uuid4().hex)
@@ -101,6 +102,7 @@ def test_cancel_ends_a_wait_with_1(stack: Stack, examples: str) -> None:
     assert "cancelled" in watched.stderr
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("args", "says"),
     [
@@ -150,6 +152,7 @@ def test_a_suite_is_run_and_its_targets_are_compared(stack: Stack, examples: str
     assert "nobody@1" in refused.stderr
 
 
+@pytest.mark.thorough
 def test_feedback_on_kept_answers_is_trained_on(stack: Stack, tmp_path: Path) -> None:
     good, bad = (ok(stack, "chat", text, "--store", "--max-tokens", "4")["completion_id"] for text in ("hello", "hi"))
     data, adapter = str(tmp_path / "data.jsonl"), name()

@@ -185,6 +185,7 @@ async def test_a_router_learns_from_kv_events_where_a_prompt_is(
     assert any(tail == prompt[192 : 192 + len(tail)] for tail in snapshots)
 
 
+@pytest.mark.thorough
 async def test_an_endpoint_picker_sends_a_prompt_to_the_pod_that_has_its_beginning(
     cluster: Cluster, kv_events: tuple[zmq.Socket[bytes], str]
 ) -> None:
@@ -366,6 +367,7 @@ async def test_an_engine_killed_under_sixty_four_streams(cluster: Cluster, stack
     cluster.restart(victim)
 
 
+@pytest.mark.thorough
 async def test_a_draining_engine_finishes_and_gets_nothing_new(cluster: Cluster) -> None:
     length = 120
     async with http(cluster) as client:

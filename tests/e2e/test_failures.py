@@ -140,6 +140,7 @@ def frozen(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("service", ["valkey", "s3"])
 def test_store_frozen_in_the_middle_of_a_job(faulty: Stack, undisturbed: dict[int, float], service: str) -> None:
@@ -233,6 +234,7 @@ async def test_two_hundred_clients_that_hang_up(faulty: Stack) -> None:
         assert jobs.chat(again, faulty.served_model_name)
 
 
+@pytest.mark.thorough
 def test_termination_checkpoints_the_job_and_a_new_start_finishes_it(faulty: Stack) -> None:
     epochs = 12
     with httpx.Client(base_url=faulty.url, timeout=30) as client:

@@ -105,8 +105,8 @@ async def test_gateways_are_replaced_without_a_failed_request(cluster: Cluster) 
     load = Load(cluster.model)
     async with Balancer([*old, *new]) as balancer:
         await balancer.until_ready(*old)
-        clients = [asyncio.create_task(load.ask(balancer.url, number)) for number in range(4)]
-        clients += [asyncio.create_task(load.listen(balancer.url, number)) for number in range(3)]
+        clients = [asyncio.create_task(load.ask(balancer.url, number)) for number in range(2)]
+        clients += [asyncio.create_task(load.listen(balancer.url, number)) for number in range(2)]
         serving = list(old)
         for leaving, coming in zip(old, new, strict=True):
             processes[coming] = cluster.start_gateway(f"gateway-{coming}", coming)
@@ -130,6 +130,7 @@ async def test_gateways_are_replaced_without_a_failed_request(cluster: Cluster) 
     assert load.streamed > 8
 
 
+@pytest.mark.thorough
 async def test_what_outlasts_the_grace_ends_with_an_error_event(cluster: Cluster) -> None:
     (claim,) = claim_ports(1)
     env = {"TEMPER_SHUTDOWN_GRACE_SECONDS": "1", "TEMPER_DRAIN_DELAY_SECONDS": "0"}

@@ -166,6 +166,7 @@ async def test_versions_are_swapped_under_streams(stack: Stack) -> None:
     assert not wrong, f"{len(wrong)} answers are not greedy under the version they name: {wrong[:3]}"
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("unattached")
 async def test_a_trajectory_across_a_swap_says_whose_each_token_is(stack: Stack) -> None:
     """A stream keeps its version, what goes on from it has the new one, and the trajectory of both names both."""

@@ -194,6 +194,7 @@ def test_the_collector_is_told_who_sends(collector: Collector) -> None:
     assert {metadata.get("x-token") for metadata in collector.metadata} == {"secret"}
 
 
+@pytest.mark.thorough
 def test_a_collector_that_is_away_costs_nothing_but_spans(tmp_path: Path) -> None:
     """Nobody listens there; the process ends in time, too."""
     code = """

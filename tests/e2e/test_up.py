@@ -81,6 +81,7 @@ def test_second_up_is_refused_by_the_same_directory_and_by_the_same_port(stack: 
     assert answers(stack)
 
 
+@pytest.mark.thorough
 def test_two_engines_behind_one_gateway(tmp_path: Path) -> None:
     """They share jobs and adapters, and one that is killed fails nobody for long."""
     with Stack(tmp_path / "data", options=("--engines", "2", "--device", "cpu")) as two:
@@ -172,6 +173,7 @@ def fails(stack: Stack) -> str:
     return result.stderr
 
 
+@pytest.mark.thorough
 def test_checkpoint_with_a_missing_tensor_is_named(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(TINY, broken, ignore=shutil.ignore_patterns("recipe"))
@@ -191,6 +193,7 @@ def test_external_redis_that_is_away_is_named(tmp_path: Path) -> None:
     assert "hush" not in message
 
 
+@pytest.mark.thorough
 def test_external_s3_that_is_away_is_named(tmp_path: Path) -> None:
     port = free_ports(1)[0]
     env = {"TEMPER_S3_ENDPOINT": f"127.0.0.1:{port}", "TEMPER_S3_ACCESS_KEY": "a", "TEMPER_S3_SECRET_KEY": "hush"}

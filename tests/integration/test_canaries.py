@@ -214,6 +214,7 @@ def test_a_version_that_fails_is_rolled_back_at_once(fleet: Fleet) -> None:
     assert (fleet.registry.current("toy"), fleet.registry.attached()) == (ONE, ONE)
 
 
+@pytest.mark.thorough
 def test_a_version_that_refuses_is_rolled_back(fleet: Fleet) -> None:
     for running in fleet.gateways:
         engine = running.engine
@@ -265,6 +266,7 @@ def test_a_session_counts_in_each_canary_that_answered_in_it(fleet: Fleet, raw: 
         assert not raw.exists(f"temper:canaries:{canary['id']}:sessions")
 
 
+@pytest.mark.thorough
 def test_who_names_a_version_has_no_part_and_streams_tell(fleet: Fleet) -> None:
     canary = fleet.begin()
     for more in ({"model": "toy@1"}, {"adapter": "toy@2"}, {"adapter": "base"}):

@@ -162,6 +162,7 @@ async def test_a_run_that_is_handed_on_ends_in_the_result_of_one_that_is_not(
     assert len(answers) > 10, "samples differ"
 
 
+@pytest.mark.thorough
 async def test_what_is_deleted_meanwhile_fails_the_run_by_name_and_keeps_what_was_answered(
     queue: JobQueue, store: ObjectStore, suites: SuiteStore, start: Start, pod: Pod
 ) -> None:
@@ -313,6 +314,7 @@ async def test_programs_of_answers_run_with_their_tests(
     assert found.summaries[0].mean == pytest.approx(sum(one.score for one in items) / 7)
 
 
+@pytest.mark.thorough
 async def test_another_server_is_compared_with(
     queue: JobQueue, store: ObjectStore, suites: SuiteStore, start: Start, pod: Pod
 ) -> None:

@@ -73,6 +73,7 @@ async def test_from_submit_to_a_version(
     assert weights == await asyncio.to_thread(undisturbed, pod, spec)
 
 
+@pytest.mark.thorough
 async def test_what_did_not_come_nearer_is_not_published(
     queue: JobQueue,
     registry: AdapterRegistry,

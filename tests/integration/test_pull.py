@@ -132,6 +132,7 @@ class TestPull:
     def test_what_the_hub_does_not_have(self, hub: Hub) -> None:
         assert "no such repository" in refusal(temper("pull", "acme/none"), ExitCode.FAILED)
 
+    @pytest.mark.thorough
     def test_the_ways_out_where_the_source_is_away(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TEMPER_HF_ENDPOINT", f"http://{NOBODY}")
         message = refusal(temper("pull", REPOSITORY), ExitCode.UNREACHABLE)
@@ -184,6 +185,7 @@ class TestModel:
         assert message.startswith(f"error: there is no directory {REPOSITORY}, and as a repository of the hub: ")
         assert "copy the directory here" in message
 
+    @pytest.mark.thorough
     def test_the_digest_of_the_settings_counts(self, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         directory = pulled(REPOSITORY)
         monkeypatch.setenv("TEMPER_MODEL_DIGEST", DIGEST)
@@ -211,6 +213,7 @@ class TestModel:
         finally:
             line.close()
 
+    @pytest.mark.thorough
     def test_buckets_of_two_servers_are_two_models(self, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
         directory = pulled(source)
         monkeypatch.setenv("TEMPER_MODEL_S3_ENDPOINT", NOBODY)

@@ -123,6 +123,7 @@ async def test_jobs_that_wait_take_their_steps_together(
     assert "takes its steps together with those of 4 other jobs" in messages
 
 
+@pytest.mark.thorough
 async def test_a_job_joins_those_that_run(
     queue: JobQueue, registry: AdapterRegistry, start: Start, checkpoint: Path
 ) -> None:
@@ -195,6 +196,7 @@ async def test_a_forward_that_fails_for_several_is_taken_by_each_alone(
     assert sum(count > 1 for count in forwards.adapters) == 1, "tried once, and alone from then on"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
@@ -243,6 +245,7 @@ async def test_memory_decides_who_takes_steps_together(
     assert host.memory_budget.held() == {}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("limit", [{"trainer_jobs_a_step": 1}, {"job_max_attempts": 1}], ids=["limit", "last attempt"])
 async def test_one_job_a_step_is_one_job_after_another(
     queue: JobQueue, registry: AdapterRegistry, start: Start, checkpoint: Path, limit: dict[str, int]
@@ -279,6 +282,7 @@ async def test_a_drain_checkpoints_and_hands_all_back(
         assert any("resumed after step" in message for message in messages)
 
 
+@pytest.mark.thorough
 async def test_a_job_that_waits_for_a_store_holds_up_no_other(
     queue: JobQueue, registry: AdapterRegistry, start: Start, checkpoint: Path, s3: RunningServer
 ) -> None:

@@ -170,6 +170,7 @@ def divergence_of(files: Mapping[str, bytes], prompts: Sequence[Sequence[int]], 
     return float(torch.cat(differences).mean())
 
 
+@pytest.mark.thorough
 async def test_a_job_that_is_handed_on_goes_on_with_its_answers(
     queue: JobQueue, store: ObjectStore, registry: AdapterRegistry, suites: SuiteStore, start: Start
 ) -> None:
@@ -208,6 +209,7 @@ async def test_a_suite_that_is_trained_on_does_not_decide(
     assert "1 of 21 items" in (heir.reason or "")
 
 
+@pytest.mark.thorough
 async def test_what_cannot_decide_says_so(
     queue: JobQueue, registry: AdapterRegistry, suites: SuiteStore, start: Start
 ) -> None:

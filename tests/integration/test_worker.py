@@ -298,7 +298,8 @@ def outage(server: RunningServer, how: str) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("how", ["frozen", "killed"])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("how", ["killed", "frozen"])
 async def test_redis_away_in_the_middle(
     how: str,
     queue: JobQueue,
@@ -324,7 +325,8 @@ async def test_redis_away_in_the_middle(
     assert steps == list(range(1, 31)), "a report whose answer is lost is sent again, and written once"
 
 
-@pytest.mark.parametrize("how", ["frozen", "killed"])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("how", ["killed", "frozen"])
 async def test_s3_away_until_after_the_last_step(
     how: str, queue: JobQueue, registry: AdapterRegistry, trainer_settings: TrainerSettings, s3: RunningServer
 ) -> None:

@@ -281,6 +281,7 @@ def test_chains_and_ordinary_chunks_on_the_device(largest_graph: int) -> None:
     fused.check_states(parts, [2, 3, 4, 12, 13, 14, 15, 16])
 
 
+@pytest.mark.thorough
 def test_reads_and_draft_tokens_on_the_device() -> None:
     """Of a step with chains: rows are found where they would be without."""
     scored = prompt("a", 70, prompt_logprobs=2, pooling=Pooling.MEAN)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import tests.kernels.gpu.interpreter  # noqa: F401
+from services.common.adapters.drafter_form import DrafterForm
 from services.engine.executors.cuda.runner import RunnerOptions
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.requests.adapter import BASE_PIN, AdapterPin
@@ -77,6 +78,7 @@ def test_prompts_are_read() -> None:
     assert run.steps == 3
 
 
+@pytest.mark.thorough
 def test_prompts_are_read_beside_draft_tokens() -> None:
     """Of the first only log-probabilities are wanted, of the second a vector as well."""
     limits = replace(LIMITS, token_budget=16, draft_tokens=2)
@@ -86,6 +88,17 @@ def test_prompts_are_read_beside_draft_tokens() -> None:
     first, second = requests(2, 6, tokens=2)
     run.run([replace(first, prompt_logprobs=1), replace(second, prompt_logprobs=2, pooling=Pooling.MEAN)], arrivals=1)
     assert run.reports == 2
+
+
+def test_blocks_are_drawn_as_on_a_cpu() -> None:
+    """Of two layers, four of seven tokens; one answer comes later."""
+    form = DrafterForm(7, 2)
+    limits = replace(LIMITS, token_budget=24, draft_tokens=4)
+    models = (random_model(TINY, torch.float32, device, mtp=True, form=form) for device in ("cpu", DEVICE))
+    run = InStep(*models, limits)
+    run.compares_logits = False
+    run.run(requests(3, 6, tokens=5), arrivals=1)
+    assert run.drafts > 2
 
 
 def test_adapters_of_a_batch() -> None:
@@ -101,6 +114,7 @@ def test_adapters_of_a_batch() -> None:
     assert run.steps == 2
 
 
+@pytest.mark.thorough
 def test_writes_to_states_wait() -> None:
     """As in large batches: prompts cut so that single tokens of theirs are computed as decodes are, before and between
     chunks, and answers long enough that states are written back meanwhile."""
@@ -175,6 +189,7 @@ def test_many_rows_of_fp8_matrices(dtype: torch.dtype, length: int, share: float
         assert (ours - exact).norm() < 1.1 * moved
 
 
+@pytest.mark.thorough
 def test_many_rows_of_fp8_matrices_rounded_alike() -> None:
     """The same without chance: the plain model takes over which numbers ours rounded up and which down, having checked
     that together they are as near to its own as the nearest. What is left is the error of sums; tensor cores keep some

@@ -47,6 +47,7 @@ def test_adapters_of_the_shared_expert(batch_invariant: bool) -> None:
     assert run.steps == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
 def test_quantized_experts(kind: str) -> None:

@@ -17,7 +17,7 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @configs
 def test_prompts_of_every_length_and_chunk(pairs: dict[str, Pair], name: str) -> None:
     pair = pairs[name]

@@ -132,6 +132,7 @@ def test_each_adapter_learns_as_if_alone(pairs: dict[str, Pair], name: str, reco
         assert_equal_gradients(found[job], expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "settings"),

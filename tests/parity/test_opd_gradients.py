@@ -179,6 +179,7 @@ def test_sampled_reverse_kl(setting: Setting, pod: Pod, teacher: str, sampling: 
     assert_same_gradients(gradients(run.lora), setting.policy)
 
 
+@pytest.mark.thorough
 def test_the_sampled_estimate_has_the_gradient_of_the_divergence_on_average(setting: Setting, pod: Pod) -> None:
     """One token of one prompt, many samples: the mean policy gradient is the gradient of KL(student ‖ teacher)."""
     prompts = [{"prompt_token_ids": [5, 9, 200, 31]}] * 600

@@ -96,6 +96,7 @@ def test_the_workloads_have_hits_and_preemptions(in_chunks: Bench) -> None:
     assert totals.preemptions > 0
 
 
+@pytest.mark.thorough
 def test_the_workloads_come_back_from_every_tier_whole_and_in_part(with_tiers: Bench) -> None:
     totals = compared(with_tiers, *map(Random, (0, 8, 13, 29, 30)))
     assert not totals.differences, totals.first

@@ -141,7 +141,7 @@ def test_the_first_round_is_of_the_starting_policy(pod: Pod) -> None:
     assert run.step(1)["sampler_trainer_kl"] < 1e-6
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 5, 6, 7])
 def test_resume_after_every_step_is_bitwise(pod: Pod, straight: Stepped, stop: int) -> None:
     fields: dict[str, Any] = {"epochs": 2, "groups_per_step": 1, "generate": {"rounds": 2}}
@@ -156,6 +156,7 @@ def test_resume_after_every_step_is_bitwise(pod: Pod, straight: Stepped, stop: i
         assert torch.equal(left, right)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "settings",
@@ -249,6 +250,7 @@ def test_prompts_come_each_once_before_one_comes_again(pod: Pod) -> None:
     assert chosen[:4] != chosen[4:8] or chosen[4:8] != chosen[8:]
 
 
+@pytest.mark.thorough
 def test_a_curriculum_learns_what_cannot_be_answered_and_resumes_bitwise(pod: Pod) -> None:
     asked = prompts(dates.items(0, 6, held_out=False))
     for index, prompt in enumerate(asked):
@@ -311,6 +313,7 @@ def test_a_step_that_is_interrupted_has_not_happened(pod: Pod, straight: Stepped
     assert without_times(run.step(0)) == straight.curve[0]
 
 
+@pytest.mark.thorough
 def test_users_are_served_while_a_job_samples_and_trains(pod: Pod) -> None:
     user = pod.user()
     prompt = tuple(pod.engine.codec.encode_chat([{"role": "user", "content": "What is 12 + 30?"}]))

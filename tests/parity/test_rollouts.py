@@ -130,6 +130,7 @@ def test_what_does_not_fit_is_refused(pod: Pod) -> None:
         pod.host.rollouts.generate([*requests(pod, 2), RolloutRequest((5,) * 300, 0)], GREEDY, None)
 
 
+@pytest.mark.thorough
 def test_users_go_first_and_get_what_they_get_alone(pod: Pod) -> None:
     """Five times as many rollouts as seats; a user's request takes a seat at once and answers the same."""
     user = pod.user()
@@ -195,6 +196,7 @@ def test_a_deadline_ends_the_wait(pod: Pod) -> None:
         )
 
 
+@pytest.mark.thorough
 def test_without_a_free_slot_the_job_is_told(pod: Pod) -> None:
     for name in ("one", "two", "three"):
         pod.registry.versions[AdapterVersion(name, 1)] = adapter(pod, 3).to_files("tiny")
@@ -252,6 +254,7 @@ def test_an_engine_that_ends_says_so(end: str) -> None:
         assert pod.slots_taken() == 0 or wait_for(lambda: pod.slots_taken() == 0) is None
 
 
+@pytest.mark.thorough
 def test_gentle_requests_are_few_beside_users_and_many_without(pod: Pod) -> None:
     loop = pod.engine.loop
     asked = requests(pod, 12)

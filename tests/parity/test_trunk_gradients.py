@@ -76,7 +76,7 @@ def device_and_model(pair: Pair) -> tuple[torch.device, Qwen3_5]:
     return torch.device("cuda"), Qwen3_5.from_directory(pair.path, dtype="float32", device="cuda")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_equals_plain_autograd(pairs: dict[str, Pair], name: str, tmp_path: Path) -> None:
     pair = pairs[name]
@@ -123,7 +123,9 @@ def test_recomputation_changes_no_bit(pairs: dict[str, Pair], name: str, tmp_pat
             assert torch.equal(value, other[name]), name
 
 
-def test_documents_that_go_on_from_others(pairs: dict[str, Pair], tmp_path: Path) -> None:
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("levels", [["none"], ["none", "selective", "full"]], ids=str)
+def test_documents_that_go_on_from_others(pairs: dict[str, Pair], levels: list[Recompute], tmp_path: Path) -> None:
     """Behind up to three others, several behind one; whatever is computed again."""
     pair = pairs["grouped"]
     make_adapter(pair.path, tmp_path, r=3)
@@ -139,7 +141,6 @@ def test_documents_that_go_on_from_others(pairs: dict[str, Pair], tmp_path: Path
     (exact * weights).sum().backward()
     expected = gradients(lora)
     found = []
-    levels: tuple[Recompute, ...] = ("none", "selective", "full")
     for recompute in levels:
         ours = LoraParams.from_bound(bound, device=device)
         settings = (model.config, model.weights, model.rotation, ours)
@@ -185,6 +186,7 @@ class Seen(Probe):
         self.streams[index] = before.cpu().clone(), after.cpu().clone()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["grouped", "experts"])
 def test_a_probe_sees_and_changes_what_it_does_in_plain_torch(pairs: dict[str, Pair], name: str) -> None:
     tokens, lengths, _ = packed(FEW)
@@ -222,6 +224,7 @@ def test_without_gradients_nothing_is_kept(pairs: dict[str, Pair], tmp_path: Pat
     assert not hidden.requires_grad
 
 
+@pytest.mark.thorough
 def test_a_second_backward_is_refused(pairs: dict[str, Pair], tmp_path: Path) -> None:
     pair = pairs["grouped"]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

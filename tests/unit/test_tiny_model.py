@@ -194,6 +194,7 @@ def test_card_meets_the_goals() -> None:
     assert 0.2 <= card[WEAK_SKILL] <= 0.6
 
 
+@pytest.mark.thorough
 def test_the_weights_know_what_the_card_says() -> None:
     model = Qwen3_5ForCausalLM.from_pretrained(DIRECTORY, dtype=torch.float32).eval()
     for skill in ("arithmetic", "strings", WEAK_SKILL):

@@ -1,13 +1,15 @@
 """A GRPO step on episodes of several turns, end to end: `python -m benchmarks.training.environments.agents --out FILE`.
 
 8 groups of 8 episodes of 6 turns: a prompt of 512 tokens, 128 sampled tokens a turn, and 200 tokens between two of them
-from an environment in this process, which says what it has to at once. Qwen3.5-4B's shape with random weights, rank 16
-on all linear layers, AdamW; a step is a round. `--device cpu --shape tiny` does the same on the tiny model, in small.
+from an environment in this process, which says what it has to at once, or after --answer-seconds. Qwen3.5-4B's shape
+with random weights, rank 16 on all linear layers, AdamW; a step is a round. `--device cpu --shape tiny` does the same
+on the tiny model, in small.
 
 One JSON line a staleness (0: sampling and training in turn; 1: the next round is sampled while this one trains) and
 microbatch, which is written to --out as it comes. Each takes its part of --seconds, at least one step behind --warm-up:
 
 - step_seconds: median wall time of a step, the device waited for; steps, how many that is of; slowest_seconds
+- answer_seconds: what an environment takes for an answer
 - max_tokens_per_microbatch, recompute: fields of the job; null: not given. Over 8,192 tokens, and where captured steps
   would need more memory than there is for them, episodes of a group have their beginning in common
 - episodes_per_second: episodes of a step over that; rate_to_first: this over that of the first line
@@ -25,6 +27,7 @@ microbatch, which is written to --out as it comes. Each takes its part of --seco
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import random
 import statistics
@@ -99,10 +102,11 @@ def filler(tokens: Callable[[str], int], wanted: int) -> str:
 class ScriptedWorld:
     """Says the same after every answer, and ends with a reward that is drawn: groups have spread."""
 
-    def __init__(self, turns: int, said: str, reward: float) -> None:
+    def __init__(self, turns: int, said: str, reward: float, answer_seconds: float) -> None:
         self._left = turns
         self._said = said
         self._reward = reward
+        self._answer_seconds = answer_seconds
 
     async def begin(self, params: Mapping[str, Any]) -> str:
         """See World.begin."""
@@ -112,6 +116,7 @@ class ScriptedWorld:
     async def act(self, answer: ReadAnswer) -> Outcome:
         """See World.act."""
         del answer
+        await asyncio.sleep(self._answer_seconds)
         self._left -= 1
         if not self._left:
             return Outcome(reward=self._reward, done=True)
@@ -121,16 +126,17 @@ class ScriptedWorld:
 class ScriptedWorlds:
     """Implements Worlds in this process."""
 
-    def __init__(self, turns: int, said: str) -> None:
+    def __init__(self, turns: int, said: str, answer_seconds: float) -> None:
         self._turns = turns
         self._said = said
+        self._answer_seconds = answer_seconds
         self._rewards = random.Random(0)
 
     @contextlib.asynccontextmanager
     async def open(self, tools: Sequence[Mapping[str, Any]]) -> AsyncIterator[ScriptedWorld]:
         """See Worlds.open."""
         del tools
-        yield ScriptedWorld(self._turns, self._said, self._rewards.random())
+        yield ScriptedWorld(self._turns, self._said, self._rewards.random(), self._answer_seconds)
 
 
 @dataclass(slots=True)
@@ -198,9 +204,10 @@ def host_around(pod: TrainingPod, sizes: Sizes, reading: Reading) -> PolicyHost:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What is compared: fields of the job."""
+    """What is compared: fields of the job, and how long an environment takes to answer."""
 
     staleness: int
+    answer_seconds: float = 0.0
     max_tokens_per_microbatch: int | None = None
     recompute: str | None = None
 
@@ -208,8 +215,9 @@ class Variant:
         return ", ".join(f"{name} {value}" for name, value in asdict(self).items() if value is not None)
 
     def training(self) -> dict[str, Any]:
-        """Those that are given, but for the staleness."""
-        return {name: value for name, value in asdict(self).items() if name != "staleness" and value is not None}
+        """Fields of the job's training that are given."""
+        given = {"max_tokens_per_microbatch": self.max_tokens_per_microbatch, "recompute": self.recompute}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 def scripted_run(pod: TrainingPod, sizes: Sizes, reading: Reading, variant: Variant) -> EpisodeRun:
@@ -243,7 +251,7 @@ def scripted_run(pod: TrainingPod, sizes: Sizes, reading: Reading, variant: Vari
         seen = Observation.model_validate({"type": "observation", "messages": [{"role": "user", "content": text}]})
         return len(observation_tokens(codec, seen, after=[5], options=spec.chat_template_kwargs))
 
-    worlds = ScriptedWorlds(sizes.turns, filler(said, sizes.observation))
+    worlds = ScriptedWorlds(sizes.turns, filler(said, sizes.observation), variant.answer_seconds)
 
     class ScriptedRun(EpisodeRun):
         def _worlds(self, *given: Any) -> Any:
@@ -347,6 +355,7 @@ def main() -> None:
         metavar="TOKENS:RECOMPUTE,…",
         help="each with every staleness, e.g. 2048:none,16384:selective",
     )
+    parser.add_argument("--answer-seconds", default="0", help="of an environment, e.g. 0,1: each with all of the above")
     parser.add_argument("--train-memory", default="0", help="memory of training, e.g. 40GiB; 0: the plan's")
     parser.add_argument("--seconds", type=float, default=100.0, help="for all steps, without the start of the engine")
     parser.add_argument("--steps", type=int, default=5, help="most steps of each that count")
@@ -356,7 +365,12 @@ def main() -> None:
     only_warnings()
     small = options.shape == "tiny"
     sizes, reading = (SMALL if small else FULL), Reading()
-    variants = [Variant(int(level), *one) for one in options.microbatches for level in options.staleness.split(",")]
+    variants = [
+        Variant(int(level), seconds, *one)
+        for seconds in map(float, options.answer_seconds.split(","))
+        for one in options.microbatches
+        for level in options.staleness.split(",")
+    ]
     began = time.monotonic()
     model = TINY if small else checkpoint(options.shape, options.scratch)
     # A few tokens more than an episode has: its turns are asked for as long as the longest may be.

@@ -174,7 +174,8 @@ async def test_many_versions_are_swapped_in_under_load(engine: EngineUnderTest) 
         assert tokens == expected[number, adapter], (number, adapter)
 
 
-@pytest.mark.parametrize("outage", ["down", "frozen"])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("outage", ["frozen", "down"])
 async def test_an_outage_of_the_store_does_not_stop_serving(
     engine: EngineUnderTest, s3: RunningServer, outage: str
 ) -> None:
@@ -193,6 +194,7 @@ async def test_an_outage_of_the_store_does_not_stop_serving(
     assert (await sync(engine)).attached == "skill@2"
 
 
+@pytest.mark.thorough
 async def test_compositions_answer_beside_their_members_and_follow_them(engine: EngineUnderTest) -> None:
     """Over three slots: two compositions, and a member by itself. `a+a`, so to say, is `a` twice as strong."""
     await engine.publish("a", seed=1, attach=False)

@@ -90,6 +90,7 @@ def test_a_pod_serves_and_drains(pod: subprocess.Popen[bytes], environment: dict
     assert pod.wait(30) == 0
 
 
+@pytest.mark.thorough
 def test_a_pod_sleeps_and_wakes(pod: subprocess.Popen[bytes], environment: dict[str, str]) -> None:
     """What runs ends first; then the process is a small one with the same id and port, until it is woken."""
     with grpc.insecure_channel(f"127.0.0.1:{environment['TEMPER_GRPC_PORT']}", RECONNECTING) as channel:

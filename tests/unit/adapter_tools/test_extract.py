@@ -162,6 +162,7 @@ def test_an_incomplete_base_is_refused(tmp_path: Path, checkpoint: Path) -> None
         extract(broken, files, tmp_path / "out", base_digest=None, source="bot")
 
 
+@pytest.mark.thorough
 def test_memory_stays_that_of_a_few_rows(tmp_path: Path) -> None:
     """The process never holds the model: its peak is measured while it writes one many times larger than that."""
     config = json.loads((TINY / "config.json").read_text())

@@ -138,6 +138,7 @@ def test_killed_behind_its_last_step_it_has_ended(home: Path) -> None:
     assert not work.exists()
 
 
+@pytest.mark.thorough
 def test_in_its_pauses_others_have_the_device(home: Path, whole: tuple[Path, dict[str, Any]]) -> None:
     gate, pauses = CountingGate(), 0
 

@@ -154,6 +154,7 @@ def used(services: Path, script: str, *arguments: object) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.thorough
 def test_a_kind_of_job_is_two_modules_and_a_line(services: Path, checkpoint: Path) -> None:
     (services / "common/jobs/kinds/imitation.py").write_text(KIND)
     (services / "trainer/jobs/imitation.py").write_text(KIND_RUN)

@@ -72,6 +72,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_every_time(device: torch.devic
     assert torch.equal(alone[0], whole[2])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("together", [2, 3, 5])
 def test_rows_of_a_sequence_together(together: int, fp8: bool, device: torch.device) -> None:

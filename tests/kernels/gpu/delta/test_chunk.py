@@ -56,6 +56,7 @@ def check(
     assert torch.equal(state[[0, 1, count + 2]], before[[0, 1, count + 2]])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("start", [0, 9])
 def test_lengths(device: torch.device, length: int, start: int) -> None:
@@ -97,6 +98,7 @@ def check_chains(
     assert torch.equal(state[rest].nan_to_num(7), before[rest].nan_to_num(7))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("block_v", [16, 32])
 @pytest.mark.parametrize("chains", CHAINS)
 def test_chains(device: torch.device, chains: list[Chain], block_v: int) -> None:
@@ -138,6 +140,7 @@ def test_every_split_is_the_same(device: torch.device, cut: int) -> None:
     torch.testing.assert_close(state[1].double(), final, **FLOAT32)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("terms", [1, 2])
 @pytest.mark.parametrize("block_v", [16, 32])
 def test_bfloat16(device: torch.device, block_v: int, terms: int) -> None:

@@ -23,6 +23,7 @@ def case(rows: int, channels: int, kernel: int, dtype: torch.dtype, device: torc
     return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("channels", "kernel", "row_block"), [(64, 4, 1), (200, 3, 4), (36, 2, 2)])
 def test_decode(device: torch.device, channels: int, kernel: int, row_block: int, dtype: torch.dtype) -> None:
@@ -40,6 +41,7 @@ def test_decode(device: torch.device, channels: int, kernel: int, row_block: int
     assert torch.equal(state[untouched], before[untouched])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("channels", "kernel", "rows"), [(64, 4, 16), (200, 3, 64), (36, 2, 8)])
 def test_prefill(device: torch.device, channels: int, kernel: int, rows: int, dtype: torch.dtype) -> None:
@@ -60,6 +62,7 @@ def test_prefill(device: torch.device, channels: int, kernel: int, rows: int, dt
     assert torch.equal(state[[0, 5, 6]], before[[0, 5, 6]])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rows", [8, 16, 64])
 @pytest.mark.parametrize("chains", CHAINS)
 def test_chains(device: torch.device, chains: list[Chain], rows: int) -> None:

@@ -96,6 +96,7 @@ def inputs(rows: int, channels: int, dtype: torch.dtype, device: torch.device) -
     return x, torch.randn(4, channels, generator=generator).to(device, dtype)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_windows_of_the_tokens_that_count(device: torch.device, dtype: torch.dtype) -> None:
     channels = 40

@@ -73,6 +73,7 @@ def check(x: Tensor, lora: LoraRows, **configs: object) -> None:
     assert torch.equal(out[without], base[without])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("row_adapters", [[0], [2], [0, 3, 1, 1, 0, 2, 3], [1] * 70 + [0] * 20 + [3] * 45])
 def test_each_row_gets_its_own_adapter(device: torch.device, row_adapters: list[int], dtype: torch.dtype) -> None:
@@ -80,6 +81,7 @@ def test_each_row_gets_its_own_adapter(device: torch.device, row_adapters: list[
     check(torch.randn(len(row_adapters), 72, device=device).to(dtype), lora)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sizes", [(48,), (33, 7), (16, 16, 5, 5)])
 @pytest.mark.parametrize("rank", [4, 16, 40])
 def test_targets_and_ranks_of_any_size(device: torch.device, sizes: tuple[int, ...], rank: int) -> None:
@@ -114,6 +116,7 @@ def test_rows_are_gathered_by_slot(device: torch.device, row_adapters: list[int]
     check(x, lora, shrink=ShrinkConfig(8, 16, 32, 2, 1, gathered=True))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("rows", "sizes", "config"),

@@ -25,6 +25,7 @@ def bench() -> Iterator[Bench]:
     made.transfer.close()
 
 
+@pytest.mark.thorough
 def test_every_way_is_measured(bench: Bench) -> None:
     lines = list(results(bench, TINY, lengths=[50], moved=[32], repeats=1))
     prompts = [(line["snapshots"], line["way"]) for line in lines if line["what"] == "prefill"]

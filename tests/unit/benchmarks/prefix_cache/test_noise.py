@@ -67,6 +67,7 @@ def engine() -> Iterator[InProcessEngine]:
     engine.stop()
 
 
+@pytest.mark.thorough
 def test_the_cache_is_used_where_it_says(engine: InProcessEngine) -> None:
     measured = measure(engine, conversations(4, engine.vocab_size, 0, 48.0), answer=4)
     found = measured.figures()

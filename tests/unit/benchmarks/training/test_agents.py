@@ -27,7 +27,7 @@ def test_a_step_in_turn_and_ahead() -> None:
         torch.set_num_threads(1)
         for staleness in (0, 1):
             line = measure(
-                pod, SMALL, reading, Variant(staleness, 256, "selective"), seconds=0, warm_up=staleness, most=3
+                pod, SMALL, reading, Variant(staleness, 0.0, 256, "selective"), seconds=0, warm_up=staleness, most=3
             )
             assert line["steps"] == 1
             assert line["episodes"] == size

@@ -106,6 +106,7 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     assert "is not a checkpoint directory" in done.stderr
 
 
+@pytest.mark.thorough
 def test_the_process_itself_refuses_an_impossible_level(tmp_path: Path) -> None:
     scores = tmp_path / "s.json"
     done = CliRunner().invoke(app, ["forge", "importance", str(DEFAULT_MODEL), str(scores), "--method", "random"])

@@ -40,6 +40,7 @@ def test_an_archive_is_made_and_told(
     assert found["bytes"] == Path(found["file"]).stat().st_size
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -35,6 +35,7 @@ def step() -> DecodeStep:
     return made
 
 
+@pytest.mark.thorough
 def test_whole_step_gives_logits_and_launches_each_kernel_of_a_layer(step: DecodeStep) -> None:
     with counted() as kernels:
         logits = step.launch(1, adapters=True, pdl=False)  # which the interpreter does not know

@@ -122,6 +122,7 @@ def test_what_a_run_launches_is_compiled_once(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["0 0", str(names), "[]"], done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "engines", [["none+mtp"], pytest.param(["fp8", "int4", "fp8+experts"], marks=pytest.mark.thorough)], ids=str
 )

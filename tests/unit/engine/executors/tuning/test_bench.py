@@ -47,6 +47,7 @@ def steps(model: Qwen3_5, kv_dtype: torch.dtype | None = None) -> tuple[Captured
     )
 
 
+@pytest.mark.thorough
 def test_candidates_are_compared_with_the_table_and_leave_nothing_behind() -> None:
     model = random_model(TINY, torch.float32, kernels=KernelConfigs.on(torch.device("cpu")))
     bench, kernels, cache = steps(model)
