@@ -185,6 +185,7 @@ def test_checkpoint_with_a_missing_tensor_is_named(tmp_path: Path) -> None:
     assert victim.removeprefix("model.language_model.").removeprefix("model.") in message
 
 
+@pytest.mark.thorough
 def test_external_redis_that_is_away_is_named(tmp_path: Path) -> None:
     port = free_ports(1)[0]
     message = fails(Stack(tmp_path / "data", env={"TEMPER_REDIS_URL": f"redis://:hush@127.0.0.1:{port}/0"}))

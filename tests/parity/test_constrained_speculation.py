@@ -96,6 +96,7 @@ def served(model: Qwen3_5, limits: SchedulerConfig) -> StepPipeline:
     return StepPipeline(limits, make_runner(model, limits, lora), SliceGate(1.0), EventStream(), lambda: 0.0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("changes", [{"draft_tokens": 3}, {"draft_tokens": 4, "num_blocks": 90}])
 def test_constrained_answers_are_the_same(model: Qwen3_5, vocabulary: Vocabulary, changes: dict[str, int]) -> None:
     """At every temperature, and preempted. Conversations go on from the states at the ends of the answers."""

@@ -95,6 +95,7 @@ def base_policy(pod: Pod) -> LoraParams:
     return prepared(pod).lora.copied("cpu")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_groups_wait_until_they_are_whole(pod: Pod, staleness: int) -> None:
     """Every rollout is learnt from once or dropped; each token's behaviour is that of the policy that sampled it."""

@@ -37,6 +37,7 @@ async def validate(engine: EngineUnderTest, files: dict[str, bytes]) -> adapters
     return await engine.adapters.Validate(chunks())
 
 
+@pytest.mark.thorough
 async def test_a_running_answer_keeps_its_version(engine: EngineUnderTest) -> None:
     stream = engine.stream()
     base = await engine.generate(request(PROMPT, max_tokens=60))
