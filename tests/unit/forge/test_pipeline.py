@@ -100,7 +100,7 @@ MOMENTS = [
 ]
 
 
-@pytest.mark.parametrize("moments", [MOMENTS[1::6], pytest.param(MOMENTS, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("moments", [MOMENTS[1::3], pytest.param(MOMENTS, marks=pytest.mark.thorough)])
 def test_killed_at_any_moment_it_goes_on_and_ends_in_the_same_bytes(
     home: Path, whole: tuple[Path, dict[str, Any]], moments: list[tuple[str, int]]
 ) -> None:
