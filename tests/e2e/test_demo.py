@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.stack import ROOT, clean_environment
 
@@ -49,6 +50,7 @@ def test_the_model_learns(tmp_path: Path) -> None:
     assert not list((tmp_path / "tmp").glob("temper-demo-*"))
 
 
+@pytest.mark.thorough
 def test_interrupt_stops_everything(tmp_path: Path) -> None:
     process = demo(tmp_path)
     assert process.stdout is not None
