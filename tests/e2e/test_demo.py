@@ -32,6 +32,7 @@ def demo(directory: Path, *options: str, stderr: int = subprocess.STDOUT) -> sub
     )
 
 
+@pytest.mark.thorough
 def test_the_model_learns(tmp_path: Path) -> None:
     process = demo(tmp_path, "--rounds", "2", "--json", stderr=subprocess.PIPE)
     printed, text = process.communicate(timeout=280)
@@ -50,7 +51,6 @@ def test_the_model_learns(tmp_path: Path) -> None:
     assert not list((tmp_path / "tmp").glob("temper-demo-*"))
 
 
-@pytest.mark.thorough
 def test_interrupt_stops_everything(tmp_path: Path) -> None:
     process = demo(tmp_path)
     assert process.stdout is not None
