@@ -65,6 +65,8 @@ SECTIONS = (
     _serving("swaps", 400, "--cases 64x512x512 --lora 8 --swaps 1000"),
     _serving("timeline", 200, "--cases 1x512x128,64x512x256,256x512x256 --profile {out}/timeline.json.gz"),
     _serving("speculation", 200, "--cases 1x512x128,8x512x128 --set speculative=mtp --acceptance 0.8"),
+    # 0.895 of seven draft tokens: 5.6 tokens of an answer a step.
+    _serving("block", 300, "--cases 1x512x256,8x512x256 --block 8 --acceptance 0.895"),
     _serving("invariant", 200, "--cases 1x512x128,64x512x256 --batch-invariant"),
     Section("multiturn", 400, (f"{_BENCH}.prefix_cache.multiturn {_MODEL} --out {{out}}/multiturn.jsonl",)),
     Section("prefix-noise", 400, (f"{_BENCH}.prefix_cache.noise {_MODEL} --out {{out}}/prefix-noise.jsonl",)),

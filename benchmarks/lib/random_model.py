@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.quantize import GROUP, Fp8Weight, Int4Weight
+from services.common.adapters.drafter_form import MTP_FORM, DrafterForm
 from services.engine.models.footprint import Quantization
 from services.engine.models.lora.binding import BoundAdapter, BoundTarget
 from services.engine.models.lora.targets import TARGET_MODULES, target_shapes
@@ -44,6 +45,8 @@ class RandomWeights:
     """Configurations of the kernels that run the weights; None: those that fit the device."""
     mtp: bool = False
     """With the layer that predicts the token after next."""
+    form: DrafterForm = MTP_FORM
+    """Of a drafter in its place."""
     invariant: bool = False
     """Products do not depend on how many rows they have."""
     draft_head: bool = False
@@ -68,8 +71,9 @@ class RandomWeights:
             embedding_norm=self._ones(hidden),
             hidden_norm=self._ones(hidden),
             fc=self._matrix(hidden, 2 * hidden),
-            layer=self._layer("full_attention"),
+            layers=tuple(self._layer("full_attention") for _ in range(self.form.layers)),
             final_norm=self._ones(hidden),
+            places=self._normal(self.form.block - 1, hidden, std=1.0) if self.form.block else None,
             head=self._stored(embedding, "int4") if self.draft_head else None,
         )
 

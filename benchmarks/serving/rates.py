@@ -101,6 +101,10 @@ def main() -> None:
     parser.add_argument(
         "--acceptance", type=float, metavar="SHARE", help="with --set speculative=mtp: so many draft tokens are right"
     )
+    parser.add_argument(
+        "--block", type=int, metavar="N", help="draft with a block drafter of random numbers that proposes N tokens"
+    )
+    parser.add_argument("--block-layers", type=int, default=1, metavar="N", help="layers of it")
     parser.add_argument("--seconds", type=float, default=540.0, help="start no case after this")
     parser.add_argument("--out", type=Path, help="directory for serving.jsonl")
     options = parser.parse_args()
@@ -121,10 +125,18 @@ def run(options: argparse.Namespace) -> None:
     from benchmarks.lib.in_process import InProcessEngine, only_warnings, settings_for
     from benchmarks.serving.acceptance import impose
     from benchmarks.serving.floor import beside_floor, measured_bandwidth
-    from benchmarks.serving.random_engine import made_on_the_device
+    from benchmarks.serving.random_engine import RANDOM_DIGEST, made_on_the_device, write_drafter
     from benchmarks.serving.swaps import measure_swaps
     from benchmarks.serving.timeline import prepare, profile_decode
+    from services.common.adapters.drafter_form import DrafterForm
+    from services.engine.models.checkpoint import checkpoint_digest
 
+    given = dict(pair.split("=", 1) for pair in options.set)
+    if options.block is not None:
+        form = DrafterForm(options.block, options.block_layers)
+        drafter = options.scratch / f"{options.model.replace('/', '-')}-block"
+        write_drafter(directory, drafter, form, RANDOM_DIGEST if options.random else checkpoint_digest(directory))
+        given |= {"speculative": "mtp", "drafter": str(drafter.resolve())}
     settings = settings_for(
         directory,
         options.device,
@@ -133,7 +145,7 @@ def run(options: argparse.Namespace) -> None:
         state_dtype=options.state,
         batch_invariant=options.batch_invariant,
         max_num_seqs=max(case.requests for case in options.cases) if options.device == "cpu" else 0,
-        **dict(pair.split("=", 1) for pair in options.set),
+        **given,
     )
     stages.done("imports")
     stages.listen()
@@ -164,6 +176,7 @@ def run(options: argparse.Namespace) -> None:
         "state": options.state,
         "batch_invariant": options.batch_invariant,
         "settings": options.set,
+        "block": options.block and [options.block, options.block_layers],
         "start_s": round(time.perf_counter() - began, 2),
         "start": stages.seconds(),
         **environment(),

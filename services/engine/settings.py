@@ -6,8 +6,9 @@ import socket
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ByteSize, Field, field_validator, model_validator
+from pydantic import ByteSize, Field, PrivateAttr, field_validator, model_validator
 
+from services.common.adapters.drafter_form import MOST_BLOCK, MOST_CHAINED, MTP_FORM, DrafterForm
 from services.common.adapters.names import parse_adapter_ref
 from services.common.errors import InvalidRequest
 from services.common.settings import CommonSettings
@@ -16,6 +17,9 @@ from services.common.shutdown import CLOSE_SECONDS
 _GIB = 1024**3
 ADAPTER_SLOTS = 8
 """Adapter slots where neither the settings nor a small card say otherwise."""
+MOST_DRAFTED_ON_GPU = 7
+"""Most draft tokens of a request in a step on a GPU: beside a state the writes of as many and of the newest token can
+wait (kernels.gpu.delta.waiting_writes)."""
 TIERS = ("host", "disk", "store")
 """Fastest first, as in services/engine/kv_offload/messages.py."""
 
@@ -39,16 +43,16 @@ class EngineSettings(CommonSettings):
     batch_invariant: bool = False
     """Greedy output of a request does not depend on other requests on the GPU; costs speed."""
     speculative: Literal["none", "mtp"] = "none"
-    """mtp: the checkpoint's own mtp layer proposes draft tokens, and steps check several at once; a request's tokens do
-    not change. On a GPU as many as pay by what was measured at the start, up to draft_tokens, and none in steps of many
-    requests."""
-    draft_tokens: int = Field(0, ge=0, le=4)
-    """Most draft tokens of a request in a step, with speculative=mtp. 0: 4 on a GPU, 1 on a CPU, where every step has
-    as many."""
+    """mtp: the checkpoint's own mtp layer, or a drafter in its place, proposes draft tokens, and steps check several at
+    once; a request's tokens do not change. On a GPU as many as pay by what was measured at the start, up to
+    draft_tokens, and none in steps of many requests."""
+    draft_tokens: int = Field(0, ge=0, le=MOST_BLOCK)
+    """Most draft tokens of a request in a step, with speculative=mtp: up to 4, with a block drafter up to its block.
+    0: 4 on a GPU, 1 on a CPU, where every step has as many; with a block drafter its block. A GPU checks at most 7."""
     drafter: str = ""
-    """Weights for the mtp layer in the place of the checkpoint's: a directory with drafter.safetensors and drafter.json
-    (with a / in it), or a drafter in the store, "name@n", or "name", whose current version is followed. Empty: the
-    checkpoint's own."""
+    """What drafts in the place of the checkpoint's mtp layer, such a layer or a block drafter: a directory with
+    drafter.safetensors and drafter.json (with a / in it), or a drafter in the store, "name@n", or "name", whose current
+    version is followed. Empty: the checkpoint's own."""
     cuda_graphs: int = Field(256, ge=0, le=256)
     """Largest decode batch that runs as a CUDA graph; 0: none."""
     programmatic_launch: bool = True
@@ -216,6 +220,8 @@ class EngineSettings(CommonSettings):
     exit_with_parent: bool = False
     """End when the parent process is gone, so that no process is left behind."""
 
+    _form: DrafterForm = PrivateAttr(MTP_FORM)
+
     @field_validator("tier_disk_dir", mode="before")
     @classmethod
     def _empty_directory_is_none(cls, value: Any) -> Any:
@@ -257,6 +263,8 @@ class EngineSettings(CommonSettings):
                 f"drafter is {self.drafter!r}, and nothing drafts with speculative=none: set TEMPER_SPECULATIVE=mtp, "
                 "or leave TEMPER_DRAFTER out"
             )
+        if not self.drafter:
+            _check_draft_tokens(self.draft_tokens, MTP_FORM)
         if self.kv_events and not self.prefix_cache:
             raise ValueError(
                 "kv_events and prefix_cache=false contradict each other: the changes of the prefix cache are published"
@@ -296,6 +304,7 @@ class EngineSettings(CommonSettings):
     def for_device(self, device: Literal["cpu", "cuda"]) -> EngineSettings:
         """Settings with every 0 that means "by device" filled in."""
         cuda = device == "cuda"
+        block = min(self._form.block, MOST_DRAFTED_ON_GPU) if cuda else self._form.block
         sequences = self.max_num_seqs or (256 if cuda else 64)
         if self.token_budget and not self.max_num_seqs:
             sequences = min(sequences, self.token_budget)
@@ -305,7 +314,7 @@ class EngineSettings(CommonSettings):
                 "max_num_seqs": sequences,
                 "token_budget": budget,
                 "adapter_slots": self.adapter_slots or ADAPTER_SLOTS,
-                "draft_tokens": self.draft_tokens or (4 if cuda else 1),
+                "draft_tokens": self.draft_tokens or block or (MOST_CHAINED if cuda else 1),
                 "mixed_prefill_tokens": self.mixed_prefill_tokens or (min(3840, budget) if cuda else budget),
             }
         )
@@ -319,6 +328,21 @@ class EngineSettings(CommonSettings):
     def followed_drafter(self) -> tuple[str, int | None] | None:
         """Name and version (None: the current one) of the drafter in the store; None: it is not there."""
         return parse_adapter_ref(self.drafter) if self.drafter and "/" not in self.drafter else None
+
+    @property
+    def drafter_form(self) -> DrafterForm:
+        """Form of what drafts, with speculative=mtp."""
+        return self._form
+
+    def drafting_with(self, form: DrafterForm) -> EngineSettings:
+        """Settings of an engine whose drafter is of this form. Raises InvalidRequest: draft_tokens is above its own."""
+        try:
+            _check_draft_tokens(self.draft_tokens, form)
+        except ValueError as error:
+            raise InvalidRequest(str(error), param="draft_tokens") from error
+        made = self.model_copy()
+        made._form = form
+        return made
 
     @property
     def trains_in_float8(self) -> bool:
@@ -375,3 +399,11 @@ class EngineSettings(CommonSettings):
     @property
     def kv_bytes_on_cpu(self) -> int:
         return int(self.kv_cache_bytes) or _GIB // 4
+
+
+def _check_draft_tokens(number: int, form: DrafterForm) -> None:
+    if number > form.most_tokens:
+        raise ValueError(
+            f"draft_tokens is {number}, and {form} proposes at most {form.most_tokens}: lower TEMPER_DRAFT_TOKENS, or "
+            "set TEMPER_DRAFTER to a block drafter of as many tokens"
+        )

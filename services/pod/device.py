@@ -18,7 +18,7 @@ from kernels.gpu.launch.resources import Excess, excess_of
 from services.common.errors import DoesNotFit, InvalidRequest
 from services.engine.executors.kernel_archive import unpack_fitting
 from services.engine.models.config import ModelConfig
-from services.engine.settings import EngineSettings
+from services.engine.settings import MOST_DRAFTED_ON_GPU, EngineSettings
 
 if TYPE_CHECKING:
     from kernels.gpu.configs import KernelConfigs
@@ -141,6 +141,13 @@ def unpack_kernels(settings: EngineSettings, device: Device) -> None:
 
 
 def _check_gpu(settings: EngineSettings, device: Device) -> None:
+    if settings.draft_tokens > MOST_DRAFTED_ON_GPU:
+        raise InvalidRequest(
+            f"TEMPER_DRAFT_TOKENS={settings.draft_tokens}: a step on a GPU checks at most {MOST_DRAFTED_ON_GPU} draft "
+            f"tokens of a request, as {1 + MOST_DRAFTED_ON_GPU} writes to a state can wait; lower it, a block drafter "
+            "draws fewer tokens, too",
+            param="draft_tokens",
+        )
     has = f"{device.name} has compute capability {'.'.join(map(str, device.capability))}"
     if not device.has_bfloat16:
         raise InvalidRequest(

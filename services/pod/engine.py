@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -14,9 +15,12 @@ from typing import TYPE_CHECKING
 import structlog
 import torch
 
+from services.common.adapters.drafter_form import MTP_FORM
 from services.common.adapters.events import AdapterEvents
+from services.common.adapters.manifest import DRAFTER_CONFIG, drafter_form
+from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, NotFound
 from services.common.pb import engine_pb2 as pb
 from services.common.storage.object_store import ObjectStore
 from services.common.text.tokenizer import TextCodec
@@ -158,6 +162,7 @@ def build_engine(
     """
     stream = events or EventStream()
     if loaded is None:
+        settings = _with_drafter_form(settings, registry)
         loaded = LoadedEngine.load(settings, None if guest is None else guest.nbytes)
     planned, model, teacher, executor = loaded.planned, loaded.model, loaded.teacher, loaded.executor
     settings, codec, base_digest, device = planned.settings, planned.codec, loaded.base_digest, model.device
@@ -274,6 +279,26 @@ def tune_engine(
     )
     with kernels_fit(planned.settings):
         return tuning.search(told)
+
+
+def _with_drafter_form(settings: EngineSettings, registry: AdapterRegistry) -> EngineSettings:
+    """Settings with the form of the drafter that there is at the start: memory and steps are made for it.
+
+    Raises:
+        AdapterRejected: its drafter.json is none.
+        InvalidRequest: the settings contradict it.
+        Unavailable: the object store does not answer.
+    """
+    config: bytes | None = None
+    if (directory := settings.drafter_directory) is not None:
+        config = read_directory(directory)[DRAFTER_CONFIG]
+    elif (followed := settings.followed_drafter) is not None:
+        name, number = followed
+        number = number or registry.pointers().current.get(name)
+        if number is not None:
+            with contextlib.suppress(NotFound):  # it is waited for, as long as the engine runs
+                config = registry.files(AdapterVersion(name, number)).get(DRAFTER_CONFIG)
+    return settings.drafting_with(MTP_FORM if config is None else drafter_form(config))
 
 
 def _drafter(

@@ -145,6 +145,7 @@ def formats(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, d
         storage=storage(settings, device),
         head_copy=copies_head(config, dtype, device.torch),
         mtp=settings.speculative == "mtp",
+        form=settings.drafter_form,
         kv_float8=settings.kv_cache_dtype == "fp8",
         state_itemsize=2 if settings.state_dtype == "bfloat16" else 4,
         waiting_writes=waiting_writes(device.kind),
@@ -200,7 +201,12 @@ def footprint(
     verified = 0
     if settings.speculative != "none":  # inputs of the convolutions; steps are filled up to less than twice their size
         layout = config.cache_layout
-        verified = most_sampled_rows(2 * rows) * layout.state_layers * layout.conv_channels * dtype.itemsize
+        verified = (
+            most_sampled_rows(2 * rows, settings.draft_tokens)
+            * layout.state_layers
+            * layout.conv_channels
+            * dtype.itemsize
+        )
     captured = min(settings.cuda_graphs, rows)
     return Footprint(
         weights=weights,
@@ -229,7 +235,7 @@ def _graph_bytes(config: ModelConfig, settings: EngineSettings, captured: int, r
     rows = max(captured + min(settings.mixed_prefill_tokens, _CAPTURED_PREFILL), prefill)
     if settings.speculative != "none":
         # Outputs of two graphs a shape, which nothing shares: of checking and of drawing.
-        rows = 2 * max(rows, most_sampled_rows(captured))
+        rows = 2 * max(rows, most_sampled_rows(captured, settings.draft_tokens))
     decoded = config.hidden_size * row if settings.quantization == "int4" else 0
     return _GRAPH_FIXED + rows * _GRAPH_COPIES * row + decoded
 
@@ -258,7 +264,7 @@ def _sampled_rows(settings: EngineSettings) -> int:
     """Most sampled rows of a step."""
     if settings.speculative == "none":
         return settings.max_num_seqs
-    return most_sampled_rows(settings.max_num_seqs)
+    return most_sampled_rows(settings.max_num_seqs, settings.draft_tokens)
 
 
 def plan(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from models.tiny.recipe.data import held_out_items
+from services.common.adapters.drafter_form import DrafterForm
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry
 from services.common.jobs import DraftJob, GrpoJob, Job, JobState, SftJob
@@ -212,3 +213,43 @@ async def test_names_of_adapters_and_drafters_stay_apart(
     done = await until(queue, (await queue.submit(job(target="base"))).id, lambda job: job.state.terminal)
     assert (done.state, done.attempts) == (JobState.FAILED, 1)
     assert "sharp is the name of an adapter" in (done.reason or "")
+
+
+def steps_of(pod: Pod, adapter: AdapterChoice) -> tuple[list[list[list[int]]], list[float]]:
+    """Answers at temperatures 0 and 1, and the tokens that a step with draft tokens made of an answer."""
+    lengths, said = [], []
+    for temperature in (0.0, 1.0):
+        before = pod.engine.loop.status().counts
+        said.append(answers(pod, adapter, temperature)[0])
+        after = pod.engine.loop.status().counts
+        right = after.num_accepted_tokens - before.num_accepted_tokens
+        lengths.append(1 + right / (after.num_drafts - before.num_drafts))
+    return said, lengths
+
+
+@pytest.mark.thorough
+async def test_a_block_drafter_is_made_of_nothing_and_learns_what_an_adapter_says(
+    queue: JobQueue, registry: AdapterRegistry, start: Start, pod: Pod
+) -> None:
+    registry.publish("sailor", await asyncio.to_thread(shifted, pod), base_digest=pod.engine.base_digest)
+    spec = job(adapter="wide", form="block", block=8, epochs=6, learning_rate=0.002)
+    fresh = await asyncio.to_thread(prepare_run, spec, pod.host, None)
+    registry.publish("wide", fresh.files(""), base_digest=pod.engine.base_digest)
+    start()
+    done = await until(queue, (await queue.submit(spec)).id, lambda job: job.state.terminal)
+    assert (done.state, done.result_adapter) == (JobState.SUCCEEDED, "wide@2"), done.reason
+    assert done.metrics["acceptance_after"] > done.metrics["acceptance_before"] + 0.2
+
+    sailor = AdapterChoice(name="sailor")
+    said, _ = await asyncio.to_thread(both, pod, sailor)
+    lengths = []
+    for version in ("wide@1", "wide@2"):
+        with running_pod(registry=registry, speculative="mtp", drafter=version) as other:
+            assert other.engine.model.drafter_form == DrafterForm(8)
+            found, steps = await asyncio.to_thread(steps_of, other, sailor)
+            assert str(getattr(other.engine.adapters.drafter, "version", None)) == version
+            other.settle()
+        assert found == said
+        lengths.append(steps)
+    blunt, sharp = lengths
+    assert better(sharp, blunt, 1.0), (blunt, sharp)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.configs import KernelConfigs
+from services.common.adapters.drafter_form import MTP_FORM, DrafterForm
 from services.common.jobs import LoraSettings
 from services.engine.executors.compiler_pool import CompilerPool
 from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
@@ -76,6 +77,7 @@ def random_model(
     *,
     quantization: str = "none",
     mtp: bool = False,
+    form: DrafterForm = MTP_FORM,
     kernels: KernelConfigs | None = None,
 ) -> Qwen3_5:
     """The same numbers on every device, as they are or quantized.
@@ -134,8 +136,9 @@ def random_model(
             embedding_norm=norm(config.hidden_size),
             hidden_norm=norm(config.hidden_size),
             fc=matrix(config.hidden_size, 2 * config.hidden_size),
-            layer=layer(config.layer_types.index("full_attention")),
+            layers=tuple(layer(config.layer_types.index("full_attention")) for _ in range(form.layers)),
             final_norm=norm(config.hidden_size),
+            places=normal(form.block - 1, config.hidden_size, scale=1.0) if form.block else None,
         )
 
     embedding = normal(config.vocab_size, config.hidden_size, scale=0.15)
@@ -259,9 +262,11 @@ def cuda_runner(
         num_slots=limits.num_slots,
         kv_dtype=kv_dtype,
         state_dtype=state_dtype,
-        mtp=bool(limits.draft_tokens),
+        draft_layers=0 if model.drafter_form is None else model.drafter_form.layers,
         waiting_writes=waiting_writes,
-        verified_rows=verified_rows(limits.max_num_seqs) if limits.draft_tokens and verified else 0,
+        verified_rows=verified_rows(limits.max_num_seqs, limits.draft_tokens)
+        if limits.draft_tokens and verified
+        else 0,
     )
     runner = CudaRunner(
         model,
@@ -273,7 +278,7 @@ def cuda_runner(
             limits.max_model_len,
             largest_graph=largest_graph,
             mixed_tokens=limits.mixed_prefill_tokens or 0,
-            speculative=bool(limits.draft_tokens),
+            draft_tokens=limits.draft_tokens,
         ),
         options or RunnerOptions(),
         eos_token_ids=sorted(limits.eos_token_ids),

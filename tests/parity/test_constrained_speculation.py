@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from models.tiny.recipe.data import DIRECTORY, chat_template, held_out_items, prompt_text
+from services.common.adapters.drafter_form import DrafterForm
 from services.common.text.tokenizer import TextCodec
 from services.engine.compute_sharing.host_lock import SliceGate
 from services.engine.constraints.grammars import GrammarLimits, budget_matcher, compile_grammar
@@ -17,6 +18,7 @@ from services.engine.constraints.vocabulary import Vocabulary
 from services.engine.loop.step_pipeline import StepPipeline
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.models.weights.drafter import grown
 from services.engine.observability.events import EventStream
 from services.engine.observability.status import Counts
 from services.engine.requests.outputs import Finished
@@ -96,14 +98,30 @@ def served(model: Qwen3_5, limits: SchedulerConfig) -> StepPipeline:
     return StepPipeline(limits, make_runner(model, limits, lora), SliceGate(1.0), EventStream(), lambda: 0.0)
 
 
+<<<<<<< HEAD
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("changes", [{"draft_tokens": 3}, {"draft_tokens": 4, "num_blocks": 90}])
 def test_constrained_answers_are_the_same(model: Qwen3_5, vocabulary: Vocabulary, changes: dict[str, int]) -> None:
+=======
+@pytest.fixture(scope="module")
+def blocks() -> Qwen3_5:
+    """The same with a block drafter that begins as its mtp layer."""
+    form = DrafterForm(6)
+    model = Qwen3_5.from_directory(DIRECTORY, dtype="float32", device="cpu", mtp=True, form=form)
+    model.stage_drafter(grown(model.checkpoint_drafter(DIRECTORY), model.config.drafter_shapes(form), 0))()
+    return model
+
+
+@pytest.mark.parametrize("changes", [{"draft_tokens": 3}, {"draft_tokens": 4, "num_blocks": 90}, {"draft_tokens": 6}])
+def test_constrained_answers_are_the_same(
+    model: Qwen3_5, blocks: Qwen3_5, vocabulary: Vocabulary, changes: dict[str, int]
+) -> None:
+>>>>>>> main
     """At every temperature, and preempted. Conversations go on from the states at the ends of the answers."""
     without = served(model, LIMITS)
     plain = run(without, asked(vocabulary)[0], 3)
     made, schemas = asked(vocabulary)
-    drafting = served(model, replace(LIMITS, **changes))
+    drafting = served(blocks if changes["draft_tokens"] > 4 else model, replace(LIMITS, **changes))
     results = run(drafting, made, 3)
     counts: Counts = drafting.scheduler.counts()
     for one, schema in zip(made, schemas, strict=True):
@@ -114,7 +132,8 @@ def test_constrained_answers_are_the_same(model: Qwen3_5, vocabulary: Vocabulary
             text = vocabulary.tokenizer.decode_str(list(done.output_ids)).split("</think>")[-1].split("<|im_end|>")[0]
             assert jsonschema_rs.is_valid(schema, json.loads(text)), text
     assert (counts.preemptions > 0) == ("num_blocks" in changes)
-    assert counts.num_accepted_tokens / counts.num_draft_tokens > 0.3
+    # Of a block only the first place is trained here.
+    assert counts.num_accepted_tokens / counts.num_draft_tokens > (0.3 if changes["draft_tokens"] < 5 else 0.08)
     more = [
         Request(
             f"more {one.request_id}",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import tests.kernels.gpu.interpreter  # noqa: F401
+from services.common.adapters.drafter_form import DrafterForm
 from services.engine.executors.cuda.runner import RunnerOptions
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.requests.adapter import BASE_PIN, AdapterPin
@@ -87,6 +88,17 @@ def test_prompts_are_read_beside_draft_tokens() -> None:
     first, second = requests(2, 6, tokens=2)
     run.run([replace(first, prompt_logprobs=1), replace(second, prompt_logprobs=2, pooling=Pooling.MEAN)], arrivals=1)
     assert run.reports == 2
+
+
+def test_blocks_are_drawn_as_on_a_cpu() -> None:
+    """Of two layers, four of seven tokens; one answer comes later."""
+    form = DrafterForm(7, 2)
+    limits = replace(LIMITS, token_budget=24, draft_tokens=4)
+    models = (random_model(TINY, torch.float32, device, mtp=True, form=form) for device in ("cpu", DEVICE))
+    run = InStep(*models, limits)
+    run.compares_logits = False
+    run.run(requests(3, 6, tokens=5), arrivals=1)
+    assert run.drafts > 2
 
 
 def test_adapters_of_a_batch() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tests.kernels.gpu.interpreter  # noqa: F401
+from services.common.adapters.drafter_form import MTP_FORM, DrafterForm
 from services.engine.executors.cuda.runner import CudaRunner
 from services.engine.executors.runner import StepHandle
 from services.engine.requests.outputs import Finished
@@ -38,7 +39,8 @@ class Ahead:
         adapters: int = 0,
         **options: Any,
     ) -> None:
-        model = random_model(TINY, torch.float32, DEVICE, mtp=limits.draft_tokens > 0)
+        form = MTP_FORM if limits.draft_tokens <= 4 else DrafterForm(limits.draft_tokens)
+        model = random_model(TINY, torch.float32, DEVICE, mtp=limits.draft_tokens > 0, form=form)
         self.runner = cuda_runner(model, limits, random_adapters(model, adapters), largest_graph=graphs, **options)
         # Without the costs: what is right in a test that steers does not depend on what a step takes.
         self.scheduler = Scheduler(limits, self.runner.depth)
@@ -127,6 +129,7 @@ def mixture(tokens: int) -> list[Request]:
     ("draft_tokens", "sorts", "tokens"),
     [
         (2, slice(0, 2), 5),
+        (7, slice(0, 2), 12),
         *(pytest.param(count, slice(None), 7, marks=pytest.mark.thorough) for count in (1, 3)),
     ],
 )
@@ -136,6 +139,15 @@ def test_draft_tokens_right_and_wrong(draft_tokens: int, sorts: slice, tokens: i
     limits = replace(SPECULATIVE, draft_tokens=draft_tokens, max_num_seqs=3)
     ahead = steered(made, limits, arrivals=len(made) // 2)
     assert {1, 1 + draft_tokens} <= ahead.rows
+
+
+@pytest.mark.thorough
+def test_edited_logits_count_no_more_than_four_draft_tokens() -> None:
+    """Rows behind more are checked, and do not count."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True, frequency_penalty=0.7)
+    made = [replace(requests(3, tokens=14)[0], sampling=sampling)]
+    ahead = steered(made, replace(SPECULATIVE, draft_tokens=6, max_num_seqs=1))
+    assert 7 in ahead.rows
 
 
 @pytest.mark.thorough
@@ -195,6 +207,8 @@ def test_caches_without_room_for_draft_tokens_are_refused() -> None:
     model = random_model(TINY, torch.float32, mtp=True)
     with pytest.raises(ValueError, match="waiting writes and verified rows"):
         cuda_runner(model, SPECULATIVE, random_adapters(model, 0), verified=False)
+    with pytest.raises(ValueError, match="6 draft tokens beside states with room for 8"):
+        cuda_runner(model, replace(SPECULATIVE, draft_tokens=6), random_adapters(model, 0))
 
 
 @pytest.mark.cuda

@@ -7,7 +7,8 @@ for each: the newest token and draft tokens.
 
 1. `place_rows` fills in the step's tokens, positions and output counts.
 2. After sampling, `accept` compares draft tokens with the sampled ones and moves the slots on.
-3. `next_draft` takes each sampled draft token, and places the row from which the next one is drafted.
+3. `next_draft` takes each sampled draft token, and places the row from which the next one is drafted. A block
+   drafter's are taken all at once (draft_blocks).
 """
 
 # Triton's language: constants are upper case, kernels have no annotations that mypy knows.
@@ -35,8 +36,11 @@ from kernels.gpu.sampling.rows import (
     STOPS,
 )
 
-MOST = int(MOST_DRAFTS.value)
-"""Most draft tokens of a slot."""
+COUNTED = int(MOST_DRAFTS.value)
+"""Most draft tokens before a row that its edited logits count; `accept` takes no edited row behind more."""
+ROOM_OF_SLOT = tl.constexpr(8)
+MOST = int(ROOM_OF_SLOT.value)
+"""Draft tokens that there is room for in a slot."""
 CHUNK_WORDS = 8
 """int32 words of a chunk for `accept`: its slot (0: padding), the row of the batch of its first token that is sampled
 behind, the place of that row among the sampled ones, the number of those rows, the tokens that its blocks hold, and 1
@@ -55,8 +59,8 @@ _DRAFT = tl.constexpr(-2)
 UNWANTED = -2
 """Instead of the mask of a row: its token does not count, nor does one behind it."""
 _UNWANTED = tl.constexpr(UNWANTED)
-_ERROR = tl.constexpr(1)
-_FLAGS = tl.constexpr(3)
+ERROR = tl.constexpr(1)
+FLAGS_WORD = tl.constexpr(3)
 ACCEPTED_SHIFT = 4
 """Bit of a row's flags from which on `accept` puts the number of its chunk's tokens that count, in 4 bits."""
 _UNIT = tl.constexpr(1 << ACCEPTED_SHIFT)
@@ -89,7 +93,7 @@ class SlotTokens:
     newest: Tensor
     """[num_slots]: the token that was sampled last."""
     drafts: Tensor
-    """[num_slots, 4]: draft tokens behind it."""
+    """[num_slots, MOST]: draft tokens behind it."""
     ended: Tensor
     """[num_slots]: 1 behind the last token of a request."""
 
@@ -121,7 +125,7 @@ class Chain:
     step: Tensor
     """[3, C]: what the sampler needs of a row (see sample_rows)."""
     drafted: Tensor
-    """[C, MOST]: draft tokens before the one that is drawn, -1 where there is none yet."""
+    """[C, COUNTED]: draft tokens before the one that is drawn, -1 where there is none yet."""
     no_adapters: Tensor
     """[C]: zeros."""
 
@@ -133,7 +137,7 @@ class Chain:
             6, -(-chunks // 4) * 4, dtype=torch.int32, device=device
         )[:, :chunks]
         step = torch.zeros(3, chunks, dtype=torch.int32, device=device)
-        drafted = torch.full((chunks, MOST), -1, dtype=torch.int32, device=device)
+        drafted = torch.full((chunks, COUNTED), -1, dtype=torch.int32, device=device)
         return cls(rows, slots, positions, room, next_ids, step, drafted, none)
 
     def arguments(self) -> _Chain:
@@ -159,7 +163,7 @@ def _place_rows_kernel(tokens, positions, row_slots, step, step_stride, drafted,
         row = begin + index
         token = tl.load(tokens + row)
         if index > 0:
-            draft = tl.load(slots.drafts + slot * MOST_DRAFTS + (index - 1))
+            draft = tl.load(slots.drafts + slot * ROOM_OF_SLOT + (index - 1))
             token = tl.where(token == _DRAFT, draft, token)
             before = tl.where(places == index - 1, token, before)
         tl.store(drafted + row * MOST_DRAFTS + places, before)
@@ -189,8 +193,8 @@ def place_rows(
         positions: [T] int32; behind a pending token the least ones.
         row_slots: [T] int32; 0 for padding and for the rows of a group, at its end, that have no token.
         step: [3, ≥ chunks · group] int32: slots and output counts of the sampled rows, those of the groups first.
-        drafted: [≥ chunks · group + others, MOST] int32, gets the draft tokens that each sampled row follows, -1 where
-            there are fewer.
+        drafted: [≥ chunks · group + others, COUNTED] int32, gets the first draft tokens that each sampled row follows,
+            -1 where there are fewer.
         slots: rows of requests that have ended get slot 0.
         chunks: groups.
         group: rows of a group.
@@ -242,7 +246,7 @@ def _accept_kernel(
         inside = index < rows
         result = results + (place + index) * result_stride
         token = tl.load(result, mask=inside, other=0)
-        flags = tl.load(result + _FLAGS, mask=inside, other=0)
+        flags = tl.load(result + FLAGS_WORD, mask=inside, other=0)
         draft = tl.load(tokens + row + index + 1, mask=index + 1 < rows, other=-1)
         wanted = tl.load(masks + place + index + 1, mask=index + 1 < rows, other=_UNWANTED) != _UNWANTED
         tl.store(next_ids + row + index, token, mask=inside)
@@ -252,16 +256,16 @@ def _accept_kernel(
         newest = tl.where(counts, token, newest)
         number = count + index + 1
         stopped = (tl.sum((stops == token).to(tl.int32)) > 0) & (number > least)
-        last = stopped | (number >= most) | ((flags & _ERROR) != 0)
+        last = stopped | (number >= most) | ((flags & ERROR) != 0)
         ended = tl.where(counts & last, 1, ended)
-        alive = counts & (last == 0) & wanted & (token == draft)
+        alive = counts & (last == 0) & wanted & (token == draft) & ((index < MOST_DRAFTS) | (edited == 0))
     position = tl.load(positions + row)
     # A row that was not sampled has the flags of a step before.
-    first_flags = tl.load(results + place * result_stride + _FLAGS, mask=slot > 0, other=0)
+    first_flags = tl.load(results + place * result_stride + FLAGS_WORD, mask=slot > 0, other=0)
     first_flags -= first_flags & _ACCEPTED
     # Every thread has read what is written now.
     tl.debug_barrier()
-    tl.store(results + place * result_stride + _FLAGS, first_flags + accepted * _UNIT, mask=slot > 0)
+    tl.store(results + place * result_stride + FLAGS_WORD, first_flags + accepted * _UNIT, mask=slot > 0)
     tl.store(slots.computed + slot, position + accepted, mask=accepted > 0)
     tl.store(slots.newest + slot, newest, mask=accepted > 0)
     tl.store(slots.ended + slot, ended, mask=accepted > 0)
@@ -293,8 +297,8 @@ def accept(
     group: int,
 ) -> None:
     """Decides how many of each chunk's tokens count: up to the first that is not the draft token behind it, a stop
-    token, the last of its request, one whose sampling failed, or one before an unwanted row; none of a request that has
-    ended. Moves the slots on.
+    token, the last of its request, one whose sampling failed, or one before an unwanted row; with edited logits at most
+    COUNTED + 1; none of a request that has ended. Moves the slots on.
 
     Args:
         chunks: [C, CHUNK_WORDS] int32, chunks that sample; the padding at the end has slot 0 and no rows.
@@ -338,13 +342,13 @@ def _next_draft_kernel(results, result_stride, slots, chain, chain_stride, numbe
     chunk = tl.program_id(0)
     slot = tl.load(chain.slots + chunk)
     token = tl.load(results + chunk * result_stride)
-    failed = (tl.load(results + chunk * result_stride + _FLAGS) & _ERROR) != 0
+    failed = (tl.load(results + chunk * result_stride + FLAGS_WORD) & ERROR) != 0
     token = tl.where(failed, 0, token)
     position = tl.load(chain.positions + chunk) + 1
     goes_on = (slot > 0) & (position < tl.load(chain.room + chunk))
     count = tl.load(chain.step + chain_stride + chunk)
     tl.debug_barrier()
-    tl.store(slots.drafts + slot * MOST_DRAFTS + number, token, mask=slot > 0)
+    tl.store(slots.drafts + slot * ROOM_OF_SLOT + number, token, mask=slot > 0)
     tl.store(chain.drafted + chunk * MOST_DRAFTS + number, token)
     tl.store(chain.next_ids + chunk, token)
     tl.store(chain.slots + chunk, tl.where(goes_on, slot, 0))

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from services.common.adapters.drafter_form import DrafterForm
 from services.common.adapters.evidence import GateEvidence
 from services.common.adapters.names import AdapterVersion
 from services.common.errors import AdapterRejected, InvalidRequest
@@ -21,7 +22,7 @@ DRAFTER_CONFIG = "drafter.json"
 DRAFTER_FORMAT = 1
 """Version of the layout of both; a later one may have other tensors."""
 Kind: TypeAlias = Literal["adapter", "drafter"]
-"""What a version is: a LoRA adapter, or weights of the mtp layer, which drafts."""
+"""What a version is: a LoRA adapter, or weights of the layers that draft."""
 FILES: Mapping[Kind, tuple[str, str]] = {
     "adapter": (WEIGHTS, CONFIG),
     "drafter": (DRAFTER_WEIGHTS, DRAFTER_CONFIG),
@@ -212,6 +213,11 @@ def drafter_base(config: bytes, name: str = DRAFTER_CONFIG) -> str:
     if not isinstance(digest, str) or not digest:
         raise AdapterRejected(f"{name}: base_digest must be the digest of the base model, got {digest!r}")
     return digest
+
+
+def drafter_form(config: bytes, name: str = DRAFTER_CONFIG) -> DrafterForm:
+    """Form that a drafter.json states. Raises AdapterRejected: it is no JSON object, or states none that there is."""
+    return DrafterForm.read(parsed_config(config, name), name)
 
 
 def parsed_config(data: bytes, name: str = CONFIG) -> dict[str, Any]:

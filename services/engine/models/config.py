@@ -12,7 +12,13 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from services.common.adapters.drafter_form import DrafterForm
 from services.common.errors import CheckpointRejected
+
+MTP_LAYER = "mtp.layers.0."
+"""Prefix of the tensors of the mtp layer's one decoder layer."""
+MTP_PLACES = "mtp.places.weight"
+"""Tensor of a block drafter that the mtp layer has not."""
 
 _FLOAT8 = 'only quant_method "fp8" (e4m3, activation_scheme "dynamic") is; take the bfloat16 checkpoint'
 
@@ -199,6 +205,17 @@ class ModelConfig(ABC):
     def mtp_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of the layer that predicts the token after next, with its "mtp." prefix; {}: there is none."""
         return {}
+
+    def drafter_shapes(self, form: DrafterForm) -> dict[str, tuple[int, ...]]:
+        """Every tensor of a drafter of this form; {}: the architecture has none. A block drafter has several layers as
+        the mtp layer's, and a vector for each place but the first one."""
+        shapes = dict(self.mtp_shapes())
+        if shapes and form.block:
+            layer = {name: shape for name, shape in shapes.items() if name.startswith(MTP_LAYER)}
+            for index in range(1, form.layers):
+                shapes |= {name.replace(MTP_LAYER, f"mtp.layers.{index}."): shape for name, shape in layer.items()}
+            shapes[MTP_PLACES] = (form.block - 1, self.hidden_size)
+        return shapes
 
     def mtp_linear_shapes(self) -> dict[str, tuple[int, int]]:
         """Shapes [out, in] of the linear maps of the layer that predicts the token after next; {}: there is none."""

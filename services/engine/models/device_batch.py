@@ -69,7 +69,7 @@ class DeviceCache:
     Preallocated and updated in place. Block 0 and slot 0 are scratch: padding writes there and nobody reads it."""
 
     stacked: StackedPages
-    """Pages of all full-attention layers, and of the mtp layer if it is used."""
+    """Pages of all full-attention layers, and behind them of the drafter's layers if there is one."""
     pages: Sequence[KvPages]
     """Pages of each full-attention layer, views of ``stacked``."""
     conv: Tensor
@@ -100,7 +100,7 @@ class DeviceCache:
         num_slots: int,
         kv_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype = torch.float32,
-        mtp: bool = False,
+        draft_layers: int = 0,
         waiting_writes: int = 0,
         verified_rows: int = 0,
     ) -> DeviceCache:
@@ -109,7 +109,7 @@ class DeviceCache:
         Args:
             dtype: of the model.
             kv_dtype: of the pages: float8_e4m3fn, or None for the model's.
-            mtp: with pages for the mtp layer.
+            draft_layers: layers of the drafter, which have pages too.
             waiting_writes: of a state, until it is written back; 0: it always is.
             verified_rows: most rows of a step with draft tokens; 0: there are none.
         """
@@ -117,7 +117,13 @@ class DeviceCache:
         linear = layout.state_layers
         heads, key_dim, value_dim = layout.state_heads, layout.state_key_dim, layout.state_value_dim
         stacked = StackedPages.allocate(
-            layout.kv_layers + mtp, num_blocks, block_size, layout.kv_heads, layout.head_dim, kv_dtype or dtype, device
+            layout.kv_layers + draft_layers,
+            num_blocks,
+            block_size,
+            layout.kv_heads,
+            layout.head_dim,
+            kv_dtype or dtype,
+            device,
         )
         return cls(
             stacked=stacked,

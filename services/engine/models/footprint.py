@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from kernels.quantize import GROUP
+from services.common.adapters.drafter_form import MTP_FORM, DrafterForm
 from services.common.errors import InvalidRequest
 from services.engine.models.config import ModelConfig
 
@@ -66,7 +67,8 @@ class Formats:
     """A tied head is a second copy of the embedding in another memory order."""
     kv_float8: bool = False
     mtp: bool = False
-    """True if the mtp layer, which drafts the token after next, is loaded."""
+    """True if a drafter is loaded: the mtp layer, or what is of ``form``."""
+    form: DrafterForm = MTP_FORM
     state_itemsize: int = 4
     """Bytes of a number of a recurrent state."""
     waiting_writes: int = 0
@@ -89,9 +91,15 @@ def weight_bytes(config: ModelConfig, formats: Formats) -> int:
     stacks = [shape for n in range(config.num_layers) for shape in config.expert_shapes(n).values()]
     total = config.vector_bytes(formats.itemsize)
     if formats.mtp:
-        shapes += config.mtp_linear_shapes().values()
-        stacks += config.mtp_expert_shapes().values()
-        total += config.mtp_vector_bytes(formats.itemsize)
+        form = formats.form
+        more = form.layers - 1
+        linears = config.mtp_linear_shapes()
+        shapes += linears.values()
+        shapes += more * [shape for name, shape in linears.items() if name.startswith("layers.")]
+        stacks += form.layers * list(config.mtp_expert_shapes().values())
+        # Three of its norms are outside its layers.
+        total += form.layers * config.mtp_vector_bytes(formats.itemsize) - more * 12 * config.hidden_size
+        total += max(0, form.block - 1) * config.hidden_size * formats.itemsize
         if formats.storage.has_draft_head(config, formats.itemsize):
             total += matrix_bytes(config.vocab_size, config.hidden_size, formats.itemsize, "int4")
     shapes += [(count * out, into) for count, out, into in stacks]
@@ -129,10 +137,11 @@ def float8_training_bytes(config: ModelConfig, formats: Formats) -> int:
 
 
 def block_bytes(config: ModelConfig, block_size: int, formats: Formats) -> int:
-    """Bytes of K and V of one block over all full-attention layers and the mtp layer, scales included."""
+    """Bytes of K and V of one block over all full-attention layers and the drafter's, scales included."""
     layout = config.cache_layout
     head = layout.head_dim + 4 if formats.kv_float8 else layout.head_dim * formats.itemsize
-    return 2 * (layout.kv_layers + formats.mtp) * block_size * layout.kv_heads * head
+    layers = layout.kv_layers + (formats.form.layers if formats.mtp else 0)
+    return 2 * layers * block_size * layout.kv_heads * head
 
 
 def slot_bytes(config: ModelConfig, formats: Formats) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.divergence import Divergence, divergence
 from kernels.token_logprobs import TokenScores, token_scores
+from services.common.adapters.drafter_form import MTP_FORM, DrafterForm
 from services.common.errors import InvalidRequest
 from services.engine.models.batch import CacheBuffers, ForwardBatch
 from services.engine.models.config import ModelConfig
@@ -72,11 +73,16 @@ class DeviceForward(Protocol):
         ...
 
     def draft(self, x: Tensor, rows: StepRows, attention: DecodeAttention | None) -> Tensor:
-        """Output of the mtp layer behind layers(), [T, hidden], for draft_logits()."""
+        """Output of the drafter behind layers(), [T, hidden], for draft_logits()."""
         ...
 
     def draft_on(self, y: Tensor, rows: StepRows, attention: DecodeAttention | None) -> Tensor:
         """Output of the mtp layer behind its own output of some rows, one token further, [C, hidden]."""
+        ...
+
+    def draft_block(self, y: Tensor, rows: StepRows, attention: DecodeAttention) -> Tensor:
+        """Output of a block drafter at the places behind some rows, given its own output there, [C, hidden]: of each of
+        C groups of ``rows``, [C · group, hidden]."""
         ...
 
     def draft_logits(self, y: Tensor) -> Tensor:
@@ -130,6 +136,7 @@ class CausalLM(TakesDrafters, ABC):
         storage: Storage = PLAIN,
         *,
         mtp: bool = False,
+        form: DrafterForm = MTP_FORM,
         kernels: KernelConfigs | None = None,
     ) -> CausalLM:
         """Loads a checkpoint directory; see services.engine.models.registry.load_model."""
@@ -158,11 +165,6 @@ class CausalLM(TakesDrafters, ABC):
 
         return KernelConfigs.on(self.device)
 
-    @property
-    def has_mtp(self) -> bool:
-        """True if the mtp layer, which drafts the token after next, is loaded."""
-        return False
-
     # Serving.
 
     def allocate_cache(self, num_blocks: int, block_size: int, num_slots: int) -> CacheBuffers:
@@ -175,7 +177,8 @@ class CausalLM(TakesDrafters, ABC):
         pages = (num_blocks, block_size, layout.kv_heads, layout.head_dim)
         states = (num_slots, layout.state_heads, layout.state_key_dim, layout.state_value_dim)
         conv = (num_slots, layout.conv_kernel - 1, layout.conv_channels)
-        full, recurrent = range(layout.kv_layers + self.has_mtp), range(layout.state_layers)
+        drafting = 0 if self.drafter_form is None else self.drafter_form.layers
+        full, recurrent = range(layout.kv_layers + drafting), range(layout.state_layers)
         return CacheBuffers(
             keys=[zeros(*pages) for _ in full],
             values=[zeros(*pages) for _ in full],

@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from services.common.adapters.drafter_form import MTP_FORM, DrafterForm
 from services.common.errors import CheckpointRejected
 from services.engine.models.config import ModelConfig
 
@@ -94,6 +95,7 @@ def load_model(
     device: torch.device | str,
     storage: Storage | None = None,
     mtp: bool = False,
+    form: DrafterForm = MTP_FORM,
     kernels: KernelConfigs | None = None,
 ) -> CausalLM:
     """Loads a checkpoint directory (config.json and safetensors).
@@ -102,6 +104,7 @@ def load_model(
         dtype: a torch dtype or a name for resolve_dtype().
         storage: quantization of the weight matrices; None: none.
         mtp: load the layer that predicts the token after next, too.
+        form: of the drafter that will be written over it: there is room for its layers and places.
         kernels: configurations of the GPU's kernels; None: those that fit the device.
 
     Raises:
@@ -113,7 +116,7 @@ def load_model(
 
     chosen = resolve_dtype(dtype, device) if isinstance(dtype, str) else dtype
     model = cast("type[CausalLM]", _class(find_architecture(read_config_file(path)).model))
-    return model.load(path, read_config(path), chosen, device, storage or PLAIN, mtp=mtp, kernels=kernels)
+    return model.load(path, read_config(path), chosen, device, storage or PLAIN, mtp=mtp, form=form, kernels=kernels)
 
 
 def _class(name: str) -> Any:

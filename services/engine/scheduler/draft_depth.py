@@ -2,9 +2,9 @@
 were accepted. No torch here.
 
 A step of several rows a sequence takes longer than one of plain decodes, and drawing draft tokens takes time as well.
-So their number is chosen for each step: the one that gives the most expected tokens a second, and none unless that wins
-clearly. Sequences whose draft tokens do not pay get none for good, as the mtp layer then need not follow them. What
-sequences of an adapter had is what the next one of it is expected to have.
+So their number is chosen for each step: of those that were measured the one that gives the most expected tokens a
+second, and none unless that wins clearly. Sequences whose draft tokens do not pay get none for good, as the drafter
+then need not follow them. What sequences of an adapter had is what the next one of it is expected to have.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from services.engine.scheduler.step_plan import MOST_DRAFT_TOKENS, MOST_VERIFYING
+from services.engine.scheduler.step_plan import MOST_VERIFYING
 
 _HOPE = (0.85, 0.75, 0.7, 0.65)
-"""Shares that are expected before anything is known."""
+"""Shares that are expected before anything is known, the last one also at the places behind."""
 _MARGIN = 1.02
 """Least gain for which draft tokens are drawn."""
 _HOPED = 3
@@ -72,7 +72,7 @@ class Acceptance:
     """Shares of draft tokens that are accepted, of a sequence, an adapter or all.
 
     Raises:
-        ValueError: the shares are not those of MOST_DRAFT_TOKENS places.
+        ValueError: there are no shares, or not as many places that they were seen at.
     """
 
     adapter: str
@@ -80,14 +80,15 @@ class Acceptance:
     """Share at each place behind the newest token of those whose predecessors were accepted."""
     checked: int = 0
     """Chunks with draft tokens that were checked."""
-    seen: list[int] = field(default_factory=lambda: [0] * MOST_DRAFT_TOKENS)
-    """Draft tokens that each share was learned from."""
+    seen: list[int] = field(default_factory=list)
+    """Draft tokens that each share was learned from; empty: none yet."""
     undrafted: int = 0
     """Steps in a row that sampled without drawing draft tokens."""
 
     def __post_init__(self) -> None:
-        if len(self.shares) != MOST_DRAFT_TOKENS or len(self.seen) != MOST_DRAFT_TOKENS:
-            raise ValueError(f"shares must be {MOST_DRAFT_TOKENS}, got {len(self.shares)} seen {len(self.seen)} times")
+        self.seen = self.seen or [0] * len(self.shares)
+        if not self.shares or len(self.seen) != len(self.shares):
+            raise ValueError(f"{len(self.shares)} shares, and {len(self.seen)} places that they were seen at")
 
     def add(self, drafted: int, accepted: int, least: float) -> None:
         """Adds a chunk. The first observations weigh as much as it takes to forget what was hoped for.
@@ -124,7 +125,8 @@ class DraftDepth:
         self._most = most
         self._seconds = None if costs is None else _table(costs, most)
         self._needed = [] if self._seconds is None else _needed(self._seconds)
-        self._all = Acceptance("", list(_HOPE))
+        self._hope = [*_HOPE, *_HOPE[-1:] * (most - len(_HOPE))]
+        self._all = Acceptance("", list(self._hope))
         self._adapters: dict[str, Acceptance] = {}
         """The ones used last are at the end."""
         self._refused: dict[str, int] = {}
@@ -140,7 +142,7 @@ class DraftDepth:
         if self._seconds is None or self._best([known] * (1 + beside), 1 + beside):
             self._refused.pop(adapter, None)
             return Acceptance(adapter, list(known.shares))
-        hoped = Acceptance(adapter, list(_HOPE))
+        hoped = Acceptance(adapter, list(self._hope))
         if not self._best([hoped] * (1 + beside), 1 + beside):
             return None
         refused = self._refused.get(adapter, 0) + 1

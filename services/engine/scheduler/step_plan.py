@@ -27,16 +27,16 @@ from services.engine.requests.outputs import SampledToken
 from services.engine.requests.prompt_scoring import PromptRead, PromptReport
 from services.engine.requests.request import Request
 
-MOST_DRAFT_TOKENS = 4
-"""Most draft tokens of a chunk."""
+MOST_DRAFT_TOKENS = 16
+"""Most draft tokens of a chunk, with any drafter."""
 
 MOST_VERIFYING = 32
 """Most chunks of a step with draft tokens."""
 
 
-def most_sampled_rows(max_num_seqs: int) -> int:
-    """Most sampled rows of a step with speculation."""
-    return max(max_num_seqs, min(max_num_seqs, MOST_VERIFYING) * (1 + MOST_DRAFT_TOKENS))
+def most_sampled_rows(max_num_seqs: int, draft_tokens: int) -> int:
+    """Most sampled rows of a step with so many draft tokens a chunk, or none."""
+    return max(max_num_seqs, min(max_num_seqs, MOST_VERIFYING) * (1 + draft_tokens))
 
 
 FIRST_SNAPSHOT = 8
@@ -163,7 +163,7 @@ class StepPlan:
     masked: bool = False
     """True if a chunk is masked: the runner gets the masks after the plan."""
     drafts: bool = False
-    """True if the mtp layer runs over the rows of the step: its keys and values of them are wanted later."""
+    """True if the drafter runs over the rows of the step: its keys and values of them are wanted later."""
     num_draft_tokens: int = 0
     """Draft tokens to draw behind each chunk that samples, for the next step; 0 without ``drafts``."""
 

@@ -100,6 +100,7 @@ class PlannedEngine:
             device=self.hardware.torch,
             storage=storage(settings, self.hardware),
             mtp=settings.speculative == "mtp",
+            form=settings.drafter_form,
             kernels=self.hardware.kernels(),
         )
         seconds = watch.lap()

@@ -124,7 +124,7 @@ def gpu_tuning(
     from services.engine.executors.tuning.start import Tuning
     from services.engine.models.device_batch import DeviceCache
 
-    speculative = settings.speculative == "mtp"
+    draft_tokens = settings.draft_tokens if settings.speculative == "mtp" else 0
     with nullcontext() if sleeping is None else sleeping.allocating(Part.CACHE):
         cache = DeviceCache.allocate(
             model.config,
@@ -135,9 +135,9 @@ def gpu_tuning(
             num_slots=state_slots(settings),
             kv_dtype=torch.float8_e4m3fn if settings.kv_cache_dtype == "fp8" else None,
             state_dtype=torch.bfloat16 if settings.state_dtype == "bfloat16" else torch.float32,
-            mtp=speculative,
+            draft_layers=settings.drafter_form.layers if draft_tokens else 0,
             waiting_writes=waiting_writes(model.device.type),
-            verified_rows=verified_rows(settings.max_num_seqs) if speculative else 0,
+            verified_rows=verified_rows(settings.max_num_seqs, draft_tokens) if draft_tokens else 0,
         )
     if sleeping is not None:
         sleeping.keep_cache(cache.tensors())
@@ -152,7 +152,7 @@ def gpu_tuning(
             max_model_len,
             largest_graph=settings.cuda_graphs,
             mixed_tokens=settings.mixed_prefill_tokens,
-            speculative=speculative,
+            draft_tokens=draft_tokens,
         ),
         RunnerOptions(batch_invariant=settings.batch_invariant, pdl=pdl),
         eos_token_ids=eos_token_ids,

@@ -26,6 +26,8 @@ def cache_identity(settings: EngineSettings, config: ModelConfig, base_digest: s
     """Hash of what KV and states depend on beside their own formats: the checkpoint, how its weights are stored, and a
     rotation that the checkpoint's digest leaves out."""
     parts: tuple[object, ...] = (base_digest, settings.quantization, settings.speculative, settings.batch_invariant)
+    if settings.drafter_form.block:
+        parts = (*parts, str(settings.drafter_form))  # its layers have keys and values
     if rotation := config.rotation_identity():
         parts = (*parts, rotation)
     return hashlib.blake2b(repr(parts).encode(), digest_size=20).hexdigest()

@@ -3,24 +3,29 @@
 The model is frozen, with an adapter if the job names one, and reads each document. From its hidden state at a token
 and the next token the layer proposes the one after. The loss is the divergence KL(model ‖ layer) of the layer's
 distribution from the model's own there, so that a draft token is as often as possible the one that will be drawn, at
-every temperature. With a depth above 1 the layer goes on from its own output, as in a chain of draft tokens.
+every temperature. With a depth above 1 the layer goes on from its own output, as in a chain of draft tokens. A block
+drafter proposes all tokens of its block from the same place, and those further back count less: what is behind a wrong
+draft token is of no use.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from services.common.adapters.drafter_form import MOST_CHAINED
+from services.common.adapters.manifest import DRAFTER_CONFIG, drafter_form
 from services.common.errors import InvalidRequest
 from services.common.jobs import DraftJob
 from services.common.jobs.documents import Document, completion_document, placed
 from services.common.jobs.fields.drafter import DraftExample
 from services.common.jobs.kinds.draft import as_sft, asked_ids
-from services.engine.models.weights.drafter import drafter_files, read_drafter
+from services.engine.models.weights.drafter import drafter_files, grown, read_drafter
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.host.rollouts import RolloutRequest, RolloutSampling
 from services.trainer.jobs.adapter_run import under
@@ -32,6 +37,8 @@ from services.trainer.packing import Microbatch, overlong, some
 from services.trainer.sampling.teacher import Teacher
 
 _MASTERS = "drafter."
+_FALL = 2.0
+"""The last places of a block count by exp(-2) as much as the first one (cf. the loss of DFlash, arXiv 2602.06036)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,7 +158,7 @@ class DraftRun(ExampleRun):
         # Norms are few, and the model computes with them in float32.
         tensors = {name: one if one.ndim == 1 else one.to(dtype) for name, one in self._tensors.items()}
         provenance = {"model": base_model_name, "target": self._job.target, "steps": self._finished}
-        return drafter_files(tensors, self._host.base_digest, provenance)
+        return drafter_files(tensors, self._host.base_digest, provenance, self._form)
 
     def _to_examine(self) -> list[Sequence[Document]]:
         """Where examples are held out, those."""
@@ -160,16 +167,23 @@ class DraftRun(ExampleRun):
     def _first_masters(self, parent: Mapping[str, bytes] | None, teacher: TeacherWork | None) -> TrainingMemory:
         model = self._host.model
         if parent is None:
-            self._tensors = dict(self._host.checkpoint_drafter())
+            self._form = self._job.form_from(None)
+            tensors = dict(self._host.checkpoint_drafter())
         else:
+            self._form = self._job.form_from(drafter_form(parent[DRAFTER_CONFIG]))
             found = read_drafter(parent, model.config, self._host.base_digest)
-            self._tensors = {name: tensor.to(torch.float32, copy=True) for name, tensor in found.items()}
+            tensors = {name: tensor.to(torch.float32, copy=True) for name, tensor in found.items()}
+        self._tensors = grown(tensors, model.config.drafter_shapes(self._form), self._job.seed)
+        count = self._form.block or self._job.depth or MOST_CHAINED
+        falls = [math.exp(-place * _FALL / count) if self._form.block else 1.0 for place in range(count)]
+        self._shares = [one / sum(falls) for one in falls]
         work = DrafterWork(
             numbers=sum(tensor.numel() for tensor in self._tensors.values()),
             tokens=self._largest,
             itemsize=model.dtype.itemsize,
             fused=model.device.type == "cuda",
-            depth=self._job.depth,
+            depth=len(self._shares),
+            layers=self._form.layers,
             target=teacher or self._teacher.work,
         )
         return check_drafter_fits(model.config, work, self._host.train_memory_bytes)
@@ -189,7 +203,7 @@ class DraftRun(ExampleRun):
     def _load_masters(self, tensors: Mapping[str, Tensor]) -> None:
         found = under(_MASTERS, tensors)
         if {name: one.shape for name, one in found.items()} != {n: one.shape for n, one in self._tensors.items()}:
-            raise ValueError("its tensors are others than the mtp layer's")
+            raise ValueError("its tensors are others than the drafter's")
         for name, one in self._tensors.items():
             one.copy_(found[name])
 
@@ -197,7 +211,7 @@ class DraftRun(ExampleRun):
         documents = [document for example in self.chosen(index) for document in example]
         microbatches = self._pack(documents)
         totals = self._totals(microbatches)
-        sums = torch.zeros(2, self._job.depth, device=self._host.model.device)
+        sums = torch.zeros(2, len(self._shares), device=self._host.model.device)
         for microbatch in microbatches:
             interrupt()
             with self._host.gate.training():
@@ -209,7 +223,7 @@ class DraftRun(ExampleRun):
     def _evaluate(self, examples: Sequence[Sequence[Document]], interrupt: Callable[[], None]) -> dict[str, float]:
         microbatches = self._pack([document for example in examples for document in example])
         totals = self._totals(microbatches)
-        sums = torch.zeros(2, self._job.depth, device=self._host.model.device)
+        sums = torch.zeros(2, len(self._shares), device=self._host.model.device)
         for microbatch in microbatches:
             interrupt()
             with self._host.gate.training(), torch.no_grad():
@@ -218,11 +232,11 @@ class DraftRun(ExampleRun):
 
     def _totals(self, microbatches: Sequence[Microbatch]) -> list[int]:
         """Tokens that are proposed at each depth, at least 1."""
-        depths = range(self._job.depth)
+        depths = range(len(self._shares))
         return [max(1, sum(len(_Rows.of(one, depth).proposing) for one in microbatches)) for depth in depths]
 
     def _compare(self, microbatch: Microbatch, totals: Sequence[int], sums: Tensor) -> Tensor:
-        """This microbatch's part of the loss: the mean over depths of the mean divergence there.
+        """This microbatch's part of the loss: the mean divergence at each depth times its share.
 
         Args:
             sums: [2, depth], where each depth's divergence and its share of agreement are added.
@@ -230,7 +244,7 @@ class DraftRun(ExampleRun):
         model, give_way = self._host.model, self._host.gate.give_way
         hidden = self._target.forward(microbatch.token_ids, microbatch.lengths, give_way)
         # A row's last neighbours may be of another document: nothing is learnt there.
-        ids = [microbatch.token_ids.roll(-1 - depth) for depth in range(self._job.depth)]
+        ids = [microbatch.token_ids.roll(-1 - depth) for depth in range(len(self._shares))]
         proposed = model.draft_packed(self._tensors, hidden, ids, microbatch.lengths, give_way=give_way)
         loss = torch.zeros((), device=hidden.device)
         for depth, (output, total) in enumerate(zip(proposed, totals, strict=True)):
@@ -240,14 +254,15 @@ class DraftRun(ExampleRun):
                 output.index_select(0, rows.proposing), model, own, beta=0.0, temperature=1.0, give_way=give_way
             )
             part = divergence_loss(found.value, total)
-            loss = loss + part / len(totals)
+            loss = loss + self._shares[depth] * part
             sums[0, depth] += part.detach()
             sums[1, depth] += found.agreed.sum() / total
         return loss
 
     def _metrics(self, sums: Tensor) -> dict[str, float]:
         losses, shares = sums.tolist()
-        found = {"loss": sum(losses) / len(losses), "acceptance": shares[0]}
+        loss = sum(share * one for share, one in zip(self._shares, losses, strict=True))
+        found = {"loss": loss, "acceptance": shares[0]}
         return found | {f"acceptance_{depth}": share for depth, share in enumerate(shares[1:], start=2)}
 
 

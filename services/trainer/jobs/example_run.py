@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from services.common.adapters.drafter_form import MOST_BLOCK
 from services.common.jobs import ExampleJob
 from services.common.jobs.documents import Document
 from services.common.jobs.examples import Numbered
@@ -18,7 +19,10 @@ from services.trainer.packing import largest_microbatch, shuffled
 
 E = TypeVar("E", bound=SentModel)
 D = TypeVar("D")
-_EXAMINED = ("loss", "token_accuracy", "accuracy", "margin", *(f"acceptance{end}" for end in ("", "_2", "_3", "_4")))
+_EXAMINED = (
+    *("loss", "token_accuracy", "accuracy", "margin", "acceptance"),
+    *(f"acceptance_{place}" for place in range(2, MOST_BLOCK + 1)),
+)
 """Metrics of an evaluation that tell how well a job's own examples are known."""
 
 _RIGHT = {"token_accuracy": "trained tokens that are the likeliest", "acceptance": "tokens that would be accepted"}

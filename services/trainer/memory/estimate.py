@@ -140,7 +140,7 @@ class DrafterWork:
     """
 
     numbers: int
-    """Of the mtp layer."""
+    """Of all layers."""
     tokens: int
     """Inputs of the largest microbatch."""
     itemsize: int
@@ -150,9 +150,11 @@ class DrafterWork:
     depth: int
     """Tokens that are proposed in a row."""
     target: TeacherWork
+    layers: int = 1
+    """Of the drafter."""
 
     def __post_init__(self) -> None:
-        if min(self.numbers, self.tokens, self.itemsize, self.depth) < 1:
+        if min(self.numbers, self.tokens, self.itemsize, self.depth, self.layers) < 1:
             raise ValueError(f"a job has at least one of everything: {self}")
 
 
@@ -173,8 +175,8 @@ def estimate_drafter(config: ModelConfig, work: DrafterWork) -> TrainingMemory:
     # Of the embedding, both norms and the product of the two; of the divergence the slope, and the rows it is of.
     around = config.hidden_size * (6 * work.itemsize + 16)
     # A layer's backward works in about as much again as its activations are. The masks are a byte a pair of tokens.
-    activations = int(MARGIN * work.tokens * ((work.depth + 1) * layer + work.depth * around))
-    activations += work.tokens**2 * (work.depth + 1)
+    activations = int(MARGIN * work.tokens * (work.layers * (work.depth + 1) * layer + work.depth * around))
+    activations += work.tokens**2 * (work.depth + 1) * work.layers
     if work.fused:
         logits = 2 * min(work.tokens, TEACHER_LOGIT_ROWS) * config.vocab_size * work.itemsize
     else:
@@ -199,7 +201,8 @@ def check_drafter_fits(config: ModelConfig, work: DrafterWork, budget: int) -> T
         f"the job needs {mib(memory.total)} (the layer, gradients and optimizer {mib(memory.adapter)}, activations of "
         f"{work.tokens} tokens {mib(memory.activations)}, logits {mib(memory.logits)}, the model's forward "
         f"{mib(memory.teacher)}), and the memory plan leaves {mib(budget)} for training: set a smaller "
-        "max_tokens_per_microbatch or depth, or give the engine more memory for training (TEMPER_TRAIN_MEMORY_BYTES)",
+        "max_tokens_per_microbatch, depth or block, or give the engine more memory for training "
+        "(TEMPER_TRAIN_MEMORY_BYTES)",
         param="max_tokens_per_microbatch",
     )
 

@@ -30,6 +30,7 @@ from kernels.gpu.train.divergence import divergence
 from kernels.gpu.train.documents import Documents
 from kernels.gpu.train.head import token_scores
 from kernels.quantize import GROUP, Fp8Weight, Int4Weight
+from services.common.adapters.drafter_form import MOST_CHAINED
 from services.common.jobs import LoraSettings
 from services.engine.executors.cuda import runner as runner_module
 from services.engine.executors.cuda.cache_transfer import CudaCacheTransfer
@@ -195,11 +196,12 @@ def _serve(start: Start, kernels: KernelConfigs) -> None:
         num_slots=260,
         kv_dtype=torch.float8_e4m3fn if start.kv_float8 else None,
         state_dtype=torch.bfloat16 if start.state_bfloat16 else torch.float32,
-        mtp=start.speculative,
+        draft_layers=int(start.speculative),
         waiting_writes=WAITING_WRITES,
-        verified_rows=verified_rows(_SEQUENCES) if start.speculative else 0,
+        verified_rows=verified_rows(_SEQUENCES, MOST_CHAINED) if start.speculative else 0,
     )
-    limits = RunnerLimits(_SEQUENCES, 8192, 1024, largest_graph=256, mixed_tokens=3840, speculative=start.speculative)
+    draft_tokens = MOST_CHAINED if start.speculative else 0
+    limits = RunnerLimits(_SEQUENCES, 8192, 1024, largest_graph=256, mixed_tokens=3840, draft_tokens=draft_tokens)
     lora = LoraSlots(start.config, 9, start.rank, torch.bfloat16, _CPU, invariant=start.batch_invariant)
     # On a GPU adapters reach their slots by a kernel.
     lora._upload = AdapterUpload(lora.target_buffers(), lora._output_order, lora.upload_bytes(start.config, start.rank))

@@ -6,8 +6,9 @@ from typing import Literal
 import pytest
 from pydantic import ValidationError
 
-from services.engine.scheduler.step_plan import MOST_DRAFT_TOKENS
-from services.engine.settings import EngineSettings
+from services.common.adapters.drafter_form import MTP_FORM, DrafterForm
+from services.common.errors import InvalidRequest
+from services.engine.settings import MOST_DRAFTED_ON_GPU, EngineSettings
 from services.pod.parts.tiers import tier_limits
 
 
@@ -55,10 +56,17 @@ def test_speculation_keeps_the_limits_and_has_its_own() -> None:
             update={"speculative": "mtp"}
         )
         assert EngineSettings(draft_tokens=2).for_device(device).draft_tokens == 2
-    assert EngineSettings().for_device("cuda").draft_tokens == MOST_DRAFT_TOKENS
-    for number in (-1, MOST_DRAFT_TOKENS + 1):
+    assert EngineSettings().for_device("cuda").draft_tokens == MTP_FORM.most_tokens == 4
+    for number in (-1, 5, 17):
         with pytest.raises(ValidationError, match="draft_tokens"):
             EngineSettings(draft_tokens=number)
+    block = EngineSettings(speculative="mtp", drafter="./block", draft_tokens=8)
+    with pytest.raises(InvalidRequest, match=r"8, and an mtp layer proposes at most 4: lower TEMPER_DRAFT_TOKENS"):
+        block.drafting_with(MTP_FORM)
+    assert block.drafting_with(DrafterForm(16)).for_device("cpu").draft_tokens == 8
+    left = EngineSettings(speculative="mtp", drafter="./block").drafting_with(DrafterForm(12, 2))
+    assert (left.drafter_form, left.for_device("cpu").draft_tokens) == (DrafterForm(12, 2), 12)
+    assert left.for_device("cuda").draft_tokens == MOST_DRAFTED_ON_GPU
     with pytest.raises(ValidationError, match="batch_invariant and speculative contradict"):
         EngineSettings(speculative="mtp", batch_invariant=True)
 

@@ -77,6 +77,11 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
         (A100, {"train_float8": True}, r"TEMPER_TRAIN_FLOAT8=true needs .* 8\.9.*unset it"),
         (A100, {"quantization": "fp8"}, r"needs compute capability 8\.9 or higher, NVIDIA A100 has .* 8\.0; use int4"),
         (A100, {"kv_cache_dtype": "fp8"}, r"TEMPER_KV_CACHE_DTYPE=fp8 needs .* 8\.9.*use auto"),
+        (
+            A100,
+            {"speculative": "mtp", "drafter": "./wide", "draft_tokens": 8},
+            "TEMPER_DRAFT_TOKENS=8: a step on a GPU checks at most 7",
+        ),
         (T4, {}, r"Tesla T4 has compute capability 7\.5.*needs 8\.0.*TEMPER_DEVICE=cpu"),
         (T4, {"quantization": "int4"}, r"Tesla T4"),
         (BARE, {}, r"need Triton 3\.6 or newer, there is none: install temper\[gpu\]"),

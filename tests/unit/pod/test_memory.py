@@ -154,7 +154,7 @@ def test_counts_the_mtp_layer(quantization: Quantization) -> None:
     kv = sum(pool.nbytes for pool in (*cache.keys, *cache.values))
     assert kv == 3 * block_bytes(config, 8, stored)
     device_cache = DeviceCache.allocate(
-        config, torch.float32, model.device, num_blocks=3, block_size=8, num_slots=5, mtp=True
+        config, torch.float32, model.device, num_blocks=3, block_size=8, num_slots=5, draft_layers=1
     )
     assert sum(page.keys.nbytes + page.values.nbytes for page in device_cache.pages) == kv
 
@@ -174,7 +174,7 @@ def test_speculation_takes_rows_and_no_states() -> None:
         for kind in ("none", "mtp")
     )
     assert many_mtp.sampler == many.sampler, "of 32 at most, together fewer than 256"
-    inputs = verified_rows(256) * 24 * 8192 * 2
+    inputs = verified_rows(256, 4) * 24 * 8192 * 2
     more = many_mtp.workspace - many.workspace
     assert inputs <= more < 4 * inputs, "of the convolutions, until it is known which rows count"
     with_layer, without = (footprint(QWEN_4B, given, BF16, H200) for given in (mtp, plain))

@@ -10,8 +10,17 @@ from pydantic import Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from services.common.adapters.composition import Published, parse_policy
+from services.common.adapters.drafter_form import (
+    MOST_BLOCK,
+    MOST_CHAINED,
+    MOST_LAYERS,
+    MTP_FORM,
+    DrafterForm,
+    DrafterKind,
+)
 from services.common.adapters.manifest import Kind
 from services.common.adapters.names import BASE, AdapterVersion
+from services.common.errors import InvalidRequest
 from services.common.jobs.base import Pace, Recompute, ServedLimits
 from services.common.jobs.documents import placed, prompt_tokens
 from services.common.jobs.examples import EVALUATES, ExampleJob
@@ -26,7 +35,7 @@ from services.common.jobs.kinds.opd import OpdJob
 from services.common.jobs.kinds.sft import SftExample, SftJob, check_documents
 from services.common.jobs.token_checks import check_conversation, check_room, check_vocabulary
 from services.common.jobs.trajectories.segments import Trajectory
-from services.common.validation.json_rules import Rules, has, left_out, only_with
+from services.common.validation.json_rules import Rules, has, if_any, left_out, only_with
 
 if TYPE_CHECKING:
     from services.common.text.tokenizer import TextCodec
@@ -37,8 +46,8 @@ _MOST_EXAMPLES = 1000
 _SPLITS = 10
 """Texts of which a tenth is held out."""
 _OF_ADAPTERS = ("lora", "recompute", "gradient_checkpointing", "attach_if", "epoch_versions")
-MOST_DEPTH = 4
-"""Draft tokens of a request in a step at most, and learnt unless a job says otherwise."""
+_USUAL_BLOCK = 8
+"""Tokens that a new block drafter proposes at once."""
 
 
 def _asks_for_suites(condition: PublishIf | None) -> bool:
@@ -46,9 +55,10 @@ def _asks_for_suites(condition: PublishIf | None) -> bool:
 
 
 class DraftJob(ExampleJob[DraftExample]):
-    """Training of a drafter: weights of the mtp layer, which proposes tokens that the model then verifies. It learns to
-    say what the model says behind these texts, an adapter's words included if `target` names one. The texts themselves
-    are not learnt; a prompt without an answer is answered by the target first."""
+    """Training of a drafter: weights of the mtp layer, or a block drafter in its place, which proposes tokens that the
+    model then verifies. It learns to say what the model says behind these texts, an adapter's words included if
+    `target` names one. The texts themselves are not learnt; a prompt without an answer is answered by the target
+    first."""
 
     evaluated: ClassVar[Mapping[str, Better]] = {"eval_loss": "lower", "eval_acceptance": "higher"}
     pace: ClassVar[Pace] = Pace(1e-4, epochs=3, least_steps=30)
@@ -70,15 +80,25 @@ class DraftJob(ExampleJob[DraftExample]):
     json_rules: ClassVar[Rules] = (
         publish_if_rule(evaluated, EVALUATES),
         only_with("publish_if", has(publish_if=left_out("gain", "no_loss"))),
+        only_with("block", has(form="block")),
+        only_with("layers", has(form="block")),
+        only_with("depth", if_any(form={"not": {"const": "block"}})),
     )
 
     kind: Literal["draft"] = "draft"
     target: FixedPolicy = BASE
     """Policy whose tokens are to be proposed: "base", a version of an adapter, "polite@3", or several together,
     "a@3*0.7+b@1"."""
-    depth: int = Field(MOST_DEPTH, ge=1, le=MOST_DEPTH)
-    """Tokens that are proposed in a row. Each further one is learnt behind what the layer itself made of the one
-    before."""
+    form: DrafterKind | None = None
+    """mtp: the mtp layer, which proposes tokens one after the other, fed its own output. block: layers as that one
+    which propose several tokens in one pass. Left out: that of the drafter that it goes on from; a new one is mtp."""
+    depth: int | None = Field(None, ge=1, le=MOST_CHAINED)
+    """Tokens that are proposed in a row, 4 if left out. Each further one is learnt behind what the layer itself made of
+    the one before. Not of a block drafter, which learns its block."""
+    block: int | None = Field(None, ge=1, le=MOST_BLOCK)
+    """With form=block, tokens that it proposes at once. Left out: those of the drafter that it goes on from, or 8."""
+    layers: int | None = Field(None, ge=1, le=MOST_LAYERS)
+    """With form=block, its layers. Left out: those of the drafter that it goes on from, or 1."""
     max_tokens: int = Field(256, ge=1)
     """Most tokens of the answer that the target gives to an example without one."""
     temperature: float = Field(1.0, ge=0, le=100)
@@ -99,9 +119,40 @@ class DraftJob(ExampleJob[DraftExample]):
         for name in _OF_ADAPTERS:
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise contradiction(f"{name} is of jobs that train adapters: leave it out", name)
+        for name in ("block", "layers"):
+            if getattr(self, name) is not None and self.form != "block":
+                raise contradiction(f"{name} is of block drafters: set form to block, or leave it out", name)
+        if self.depth is not None and self.form == "block":
+            raise contradiction("depth is of the mtp layer, and a block drafter learns its block: set block", "depth")
         if _asks_for_suites(self.publish_if):
             raise contradiction("suites are answered by adapters: name eval_loss or eval_acceptance", "publish_if")
         return self
+
+    def form_from(self, before: DrafterForm | None) -> DrafterForm:
+        """Form of the drafter that it makes.
+
+        Args:
+            before: of the one that it goes on from; None: of none.
+
+        Raises:
+            InvalidRequest: that one cannot become it.
+        """
+        known = before or MTP_FORM
+        if self.form is None:
+            made = known
+        elif self.form == "mtp":
+            made = MTP_FORM
+        else:
+            made = DrafterForm(self.block or known.block or _USUAL_BLOCK, self.layers or known.layers)
+        if known.block and made != known:
+            raise InvalidRequest(
+                f"what the job goes on from is {known}, and it is to make {made}: leave out form, block and layers, or "
+                "set start_from to base",
+                param="form",
+            )
+        if made.block and self.depth is not None:
+            raise InvalidRequest(f"depth is of the mtp layer, and the job makes {made}: leave it out", param="depth")
+        return made
 
     @property
     def target_version(self) -> Published | None:

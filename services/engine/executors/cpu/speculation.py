@@ -1,10 +1,12 @@
-"""Speculation with the model's mtp layer, where torch computes in place of kernels: what is known of each slot, which
-draft tokens count, and the draft tokens of the next step.
+"""Speculation with the model's mtp layer, or a block drafter in its place, where torch computes in place of kernels:
+what is known of each slot, which draft tokens count, and the draft tokens of the next step.
 
 The layer is one more decoder layer behind the model's, over the same rows, each with the token that follows it. So it
 runs over prompts too: its keys and values must be there when the answer begins. Its output, normed, is what a further
 draft token is drawn from with the one before, in the place of the model's hidden state. Keys and values that it leaves
-at positions of rejected tokens are written again by the rows that come there.
+at positions of rejected tokens are written again by the rows that come there. A block drafter draws all further draft
+tokens in one pass over as many rows, each of that output and of a vector of its own for the draft token it does not
+know; a row sees those before it, so the first ones are the same however many there are.
 
 Where a prompt's beginning comes from the prefix cache, its last position has the keys and values of the request that
 computed it, which may have gone on with another token: a draft token may be worse for it, an output is never different.
@@ -63,6 +65,8 @@ class CpuSpeculation:
     ) -> None:
         self._model, self._cache, self._sampler, self._batch = model, cache, sampler, batch
         self._eos = frozenset(eos_token_ids)
+        form = model.drafter_form
+        self._at_once = form is not None and form.block > 0
         self._answers: dict[int, _Answer] = {}
         """By slot."""
 
@@ -164,15 +168,18 @@ class CpuSpeculation:
             self._draw(out[torch.tensor(rows, device=device)], drawn, num_draft_tokens)
 
     def _draw(self, out: Tensor, chunks: Sequence[Chunk], count: int) -> None:
-        """Draws draft tokens one behind the other.
+        """Draws draft tokens, the rows of all but the first ones one behind the other or in one pass.
 
         Args:
             out: [R, hidden] of the layer's rows in front of the first ones.
             chunks: R chunks as of the rows of the first ones.
         """
         rows = chunks
+        block = self._block(out, chunks, count - 1) if self._at_once and count > 1 else None
         for depth in range(count):
-            if depth:
+            if depth and block is not None:
+                out = block[:, depth - 1]
+            elif depth:
                 out = self._further(out, chunks, depth - 1, [row.drafted_ids[-1] for row in rows])
             drawn = self._sampler.sample(self._model.logits(out), rows)
             rows = [row.followed_by((token.token_id,)) for row, token in zip(rows, drawn, strict=True)]
@@ -182,11 +189,23 @@ class CpuSpeculation:
     def _further(self, out: Tensor, chunks: Sequence[Chunk], ahead: int, ids: Sequence[int]) -> Tensor:
         """The layer's rows at the next positions: behind the newest tokens and ``ahead`` draft tokens, each with the
         draft token that follows."""
+        step = self._places(chunks, ahead, 1)
+        return self._model.draft(out, torch.tensor(ids, device=self._model.device), step, self._cache)
+
+    def _block(self, out: Tensor, chunks: Sequence[Chunk], count: int) -> Tensor:
+        """[R, count, hidden]: a block drafter's rows at the next positions."""
+        found = self._model.draft_block(out, count, self._places(chunks, 0, count), self._cache)
+        return found.view(len(chunks), count, -1)
+
+    def _places(self, chunks: Sequence[Chunk], ahead: int, count: int) -> Any:
+        """Step of ``count`` rows a chunk, behind the newest token and ``ahead`` draft tokens."""
         places = [
             chunk._replace(
-                token_ids=(0,), start=self._answers[chunk.slot].computed + ahead, num_draft_tokens=0, snapshots=()
+                token_ids=(0,) * count,
+                start=self._answers[chunk.slot].computed + ahead,
+                num_draft_tokens=0,
+                snapshots=(),
             )
             for chunk in chunks
         ]
-        step = self._model.begin_step(self._batch(places), self._cache)
-        return self._model.draft(out, torch.tensor(ids, device=self._model.device), step, self._cache)
+        return self._model.begin_step(self._batch(places), self._cache)

@@ -35,6 +35,7 @@ from services.engine.executors.cuda.shapes import (
     decode_attention,
     decode_bucket,
     draft_buckets,
+    draft_group,
     most_decode_rows,
 )
 from services.engine.executors.cuda.speculation import CudaSpeculation, PlacedRows, SampledChunks
@@ -73,8 +74,9 @@ class RunnerLimits:
     """Largest decode batch to capture as a CUDA graph; 0: capture nothing."""
     mixed_tokens: int = 0
     """Prefill tokens of a step that also decodes, to capture; 0: capture none."""
-    speculative: bool = False
-    """Draft tokens for the next steps of requests; the model and the cache have its mtp layer."""
+    draft_tokens: int = 0
+    """Most draft tokens of a chunk, drawn for the next steps of requests; the model and the cache have what draws them.
+    0: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,21 +113,16 @@ class CudaRunner:
         self._limits = limits
         self._vocab = config.vocab_size
         self.depth = 2
-        self._sampled = sampled = most_decode_rows(limits.max_num_seqs, speculative=limits.speculative)
+        self._sampled = sampled = most_decode_rows(limits.max_num_seqs, limits.draft_tokens)
         self._cache = cache
         self._lora = lora
         self._has_adapters, self._stream = lora.num_slots > 1, EngineStream(device)
         max_blocks = -(-limits.max_model_len // cache.block_size)
         self._tables = torch.zeros(cache.num_slots, -(-max_blocks // 4) * 4, dtype=torch.int32, device=device)
         self._shadow = TableShadow(cache.num_slots, self._tables.shape[1])
+        drafting = limits.draft_tokens > 0
         self._sampler = CudaSampler(
-            eos_token_ids,
-            cache.num_slots,
-            config.vocab_size,
-            sampled,
-            device,
-            pdl=options.pdl,
-            speculative=limits.speculative,
+            eos_token_ids, cache.num_slots, config.vocab_size, sampled, device, pdl=options.pdl, speculative=drafting
         )
         self._reader = CudaPromptReader(self._stream, config.vocab_size, limits.max_num_seqs)
         self._masks = MaskUpload(self._stream, sampled, config.vocab_size)
@@ -136,13 +133,13 @@ class CudaRunner:
             limits.max_num_seqs,
             limits.token_budget,
             limits.mixed_tokens,
-            speculative=limits.speculative,
+            draft_tokens=limits.draft_tokens,
         )
         self._attention = decode_attention(
             model,
             cache,
             limits.max_num_seqs,
-            speculative=limits.speculative,
+            draft_tokens=limits.draft_tokens,
             batch_invariant=options.batch_invariant,
         )
         self.forward = model.device_forward(
@@ -168,14 +165,14 @@ class CudaRunner:
             capacity=words + extra + 64,
             depth=self.depth,
             adapter_slots=adapter_slots,
-            next_ids=limits.speculative,
+            next_ids=drafting,
         )
         self._graphs = StepGraphs(self._stream, self._run_shape)
         self._draft_graphs = StepGraphs(self._stream, self._draft_shape, beside=self._graphs)
         self.costs: StepCosts | None = None
         """See Runner; measured by warm_up()."""
         self._speculation: CudaSpeculation | None = None
-        if limits.speculative:
+        if limits.draft_tokens:
             self._speculation = CudaSpeculation(
                 self.forward,
                 self._sampler,
@@ -184,6 +181,8 @@ class CudaRunner:
                 lambda rows: self._attention[decode_bucket(rows)],
                 hidden=config.hidden_size,
                 max_num_seqs=limits.max_num_seqs,
+                draft_tokens=limits.draft_tokens,
+                at_once=model.drafter_form is not None and model.drafter_form.block > 0,
                 graphs=self._graphs,
             )
 
@@ -212,13 +211,8 @@ class CudaRunner:
     def warm_up_shapes(self) -> list[StepShape]:
         """Shapes of this runner's warm-up; see the function of that name."""
         limits = self._limits
-        return warm_up_shapes(
-            self._shapes,
-            limits.max_num_seqs,
-            limits.token_budget,
-            speculative=limits.speculative,
-            rows=self.forward.rows_that_differ,
-        )
+        budget, differ = limits.token_budget, self.forward.rows_that_differ
+        return warm_up_shapes(self._shapes, limits.max_num_seqs, budget, draft_tokens=limits.draft_tokens, rows=differ)
 
     def place_decodes(self, rows: int, chunks: Sequence[Chunk]) -> None:
         """Sends decodes for run_decodes(), before requests are served. No chunks: padding, and empty block tables."""
@@ -265,10 +259,12 @@ class CudaRunner:
                 limits, block_size = self._limits, self._cache.block_size
                 sizes = draft_buckets(min(limits.max_num_seqs, limits.largest_graph))
                 self._speculation.capture(sizes)
-                self.costs = measured_costs(self.launch, self._stream, sizes, limits.max_model_len, block_size)
+                most, model_len = limits.draft_tokens, limits.max_model_len
+                self.costs = measured_costs(self.launch, self._stream, sizes, most, model_len, block_size)
         self._stream.synchronize()
 
     def _launch_all(self, shapes: Sequence[StepShape], forward: DeviceForward) -> None:
+        limits = self._limits
         if self._has_adapters:
             self._lora.warm_up()
         scratch = torch.zeros(1, 2, dtype=torch.int32, device=self._stream.device)
@@ -276,11 +272,12 @@ class CudaRunner:
         self._cache.copy_states(scratch)
         for shape in shapes:
             self._run_padding(shape, forward)
-        for plan in sampling_plans(self._limits.max_num_seqs):
+        for plan in sampling_plans(limits.max_num_seqs):
             for masks in masks_to_try(plan, self._vocab):
                 self._sample(self._queue(plan, forward), masks).result()
         if self._speculation is not None:
-            for plan in draft_plans(self._limits.max_num_seqs, self._cache.block_size):
+            self._speculation.launch_blocks()
+            for plan in draft_plans(limits.max_num_seqs, limits.draft_tokens, self._cache.block_size):
                 self._launch(plan, forward).result()
 
     def _run_padding(self, shape: StepShape, forward: DeviceForward) -> None:
@@ -290,7 +287,7 @@ class CudaRunner:
             x = self._layers(rows, forward, adapters=True)
         forward.logits(x[: self._sampled])
         self._reader.warm_up(forward, x)
-        if self._limits.speculative:
+        if self._limits.draft_tokens:
             forward.draft_logits(self._draft(x, rows, forward)[: self._sampled])
 
     @torch.inference_mode()
@@ -325,7 +322,8 @@ class CudaRunner:
     def _queue(self, plan: StepPlan, forward: DeviceForward) -> QueuedStep:
         chunks = plan.chunks
         decodes = plan.num_decodes
-        group = max((len(chunk.token_ids) for chunk in chunks[:decodes]), default=1)
+        longest = max((len(chunk.token_ids) for chunk in chunks[:decodes]), default=1)
+        group = draft_group(longest, self._limits.draft_tokens)
         prefills = chunks[decodes:]
         lengths = [len(link.token_ids) for link in split_at_snapshots(prefills)]
         if group > 1:

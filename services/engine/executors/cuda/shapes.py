@@ -9,7 +9,7 @@ from kernels.gpu.segments import TILE
 from services.engine.executors.cuda.buffers import StepShape
 from services.engine.models.device_batch import DecodeAttention, DeviceCache
 from services.engine.models.interface import CausalLM
-from services.engine.scheduler.step_plan import MOST_DRAFT_TOKENS, MOST_VERIFYING
+from services.engine.scheduler.step_plan import MOST_VERIFYING
 
 _DECODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _PREFILL_TOKENS = (64, 128, 256, 512, 1024, 1536, 2048)
@@ -30,8 +30,8 @@ between the two numbers are not free, as each may need a tile of its own: where 
 two hundred programs for it that end at once."""
 
 
-GROUPS = range(2, 2 + MOST_DRAFT_TOKENS)
-"""Rows of a sequence in a step with draft tokens."""
+_DRAFT_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Draft tokens of a chunk whose steps are captured and timed; also the most that an engine has."""
 
 
 def decode_bucket(decodes: int) -> int:
@@ -44,23 +44,34 @@ def decode_buckets(max_num_seqs: int) -> list[int]:
     return sorted({decode_bucket(count) for count in range(1, max_num_seqs + 1)})
 
 
-def verified_rows(max_num_seqs: int) -> int:
+def draft_counts(most: int) -> list[int]:
+    """Numbers of draft tokens of a chunk whose steps are captured and timed, ascending, of an engine with so many at
+    most; none: []."""
+    return [count for count in _DRAFT_COUNTS if count < most] + [most] * (most > 0)
+
+
+def draft_group(rows: int, most: int) -> int:
+    """Rows of a decode in a step whose longest one has so many, of an engine with ``most`` draft tokens."""
+    return next((1 + count for count in (0, *draft_counts(most)) if 1 + count >= rows), rows)
+
+
+def verified_rows(max_num_seqs: int, draft_tokens: int) -> int:
     """Most rows of a step with draft tokens, padding included."""
-    return decode_bucket(min(max_num_seqs, MOST_VERIFYING)) * (1 + MOST_DRAFT_TOKENS)
+    return decode_bucket(min(max_num_seqs, MOST_VERIFYING)) * (1 + draft_tokens)
 
 
-def most_decode_rows(max_num_seqs: int, *, speculative: bool) -> int:
+def most_decode_rows(max_num_seqs: int, draft_tokens: int) -> int:
     """Most rows of a step that are decodes, padding included."""
     most = decode_bucket(max_num_seqs)
-    return max(most, verified_rows(max_num_seqs)) if speculative else most
+    return max(most, verified_rows(max_num_seqs, draft_tokens)) if draft_tokens else most
 
 
 def decode_attention(
-    model: CausalLM, cache: DeviceCache, max_num_seqs: int, *, speculative: bool, batch_invariant: bool
+    model: CausalLM, cache: DeviceCache, max_num_seqs: int, *, draft_tokens: int, batch_invariant: bool
 ) -> dict[int, DecodeAttention]:
     """Decode attention by the number of rows, in buckets. Those with as many splits share a workspace."""
     config, device, kernels = model.config, model.device, model.kernel_configs()
-    buckets = decode_buckets(most_decode_rows(max_num_seqs, speculative=speculative))
+    buckets = decode_buckets(most_decode_rows(max_num_seqs, draft_tokens))
     # An invariant row is cut as in a large batch whatever batch it is in.
     alike = max(buckets[-1], _INVARIANT_BATCH)
     splits = {
@@ -83,14 +94,14 @@ def decode_attention(
 
 
 def captured_shapes(
-    largest_batch: int, max_num_seqs: int, token_budget: int, mixed_tokens: int, *, speculative: bool = False
+    largest_batch: int, max_num_seqs: int, token_budget: int, mixed_tokens: int, *, draft_tokens: int = 0
 ) -> list[StepShape]:
     """The shapes to capture, in the order of capture: the largest first, whose memory the others then share.
 
     Args:
         largest_batch: decodes; 0: none.
         mixed_tokens: prefill tokens of a step that also decodes.
-        speculative: with steps of draft tokens.
+        draft_tokens: most of a chunk.
     """
     if largest_batch == 0:
         return []
@@ -102,8 +113,9 @@ def captured_shapes(
     sizes = {min(tokens, mixed_tokens) for tokens in _MIXED_TOKENS}
     mixed = sorted(tokens for tokens in sizes if 0 < tokens <= token_budget and tokens % TILE == 0)
     shapes += [_prefill(bucket, tokens, held[-1]) for tokens in mixed for bucket in _MIXED_DECODES if bucket <= most]
-    if speculative:
-        shapes += [StepShape.of_groups(size, group) for size in draft_buckets(most) for group in GROUPS]
+    shapes += [
+        StepShape.of_groups(size, 1 + count) for size in draft_buckets(most) for count in draft_counts(draft_tokens)
+    ]
     return sorted(shapes, key=lambda shape: -shape.rows)
 
 

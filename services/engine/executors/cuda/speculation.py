@@ -16,9 +16,12 @@ from torch import Tensor
 
 from kernels.gpu.delta.conv_verify import move_windows
 from kernels.gpu.delta.verify import cut_spans
+from kernels.gpu.sampling.draft_blocks import Block, place_block, take_block
 from kernels.gpu.sampling.draft_tokens import (
     ACCEPTED_SHIFT,
     CHUNK_WORDS,
+    COUNTED,
+    MOST,
     ROWS_WORD,
     Chain,
     SlotTokens,
@@ -31,11 +34,11 @@ from services.engine.constraints.masks import RowMasks
 from services.engine.executors.cuda.buffers import LoadedStep, StepShape
 from services.engine.executors.cuda.graphs import StepGraphs, StepOutput
 from services.engine.executors.cuda.sampling.sampler import CudaSampler, SampleRows
-from services.engine.executors.cuda.shapes import decode_bucket, decode_buckets
+from services.engine.executors.cuda.shapes import decode_bucket, decode_buckets, draft_buckets, draft_counts
 from services.engine.executors.cuda.stream import Arrival, EngineStream
 from services.engine.models.device_batch import DecodeAttention, DeviceCache, StepRows
 from services.engine.models.interface import DeviceForward
-from services.engine.scheduler.step_plan import MOST_DRAFT_TOKENS, PENDING, Chunk, StepResult
+from services.engine.scheduler.step_plan import PENDING, Chunk, StepResult
 
 Words = npt.NDArray[np.int32]
 
@@ -116,6 +119,35 @@ class _Drafting:
         )
 
 
+class _DraftingAtOnce:
+    """The same for the draft tokens of a block drafter.
+
+    Args:
+        chain: of as many chunks.
+    """
+
+    def __init__(self, chain: Chain, count: int, hidden: int, dtype: torch.dtype) -> None:
+        chunks, device = len(chain.slots), chain.slots.device
+        self.block = Block.allocate(chunks, count, device)
+        self.hidden = torch.zeros(chunks, count, hidden, dtype=dtype, device=device)
+        """[C, count, hidden]: outputs of the drafter behind which the draft tokens are drawn."""
+        rows = chunks * (count - 1)
+        nothing = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.rows: StepRows | None = None
+        """Behind the first one of each chunk; None: there are none."""
+        if rows:
+            self.rows = StepRows(
+                tokens=nothing,
+                positions=self.block.positions,
+                slots=self.block.slots,
+                adapters=nothing,
+                active_adapters=torch.zeros(1, dtype=torch.int32, device=device),
+                decodes=rows,
+                segments=None,
+                group=count - 1,
+            )
+
+
 class CudaSpeculation:
     """Slots' tokens on the device, and the kernels around a step that read and write them. Used by the loop thread
     only, on the runner's stream.
@@ -124,6 +156,8 @@ class CudaSpeculation:
         forward: of the runner.
         attention: of a decode batch, by its number of rows.
         max_num_seqs: most chunks that sample.
+        draft_tokens: most of a chunk.
+        at_once: a block drafter draws them.
         graphs: of the runner, whose memory those of drafting share.
     """
 
@@ -137,21 +171,33 @@ class CudaSpeculation:
         *,
         hidden: int,
         max_num_seqs: int,
+        draft_tokens: int,
+        at_once: bool,
         graphs: StepGraphs,
     ) -> None:
         if cache.waiting is None or cache.verified is None:
             raise ValueError("speculation needs a cache with waiting writes and verified rows")
+        if draft_tokens >= min(1 + MOST, 1 + cache.waiting.room) or (draft_tokens > COUNTED and not at_once):
+            raise ValueError(f"{draft_tokens} draft tokens beside states with room for {cache.waiting.room} writes")
         self._forward, self._sampler, self._cache = forward, sampler, cache
         self._attention = attention
         self._waiting, self._verified = cache.waiting, cache.verified
         self._slots = SlotTokens.allocate(sampler.last_tokens)
         most = decode_bucket(max_num_seqs)
         self._rejected = torch.zeros(most, dtype=torch.int32, device=stream.device)
-        self.drafted = torch.full((sampler.max_rows, MOST_DRAFT_TOKENS), -1, dtype=torch.int32, device=stream.device)
-        """[R, MOST_DRAFT_TOKENS] int32: draft tokens that each sampled row of the step follows, for the sampler."""
+        self.drafted = torch.full((sampler.max_rows, COUNTED), -1, dtype=torch.int32, device=stream.device)
+        """[R, COUNTED] int32: draft tokens that each sampled row of the step follows, for the sampler."""
         self._drafting = {
             size: _Drafting(size, hidden, cache.conv.dtype, stream.device) for size in decode_buckets(max_num_seqs)
         }
+        self._most = draft_tokens
+        self._at_once = {
+            (size, count): _DraftingAtOnce(self._drafting[size].chain, count, hidden, cache.conv.dtype)
+            for size in draft_buckets(max_num_seqs)
+            for count in draft_counts(draft_tokens)
+            if at_once
+        }
+        """By chunks and draft tokens; {}: they are drawn one behind the other."""
         self._graphs = StepGraphs(stream, self._advance_shape, beside=graphs)
         self._stream = stream
         self._placed = stream.host_buffer(sampler.max_rows)
@@ -219,7 +265,7 @@ class CudaSpeculation:
             self._all_wanted if masks is None else masks.rows,
             self._rejected,
             self._drafting[len(words)].chain,
-            1 if chunks.group == 1 else 1 + MOST_DRAFT_TOKENS,
+            1 if chunks.group == 1 else 1 + self._most,
         )
 
     def settle(self, step: LoadedStep, chunks: SampledChunks) -> None:
@@ -241,17 +287,36 @@ class CudaSpeculation:
         size = len(chunks.words)
         buffers = self._drafting[size]
         torch.index_select(out, 0, buffers.chain.rows, out=buffers.hidden)
+        if self._at_once:
+            self._draw_at_once(buffers.chain, self._at_once[size, count], drawn)
+            return
         for number in range(count):
             logits = self._forward.draft_logits(buffers.hidden)
             chain = buffers.chain
             results = self._sampler.launch(logits, drawn, chain.step, drafted=chain.drafted).words
             next_draft(results, self._slots, chain, number)
             if number + 1 < count:
-                self._advance(size)
+                self._advance(StepShape(size, size))
+
+    def _draw_at_once(self, chain: Chain, drafting: _DraftingAtOnce, drawn: SampleRows) -> None:
+        block = drafting.block
+        place_block(chain, block)
+        self._advance(StepShape.of_groups(len(chain.slots), block.count))
+        logits = self._forward.draft_logits(drafting.hidden.flatten(0, 1))
+        results = self._sampler.launch(logits, drawn, block.step, drafted=block.drafted).words
+        take_block(results, self._slots, chain, block.count)
+
+    def launch_blocks(self) -> None:
+        """Launches a block drafter's part of every number of chunks and draft tokens, for chunks that draw nothing."""
+        for size, count in self._at_once:
+            self._advance_shape(StepShape.of_groups(size, count), adapters=False)
 
     def capture(self, sizes: Sequence[int]) -> None:
-        """Captures the chains of so many chunks each, after they have run."""
-        self._graphs.capture([StepShape(size, size) for size in sorted(sizes, reverse=True)], adapters=False)
+        """Captures the chains of so many chunks each, or the blocks, after they have run."""
+        shapes = [StepShape(size, size) for size in sizes]
+        if self._at_once:
+            shapes = [StepShape.of_groups(size, count) for size, count in self._at_once if size in sizes]
+        self._graphs.capture(sorted(shapes, key=lambda shape: -shape.rows), adapters=False)
 
     def read(self, host: Tensor, chunks: SampledChunks) -> StepResult:
         """Result of a step, from the sampler's results [R, ≥ 4] on the host."""
@@ -259,15 +324,23 @@ class CudaSpeculation:
         accepted = [flags[first] >> ACCEPTED_SHIFT & 15 for first in chunks.firsts]
         return StepResult([tokens[place] for place in chunks.places], accepted)
 
-    def _advance(self, chunks: int) -> None:
-        captured = StepShape(chunks, chunks)
-        if self._graphs.find(captured) == captured:
-            self._graphs.replay(captured, adapters=False)
+    def _advance(self, shape: StepShape) -> None:
+        if self._graphs.find(shape) == shape:
+            self._graphs.replay(shape, adapters=False)
         else:
-            self._advance_shape(captured, adapters=False)
+            self._advance_shape(shape, adapters=False)
 
     def _advance_shape(self, shape: StepShape, adapters: bool) -> StepOutput:
-        del adapters  # they play no part in the mtp layer
-        buffers = self._drafting[shape.rows]
+        """From the outputs of so many chunks to those of the next draft token, or of all of a block: as many as the
+        shape has rows of each."""
+        del adapters  # they play no part in a drafter
+        buffers = self._drafting[shape.rows // shape.group]
+        if self._at_once:
+            drafting = self._at_once[shape.rows // shape.group, shape.group]
+            drafting.hidden[:, 0] = buffers.hidden
+            if (rows := drafting.rows) is not None:
+                further = self._forward.draft_block(buffers.hidden, rows, self._attention(rows.decodes))
+                drafting.hidden[:, 1:] = further.view(len(buffers.hidden), rows.group, -1)
+            return StepOutput(drafting.hidden)
         buffers.hidden.copy_(self._forward.draft_on(buffers.hidden, buffers.rows, self._attention(shape.rows)))
         return StepOutput(buffers.hidden)

@@ -12,12 +12,12 @@ import numpy as np
 from kernels.gpu.segments import TILE
 from services.engine.constraints.masks import NO_MASKS, RowMasks
 from services.engine.executors.cuda.buffers import StepShape
-from services.engine.executors.cuda.shapes import GROUPS
+from services.engine.executors.cuda.shapes import draft_counts
 from services.engine.executors.cuda.stream import EngineStream
 from services.engine.requests.request import Request
 from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.draft_depth import StepCosts
-from services.engine.scheduler.step_plan import DRAFT, MOST_DRAFT_TOKENS, Chunk, StepPlan
+from services.engine.scheduler.step_plan import DRAFT, Chunk, StepPlan
 
 _ROWS = (1, 3, 16)
 """Triton compiles variants for the integer 1 and for multiples of 16."""
@@ -29,7 +29,7 @@ def warm_up_shapes(
     max_num_seqs: int,
     token_budget: int,
     *,
-    speculative: bool = False,
+    draft_tokens: int = 0,
     rows: Sequence[int] = (),
 ) -> list[StepShape]:
     """Shapes whose uncaptured run compiles every variant of the kernels that serving will launch, and reserves the
@@ -42,8 +42,8 @@ def warm_up_shapes(
     sizes = sorted({size for size in (*usual, *rows) if 0 < size <= token_budget})
     extra = [StepShape.of(0, [size]) for size in sizes]
     extra += [StepShape.of(min(decodes, max_num_seqs), [9]) for decodes in _ROWS if token_budget > 25]
-    if speculative:
-        extra += [StepShape.of_groups(size, group) for size in sizes_to_try(max_num_seqs) for group in GROUPS]
+    counts = draft_counts(draft_tokens)
+    extra += [StepShape.of_groups(size, 1 + count) for size in sizes_to_try(max_num_seqs) for count in counts]
     return [*shapes, *extra]
 
 
@@ -70,9 +70,9 @@ def sampling_plans(max_num_seqs: int) -> Iterator[StepPlan]:
             )
 
 
-def draft_plans(max_num_seqs: int, block_size: int) -> Iterator[StepPlan]:
-    """Decodes with every number of draft tokens."""
-    for size, count in product(sizes_to_try(max_num_seqs), range(1 + MOST_DRAFT_TOKENS)):
+def draft_plans(max_num_seqs: int, draft_tokens: int, block_size: int) -> Iterator[StepPlan]:
+    """Decodes with every number of draft tokens, up to ``draft_tokens``."""
+    for size, count in product(sizes_to_try(max_num_seqs), (0, *draft_counts(draft_tokens))):
         yield _draft_plan(size, count, 1, block_size)
 
 
@@ -95,6 +95,7 @@ def measured_costs(
     launch: Callable[[StepPlan], object],
     stream: EngineStream,
     sizes: Sequence[int],
+    draft_tokens: int,
     max_model_len: int,
     block_size: int,
 ) -> StepCosts:
@@ -103,9 +104,10 @@ def measured_costs(
     Args:
         launch: queues a step.
         sizes: numbers of decodes.
+        draft_tokens: most of a chunk.
     """
     seconds: dict[tuple[int, int], float] = {}
-    for size, count in product(sizes, range(1 + MOST_DRAFT_TOKENS)):
+    for size, count in product(sizes, (0, *draft_counts(draft_tokens))):
         plan = _draft_plan(size, count, min(_TIMED_POSITION, max_model_len // 2), block_size)
         launch(plan)
         begin = stream.mark(timed=True)

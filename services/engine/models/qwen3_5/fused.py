@@ -150,32 +150,51 @@ class FusedForward:
         return rms_norm(x, self._weights.final_norm, self._config.rms_norm_eps, pdl=self._pdl)
 
     def draft(self, x: Tensor, rows: StepRows, attention: DecodeAttention | None) -> Tensor:
-        """Runs the mtp layer behind layers(), on what that returned and ``rows.next_ids``; adapters play no part.
+        """Runs the drafter behind layers(), on what that returned and ``rows.next_ids``; adapters play no part.
 
         Returns:
-            [T, hidden], for draft_logits() and draft_on().
+            [T, hidden], for draft_logits(), and draft_on() or draft_block().
         """
-        return self._draft(self.normed(x), rows, attention)
+        return self._draft(self._known(rows), self.normed(x), rows, attention)
 
     def draft_on(self, y: Tensor, rows: StepRows, attention: DecodeAttention | None) -> Tensor:
         """Runs the mtp layer behind itself, on what draft() or draft_on() returned for some rows, one token further."""
-        return self._draft(rms_norm(y, self._mtp.final_norm, self._config.rms_norm_eps, pdl=self._pdl), rows, attention)
+        return self._draft(self._known(rows), self._proposed(y), rows, attention)
 
-    def _draft(self, hidden: Tensor, rows: StepRows, attention: DecodeAttention | None) -> Tensor:
-        mtp, eps, pdl = self._mtp, self._config.rms_norm_eps, self._pdl
+    def draft_block(self, y: Tensor, rows: StepRows, attention: DecodeAttention) -> Tensor:
+        """Runs a block drafter behind itself, on what draft() returned for some rows, at all places behind each: those
+        are a group of ``rows``."""
+        places = self._mtp.places
+        if places is None or rows.group > len(places):
+            raise ValueError(f"no block drafter of {1 + rows.group} tokens is loaded")
+        tokens = places[: rows.group].repeat(len(y), 1)
+        return self._draft(tokens, self._proposed(y).repeat_interleave(rows.group, 0), rows, attention)
+
+    def _known(self, rows: StepRows) -> Tensor:
+        """Embeddings of the tokens behind rows."""
         if rows.next_ids is None:
             raise ValueError("a step without the tokens behind its rows")
-        embedded = gather_tokens(rows.next_ids, self._last_tokens, rows.slots, self._weights.embedding)
+        return gather_tokens(rows.next_ids, self._last_tokens, rows.slots, self._weights.embedding)
+
+    def _proposed(self, y: Tensor) -> Tensor:
+        """Hidden states that the drafter itself has made."""
+        return rms_norm(y, self._mtp.final_norm, self._config.rms_norm_eps, pdl=self._pdl)
+
+    def _draft(self, tokens: Tensor, hidden: Tensor, rows: StepRows, attention: DecodeAttention | None) -> Tensor:
+        mtp, eps, pdl = self._mtp, self._config.rms_norm_eps, self._pdl
         both = torch.empty(len(hidden), 2 * hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
-        rms_norm(embedded, mtp.embedding_norm, eps, out=both[:, : hidden.shape[1]], pdl=pdl)
+        rms_norm(tokens, mtp.embedding_norm, eps, out=both[:, : hidden.shape[1]], pdl=pdl)
         rms_norm(hidden, mtp.hidden_norm, eps, out=both[:, hidden.shape[1] :], pdl=pdl)
         y = Residual(mtp.fc.project(both, pdl=pdl))
-        mixer = mtp.layer.mixer
-        projected = mixer.in_proj.project(y, norm=Norm(mtp.layer.input_norm, eps), pdl=pdl)
-        if isinstance(mixer, DeltaNetWeights):
-            raise ValueError("the mtp layer is one of full attention")
-        mixed = self._attention(projected, mixer, rows, attention, self._cache.pages[-1])
-        self._rest_of_layer(y, mixed, mtp.layer, {})
+        pages = self._cache.pages[self._config.cache_layout.kv_layers :]
+        for index, layer in enumerate(mtp.layers):
+            mixer = layer.mixer
+            projected = mixer.in_proj.project(y, norm=Norm(layer.input_norm, eps), pdl=pdl)
+            if isinstance(mixer, DeltaNetWeights):
+                raise ValueError("a drafter's layers are of full attention")
+            mixed = self._attention(projected, mixer, rows, attention, pages[index])
+            following = mtp.layers[index + 1] if index + 1 < len(mtp.layers) else None
+            self._rest_of_layer(y, mixed, layer, {}, following)
         return y.settled()
 
     def draft_logits(self, y: Tensor) -> Tensor:

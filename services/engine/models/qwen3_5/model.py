@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.rms_norm import rms_norm
 from kernels.rope import Rotation, inverse_frequencies, yarn_frequencies
+from services.common.adapters.drafter_form import MTP_FORM, DrafterForm
 from services.engine.models.batch import CacheBuffers, ForwardBatch
 from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import PLAIN, Storage
@@ -88,12 +89,13 @@ class Qwen3_5(CausalLM):  # noqa: N801
         storage: Storage = PLAIN,
         *,
         mtp: bool = False,
+        form: DrafterForm = MTP_FORM,
         kernels: KernelConfigs | None = None,
     ) -> Qwen3_5:
         """See CausalLM."""
         if not isinstance(config, Qwen3_5Config):
             raise TypeError(f"a Qwen3.5 model needs a Qwen3_5Config, got {type(config).__name__}")
-        return cls(config, load_checkpoint(path, config, dtype, device, storage, mtp=mtp, kernels=kernels))
+        return cls(config, load_checkpoint(path, config, dtype, device, storage, mtp=mtp, form=form, kernels=kernels))
 
     @classmethod
     def from_directory(
@@ -104,10 +106,11 @@ class Qwen3_5(CausalLM):  # noqa: N801
         device: torch.device | str,
         storage: Storage = PLAIN,
         mtp: bool = False,
+        form: DrafterForm = MTP_FORM,
         kernels: KernelConfigs | None = None,
     ) -> Qwen3_5:
         """registry.load_model() where the checkpoint is known to be a Qwen3.5."""
-        model = load_model(path, dtype=dtype, device=device, storage=storage, mtp=mtp, kernels=kernels)
+        model = load_model(path, dtype=dtype, device=device, storage=storage, mtp=mtp, form=form, kernels=kernels)
         if not isinstance(model, Qwen3_5):
             raise TypeError(f"{path} is a checkpoint of {type(model).__name__}")
         return model
@@ -125,8 +128,9 @@ class Qwen3_5(CausalLM):  # noqa: N801
         return self.weights.kernels or super().kernel_configs()
 
     @property
-    def has_mtp(self) -> bool:
-        return self.weights.mtp is not None
+    def drafter_form(self) -> DrafterForm | None:
+        """See CausalLM."""
+        return None if self.weights.mtp is None else self.weights.mtp.form
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: CacheBuffers, lora: LoraSlots | None) -> Tensor:
@@ -147,12 +151,31 @@ class Qwen3_5(CausalLM):  # noqa: N801
     @torch.inference_mode()
     def draft(self, hidden: Tensor, next_ids: Tensor, step: Step, cache: CacheBuffers) -> Tensor:
         """See CausalLM."""
+        return self._draft(F.embedding(next_ids, self.weights.embedding), hidden, step, cache)
+
+    @torch.inference_mode()
+    def draft_block(self, out: Tensor, count: int, step: Step, cache: CacheBuffers) -> Tensor:
+        """See CausalLM."""
+        places = None if self.weights.mtp is None else self.weights.mtp.places
+        if places is None or count > len(places):
+            raise ValueError(f"no block drafter of {1 + count} tokens is loaded")
+        return self._draft(places[:count].repeat(len(out), 1), out.repeat_interleave(count, 0), step, cache)
+
+    def _draft(self, tokens: Tensor, hidden: Tensor, step: Step, cache: CacheBuffers) -> Tensor:
+        """The drafter's layers over rows of a step, [T, hidden].
+
+        Args:
+            tokens: [T, hidden], the embedding of the token behind each row, or what stands for it.
+            hidden: [T, hidden] of the rows.
+        """
         weights, eps = self.weights.mtp, self.config.rms_norm_eps
         if weights is None:
             raise ValueError("the mtp layer is not loaded")
-        embedded = rms_norm(F.embedding(next_ids, self.weights.embedding), weights.embedding_norm, eps)
+        embedded = rms_norm(tokens, weights.embedding_norm, eps)
         x = F.linear(torch.cat((embedded, rms_norm(hidden, weights.hidden_norm, eps)), dim=-1), weights.fc.dense())
-        x = decoder_layer(x, weights.layer, self.config, step, (cache.keys[-1], cache.values[-1]), None)
+        first = self.config.cache_layout.kv_layers
+        for index, layer in enumerate(weights.layers, first):
+            x = decoder_layer(x, layer, self.config, step, (cache.keys[index], cache.values[index]), None)
         return rms_norm(x, weights.final_norm, eps)
 
     def checkpoint_drafter(self, path: Path) -> dict[str, Tensor]:

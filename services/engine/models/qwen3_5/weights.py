@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from services.common.adapters.drafter_form import DrafterForm
 from services.engine.models.weights.matrix import DenseMatrix, Matrix
 
 if TYPE_CHECKING:
@@ -77,18 +78,26 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class MtpWeights:
-    """The layer that predicts the token after next (multi-token prediction), with the model's embedding and head."""
+    """The layer that predicts the token after next (multi-token prediction), with the model's embedding and head; or
+    the layers of a block drafter, which has the same form."""
 
     embedding_norm: Tensor
     """[hidden] float32, as all norms here."""
     hidden_norm: Tensor
     fc: Matrix
     """[hidden, 2 · hidden], over the normed embedding of the next token | the normed hidden state."""
-    layer: LayerWeights
-    """Full attention, with keys and values of its own."""
+    layers: tuple[LayerWeights, ...]
+    """Full attention, with keys and values of their own; one, unless it is a block drafter."""
     final_norm: Tensor
     head: Matrix | None = None
     """[vocab, hidden]: copy of the model's head to draw draft tokens through; None: the model's own."""
+    places: Tensor | None = None
+    """[block - 1, hidden], in the model's dtype: of a block drafter, what stands for the token that is not known yet at
+    the second place and each behind it; None: the layer proposes tokens one after the other."""
+
+    @property
+    def form(self) -> DrafterForm:
+        return DrafterForm() if self.places is None else DrafterForm(1 + len(self.places), len(self.layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +124,8 @@ class ModelWeights:
         if self.mtp is not None:
             tensors += [self.mtp.embedding_norm, self.mtp.hidden_norm, self.mtp.final_norm]
             matrices += [self.mtp.fc] if self.mtp.head is None else [self.mtp.fc, self.mtp.head]
-            layers = (*layers, self.mtp.layer)
+            tensors += [] if self.mtp.places is None else [self.mtp.places]
+            layers = (*layers, *self.mtp.layers)
         for layer in layers:
             tensors += [layer.input_norm, layer.post_norm]
             matrices += [layer.gate_up, layer.down, layer.mixer.in_proj, layer.mixer.out_proj]

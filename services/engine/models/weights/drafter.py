@@ -1,4 +1,4 @@
-"""A drafter's files: weights of the mtp layer by canonical name, and whose they are."""
+"""A drafter's files: weights of its layers by canonical name, of which form they are, and whose."""
 
 from __future__ import annotations
 
@@ -6,28 +6,36 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from services.common.adapters.drafter_form import MTP_FORM, DrafterForm
 from services.common.adapters.manifest import (
     DRAFTER_CONFIG,
     DRAFTER_FORMAT,
     DRAFTER_WEIGHTS,
     drafter_base,
+    drafter_form,
     kind_of,
 )
 from services.common.errors import AdapterRejected, InvalidRequest
 from services.engine.models.config import ModelConfig
 from services.engine.models.weights.tensor_file import read_tensors
 
+if TYPE_CHECKING:
+    from services.engine.models.batch import CacheBuffers
+
+_PUT_OUT = ("o_proj.weight", "down_proj.weight", "down_proj")
+"""Ends of the names of the tensors by which a layer adds to the residual stream."""
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class TakesDrafters:
-    """Part of a language model that is about its mtp layer's weights: an architecture without such a layer has this."""
+    """Part of a language model that is about its mtp layer's weights, or a drafter's in their place: an architecture
+    without such a layer has this."""
 
     def checkpoint_drafter(self, path: Path) -> dict[str, Tensor]:
         """Tensors of the mtp layer of this model's checkpoint, all of config.mtp_shapes(), float32 on the CPU.
@@ -39,18 +47,37 @@ class TakesDrafters:
         del path
         raise InvalidRequest(f"{type(self).__name__} has no mtp layer, so there is nothing to train", param="kind")
 
-    def stage_drafter(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-        """Makes everything ready to write these tensors over the mtp layer's, where those are: what has been captured
-        or launched reads them there.
+    @property
+    def drafter_form(self) -> DrafterForm | None:
+        """Form of what drafts; None: nothing that does is loaded."""
+        return None
+
+    def draft_block(self, out: Tensor, count: int, step: Any, cache: CacheBuffers) -> Tensor:
+        """Runs a block drafter over the places behind some rows, all at once.
 
         Args:
-            tensors: all of config.mtp_shapes(), on the CPU.
+            out: [R, hidden], what draft() returned for the rows.
+            step: of a batch of R chunks of ``count`` tokens, in the order of the rows.
+
+        Returns:
+            [R · count, hidden]: for logits() of the tokens further on.
+        """
+        del out, count, step, cache
+        raise ValueError("no block drafter is loaded")
+
+    def stage_drafter(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+        """Makes everything ready to write these tensors over those of the loaded drafter, where they are: what has been
+        captured or launched reads them there.
+
+        Args:
+            tensors: all of config.drafter_shapes(), on the CPU.
 
         Returns:
             Function that writes, on the current stream; to be called between two steps.
 
         Raises:
-            InvalidRequest: the layer is not loaded.
+            InvalidRequest: nothing that drafts is loaded.
+            AdapterRejected: what is loaded is of another form.
         """
         del tensors
         raise InvalidRequest(
@@ -67,18 +94,19 @@ class TakesDrafters:
         *,
         give_way: Callable[[], None],
     ) -> list[Tensor]:
-        """Runs an mtp layer over packed documents, once for each token that it proposes in a row; differentiable in its
+        """Runs a drafter over packed documents, once for each token that it proposes in a row; differentiable in its
         tensors. In plain torch on every device.
 
         Args:
-            tensors: all of config.mtp_shapes(), on the model's device.
+            tensors: all of config.drafter_shapes(), on the model's device.
             hidden: [T, hidden], final hidden states of the rows, from forward_train().
             ids: [T] int64 each: the tokens one, two, … behind each row's.
             lengths: rows of each document.
 
         Returns:
             [T, hidden] for each of ``ids``: its logits are those of the token behind these. The first is as draft() has
-            it; each further one is made of the one before, in the place of ``hidden``.
+            it. Each further one of an mtp layer is made of the one before, in the place of ``hidden``; of a block
+            drafter all are made of the first, and of what stands for ``ids``, which it does not see.
 
         Raises:
             InvalidRequest: the architecture has no such layer.
@@ -95,8 +123,8 @@ def read_drafter(files: Mapping[str, bytes], config: ModelConfig, base_digest: s
         base_digest: of that model.
 
     Raises:
-        AdapterRejected: it is of another base model or a later format; a tensor is missing, unknown, misshaped, of
-            another dtype or has numbers that are not finite; or a file is missing or corrupt.
+        AdapterRejected: it is of another base model, a later format or a form that there is not; a tensor is missing,
+            unknown, misshaped, of another dtype or has numbers that are not finite; or a file is missing or corrupt.
     """
     if kind_of(files) != "drafter":
         raise AdapterRejected(f"a drafter has the files {DRAFTER_WEIGHTS} and {DRAFTER_CONFIG}, got {sorted(files)}")
@@ -110,22 +138,24 @@ def read_drafter(files: Mapping[str, bytes], config: ModelConfig, base_digest: s
         tensors = read_tensors(files[DRAFTER_WEIGHTS])
     except ValueError as error:
         raise AdapterRejected(f"{DRAFTER_WEIGHTS} is corrupt: {error}") from error
-    shapes = config.mtp_shapes()
+    form = drafter_form(files[DRAFTER_CONFIG])
+    shapes = config.drafter_shapes(form)
     if not shapes:
         raise AdapterRejected("the served model's architecture has no mtp layer, so it takes no drafter")
     for name in shapes.keys() - tensors.keys():
-        raise AdapterRejected(f"tensor {name} is missing from {DRAFTER_WEIGHTS}")
+        raise AdapterRejected(f"tensor {name} is missing from {DRAFTER_WEIGHTS}, which is to have {form}")
     for name, tensor in tensors.items():
-        _check(name, tensor, shapes)
+        _check(name, tensor, shapes, form)
     return tensors
 
 
-def _check(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]], form: DrafterForm) -> None:
     if name not in shapes:
-        raise AdapterRejected(f"tensor {name} of {DRAFTER_WEIGHTS} is not part of the mtp layer")
+        raise AdapterRejected(f"tensor {name} of {DRAFTER_WEIGHTS} is not part of {form}")
     if tuple(tensor.shape) != shapes[name]:
         raise AdapterRejected(
-            f"tensor {name} of {DRAFTER_WEIGHTS} has shape {list(tensor.shape)}, this model's has {list(shapes[name])}"
+            f"tensor {name} of {DRAFTER_WEIGHTS} has shape {list(tensor.shape)}, and {form} of this model has "
+            f"{list(shapes[name])}"
         )
     if tensor.dtype not in _FLOATS:
         raise AdapterRejected(f"tensor {name} of {DRAFTER_WEIGHTS} is {tensor.dtype}: only plain floats are read")
@@ -141,7 +171,7 @@ def stage_files(
     base_digest: str,
     queue: Callable[[], AbstractContextManager[object]],
 ) -> Callable[[], None]:
-    """Reads a drafter and makes it ready to be written over the model's mtp layer.
+    """Reads a drafter and makes it ready to be written over the one that the model has.
 
     Args:
         config: of the model.
@@ -152,8 +182,8 @@ def stage_files(
         Function that writes; to be called between two steps.
 
     Raises:
-        AdapterRejected: see read_drafter().
-        InvalidRequest: the model has no mtp layer loaded.
+        AdapterRejected: see read_drafter(), or the model has one of another form.
+        InvalidRequest: the model has none loaded.
     """
     write = stage(read_drafter(files, config, base_digest))
 
@@ -175,15 +205,39 @@ def read_directory(path: Path) -> dict[str, bytes]:
     return files
 
 
-def drafter_files(tensors: Mapping[str, Tensor], base_digest: str, provenance: Mapping[str, Any]) -> dict[str, bytes]:
+def grown(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
+    """Tensors of a drafter that begins as another one: what that has not is random. Further layers change nothing at
+    first, as what they put out is zero.
+
+    Args:
+        tensors: of the other one, float32.
+        shapes: of the drafter.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    made = dict(tensors)
+    for name, shape in sorted(shapes.items()):
+        if name in made:
+            continue
+        silent = len(shape) == 1 or name.endswith(_PUT_OUT)
+        scale = 0.0 if silent else shape[-1] ** -0.5
+        made[name] = scale * torch.randn(shape, generator=generator)
+    return made
+
+
+def drafter_files(
+    tensors: Mapping[str, Tensor],
+    base_digest: str,
+    provenance: Mapping[str, Any],
+    form: DrafterForm = MTP_FORM,
+) -> dict[str, bytes]:
     """Files of a drafter.
 
     Args:
-        tensors: of the mtp layer, by canonical name.
+        tensors: by canonical name.
         base_digest: of the model that it drafts for.
         provenance: what it comes of, in JSON.
     """
-    described = {
+    described = form.stated() | {
         "format": DRAFTER_FORMAT,
         "base_digest": base_digest,
         "shapes": {name: list(tensor.shape) for name, tensor in sorted(tensors.items())},

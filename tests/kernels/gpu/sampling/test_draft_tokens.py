@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.gpu.sampling.draft_blocks import Block, place_block, take_block
 from kernels.gpu.sampling.draft_tokens import (
     ACCEPTED_SHIFT,
     CHUNK_WORDS,
+    COUNTED,
     MOST,
     UNWANTED,
     Chain,
@@ -66,8 +68,8 @@ class Device:
 def test_rows_are_placed(device: torch.device) -> None:
     """A pending token and two draft tokens, a known one with a draft token, one alone, one that has ended, padding."""
     slots = {
-        3: Slot(20, 5, 7, drafts=[11, 12, 13, 14]),
-        5: Slot(0, 0, 0, drafts=[21, 22, 23, 24]),
+        3: Slot(20, 5, 7, drafts=[11, 12, 13, 14, 0, 0, 0, 0]),
+        5: Slot(0, 0, 0, drafts=[21, 22, 23, 24, 0, 0, 0, 0]),
         2: Slot(9, 2, 6),
         4: Slot(30, 8, 9, ended=True),
     }
@@ -78,7 +80,7 @@ def test_rows_are_placed(device: torch.device) -> None:
     step = torch.zeros(3, 16, dtype=torch.int32, device=device)
     step[0], step[1] = row_slots, on.ints([2, 3, 4, 1, 2, 0, 2, 0, 0, 6, 7, 8, 0, 0, 0, 5])
     step[2] = -1
-    drafted = on.ints([[9] * MOST] * 17)
+    drafted = on.ints([[9] * COUNTED] * 17)
     place_rows(tokens, positions, row_slots, step, drafted, on.tokens, chunks=5, group=3, others=1)
     assert tokens.tolist() == [-1, 11, 12, 42, 21, 0, -1, 0, 0, 0, 0, 0, 0, 0, 0, 99]
     assert positions.tolist() == [20, 21, 22, 6, 7, 0, 9, 0, 0, 0, 0, 0, 0, 0, 0, 55]
@@ -87,7 +89,7 @@ def test_rows_are_placed(device: torch.device) -> None:
     live = [0, 1, 2, 3, 4, 6, 15]
     assert step[1, live].tolist() == [5, 6, 7, 1, 2, 2, 5]
     assert step[2].tolist() == [-1] * 16
-    none = [-1] * MOST
+    none = [-1] * COUNTED
     assert drafted[[0, 1, 2, 3, 4, 6, 15, 16]].tolist() == [
         none,
         [11, -1, -1, -1],
@@ -96,7 +98,7 @@ def test_rows_are_placed(device: torch.device) -> None:
         [21, -1, -1, -1],
         none,
         none,
-        [9] * MOST,
+        [9] * COUNTED,
     ]
     place_rows(tokens, positions, row_slots, step, drafted, on.tokens, chunks=0, group=1, others=2)
     assert drafted[:2].tolist() == [none, none]
@@ -145,6 +147,9 @@ def test_tokens_that_count(device: torch.device, seed: int) -> None:
         rows_of[number] = (drawn, [] if dead else drafts[: wanted - 1], failed)
     on = Device(slots, device)
     penalised = [number for number in slots if chance.random() < 0.6]
+    for number in penalised:  # rows behind more draft tokens than are counted do not count
+        drawn, drafts, failed = rows_of[number]
+        rows_of[number] = drawn, drafts[:COUNTED], failed
     for row, number in enumerate(penalised):
         on.parameters[number, FLAGS.value] = EDITED.value
         on.parameters[number, EDIT_ROW.value] = row
@@ -192,7 +197,7 @@ def test_tokens_that_count(device: torch.device, seed: int) -> None:
         if number in penalised:
             counted = generated[penalised.index(number)].tolist()
             assert counted == [5 + drawn[:count].count(token) for token in range(8)]
-        assert chain.drafted[index].tolist() == [-1] * MOST
+        assert chain.drafted[index].tolist() == [-1] * COUNTED
         if not ended:
             assert int(chain.rows[index]) == row + count - 1
             assert int(chain.positions[index]) == slot.computed + count - 1
@@ -227,3 +232,25 @@ def test_a_chain_moves_on(device: torch.device) -> None:
     assert chain.slots.tolist() == chain.step[0].tolist() == [0, 0, 7, 2]
     assert chain.positions.tolist() == [0, 0, 17, 6]
     assert chain.step[1].tolist()[2:] == [12, 4]
+
+
+def test_a_block_is_placed_and_taken(device: torch.device) -> None:
+    """Two rows behind the first one of each chunk: of one whose blocks end between them, and of one that draws none."""
+    on = Device({}, device)
+    chain, block = Chain.allocate(3, device), Block.allocate(3, 3, device)
+    chain.slots.copy_(on.ints([5, 0, 7]))
+    chain.positions.copy_(on.ints([14, 0, 3]))
+    chain.room.copy_(on.ints([16, 0, 32]))
+    chain.step[0], chain.step[1] = chain.slots, on.ints([4, 0, 9])
+    block.slots.fill_(8)
+    place_block(chain, block)
+    assert block.slots.tolist() == [5, 0, 0, 0, 7, 7]
+    assert block.positions.tolist() == [15, 0, 0, 0, 4, 5]
+    assert block.step[0].tolist() == [5, 5, 5, 0, 0, 0, 7, 7, 7]
+    assert block.step[1].tolist() == [4, 5, 6, 0, 1, 2, 9, 10, 11]
+    assert block.step[2].tolist() == [-1] * 9
+    results = on.ints([[30 + row, 0, 0, ERROR if row == 7 else 2] for row in range(9)])
+    take_block(results, on.tokens, chain, 3)
+    assert on.tokens.drafts[5, :4].tolist() == [30, 31, 32, 0]
+    assert on.tokens.drafts[7, :4].tolist() == [36, 0, 38, 0]
+    assert int(on.tokens.drafts[0].sum()) == 0

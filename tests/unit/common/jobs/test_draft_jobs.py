@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from services.common.adapters.drafter_form import MTP_FORM, DrafterForm
 from services.common.adapters.names import AdapterVersion
 from services.common.jobs import DraftJob, GrpoJob, OpdJob, SftJob
 from services.common.jobs.kinds.draft import refresh
@@ -50,6 +51,32 @@ def test_an_example_has_an_answer_or_gets_one(example: dict[str, Any], answered:
 def test_an_example_of_no_form_is_refused(example: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         DraftJob.model_validate({"adapter": "sharp", "examples": [example]})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block": 4}, "block is of block drafters"),
+        ({"form": "mtp", "layers": 2}, "layers is of block drafters"),
+        ({"form": "block", "depth": 2}, "a block drafter learns its block"),
+        ({"form": "block", "block": 17}, "less than or equal to 16"),
+        ({"form": "block", "layers": 5}, "less than or equal to 4"),
+    ],
+)
+def test_fields_of_the_other_form_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        DraftJob.model_validate({"adapter": "sharp", "examples": [{"text": "ho"}], **fields})
+
+
+def test_the_form_that_it_makes() -> None:
+    def made(before: DrafterForm | None, **fields: Any) -> DrafterForm:
+        spec = DraftJob.model_validate({"adapter": "sharp", "examples": [{"text": "ho"}], **fields})
+        return spec.form_from(before)
+
+    assert made(None) == made(MTP_FORM) == made(MTP_FORM, depth=2) == MTP_FORM
+    assert made(None, form="block") == made(MTP_FORM, form="block") == DrafterForm(8, 1)
+    assert made(MTP_FORM, form="block", block=12, layers=2) == DrafterForm(12, 2)
+    assert made(DrafterForm(12, 2)) == made(DrafterForm(12, 2), form="block") == DrafterForm(12, 2)
 
 
 def follow(spec: SftJob | GrpoJob | OpdJob) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.attention import PackedLayout, packed_causal, paged_prefill, write_pages
 from kernels.rms_norm import rms_norm
 from kernels.rope import Rotation, apply_rope, inverse_frequencies, rope_tables
+from services.common.adapters.drafter_form import MTP_FORM, DrafterForm
 from services.common.errors import CheckpointRejected
 from services.engine.models.batch import CacheBuffers, ForwardBatch
 from services.engine.models.checkpoint import canonical_name, shard_files
@@ -114,6 +115,7 @@ class Dense(CausalLM):
         storage: Storage = PLAIN,
         *,
         mtp: bool = False,
+        form: DrafterForm = MTP_FORM,
         kernels: KernelConfigs | None = None,
     ) -> Dense:
         assert isinstance(config, DenseConfig)

@@ -75,8 +75,25 @@ def test_shares_follow_what_is_accepted() -> None:
     assert one.most_tokens(2) == pytest.approx(2 + 0.25 + (0.25 * 0.75 / 4) ** 0.5), (
         "the first may well be always right"
     )
-    with pytest.raises(ValueError, match="shares must be 4"):
-        Acceptance("a", [0.5])
+    with pytest.raises(ValueError, match="0 shares"):
+        Acceptance("a", [])
+    with pytest.raises(ValueError, match="1 shares, and 2 places"):
+        Acceptance("a", [0.5], seen=[0, 0])
+
+
+def test_a_block_of_sixteen() -> None:
+    """Of the numbers that were measured; at places far behind as much is hoped for as at the fourth."""
+    measured = {(1, 0): 1.0} | {(1, count): 1.1 + 0.01 * count for count in (1, 2, 3, 4, 6, 8, 12, 16)}
+    depth = DraftDepth(16, StepCosts(measured))
+    one = depth.begin("a", 0)
+    assert one is not None
+    assert (len(one.shares), one.shares[15]) == (16, one.shares[3])
+    for _ in range(60):
+        depth.add(one, 16, 16)
+    assert depth.choose([one]) == 16
+    for _ in range(60):
+        depth.add(one, 16, 5)
+    assert depth.choose([one]) == 6, "five of six count, and five alone were not measured"
 
 
 def test_a_sequence_whose_draft_tokens_are_wrong_gives_up() -> None:

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load, load_file
 
 from models.tiny.recipe.data import DIRECTORY
-from services.common.adapters.manifest import DRAFTER_WEIGHTS
+from services.common.adapters.drafter_form import DrafterForm
+from services.common.adapters.manifest import DRAFTER_CONFIG, DRAFTER_WEIGHTS, drafter_form
 from services.common.adapters.names import AdapterVersion
 from services.common.errors import DoesNotFit, InvalidRequest, ModelNotFound
 from services.common.jobs import DraftJob
@@ -56,6 +57,29 @@ def test_it_learns_what_the_model_says(host: TrainingHost) -> None:
     assert evaluated[-1]["eval_acceptance"] == pytest.approx(after["acceptance"])
     assert not host.gate.inside
     assert host.gate.gave_way > 0
+
+
+def test_a_block_drafter_begins_as_the_layer_and_learns_its_block(host: TrainingHost) -> None:
+    """Those of further layers and places are random, as a function of the seed; the next version goes on from it."""
+    run = prepared(host, epochs=10, eval_examples=EXAMPLES[:2], form="block", block=3, layers=2)
+    assert run.files("model") == prepared(host, form="block", block=3, layers=2).files("model")
+    assert run.examine()["acceptance"] == prepared(host, eval_examples=EXAMPLES[:2], depth=1).examine()["acceptance"]
+    before = run.examine()
+    history = [run.step(index) for index in range(run.total_steps)]
+    after = run.examine()
+    assert history[-1]["loss"] < 0.5 * history[0]["loss"]
+    for place in ("acceptance", "acceptance_2", "acceptance_3"):
+        assert after[place] > before[place] + 0.2, place
+    files = run.files("model")
+    assert drafter_form(files[DRAFTER_CONFIG]) == DrafterForm(3, 2)
+    further = prepared(host, files, eval_examples=EXAMPLES[:2])
+    assert further.examine() == after
+    assert drafter_form(further.files("model")[DRAFTER_CONFIG]) == DrafterForm(3, 2)
+    for fields in ({"form": "mtp"}, {"form": "block", "block": 4}, {"form": "block", "layers": 1}):
+        with pytest.raises(InvalidRequest, match="a block drafter of 3 tokens in 2 layers, and it is to make"):
+            prepared(host, files, **fields)
+    with pytest.raises(InvalidRequest, match="depth is of the mtp layer"):
+        prepared(host, files, depth=2)
 
 
 def test_an_adapter_is_what_it_learns_to_propose_for(host: TrainingHost) -> None:
@@ -138,7 +162,7 @@ def test_a_new_one_starts_from_the_layer_of_the_checkpoint(host: TrainingHost) -
 
 def test_a_job_that_does_not_fit_says_what_would(checkpoint: Any) -> None:
     small = TrainingHost(checkpoint, train_memory_bytes=2**18)
-    with pytest.raises(DoesNotFit, match="max_tokens_per_microbatch or depth"):
+    with pytest.raises(DoesNotFit, match="max_tokens_per_microbatch, depth or block"):
         prepared(small)
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from kernels.quantize import multiply_groups
+from services.common.adapters.drafter_form import MTP_FORM, DrafterForm
+from services.engine.models.config import MTP_LAYER
 from services.engine.models.footprint import PLAIN, Storage, copies_head
 from services.engine.models.qwen3_5.config import LayerType, Qwen3_5Config
 from services.engine.models.qwen3_5.loading.tensors import CheckpointTensors
@@ -45,6 +47,7 @@ def load_checkpoint(
     storage: Storage = PLAIN,
     *,
     mtp: bool = False,
+    form: DrafterForm = MTP_FORM,
     kernels: KernelConfigs | None = None,
 ) -> ModelWeights:
     """Loads ``path/*.safetensors`` onto the device in the given dtype, without a second copy of the model in memory:
@@ -52,6 +55,7 @@ def load_checkpoint(
 
     Args:
         mtp: load the layer that predicts the token after next, too.
+        form: of the drafter that will be written over it. Until then each of its layers is that one.
         kernels: configurations of the GPU's kernels; None: those that fit the device.
 
     Raises:
@@ -62,7 +66,7 @@ def load_checkpoint(
         storage.check(config)
         named = config.tensor_shapes() | (config.mtp_shapes() if mtp else {})
         tensors = CheckpointTensors(Path(path), stack, config, named, mtp=mtp)
-        return _Builder(tensors, config, dtype, torch.device(device), storage, mtp, kernels).build()
+        return _Builder(tensors, config, dtype, torch.device(device), storage, form if mtp else None, kernels).build()
 
 
 class _Builder:
@@ -75,10 +79,10 @@ class _Builder:
         dtype: torch.dtype,
         device: torch.device,
         storage: Storage,
-        mtp: bool,
+        form: DrafterForm | None,
         kernels: KernelConfigs | None,
     ) -> None:
-        self._mtp, self._kernels = mtp, kernels
+        self._form, self._kernels = form, kernels
         self._tensors, self._config, self._dtype, self._device = tensors, config, dtype, device
         self._storage = storage
         self._uploader = Uploader(device) if device.type == "cuda" else None
@@ -87,7 +91,7 @@ class _Builder:
     def build(self) -> ModelWeights:
         layers = tuple(self._layer(f"layers.{index}.", kind) for index, kind in enumerate(self._config.layer_types))
         embedding = self._copy("embed_tokens.weight", self._dtype)
-        mtp = self._mtp_layer(embedding) if self._mtp else None
+        mtp = None if self._form is None else self._mtp_layer(embedding, self._form)
         head = self._head(embedding)
         weights = ModelWeights(embedding, layers, self._norm("norm.weight"), head, mtp, self._kernels)
         if self._uploader is not None:
@@ -103,7 +107,7 @@ class _Builder:
             embedding = _in_memory_order(embedding)
         return self._stored(embedding, kind)
 
-    def _mtp_layer(self, embedding: Tensor) -> MtpWeights:
+    def _mtp_layer(self, embedding: Tensor, form: DrafterForm) -> MtpWeights:
         config, head = self._config, None
         if self._storage.has_draft_head(config, self._dtype.itemsize):
             tied = config.tie_word_embeddings
@@ -112,9 +116,12 @@ class _Builder:
             embedding_norm=self._norm("mtp.pre_fc_norm_embedding.weight"),
             hidden_norm=self._norm("mtp.pre_fc_norm_hidden.weight"),
             fc=self._matrix("mtp.fc.weight"),
-            layer=self._layer("mtp.layers.0.", "full_attention"),
+            layers=tuple(self._layer(MTP_LAYER, "full_attention") for _ in range(form.layers)),
             final_norm=self._norm("mtp.norm.weight"),
             head=head,
+            places=torch.zeros(form.block - 1, config.hidden_size, dtype=self._dtype, device=self._device)
+            if form.block
+            else None,
         )
 
     def _layer(self, prefix: str, kind: LayerType) -> LayerWeights:

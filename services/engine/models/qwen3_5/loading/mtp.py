@@ -1,4 +1,5 @@
-"""The mtp layer's tensors by canonical name, as a drafter has them: read, made into weights, and written over these."""
+"""A drafter's tensors by canonical name, the mtp layer's among them: read from a checkpoint, made into weights, and
+written over those that are loaded."""
 
 from __future__ import annotations
 
@@ -10,15 +11,15 @@ import torch
 from torch import Tensor
 
 from kernels.quantize import multiply_groups
-from services.common.errors import InvalidRequest
+from services.common.errors import AdapterRejected, InvalidRequest
 from services.engine.models.checkpoint import MTP_PREFIX, raw_tensors, shard_files
+from services.engine.models.config import MTP_PLACES
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.loading.tensors import CheckpointTensors
 from services.engine.models.qwen3_5.moe_config import DOWN, GATE_UP, Qwen3_5MoeConfig, separate_experts
 from services.engine.models.qwen3_5.weights import AttentionWeights, ExpertWeights, LayerWeights, MtpWeights
 from services.engine.models.weights.matrix import DenseMatrix, Fp8Matrix, Int4Matrix, Matrix, quantize
 
-_LAYER = "mtp.layers.0."
 _ROUTER = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
 
 
@@ -26,12 +27,27 @@ def built(config: Qwen3_5Config, tensors: Mapping[str, Tensor], dtype: torch.dty
     """Weights of these tensors, dense, and differentiable in them.
 
     Args:
-        tensors: all of config.mtp_shapes(), on one device.
+        tensors: all of config.drafter_shapes(), on one device.
         dtype: of the matrices.
     """
+    places = tensors.get(MTP_PLACES)
+    count = len({name.split(".")[2] for name in tensors if name.startswith("mtp.layers.")})
+    return MtpWeights(
+        embedding_norm=_norm(tensors, "mtp.pre_fc_norm_embedding.weight"),
+        hidden_norm=_norm(tensors, "mtp.pre_fc_norm_hidden.weight"),
+        fc=DenseMatrix(tensors["mtp.fc.weight"].to(dtype)),
+        layers=tuple(_layer(config, tensors, dtype, f"mtp.layers.{index}.") for index in range(count)),
+        final_norm=_norm(tensors, "mtp.norm.weight"),
+        places=None if places is None else places.to(dtype),
+    )
 
-    def norm(name: str) -> Tensor:
-        return 1.0 + tensors[name].float()
+
+def _norm(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    return 1.0 + tensors[name].float()
+
+
+def _layer(config: Qwen3_5Config, tensors: Mapping[str, Tensor], dtype: torch.dtype, prefix: str) -> LayerWeights:
+    """Weights of the decoder layer whose tensors have this prefix."""
 
     def matrix(*names: str) -> DenseMatrix:
         parts = [tensors[name].to(dtype).flatten(0, -2) for name in names]
@@ -40,7 +56,7 @@ def built(config: Qwen3_5Config, tensors: Mapping[str, Tensor], dtype: torch.dty
     def group(name: str) -> DenseMatrix:
         parts = []
         for module in groups[name]:
-            part = tensors[f"{_LAYER}{module}.weight"]
+            part = tensors[f"{prefix}{module}.weight"]
             order = config.output_order(module)
             rows = part if order is None else part.index_select(0, torch.tensor(order, device=part.device))
             parts.append(rows.to(dtype))
@@ -52,27 +68,21 @@ def built(config: Qwen3_5Config, tensors: Mapping[str, Tensor], dtype: torch.dty
         experts = ExpertWeights(
             count=config.num_experts,
             per_token=config.experts_per_token,
-            router=matrix(*(_LAYER + name for name in _ROUTER)),
-            gate_up=matrix(_LAYER + GATE_UP),
-            down=matrix(_LAYER + DOWN),
+            router=matrix(*(prefix + name for name in _ROUTER)),
+            gate_up=matrix(prefix + GATE_UP),
+            down=matrix(prefix + DOWN),
         )
     qk_norm = [
-        norm(f"{_LAYER}self_attn.{name}.weight").expand(count, -1)
+        _norm(tensors, f"{prefix}self_attn.{name}.weight").expand(count, -1)
         for name, count in (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads))
     ]
-    return MtpWeights(
-        embedding_norm=norm("mtp.pre_fc_norm_embedding.weight"),
-        hidden_norm=norm("mtp.pre_fc_norm_hidden.weight"),
-        fc=matrix("mtp.fc.weight"),
-        layer=LayerWeights(
-            input_norm=norm(_LAYER + "input_layernorm.weight"),
-            mixer=AttentionWeights(group("in"), torch.cat(qk_norm), group("out")),
-            post_norm=norm(_LAYER + "post_attention_layernorm.weight"),
-            gate_up=group("gate_up"),
-            down=group("down"),
-            experts=experts,
-        ),
-        final_norm=norm("mtp.norm.weight"),
+    return LayerWeights(
+        input_norm=_norm(tensors, prefix + "input_layernorm.weight"),
+        mixer=AttentionWeights(group("in"), torch.cat(qk_norm), group("out")),
+        post_norm=_norm(tensors, prefix + "post_attention_layernorm.weight"),
+        gate_up=group("gate_up"),
+        down=group("down"),
+        experts=experts,
     )
 
 
@@ -102,7 +112,7 @@ def read_from_checkpoint(config: Qwen3_5Config, path: Path) -> dict[str, Tensor]
 
 
 def staged(config: Qwen3_5Config, weights: MtpWeights, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-    """Makes everything ready to write a drafter over the mtp layer's weights.
+    """Makes everything ready to write a drafter over the one that is loaded.
 
     Their tensors stay where they are, so what was captured reads the new ones. All work but the copies is done here, on
     the host: beside a model that serves, the device may have no room for a second layer.
@@ -112,9 +122,18 @@ def staged(config: Qwen3_5Config, weights: MtpWeights, tensors: Mapping[str, Ten
 
     Returns:
         Function that copies, on the current stream, without waiting for the device.
+
+    Raises:
+        AdapterRejected: it is of another form.
     """
     with torch.inference_mode():
         new = built(config, tensors, _dtype(weights.fc))
+        if new.form != weights.form:
+            raise AdapterRejected(
+                f"the drafter is {new.form}, and this engine has room and steps for {weights.form}: start it again, "
+                "with TEMPER_DRAFTER naming a drafter of the form that is to draft",
+                param="drafter",
+            )
         matrices = zip(_matrices(new), _matrices(weights), strict=True)
         alike = [quantize(matrix.dense(), _kind(place)) for matrix, place in matrices]
         pairs = list(
@@ -147,17 +166,21 @@ def _attention(layer: LayerWeights) -> AttentionWeights:
 
 
 def _matrices(weights: MtpWeights) -> list[Matrix]:
-    layer = weights.layer
-    found = [weights.fc, layer.mixer.in_proj, layer.mixer.out_proj, layer.gate_up, layer.down]
-    if layer.experts is not None:
-        found += [layer.experts.router, layer.experts.gate_up, layer.experts.down]
+    found: list[Matrix] = [weights.fc]
+    for layer in weights.layers:
+        found += [layer.mixer.in_proj, layer.mixer.out_proj, layer.gate_up, layer.down]
+        if layer.experts is not None:
+            found += [layer.experts.router, layer.experts.gate_up, layer.experts.down]
     return found
 
 
 def _norms(weights: MtpWeights) -> list[Tensor]:
-    layer = weights.layer
-    outside = [weights.embedding_norm, weights.hidden_norm, weights.final_norm]
-    return [*outside, layer.input_norm, layer.post_norm, _attention(layer).qk_norm]
+    """All that is no matrix of a product."""
+    found = [weights.embedding_norm, weights.hidden_norm, weights.final_norm]
+    found += [] if weights.places is None else [weights.places]
+    for layer in weights.layers:
+        found += [layer.input_norm, layer.post_norm, _attention(layer).qk_norm]
+    return found
 
 
 def _tensors(matrices: Sequence[Matrix]) -> list[Tensor]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from kernels.gpu.delta.waiting_writes import MOST
 from services.engine.executors.cuda.buffers import StepShape
 from services.engine.executors.cuda.shapes import (
-    GROUPS,
     captured_shapes,
     decode_bucket,
     decode_buckets,
+    draft_counts,
+    draft_group,
     most_decode_rows,
     smallest,
     verified_rows,
 )
 from services.engine.executors.cuda.warm_up import sampling_plans, warm_up_shapes
+from services.engine.settings import MOST_DRAFTED_ON_GPU
 
 
 def test_buckets_hold_every_batch() -> None:
@@ -45,6 +48,19 @@ def test_the_largest_are_captured_first() -> None:
     assert mixed == {(decodes, tokens) for decodes in (8, 32, 64, 128, 256) for tokens in (128, 512, 1024, 2048)}
 
 
+def test_numbers_of_draft_tokens() -> None:
+    assert MOST_DRAFTED_ON_GPU == MOST - 1, "and the newest token"
+    assert [draft_counts(most) for most in (0, 1, 4, 7, 16)] == [
+        [],
+        [1],
+        [1, 2, 3, 4],
+        [1, 2, 3, 4, 6, 7],
+        [1, 2, 3, 4, 6, 8, 12, 16],
+    ]
+    assert [draft_group(rows, 7) for rows in (1, 2, 5, 6, 8)] == [1, 2, 5, 7, 8]
+    assert draft_group(1, 0) == 1
+
+
 @pytest.mark.parametrize(
     ("largest", "sequences", "decodes"),
     [(0, 64, set()), (8, 64, {1, 2, 4, 8}), (256, 3, {1, 2, 4}), (256, 20, {1, 2, 4, 8, 16, 24})],
@@ -55,19 +71,20 @@ def test_no_more_than_can_run(largest: int, sequences: int, decodes: set[int]) -
     assert {shape.rows for shape in shapes if shape.segments} == ({64} if largest else set())
 
 
+@pytest.mark.parametrize("draft_tokens", [4, 7, 16])
 @pytest.mark.parametrize("sequences", [1, 3, 5, 20, 64, 100, 256])
-def test_shapes_of_decodes_with_draft_tokens(sequences: int) -> None:
-    shapes = captured_shapes(256, sequences, 8192, 512, speculative=True)
+def test_shapes_of_decodes_with_draft_tokens(sequences: int, draft_tokens: int) -> None:
+    shapes = captured_shapes(256, sequences, 8192, 512, draft_tokens=draft_tokens)
     assert len(set(shapes)) == len(shapes)
-    buckets = decode_buckets(most_decode_rows(sequences, speculative=True))
+    buckets = decode_buckets(most_decode_rows(sequences, draft_tokens))
     assert all(decode_bucket(shape.decodes) in buckets for shape in shapes if shape.decodes)
-    assert max(shape.rows for shape in shapes if shape.group > 1) <= verified_rows(sequences)
+    assert max(shape.rows for shape in shapes if shape.group > 1) <= verified_rows(sequences, draft_tokens)
     for chunks in {1, min(sequences, 3), min(sequences, 32)}:
-        for group in GROUPS:
-            wanted = StepShape.of_groups(chunks, group)
+        for count in draft_counts(draft_tokens):
+            wanted = StepShape.of_groups(chunks, 1 + count)
             found = smallest(shapes, wanted)
             assert found is not None
-            assert found.group == group
+            assert found.group == 1 + count
             assert found.rows < 2 * wanted.rows or chunks == 1
     assert smallest(shapes, StepShape.of_groups(33, 2)) is None
     plain = smallest(shapes, StepShape(1, 1))

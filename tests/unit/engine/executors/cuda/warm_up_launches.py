@@ -74,11 +74,11 @@ def build(config: Qwen3_5Config, quantization: str, speculative: bool) -> CudaRu
         num_slots=68,
         kv_dtype=None,
         state_dtype=torch.float32,
-        mtp=speculative,
+        draft_layers=int(speculative),
         waiting_writes=8 if speculative else 0,
-        verified_rows=verified_rows(32) if speculative else 0,
+        verified_rows=verified_rows(32, 4) if speculative else 0,
     )
-    limits = RunnerLimits(32, 320, 1024, largest_graph=32, mixed_tokens=128, speculative=speculative)
+    limits = RunnerLimits(32, 320, 1024, largest_graph=32, mixed_tokens=128, draft_tokens=4 if speculative else 0)
     lora = random_adapters(model, 2, 16)
     lora._upload = AdapterUpload(lora.target_buffers(), lora._output_order, lora.upload_bytes(config, 16))
     return CudaRunner(model, cache, lora, limits, RunnerOptions(pdl=True), eos_token_ids=[1])

@@ -143,7 +143,7 @@ def test_weights_are_as_many_bytes_as_were_counted(quantization: Quantization, t
     kept = Storage(quantization)
     model = Qwen3_5.from_directory(tmp_path, dtype="bfloat16", device="cpu", storage=kept, mtp=True)
     assert weight_bytes(config, Formats(2, kept, mtp=True)) == model.weights.nbytes()
-    experts = model.weights.mtp.layer.experts
+    experts = model.weights.mtp.layers[0].experts
     assert experts is not None
     exact = tensors["mtp.layers.0.mlp.experts.2.down_proj.weight"]
     rows = slice(2 * 128, 3 * 128)
